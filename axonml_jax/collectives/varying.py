@@ -1,0 +1,39 @@
+"""The only file that looks at JAX's varying types (`check_vma=True`): which axes a value varies over, and casting.
+
+With `check_vma=False` no value has a varying type: `varying_axes` is empty and `vary` changes nothing.
+"""
+
+from typing import TypeVar
+
+import jax
+
+from axonml_jax.mesh.axes import AxisNames, as_axes
+
+T = TypeVar("T")
+
+
+def varying_axes(x) -> frozenset[str]:
+    """The manual mesh axes over which `x` is typed as varying (empty with `check_vma=False` or outside `shard_map`)."""
+    manual = getattr(jax.typeof(x), "mat", None)
+    return frozenset() if manual is None else frozenset(manual.varying)
+
+
+def vary(tree: T, axes: AxisNames) -> T:
+    """Type every leaf of `tree` as varying over `axes`. Costs nothing and may be repeated; the transpose sums over `axes`.
+
+    Args:
+      tree: a pytree of arrays, inside `shard_map`.
+      axes: mesh axis names; those a leaf already varies over are skipped.
+    """
+    names = as_axes(axes)
+
+    def cast(x):
+        missing = tuple(axis for axis in names if axis not in varying_axes(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def vary_like(x, like):
+    """`x` typed as varying over at least the axes that `like` varies over."""
+    return vary(x, tuple(varying_axes(like)))

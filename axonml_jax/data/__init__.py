@@ -1,0 +1,1 @@
+"""Samplers, loaders and text: global batches built from process-local rows."""

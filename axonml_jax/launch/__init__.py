@@ -1,0 +1,1 @@
+"""Where configuration, data, training and files meet: the CLI's commands."""

@@ -1,0 +1,1 @@
+"""WHERE: axes, mesh shapes, worlds, groups, backends, simulated devices."""

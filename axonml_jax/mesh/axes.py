@@ -1,0 +1,31 @@
+"""The closed set of mesh axes, outermost (slowest link) first."""
+
+from collections.abc import Iterable, Sequence
+
+AXES: tuple[str, ...] = ("data", "pipe", "fsdp", "depth", "row", "col", "tensor")
+"""Every axis a library mesh may have, in canonical order."""
+
+BATCH_AXES: tuple[str, ...] = ("data", "fsdp", "depth")
+"""The axes over which the global batch is split."""
+
+AxisNames = str | Sequence[str]
+"""One axis name or several."""
+
+
+def as_axes(axes: AxisNames) -> tuple[str, ...]:
+    """Normalise one axis name or several to a tuple.
+
+    >>> as_axes("data"), as_axes(["data", "fsdp"])
+    (('data',), ('data', 'fsdp'))
+    """
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def batch_axes(axis_names: Iterable[str]) -> tuple[str, ...]:
+    """The axes among `axis_names` that split the batch, in canonical order.
+
+    >>> batch_axes(("tensor", "fsdp", "data"))
+    ('data', 'fsdp')
+    """
+    present = set(axis_names)
+    return tuple(axis for axis in BATCH_AXES if axis in present)

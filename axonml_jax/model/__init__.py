@@ -1,0 +1,1 @@
+"""THINK: a Flax model as pure functions, its precision, and rewriting of its trace."""

@@ -1,0 +1,1 @@
+"""Reference models: a decoder-only transformer and an MLP."""

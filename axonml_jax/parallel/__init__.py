@@ -1,0 +1,1 @@
+"""Strategies: how parameters live on each mesh axis, and the plan that combines them."""

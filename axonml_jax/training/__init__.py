@@ -1,0 +1,1 @@
+"""The training step: state, gradients, update, metrics."""
