@@ -1,0 +1,91 @@
+"""Several leaves summed over mesh axes as one reduction, with or without a flat copy; traced, and without gradient rules.
+
+`buckets.py` decides which leaves go together; here they travel.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from axonml_jax.collectives.varying import vary, varying_axes
+from axonml_jax.mesh.axes import AxisNames, as_axes
+
+CommHook = Callable[[jax.Array, tuple[str, ...]], jax.Array]
+"""`hook(flat, axes) -> reduced`: takes a bucket's flat array, returns its sum over `axes`, shaped alike."""
+
+
+def all_reduce_leaves(
+    leaves: Sequence[jax.Array],
+    axes: AxisNames,
+    *,
+    flat: bool,
+    comm_dtype=None,
+    comm_hook: CommHook | None = None,
+) -> list[jax.Array]:
+    """Sum each leaf over `axes`, all of them as one reduction.
+
+    Args:
+      leaves: arrays of any shapes, inside `shard_map`.
+      axes: the mesh axes to sum over; none at all returns the leaves as they are.
+      flat: False reduces the leaves side by side without a copy: JAX writes one all-reduce per leaf, none depending on
+        another, and XLA's combiner makes one launch of them. True ravels them into one array and reduces that: one launch, one copy each
+        way. Leaves that differ in dtype or in the axes they vary over cannot share an array and get one each.
+      comm_dtype: floating leaves travel in this dtype and return in their own.
+      comm_hook: replaces the reduction of each flat array; it implies `flat`.
+
+    Returns:
+      The sums, in order, each with its leaf's shape and dtype, the same on every rank of `axes`.
+
+    Raises:
+      ValueError: when the hook returns another shape than it was given.
+
+    Communicates: one all-reduce of all leaves, or what the hook does.
+    """
+    names = as_axes(axes)
+    if not names or not leaves:
+        return list(leaves)
+    sent = [vary(_to_wire(leaf, comm_dtype), names) for leaf in leaves]
+    if flat or comm_hook is not None:
+        sums = _reduce_flat(sent, names, comm_hook or jax.lax.psum)
+    else:
+        sums = jax.lax.psum(sent, names)
+    return [total.astype(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
+
+
+def all_reduce_tree(tree, axes: AxisNames):
+    """Sum every leaf of `tree` over `axes`, without a flat copy and without gradient rule; None leaves stay None."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(all_reduce_leaves(leaves, axes, flat=False))
+
+
+def _to_wire(leaf, comm_dtype):
+    leaf = jnp.asarray(leaf)
+    if comm_dtype is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    return leaf.astype(comm_dtype)
+
+
+def _reduce_flat(leaves, axes, reduce: CommHook) -> list[jax.Array]:
+    sums: list = [None] * len(leaves)
+    for indices in flat_groups(leaves):
+        whole = jnp.concatenate([leaves[i].ravel() for i in indices])
+        total = reduce(whole, axes)
+        if total.shape != whole.shape:
+            raise ValueError(
+                f"comm_hook returned shape {total.shape} for a flat bucket of shape {whole.shape} "
+                f"(leaves {[leaves[i].shape for i in indices]}): it must return the reduced array, shaped alike"
+            )
+        ends = np.cumsum([leaves[i].size for i in indices])[:-1]
+        for i, part in zip(indices, jnp.split(total, ends), strict=True):
+            sums[i] = part.reshape(leaves[i].shape)
+    return sums
+
+
+def flat_groups(leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """Indices of the leaves that may share one flat array: those of one dtype that vary over the same axes."""
+    groups: dict[tuple, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault((jnp.dtype(leaf.dtype), varying_axes(leaf)), []).append(i)
+    return list(groups.values())

@@ -1,0 +1,108 @@
+"""Thin wrappers of JAX's communicating primitives for higher floors: no groups, no gradient rules, same in both `check_vma` modes.
+
+Inputs are typed as varying over the axes first, so that a replicated value may be passed. For collectives whose
+gradients count every rank's loss see `reduce.py` and `gather.py`; for those of one step of training see `pairs.py`.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.collectives.varying import vary
+from axonml_jax.mesh.axes import AxisNames, as_axes
+
+
+def axis_size(axes: AxisNames) -> int:
+    """The number of ranks along `axes`, a Python integer: the product of their sizes."""
+    return int(jax.lax.axis_size(as_axes(axes)))
+
+
+def axis_index(axes: AxisNames) -> jax.Array:
+    """This rank's position along `axes`, the first axis slowest; an int32 scalar that varies over `axes`."""
+    return jnp.asarray(jax.lax.axis_index(as_axes(axes)))
+
+
+def sum_over(x: jax.Array, axes: AxisNames) -> jax.Array:
+    """The sum of x over `axes`, typed as the same on every rank. Communicates: one all-reduce."""
+    return jax.lax.psum(vary(x, axes), as_axes(axes))
+
+
+def max_over(x: jax.Array, axes: AxisNames) -> jax.Array:
+    """The element-wise maximum of x over `axes`, typed as the same on every rank. Communicates: one all-reduce.
+
+    It has no gradient (JAX defines none for `pmax`): pass it through `jax.lax.stop_gradient`, or use `all_reduce_max`.
+    """
+    return jax.lax.pmax(vary(x, axes), as_axes(axes))
+
+
+def min_over(x: jax.Array, axes: AxisNames) -> jax.Array:
+    """The element-wise minimum of x over `axes`, typed as the same on every rank. Communicates: one all-reduce.
+
+    It has no gradient (JAX defines none for `pmin`): pass it through `jax.lax.stop_gradient`, or use `all_reduce_min`.
+    """
+    return jax.lax.pmin(vary(x, axes), as_axes(axes))
+
+
+def scatter_sum(x: jax.Array, axes: AxisNames, dim: int = 0) -> jax.Array:
+    """Sum x over `axes` and keep this rank's slice of `dim`. Communicates: one reduce-scatter.
+
+    Args:
+      x: [..., d, ...]; d must divide by n.
+      axes: mesh axes of total size n, the first slowest.
+      dim: the dim that is split, counted from either end.
+
+    Returns:
+      [..., d/n, ...], varying over `axes`. Its transpose is `gather_whole(..., invarying=False)`.
+
+    Raises:
+      ValueError: when the dim does not divide.
+    """
+    names, axis = as_axes(axes), dim % x.ndim
+    require_divisible(x.shape, axis, axis_size(names), f"axes {names}")
+    return jax.lax.psum_scatter(vary(x, names), names, scatter_dimension=axis, tiled=True)
+
+
+def gather_whole(x_shard: jax.Array, axes: AxisNames, dim: int = 0, *, invarying: bool) -> jax.Array:
+    """Concatenate the ranks' shards along `dim`. Communicates: one all-gather.
+
+    Args:
+      x_shard: [..., d/n, ...], this rank's part.
+      axes: mesh axes of total size n, the first slowest.
+      dim: the dim that is split, counted from either end.
+      invarying: how the result is typed with `check_vma=True`. True: as the same on every rank, and then the transpose
+        is an all-reduce and a slice; False: as varying, and then it is `scatter_sum`. With `check_vma=False` the
+        transpose is `scatter_sum` either way.
+
+    Returns:
+      [..., d, ...].
+    """
+    names = as_axes(axes)
+    to = "invarying" if invarying else "varying"
+    return jax.lax.all_gather(vary(x_shard, names), names, axis=dim % x_shard.ndim, tiled=True, to=to)
+
+
+def shift(x: jax.Array, axis: AxisNames, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """Send x along `axis` from each pair's source to its target; a rank that receives nothing gets zeros.
+
+    Args:
+      x: the value every rank holds.
+      axis: one mesh axis, or several that count as one, the first slowest.
+      pairs: (source, target) positions on it; no source and no target twice.
+
+    Returns:
+      What this rank received, shaped like x. The transpose sends back along the reversed pairs.
+
+    Communicates: one collective-permute.
+    """
+    return jax.lax.ppermute(vary(x, axis), as_axes(axis), perm=list(pairs))
+
+
+def require_divisible(shape: Sequence[int], dim: int, parts: int, over: str) -> None:
+    """Refuse a shape whose `dim` does not split into `parts` equal parts, naming both and the remedy."""
+    if shape[dim] % parts:
+        padded = -(-shape[dim] // parts) * parts
+        raise ValueError(
+            f"dim {dim} of shape {tuple(shape)} does not split evenly over {over} of total size {parts} "
+            f"({shape[dim]} % {parts} = {shape[dim] % parts}): pad it to {padded} (jnp.pad) or split another dim"
+        )
