@@ -1,0 +1,95 @@
+"""Simulated CPU devices that are safe by themselves: enough threads for their collectives, bounded run-ahead."""
+
+import os
+from typing import TypeVar
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+T = TypeVar("T")
+
+_MIN_THREADS = 16
+# Slow machines (CI with a few busy cores) take longer than XLA's default 40 s to bring all simulated devices together.
+# jaxlib 0.10 to 0.12 know these flags; an unknown --xla_cpu_* flag would abort the process.
+_TIMEOUT_FLAGS = {
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
+    "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
+    "--xla_cpu_collective_timeout_seconds": 600,
+}
+
+
+def fake_devices(n: int) -> None:
+    """Make this process see `n` simulated CPU devices. Call it before anything touches a JAX device.
+
+    XLA's pool for CPU collectives is sized by the environment variable NPROC when the backend starts: with fewer
+    threads than the collectives of a few steps need, a program hangs until it is aborted (jax 0.10 and 0.11). So NPROC
+    becomes at least 2n, and at least 16. Does nothing when JAX already runs with exactly n CPU devices.
+
+    Args:
+      n: number of devices, at least 1.
+
+    Raises:
+      ValueError: when n is not positive.
+      RuntimeError: when JAX has already started with other devices.
+    """
+    if n < 1:
+        raise ValueError(f"fake_devices({n}): the number of simulated devices must be at least 1")
+    threads = max(_environment_threads(), 2 * n, _MIN_THREADS)
+    if not backend_started():
+        os.environ["NPROC"] = str(threads)
+        os.environ["XLA_FLAGS"] = _with_timeouts(os.environ.get("XLA_FLAGS", ""))
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", n)
+        return
+    devices = jax.local_devices()
+    if devices[0].platform != "cpu" or len(devices) != n:
+        raise RuntimeError(
+            f"fake_devices({n}): JAX has already started with {len(devices)} {devices[0].platform} device(s); call "
+            f"fake_devices before the first JAX operation, or start Python with JAX_PLATFORMS=cpu "
+            f"JAX_NUM_CPU_DEVICES={n} NPROC={threads}"
+        )
+
+
+def bound_run_ahead(tree: T) -> T:
+    """Wait for `tree` if it lives on several CPU devices of this process; otherwise cost nothing. Call it once a step.
+
+    Args:
+      tree: what the step returned. Only the first array's sharding is looked at.
+
+    Returns:
+      `tree`.
+    """
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, Tracer):
+            return tree
+        if isinstance(leaf, jax.Array):
+            return jax.block_until_ready(tree) if _simulated(leaf.sharding.addressable_devices) else tree
+    return tree
+
+
+def is_simulated(mesh: Mesh) -> bool:
+    """Whether the mesh has several CPU devices of this process: devices that share its cores and its thread pool."""
+    return _simulated(mesh.local_devices)
+
+
+def backend_started() -> bool:
+    """Whether JAX has started a backend, which fixes the devices of this process."""
+    # JAX has no public way to ask without starting one.
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def _simulated(devices):
+    return len(devices) > 1 and next(iter(devices)).platform == "cpu"
+
+
+def _environment_threads():
+    value = os.environ.get("NPROC", "")
+    return int(value) if value.isdigit() else 0
+
+
+def _with_timeouts(flags):
+    missing = [f"{flag}={seconds}" for flag, seconds in _TIMEOUT_FLAGS.items() if flag not in flags]
+    return " ".join([*flags.split(), *missing])

@@ -1,0 +1,186 @@
+"""The degrees of a mesh as a value, and the `jax.sharding.Mesh` made from them (user-made meshes: see as_mesh.py)."""
+
+import dataclasses
+import difflib
+import math
+import operator
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from axonml_jax.mesh.axes import AXES
+from axonml_jax.mesh.device_order import order_devices
+
+
+class _Unnamed(int):
+    """The degree of an axis that the caller did not name: 1, and no axis of the mesh."""
+
+
+_UNNAMED = _Unnamed(1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MeshShape:
+    """The degree of every mesh axis: how many ways the work is split along it.
+
+    Args:
+      data, pipe, fsdp, depth, row, col, tensor: an int >= 1, or -1 for "whatever the devices leave" (at most once).
+
+    Raises:
+      ValueError: for any other degree, or a second -1.
+
+    >>> shape = MeshShape(tensor=2, data=-1)
+    >>> shape.resolve(8), shape.resolve(8).size
+    (MeshShape(data=4, tensor=2), 8)
+    """
+
+    data: int = _UNNAMED
+    pipe: int = _UNNAMED
+    fsdp: int = _UNNAMED
+    depth: int = _UNNAMED
+    row: int = _UNNAMED
+    col: int = _UNNAMED
+    tensor: int = _UNNAMED
+
+    def __post_init__(self):
+        illegal = {axis: degree for axis, degree in self.degrees.items() if not _is_degree(degree)}
+        open_axes = {axis: degree for axis, degree in self.degrees.items() if degree == -1}
+        offenders = illegal | (open_axes if len(open_axes) > 1 else {})
+        if offenders:
+            raise ValueError(
+                f"mesh degrees {_show(offenders)}: a degree is an int >= 1, or -1 (to be filled in) on one axis at most"
+            )
+        for axis, degree in self.degrees.items():
+            object.__setattr__(self, axis, int(degree))
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "MeshShape":
+        """The shape of a mesh whose axes all have the library's names."""
+        return cls(**check_axis_names(dict(mesh.shape)))
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees that were named, in canonical order: an axis left out is no axis of the mesh."""
+        return {axis: getattr(self, axis) for axis in AXES if not isinstance(getattr(self, axis), _Unnamed)}
+
+    @property
+    def size(self) -> int:
+        """The number of devices the shape needs.
+
+        Raises:
+          ValueError: while a degree is still -1.
+        """
+        if -1 in self.degrees.values():
+            raise ValueError(f"{self} has no size before `resolve(num_devices)` fills in the -1")
+        return math.prod(self.degrees.values())
+
+    def resolve(self, num_devices: int) -> "MeshShape":
+        """Fill in the -1, and check that the degrees use every device.
+
+        Raises:
+          ValueError: when no degree, or not these degrees, make the product equal to `num_devices`.
+        """
+        filled = dict(self.degrees)
+        fixed = math.prod(degree for degree in filled.values() if degree != -1)
+        for axis, degree in filled.items():
+            if degree == -1 and num_devices % fixed == 0:
+                filled[axis] = num_devices // fixed
+        if -1 in filled.values() or math.prod(filled.values()) != num_devices:
+            raise ValueError(_wrong_product(self, fixed, num_devices))
+        return MeshShape(**filled)
+
+    def __eq__(self, other):
+        return self.degrees == other.degrees if isinstance(other, MeshShape) else NotImplemented
+
+    def __hash__(self):
+        return hash(tuple(self.degrees.items()))
+
+    def __repr__(self):
+        return f"MeshShape({_show(self.degrees)})"
+
+
+def make_mesh(*, devices: Sequence | None = None, **degrees: int) -> Mesh:
+    """A mesh with the named axes in canonical order (`data` always among them), all of type Auto.
+
+    Args:
+      devices: JAX devices, taken in the order given. None: all devices, in the order that suits the machine's network.
+      **degrees: axis name to degree, at most one of them -1. An axis given as 1 is kept; with no degree at all,
+        `data` takes every device.
+
+    Raises:
+      ValueError: for an unknown axis, an illegal degree, or a product that is not the number of devices.
+
+    >>> make_mesh(data=-1).axis_names
+    ('data',)
+    """
+    named = check_axis_names(degrees or {"data": -1})
+    count = len(jax.devices() if devices is None else devices)
+    shape = MeshShape(**({"data": 1} | named)).resolve(count).degrees
+    sizes = tuple(shape.values())
+    grid = order_devices(sizes) if devices is None else np.array(devices, dtype=object).reshape(sizes)
+    return Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def check_axis_names(degrees: Mapping[str, int]) -> dict[str, int]:
+    """The same degrees in a dict, once every axis name is known to be one of `AXES`.
+
+    Raises:
+      ValueError: naming every unknown axis and the nearest known name.
+    """
+    unknown = [name for name in degrees if name not in AXES]
+    if unknown:
+        near = {name: difflib.get_close_matches(name, AXES, n=1, cutoff=0.4) for name in unknown}
+        hints = ", ".join(f"{name!r} (did you mean {m[0]!r}?)" if m else repr(name) for name, m in near.items())
+        raise ValueError(f"unknown mesh axes {hints}: the axes are {', '.join(AXES)}")
+    return dict(degrees)
+
+
+def nearest_degrees(degrees: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """The degrees whose product is `num_devices` that are closest in ratio to those wanted (-1: any).
+
+    >>> nearest_degrees({"data": 3, "tensor": 2}, 8)
+    {'data': 4, 'tensor': 2}
+    """
+    axes = list(degrees)
+
+    def distance(candidate):
+        pairs = zip(candidate, degrees.values(), strict=True)
+        return sum(abs(math.log(got / wanted)) for got, wanted in pairs if wanted != -1)
+
+    return dict(zip(axes, min(_factorizations(num_devices, len(axes)), key=distance), strict=True))
+
+
+def _factorizations(number, parts):
+    if parts == 1:
+        yield (number,)
+        return
+    for divisor in range(1, number + 1):
+        if number % divisor == 0:
+            yield from ((divisor, *rest) for rest in _factorizations(number // divisor, parts - 1))
+
+
+def _wrong_product(shape, fixed, num_devices):
+    nearest = _show(nearest_degrees(shape.degrees or {"data": -1}, num_devices))
+    if -1 in shape.degrees.values():
+        rule = f"the product of the other degrees, {fixed}, must divide the number of devices"
+    else:
+        rule = f"the product of the degrees, {fixed}, must equal the number of devices"
+    remedies = [f"use the nearest legal degrees ({nearest})"]
+    if fixed < num_devices:
+        usable = num_devices // fixed * fixed if -1 in shape.degrees.values() else fixed
+        remedies.append(f"pass devices=jax.devices()[:{usable}]")
+    return f"{shape} does not fit {num_devices} devices: {rule}; {' or '.join(remedies)}"
+
+
+def _is_degree(value):
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool) and (number >= 1 or number == -1)
+
+
+def _show(degrees):
+    return ", ".join(f"{axis}={degree!r}" for axis, degree in degrees.items())
