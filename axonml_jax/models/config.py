@@ -1,0 +1,159 @@
+"""The shape of a decoder-only transformer as a frozen value, with its parameter count and FLOPs."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+NORMS = ("rmsnorm", "layernorm")
+ACTIVATIONS = ("swiglu", "gelu")
+POSITIONS = ("rotary", "learned")
+_POSITIVE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "max_length", "rope_theta", "norm_eps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """What a `Transformer` is made of. The defaults are the Llama family's; `models.presets` names published models.
+
+    Attributes:
+      vocab_size: number of token ids (256 for bytes).
+      num_layers: number of blocks.
+      hidden_size: width of the residual stream.
+      num_heads: query heads; the head size is hidden_size / num_heads.
+      num_kv_heads: key and value heads (grouped-query attention, Ainslie et al. 2023); None: num_heads.
+      mlp_hidden_size: inner width of the feed-forward part; None: 4 * hidden_size for "gelu", 8/3 * hidden_size rounded
+        up to a multiple of 64 for "swiglu" (the same number of parameters).
+      max_length: longest sequence; with "learned" positions also the number of position embeddings.
+      norm: "rmsnorm" or "layernorm".
+      activation: "swiglu" (gated, Shazeer 2020) or "gelu" (tanh approximation, as GPT-2).
+      position: "rotary" (Su et al. 2021, half-split layout) or "learned".
+      rope_theta: base of the rotary frequencies.
+      tie_embeddings: whether the output head is the token embedding.
+      use_bias: biases in every linear layer except the head, and in "layernorm".
+      dropout: rate on embeddings, attention weights and both residual branches, in train mode.
+      norm_eps: epsilon of the norms.
+      dtype: name of the compute dtype; None: that of the parameters.
+      param_dtype: name of the parameters' dtype. Both take anything `jnp.dtype` takes and keep its name.
+    """
+
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    max_length: int
+    num_kv_heads: int | None = None
+    mlp_hidden_size: int | None = None
+    norm: str = "rmsnorm"
+    activation: str = "swiglu"
+    position: str = "rotary"
+    rope_theta: float = 10_000.0
+    tie_embeddings: bool = False
+    use_bias: bool = False
+    dropout: float = 0.0
+    norm_eps: float = 1e-5
+    dtype: str | None = None
+    param_dtype: str = "float32"
+
+    def __post_init__(self):
+        offenders = [*_bad_sizes(self), *_bad_heads(self), *_bad_choices(self), *_bad_dtypes(self)]
+        if offenders:
+            raise ValueError("TransformerConfig:\n" + "\n".join(f"  - {line}" for line in offenders))
+        for name in ("dtype", "param_dtype"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, jnp.dtype(value).name)
+
+    @property
+    def head_size(self) -> int:
+        """Size of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def mlp_size(self) -> int:
+        """Inner width of the feed-forward part."""
+        if self.mlp_hidden_size:
+            return self.mlp_hidden_size
+        return 4 * self.hidden_size if self.activation == "gelu" else -(-8 * self.hidden_size // (3 * 64)) * 64
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters; tied embeddings count once."""
+        tables = 1 if self.tie_embeddings else 2
+        positions = self.max_length if self.position == "learned" else 0
+        outside = (tables * self.vocab_size + positions) * self.hidden_size + _norm_params(self)
+        return outside + self.num_layers * (_attention_params(self) + _mlp_params(self) + 2 * _norm_params(self))
+
+    def flops_per_token(self, length: int) -> int:
+        """FLOPs of one training token (forward and backward), by torchtitan's formula, the base of MFU.
+
+        6 * (parameters that multiply) + 6 * layers * heads * (d_qk + d_v) * length. Embedding tables are looked up, not
+        multiplied; a tied table counts once, as the head. Causality is not credited.
+
+        Args:
+          length: sequence length the model is trained on.
+        """
+        looked_up = 0 if self.tie_embeddings else self.vocab_size
+        looked_up += self.max_length if self.position == "learned" else 0
+        multiplied = self.num_params - looked_up * self.hidden_size
+        return 6 * multiplied + 6 * self.num_layers * self.num_heads * 2 * self.head_size * length
+
+
+def _attention_params(config: TransformerConfig) -> int:
+    key_value = 2 * config.kv_heads * config.head_size
+    biases = 2 * config.hidden_size + key_value if config.use_bias else 0
+    return config.hidden_size * (2 * config.hidden_size + key_value) + biases
+
+
+def _mlp_params(config: TransformerConfig) -> int:
+    inward = 2 if config.activation == "swiglu" else 1
+    biases = inward * config.mlp_size + config.hidden_size if config.use_bias else 0
+    return (inward + 1) * config.hidden_size * config.mlp_size + biases
+
+
+def _norm_params(config: TransformerConfig) -> int:
+    return config.hidden_size * (2 if config.norm == "layernorm" and config.use_bias else 1)
+
+
+def _bad_sizes(config: TransformerConfig):
+    for name in _POSITIVE:
+        if getattr(config, name) <= 0:
+            yield f"{name}={getattr(config, name)}: must be positive"
+    for name in ("num_kv_heads", "mlp_hidden_size"):
+        if (value := getattr(config, name)) is not None and value <= 0:
+            yield f"{name}={value}: must be positive, or None for the default"
+    if not 0 <= config.dropout < 1:
+        yield f"dropout={config.dropout}: must be at least 0 and below 1"
+
+
+def _bad_heads(config: TransformerConfig):
+    hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
+    if heads <= 0 or hidden <= 0:
+        return
+    if hidden % heads:
+        yield f"hidden_size={hidden} does not divide into num_heads={heads}: make it a multiple of {heads}"
+    elif config.position == "rotary" and hidden // heads % 2:
+        yield f"position='rotary' turns pairs: the head size {hidden // heads} (hidden_size / num_heads) must be even"
+    if kv_heads is not None and kv_heads > 0 and heads % kv_heads:
+        yield f"num_heads={heads} does not divide into num_kv_heads={kv_heads} groups"
+
+
+def _bad_choices(config: TransformerConfig):
+    for name, allowed in (("norm", NORMS), ("activation", ACTIVATIONS), ("position", POSITIONS)):
+        if getattr(config, name) not in allowed:
+            yield f"{name}={getattr(config, name)!r}: must be one of {', '.join(allowed)}"
+
+
+def _bad_dtypes(config: TransformerConfig):
+    for name in ("dtype", "param_dtype"):
+        value = getattr(config, name)
+        try:
+            if value is None and name == "dtype":
+                continue
+            if value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating):
+                continue
+        except TypeError:
+            pass
+        yield f"{name}={value!r}: must name a floating-point dtype such as float32 or bfloat16"

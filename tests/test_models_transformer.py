@@ -1,0 +1,175 @@
+"""The transformer: published sizes, causality, grouped queries, every combination of options, and refusals."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from axonml_jax.models.attention import causal_attention, rotate
+from axonml_jax.models.config import ACTIVATIONS, NORMS, POSITIONS, TransformerConfig
+from axonml_jax.models.presets import PRESETS, preset
+from axonml_jax.models.transformer import Transformer
+
+TINY = TransformerConfig(vocab_size=17, num_layers=2, hidden_size=16, num_heads=4, max_length=8)
+PUBLISHED = {
+    "gpt2-small": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+}
+
+
+def tokens_of(config, batch=2, length=8, seed=0):
+    return np.random.default_rng(seed).integers(0, config.vocab_size, (batch, length)).astype(np.int32)
+
+
+def count_abstract(config):
+    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
+
+
+def test_every_preset_has_a_published_size():
+    assert set(PRESETS) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_their_published_number_of_parameters(name):
+    config = preset(name)
+    assert config.num_params == PUBLISHED[name]
+    assert count_abstract(config) == PUBLISHED[name]
+
+
+OPTIONS = list(itertools.product(NORMS, ACTIVATIONS, POSITIONS, (False, True), (False, True), (None, 2)))
+
+
+@pytest.mark.parametrize("norm,activation,position,tied,bias,kv_heads", OPTIONS)
+def test_num_params_is_exact_for_every_combination_of_options(norm, activation, position, tied, bias, kv_heads):
+    config = dataclasses.replace(
+        TINY, norm=norm, activation=activation, position=position, tie_embeddings=tied, use_bias=bias,
+        num_kv_heads=kv_heads, num_layers=1,
+    )  # fmt: skip
+    assert count_abstract(config) == config.num_params
+
+
+VARIANTS = {
+    "llama": {"num_kv_heads": 2},
+    "gpt2": {
+        "norm": "layernorm",
+        "activation": "gelu",
+        "position": "learned",
+        "tie_embeddings": True,
+        "use_bias": True,
+    },
+    "bfloat16 compute": {"dtype": "bfloat16"},
+    "float64": {"param_dtype": "float64"},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_position_sees_a_later_token_and_every_one_sees_the_earlier(name):
+    config = dataclasses.replace(TINY, **VARIANTS[name])
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    tokens = tokens_of(config, batch=1)
+    changed = tokens.copy()
+    changed[0, 4] = (changed[0, 4] + 1) % config.vocab_size
+    before, after = (np.asarray(model(t), np.float64) for t in (tokens, changed))
+    assert before.shape == (1, 8, 17)
+    np.testing.assert_array_equal(before[:, :4], after[:, :4])
+    assert all(np.abs(before[:, i] - after[:, i]).max() > 0 for i in range(4, 8))
+
+
+def test_dtypes_are_those_of_the_configuration():
+    model = Transformer(dataclasses.replace(TINY, dtype=jnp.bfloat16, param_dtype=np.float64), rngs=nnx.Rngs(0))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {"float64"}
+    assert model(tokens_of(TINY)).dtype == jnp.bfloat16
+    assert (model.config.dtype, model.config.param_dtype) == ("bfloat16", "float64")
+
+
+def test_a_batch_row_does_not_depend_on_the_other_rows():
+    model = Transformer(dataclasses.replace(TINY, param_dtype="float64"), rngs=nnx.Rngs(0))
+    tokens = tokens_of(TINY, batch=3)
+    np.testing.assert_allclose(model(tokens)[1:2], model(tokens[1:2]), rtol=0, atol=1e-12)
+
+
+def naive_attention(query, key, value):
+    """One head and one query at a time."""
+    out = np.zeros_like(query)
+    group = query.shape[2] // key.shape[2]
+    for b, q, n in itertools.product(*map(range, query.shape[:3])):
+        scores = key[b, : q + 1, n // group] @ query[b, q, n] / query.shape[-1] ** 0.5
+        weights = np.exp(scores - scores.max())
+        out[b, q, n] = weights @ value[b, : q + 1, n // group] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_equals_the_naive_loop(kv_heads):
+    draw = np.random.default_rng(0).normal
+    query, key, value = draw(size=(2, 5, 4, 6)), draw(size=(2, 5, kv_heads, 6)), draw(size=(2, 5, kv_heads, 6))
+    np.testing.assert_allclose(causal_attention(query, key, value), naive_attention(query, key, value), atol=1e-12)
+
+
+def test_attention_equals_jax_dot_product_attention():
+    draw = np.random.default_rng(1).normal
+    query, key, value = draw(size=(2, 5, 4, 6)), draw(size=(2, 5, 2, 6)), draw(size=(2, 5, 2, 6))
+    theirs = jax.nn.dot_product_attention(*map(jnp.asarray, (query, key, value)), is_causal=True)
+    np.testing.assert_allclose(causal_attention(query, key, value), theirs, atol=1e-6)
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    draw = np.random.default_rng(0).normal
+    query, key = (np.broadcast_to(draw(size=(1, 1, 1, 8)), (1, 6, 1, 8)) for _ in range(2))
+    turned_query, turned_key = (np.asarray(rotate(jnp.asarray(x), 100.0))[0, :, 0] for x in (query, key))
+    scores = turned_query @ turned_key.T
+    np.testing.assert_allclose(scores[2:, 2:], scores[:-2, :-2], atol=1e-6)
+    assert abs(scores[0, 1] - scores[0, 2]) > 1e-3
+    np.testing.assert_allclose(
+        np.linalg.norm(turned_query, axis=-1), np.linalg.norm(query[0, :, 0], axis=-1), rtol=1e-6
+    )
+    angle = 1.0 / 100.0 ** (2 / 8)  # pair 1 (dims 1 and 5) at position 1
+    expected = query[0, 1, 0, 1] * np.cos(angle) - query[0, 1, 0, 5] * np.sin(angle)
+    np.testing.assert_allclose(turned_query[1, 1], expected, rtol=1e-6)
+
+
+def test_dropout_acts_in_train_mode_only_and_without_it_no_random_state_is_kept():
+    model = Transformer(dataclasses.replace(TINY, dropout=0.5), rngs=nnx.Rngs(0))
+    tokens = tokens_of(TINY)
+    assert np.abs(model(tokens) - model(tokens)).max() > 0
+    model.eval()
+    np.testing.assert_array_equal(model(tokens), model(tokens))
+    assert not jax.tree.leaves(nnx.state(Transformer(TINY, rngs=nnx.Rngs(0)), nnx.RngState))
+
+
+def test_flops_per_token_follow_torchtitans_formula():
+    gpt2, llama = preset("gpt2-small"), preset("llama3-8b")
+    assert gpt2.flops_per_token(1024) == 6 * (124_439_808 - 1024 * 768) + 6 * 12 * 12 * (64 + 64) * 1024
+    assert llama.flops_per_token(8192) == 6 * (8_030_261_248 - 128_256 * 4096) + 6 * 32 * 32 * (128 + 128) * 8192
+
+
+def test_every_offending_option_is_listed_at_once():
+    with pytest.raises(ValueError) as caught:
+        TransformerConfig(
+            vocab_size=0, num_layers=2, hidden_size=10, num_heads=4, max_length=8, num_kv_heads=3, norm="batch",
+            activation="relu", position="alibi", dropout=1.0, norm_eps=0.0, dtype="int8", param_dtype="float33",
+        )  # fmt: skip
+    message = str(caught.value)
+    given = """vocab_size=0 hidden_size=10 num_kv_heads=3 norm='batch' activation='relu' position='alibi' dropout=1.0
+        norm_eps=0.0 dtype='int8' param_dtype='float33'"""
+    assert [named for named in given.split() if named not in message] == []
+    assert "swiglu" in message and "multiple of 4" in message
+
+
+def test_an_odd_rotary_head_size_and_a_too_long_sequence_are_refused():
+    with pytest.raises(ValueError, match="head size 3"):
+        dataclasses.replace(TINY, hidden_size=12)
+    with pytest.raises(ValueError, match="9 tokens is longer than max_length=8"):
+        Transformer(TINY, rngs=nnx.Rngs(0))(tokens_of(TINY, length=9))
+    with pytest.raises(ValueError, match=r"'gpt3'.*gpt2-small"):
+        preset("gpt3")
