@@ -22,7 +22,8 @@ def page(room):
     source = source if source.exists() else PACKAGE / f"{room}.py"
     lead = ast.get_docstring(ast.parse(source.read_text("utf-8"))) or ""
     options = "" if source.name == "__init__.py" else "\n    options:\n      show_root_toc_entry: true"
-    return f"---\ntitle: {room}\n---\n\n# `axonml_jax.{room}`\n\n{lead.splitlines()[0]}\n\n::: axonml_jax.{room}{options}\n"
+    title = f"---\ntitle: {room}\n---\n\n# `axonml_jax.{room}`"
+    return f"{title}\n\n{lead.splitlines()[0]}\n\n::: axonml_jax.{room}{options}\n"
 
 
 def on_config(config):
