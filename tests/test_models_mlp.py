@@ -80,9 +80,10 @@ def test_generate_runs_a_module_in_eval_mode_and_slides_past_its_longest_sequenc
     model = Transformer(config, rngs=nnx.Rngs(0))
     out = generate(model, [[1, 2]], 6, jax.random.key(1), temperature=0.0, window=4)
     model.eval()
+    forward = jax.jit(lambda tokens: model(tokens))
     text = [1, 2]
     for _ in range(6):
-        text.append(int(jnp.argmax(model(jnp.array([text[-4:]]))[0, -1])))
+        text.append(int(jnp.argmax(forward(jnp.array([text[-4:]]))[0, -1])))
     assert out.tolist() == [text]
 
 
