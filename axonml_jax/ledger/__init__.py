@@ -1,1 +1,15 @@
-"""What a step costs: every collective, counted from the program and beside its theoretical minimum."""
+"""Count what a training step communicates, from its trace or its lowered program, beside the theoretical minimum."""
+
+from axonml_jax.ledger.agreement import Difference as Difference
+from axonml_jax.ledger.agreement import agreement as agreement
+from axonml_jax.ledger.compiled import CompiledCollective as CompiledCollective
+from axonml_jax.ledger.compiled import collectives_in_compiled as collectives_in_compiled
+from axonml_jax.ledger.entry import Branch as Branch
+from axonml_jax.ledger.entry import Collective as Collective
+from axonml_jax.ledger.entry import Loop as Loop
+from axonml_jax.ledger.explain import explain as explain
+from axonml_jax.ledger.lowered import collectives_in_lowered as collectives_in_lowered
+from axonml_jax.ledger.report import Report as Report
+from axonml_jax.ledger.report import TrafficRow as TrafficRow
+from axonml_jax.ledger.traced import collectives_in as collectives_in
+from axonml_jax.ledger.wire import wire_elements as wire_elements

@@ -1,0 +1,94 @@
+"""Where a compiled program's collectives stand: kinds and loops of optimized HLO.
+
+Placement only. XLA merges, splits and replaces collectives and may change their dtype, so bytes and launches are
+counted on the trace and on StableHLO (`traced`, `lowered`).
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_KINDS: dict[str, str] = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "collective-permute": "permute",
+    "collective-broadcast": "broadcast",
+    "ragged-all-to-all": "ragged_all_to_all",
+}
+_HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
+_OPCODE = re.compile(r"^(?:ROOT )?%?\S+ = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\(")
+_CALLEES = re.compile(r"\b(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLEE_LISTS = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledCollective:
+    """One collective instruction of an optimized program.
+
+    Attributes:
+      kind: one of `wire.KINDS`.
+      in_loop: whether it runs inside a while loop's body or condition.
+      asynchronous: whether it is the start of an asynchronous pair.
+      result: its result type as HLO writes it.
+    """
+
+    kind: str
+    in_loop: bool
+    asynchronous: bool
+    result: str
+
+
+def collectives_in_compiled(program: Any) -> tuple[CompiledCollective, ...]:
+    """Every collective instruction that a compiled program reaches from its entry.
+
+    Args:
+      program: optimized HLO as text, or anything whose `as_text()` gives it (`jax.jit(f).lower(...).compile()`).
+
+    Raises:
+      ValueError: when the text holds no entry computation, as StableHLO does not.
+    """
+    text = program if isinstance(program, str) else program.as_text()
+    computations, entry = _computations(text)
+    if entry is None:
+        raise ValueError(
+            "no ENTRY computation: give optimized HLO (compiled.as_text()), not StableHLO (lowered.as_text())"
+        )
+    return tuple(_walk(computations, entry, in_loop=False))
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
+    """Instruction lines by computation, and the entry's name."""
+    computations: dict[str, list[str]] = {}
+    entry, current = None, None
+    for raw in text.splitlines():
+        line = raw.strip()
+        header = _HEADER.match(line)
+        if header and " = " not in line.split("->")[0]:
+            current = header.group(2)
+            computations[current] = []
+            entry = current if header.group(1) else entry
+        elif current is not None and " = " in line:
+            computations[current].append(re.sub(r"/\*.*?\*/", "", line))
+    return computations, entry
+
+
+def _walk(computations: dict[str, list[str]], name: str, in_loop: bool) -> Iterator[CompiledCollective]:
+    for line in computations.get(name, ()):
+        match = _OPCODE.match(line)
+        if match is None:
+            continue
+        result, opcode = match.groups()
+        base = opcode.removesuffix("-start")
+        if base in _KINDS:
+            yield CompiledCollective(_KINDS[base], in_loop, opcode != base, result)
+            continue
+        for callee in _callees(line):
+            yield from _walk(computations, callee, in_loop or opcode == "while")
+
+
+def _callees(line: str) -> list[str]:
+    lists = [name.strip().lstrip("%") for group in _CALLEE_LISTS.findall(line) for name in group.split(",")]
+    return [*_CALLEES.findall(line), *lists]

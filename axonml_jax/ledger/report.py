@@ -1,0 +1,167 @@
+"""`Report`: what one step sends, as a value that prints as tables, compares, and goes to JSON."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+from axonml_jax.ledger.entry import Collective
+from axonml_jax.ledger.label import GRADIENTS, PARAMETERS
+from axonml_jax.ledger.rows import TrafficRow, traffic_rows
+from axonml_jax.ledger.table import aligned, number
+from axonml_jax.ledger.wire import Amount, exact
+
+MODEL = f"{GRADIENTS}+{PARAMETERS}"
+"""The part of the traffic that grows with the number of parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A theoretical minimum beside what the step sends for it."""
+
+    name: str
+    sent: Amount
+    minimum: Amount
+
+    @property
+    def ratio(self) -> float | None:
+        """Sent over minimum; None when the minimum is zero."""
+        return float(Fraction(self.sent) / Fraction(self.minimum)) if self.minimum else None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The collectives of one step, priced.
+
+    Attributes:
+      collectives: every collective in program order.
+      minimum: (labels joined by `+`, bytes per rank and step) pairs to compare with.
+
+    `str(report)` is a table; bytes are those one rank puts on the wire in one step on a ring.
+    """
+
+    collectives: tuple[Collective, ...]
+    minimum: tuple[tuple[str, Amount], ...] = ()
+
+    @property
+    def traffic(self) -> tuple[TrafficRow, ...]:
+        """The rows of the table."""
+        return traffic_rows(self.collectives)
+
+    @property
+    def total_bytes(self) -> Amount:
+        """Bytes one rank sends in one step: the heaviest branch of every conditional, one trip of every while loop."""
+        return _sum(self.traffic)
+
+    @property
+    def bytes_by_axes(self) -> dict[tuple[str, ...], Amount]:
+        """The total by the axes (together) that a collective runs over."""
+        return _totals(self.traffic, lambda row: row.axes)
+
+    @property
+    def bytes_by_label(self) -> dict[str, Amount]:
+        """The total by label; unlabelled traffic is under the empty string."""
+        return _totals(self.traffic, lambda row: row.label)
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Each given minimum beside the bytes sent under its labels.
+
+        `gradients+parameters` means the unlabelled traffic (scalars apart) when the step carries neither label.
+        """
+        by_label = self.bytes_by_label
+        return tuple(Target(name, _sent(name, by_label), minimum) for name, minimum in self.minimum)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the numbers leave open, in words."""
+        automatic = sorted({axis for entry in self.collectives for axis in entry.automatic})
+        kinds = {entry.kind for entry in self.collectives}
+        found = {
+            "no explicit collective: a program partitioned by XLA shows its own only when compiled": not kinds,
+            "a while loop's rows are of one trip: its trip count depends on the data": any(
+                entry.unbounded for entry in self.collectives
+            ),
+            "rows in parentheses are in branches that a heavier one outweighs: totals leave them out": not all(
+                entry.counted for entry in self.collectives
+            ),
+            f"axes {automatic} are left to the partitioner: what it adds is not here, sizes are before its split": bool(
+                automatic
+            ),
+            "ragged_all_to_all rows are upper bounds: the sizes are data": "ragged_all_to_all" in kinds,
+        }
+        return tuple(note for note, holds in found.items() if holds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Rows, totals, targets and notes as plain values."""
+        return {
+            "traffic": [{**asdict(row), "wire_bytes": _plain(row.wire_bytes)} for row in self.traffic],
+            "total_bytes": _plain(self.total_bytes),
+            "bytes_by_axes": {",".join(axes): _plain(sent) for axes, sent in self.bytes_by_axes.items()},
+            "bytes_by_label": {label: _plain(sent) for label, sent in self.bytes_by_label.items()},
+            "targets": [
+                {"name": t.name, "sent": _plain(t.sent), "minimum": _plain(t.minimum), "ratio": t.ratio}
+                for t in self.targets
+            ],
+            "notes": list(self.notes),
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """`to_dict` as JSON; fractions of a byte become floats."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        parts = [_traffic_table(self.traffic)] if self.traffic else ["nothing is communicated"]
+        if self.traffic:
+            parts.append(_axes_table(self.bytes_by_axes, self.total_bytes))
+        if self.minimum:
+            parts.append(_target_table(self.targets))
+        if self.notes:
+            parts.append("\n".join(f"note: {note}" for note in self.notes))
+        return "\n\n".join(parts)
+
+
+def _totals(rows: Iterable[TrafficRow], key: Callable[[TrafficRow], Any]) -> dict[Any, Amount]:
+    totals: dict[Any, Amount] = {}
+    for row in rows:
+        if row.counted:
+            totals[key(row)] = exact(totals.get(key(row), 0) + row.wire_bytes)
+    return totals
+
+
+def _sum(rows: Iterable[TrafficRow]) -> Amount:
+    return exact(sum((row.wire_bytes for row in rows if row.counted), start=Fraction(0)))
+
+
+def _sent(name: str, by_label: dict[str, Amount]) -> Amount:
+    labels = [label.strip() for label in name.split("+")]
+    if name == MODEL and not any(label in by_label for label in labels):
+        labels = [""]
+    return exact(sum((by_label.get(label, 0) for label in labels), start=Fraction(0)))
+
+
+def _plain(amount: Amount) -> int | float:
+    return amount if isinstance(amount, int) else float(amount)
+
+
+def _traffic_table(rows: Iterable[TrafficRow]) -> str:
+    header = ["label", "collective", "axes", "dtype", "where", "count", "launches", "elements", "bytes/rank"]
+    return aligned(header, [_cells(row) for row in rows], left=5)
+
+
+def _cells(row: TrafficRow) -> list[str]:
+    axes = f"{','.join(row.axes)} ({row.group_size})" if row.axes else f"({row.group_size})"
+    sent = number(row.wire_bytes) if row.counted else f"({number(row.wire_bytes)})"
+    counts = [number(row.count), number(row.launches), number(row.elements), sent]
+    return [row.label or "-", row.kind, axes, row.dtype, row.where, *counts]
+
+
+def _axes_table(by_axes: dict[tuple[str, ...], Amount], total: Amount) -> str:
+    rows = [[",".join(axes) or "-", number(sent)] for axes, sent in by_axes.items()]
+    return aligned(["axes", "bytes/rank"], [*rows, ["total", number(total)]], left=1)
+
+
+def _target_table(targets: Iterable[Target]) -> str:
+    rows = [[t.name, number(t.sent), number(t.minimum), "-" if t.ratio is None else f"{t.ratio:.4f}"] for t in targets]
+    return aligned(["against theory", "bytes/rank", "minimum", "ratio"], rows, left=1)
