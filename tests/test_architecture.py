@@ -1,0 +1,233 @@
+"""The house stands as drawn: imports go down the floors, only `collectives/` communicates, rooms stay small."""
+
+import ast
+import functools
+import graphlib
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "axonml_jax"
+
+FLOORS: dict[int, tuple[str, ...]] = {
+    5: ("launch", "__main__"),
+    4: ("facade", "planner"),
+    3: ("training", "checkpoint", "data", "models", "ledger", "testing"),
+    2: ("parallel",),
+    1: ("collectives", "sharding", "model"),
+    0: ("mesh", "_types", "logging"),
+}
+FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
+# Single files, not folders: they may stand under or over a folder of their own floor.
+LOOSE = ("__main__", "_types", "logging")
+
+# (from, to): why. An import that the floors forbid; an exception that nobody needs any more fails too.
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+
+COMMUNICATING = {
+    *("psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_gather_invariant", "all_to_all"),
+    *("ragged_all_to_all", "ppermute", "pshuffle", "pbroadcast", "psend", "precv", "pcast", "pvary"),
+}
+BANNED_NAMES = {"utils.py", "util.py", "common.py", "helpers.py", "core.py", "misc.py"}
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 40
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def label(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(name: str) -> str | None:
+    """The room of a dotted module name; None for the package itself, which may import everything."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else None
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"), filename=label(path))
+
+
+@functools.cache
+def known() -> frozenset[str]:
+    return frozenset(dotted(path) for path in modules())
+
+
+def imports(path: Path) -> list[tuple[str, int]]:
+    """(module of ours, line) for every import in a file, those inside functions too."""
+    found = []
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names if alias.name.split(".")[0] == "axonml_jax"]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = dotted(path).split(".") if path.name == "__init__.py" else dotted(path).split(".")[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+            if base.split(".")[0] == "axonml_jax":
+                whole = [f"{base}.{alias.name}" for alias in node.names]
+                found += [(name if name in known() else base, node.lineno) for name in whole]
+    return found
+
+
+def test_every_room_has_a_floor():
+    rooms = {room_of(dotted(path)) for path in modules()} - {None}
+    homeless = sorted(rooms - set(FLOOR_OF))
+    assert not homeless, f"give these a floor in FLOORS and in docs/architecture.md: {homeless}"
+
+
+def test_imports_only_go_down_the_floors():
+    wrong, used = [], set()
+    for path in modules():
+        here = room_of(dotted(path))
+        for name, line in imports(path) if here else ():
+            there = room_of(name)
+            if there == here:
+                continue
+            if (here, there) in EXCEPTIONS:
+                used.add((here, there))
+            elif there is None:
+                wrong.append(f"{label(path)}:{line} imports the package itself; import the room")
+            elif FLOOR_OF[there] > FLOOR_OF[here]:
+                wrong.append(f"{label(path)}:{line} imports {name}: up from {FLOOR_OF[here]} to {FLOOR_OF[there]}")
+            elif FLOOR_OF[there] == FLOOR_OF[here] and not {here, there} & set(LOOSE):
+                wrong.append(f"{label(path)}:{line} imports {name}: a neighbour on floor {FLOOR_OF[here]}")
+    assert not wrong, "\n".join(wrong)
+    assert used == set(EXCEPTIONS), f"no longer needed: {set(EXCEPTIONS) - used}"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {dotted(path): {name for name, _ in imports(path)} - {dotted(path)} for path in modules()}
+    for name, targets in graph.items():
+        # A folder's __init__ may name its own files, which may not name it back through another file.
+        graph[name] = {target for target in targets if not name.startswith(target + ".")}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_drawing_agrees_with_the_floors():
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    drawing = re.search(r"```text[^\n]*\n(.*?)```", text, re.DOTALL).group(1)
+    drawn = {
+        int(line[0]): set(re.findall(r"(\w+)(?:/|\.py)", line)) for line in drawing.splitlines() if line[:1].isdigit()
+    }
+    assert drawn == {floor: set(rooms) for floor, rooms in FLOORS.items()}
+
+
+def lax_names(path: Path):
+    """(name, line) of everything taken from `jax.lax`, by attribute or by import."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "lax":
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax") and "lax" in node.module:
+            yield from ((alias.name, node.lineno) for alias in node.names)
+
+
+def test_only_collectives_calls_communicating_primitives():
+    stray = [
+        f"{label(path)}:{line} {name}"
+        for path in modules()
+        if room_of(dotted(path)) != "collectives"
+        for name, line in lax_names(path)
+        if name in COMMUNICATING
+    ]
+    assert not stray, f"use axonml_jax.collectives: {stray}"
+
+
+def test_only_one_file_looks_at_varying_types():
+    stray = []
+    for path in modules():
+        if label(path) == "axonml_jax/collectives/varying.py":
+            continue
+        for node in ast.walk(tree(path)):
+            attribute = isinstance(node, ast.Attribute) and node.attr in {"vma", "mat", "pcast", "pvary"}
+            by_name = isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1
+            if attribute or (by_name and ast.unparse(node.args[1]) in {"'vma'", "'mat'"}):
+                stray.append(f"{label(path)}:{node.lineno}")
+    assert not stray, f"only collectives/varying.py may: {stray}"
+
+
+def sources() -> list[Path]:
+    return [path for top in ("axonml_jax", "tests", "examples", "benchmarks") for path in (ROOT / top).rglob("*.py")]
+
+
+def test_no_file_is_too_long_or_named_after_nothing():
+    long = {label(path): len(path.read_text("utf-8").splitlines()) for path in sources()}
+    assert not {name: lines for name, lines in long.items() if lines > MAX_FILE_LINES}
+    assert not [label(path) for path in sources() if path.name in BANNED_NAMES]
+
+
+def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function's body, its docstring left out."""
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def test_functions_are_short():
+    long = [
+        f"{label(path)}:{node.lineno} {node.name} has {code_lines(node)} lines"
+        for path in modules()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and code_lines(node) >= MAX_FUNCTION_LINES
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_every_module_says_what_it_is_for():
+    silent = [label(path) for path in sources() if not ast.get_docstring(tree(path))]
+    assert not silent, f"without a docstring: {silent}"
+
+
+def public_objects():
+    """(dotted name, object) of every public name of the package, and of the public members of public classes."""
+    package = importlib.import_module("axonml_jax")
+    names = getattr(package, "__all__", None) or [name for name in dir(package) if not name.startswith("_")]
+    for name in sorted(names):
+        value = getattr(package, name)
+        if inspect.isclass(value) and value.__module__.startswith("axonml_jax"):
+            yield f"ax.{name}", value
+            for attribute, defined in vars(value).items():
+                if not attribute.startswith("_") and (callable(defined) or isinstance(defined, property)):
+                    yield f"ax.{name}.{attribute}", defined
+        elif inspect.isfunction(value):
+            yield f"ax.{name}", value
+
+
+def test_every_public_name_is_documented():
+    undocumented = []
+    for name, value in public_objects():
+        # A class inherits __doc__ from its base, and a dataclass gets its signature as one: neither is a docstring.
+        text = vars(value).get("__doc__") if inspect.isclass(value) else inspect.getdoc(value)
+        generated = inspect.isclass(value) and (text or "").startswith(f"{value.__name__}(")
+        if not (text or "").strip() or generated:
+            undocumented.append(name)
+    assert not undocumented, undocumented
+
+
+def test_importing_the_package_imports_no_optional_library():
+    optional = {"matplotlib", "torch", "tensorboardX", "safetensors", "libtpu", "hypothesis", "pytest"}
+    named = {
+        name
+        for path in modules()
+        if label(path) != "axonml_jax/testing/plugin.py"
+        for node in tree(path).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        if name.split(".")[0] in optional
+    }
+    assert not named, f"import these inside the function that needs them: {named}"
