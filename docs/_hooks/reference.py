@@ -1,6 +1,5 @@
 """MkDocs hook: one reference page per room of the package, made from its folder so that none is forgotten."""
 
-import ast
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -17,13 +16,8 @@ def rooms():
 
 
 def page(room):
-    """Markdown of one room: its own docstring as the lead, then everything public in it."""
-    source = PACKAGE / room / "__init__.py"
-    source = source if source.exists() else PACKAGE / f"{room}.py"
-    lead = ast.get_docstring(ast.parse(source.read_text("utf-8"))) or ""
-    options = "" if source.name == "__init__.py" else "\n    options:\n      show_root_toc_entry: true"
-    title = f"---\ntitle: {room}\n---\n\n# `axonml_jax.{room}`"
-    return f"{title}\n\n{lead.splitlines()[0]}\n\n::: axonml_jax.{room}{options}\n"
+    """Markdown of one room: its docstring and everything public in it, by file."""
+    return f"---\ntitle: {room}\n---\n\n# `axonml_jax.{room}`\n\n::: axonml_jax.{room}\n"
 
 
 def on_config(config):
