@@ -1,4 +1,4 @@
-"""Several leaves summed over mesh axes as one reduction, with or without a flat copy; traced, and without gradient rules.
+"""Several leaves summed over mesh axes as one reduction, with or without a flat copy; traced, no gradient rules.
 
 `buckets.py` decides which leaves go together; here they travel.
 """
@@ -30,8 +30,9 @@ def all_reduce_leaves(
       leaves: arrays of any shapes, inside `shard_map`.
       axes: the mesh axes to sum over; none at all returns the leaves as they are.
       flat: False reduces the leaves side by side without a copy: JAX writes one all-reduce per leaf, none depending on
-        another, and XLA's combiner makes one launch of them. True ravels them into one array and reduces that: one launch, one copy each
-        way. Leaves that differ in dtype or in the axes they vary over cannot share an array and get one each.
+        another, and XLA's combiner makes one launch of them. True ravels them into one array and reduces that: one
+        launch, one copy each way. Leaves that differ in dtype or in the axes they vary over cannot share an array and
+        get one each.
       comm_dtype: floating leaves travel in this dtype and return in their own.
       comm_hook: replaces the reduction of each flat array; it implies `flat`.
 

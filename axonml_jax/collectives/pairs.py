@@ -1,4 +1,4 @@
-"""Gradient-correct pairs: each forward with the backward that makes one step of training right in both `check_vma` modes.
+"""Gradient-correct pairs: a forward with the backward that makes a step of training right in both `check_vma` modes.
 
 | function | forward | backward |
 | --- | --- | --- |
@@ -17,6 +17,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.collectives.dims import require_divisible
 from axonml_jax.collectives.varying import vary, varying_axes
 from axonml_jax.mesh.axes import AxisNames, as_axes
 
@@ -99,11 +100,7 @@ def own_slice(x: jax.Array, axes: AxisNames, dim: int) -> jax.Array:
     """The slice of `x` along `dim` that belongs to this rank of `axes` (no gradient rule of its own)."""
     names = as_axes(axes)
     count = jax.lax.axis_size(names)
-    if x.shape[dim] % count:
-        raise ValueError(
-            f"dim {dim} of shape {x.shape} does not divide over axes {names} of total size {count}: "
-            f"make it a multiple of {count} or choose another dim"
-        )
+    require_divisible(f"split over {names}", x.shape, dim, count)
     size = x.shape[dim] // count
     return jax.lax.dynamic_slice_in_dim(vary(x, names), jax.lax.axis_index(names) * size, size, dim)
 

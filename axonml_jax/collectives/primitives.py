@@ -1,7 +1,8 @@
-"""Thin wrappers of JAX's communicating primitives for higher floors: no groups, no gradient rules, same in both `check_vma` modes.
+"""Thin wrappers of JAX's communicating primitives for higher floors: no groups, no gradient rules of their own.
 
-Inputs are typed as varying over the axes first, so that a replicated value may be passed. For collectives whose
-gradients count every rank's loss see `reduce.py` and `gather.py`; for those of one step of training see `pairs.py`.
+Inputs are typed as varying over the axes first, so that a replicated value may be passed in both `check_vma`
+modes. For collectives whose gradients count every rank's loss see `reduce.py` and `gather.py`; for those of one step of
+training see `pairs.py`.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.collectives.dims import require_divisible
 from axonml_jax.collectives.varying import vary
 from axonml_jax.mesh.axes import AxisNames, as_axes
 
@@ -59,7 +61,7 @@ def scatter_sum(x: jax.Array, axes: AxisNames, dim: int = 0) -> jax.Array:
       ValueError: when the dim does not divide.
     """
     names, axis = as_axes(axes), dim % x.ndim
-    require_divisible(x.shape, axis, axis_size(names), f"axes {names}")
+    require_divisible(f"scatter_sum over {names}", x.shape, axis, axis_size(names))
     return jax.lax.psum_scatter(vary(x, names), names, scatter_dimension=axis, tiled=True)
 
 
@@ -96,13 +98,3 @@ def shift(x: jax.Array, axis: AxisNames, pairs: Sequence[tuple[int, int]]) -> ja
     Communicates: one collective-permute.
     """
     return jax.lax.ppermute(vary(x, axis), as_axes(axis), perm=list(pairs))
-
-
-def require_divisible(shape: Sequence[int], dim: int, parts: int, over: str) -> None:
-    """Refuse a shape whose `dim` does not split into `parts` equal parts, naming both and the remedy."""
-    if shape[dim] % parts:
-        padded = -(-shape[dim] // parts) * parts
-        raise ValueError(
-            f"dim {dim} of shape {tuple(shape)} does not split evenly over {over} of total size {parts} "
-            f"({shape[dim]} % {parts} = {shape[dim] % parts}): pad it to {padded} (jnp.pad) or split another dim"
-        )

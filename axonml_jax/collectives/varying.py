@@ -6,6 +6,7 @@ With `check_vma=False` no value has a varying type: `varying_axes` is empty and 
 from typing import TypeVar
 
 import jax
+from jax.core import AbstractValue
 
 from axonml_jax.mesh.axes import AxisNames, as_axes
 
@@ -13,13 +14,17 @@ T = TypeVar("T")
 
 
 def varying_axes(x) -> frozenset[str]:
-    """The manual mesh axes over which `x` is typed as varying (empty with `check_vma=False` or outside `shard_map`)."""
-    manual = getattr(jax.typeof(x), "mat", None)
+    """The manual mesh axes a value is typed as varying over (none with `check_vma=False` or outside `shard_map`).
+
+    Args:
+      x: an array, a tracer, or the abstract value of a variable of a traced program.
+    """
+    manual = getattr(x if isinstance(x, AbstractValue) else jax.typeof(x), "mat", None)
     return frozenset() if manual is None else frozenset(manual.varying)
 
 
 def vary(tree: T, axes: AxisNames) -> T:
-    """Type every leaf of `tree` as varying over `axes`. Costs nothing and may be repeated; the transpose sums over `axes`.
+    """Type every leaf of `tree` as varying over `axes`: costs nothing, may be repeated; its transpose sums over `axes`.
 
     Args:
       tree: a pytree of arrays, inside `shard_map`.
@@ -37,3 +42,8 @@ def vary(tree: T, axes: AxisNames) -> T:
 def vary_like(x, like):
     """`x` typed as varying over at least the axes that `like` varies over."""
     return vary(x, tuple(varying_axes(like)))
+
+
+def types_are_checked(axis: str) -> bool:
+    """Whether this `shard_map` over `axis` runs with `check_vma=True`: there a rank's own index varies."""
+    return bool(varying_axes(jax.lax.axis_index(axis)))
