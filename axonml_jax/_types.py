@@ -1,0 +1,30 @@
+"""Names for the trees that travel through the library, and how a place in one is written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+PyTree = Any
+"""A nest of dicts, lists, tuples and registered dataclasses with arrays as leaves."""
+
+LossFn = Callable[[Any, Any], Any]
+"""`loss_fn(model, batch) -> loss` or `(loss, metrics)`."""
+
+
+def path_name(path: tuple) -> str:
+    """A key path as users write it: `blocks/0/attention/kernel`.
+
+    >>> path_name((jax.tree_util.DictKey("blocks"), jax.tree_util.SequenceKey(0)))
+    'blocks/0'
+    """
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree: PyTree) -> dict[str, Any]:
+    """Every leaf of `tree` by its path, in tree order.
+
+    >>> named_leaves({"b": 2, "a": {"c": 1}})
+    {'a/c': 1, 'b': 2}
+    """
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}

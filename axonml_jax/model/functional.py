@@ -1,0 +1,110 @@
+"""One pure view of a model, whether it is an NNX or a Linen module."""
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import linen, nnx
+
+from axonml_jax._types import PyTree
+from axonml_jax.model.precision import Precision
+
+Trainable = str | Sequence[str] | Callable[[str], bool] | Any | None
+"""Which parameters train: None (all), regular expressions of path names, a predicate of the path name, or an NNX filter."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Variables:
+    """A model's arrays by what happens to them, each a nest of dicts keyed as in the model.
+
+    Attributes:
+      params: trained.
+      frozen: parameters that are read and never trained.
+      state: what the forward pass itself changes, such as running averages of BatchNorm.
+    """
+
+    params: PyTree
+    frozen: PyTree
+    state: PyTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How one call of the model runs.
+
+    Attributes:
+      training: True or False switch the model as `model.train()` and `model.eval()` do; None leaves it as it was made.
+      batch_norm_axes: mesh axes over which BatchNorm statistics are joined; none when empty.
+      precision: dtypes of the call's arguments and results.
+    """
+
+    training: bool | None = None
+    batch_norm_axes: tuple[str, ...] = ()
+    precision: Precision = Precision()
+
+
+class Functional(abc.ABC):
+    """A model as pure functions: its variables, a model bound to given ones, and what the forward changed.
+
+    Law: `state_of(bind(variables, key, mode))` before any call equals `variables.state`.
+    """
+
+    @abc.abstractmethod
+    def variables(self) -> Variables:
+        """The model's current arrays (not copies)."""
+
+    @abc.abstractmethod
+    def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> Any:
+        """The model on these arrays, as `loss_fn` gets it: an NNX module, or a Linen module to call like one.
+
+        Args:
+          variables: arrays or tracers in the structure of `variables()`.
+          key: every random stream of the model derives from it.
+          mode: how it runs.
+        """
+
+    @abc.abstractmethod
+    def state_of(self, bound: Any) -> PyTree:
+        """The state after calls of a bound model, in the structure of `variables().state`."""
+
+    @abc.abstractmethod
+    def module(self, variables: Variables) -> Any:
+        """What the user gave, with these arrays in it."""
+
+    @abc.abstractmethod
+    def synchronized(self) -> Callable[[str], bool]:
+        """Whether the state leaf of a path name is made equal on all ranks by `Mode.batch_norm_axes` itself."""
+
+
+def functional(model: Any, params: PyTree | None = None, trainable: Trainable = None) -> Functional:
+    """The pure view of a model.
+
+    Args:
+      model: an `nnx.Module`, or a `linen.Module` given with its variables.
+      params: for Linen, what `module.init` returned (`{"params": ..., "batch_stats": ...}` or the params alone).
+      trainable: which parameters train.
+
+    Raises:
+      TypeError: when `model` is neither.
+      ValueError: when `params` is missing or superfluous, or when `trainable` matches nothing.
+    """
+    from axonml_jax.model.linen import LinenFunctional
+    from axonml_jax.model.nnx import NNXFunctional
+
+    if isinstance(model, linen.Module):
+        if params is None:
+            raise ValueError(
+                f"{type(model).__name__} is a Linen module and holds no arrays: give its variables too, "
+                "params=module.init(key, example)"
+            )
+        return LinenFunctional(model, params, trainable)
+    if isinstance(model, nnx.Module):
+        if params is not None:
+            raise ValueError(f"{type(model).__name__} is an NNX module and holds its own arrays: leave params= out")
+        return NNXFunctional(model, trainable)
+    raise TypeError(
+        f"a model is a flax.nnx.Module, or a flax.linen.Module with params=, but a {type(model).__name__} was given"
+    )

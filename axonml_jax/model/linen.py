@@ -1,0 +1,80 @@
+"""The pure view of a Linen module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import linen
+from flax.core import unfreeze
+
+from axonml_jax._types import PyTree, named_leaves
+from axonml_jax.model.batch_norm import synchronize_linen
+from axonml_jax.model.functional import Functional, Mode, Trainable, Variables
+from axonml_jax.model.trainable import merge, partition
+
+
+class LinenFunctional(Functional):
+    """A Linen module and its variables as pure functions."""
+
+    def __init__(self, module: linen.Module, variables: PyTree, trainable: Trainable = None):
+        collections = dict(unfreeze(linen.meta.unbox(variables)))
+        if "params" not in collections:
+            collections = {"params": collections}
+        trained, frozen = partition(collections.pop("params"), trainable)
+        collections.pop("intermediates", None)
+        self._module = module
+        self._variables = Variables(trained, frozen, collections)
+
+    def variables(self) -> Variables:
+        """The variables given when this view was made."""
+        return self._variables
+
+    def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> "BoundLinen":
+        """The module with its variables, to be called like an NNX module."""
+        return BoundLinen(self._module, variables, key, mode)
+
+    def state_of(self, bound: "BoundLinen") -> PyTree:
+        """The non-parameter collections after the bound module's calls; collections that the calls added are dropped."""
+        return {name: bound.state[name] for name in self._variables.state}
+
+    def module(self, variables: Variables) -> linen.Module:
+        """A bound copy of the user's module (`module.variables` holds the arrays)."""
+        params = merge(variables.params, variables.frozen)
+        return self._module.bind({"params": params, **variables.state})
+
+    def synchronized(self) -> Callable[[str], bool]:
+        """The `batch_stats` that `linen.BatchNorm` keeps, recognised by their names."""
+        names = named_leaves(self._variables.state)
+        kept = {n for n in names if n.startswith("batch_stats/") and n.rsplit("/", 1)[-1] in ("mean", "var")}
+        return kept.__contains__
+
+
+class BoundLinen:
+    """A Linen module with its variables, called like an NNX module: `model(x)`, `model(x, method="encode")`.
+
+    Attributes:
+      is_training: what `train()` and `eval()` of the facade set, True where neither was called: a `loss_fn` that also
+        evaluates can say `model(x, train=model.is_training)`.
+      params: the parameters, read-only by convention.
+      state: the other collections, after the calls made so far.
+    """
+
+    def __init__(self, module: linen.Module, variables: Variables, key: jax.Array, mode: Mode):
+        self._module, self._mode, self._key, self._calls = module, mode, key, 0
+        self.params = merge(variables.params, variables.frozen)
+        self.state = dict(variables.state)
+        self.is_training = mode.training is not False
+
+    def __call__(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        """Apply the module; collections it changes are kept, random streams differ from call to call."""
+        key = jax.random.fold_in(self._key, self._calls)
+        self._calls += 1
+        # Linen's make_rng falls back to the stream "params", so one key serves streams of every name.
+        rngs = {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
+        args, kwargs = self._mode.precision.cast_compute((args, kwargs))
+        with synchronize_linen(self._mode.batch_norm_axes):
+            out, changed = self._module.apply(
+                {"params": self.params, **self.state}, *args, rngs=rngs, mutable=list(self.state), method=method, **kwargs
+            )
+        self.state |= unfreeze(changed)
+        return self._mode.precision.cast_output(out)

@@ -1,0 +1,107 @@
+"""The pure view of an NNX module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axonml_jax._types import PyTree, named_leaves
+from axonml_jax.model.batch_norm import synchronize_nnx
+from axonml_jax.model.functional import Functional, Mode, Trainable, Variables
+from axonml_jax.model.precision import Precision
+from axonml_jax.model.trainable import merge, partition
+
+
+class NNXFunctional(Functional):
+    """An NNX module as pure functions. The user's module itself is never changed.
+
+    Tied modules and parameters are one leaf. Random streams are no variables: they restart from the key of every call.
+    """
+
+    def __init__(self, model: nnx.Module, trainable: Trainable = None):
+        self.graphdef, params, streams, state = nnx.split(model, nnx.Param, nnx.RngState, ...)
+        if isinstance(trainable, type):
+            wanted = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, trainable))}
+            trainable = wanted.__contains__
+        trained, frozen = partition(nnx.to_pure_dict(params), trainable)
+        self._streams = nnx.to_pure_dict(streams)
+        self._variables = Variables(trained, frozen, _without_intermediates(state))
+
+    def variables(self) -> Variables:
+        """The module's arrays when this view was made."""
+        return self._variables
+
+    def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> nnx.Module:
+        """A new module of the user's class on these arrays."""
+        params = merge(variables.params, variables.frozen)
+        model = nnx.merge(self.graphdef, params, self._restart(key), variables.state, copy=True)
+        if mode.training is not None:
+            model.train() if mode.training else model.eval()
+        if mode.batch_norm_axes:
+            synchronize_nnx(model, mode.batch_norm_axes)
+        if mode.precision != Precision():
+            model.__class__ = _casting_class(type(model), mode.precision)
+        return model
+
+    def state_of(self, bound: nnx.Module) -> PyTree:
+        """The module's state after its calls; variables that the calls added (such as `sow`) are dropped."""
+        state = nnx.to_pure_dict(nnx.split(bound, nnx.Param, nnx.RngState, ...)[3])
+        return _like(self._variables.state, state)
+
+    def module(self, variables: Variables) -> nnx.Module:
+        """A module of the user's class and structure holding these arrays."""
+        params = merge(variables.params, variables.frozen)
+        return nnx.merge(self.graphdef, params, self._streams, variables.state, copy=True)
+
+    def synchronized(self) -> Callable[[str], bool]:
+        """The running averages of every `nnx.BatchNorm` that joins no axes of its own."""
+        model = nnx.merge(self.graphdef, *map(_abstract, (merge(self._variables.params, self._variables.frozen), self._streams, self._variables.state)), copy=True)
+        owners = {
+            "/".join(map(str, (*path, leaf)))
+            for path, module in nnx.iter_graph(model)
+            if isinstance(module, nnx.BatchNorm) and module.axis_name is None
+            for leaf in ("mean", "var")
+        }
+        return owners.__contains__
+
+    def _restart(self, key: jax.Array) -> PyTree:
+        leaves, treedef = jax.tree.flatten(self._streams)
+        fresh = []
+        for i, leaf in enumerate(leaves):
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                stream = jax.random.fold_in(key, i)
+                fresh.append(jax.random.split(stream, leaf.shape) if leaf.shape else stream)
+            else:
+                fresh.append(jnp.zeros(leaf.shape, leaf.dtype))
+        return treedef.unflatten(fresh)
+
+
+def _abstract(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def _without_intermediates(state) -> PyTree:
+    return nnx.to_pure_dict(nnx.filter_state(state, nnx.Not(nnx.Intermediate)))
+
+
+def _like(structure: PyTree, tree: PyTree) -> PyTree:
+    found = named_leaves(tree)
+    names = list(named_leaves(structure))
+    return jax.tree.unflatten(jax.tree.structure(structure), [found[name] for name in names])
+
+
+_CASTING: dict[tuple[type, Precision], type] = {}
+
+
+def _casting_class(cls: type, precision: Precision) -> type:
+    """A subclass of the user's class whose call casts its floating arguments and results."""
+    if (cls, precision) not in _CASTING:
+
+        def __call__(self, *args: Any, **kwargs: Any):
+            args, kwargs = precision.cast_compute((args, kwargs))
+            return precision.cast_output(cls.__call__(self, *args, **kwargs))
+
+        _CASTING[cls, precision] = type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+    return _CASTING[cls, precision]

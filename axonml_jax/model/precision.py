@@ -1,0 +1,100 @@
+"""In which dtype parameters rest, the model computes, gradients travel, and outputs return."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax._types import PyTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """A mixed-precision policy; None leaves that dtype as it is.
+
+    Attributes:
+      param: parameters and optimizer state between steps.
+      compute: parameters as the model reads them, and the floating arguments of the model's call.
+      reduce: gradients while they are accumulated and reduced over ranks.
+      output: floating results of the model's call (and so the loss).
+
+    The same idea as PyTorch FSDP's `MixedPrecision` and jmp's `Policy`.
+
+    >>> Precision.of("bf16").compute
+    'bfloat16'
+    """
+
+    param: str | None = None
+    compute: str | None = None
+    reduce: str | None = None
+    output: str | None = None
+
+    def __post_init__(self):
+        problems = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            try:
+                name = jnp.dtype(value).name
+            except TypeError:
+                problems.append(f"{field.name}={value!r} is not a dtype")
+                continue
+            if not jnp.issubdtype(jnp.dtype(value), jnp.floating):
+                problems.append(f"{field.name}={name} is not a floating dtype")
+            object.__setattr__(self, field.name, name)
+        if problems:
+            raise ValueError(f"Precision: {'; '.join(problems)}; give names such as 'float32' or 'bfloat16', or None")
+
+    @staticmethod
+    def of(policy: "Precision | str | None") -> "Precision":
+        """A policy from itself, from None (change nothing), or from the name of a common one.
+
+        `"float32"`: everything in float32. `"bf16"`: compute in bfloat16, the rest in float32.
+
+        Raises:
+          ValueError: for any other name.
+        """
+        if isinstance(policy, Precision):
+            return policy
+        if policy is None:
+            return Precision()
+        if policy not in _NAMED:
+            raise ValueError(f"precision {policy!r} is not known: give one of {sorted(_NAMED)} or an ax.Precision(...)")
+        return _NAMED[policy]
+
+    def cast_param(self, tree: PyTree) -> PyTree:
+        """Floating leaves of `tree` in the `param` dtype."""
+        return cast_floating(tree, self.param)
+
+    def cast_compute(self, tree: PyTree) -> PyTree:
+        """Floating leaves of `tree` in the `compute` dtype."""
+        return cast_floating(tree, self.compute)
+
+    def cast_output(self, tree: PyTree) -> PyTree:
+        """Floating leaves of `tree` in the `output` dtype."""
+        return cast_floating(tree, self.output)
+
+    def reduce_dtype(self, param_dtype) -> Any:
+        """The dtype in which the gradient of a parameter of `param_dtype` is accumulated and reduced."""
+        return jnp.dtype(self.reduce or param_dtype)
+
+
+def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
+    """Every floating leaf of `tree` in `dtype`; other leaves, and everything when dtype is None, as they are."""
+    if dtype is None:
+        return tree
+
+    def cast(x):
+        if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating):
+            return x.astype(dtype)
+        return x
+
+    return jax.tree.map(cast, tree)
+
+
+_NAMED = {
+    "float32": Precision(param="float32", compute="float32", reduce="float32", output="float32"),
+    "bf16": Precision(param="float32", compute="bfloat16", reduce="float32", output="float32"),
+}

@@ -1,0 +1,65 @@
+"""Which parameters train: splitting a nest of parameters by path name."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from axonml_jax._types import PyTree, named_leaves
+
+
+def selector(trainable: Any) -> Callable[[str], bool]:
+    """A predicate of path names from None (all), regular expressions (searched in the name), or a predicate.
+
+    >>> selector(["^head/", "bias$"])("blocks/0/bias")
+    True
+    """
+    if trainable is None:
+        return lambda name: True
+    if callable(trainable):
+        return trainable
+    patterns = [trainable] if isinstance(trainable, str) else list(trainable)
+    compiled = [re.compile(pattern) for pattern in patterns]
+    return lambda name: any(pattern.search(name) for pattern in compiled)
+
+
+def partition(params: PyTree, trainable: Any) -> tuple[PyTree, PyTree]:
+    """Split a nest of dicts into (trained, frozen); the two merge back with `merge`.
+
+    Raises:
+      ValueError: when there are parameters and none of them trains.
+    """
+    names = list(named_leaves(params))
+    select = selector(trainable)
+    chosen = {name for name in names if select(name)}
+    if names and not chosen:
+        raise ValueError(
+            f"trainable={trainable!r} matches none of the {len(names)} parameters, so nothing would train; "
+            f"their paths are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+        )
+    return _keep(params, chosen, True, ()), _keep(params, chosen, False, ())
+
+
+def _keep(tree: PyTree, chosen: set[str], wanted: bool, path: tuple) -> PyTree:
+    kept = {}
+    for key, value in tree.items():
+        name = (*path, str(key))
+        if isinstance(value, dict):
+            if inner := _keep(value, chosen, wanted, name):
+                kept[key] = inner
+        elif ("/".join(name) in chosen) == wanted:
+            kept[key] = value
+    return kept
+
+
+def merge(*trees: PyTree) -> PyTree:
+    """The union of nests of dicts that share no leaf.
+
+    >>> merge({"a": {"x": 1}}, {"a": {"y": 2}}, {})
+    {'a': {'x': 1, 'y': 2}}
+    """
+    merged: dict = {}
+    for tree in trees:
+        for key, value in tree.items():
+            both = isinstance(value, dict) and key in merged
+            merged[key] = merge(merged[key], value) if both else value
+    return merged

@@ -1,0 +1,79 @@
+"""Data parallelism: every rank holds every parameter, gradients are all-reduced."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.collectives.bucketed import all_reduce_leaves
+from axonml_jax.collectives.buckets import GradSyncStrategy
+from axonml_jax.collectives.varying import vary
+from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.sharding.layout import Layout
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicate(AbstractStrategy):
+    """Every rank of the axis holds the whole parameter (DDP; Li et al. 2020).
+
+    Communicates: one all-reduce per bucket and update.
+
+    Attributes:
+      sync_strategy: OVERLAPPED reduces a bucket where its gradients are ready, inside the backward; SYNCHRONOUS after
+        the backward; NO_SYNC never: every rank then trains a model of its own.
+      bucket_size_mb: capacity of a bucket in MiB of what travels; buckets fill in the order in which gradients are ready.
+      gradient_as_bucket_view: True reduces a bucket's leaves side by side without a flat copy; False copies them into one
+        flat buffer and launches once; None takes what is fastest on the backend (flat on gloo).
+      comm_dtype: the dtype in which gradients travel; None sends them as they are.
+      comm_hook: `hook(flat_bucket, axes) -> summed flat bucket` in the place of the all-reduce; it implies a flat buffer.
+    """
+
+    sync_strategy: GradSyncStrategy = GradSyncStrategy.OVERLAPPED
+    bucket_size_mb: float = 25.0
+    gradient_as_bucket_view: bool | None = None
+    comm_dtype: str | None = None
+    comm_hook: Callable[[jax.Array, tuple[str, ...]], jax.Array] | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "sync_strategy", GradSyncStrategy(self.sync_strategy))
+        if not self.bucket_size_mb > 0:
+            raise ValueError(f"bucket_size_mb={self.bucket_size_mb} must be positive (PyTorch's default is 25)")
+        if self.comm_dtype is not None:
+            dtype = jnp.dtype(self.comm_dtype)
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise ValueError(f"comm_dtype={dtype.name} must be a floating dtype such as 'bfloat16' or 'float16'")
+            object.__setattr__(self, "comm_dtype", dtype.name)
+        if self.comm_hook is not None and self.gradient_as_bucket_view:
+            raise ValueError("comm_hook= takes a flat bucket, so gradient_as_bucket_view=True cannot hold: leave it out")
+
+    def spec(self, layout: Layout, axis: str, axis_size: int) -> Layout:
+        """The whole leaf on every rank."""
+        return layout
+
+    def gather(self, shard: jax.Array, layout: Layout, axis: str) -> jax.Array:
+        """The leaf itself, typed as varying: each rank's use of it has a gradient of its own."""
+        return vary(shard, axis)
+
+    def sync(self, grad: jax.Array, layout: Layout, axis: str) -> jax.Array:
+        """The sum of the ranks' gradients; their own with NO_SYNC."""
+        return self.sync_bucket([grad], [layout], axis)[0]
+
+    def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: str) -> list[jax.Array]:
+        """One reduction for the whole bucket."""
+        if self.sync_strategy is GradSyncStrategy.NO_SYNC:
+            return list(grads)
+        flat = not self.gradient_as_bucket_view if self.gradient_as_bucket_view is not None else False
+        return all_reduce_leaves(grads, (axis,), flat=flat, comm_dtype=self.comm_dtype, comm_hook=self.comm_hook)
+
+    def wire_itemsize(self, dtype: Any) -> int:
+        """Bytes per element of a gradient of `dtype` as it travels."""
+        return jnp.dtype(self.comm_dtype or dtype).itemsize
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Capacity of a bucket in bytes."""
+        return int(self.bucket_size_mb * MIB)

@@ -1,0 +1,155 @@
+"""A plan bound to a mesh and a model: where each parameter lives, and how a step reads and reduces it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from axonml_jax._types import PyTree
+from axonml_jax.collectives.buckets import assign_buckets
+from axonml_jax.collectives.primitives import sum_over
+from axonml_jax.collectives.varying import vary
+from axonml_jax.mesh.axes import batch_axes
+from axonml_jax.model.functional import Variables
+from axonml_jax.model.precision import cast_floating
+from axonml_jax.parallel.plan import Plan
+from axonml_jax.sharding.layout import Layout, is_layout, specs, whole_layouts
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A plan on a mesh, for the parameters of one model. Its methods run inside `shard_map`.
+
+    Attributes:
+      plan: the plan, with every default decided.
+      degrees: size of every mesh axis.
+      params, frozen: a `Layout` for every leaf.
+    """
+
+    plan: Plan
+    degrees: Mapping[str, int]
+    params: PyTree
+    frozen: PyTree
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the batch is split."""
+        return batch_axes(self.degrees)
+
+    @property
+    def batch_degree(self) -> int:
+        """The number of batch shards."""
+        return math.prod(self.degrees[axis] for axis in self.batch_axes)
+
+    @property
+    def rank_spec(self) -> PartitionSpec:
+        """The spec of a value stacked by rank: one entry of dim 0 per batch shard."""
+        return PartitionSpec(self.batch_axes)
+
+    def param_specs(self) -> PyTree:
+        """The PartitionSpec of every trained parameter."""
+        return specs(self.params)
+
+    def frozen_specs(self) -> PyTree:
+        """The PartitionSpec of every frozen parameter."""
+        return specs(self.frozen)
+
+    def read(self, shards: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
+        """What the model reads in the place of resting shards: cast first, then gathered."""
+        values = [cast_floating(shard, self.plan.precision.compute) for shard in shards]
+        for axis, strategy in self._inwards():
+            values = [strategy.gather(value, layout, axis) for value, layout in zip(values, layouts, strict=True)]
+        return values
+
+    def read_tree(self, shards: PyTree, layouts: PyTree) -> PyTree:
+        """`read` for a whole tree."""
+        leaves, treedef = jax.tree.flatten(shards)
+        return treedef.unflatten(self.read(leaves, jax.tree.leaves(layouts, is_leaf=is_layout)))
+
+    def to_reduce(self, grad: jax.Array, layout: Layout) -> jax.Array:
+        """A gradient in the dtype in which it is accumulated and reduced."""
+        return grad.astype(self.plan.precision.reduce_dtype(layout.dtype))
+
+    def wire_itemsize(self, layout: Layout) -> int:
+        """Bytes per element of a parameter's gradient as it travels."""
+        return self.plan.data.wire_itemsize(self.plan.precision.reduce_dtype(layout.dtype))
+
+    def sync(self, grads: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
+        """Local gradients of what was read -> summed gradients of the resting shards, as one bucket."""
+        values = [self.to_reduce(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
+        with jax.named_scope("axonml.gradients"):
+            for axis, strategy in reversed(self._inwards()):
+                values = strategy.sync_bucket(values, layouts, axis)
+        return [value.astype(layout.dtype) for value, layout in zip(values, layouts, strict=True)]
+
+    def sync_buckets(self, grads: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
+        """`sync` of all leaves after a backward pass: buckets fill from the last leaf to the first, as they get ready."""
+        order = list(range(len(grads)))[::-1]
+        sizes = [layouts[i].size * self.wire_itemsize(layouts[i]) for i in order]
+        synced: dict[int, jax.Array] = {}
+        for positions in assign_buckets(sizes, self.plan.data.bucket_bytes):
+            bucket = [order[k] for k in positions]
+            synced |= zip(bucket, self.sync([grads[i] for i in bucket], [layouts[i] for i in bucket]), strict=True)
+        return [synced[i] for i in range(len(grads))]
+
+    def squared_norm(self, grads: PyTree) -> jax.Array:
+        """The sum of squares over all parameters, each element counted once, in at least float32."""
+        totals: dict[tuple[str, ...], jax.Array] = {}
+        for grad, layout in zip(jax.tree.leaves(grads), jax.tree.leaves(self.params, is_leaf=is_layout), strict=True):
+            squares = jnp.sum(jnp.square(jnp.abs(grad).astype(jnp.promote_types(layout.dtype, jnp.float32))))
+            totals[layout.axes] = totals.get(layout.axes, 0.0) + squares
+        with jax.named_scope("axonml.norm"):
+            return sum((sum_over(t, axes) if axes else t for axes, t in totals.items()), jnp.zeros(()))
+
+    def vary(self, tree: PyTree) -> PyTree:
+        """A tree typed as varying over the batch axes."""
+        return vary(tree, self.batch_axes)
+
+    def _inwards(self) -> list:
+        # Gathering goes from the outermost axis inwards, so that reducing goes from the innermost outwards.
+        return [(axis, strategy) for axis, strategy in self.plan.strategies.items() if axis in self.degrees]
+
+
+def bind_plan(plan: Plan, variables: Variables, mesh: Mesh) -> Placement:
+    """Bind a plan to a mesh and a model's variables (shapes suffice).
+
+    Raises:
+      ValueError: when the plan's degrees are not the mesh's, or when the mesh has axes the plan gives no meaning to.
+    """
+    degrees = dict(mesh.shape)
+    if plan.mesh is not None and (wanted := plan.mesh.resolve(mesh.size).degrees) != {
+        **dict.fromkeys(wanted, 1),
+        **{axis: size for axis, size in degrees.items() if size > 1 or axis in wanted},
+    }:
+        raise ValueError(f"the plan asks for degrees {dict(wanted)} but the mesh has {degrees}: give one or the other")
+    unknown = {axis: size for axis, size in degrees.items() if axis not in plan.strategies and size > 1}
+    if unknown:
+        raise ValueError(
+            f"mesh axes {unknown} have no strategy in the plan, which knows {list(plan.strategies)}: their devices would all "
+            "do the same work. Give the mesh these devices on one of the plan's axes"
+        )
+    plan = replace(plan, data=_decide_view(plan, mesh))
+
+    def layout(leaf: Layout) -> Layout:
+        for axis, strategy in plan.strategies.items():
+            if axis in degrees:
+                leaf = strategy.spec(leaf, axis, degrees[axis])
+        return leaf
+
+    def lay_out(tree: PyTree) -> PyTree:
+        resting = jax.eval_shape(plan.precision.cast_param, tree)
+        return jax.tree.map(layout, whole_layouts(resting), is_leaf=is_layout)
+
+    return Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
+
+
+def _decide_view(plan: Plan, mesh: Mesh):
+    """Flat buffers on gloo, where many small reductions are slow; elsewhere XLA's combiner needs no copy."""
+    if plan.data.gradient_as_bucket_view is not None or plan.data.comm_hook is not None:
+        return plan.data
+    devices = mesh.devices.flat
+    gloo = devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
+    return replace(plan.data, gradient_as_bucket_view=not gloo)

@@ -1,0 +1,68 @@
+"""Everything that decides how a step runs, as one frozen value."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from axonml_jax.collectives.buckets import GradSyncStrategy
+from axonml_jax.mesh.shape import MeshShape
+from axonml_jax.model.precision import Precision
+from axonml_jax.parallel.ddp import Replicate
+from axonml_jax.parallel.strategy import AbstractStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a model is spread over a mesh and stepped. A plan changes where work happens, never what is computed.
+
+    Attributes:
+      mesh: degrees of the mesh; None when a mesh is given beside the plan.
+      data: what happens to parameters on the `data` axis.
+      precision: dtypes of parameters, computation, reduction and outputs; the name of a common policy is accepted.
+      accumulate: microbatches per update and rank.
+      batch_stats: "global" joins BatchNorm statistics over all ranks and keeps buffers equal; "local" leaves every rank
+        its own statistics, as PyTorch does.
+      broadcast_buffers: with `batch_stats="local"`: True gives every rank the first rank's buffers after each step, False
+        leaves each rank its own.
+      check_vma: let JAX type which values vary over which axes (a safety net; models whose scans start from plain zeros
+        do not pass it).
+    """
+
+    mesh: MeshShape | None = None
+    data: Replicate = field(default_factory=Replicate)
+    precision: Precision = field(default_factory=Precision)
+    accumulate: int = 1
+    batch_stats: Literal["global", "local"] = "global"
+    broadcast_buffers: bool = True
+    check_vma: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "precision", Precision.of(self.precision))
+        problems = []
+        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+            problems.append(f"accumulate={self.accumulate!r} must be a positive whole number")
+        if self.batch_stats not in ("global", "local"):
+            problems.append(f"batch_stats={self.batch_stats!r} must be 'global' or 'local'")
+        if not isinstance(self.data, Replicate):
+            problems.append(f"data={self.data!r} must be a Replicate strategy")
+        if problems:
+            raise ValueError(f"Plan: {'; '.join(problems)}")
+
+    @property
+    def strategies(self) -> dict[str, AbstractStrategy]:
+        """The strategy of every axis that this plan knows."""
+        return {"data": self.data}
+
+    @property
+    def independent(self) -> bool:
+        """Whether every rank trains a model of its own (NO_SYNC)."""
+        return self.data.sync_strategy is GradSyncStrategy.NO_SYNC
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether gradients are reduced inside the backward."""
+        return self.data.sync_strategy is GradSyncStrategy.OVERLAPPED
+
+    @property
+    def local_buffers(self) -> bool:
+        """Whether every rank keeps buffers of its own between steps."""
+        return self.independent or (self.batch_stats == "local" and not self.broadcast_buffers)

@@ -1,0 +1,86 @@
+"""Where one array lives between steps: its whole shape, the shape it is stored in, and the spec that splits that."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from axonml_jax._types import PyTree
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of one leaf.
+
+    A bare PartitionSpec does not tell how a leaf is stored once it is padded to divide, so a strategy's `spec` refines a
+    layout instead (docs/adr/0005).
+
+    Attributes:
+      shape: the whole array as the model knows it.
+      dtype: its dtype between steps.
+      spec: which mesh axes split which dims of the stored array.
+      stored: the global shape in which it is stored; the same as `shape` unless a strategy changed it.
+
+    >>> layout = Layout.whole(jax.ShapeDtypeStruct((8, 3), "float32"))
+    >>> layout.on("fsdp", dim=0).spec
+    PartitionSpec('fsdp',)
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    stored: tuple[int, ...]
+
+    @staticmethod
+    def whole(leaf: Any) -> "Layout":
+        """The layout of a leaf of which every device holds the whole."""
+        return Layout(tuple(leaf.shape), leaf.dtype, PartitionSpec(), tuple(leaf.shape))
+
+    def on(self, axis: str, dim: int) -> "Layout":
+        """This layout with `dim` of the stored array split over one more axis, inside the axes that split it already."""
+        entries = list(self.spec) + [None] * (len(self.stored) - len(self.spec))
+        entries[dim] = axis if entries[dim] is None else (*_names(entries[dim]), axis)
+        while entries and entries[-1] is None:
+            entries.pop()
+        return replace(self, spec=PartitionSpec(*entries))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the ranks hold different parts."""
+        return tuple(name for entry in self.spec for name in _names(entry))
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole array."""
+        return math.prod(self.shape)
+
+    @property
+    def padding(self) -> int:
+        """Elements stored beyond the whole array's."""
+        return math.prod(self.stored) - self.size
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def is_layout(x: Any) -> bool:
+    """For `jax.tree.map(..., is_leaf=is_layout)`."""
+    return isinstance(x, Layout)
+
+
+def whole_layouts(tree: PyTree) -> PyTree:
+    """A layout for every leaf of `tree`, whole on every device."""
+    return jax.tree.map(Layout.whole, tree)
+
+
+def specs(layouts: PyTree) -> PyTree:
+    """The PartitionSpec of every layout."""
+    return jax.tree.map(lambda layout: layout.spec, layouts, is_leaf=is_layout)
+
+
+def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
+    """A NamedSharding on `mesh` for every PartitionSpec of a tree."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))

@@ -1,0 +1,52 @@
+"""Placing whole arrays on a mesh in their layout, and getting whole arrays back."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from axonml_jax._types import PyTree
+
+
+def place(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
+    """Copies of whole arrays (the same in every process), each device holding what `specs` says.
+
+    The result never shares memory with `tree`, so that it may be donated.
+    """
+    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(_place, tree, shardings)
+
+
+def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return jax.jit(_copy, out_shardings=sharding)(leaf)
+    if jax.process_count() == 1:
+        return jax.device_put(leaf, sharding, may_alias=False)
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _place(jax.random.key_data(leaf), NamedSharding(sharding.mesh, PartitionSpec()))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _copy(tree: PyTree) -> PyTree:
+    return jax.tree.map(jax.numpy.copy, tree)
+
+
+def replicated(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Copies of arrays, whole on every device of `mesh`."""
+    return place(tree, jax.tree.map(lambda _: PartitionSpec(), tree), mesh)
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """Whole arrays in this process's memory as NumPy arrays (typed keys as they are); every process must call it."""
+
+    def fetch(leaf):
+        if not isinstance(leaf, jax.Array) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+            leaf = jax.jit(_copy, out_shardings=NamedSharding(leaf.sharding.mesh, PartitionSpec()))(leaf)  # pyright: ignore
+        return np.asarray(leaf) if leaf.is_fully_addressable else np.asarray(leaf.addressable_data(0))
+
+    return jax.tree.map(fetch, tree)

@@ -1,0 +1,62 @@
+"""Evaluation: the loss and metrics of a global batch, without gradients or changes."""
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from axonml_jax._types import LossFn, PyTree
+from axonml_jax.collectives.primitives import axis_index
+from axonml_jax.mesh.fake_devices import bound_run_ahead
+from axonml_jax.model.functional import Functional, Variables
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
+from axonml_jax.training.gradients import means
+from axonml_jax.training.objective import Objective, shard_key
+from axonml_jax.training.specs import variable_specs
+from axonml_jax.training.stacked import stacked, unstack_variables
+from axonml_jax.training.step import forward_mode
+
+
+class EvalStep:
+    """`step(variables, batch) -> metrics`, compiled once per batch shape; nothing is donated or changed.
+
+    The model runs in evaluation mode: dropout off, running averages used.
+    """
+
+    def __init__(self, model: Functional, placement: Placement, mesh: Mesh, loss_fn: LossFn):
+        self.placement, self.mesh = placement, mesh
+        self.objective = Objective(model, loss_fn, forward_mode(placement, training=False))
+        self._compiled = jax.jit(self._whole)
+
+    def __call__(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
+        """The loss and the loss function's metrics over the global batch [B, ...]; B divides by the batch shards."""
+        check_batch(batch, self.mesh)
+        return bound_run_ahead(self._compiled(variables, place_batch(batch, self.mesh)))
+
+    def _whole(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
+        independent = self.placement.plan.independent
+        return jax.shard_map(
+            self._local,
+            mesh=self.mesh,
+            in_specs=(variable_specs(self.placement, variables), batch_specs(batch, self.mesh)),
+            out_specs=self.placement.rank_spec if independent else PartitionSpec(),
+            check_vma=self.placement.plan.check_vma,
+        )(variables, batch)
+
+    def _local(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
+        placement = self.placement
+        variables = read_variables(unstack_variables(variables, placement), placement)
+        key = shard_key(jax.random.key(0), 0, axis_index(placement.batch_axes))
+        loss, _ = self.objective(variables, key, batch)
+        independent = placement.plan.independent
+        mean, metrics, _ = means(jax.tree.map(lambda x: x[None], loss), placement, 1, not independent)
+        out = {**metrics, "loss": mean}
+        return stacked(out, placement) if independent else out
+
+
+def read_variables(variables: Variables, placement: Placement) -> Variables:
+    """Resting variables as the model reads them."""
+    return Variables(
+        placement.read_tree(variables.params, placement.params),
+        placement.read_tree(variables.frozen, placement.frozen),
+        variables.state,
+    )

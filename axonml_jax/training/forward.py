@@ -1,0 +1,129 @@
+"""The model's own call on a global batch, under any plan."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from axonml_jax._types import PyTree
+from axonml_jax.collectives.primitives import axis_index, sum_over
+from axonml_jax.mesh.fake_devices import bound_run_ahead
+from axonml_jax.model.functional import Functional, Variables
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.batch import batch_degree, batch_specs, check_batch, place_batch
+from axonml_jax.training.buffers import sync_buffers
+from axonml_jax.training.evaluate import read_variables
+from axonml_jax.training.objective import shard_key
+from axonml_jax.training.specs import variable_specs
+from axonml_jax.training.stacked import stack_variables, unstack_variables
+from axonml_jax.training.step import forward_mode
+
+
+class Forward:
+    """`forward(variables, key, args, kwargs) -> (outputs, state)`: dim 0 of every array argument is the global batch.
+
+    Outputs keep the batch dim that grows with the batch, wherever it is; floating outputs without one are averaged over
+    ranks.
+    """
+
+    def __init__(self, model: Functional, placement: Placement, mesh: Mesh, training: bool | None):
+        self.model, self.placement, self.mesh = model, placement, mesh
+        self.mode = forward_mode(placement, training)
+        self._compiled = jax.jit(self._whole, static_argnames="static")
+
+    def __call__(self, variables: Variables, key: jax.Array, args: tuple, kwargs: dict) -> tuple[PyTree, PyTree]:
+        """Run the model; arguments that are no arrays (flags, strings) are passed as they are."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
+        check_batch([leaf for leaf in arrays if leaf is not None], self.mesh)
+        static = (treedef, tuple(None if _is_array(leaf) else leaf for leaf in leaves))
+        return bound_run_ahead(self._compiled(variables, key, place_batch(arrays, self.mesh), static=static))
+
+    def _whole(self, variables: Variables, key: jax.Array, arrays: list, static: tuple) -> tuple[PyTree, PyTree]:
+        placement = self.placement
+        specs = variable_specs(placement, variables)
+        dims = self._batch_dims(variables, arrays, static)
+
+        def local(variables, key, arrays):
+            key = shard_key(key, 0, axis_index(placement.batch_axes))
+            variables = unstack_variables(variables, placement)
+            out, state = self._call(read_variables(variables, placement), key, arrays, static)
+            out = jax.tree.map(self._finish, out, dims)
+            state = sync_buffers(state, placement, self.model.synchronized())
+            return out, stack_variables(Variables(variables.params, variables.frozen, state), placement).state
+
+        def out_spec(dim: int):
+            return PartitionSpec(*([None] * dim), placement.batch_axes) if dim >= 0 else PartitionSpec()
+
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(specs, PartitionSpec(), batch_specs(arrays, self.mesh)),
+            out_specs=(jax.tree.map(out_spec, dims), specs.state),
+            check_vma=placement.plan.check_vma,
+        )(variables, key, arrays)
+
+    def _call(self, variables: Variables, key: jax.Array, arrays: list, static: tuple) -> tuple[Any, PyTree]:
+        treedef, rest = static
+        leaves = [value if array is None else array for array, value in zip(arrays, rest, strict=True)]
+        args, kwargs = treedef.unflatten(leaves)
+        bound = self.model.bind(variables, key, self.mode)
+        return bound(*args, **kwargs), self.model.state_of(bound)
+
+    def _batch_dims(self, variables: Variables, arrays: list, static: tuple) -> PyTree:
+        """For every output the dim that grows with the batch, or -1: seen by tracing two batch sizes."""
+        placement = self.placement
+        axes = [(axis, size) for axis, size in placement.degrees.items()]
+
+        def outputs(rows: int):
+            shapes = [
+                x if x is None or not x.ndim else jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in arrays
+            ]
+
+            def call(variables, arrays):
+                read = read_variables(unstack_variables(variables, placement), placement)
+                return self._call(read, jax.random.key(0), arrays, static)[0]
+
+            local = _local_shapes(variables, placement)
+            _, out = jax.make_jaxpr(call, axis_env=axes, return_shape=True)(local, shapes)
+            return out
+
+        rows = next(x.shape[0] for x in arrays if x is not None and x.ndim) // batch_degree(self.mesh)
+        small, large = outputs(rows), outputs(2 * rows)
+        return jax.tree.map(_growing_dim, small, large)
+
+    def _finish(self, out: jax.Array, dim: int) -> jax.Array:
+        axes = self.placement.batch_axes
+        if dim >= 0 or not axes:
+            return out
+        if jnp.issubdtype(out.dtype, jnp.floating):
+            return sum_over(out, axes) / self.placement.batch_degree
+        raise ValueError(
+            f"the model returned an array of shape {out.shape} and dtype {out.dtype} without a batch dim: it may differ from "
+            "rank to rank and has no mean. Return it as a float, or call the model through a loss_fn"
+        )
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _growing_dim(small: Any, large: Any) -> int:
+    dims = [i for i, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b]
+    if len(dims) > 1:
+        raise ValueError(f"the model returned an array with several batch dims (shape {small.shape}): return one per batch dim")
+    return dims[0] if dims else -1
+
+
+def _local_shapes(variables: Variables, placement: Placement) -> Variables:
+    specs = variable_specs(placement, variables)
+
+    def shard(leaf, spec):
+        shape = list(leaf.shape)
+        for dim, entry in enumerate(spec):
+            for axis in (entry,) if isinstance(entry, str) else (entry or ()):
+                shape[dim] //= placement.degrees[axis]
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    return jax.tree.map(shard, variables, specs)

@@ -1,0 +1,54 @@
+"""The user's loss as a pure function of what one rank reads, for one microbatch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+from axonml_jax._types import LossFn, PyTree
+from axonml_jax.model.functional import Functional, Mode, Variables
+from axonml_jax.model.loss import Loss, parse_loss
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`loss_fn` on a model, without side effects.
+
+    Attributes:
+      model: the model.
+      loss_fn: the user's.
+      mode: how the model runs.
+    """
+
+    model: Functional
+    loss_fn: LossFn
+    mode: Mode
+
+    def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+        """The loss of one microbatch on one rank, and the model's state after it."""
+        bound = self.model.bind(variables, key, self.mode)
+        loss = parse_loss(self.loss_fn(bound, batch))
+        return loss, self.model.state_of(bound)
+
+    def differentiable(self, parts: int, frozen: PyTree) -> Callable:
+        """The loss as JAX differentiates it.
+
+        Args:
+          parts: number of (rank, microbatch) parts over which a plain mean is taken; each part's loss is divided by it,
+            so that gradients need only be summed. A WeightedMean is divided by its total weight after the sum.
+          frozen: the frozen parameters as read.
+
+        Returns:
+          `f(params, state, key, batch) -> (scalar, (Loss, state))`.
+        """
+
+        def f(params: PyTree, state: PyTree, key: jax.Array, batch: PyTree):
+            loss, state = self(Variables(params, frozen, state), key, batch)
+            return (loss.total / parts if loss.weight is None else loss.total), (loss, state)
+
+        return f
+
+
+def shard_key(key: jax.Array, microbatch: int | jax.Array, shard: int | jax.Array) -> jax.Array:
+    """The randomness of one microbatch on one batch shard: masks differ per shard, so they depend on the batch degree."""
+    return jax.random.fold_in(jax.random.fold_in(key, microbatch), shard)

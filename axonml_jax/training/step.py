@@ -1,0 +1,113 @@
+"""One training step: gather -> differentiate -> sync -> update, in one compiled program with donated state."""
+
+import jax
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from axonml_jax._types import LossFn, PyTree
+from axonml_jax.mesh.fake_devices import bound_run_ahead
+from axonml_jax.model.functional import Functional, Mode, Variables
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
+from axonml_jax.training.buffers import sync_buffers
+from axonml_jax.training.gradients import gradients
+from axonml_jax.training.objective import Objective
+from axonml_jax.training.specs import state_specs
+from axonml_jax.training.stacked import stack_state, stacked, unstack_state
+from axonml_jax.training.state import TrainState
+from axonml_jax.training.typed_errors import explain_typed_scan
+from axonml_jax.training.update import apply, clip, global_norm
+
+Metrics = dict[str, jax.Array]
+
+
+class TrainStep:
+    """`step(state, batch) -> (state, metrics)`, compiled once per batch shape; the given state is donated.
+
+    On simulated devices a call waits for the step before it (docs/adr/0003).
+
+    Attributes:
+      placement: the plan on its mesh.
+      mesh: the mesh.
+    """
+
+    def __init__(
+        self,
+        model: Functional,
+        placement: Placement,
+        mesh: Mesh,
+        loss_fn: LossFn,
+        tx: optax.GradientTransformation,
+        *,
+        max_grad_norm: float | None = None,
+        training: bool | None = None,
+    ):
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={max_grad_norm} must be positive; None does not clip")
+        self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
+        self.objective = Objective(model, loss_fn, forward_mode(placement, training))
+        self._compiled = jax.jit(self._whole, donate_argnums=0)
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Make one update.
+
+        Args:
+          state: the run's state; its buffers are given up.
+          batch: the global batch, [B, ...] on every leaf that is not a scalar; B divides by shards x microbatches.
+
+        Returns:
+          The new state, and metrics: `loss`, `grad_norm` (before clipping), and the loss function's own.
+
+        Raises:
+          ValueError: when the batch does not divide.
+        """
+        check_batch(batch, self.mesh, self.placement.plan.accumulate)
+        bound_run_ahead(state.step)
+        with explain_typed_scan(self.placement.plan.check_vma):
+            return self._compiled(state, place_batch(batch, self.mesh))
+
+    def trace(self, state: TrainState, batch: PyTree):
+        """The step traced on arrays or shapes (`.jaxpr`, `.lower()`): what the ledger reads."""
+        return self._compiled.trace(state, batch)
+
+    def lower(self, state: TrainState, batch: PyTree):
+        """The step lowered on arrays or shapes (`.as_text()`, `.compile()`)."""
+        return self._compiled.lower(state, batch)
+
+    def _whole(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        specs = state_specs(self.placement, self.tx, state)
+        means = self.placement.rank_spec if self.placement.plan.independent else PartitionSpec()
+        return jax.shard_map(
+            self._local,
+            mesh=self.mesh,
+            in_specs=(specs, batch_specs(batch, self.mesh)),
+            out_specs=(specs, means),
+            check_vma=self.placement.plan.check_vma,
+        )(state, batch)
+
+    def _local(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        placement = self.placement
+        state = unstack_state(state, placement)
+        result = gradients(self.objective, placement, state.variables, step_key(state), batch)
+        norm = global_norm(result.grads, placement)
+        grads = result.grads if self.max_grad_norm is None else clip(result.grads, norm, self.max_grad_norm)
+        params, opt_state = apply(self.tx, grads, state.opt_state, state.params, result.loss)
+        buffers = sync_buffers(result.state, placement, self.model.synchronized())
+        variables = Variables(params, state.variables.frozen, buffers)
+        new = TrainState(state.step + 1, variables, opt_state, state.key)
+        metrics = {**result.metrics, "loss": result.loss, "grad_norm": norm}
+        if placement.plan.independent:
+            metrics = stacked(metrics, placement)
+        return stack_state(new, placement), metrics
+
+
+def forward_mode(placement: Placement, training: bool | None) -> Mode:
+    """How the model runs under a plan."""
+    plan = placement.plan
+    joined = placement.batch_axes if plan.batch_stats == "global" and not plan.independent else ()
+    return Mode(training=training, batch_norm_axes=joined, precision=plan.precision)
+
+
+def step_key(state: TrainState) -> jax.Array:
+    """The randomness of the step that starts from `state`."""
+    return jax.random.fold_in(state.key, state.step)
