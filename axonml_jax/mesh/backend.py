@@ -1,0 +1,163 @@
+"""What carries the messages: mock (simulated devices), gloo (CPU processes), NCCL (GPU) or the TPU's own network."""
+
+import abc
+from importlib import metadata
+
+import jax
+
+from axonml_jax.mesh.fake_devices import backend_started, fake_devices
+
+
+class Backend(abc.ABC):
+    """The transport under a world. Its collectives are JAX's; this says which ones they are and on which devices.
+
+    Subclass it to bring your own (`init(backend=YourBackend())`): `devices` then decides the world.
+
+    Attributes:
+      name: its short name, such as `gloo`.
+    """
+
+    name: str
+
+    @property
+    @abc.abstractmethod
+    def version(self) -> str:
+        """The version of the library that carries the messages."""
+
+    @property
+    @abc.abstractmethod
+    def devices(self) -> tuple:
+        """The device of every rank, in rank order (other processes' devices too)."""
+
+    def synchronize(self) -> None:
+        """Wait for everything that was dispatched to this process's devices."""
+        jax.effects_barrier()
+        for device in self.devices:
+            if device.process_index == jax.process_index():
+                device.synchronize_all_activity()
+
+    def __repr__(self):
+        return f"{type(self).__name__}(name={self.name!r}, version={self.version!r}, devices={len(self.devices)})"
+
+
+class _JaxBackend(Backend):
+    """All devices of JAX's default platform, which must be the one the transport is for."""
+
+    platform: str
+
+    @property
+    def version(self) -> str:
+        """The version of jaxlib, which holds the transport."""
+        return metadata.version("jaxlib")
+
+    @property
+    def devices(self) -> tuple:
+        """Every device of the job."""
+        devices = tuple(jax.devices())
+        if devices[0].platform != self.platform:
+            raise ValueError(
+                f"backend {self.name} needs {self.platform} devices, but JAX runs on {devices[0].platform}: leave "
+                f"backend=None to take what fits, or set JAX_PLATFORMS={self.platform} before Python starts"
+            )
+        return devices
+
+
+class GlooBackend(_JaxBackend):
+    """CPU devices of several processes, talking over TCP."""
+
+    name = "gloo"
+    platform = "cpu"
+
+
+class NCCLBackend(_JaxBackend):
+    """GPUs."""
+
+    name = "nccl"
+    platform = "gpu"
+
+    @property
+    def version(self) -> str:
+        """NCCL's version where its package is installed, else jaxlib's."""
+        for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+            try:
+                return metadata.version(package)
+            except metadata.PackageNotFoundError:
+                continue
+        return super().version
+
+
+class TPUBackend(_JaxBackend):
+    """TPU chips over their inter-chip links."""
+
+    name = "tpu"
+    platform = "tpu"
+
+    @property
+    def version(self) -> str:
+        """libtpu's version where its package is installed, else jaxlib's."""
+        try:
+            return metadata.version("libtpu")
+        except metadata.PackageNotFoundError:
+            return super().version
+
+
+class MockBackend(Backend):
+    """Simulated CPU devices of this process: deterministic, and what tests and laptops use.
+
+    Args:
+      num_devices: how many ranks; None for all CPU devices of this process.
+
+    Raises:
+      RuntimeError: when JAX has started with fewer devices.
+    """
+
+    name = "mock"
+
+    def __init__(self, num_devices: int | None = None):
+        if num_devices is not None and not backend_started():
+            fake_devices(num_devices)
+        devices = tuple(jax.local_devices(backend="cpu"))
+        if num_devices is not None and len(devices) < num_devices:
+            raise RuntimeError(
+                f"{num_devices} mock ranks need as many simulated devices, but JAX has started with {len(devices)}: "
+                f"call ax.fake_devices({num_devices}) before the first JAX operation"
+            )
+        self._devices = devices[:num_devices]
+
+    @property
+    def version(self) -> str:
+        """The version of jaxlib."""
+        return metadata.version("jaxlib")
+
+    @property
+    def devices(self) -> tuple:
+        """The simulated devices, one per rank."""
+        return self._devices
+
+    @staticmethod
+    def create_world(world_size: int) -> list:
+        """One `World` per rank, for threads that you start yourself (`spawn` starts them for you).
+
+        Args:
+          world_size: number of ranks, each on a simulated device of its own.
+
+        Raises:
+          RuntimeError: when JAX has started with fewer devices.
+        """
+        from axonml_jax.mesh.world import threaded_worlds
+
+        return threaded_worlds(world_size)
+
+
+BACKENDS: dict[str, type[Backend]] = {
+    backend.name: backend for backend in (MockBackend, GlooBackend, NCCLBackend, TPUBackend)
+}
+"""The backends by name."""
+
+
+def default_backend() -> Backend:
+    """The backend that fits the devices JAX runs on."""
+    platform = jax.default_backend()
+    if platform == "cpu":
+        return GlooBackend() if jax.process_count() > 1 else MockBackend()
+    return {"gpu": NCCLBackend, "tpu": TPUBackend}[platform]()
