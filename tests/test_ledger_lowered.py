@@ -42,11 +42,15 @@ def test_dtypes_have_the_same_name_on_both_sides(dtype):
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 7])
-@pytest.mark.parametrize("unroll", [1, 2, 3, 4, 7, 9, True])
-def test_scans_agree_whatever_their_unrolling(length, unroll):
+@pytest.mark.parametrize("inner_unroll", [1, 2])
+@pytest.mark.parametrize("unroll", [0, 1, 2, 3, 4, 7, 9, True])
+def test_scans_agree_whatever_their_unrolling(length, unroll, inner_unroll):
     def body(x):
+        def hop(carry, _):
+            return lax.ppermute(jnp.tanh(carry), "data", SWAP), None
+
         def trip(carry, _):
-            inner, _ = lax.scan(lambda c, _: (lax.ppermute(jnp.tanh(c), "data", SWAP), None), carry, None, length=2)
+            inner, _ = lax.scan(hop, carry, None, length=2, unroll=inner_unroll)
             return lax.psum(inner, "tensor"), None
 
         return lax.scan(trip, x, None, length=length, unroll=unroll)[0]

@@ -85,6 +85,25 @@ def test_totals_add_up_and_leave_out_lighter_branches():
     assert report.bytes_by_axes["tensor",] == 8
 
 
+def test_rows_count_launches_and_keep_lighter_branches_apart():
+    def hop(x):
+        return lax.ppermute(x, "data", SWAP)
+
+    def body(x):
+        trip = lambda c, _: (sum(lax.psum((c, c * 2), "tensor")), None)
+        x, _ = lax.scan(trip, x, None, length=3)
+        x = lax.cond(x[0, 0] > 0, lambda c: hop(hop(c)), hop, x)
+        return lax.cond(x[0, 0] > 0, lambda c: c, hop, x)
+
+    rows = [(row.where, row.counted, row.count, row.launches) for row in explain(on_mesh(body), floats(64, 8)).traffic]
+    assert sorted(rows) == [
+        ("branch 1/2", False, 1, 1),
+        ("branch 1/2", True, 1, 1),
+        ("branch 2/2", True, 2, 2),
+        ("scan[3]", True, 3, 6),
+    ]
+
+
 def test_each_label_has_its_own_minimum():
     weights = 6 * 81 * 4
     step = zero3_step(abstract_mesh(fsdp=3), layers=6, check_vma=False)

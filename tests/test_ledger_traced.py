@@ -49,10 +49,22 @@ def test_a_call_on_a_tree_is_one_entry_per_dtype(check_vma):
 
 
 @MODES
+def test_a_loop_over_leaves_is_one_call_whatever_casts_stand_between(check_vma):
+    def body(x):
+        varying = {"a": x, "b": x[0]}
+        summed = jax.tree.map(lambda leaf: lax.psum(leaf, "data"), varying)
+        typed = [lax.psum(lax.pcast(leaf, "data", to="varying"), "data") for leaf in summed.values()]
+        return typed[0] + typed[1]
+
+    assert [entry.leaf_elements for entry in entries_of(body, check_vma=check_vma)] == [(64, 8), (64, 8)]
+
+
+@MODES
 def test_neighbouring_calls_stay_apart(check_vma):
     def two_lines(x):
+        row = x[0]
         a = lax.psum(x, "data")
-        b = lax.psum(x[0], "data")
+        b = lax.psum(row, "data")
         return a + b
 
     def chain(x):
@@ -61,11 +73,11 @@ def test_neighbouring_calls_stay_apart(check_vma):
         return x
 
     def buckets(x):
-        total = x
-        for index, leaf in enumerate((x, x[0])):
+        leaves, sums = (x, x[0]), []
+        for index, leaf in enumerate(leaves):
             with jax.named_scope(f"axonml.gradients/bucket{index}"):
-                total = total + lax.psum(leaf, "data")
-        return total
+                sums.append(lax.psum(leaf, "data"))
+        return sums[0] + sums[1]
 
     assert [entry.elements for entry in entries_of(two_lines, check_vma=check_vma)] == [64, 8]
     assert [entry.elements for entry in entries_of(buckets, check_vma=check_vma)] == [64, 8]
@@ -106,6 +118,23 @@ def test_only_the_heaviest_branch_is_counted(check_vma):
     assert [entry.counted for entry in (first, second, third)] == [True, True, False]
     assert (first.path, third.path) == ((Branch(1, 3),), (Branch(2, 3),))
     assert (first.where, third.where) == ("branch 2/3", "branch 3/3")
+
+
+def test_a_nested_conditional_weighs_its_heaviest_branch_alone():
+    def hops(number):
+        def run(x):
+            for _ in range(number):
+                x = lax.ppermute(x, "data", SWAP)
+            return x
+
+        return run
+
+    def body(x):
+        nested = lambda c: lax.cond(c[0, 1] > 0, hops(2), hops(2), c)
+        return lax.cond(x[0, 0] > 0, nested, hops(3), x)
+
+    counted = [entry.path for entry in entries_of(body) if entry.counted]
+    assert counted == [(Branch(0, 2),)] * 3
 
 
 @MODES

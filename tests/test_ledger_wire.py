@@ -71,6 +71,7 @@ def test_senseless_sizes_are_refused(kind, n, ranks):
         ("axonml.gradients/axonml.norm", "all_reduce", ("norm", 0)),
         ("jit(step)/transpose(jvp(axonml.metrics))", "all_reduce", ("metrics", 0)),
         ("jvp(axonml.parameters)", "all_gather", ("parameters", 0)),
+        ("axonml.parameters", "all_reduce", ("parameters", 0)),
         ("transpose(jvp(axonml.parameters))", "all_gather", ("parameters", 0)),
         ("transpose(jvp(axonml.parameters))", "reduce_scatter", ("gradients", 0)),
         ("transpose(jvp(block))/checkpoint/axonml.parameters", "all_reduce", ("gradients", 0)),

@@ -19,7 +19,10 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One branch of an enclosing `lax.cond` or `lax.switch`: number `index` of `of`, counted from 0."""
+    """One branch of an enclosing `lax.cond` or `lax.switch`: number `index` of `of`, counted from 0 (prints from 1).
+
+    JAX stores a `lax.cond` as a switch on its condition, so the false branch comes first.
+    """
 
     index: int
     of: int
