@@ -1,0 +1,325 @@
+"""Global batches: the same samples whatever the mesh, exact resumption, any kind of dataset, and refusals."""
+
+import multiprocessing
+import socket
+import subprocess
+import sys
+from typing import NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from axonml_jax.data.loader import create_dataloader
+from axonml_jax.data.order import epoch_order
+
+MESHES = {
+    "one device": {"data": 1},
+    "data": {"data": 4},
+    "data x tensor": {"data": 2, "tensor": 4},
+    "every batch axis": {"data": 2, "fsdp": 2, "depth": 2},
+    "other order": {"tensor": 2, "fsdp": 2, "data": 2},
+    "tensor only": {"tensor": 2},
+}
+
+
+def make_mesh(shape):
+    count = int(np.prod(list(shape.values())))
+    return Mesh(np.array(jax.devices()[:count]).reshape(*shape.values()), tuple(shape))
+
+
+class Squares:
+    """Counts what is read."""
+
+    def __init__(self, size):
+        self.size = size
+        self.read = []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        assert 0 <= index < self.size
+        self.read.append(index)
+        return {"id": index, "square": np.full((2, 3), index**2, np.float32)}
+
+
+class Failing(Squares):
+    def __getitem__(self, index):
+        raise OSError(f"cannot read sample {index}")
+
+
+def ids(loader):
+    return [batch["id"].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_batches_are_slices_of_the_epochs_order_on_every_mesh(name):
+    mesh = make_mesh(MESHES[name])
+    loader = create_dataloader(Squares(20), 8, mesh, seed=5, num_epochs=2)
+    orders = [epoch_order(20, shuffle=True, seed=5, epoch=epoch) for epoch in range(2)]
+    assert len(loader) == 2
+    batches = list(loader)
+    assert [batch["id"].tolist() for batch in batches] == [o[i : i + 8].tolist() for o in orders for i in (0, 8)]
+    squares = batches[1]["square"]
+    np.testing.assert_array_equal(squares[:, 1, 2], orders[0][8:16] ** 2)
+    batch_degree = int(np.prod([n for axis, n in MESHES[name].items() if axis != "tensor"]))
+    assert squares.shape == (8, 2, 3)
+    assert {shard.data.shape for shard in squares.addressable_shards} == {(8 // batch_degree, 2, 3)}
+    assert len(squares.addressable_shards) == mesh.size
+
+
+def test_shards_follow_the_canonical_axis_order():
+    mesh = make_mesh({"fsdp": 2, "data": 2})
+    (batch,) = create_dataloader(Squares(4), 4, mesh, shuffle=False, num_epochs=1)
+    held = {shard.device: shard.data.tolist() for shard in batch["id"].addressable_shards}
+    devices = mesh.devices  # [fsdp, data]: rows are split over data first, the slower axis
+    assert [held[devices[f, d]] for d in range(2) for f in range(2)] == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("size,batch,expected", [
+    (10, 4, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]),
+    (3, 8, [[0, 1, 2, 0, 1, 2, 0, 1]]),
+    (8, 4, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+])  # fmt: skip
+def test_without_drop_last_the_last_batch_wraps_round(size, batch, expected):
+    loader = create_dataloader(
+        Squares(size), batch, make_mesh({"data": 2}), shuffle=False, drop_last=False, num_epochs=1
+    )
+    assert len(loader) == len(expected)
+    assert ids(loader) == expected
+
+
+def test_an_endless_loader_goes_on_and_a_finished_one_starts_over():
+    mesh = make_mesh({"data": 2})
+    endless = iter(create_dataloader(Squares(4), 2, mesh, shuffle=False))
+    assert [next(endless)["id"].tolist() for _ in range(5)] == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
+    endless.close()
+    finite = create_dataloader(Squares(4), 2, mesh, num_epochs=2)
+    assert ids(finite) == ids(finite)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("consumed", range(8))
+def test_a_saved_position_continues_exactly_on_another_mesh(consumed, drop_last):
+    def loader(mesh, **kwargs):
+        return create_dataloader(Squares(13), 4, make_mesh(mesh), num_epochs=2, drop_last=drop_last, **kwargs)
+
+    whole = ids(loader({"data": 4}))
+    first = loader({"data": 4})
+    stream = iter(first)
+    for _ in range(min(consumed, len(whole))):
+        next(stream)
+    state = first.state_dict()
+    stream.close()
+    resumed = loader({"fsdp": 2, "tensor": 2}, prefetch=0)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert ids(resumed) == whole[consumed:]
+
+
+def test_the_position_counts_batches_handed_out_not_those_loaded_ahead():
+    dataset = Squares(40)
+    loader = create_dataloader(dataset, 4, make_mesh({"data": 2}), shuffle=False, prefetch=3)
+    stream = iter(loader)
+    assert next(stream)["id"].tolist() == [0, 1, 2, 3]
+    assert len(dataset.read) == 16
+    assert (loader.state_dict()["epoch"], loader.state_dict()["samples"]) == (0, 4)
+    stream.close()
+    assert next(iter(loader))["id"].tolist() == [4, 5, 6, 7]
+
+
+def test_a_position_is_kept_when_the_batch_size_changes():
+    mesh = make_mesh({"data": 2})
+    first = create_dataloader(Squares(20), 4, mesh, seed=1, num_epochs=2)
+    stream = iter(first)
+    drawn = [number for _ in range(3) for number in next(stream)["id"].tolist()]
+    second = create_dataloader(Squares(20), 6, mesh, seed=1, num_epochs=2)
+    second.load_state_dict(first.state_dict())
+    rest = ids(second)
+    orders = [epoch_order(20, shuffle=True, seed=1, epoch=epoch).tolist() for epoch in range(2)]
+    assert drawn == orders[0][:12]
+    assert rest == [orders[0][12:18], orders[1][:6], orders[1][6:12], orders[1][12:18]]
+    larger = create_dataloader(Squares(20), 10, mesh, seed=1, num_epochs=2)
+    larger.load_state_dict(first.state_dict())
+    assert ids(larger) == [orders[1][:10], orders[1][10:]]
+
+
+class Pair(NamedTuple):
+    image: object
+    label: object
+
+
+class Tensor:
+    """Stands for a tensor of another framework: only `__array__`."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.value, dtype)
+
+
+SAMPLES = {
+    "tuple of tensor and number": lambda i: (Tensor([float(i), 0.0]), i),
+    "named tuple": lambda i: Pair(np.full((2,), i, np.uint8), i % 2 == 0),
+    "nested": lambda i: {"a": [np.float16(i)], "b": {"c": (i, None)}},
+    "a number": lambda i: i,
+    "bfloat16": lambda i: np.full(2, i, ml_dtypes.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_samples_may_be_any_structure_of_arrays_and_numbers(name):
+    samples = [SAMPLES[name](i) for i in range(4)]
+    (batch,) = create_dataloader(samples, 4, make_mesh({"data": 2}), shuffle=False, num_epochs=1)
+    expected = jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *samples)
+    assert jax.tree.structure(batch) == jax.tree.structure(expected)
+    for got, want in zip(jax.tree.leaves(batch), jax.tree.leaves(expected), strict=True):
+        assert isinstance(got, jax.Array) and got.dtype == jax.dtypes.canonicalize_dtype(want.dtype)
+        np.testing.assert_array_equal(got, want)
+
+
+def test_collate_receives_the_samples_and_batched_reading_is_used():
+    class Batched(Squares):
+        def __getitems__(self, indices):
+            return [(index, "text") for index in indices]
+
+        def __getitem__(self, index):
+            raise AssertionError("read one by one")
+
+    loader = create_dataloader(
+        Batched(4), 2, make_mesh({"data": 2}), shuffle=False, num_epochs=1,
+        collate=lambda samples: np.array([number * len(text) for number, text in samples]),
+    )  # fmt: skip
+    assert [batch.tolist() for batch in loader] == [[0, 4], [8, 12]]
+
+
+def test_workers_give_the_same_batches_stop_when_closed_and_resume():
+    def loader(num_workers):
+        return create_dataloader(
+            Squares(11), 4, make_mesh({"data": 2}), num_epochs=3, num_workers=num_workers, drop_last=False
+        )
+
+    expected = ids(loader(0))
+    first, second = loader(1), loader(2)
+    stream = iter(first)
+    assert next(stream)["id"].tolist() == expected[0]
+    stream.close()
+    assert multiprocessing.active_children() == []
+    second.load_state_dict(first.state_dict())
+    assert ids(second) == expected[1:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_of_the_dataset_reaches_the_caller(num_workers):
+    loader = create_dataloader(
+        Failing(4), 2, make_mesh({"data": 2}), shuffle=False, num_workers=num_workers, num_epochs=1
+    )
+    with pytest.raises(Exception, match="cannot read sample 0"):
+        next(iter(loader))
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes_before_anything_is_read():
+    dataset = Squares(100)
+    with pytest.raises(ValueError, match=r"global_batch_size=10 .* data=4, fsdp=2 \(8 in all\): 8 or 16"):
+        create_dataloader(dataset, 10, make_mesh({"data": 4, "fsdp": 2}))
+    with pytest.raises(ValueError, match=r"global_batch_size=3 .* data=4 \(4 in all\): 4 do"):
+        create_dataloader(dataset, 3, make_mesh({"data": 4, "tensor": 2}))
+    assert dataset.read == []
+
+
+def test_every_bad_argument_is_named_at_once():
+    with pytest.raises(ValueError) as caught:
+        create_dataloader(Squares(0), 3, make_mesh({"data": 2}), seed=-1, num_workers=-1, prefetch=-2, num_epochs=0)
+    for named in (
+        "seed=-1",
+        "global_batch_size=3",
+        "dataset is empty",
+        "num_workers=-1",
+        "prefetch=-2",
+        "num_epochs=0",
+    ):
+        assert named in str(caught.value)
+    with pytest.raises(ValueError, match="3 samples fill no batch of 4"):
+        create_dataloader(Squares(3), 4, make_mesh({"data": 2}))
+    with pytest.raises(ValueError, match="global_batch_size=0"):
+        create_dataloader(Squares(3), 0, make_mesh({"data": 2}))
+    with pytest.raises(TypeError, match="generator lacks __len__ and __getitem__"):
+        create_dataloader((i for i in range(3)), 1, make_mesh({"data": 1}))
+
+
+@pytest.mark.parametrize("samples,error,named", [
+    ([{"x": np.zeros(2)}, {"x": np.zeros(3)}], ValueError, r"\['x'\].*\(2,\), \(3,\)"),
+    ([{"x": 1}, {"y": 1}], ValueError, "differ in structure"),
+    ([{"x": 1, "name": "a"}, {"x": 2, "name": "b"}], TypeError, r"\['name'\]: <U1"),
+])  # fmt: skip
+def test_samples_that_make_no_batch_are_refused_by_path(samples, error, named):
+    with pytest.raises(error, match=named):
+        next(iter(create_dataloader(samples, 2, make_mesh({"data": 1}))))
+
+
+def test_a_collate_that_loses_rows_is_refused_by_path():
+    loader = create_dataloader(Squares(4), 2, make_mesh({"data": 1}), collate=lambda samples: {"sum": np.zeros(3)})
+    with pytest.raises(ValueError, match=r"2 samples.*\['sum'\]: shape \(3,\)"):
+        next(iter(loader))
+
+
+def test_a_state_of_another_order_is_refused_with_every_difference():
+    mesh = make_mesh({"data": 1})
+    state = create_dataloader(Squares(10), 2, mesh, seed=1).state_dict()
+    other = create_dataloader(Squares(12), 2, mesh, seed=2, shuffle=False)
+    with pytest.raises(ValueError) as caught:
+        other.load_state_dict(state)
+    for named in ("num_samples: saved 10, here 12", "seed: saved 1, here 2", "shuffle: saved True, here False"):
+        assert named in str(caught.value)
+    same = create_dataloader(Squares(10), 2, mesh, seed=1)
+    with pytest.raises(ValueError, match="lacks epoch"):
+        same.load_state_dict({k: v for k, v in state.items() if k != "epoch"})
+    with pytest.raises(ValueError, match="no position among 10 samples"):
+        same.load_state_dict(state | {"samples": 11})
+
+
+PROCESS = """
+import sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+import numpy as np
+from jax.sharding import Mesh
+from axonml_jax.data.loader import create_dataloader
+
+class Dataset:
+    read = []
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
+
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "tensor"))
+batch = next(iter(create_dataloader(Dataset(), 4, mesh, shuffle=False, prefetch=0)))
+print("RESULT", batch.shape, Dataset.read, [shard.data.tolist() for shard in batch.addressable_shards])
+"""
+
+
+def test_a_process_reads_only_the_rows_its_devices_hold(free_port):
+    address = f"127.0.0.1:{free_port}"
+    command = [sys.executable, "-c", PROCESS, address]
+    workers = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    results = [next(line for line in output.splitlines() if line.startswith("RESULT")) for output in outputs]
+    assert results == ["RESULT (4,) [0, 1] [[0, 1], [0, 1]]", "RESULT (4,) [2, 3] [[2, 3], [2, 3]]"]
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,144 @@
+"""Text as bytes: what is read, how it is split, windows over it, and the bigram's entropy."""
+
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from axonml_jax.data.text import ByteWindows, bigram_nats, load_text
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Twenty files of 50 bytes, each of one letter, and what must not be read."""
+    for i in range(20):
+        file = tmp_path / f"part{i % 3}" / f"{i:02d}.txt"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(bytes([65 + i]) * 50)
+    (tmp_path / "image.png").write_bytes(b"\xff" * 50)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "hidden.txt").write_bytes(b"\xff" * 50)
+    return tmp_path
+
+
+def test_the_standard_library_is_text_that_every_machine_has():
+    train, valid = load_text(max_bytes=300_000)
+    assert len(train) + len(valid) == 300_000
+    assert 0.05 < len(valid) / 300_000 <= 0.1
+    assert b"import " in train.tobytes()
+    again = load_text(max_bytes=300_000)
+    np.testing.assert_array_equal(train, again.train)
+    np.testing.assert_array_equal(valid, again.valid)
+
+
+def test_files_are_split_whole_into_training_and_validation(folder):
+    train, valid = load_text(folder, valid_fraction=0.2)
+    assert (len(train), len(valid)) == (800, 200)
+    assert set(train) | set(valid) == set(range(65, 85))
+    assert not set(train) & set(valid)
+
+
+def test_the_split_depends_on_the_seed_alone(folder):
+    def drawn(seed):
+        return tuple(sorted(set(load_text(folder, valid_fraction=0.2, seed=seed).valid)))
+
+    assert drawn(0) == drawn(0)
+    assert len({drawn(seed) for seed in range(5)}) > 1
+
+
+def test_max_bytes_and_suffixes_limit_what_is_read(folder):
+    train, valid = load_text(folder, max_bytes=220)
+    assert len(train) + len(valid) == 220
+    assert set(load_text(folder, suffixes=(".png",)).train) == {255}
+
+
+def test_a_small_fraction_still_validates_on_the_smallest_file(folder):
+    (folder / "short.txt").write_bytes(b"~" * 3)
+    assert load_text(folder, valid_fraction=1e-6).valid.tobytes() == b"~~~"
+
+
+@pytest.mark.parametrize("fraction,cut", [(0.1, 90), (0.7, 30), (0.001, 99)])
+def test_a_single_file_is_cut_near_its_end(tmp_path, fraction, cut):
+    content = bytes(range(100))
+    (tmp_path / "only.txt").write_bytes(content)
+    for path in (tmp_path, str(tmp_path / "only.txt")):
+        train, valid = load_text(path, valid_fraction=fraction)
+        assert (train.tobytes(), valid.tobytes()) == (content[:cut], content[cut:])
+
+
+def test_a_folder_without_text_is_one_clear_error(tmp_path):
+    with pytest.raises(ValueError, match=r"no such folder: .*nowhere"):
+        load_text(tmp_path / "nowhere")
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match=r"no text in .*: 1 files ending in \.txt, .*0 bytes"):
+        load_text(tmp_path)
+    with pytest.raises(ValueError, match=r"0 files ending in \.xyz"):
+        load_text(suffixes=(".xyz",))
+
+
+@pytest.mark.parametrize("kwargs", [{"max_bytes": 1}, {"valid_fraction": 0.0}, {"valid_fraction": 1.0}])
+def test_limits_out_of_range_are_named(folder, kwargs):
+    (name, value) = next(iter(kwargs.items()))
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        load_text(folder, **kwargs)
+
+
+def test_windows_do_not_overlap_and_targets_are_the_next_bytes():
+    data = np.arange(100, dtype=np.uint8)
+    windows = ByteWindows(data, 9)
+    assert len(windows) == 11
+    for i in range(11):
+        window = windows[i]
+        assert window["tokens"].dtype == window["targets"].dtype == np.int32
+        np.testing.assert_array_equal(window["tokens"], np.arange(9) + 9 * i)
+        np.testing.assert_array_equal(window["targets"], window["tokens"] + 1)
+    np.testing.assert_array_equal(windows[-1]["tokens"], windows[10]["tokens"])
+    with pytest.raises(IndexError):
+        windows[11]
+    assert len(ByteWindows(data, 33)) == 3 and len(ByteWindows(data, 99)) == 1
+
+
+def test_several_windows_at_once_equal_one_by_one():
+    windows = ByteWindows(np.random.default_rng(0).integers(0, 256, 100, np.uint8), 7)
+    for index, window in zip([3, 0, 3], windows.__getitems__([3, 0, 3]), strict=True):
+        assert window.keys() == windows[index].keys()
+        assert all((window[name] == windows[index][name]).all() for name in window)
+
+
+@pytest.mark.parametrize("data,length", [
+    (np.zeros(8, np.uint8), 8), (np.zeros(8, np.int32), 2), (np.zeros((2, 4), np.uint8), 2), (np.zeros(8, np.uint8), 0),
+])  # fmt: skip
+def test_windows_that_cannot_be_are_refused(data, length):
+    with pytest.raises(ValueError, match=f"length={length}"):
+        ByteWindows(data, length)
+
+
+def test_bigram_entropy_equals_the_loop_over_pairs():
+    rng = np.random.default_rng(0)
+    train, valid = rng.integers(0, 4, 200, np.uint8), rng.integers(0, 5, 50, np.uint8)
+    counts = np.full((256, 256), 0.5)
+    for a, b in pairwise(train):
+        counts[a, b] += 1
+    nats = [-np.log(counts[a, b] / counts[a].sum()) for a, b in pairwise(valid)]
+    np.testing.assert_allclose(bigram_nats(train, valid, smoothing=0.5), np.mean(nats), rtol=1e-12)
+
+
+def test_bigram_of_unseen_bytes_is_uniform_and_of_a_certain_text_nearly_zero():
+    certain = np.tile(np.array([1, 2], np.uint8), 50_000)
+    assert bigram_nats(certain, certain) < 0.02
+    unseen = np.array([200, 201, 202], np.uint8)
+    np.testing.assert_allclose(bigram_nats(certain, unseen), np.log(256), rtol=1e-12)
+
+
+def test_bigram_refuses_what_has_no_value():
+    for valid, smoothing in ((np.zeros(1, np.uint8), 1.0), (np.zeros(9, np.uint8), 0.0)):
+        with pytest.raises(ValueError, match="bigram_nats"):
+            bigram_nats(np.zeros(9, np.uint8), valid, smoothing)
+
+
+def test_the_library_is_read_from_the_python_that_runs():
+    some = load_text(max_bytes=None, valid_fraction=0.5)
+    library = Path(os.__file__).read_bytes()[:2000]
+    assert any(library in part.tobytes() for part in some)
