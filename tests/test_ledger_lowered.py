@@ -83,6 +83,23 @@ def test_training_steps_agree(check_vma):
     assert agreement(*both(step, floats(3, 8, 8), floats(4, 8))) == []
 
 
+def test_partly_and_nested_manual_meshes_agree():
+    partly = {"axis_names": {"data"}, "in_specs": P("data"), "out_specs": P(), "check_vma": True}
+    assert agreement(*both(on_mesh(lambda x: lax.psum(x, "data"), **partly), floats(64, 8))) == []
+
+    def nested(x):
+        inner = lambda y: lax.psum(lax.psum(y, "tensor"), "data")
+        mesh = jax.sharding.get_abstract_mesh()
+        return jax.shard_map(inner, mesh=mesh, axis_names={"tensor"}, in_specs=P("tensor"), out_specs=P())(x)
+
+    traced, lowered = both(on_mesh(nested, **partly), floats(64, 8))
+    assert agreement(traced, lowered) == []
+    assert [(entry.axes, entry.elements, entry.automatic) for entry in traced] == [
+        (("tensor",), 64, ()),
+        (("data",), 64, ()),
+    ]
+
+
 @pytest.mark.parametrize(
     "change",
     [
