@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from axonml_jax.collectives.dims import checked_dim, checked_position, require_divisible
 from axonml_jax.collectives.gather import member_rows
 from axonml_jax.collectives.scope import Group, Scope, run_collective
 
 
-def all_to_all(x: jax.Array, group: Group, split_dim: int = 0, concat_dim: int = 0) -> jax.Array:
+def all_to_all(x: ArrayLike, group: Group, split_dim: int = 0, concat_dim: int = 0) -> jax.Array:
     """Split x along `split_dim`, send the i-th part to the i-th rank, and join what arrives along `concat_dim`.
 
     Args:
@@ -46,7 +47,7 @@ def _exchanged(x, scope: Scope, split: int, concat: int):
     return jax.lax.all_to_all(x, scope.axes, split, concat, tiled=True, axis_index_groups=groups)
 
 
-def send_recv(x: jax.Array, pairs: Sequence[tuple[int, int]], group: Group) -> jax.Array:
+def send_recv(x: ArrayLike, pairs: Sequence[tuple[int, int]], group: Group) -> jax.Array:
     """Send x from each pair's source to its target, all at once.
 
     Args:

@@ -2,12 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from axonml_jax.collectives.dims import checked_dim, checked_position
 from axonml_jax.collectives.scope import Group, Scope, run_collective
 
 
-def all_gather(x: jax.Array, group: Group, dim: int = 0) -> jax.Array:
+def all_gather(x: ArrayLike, group: Group, dim: int = 0) -> jax.Array:
     """Concatenate the values of all ranks along `dim`, in the group's order.
 
     Args:
@@ -31,7 +32,7 @@ def _all_gather(x, scope: Scope, name: str, dim: int):
     return scope.only_members(joined(name, x, scope, dim))
 
 
-def gather(x: jax.Array, group: Group, dst: int = 0, dim: int = 0) -> jax.Array:
+def gather(x: ArrayLike, group: Group, dst: int = 0, dim: int = 0) -> jax.Array:
     """`all_gather` that only the rank at position `dst` keeps; the others get zeros of the same shape.
 
     Args:

@@ -13,10 +13,7 @@ def get_rank(group: Group) -> int | jax.Array:
     """
     scope = bound_scope(group)
     if scope is None:
-        members = require_eager("get_rank", group)
-        if not members.contains(members.rank):
-            raise ValueError(f"get_rank: rank {members.rank} is not in {group!r}, which has ranks {members.ranks}")
-        return list(members.ranks).index(members.rank)
+        return require_eager("get_rank", group).rank
     return scope.only_members(scope.index(), -1)
 
 

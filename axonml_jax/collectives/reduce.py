@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from axonml_jax.collectives.gather import joined, member_rows
 from axonml_jax.collectives.ops import ReduceOp, check_op, identity_of, reduce_rows
@@ -12,7 +13,7 @@ from axonml_jax.collectives.scope import Group, Scope, run_collective
 from axonml_jax.collectives.varying import vary
 
 
-def all_reduce(x: jax.Array, group: Group, op: ReduceOp = ReduceOp.SUM) -> jax.Array:
+def all_reduce(x: ArrayLike, group: Group, op: ReduceOp = ReduceOp.SUM) -> jax.Array:
     """Reduce x over the ranks, element by element; every rank gets the result.
 
     Args:
@@ -41,27 +42,27 @@ def reduced(x: jax.Array, scope: Scope, name: str, op: ReduceOp) -> jax.Array:
     return scope.only_members(_reduction(x, scope, op), x)
 
 
-def all_reduce_sum(x: jax.Array, group: Group) -> jax.Array:
+def all_reduce_sum(x: ArrayLike, group: Group) -> jax.Array:
     """`all_reduce` with SUM."""
     return all_reduce(x, group, ReduceOp.SUM)
 
 
-def all_reduce_mean(x: jax.Array, group: Group) -> jax.Array:
+def all_reduce_mean(x: ArrayLike, group: Group) -> jax.Array:
     """`all_reduce` with AVERAGE."""
     return all_reduce(x, group, ReduceOp.AVERAGE)
 
 
-def all_reduce_min(x: jax.Array, group: Group) -> jax.Array:
+def all_reduce_min(x: ArrayLike, group: Group) -> jax.Array:
     """`all_reduce` with MIN."""
     return all_reduce(x, group, ReduceOp.MIN)
 
 
-def all_reduce_max(x: jax.Array, group: Group) -> jax.Array:
+def all_reduce_max(x: ArrayLike, group: Group) -> jax.Array:
     """`all_reduce` with MAX."""
     return all_reduce(x, group, ReduceOp.MAX)
 
 
-def all_reduce_product(x: jax.Array, group: Group) -> jax.Array:
+def all_reduce_product(x: ArrayLike, group: Group) -> jax.Array:
     """`all_reduce` with PRODUCT."""
     return all_reduce(x, group, ReduceOp.PRODUCT)
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from axonml_jax.collectives.dims import checked_dim, require_divisible
 from axonml_jax.collectives.gather import member_rows
@@ -9,7 +10,7 @@ from axonml_jax.collectives.ops import ReduceOp, check_op, reduce_rows
 from axonml_jax.collectives.scope import Group, Scope, run_collective
 
 
-def reduce_scatter(x: jax.Array, group: Group, op: ReduceOp = ReduceOp.SUM, dim: int = 0) -> jax.Array:
+def reduce_scatter(x: ArrayLike, group: Group, op: ReduceOp = ReduceOp.SUM, dim: int = 0) -> jax.Array:
     """Reduce x over the ranks and keep this rank's slice of `dim`, in the group's order.
 
     Args:
@@ -38,12 +39,12 @@ def _reduce_scatter(x, scope: Scope, name: str, op: ReduceOp, dim: int):
     return scope.only_members(own_reduction(x, scope, op, axis))
 
 
-def reduce_scatter_sum(x: jax.Array, group: Group, dim: int = 0) -> jax.Array:
+def reduce_scatter_sum(x: ArrayLike, group: Group, dim: int = 0) -> jax.Array:
     """`reduce_scatter` with SUM."""
     return reduce_scatter(x, group, ReduceOp.SUM, dim)
 
 
-def reduce_scatter_mean(x: jax.Array, group: Group, dim: int = 0) -> jax.Array:
+def reduce_scatter_mean(x: ArrayLike, group: Group, dim: int = 0) -> jax.Array:
     """`reduce_scatter` with AVERAGE."""
     return reduce_scatter(x, group, ReduceOp.AVERAGE, dim)
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from axonml_jax.collectives.dims import checked_dim, checked_position, require_divisible
 from axonml_jax.collectives.ops import ReduceOp, identity_of
@@ -10,7 +11,7 @@ from axonml_jax.collectives.reduce_scatter import own_reduction
 from axonml_jax.collectives.scope import Group, Scope, run_collective
 
 
-def broadcast(x: jax.Array, group: Group, src: int = 0) -> jax.Array:
+def broadcast(x: ArrayLike, group: Group, src: int = 0) -> jax.Array:
     """Give every rank the value of the rank at position `src`, bit for bit.
 
     Args:
@@ -27,16 +28,17 @@ def broadcast(x: jax.Array, group: Group, src: int = 0) -> jax.Array:
 
     Communicates: one all-reduce.
     """
-    return run_collective(f"broadcast(src={src})", _broadcast, x, group, src=src)
+    return run_collective(f"broadcast(src={src})", broadcasted, x, group, src=src)
 
 
-def _broadcast(x, scope: Scope, name: str, src: int):
+def broadcasted(x: jax.Array, scope: Scope, name: str, src: int) -> jax.Array:
+    """`broadcast` as traced code over a scope."""
     checked_position(name, "src", src, scope.size)
     sent = _only_from(src, x, scope)
     return scope.only_members(summed(sent, scope).astype(x.dtype), x)
 
 
-def scatter(x: jax.Array, group: Group, src: int = 0, dim: int = 0) -> jax.Array:
+def scatter(x: ArrayLike, group: Group, src: int = 0, dim: int = 0) -> jax.Array:
     """Split the value of the rank at position `src` along `dim` and give every rank one slice, in the group's order.
 
     Args:

@@ -1,9 +1,10 @@
 """Over which ranks a collective runs, and in which context: traced inside `shard_map`, or eagerly per rank."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, Union
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,9 @@ from jax.core import Tracer
 
 from axonml_jax.collectives.varying import types_are_checked, vary
 from axonml_jax.mesh.axes import as_axes
+from axonml_jax.mesh.group import ProcessGroup
 
-if TYPE_CHECKING:
-    from axonml_jax.mesh.group import ProcessGroup
-
-Group: TypeAlias = Union["ProcessGroup", str, tuple[str, ...], list[str]]
+Group: TypeAlias = ProcessGroup | str | tuple[str, ...] | list[str]
 """A process group, or (inside `shard_map` only) one mesh axis name or several that count as one, the first slowest."""
 
 
@@ -113,16 +112,16 @@ def _on_sub_mesh(program: Program, x, **options):
     return program(vary(x, ("data",)), Scope(("data",)), **options)
 
 
-def require_eager(name: str, group: Group, x=None) -> "ProcessGroup":
+def require_eager(name: str, group: Group, x=None) -> ProcessGroup:
     """The process group of an eager call, or a ValueError saying why this cannot be one."""
     if isinstance(group, str | tuple | list):
         raise ValueError(
             f"{name}: axis names {as_axes(group)} were given where they are not bound: call it inside jax.shard_map "
             "over these axes (manual, not auto ones), or pass a ProcessGroup to use it eagerly, one value per rank"
         )
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)) or jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
-            f"{name}: a traced value met {group!r} where its axes {group.axes} are not bound. jax.jit and jax.grad "
+            f"{name}: traced code met {group!r} where its axes {group.axes} are not bound. jax.jit and jax.grad "
             "alone cannot communicate: call it inside jax.shard_map over these axes, or inside ax.spmd(fn, group)"
         )
     return group
@@ -135,9 +134,12 @@ def bound_scope(group: Group) -> Scope | None:
         return Scope(axes) if _bound_sizes(axes) else None
     sizes = _bound_sizes(group.axes)
     if sizes and sizes == tuple(group.mesh.shape[axis] for axis in group.axes):
-        return Scope(group.axes, tuple(group.ranks) if group.members else None)
+        everyone = group.positions == tuple(range(math.prod(sizes)))
+        return Scope(group.axes, None if everyone else group.positions)
     # Inside `spmd` the group's own sub-mesh is bound: one axis, just its ranks.
-    return Scope(("data",)) if _bound_sizes(("data",)) == (group.size,) else None
+    bound = jax.sharding.get_abstract_mesh()
+    own = bound.axis_names == bound.manual_axes == ("data",) and bound.size == group.size
+    return Scope(("data",)) if own else None
 
 
 def _bound_sizes(axes: tuple[str, ...]) -> tuple[int, ...] | None:

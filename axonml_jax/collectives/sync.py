@@ -1,13 +1,14 @@
 """Gradients averaged over a group after the backward pass, leaf by leaf; `buckets.py` packs them first."""
 
 import jax
+from jax.typing import ArrayLike
 
 from axonml_jax.collectives.ops import ReduceOp, check_op
 from axonml_jax.collectives.reduce import all_reduce_mean, reduced
 from axonml_jax.collectives.scope import Group, Scope, run_collective
 
 
-def sync_gradient(gradient: jax.Array, group: Group) -> jax.Array:
+def sync_gradient(gradient: ArrayLike, group: Group) -> jax.Array:
     """The mean of one gradient over the group's ranks; traced, ranks outside the group keep theirs.
 
     Communicates: one all-reduce.
