@@ -1,7 +1,6 @@
 """The migration tables are complete and honest: names exist here, planned ones do not yet, reasons are given."""
 
 import ast
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -76,7 +75,7 @@ def member(owner, name: str):
     if hasattr(owner, name):
         return getattr(owner, name)
     if inspect.isclass(owner):
-        declared = {field.name for field in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
+        declared = {field for base in owner.__mro__ for field in vars(base).get("__annotations__", {})}
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
         declared |= {
             node.attr
