@@ -40,7 +40,7 @@ class ProcessEngine(Engine):
         self._meet("barrier()", "barrier()")
 
     def _meet(self, call: str, name: str) -> None:
-        client = _client()
+        client = coordinator_client()
         where = f"axonml_jax/{hashlib.sha1(repr(self.ranks).encode()).hexdigest()}"
         # The coordinator counts each rank's calls, so that equal groups made anywhere in a process count together.
         generation = client.key_value_increment(f"{where}/calls/{self._rank}", 1)
@@ -65,7 +65,8 @@ def _calls(client, said) -> dict[int, str]:
     return {int(key.rsplit("/", 1)[1]): call for key, call in client.key_value_dir_get(said)}
 
 
-def _client():
+def coordinator_client():
+    """JAX's connection to its coordinator: key-value store and barriers of the job."""
     # jax.distributed has no public handle to its key-value store and barriers; Orbax reads the same attribute.
     from jax._src import distributed
 

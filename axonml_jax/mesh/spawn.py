@@ -56,11 +56,12 @@ def spawn(
 
 
 class RankThread(threading.Thread):
-    """A rank of `spawn`. Logging finds the rank by this thread's `rank`."""
+    """A rank of `spawn`. Logging finds it by this thread's `rank` and `world_size`."""
 
     def __init__(self, fn: Callable[..., Any], world: World, args: Sequence[Any]):
         super().__init__(name=f"rank {world.rank}", daemon=True)
         self.rank = world.rank
+        self.world_size = world.world_size
         self.result: Any = None
         self.error: BaseException | None = None
         self.ended = float("inf")

@@ -1,0 +1,75 @@
+"""Whatever a user calls a mesh (a Mesh, a World, a group, nothing) as one with the library's axis names, all Auto."""
+
+from collections.abc import Mapping
+
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from axonml_jax.mesh.axes import AXES
+from axonml_jax.mesh.group import ProcessGroup
+from axonml_jax.mesh.shape import make_mesh
+from axonml_jax.mesh.world import World
+
+SYNONYMS: dict[str, str] = {
+    "dp": "data",
+    "batch": "data",
+    "replica": "data",
+    "dp_replicate": "data",
+    "pp": "pipe",
+    "stage": "pipe",
+    "zero": "fsdp",
+    "dp_shard": "fsdp",
+    "tp": "tensor",
+    "mp": "tensor",
+    "model": "tensor",
+}
+"""Axis names that other libraries use, and ours for the same thing."""
+
+
+def as_mesh(
+    target: Mesh | AbstractMesh | World | ProcessGroup | None = None, rename: Mapping[str, str] | None = None
+) -> Mesh | AbstractMesh:
+    """The mesh that `target` means.
+
+    Args:
+      target: a mesh of yours (returned as it is where its names and types are ours), a World, a group (its mesh; only
+        the members' devices where it is part of its axes), or None for all devices along `data`.
+      rename: your axis names to ours, on top of `SYNONYMS`.
+
+    Raises:
+      ValueError: naming every axis that is not in `AXES` nor mapped to it, or that would double another.
+      TypeError: for anything else.
+
+    >>> import jax
+    >>> as_mesh(jax.make_mesh((1, 1), ("dp", "model"))).axis_names
+    ('data', 'tensor')
+    """
+    if target is None:
+        return make_mesh(data=-1)
+    if isinstance(target, World):
+        return target.mesh
+    if isinstance(target, ProcessGroup):
+        return as_mesh(target.sub_mesh if target.members else target.mesh, rename)
+    if not isinstance(target, Mesh | AbstractMesh):
+        raise TypeError(f"{target!r} is no mesh: give a jax.sharding.Mesh, a World, a ProcessGroup, or None")
+    names = tuple(_renamed(target.axis_names, rename or {}))
+    types = (AxisType.Auto,) * len(names)
+    if names == target.axis_names and target.axis_types == types:
+        return target
+    if isinstance(target, AbstractMesh):
+        return AbstractMesh(target.axis_sizes, names, axis_types=types)
+    return Mesh(target.devices, names, axis_types=types)
+
+
+def _renamed(names, rename) -> list[str]:
+    ours = [rename.get(name, SYNONYMS.get(name, name)) for name in names]
+    unknown = [name for name, our in zip(names, ours, strict=True) if our not in AXES]
+    doubled = [name for name, our in zip(names, ours, strict=True) if our in AXES and ours.count(our) > 1]
+    if unknown or doubled:
+        parts = [f"axes {unknown} are unknown"] if unknown else []
+        parts += [f"axes {doubled} would share a name"] if doubled else []
+        example = f"rename={{{(unknown + doubled)[0]!r}: 'data'}}"
+        raise ValueError(
+            f"mesh with axes {tuple(names)}: {' and '.join(parts)}. An axis must be, or be renamed to, one of "
+            f"{', '.join(AXES)} (known synonyms: {', '.join(SYNONYMS)}): pass {example}"
+        )
+    return ours
