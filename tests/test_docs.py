@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -68,6 +69,14 @@ def test_names_after_ax_exist(path):
     text = "\n".join(part for part in paragraphs if "planned" not in part)
     missing = sorted({name for name in re.findall(r"\bax\.([A-Za-z]\w*)", text) if not hasattr(package, name)})
     assert not missing, f"{label(path)} names what axonml_jax does not have: {missing}"
+
+
+def test_the_reference_lists_every_public_name():
+    package = importlib.import_module("axonml_jax")
+    text = (DOCS / "reference" / "index.md").read_text("utf-8")
+    public = {name for name, value in vars(package).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    missing = sorted(name for name in public if f"`ax.{name}`" not in text)
+    assert not missing, f"docs/reference/index.md does not list {missing}"
 
 
 def nav_files(entry) -> list[str]:
