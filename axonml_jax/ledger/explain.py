@@ -19,7 +19,8 @@ def explain(step: Callable[..., Any], *args: Any, minimum: Minimum | None = None
       step: a jitted callable, anything with a `trace` method, or a plain function. Nothing runs and nothing is donated.
       *args: its arguments: arrays or `jax.ShapeDtypeStruct`s. With an `AbstractMesh` no device is needed.
       minimum: theoretical minima to print beside. One number stands for what grows with the parameters
-        (`gradients+parameters`), say 2P(N-1)/N times the itemsize for data parallelism.
+        (`gradients+parameters`), say 2P(N-1)/N times the itemsize for data parallelism. None: what the step itself
+        says, where it has a `minimum_traffic()` as trainers and training steps do.
       **kwargs: its keyword arguments.
 
     Returns:
@@ -28,6 +29,8 @@ def explain(step: Callable[..., Any], *args: Any, minimum: Minimum | None = None
     Raises:
       ValueError: for a minimum that is negative or not finite.
     """
+    if minimum is None and hasattr(step, "minimum_traffic"):
+        minimum = step.minimum_traffic()  # pyright: ignore[reportFunctionMemberAccess]
     return Report(collectives_in(step, *args, **kwargs), _targets(minimum))
 
 

@@ -49,26 +49,32 @@ class Mode:
 class Functional(abc.ABC):
     """A model as pure functions: its variables, a model bound to given ones, and what the forward changed.
 
-    Law: `state_of(bind(variables, key, mode))` before any call equals `variables.state`.
+    Law: `state_of(bind(variables, key, mode))` before any call is `variables.state`.
+
+    Attributes:
+      param_prefix: what path names of parameters start with in a `state_dict`.
     """
 
+    param_prefix: str = ""
+
+    @property
     @abc.abstractmethod
-    def variables(self) -> Variables:
-        """The model's current arrays (not copies)."""
+    def shapes(self) -> Variables:
+        """The shapes and dtypes of the model's variables; the view itself keeps no arrays alive."""
 
     @abc.abstractmethod
     def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> Any:
         """The model on these arrays, as `loss_fn` gets it: an NNX module, or a Linen module to call like one.
 
         Args:
-          variables: arrays or tracers in the structure of `variables()`.
+          variables: arrays or tracers in the structure of `shapes`.
           key: every random stream of the model derives from it.
           mode: how it runs.
         """
 
     @abc.abstractmethod
     def state_of(self, bound: Any) -> PyTree:
-        """The state after calls of a bound model, in the structure of `variables().state`."""
+        """The state after calls of a bound model, in the structure of `shapes.state`."""
 
     @abc.abstractmethod
     def module(self, variables: Variables) -> Any:
@@ -79,8 +85,15 @@ class Functional(abc.ABC):
         """Whether the state leaf of a path name is made equal on all ranks by `Mode.batch_norm_axes` itself."""
 
 
-def functional(model: Any, params: PyTree | None = None, trainable: Trainable = None) -> Functional:
-    """The pure view of a model.
+def abstract(tree: PyTree) -> PyTree:
+    """The shape and dtype of every leaf."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def functional(
+    model: Any, params: PyTree | None = None, trainable: Trainable = None
+) -> tuple[Functional, Variables]:
+    """The pure view of a model, and its arrays (not copies).
 
     Args:
       model: an `nnx.Module`, or a `linen.Module` given with its variables.
@@ -91,8 +104,8 @@ def functional(model: Any, params: PyTree | None = None, trainable: Trainable = 
       TypeError: when `model` is neither.
       ValueError: when `params` is missing or superfluous, or when `trainable` matches nothing.
     """
-    from axonml_jax.model.linen import LinenFunctional
-    from axonml_jax.model.nnx import NNXFunctional
+    from axonml_jax.model.linen import linen_functional
+    from axonml_jax.model.nnx import nnx_functional
 
     if isinstance(model, linen.Module):
         if params is None:
@@ -100,11 +113,11 @@ def functional(model: Any, params: PyTree | None = None, trainable: Trainable = 
                 f"{type(model).__name__} is a Linen module and holds no arrays: give its variables too, "
                 "params=module.init(key, example)"
             )
-        return LinenFunctional(model, params, trainable)
+        return linen_functional(model, params, trainable)
     if isinstance(model, nnx.Module):
         if params is not None:
             raise ValueError(f"{type(model).__name__} is an NNX module and holds its own arrays: leave params= out")
-        return NNXFunctional(model, trainable)
+        return nnx_functional(model, trainable)
     raise TypeError(
         f"a model is a flax.nnx.Module, or a flax.linen.Module with params=, but a {type(model).__name__} was given"
     )

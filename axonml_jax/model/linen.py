@@ -9,25 +9,35 @@ from flax.core import unfreeze
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.batch_norm import synchronize_linen
-from axonml_jax.model.functional import Functional, Mode, Trainable, Variables
+from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
 from axonml_jax.model.trainable import merge, partition
+
+
+def linen_functional(
+    module: linen.Module, variables: PyTree, trainable: Trainable = None
+) -> tuple["LinenFunctional", Variables]:
+    """The pure view of a Linen module, and the variables given for it (all collections, or the params alone)."""
+    collections = dict(unfreeze(linen.meta.unbox(variables)))
+    if "params" not in collections:
+        collections = {"params": collections}
+    trained, frozen = partition(collections.pop("params"), trainable)
+    collections.pop("intermediates", None)
+    split = Variables(trained, frozen, collections)
+    return LinenFunctional(module, abstract(split)), split
 
 
 class LinenFunctional(Functional):
     """A Linen module and its variables as pure functions."""
 
-    def __init__(self, module: linen.Module, variables: PyTree, trainable: Trainable = None):
-        collections = dict(unfreeze(linen.meta.unbox(variables)))
-        if "params" not in collections:
-            collections = {"params": collections}
-        trained, frozen = partition(collections.pop("params"), trainable)
-        collections.pop("intermediates", None)
-        self._module = module
-        self._variables = Variables(trained, frozen, collections)
+    param_prefix = "params/"
 
-    def variables(self) -> Variables:
-        """The variables given when this view was made."""
-        return self._variables
+    def __init__(self, module: linen.Module, shapes: Variables):
+        self._module, self._shapes = module, shapes
+
+    @property
+    def shapes(self) -> Variables:
+        """The shapes and dtypes of the module's variables."""
+        return self._shapes
 
     def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> "BoundLinen":
         """The module with its variables, to be called like an NNX module."""
@@ -35,7 +45,7 @@ class LinenFunctional(Functional):
 
     def state_of(self, bound: "BoundLinen") -> PyTree:
         """The non-parameter collections after the bound module's calls; collections that the calls added are dropped."""
-        return {name: bound.state[name] for name in self._variables.state}
+        return {name: bound.state[name] for name in self._shapes.state}
 
     def module(self, variables: Variables) -> linen.Module:
         """A bound copy of the user's module (`module.variables` holds the arrays)."""
@@ -44,7 +54,7 @@ class LinenFunctional(Functional):
 
     def synchronized(self) -> Callable[[str], bool]:
         """The `batch_stats` that `linen.BatchNorm` keeps, recognised by their names."""
-        names = named_leaves(self._variables.state)
+        names = named_leaves(self._shapes.state)
         kept = {n for n in names if n.startswith("batch_stats/") and n.rsplit("/", 1)[-1] in ("mean", "var")}
         return kept.__contains__
 

@@ -9,9 +9,20 @@ from flax import nnx
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.batch_norm import synchronize_nnx
-from axonml_jax.model.functional import Functional, Mode, Trainable, Variables
+from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
 from axonml_jax.model.precision import Precision
 from axonml_jax.model.trainable import merge, partition
+
+
+def nnx_functional(model: nnx.Module, trainable: Trainable = None) -> tuple["NNXFunctional", Variables]:
+    """The pure view of an NNX module, and its arrays."""
+    graphdef, params, streams, state = nnx.split(model, nnx.Param, nnx.RngState, ...)
+    if isinstance(trainable, type):
+        wanted = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, trainable))}
+        trainable = wanted.__contains__
+    trained, frozen = partition(nnx.to_pure_dict(params), trainable)
+    variables = Variables(trained, frozen, _without_intermediates(state))
+    return NNXFunctional(graphdef, nnx.to_pure_dict(streams), abstract(variables)), variables
 
 
 class NNXFunctional(Functional):
@@ -20,18 +31,13 @@ class NNXFunctional(Functional):
     Tied modules and parameters are one leaf. Random streams are no variables: they restart from the key of every call.
     """
 
-    def __init__(self, model: nnx.Module, trainable: Trainable = None):
-        self.graphdef, params, streams, state = nnx.split(model, nnx.Param, nnx.RngState, ...)
-        if isinstance(trainable, type):
-            wanted = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, trainable))}
-            trainable = wanted.__contains__
-        trained, frozen = partition(nnx.to_pure_dict(params), trainable)
-        self._streams = nnx.to_pure_dict(streams)
-        self._variables = Variables(trained, frozen, _without_intermediates(state))
+    def __init__(self, graphdef: nnx.GraphDef, streams: PyTree, shapes: Variables):
+        self.graphdef, self._streams, self._shapes = graphdef, streams, shapes
 
-    def variables(self) -> Variables:
-        """The module's arrays when this view was made."""
-        return self._variables
+    @property
+    def shapes(self) -> Variables:
+        """The shapes and dtypes of the module's variables."""
+        return self._shapes
 
     def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> nnx.Module:
         """A new module of the user's class on these arrays."""
@@ -48,7 +54,7 @@ class NNXFunctional(Functional):
     def state_of(self, bound: nnx.Module) -> PyTree:
         """The module's state after its calls; variables that the calls added (such as `sow`) are dropped."""
         state = nnx.to_pure_dict(nnx.split(bound, nnx.Param, nnx.RngState, ...)[3])
-        return _like(self._variables.state, state)
+        return _like(self._shapes.state, state)
 
     def module(self, variables: Variables) -> nnx.Module:
         """A module of the user's class and structure holding these arrays."""
@@ -57,7 +63,7 @@ class NNXFunctional(Functional):
 
     def synchronized(self) -> Callable[[str], bool]:
         """The running averages of every `nnx.BatchNorm` that joins no axes of its own."""
-        model = nnx.merge(self.graphdef, *map(_abstract, (merge(self._variables.params, self._variables.frozen), self._streams, self._variables.state)), copy=True)
+        model = self.module(self._shapes)
         owners = {
             "/".join(map(str, (*path, leaf)))
             for path, module in nnx.iter_graph(model)
@@ -76,10 +82,6 @@ class NNXFunctional(Functional):
             else:
                 fresh.append(jnp.zeros(leaf.shape, leaf.dtype))
         return treedef.unflatten(fresh)
-
-
-def _abstract(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _without_intermediates(state) -> PyTree:

@@ -36,7 +36,7 @@ def overlapped(loss: Callable, placement: Placement, params: PyTree, args: tuple
         return assign_buckets(sizes, placement.plan.data.bucket_bytes)
 
     def hook(indices: Sequence[int], shards: Sequence[jax.Array], extras: Sequence) -> Sequence[jax.Array]:
-        return _bucket(placement, tuple(layouts[i] for i in indices))(list(shards), list(extras))
+        return _bucket(placement, tuple(layouts[i] for i in indices), min(indices))(list(shards), list(extras))
 
     hooked = sink(flat_loss, placement.read(leaves, layouts), args, group=group, hook=hook)
 
@@ -47,7 +47,7 @@ def overlapped(loss: Callable, placement: Placement, params: PyTree, args: tuple
     return run
 
 
-def _bucket(placement: Placement, layouts: tuple[Layout, ...]) -> Callable:
+def _bucket(placement: Placement, layouts: tuple[Layout, ...], name: int) -> Callable:
     @jax.custom_vjp
     def read(shards, accumulated):
         return placement.read(shards, layouts)
@@ -60,7 +60,7 @@ def _bucket(placement: Placement, layouts: tuple[Layout, ...]) -> Callable:
             placement.to_reduce(grad, layout) if more is None else placement.to_reduce(grad, layout) + more
             for grad, more, layout in zip(grads, accumulated, layouts, strict=True)
         ]
-        return placement.sync(local, layouts), None
+        return placement.sync(local, layouts, name), None
 
     read.defvjp(forward, backward)
     return read

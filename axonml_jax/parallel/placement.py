@@ -77,10 +77,13 @@ class Placement:
         """Bytes per element of a parameter's gradient as it travels."""
         return self.plan.data.wire_itemsize(self.plan.precision.reduce_dtype(layout.dtype))
 
-    def sync(self, grads: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
-        """Local gradients of what was read -> summed gradients of the resting shards, as one bucket."""
+    def sync(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], bucket: int) -> list[jax.Array]:
+        """Local gradients of what was read -> summed gradients of the resting shards, as one bucket.
+
+        `bucket` only names the bucket in the program, so that the ledger can tell it from its neighbours.
+        """
         values = [self.to_reduce(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
-        with jax.named_scope("axonml.gradients"):
+        with jax.named_scope("axonml.gradients"), jax.named_scope(f"bucket{bucket}"):
             for axis, strategy in reversed(self._inwards()):
                 values = strategy.sync_bucket(values, layouts, axis)
         return [value.astype(layout.dtype) for value, layout in zip(values, layouts, strict=True)]
@@ -92,7 +95,7 @@ class Placement:
         synced: dict[int, jax.Array] = {}
         for positions in assign_buckets(sizes, self.plan.data.bucket_bytes):
             bucket = [order[k] for k in positions]
-            synced |= zip(bucket, self.sync([grads[i] for i in bucket], [layouts[i] for i in bucket]), strict=True)
+            synced |= zip(bucket, self.sync([grads[i] for i in bucket], [layouts[i] for i in bucket], min(bucket)), strict=True)
         return [synced[i] for i in range(len(grads))]
 
     def squared_norm(self, grads: PyTree) -> jax.Array:

@@ -1,5 +1,7 @@
 """One training step: gather -> differentiate -> sync -> update, in one compiled program with donated state."""
 
+from fractions import Fraction
+
 import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
@@ -8,6 +10,7 @@ from axonml_jax._types import LossFn, PyTree
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.theory import minimum_traffic
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.gradients import gradients
@@ -73,6 +76,10 @@ class TrainStep:
     def lower(self, state: TrainState, batch: PyTree):
         """The step lowered on arrays or shapes (`.as_text()`, `.compile()`)."""
         return self._compiled.lower(state, batch)
+
+    def minimum_traffic(self) -> Fraction:
+        """Bytes per rank and update that theory allows for the plan's gradients and parameters on a ring."""
+        return minimum_traffic(self.placement)
 
     def _whole(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         specs = state_specs(self.placement, self.tx, state)

@@ -1,0 +1,1 @@
+"""The face: models wrapped PyTorch-style; each facade only names a plan."""

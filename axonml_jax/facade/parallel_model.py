@@ -1,0 +1,242 @@
+"""A model on a mesh under a plan: what `parallelize` returns and every facade is."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from axonml_jax._types import LossFn, PyTree
+from axonml_jax.facade.state_dict import load_state_dict, state_dict
+from axonml_jax.facade.trainer import Trainer
+from axonml_jax.mesh.as_mesh import as_mesh
+from axonml_jax.mesh.group import ProcessGroup
+from axonml_jax.mesh.shape import make_mesh
+from axonml_jax.model.functional import Trainable, Variables, functional
+from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.parallel.plan import Plan
+from axonml_jax.sharding.layout import shardings
+from axonml_jax.sharding.place import place
+from axonml_jax.training.differentiate import Differentiate, equalize, sync_stacked
+from axonml_jax.training.forward import Forward
+from axonml_jax.training.init import place_variables
+from axonml_jax.training.specs import variable_specs
+
+
+class ParallelModel:
+    """A Flax model whose parameters live on a mesh as a plan says.
+
+    Its variables are the only state it holds; trainers read and replace them.
+
+    Attributes:
+      plan: the plan.
+      mesh: the `jax.sharding.Mesh`.
+      variables: the model's arrays as they rest (see `Variables`).
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        mesh: Any = None,
+        plan: Plan | None = None,
+        *,
+        params: PyTree | None = None,
+        trainable: Trainable = None,
+        seed: int = 0,
+    ):
+        plan = plan or Plan()
+        if mesh is None and plan.mesh is not None:
+            mesh = make_mesh(**plan.mesh.degrees)
+        self.mesh: Mesh = as_mesh(mesh)
+        self._functional, whole = functional(model, params, trainable)
+        self._placement = bind_plan(plan, whole, self.mesh)
+        self.variables: Variables = place_variables(whole, self._placement, self.mesh)
+        self._key, self._calls = jax.random.key(seed), 0
+        self._mode: bool | None = None
+        self._syncing = True
+        self._programs: dict[Any, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(mesh={dict(self.mesh.shape)}, plan={self.plan})"
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with every default decided."""
+        return self._placement.plan
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The ranks among which the batch is split."""
+        return ProcessGroup(self.mesh, axes=self._placement.batch_axes)
+
+    # Reading and writing the model
+
+    @property
+    def module(self) -> Any:
+        """The Flax module with the current, whole parameters (a new one; changing it changes nothing here).
+
+        Where ranks keep parameters of their own, the first rank's.
+        """
+        return self._functional.module(self._first_rank())
+
+    def parameters(self) -> PyTree:
+        """The trained parameters as a nest of dicts; stacked by rank along dim 0 under NO_SYNC."""
+        return self.variables.params
+
+    def set_parameters(self, params: PyTree) -> None:
+        """Replace the trained parameters, for instance by `optax.apply_updates(model.parameters(), updates)`.
+
+        Raises:
+          ValueError: when structure or shapes differ.
+        """
+        old = self.variables.params
+        if jax.tree.map(jax.numpy.shape, params) != jax.tree.map(jax.numpy.shape, old):
+            raise ValueError(
+                "set_parameters takes a tree like parameters() returns; structure or shapes differ:\n"
+                f"  given: {jax.tree.map(jax.numpy.shape, params)}\n  needed: {jax.tree.map(jax.numpy.shape, old)}"
+            )
+        wanted = shardings(variable_specs(self._placement, self.variables).params, self.mesh)
+        moved = jax.tree.map(lambda x, s, o: jax.device_put(jax.numpy.asarray(x, o.dtype), s), params, wanted, old)
+        self.variables = replace(self.variables, params=moved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All variables, whole, as NumPy arrays by path name (every process must call it)."""
+        return state_dict(self._functional, self._first_rank())
+
+    def load_state_dict(self, values: dict[str, Any], *, strict: bool = True) -> tuple[list[str], list[str]]:
+        """Replace variables by path name, on every rank alike.
+
+        Args:
+          values: whole arrays by path name, as `state_dict` returns them.
+          strict: refuse missing and unexpected names.
+
+        Returns:
+          (missing, unexpected) names; both empty with `strict`.
+
+        Raises:
+          ValueError: listing every missing, unexpected and mismatched name, before anything is changed.
+        """
+        whole, missing, unexpected = load_state_dict(self._functional, self._first_rank(), values, strict=strict)
+        self.variables = place_variables(whole, self._placement, self.mesh)
+        return missing, unexpected
+
+    def sync_parameters(self) -> None:
+        """Give every rank the first rank's parameters and buffers, bit for bit."""
+        self.variables = equalize(self.variables, self._placement, self.mesh)
+
+    def _first_rank(self) -> Variables:
+        plan, v = self.plan, self.variables
+        first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+        return Variables(
+            first(v.params) if plan.independent else v.params,
+            v.frozen,
+            first(v.state) if plan.local_buffers else v.state,
+        )
+
+    # Mode
+
+    @property
+    def is_training(self) -> bool:
+        """False after `eval()`, True otherwise."""
+        return self._mode is not False
+
+    def train(self, mode: bool = True) -> "ParallelModel":
+        """Switch the model to training, as its own `train()` does; returns itself."""
+        self._mode = mode
+        return self
+
+    def eval(self) -> "ParallelModel":
+        """Switch the model to evaluation; returns itself."""
+        return self.train(False)
+
+    # PyTorch-style use
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs on the global batch: dim 0 of every array argument is split over the batch axes.
+
+        In training mode dropout is active and running averages are updated, as in PyTorch.
+
+        Raises:
+          ValueError: when the batch does not divide.
+        """
+        program = self._program(("forward",), lambda: Forward(self._functional, self._placement, self.mesh, self._mode))
+        out, state = program(self.variables, self._next_key(), args, kwargs)
+        self.variables = replace(self.variables, state=state)
+        return out
+
+    def value_and_grad(self, loss_fn: LossFn) -> Callable[[PyTree], Any]:
+        """A function of the global batch that returns the loss and synchronized gradients.
+
+        Args:
+          loss_fn: `loss_fn(model, batch) -> loss` or `(loss, metrics)`; the loss a mean over the examples it is given or
+            an `ax.WeightedMean`.
+
+        Returns:
+          `f(batch) -> (loss, grads)`, or `((loss, metrics), grads)` when `loss_fn` returns metrics. Within `no_sync()`
+          every value is each rank's own, stacked by rank along dim 0.
+        """
+
+        def f(batch: PyTree) -> Any:
+            sync = self._syncing
+
+            def build() -> Differentiate:
+                return Differentiate(
+                    self._functional, self._placement, self.mesh, loss_fn, training=self._mode, sync=sync
+                )
+
+            program = self._program(("grad", loss_fn, sync), build)
+            loss, metrics, grads, state = program(self.variables, self._next_key(), batch)
+            self.variables = replace(self.variables, state=state)
+            return ((loss, metrics) if metrics else loss), grads
+
+        return f
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this context `value_and_grad` returns each rank's own gradients and communicates none of them."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def sync_gradients(self, grads: PyTree) -> PyTree:
+        """The mean over ranks of gradients that `value_and_grad` returned within `no_sync()`."""
+        return sync_stacked(grads, self._placement, self.mesh)
+
+    # Fused use
+
+    def trainer(
+        self,
+        tx: optax.GradientTransformation,
+        loss_fn: LossFn,
+        *,
+        accumulate: int | None = None,
+        max_grad_norm: float | None = None,
+    ) -> Trainer:
+        """A fused, donated training step around this model.
+
+        Args:
+          tx: the optimizer.
+          loss_fn: see `value_and_grad`.
+          accumulate: microbatches per update and rank; None takes the plan's.
+          max_grad_norm: clip gradients to this global norm.
+
+        Raises:
+          TypeError, ValueError: when the optimizer cannot run under the plan.
+        """
+        return Trainer(self, tx, loss_fn, accumulate=accumulate, max_grad_norm=max_grad_norm)
+
+    def _program(self, key: tuple, build: Callable[[], Any]) -> Any:
+        key = (*key, self._mode)
+        if key not in self._programs:
+            self._programs[key] = build()
+        return self._programs[key]
+
+    def _next_key(self) -> jax.Array:
+        key = place(jax.random.fold_in(self._key, self._calls), jax.sharding.PartitionSpec(), self.mesh)
+        self._calls += 1
+        return key

@@ -1,0 +1,95 @@
+"""A model, an optimizer and a loss as one object to call `step` on."""
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+import optax
+
+from axonml_jax._types import LossFn, PyTree
+from axonml_jax.training.evaluate import EvalStep
+from axonml_jax.training.init import init_state
+from axonml_jax.training.state import TrainState
+from axonml_jax.training.step import Metrics, TrainStep
+from axonml_jax.training.update import check_optimizer
+
+if TYPE_CHECKING:
+    from axonml_jax.facade.parallel_model import ParallelModel
+
+
+class Trainer:
+    """The fused, donated training step of a parallel model; the pure form is `make_train_step`.
+
+    Attributes:
+      model: the parallel model; its variables are replaced after every step.
+    """
+
+    def __init__(
+        self,
+        model: "ParallelModel",
+        tx: optax.GradientTransformation,
+        loss_fn: LossFn,
+        *,
+        accumulate: int | None = None,
+        max_grad_norm: float | None = None,
+    ):
+        placement = model._placement
+        if accumulate is not None:
+            placement = replace(placement, plan=replace(placement.plan, accumulate=accumulate))
+        check_optimizer(tx, model._functional.shapes.params)
+        self.model, self._tx, self._loss_fn, self._placement = model, tx, loss_fn, placement
+        self._max_grad_norm = max_grad_norm
+        self._state = init_state(model.variables, tx, placement, model.mesh, model._key)
+        self._steps: dict[bool | None, TrainStep] = {}
+        self._eval = EvalStep(model._functional, placement, model.mesh, loss_fn)
+
+    @property
+    def state(self) -> TrainState:
+        """Everything the run is between two steps. Assigning one continues from there."""
+        return replace(self._state, variables=self.model.variables)
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state = state
+        self.model.variables = state.variables
+
+    def step(self, batch: PyTree) -> Metrics:
+        """One update from the global batch.
+
+        Returns:
+          `loss` and `grad_norm` (before clipping) of this batch, and the loss function's own metrics. Under NO_SYNC each
+          is stacked by rank.
+        """
+        self.state, metrics = self.train_step(self.state, batch)
+        return metrics
+
+    def evaluate(self, batch: PyTree) -> Metrics:
+        """The loss and metrics of a global batch in evaluation mode; changes nothing."""
+        return self._eval(self.model.variables, batch)
+
+    @property
+    def train_step(self) -> TrainStep:
+        """The pure step `(state, batch) -> (state, metrics)` in the model's current mode."""
+        mode = self.model._mode
+        if mode not in self._steps:
+            self._steps[mode] = TrainStep(
+                self.model._functional,
+                self._placement,
+                self.model.mesh,
+                self._loss_fn,
+                self._tx,
+                max_grad_norm=self._max_grad_norm,
+                training=mode,
+            )
+        return self._steps[mode]
+
+    def trace(self, batch: PyTree) -> Any:
+        """The step traced for batches like this one (arrays or shapes); nothing runs. `ax.explain(trainer, batch)` reads it."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch)
+        return self.train_step.trace(self.state, shapes)
+
+    def minimum_traffic(self) -> Fraction:
+        """Bytes per rank and step that theory allows for this plan's gradients and parameters."""
+        return self.train_step.minimum_traffic()

@@ -1,0 +1,115 @@
+"""`assert_equals_single_device`: a plan changes where work happens, never what is computed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from axonml_jax._types import LossFn, PyTree
+from axonml_jax.facade.parallelize import parallelize
+from axonml_jax.model.functional import Trainable, Variables, functional
+from axonml_jax.parallel.plan import Plan
+from axonml_jax.sharding.batch import batch_degree
+from axonml_jax.sharding.place import to_host
+from axonml_jax.testing.compare import assert_trees_close
+from axonml_jax.testing.oracle import Parts, Run, run_on_one_device
+
+
+def assert_equals_single_device(
+    model: Any,
+    loss_fn: LossFn,
+    batch: PyTree | Sequence[PyTree],
+    plan: Plan | None = None,
+    *,
+    mesh: Any = None,
+    params: PyTree | None = None,
+    tx: optax.GradientTransformation | None = None,
+    steps: int = 5,
+    max_grad_norm: float | None = None,
+    trainable: Trainable = None,
+    seed: int = 0,
+) -> None:
+    """Assert that a model trains under a plan as it does on one device: loss, gradients, metrics, buffers, parameters.
+
+    The single-device run uses the same rows, microbatches and dropout keys (see `testing/oracle.py`). Models in float64
+    are held to 1e-9; others per leaf to max|a-b| <= 1e-5 max|b|. Under NO_SYNC every rank is held to a run of its own.
+
+    Args:
+      model: an NNX module, or a Linen module with `params=`.
+      loss_fn: `loss_fn(model, batch) -> loss` or `(loss, metrics)`.
+      batch: a global batch, used in every step, or a list of one for each step.
+      plan: the plan; None is DDP on all devices.
+      mesh: where; None: the plan's degrees, or all devices.
+      params: a Linen module's variables.
+      tx: the optimizer; None: SGD with momentum (Adam divides float32 rounding noise by itself).
+      steps: number of updates.
+      max_grad_norm: clip to this norm.
+      trainable: which parameters train.
+      seed: of dropout.
+
+    Raises:
+      AssertionError: naming every leaf that differs.
+
+    Example::
+
+        def test_my_model_under_ddp(fake_mesh):
+            assert_equals_single_device(MyModel(rngs=nnx.Rngs(0)), loss_fn, batch, ax.Plan(), mesh=fake_mesh)
+    """
+    tx = tx or optax.sgd(0.05, momentum=0.9)
+    batches = list(batch) if isinstance(batch, (list, tuple)) else [batch] * steps
+    parallel = parallelize(model, mesh, plan, params=params, trainable=trainable, seed=seed)
+    plan = parallel.plan
+    view, variables = functional(model, params, trainable)
+    degree = batch_degree(parallel.mesh)
+    low = any(d in ("bfloat16", "float16") for d in (*vars(plan.precision).values(), plan.data.comm_dtype))
+    common: dict[str, Any] = dict(key=jax.random.key(seed), precision=plan.precision, max_grad_norm=max_grad_norm)
+    if plan.independent:
+        parts = [Parts(1, plan.accumulate, rank, join_statistics=False) for rank in range(degree)]
+        rows = [[_rows_of(b, rank, degree) for b in batches] for rank in range(degree)]
+        runs = [run_on_one_device(view, variables, loss_fn, b, tx, p, **common) for b, p in zip(rows, parts, strict=True)]
+        wanted = jax.tree.map(lambda *x: np.stack(x), *[_as_tree(run) for run in runs])
+        wanted["frozen"] = to_host(variables.frozen)
+    else:
+        parts = Parts(degree, plan.accumulate, join_statistics=plan.batch_stats == "global")
+        wanted = _as_tree(run_on_one_device(view, variables, loss_fn, batches, tx, parts, **common))
+    got = _run_parallel(parallel, loss_fn, batches, tx, max_grad_norm)
+    if plan.local_buffers and not plan.independent:
+        got["state"] = jax.tree.map(lambda x: x[0], got["state"])
+    for what in wanted:
+        assert_trees_close(got[what], wanted[what], what, low_precision=low)
+
+
+def _run_parallel(parallel: Any, loss_fn: LossFn, batches: list, tx: Any, max_grad_norm: float | None) -> dict[str, Any]:
+    first, before = parallel.value_and_grad(loss_fn), parallel.variables
+    _, grads = first(batches[0])
+    parallel.variables = before  # the peek at the gradients must not advance running averages
+    trainer = parallel.trainer(tx, loss_fn, max_grad_norm=max_grad_norm)
+    metrics = [to_host(trainer.step(b)) for b in batches]
+    losses = [m.pop("loss") for m in metrics]
+    norms = [m.pop("grad_norm") for m in metrics]
+    return _as_tree(Run(losses, norms, metrics, grads, trainer.state.variables))
+
+
+def _as_tree(run: Run) -> dict[str, Any]:
+    v: Variables = run.variables
+    tree = {
+        "loss": run.losses,
+        "gradient norm": run.norms,
+        "metrics": run.metrics,
+        "gradients": run.grads,
+        "parameters": v.params,
+        "frozen": v.frozen,
+        "state": v.state,
+    }
+    return to_host(tree)
+
+
+def _rows_of(batch: PyTree, rank: int, degree: int) -> PyTree:
+    def rows(x):
+        size = jnp.shape(x)[0] // degree if jnp.ndim(x) else 0
+        return x[rank * size : (rank + 1) * size] if jnp.ndim(x) else x
+
+    return jax.tree.map(rows, batch)

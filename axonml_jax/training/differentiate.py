@@ -1,0 +1,121 @@
+"""PyTorch-style pieces of a step: gradients alone, and their synchronization alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from axonml_jax._types import LossFn, PyTree
+from axonml_jax.collectives.buckets import GradSyncStrategy
+from axonml_jax.mesh.fake_devices import bound_run_ahead
+from axonml_jax.model.functional import Functional, Variables
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
+from axonml_jax.sharding.layout import is_layout
+from axonml_jax.training.buffers import first_ranks, sync_buffers
+from axonml_jax.training.gradients import gradients
+from axonml_jax.training.objective import Objective
+from axonml_jax.training.specs import variable_specs
+from axonml_jax.training.stacked import stack_variables, stacked, unstack_variables
+from axonml_jax.training.step import forward_mode
+from axonml_jax.training.typed_errors import explain_typed_scan
+
+
+class Differentiate:
+    """`differentiate(variables, key, batch) -> (loss, metrics, grads, state)` of the global batch, compiled once per shape.
+
+    With `sync=False` loss, metrics and gradients are each rank's own, stacked by rank along dim 0.
+    """
+
+    def __init__(
+        self, model: Functional, placement: Placement, mesh: Mesh, loss_fn: LossFn, *, training: bool | None, sync: bool
+    ):
+        self.model, self.placement, self.mesh = model, placement, mesh
+        self.sync = sync and not placement.plan.independent
+        self.objective = Objective(model, loss_fn, forward_mode(placement, training))
+        self._compiled = jax.jit(self._whole)
+
+    def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, dict, PyTree, PyTree]:
+        """Differentiate; `key` is the step's randomness."""
+        check_batch(batch, self.mesh, self.placement.plan.accumulate)
+        with explain_typed_scan(self.placement.plan.check_vma):
+            return bound_run_ahead(self._compiled(variables, key, place_batch(batch, self.mesh)))
+
+    def trace(self, variables: Variables, key: jax.Array, batch: PyTree):
+        """The program traced on arrays or shapes: what the ledger reads."""
+        return self._compiled.trace(variables, key, batch)
+
+    def _whole(self, variables: Variables, key: jax.Array, batch: PyTree):
+        placement = self.placement
+        specs, each = variable_specs(placement, variables), placement.rank_spec
+        means, grads = (PartitionSpec(), specs.params) if self.sync else (each, each)
+        return jax.shard_map(
+            self._local,
+            mesh=self.mesh,
+            in_specs=(specs, PartitionSpec(), batch_specs(batch, self.mesh)),
+            out_specs=(means, means, grads, specs.state),
+            check_vma=placement.plan.check_vma,
+        )(variables, key, batch)
+
+    def _local(self, variables: Variables, key: jax.Array, batch: PyTree):
+        placement = self.placement
+        variables = unstack_variables(variables, placement)
+        result = gradients(self.objective, placement, variables, key, batch, sync=self.sync)
+        state = sync_buffers(result.state, placement, self.model.synchronized())
+        state = stack_variables(Variables(variables.params, variables.frozen, state), placement).state
+        own = (result.loss, result.metrics, result.grads)
+        return (*(own if self.sync else stacked(own, placement)), state)
+
+
+def sync_stacked(grads: PyTree, placement: Placement, mesh: Mesh) -> PyTree:
+    """The mean over ranks of gradients stacked by rank, as the plan's strategies reduce them.
+
+    Returns:
+      Gradients as parameters rest: without the leading dim, or, where ranks keep parameters of their own, with equal
+      entries along it.
+
+    Raises:
+      ValueError: for leaves that are not stacked by rank.
+    """
+    layouts, degree = jax.tree.leaves(placement.params, is_leaf=is_layout), placement.batch_degree
+    pairs = zip(jax.tree_util.tree_leaves_with_path(grads), layouts, strict=True)
+    wrong = {jax.tree_util.keystr(p): g.shape for (p, g), lay in pairs if g.shape != (degree, *lay.shape)}
+    if wrong:
+        raise ValueError(
+            f"sync_gradients takes each rank's own gradients, stacked along dim 0 of size {degree}, as value_and_grad "
+            f"returns them within no_sync(); these are not: {wrong}"
+        )
+    return _sync_program(placement, mesh)(grads)
+
+
+def _sync_program(placement: Placement, mesh: Mesh) -> Any:
+    data = placement.plan.data
+    if placement.plan.independent:
+        data = replace(data, sync_strategy=GradSyncStrategy.SYNCHRONOUS)
+    syncing = replace(placement, plan=replace(placement.plan, data=data))
+    layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
+
+    def local(grads):
+        leaves, treedef = jax.tree.flatten(grads)
+        means = [leaf[0] / placement.batch_degree for leaf in leaves]
+        synced = treedef.unflatten(syncing.sync_buckets(means, layouts))
+        return stacked(synced, placement) if placement.plan.independent else synced
+
+    specs = placement.rank_spec if placement.plan.independent else placement.param_specs()
+    return jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=placement.rank_spec, out_specs=specs, check_vma=placement.plan.check_vma
+        )
+    )
+
+
+def equalize(variables: Variables, placement: Placement, mesh: Mesh) -> Variables:
+    """The first rank's variables on every rank, bit for bit (`sync_parameters`)."""
+    specs = variable_specs(placement, variables)
+
+    def local(variables: Variables) -> Variables:
+        own = unstack_variables(variables, placement)
+        return stack_variables(jax.tree.map(lambda x: first_ranks(x, placement.batch_axes), own), placement)
+
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))(variables)
