@@ -126,6 +126,67 @@ def test_attention_equals_the_naive_loop(kv_heads):
     np.testing.assert_allclose(causal_attention(query, key, value), naive_attention(query, key, value), atol=1e-12)
 
 
+def reference(model, tokens):
+    """The whole model from its parameters, in NumPy, by the papers' formulas."""
+    config = model.config
+
+    def linear(layer, x):
+        return x @ np.asarray(layer.kernel[...]) + (0 if layer.bias is None else np.asarray(layer.bias[...]))
+
+    def norm(layer, x):
+        if config.norm == "rmsnorm":
+            return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * np.asarray(layer.scale[...])
+        centred = x - x.mean(-1, keepdims=True)
+        unit = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm_eps)
+        return unit * np.asarray(layer.scale[...]) + np.asarray(layer.bias[...])
+
+    def turned(x):
+        if config.position == "learned":
+            return x
+        half = x.shape[-1] // 2
+        turns = np.exp(1j * np.arange(x.shape[1])[:, None] * config.rope_theta ** (-np.arange(half) / half))
+        pairs = (x[..., :half] + 1j * x[..., half:]) * turns[:, None]
+        return np.concatenate([pairs.real, pairs.imag], -1)
+
+    def attention(layer, x):
+        query, key, value = (
+            linear(part, x).reshape(*x.shape[:2], -1, config.head_size)
+            for part in (layer.query, layer.key, layer.value)
+        )
+        return linear(layer.out, naive_attention(turned(query), turned(key), value).reshape(x.shape))
+
+    def feed_forward(layer, x):
+        up = linear(layer.up, x)
+        if config.activation == "gelu":
+            return linear(layer.down, 0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3))))
+        gate = linear(layer.gate, x)
+        return linear(layer.down, gate / (1 + np.exp(-gate)) * up)
+
+    table = np.asarray(model.embed.embedding[...])
+    x = table[tokens]
+    if config.position == "learned":
+        x = x + np.asarray(model.positions.embedding[...])[: tokens.shape[1]]
+    for block in model.blocks:
+        x = x + attention(block.attention, norm(block.attention_norm, x))
+        x = x + feed_forward(block.mlp, norm(block.mlp_norm, x))
+    x = norm(model.norm, x)
+    return x @ table.T if config.tie_embeddings else linear(model.head, x)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_whole_model_equals_a_reference_in_numpy(name):
+    config = dataclasses.replace(TINY, param_dtype="float64", **VARIANTS[name])
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    # Larger than the initial values, biases and norms too, so that every part of the formula shows in the logits.
+    noise = np.random.default_rng(0)
+    state = jax.tree.map(lambda x: jnp.asarray(noise.normal(size=x.shape) * 0.3), nnx.state(model, nnx.Param))
+    nnx.update(model, state)
+    tokens = tokens_of(config)
+    # Rotary angles are computed in float32.
+    tolerance = 1e-5 if name == "llama" else 1e-11
+    np.testing.assert_allclose(jax.jit(lambda t: model(t))(tokens), reference(model, tokens), rtol=0, atol=tolerance)
+
+
 def test_attention_equals_jax_dot_product_attention():
     draw = np.random.default_rng(1).normal
     query, key, value = draw(size=(2, 5, 4, 6)), draw(size=(2, 5, 2, 6)), draw(size=(2, 5, 2, 6))
