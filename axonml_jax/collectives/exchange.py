@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from axonml_jax.collectives.dims import checked_dim, checked_position, require_divisible
 from axonml_jax.collectives.gather import member_rows
+from axonml_jax.collectives.primitives import shift
 from axonml_jax.collectives.scope import Group, Scope, run_collective
 
 
@@ -71,7 +72,7 @@ def send_recv(x: ArrayLike, pairs: Sequence[tuple[int, int]], group: Group) -> j
 def _send_recv(x, scope: Scope, name: str, pairs: tuple[tuple[int, int], ...]):
     _check_pairs(name, pairs, scope.size)
     along = [(scope.positions[source], scope.positions[target]) for source, target in pairs]
-    return scope.only_members(jax.lax.ppermute(x, scope.axes, along), x)
+    return scope.only_members(shift(x, scope.axes, along), x)
 
 
 def _check_pairs(name: str, pairs: tuple[tuple[int, int], ...], size: int) -> None:

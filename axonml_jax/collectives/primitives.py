@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from axonml_jax.collectives.dims import require_divisible
 from axonml_jax.collectives.varying import vary
@@ -97,4 +98,14 @@ def shift(x: jax.Array, axis: AxisNames, pairs: Sequence[tuple[int, int]]) -> ja
 
     Communicates: one collective-permute.
     """
-    return jax.lax.ppermute(vary(x, axis), as_axes(axis), perm=list(pairs))
+    names = as_axes(axis)
+    in_order = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in names)
+    # JAX's ppermute counts positions in the mesh's order of axes, whatever order they are given in.
+    perm = [tuple(_recounted(position, names, in_order) for position in pair) for pair in pairs]
+    return jax.lax.ppermute(vary(x, names), in_order, perm)
+
+
+def _recounted(position: int, names: tuple[str, ...], in_order: tuple[str, ...]) -> int:
+    """A position along `names` as the position of the same rank along the same axes `in_order`."""
+    along = dict(zip(names, np.unravel_index(position, [axis_size(name) for name in names]), strict=True))
+    return int(np.ravel_multi_index([along[name] for name in in_order], [axis_size(name) for name in in_order]))
