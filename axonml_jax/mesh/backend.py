@@ -5,7 +5,7 @@ from importlib import metadata
 
 import jax
 
-from axonml_jax.mesh.fake_devices import backend_started, fake_devices
+from axonml_jax.mesh.fake_devices import backend_started, fake_devices, requested_devices
 
 
 class Backend(abc.ABC):
@@ -125,7 +125,7 @@ class MockBackend(Backend):
 
     def __init__(self, num_devices: int | None = None):
         if num_devices is not None and not backend_started():
-            fake_devices(num_devices)
+            fake_devices(max(num_devices, requested_devices()))
         devices = tuple(jax.local_devices(backend="cpu"))
         if num_devices is not None and len(devices) < num_devices:
             raise RuntimeError(

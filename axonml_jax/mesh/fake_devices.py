@@ -1,6 +1,7 @@
 """Simulated CPU devices that are safe by themselves: enough threads for their collectives, bounded run-ahead."""
 
 import os
+import re
 from typing import TypeVar
 
 import jax
@@ -71,6 +72,13 @@ def bound_run_ahead(tree: T) -> T:
 def is_simulated(mesh: Mesh) -> bool:
     """Whether the mesh has several CPU devices of this process: devices that share its cores and its thread pool."""
     return _simulated(mesh.local_devices)
+
+
+def requested_devices() -> int:
+    """The number of CPU devices JAX will start with, as its options or XLA_FLAGS say now."""
+    requested = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return requested if requested >= 0 else int(forced[-1]) if forced else 1
 
 
 def backend_started() -> bool:
