@@ -1,0 +1,69 @@
+"""Simulated devices in a fresh process: their number, thread pool and time limits, and a loop that is safe."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+FRESH = {
+    "fake_devices sizes the thread pool and the time limits": """
+        from axonml_jax.mesh.fake_devices import fake_devices
+        fake_devices(12)
+        import jax, os
+        assert jax.device_count() == 12 and os.environ["NPROC"] == "24"
+        assert "--xla_cpu_collective_call_terminate_timeout_seconds=600" in os.environ["XLA_FLAGS"]
+        jax.jit(lambda x: x + 1)(1)
+    """,
+    "a larger thread pool and other time limits are kept": """
+        import os
+        os.environ["NPROC"] = "40"
+        os.environ["XLA_FLAGS"] = "--xla_cpu_collective_timeout_seconds=77"
+        from axonml_jax.mesh.fake_devices import fake_devices
+        fake_devices(2)
+        import jax
+        assert jax.device_count() == 2 and os.environ["NPROC"] == "40"
+        assert os.environ["XLA_FLAGS"].count("--xla_cpu_collective_timeout_seconds") == 1
+        assert "--xla_cpu_collective_timeout_seconds=77" in os.environ["XLA_FLAGS"]
+    """,
+    "spawn starts the devices it needs": """
+        from axonml_jax.mesh.spawn import spawn
+        assert spawn(lambda world: world.rank, 3) == [0, 1, 2]
+        import jax
+        assert jax.device_count() == 3
+    """,
+    "spawn starts no fewer devices than were asked for": """
+        from axonml_jax.mesh.fake_devices import fake_devices
+        from axonml_jax.mesh.spawn import spawn
+        fake_devices(8)
+        assert spawn(lambda world: world.world_size, 3) == [3, 3, 3]
+        import jax
+        assert jax.device_count() == 8
+    """,
+    "logging and launch variables start no devices": """
+        from axonml_jax.logging import logger, print0
+        from axonml_jax.mesh.fake_devices import backend_started
+        import axonml_jax.mesh.init, axonml_jax.mesh.as_mesh
+        print0("x"); logger.warning("y")
+        assert not backend_started()
+    """,
+}
+
+
+def run(arguments):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "NPROC"))}
+    done = subprocess.run([sys.executable, *arguments], env=kept, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("case", FRESH)
+def test_in_a_fresh_process(case):
+    lines = [line.strip() for line in FRESH[case].splitlines()]
+    run(["-c", "\n".join(lines)])
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_a_plain_training_loop_runs_to_its_end(devices):
+    script = os.path.join(os.path.dirname(__file__), "..", "benchmarks", "run_ahead.py")
+    assert "400 steps" in run([script, "--devices", str(devices), "--steps", "400"])
