@@ -46,7 +46,6 @@ from axonml_jax.logging import logger as logger
 from axonml_jax.logging import print0 as print0
 from axonml_jax.logging import seed as seed
 from axonml_jax.mesh.backend import Backend as Backend
-from axonml_jax.mesh.backend import MockBackend as MockBackend
 from axonml_jax.mesh.fake_devices import fake_devices as fake_devices
 from axonml_jax.mesh.group import ProcessGroup as ProcessGroup
 from axonml_jax.mesh.init import init as init
@@ -54,6 +53,7 @@ from axonml_jax.mesh.init import shutdown as shutdown
 from axonml_jax.mesh.shape import MeshShape as MeshShape
 from axonml_jax.mesh.shape import make_mesh as make_mesh
 from axonml_jax.mesh.spawn import spawn as spawn
+from axonml_jax.mesh.world import MockBackend as MockBackend
 from axonml_jax.mesh.world import World as World
 from axonml_jax.model.loss import WeightedMean as WeightedMean
 from axonml_jax.model.precision import Precision as Precision

@@ -1,11 +1,9 @@
-"""What carries the messages: mock (simulated devices), gloo (CPU processes), NCCL (GPU) or the TPU's own network."""
+"""What carries the messages: gloo (CPU processes), NCCL (GPU), the TPU's own network (simulated: mock, in world.py)."""
 
 import abc
 from importlib import metadata
 
 import jax
-
-from axonml_jax.mesh.fake_devices import backend_started, fake_devices, requested_devices
 
 
 class Backend(abc.ABC):
@@ -109,65 +107,3 @@ class TPUBackend(_JaxBackend):
             return metadata.version("libtpu")
         except metadata.PackageNotFoundError:
             return super().version
-
-
-class MockBackend(Backend):
-    """Simulated CPU devices of this process: deterministic, and what tests and laptops use.
-
-    Args:
-      num_devices: how many ranks; None for all CPU devices of this process.
-
-    Raises:
-      RuntimeError: when JAX has started with fewer devices.
-    """
-
-    name = "mock"
-
-    def __init__(self, num_devices: int | None = None):
-        if num_devices is not None and not backend_started():
-            fake_devices(max(num_devices, requested_devices()))
-        devices = tuple(jax.local_devices(backend="cpu"))
-        if num_devices is not None and len(devices) < num_devices:
-            raise RuntimeError(
-                f"{num_devices} mock ranks need as many simulated devices, but JAX has started with {len(devices)}: "
-                f"call ax.fake_devices({num_devices}) before the first JAX operation"
-            )
-        self._devices = devices[:num_devices]
-
-    @property
-    def version(self) -> str:
-        """The version of jaxlib."""
-        return metadata.version("jaxlib")
-
-    @property
-    def devices(self) -> tuple:
-        """The simulated devices, one per rank."""
-        return self._devices
-
-    @staticmethod
-    def create_world(world_size: int) -> list:
-        """One `World` per rank, for threads that you start yourself (`spawn` starts them for you).
-
-        Args:
-          world_size: number of ranks, each on a simulated device of its own.
-
-        Raises:
-          RuntimeError: when JAX has started with fewer devices.
-        """
-        from axonml_jax.mesh.world import threaded_worlds
-
-        return threaded_worlds(world_size)
-
-
-BACKENDS: dict[str, type[Backend]] = {
-    backend.name: backend for backend in (MockBackend, GlooBackend, NCCLBackend, TPUBackend)
-}
-"""The backends by name."""
-
-
-def default_backend() -> Backend:
-    """The backend that fits the devices JAX runs on."""
-    platform = jax.default_backend()
-    if platform == "cpu":
-        return GlooBackend() if jax.process_count() > 1 else MockBackend()
-    return {"gpu": NCCLBackend, "tpu": TPUBackend}[platform]()

@@ -8,13 +8,18 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from axonml_jax.mesh.backend import BACKENDS, Backend, default_backend
+from axonml_jax.mesh.backend import Backend, GlooBackend, NCCLBackend, TPUBackend
 from axonml_jax.mesh.environment import LaunchEnvironment, launch_environment
 from axonml_jax.mesh.fake_devices import backend_started
 from axonml_jax.mesh.group import DEFAULT_TIMEOUT
 from axonml_jax.mesh.process_engine import coordinator_client
 from axonml_jax.mesh.roll_call import roll_call
-from axonml_jax.mesh.world import World, local_world
+from axonml_jax.mesh.world import MockBackend, World, local_world
+
+BACKENDS: dict[str, type[Backend]] = {
+    backend.name: backend for backend in (MockBackend, GlooBackend, NCCLBackend, TPUBackend)
+}
+"""The backends by name."""
 
 _HOSTS = "axonml_jax/hosts/"
 
@@ -54,7 +59,7 @@ def init(
     launch = describe_launch(os.environ, coordinator, num_processes, process_id)
     if launch is not None and launch.num_processes > 1:
         _check_unchanged(launch) if jax.distributed.is_initialized() else _join(launch, local_device_ids, timeout)
-    chosen = BACKENDS[backend]() if isinstance(backend, str) else backend or default_backend()
+    chosen = BACKENDS[backend]() if isinstance(backend, str) else backend or _default_backend()
     return local_world(chosen, _local_rank(launch), timeout)
 
 
@@ -94,6 +99,13 @@ def describe_launch(
             ": process ids count from 0, and the coordinator is 'host:port'"
         )
     return job
+
+
+def _default_backend():
+    platform = jax.default_backend()
+    if platform == "cpu":
+        return GlooBackend() if jax.process_count() > 1 else MockBackend()
+    return {"gpu": NCCLBackend, "tpu": TPUBackend}[platform]()
 
 
 def _join(launch, local_device_ids, timeout):

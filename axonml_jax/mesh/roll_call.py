@@ -40,14 +40,10 @@ def _collect(port, num_processes, timeout):
     present, callers, fault = {0}, [], ""
     with _listen(port, num_processes) as server:
         while len(present) < num_processes and not fault and (left := deadline - time.monotonic()) > 0:
-            server.settimeout(left)
-            try:
-                caller, _ = server.accept()
-                caller.settimeout(_GRACE)
-                said = json.loads(caller.makefile().readline())
-                process, count = int(said["process"]), int(said["count"])
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # the deadline, or a stranger on our port
+            heard = _hear(server, left)
+            if heard is None:
+                continue
+            caller, process, count = heard
             callers.append(caller)
             if process in present:
                 fault = f"two processes have id {process}"
@@ -62,6 +58,23 @@ def _collect(port, num_processes, timeout):
     return fault
 
 
+def _hear(server, seconds):
+    """The next process that calls, or None: the time is up, or it was a stranger."""
+    server.settimeout(seconds)
+    try:
+        caller, _ = server.accept()
+    except OSError:
+        return None
+    try:
+        caller.settimeout(_GRACE)
+        with caller.makefile() as lines:
+            said = json.loads(lines.readline())
+        return caller, int(said["process"]), int(said["count"])
+    except (OSError, ValueError, KeyError, TypeError):
+        caller.close()
+        return None
+
+
 def _answer(host, port, num_processes, process_id, timeout):
     """Another process: find process 0, say who we are, hear what it decided."""
     deadline = time.monotonic() + timeout
@@ -70,7 +83,8 @@ def _answer(host, port, num_processes, process_id, timeout):
             with socket.create_connection((host, port), timeout=_GRACE) as server:
                 server.sendall(json.dumps({"process": process_id, "count": num_processes}).encode() + b"\n")
                 server.settimeout(timeout + _GRACE)
-                return json.loads(server.makefile().readline())["fault"]
+                with server.makefile() as lines:
+                    return json.loads(lines.readline())["fault"]
         except (OSError, ValueError):
             if time.monotonic() > deadline:
                 return f"process(es) [0] never arrived within {timeout:g} s"

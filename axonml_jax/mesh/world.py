@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
+from importlib import metadata
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from axonml_jax.mesh.backend import Backend, MockBackend
+from axonml_jax.mesh.backend import Backend
+from axonml_jax.mesh.fake_devices import backend_started, fake_devices, requested_devices
 from axonml_jax.mesh.group import DEFAULT_TIMEOUT, ProcessGroup, as_ranks
 from axonml_jax.mesh.rendezvous import Board
 
@@ -85,6 +87,52 @@ class World:
             f"World(rank={self.rank}, world_size={self.world_size}, local_ranks={self.local_ranks}, "
             f"process={self.process_index}/{self.num_processes}, backend={self.backend.name!r})"
         )
+
+
+class MockBackend(Backend):
+    """Simulated CPU devices of this process: deterministic, and what tests and laptops use.
+
+    Args:
+      num_devices: how many ranks; None for all CPU devices of this process.
+
+    Raises:
+      RuntimeError: when JAX has started with fewer devices.
+    """
+
+    name = "mock"
+
+    def __init__(self, num_devices: int | None = None):
+        if num_devices is not None and not backend_started():
+            fake_devices(max(num_devices, requested_devices()))
+        devices = tuple(jax.local_devices(backend="cpu"))
+        if num_devices is not None and len(devices) < num_devices:
+            raise RuntimeError(
+                f"{num_devices} mock ranks need as many simulated devices, but JAX has started with {len(devices)}: "
+                f"call ax.fake_devices({num_devices}) before the first JAX operation"
+            )
+        self._devices = devices[:num_devices]
+
+    @property
+    def version(self) -> str:
+        """The version of jaxlib."""
+        return metadata.version("jaxlib")
+
+    @property
+    def devices(self) -> tuple:
+        """The simulated devices, one per rank."""
+        return self._devices
+
+    @staticmethod
+    def create_world(world_size: int) -> list["World"]:
+        """One `World` per rank, for threads that you start yourself (`spawn` starts them for you).
+
+        Args:
+          world_size: number of ranks, each on a simulated device of its own.
+
+        Raises:
+          RuntimeError: when JAX has started with fewer devices.
+        """
+        return threaded_worlds(world_size)
 
 
 def local_world(backend: Backend, local_rank: int, timeout: float) -> World:
