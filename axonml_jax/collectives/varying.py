@@ -30,7 +30,8 @@ def vary(tree: T, axes: AxisNames) -> T:
       tree: a pytree of arrays, inside `shard_map`.
       axes: mesh axis names; those a leaf already varies over are skipped.
     """
-    names = as_axes(axes)
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # an axis that vmap names has no varying type
+    names = [axis for axis in as_axes(axes) if axis in manual]
 
     def cast(x):
         missing = tuple(axis for axis in names if axis not in varying_axes(x))

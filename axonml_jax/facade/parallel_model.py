@@ -15,7 +15,8 @@ from axonml_jax.facade.trainer import Trainer
 from axonml_jax.mesh.as_mesh import as_mesh
 from axonml_jax.mesh.group import ProcessGroup
 from axonml_jax.mesh.shape import make_mesh
-from axonml_jax.model.functional import Trainable, Variables, functional
+from axonml_jax.model.functional import Trainable, Variables
+from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.layout import shardings
@@ -49,9 +50,12 @@ class ParallelModel:
     ):
         plan = plan or Plan()
         if mesh is None and plan.mesh is not None:
-            mesh = make_mesh(**plan.mesh.degrees)
-        self.mesh: Mesh = as_mesh(mesh)
-        self._functional, whole = functional(model, params, trainable)
+            mesh = make_mesh(devices=None, **plan.mesh.degrees)
+        mesh = as_mesh(mesh)
+        if not isinstance(mesh, Mesh):
+            raise TypeError(f"a model lives on devices, but {mesh} has none: give a jax.sharding.Mesh")
+        self.mesh: Mesh = mesh
+        self._functional, whole = functionalize(model, params, trainable)
         self._placement = bind_plan(plan, whole, self.mesh)
         self.variables: Variables = place_variables(whole, self._placement, self.mesh)
         self._key, self._calls = jax.random.key(seed), 0

@@ -39,10 +39,14 @@ def load_state_dict(
     unexpected = [name for name in values if name not in wanted]
     shapes = {n: (np.shape(values[n]), np.shape(x)) for n, x in wanted.items() if n in values}
     wrong = [f"  {n}: shape {got}, needed {need}" for n, (got, need) in shapes.items() if got != need]
-    problems = wrong + ([f"  {n}: missing" for n in missing] + [f"  {n}: unexpected" for n in unexpected] if strict else [])
+    problems = wrong + (
+        [f"  {n}: missing" for n in missing] + [f"  {n}: unexpected" for n in unexpected] if strict else []
+    )
     if problems:
         remedy = "; strict=False loads what matches" if strict and not wrong else ""
-        raise ValueError("load_state_dict: the given values do not fit the model" + remedy + ":\n" + "\n".join(problems))
+        raise ValueError(
+            "load_state_dict: the given values do not fit the model" + remedy + ":\n" + "\n".join(problems)
+        )
     return _replaced(model, variables, values), missing, unexpected
 
 

@@ -13,7 +13,7 @@ from axonml_jax.training.evaluate import EvalStep
 from axonml_jax.training.init import init_state
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.step import Metrics, TrainStep
-from axonml_jax.training.update import check_optimizer
+from axonml_jax.training.update import checked_optimizer
 
 if TYPE_CHECKING:
     from axonml_jax.facade.parallel_model import ParallelModel
@@ -38,7 +38,7 @@ class Trainer:
         placement = model._placement
         if accumulate is not None:
             placement = replace(placement, plan=replace(placement.plan, accumulate=accumulate))
-        check_optimizer(tx, model._functional.shapes.params)
+        tx = checked_optimizer(tx, model._functional.shapes.params)
         self.model, self._tx, self._loss_fn, self._placement = model, tx, loss_fn, placement
         self._max_grad_norm = max_grad_norm
         self._state = init_state(model.variables, tx, placement, model.mesh, model._key)

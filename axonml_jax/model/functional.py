@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax import linen, nnx
 
 from axonml_jax._types import PyTree
 from axonml_jax.model.precision import Precision
@@ -38,11 +37,13 @@ class Mode:
     Attributes:
       training: True or False switch the model as `model.train()` and `model.eval()` do; None leaves it as it was made.
       batch_norm_axes: mesh axes over which BatchNorm statistics are joined; none when empty.
+      sum_over_ranks: `sum_over_ranks(x, axes)` with the gradient of the sum of all ranks' losses; needed with axes.
       precision: dtypes of the call's arguments and results.
     """
 
     training: bool | None = None
     batch_norm_axes: tuple[str, ...] = ()
+    sum_over_ranks: Callable[[jax.Array, Any], jax.Array] | None = None
     precision: Precision = Precision()
 
 
@@ -88,36 +89,3 @@ class Functional(abc.ABC):
 def abstract(tree: PyTree) -> PyTree:
     """The shape and dtype of every leaf."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def functional(
-    model: Any, params: PyTree | None = None, trainable: Trainable = None
-) -> tuple[Functional, Variables]:
-    """The pure view of a model, and its arrays (not copies).
-
-    Args:
-      model: an `nnx.Module`, or a `linen.Module` given with its variables.
-      params: for Linen, what `module.init` returned (`{"params": ..., "batch_stats": ...}` or the params alone).
-      trainable: which parameters train.
-
-    Raises:
-      TypeError: when `model` is neither.
-      ValueError: when `params` is missing or superfluous, or when `trainable` matches nothing.
-    """
-    from axonml_jax.model.linen import linen_functional
-    from axonml_jax.model.nnx import nnx_functional
-
-    if isinstance(model, linen.Module):
-        if params is None:
-            raise ValueError(
-                f"{type(model).__name__} is a Linen module and holds no arrays: give its variables too, "
-                "params=module.init(key, example)"
-            )
-        return linen_functional(model, params, trainable)
-    if isinstance(model, nnx.Module):
-        if params is not None:
-            raise ValueError(f"{type(model).__name__} is an NNX module and holds its own arrays: leave params= out")
-        return nnx_functional(model, trainable)
-    raise TypeError(
-        f"a model is a flax.nnx.Module, or a flax.linen.Module with params=, but a {type(model).__name__} was given"
-    )

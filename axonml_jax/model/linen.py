@@ -82,9 +82,14 @@ class BoundLinen:
         # Linen's make_rng falls back to the stream "params", so one key serves streams of every name.
         rngs = {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
         args, kwargs = self._mode.precision.cast_compute((args, kwargs))
-        with synchronize_linen(self._mode.batch_norm_axes):
+        with synchronize_linen(self._mode.batch_norm_axes, self._mode.sum_over_ranks):
             out, changed = self._module.apply(
-                {"params": self.params, **self.state}, *args, rngs=rngs, mutable=list(self.state), method=method, **kwargs
+                {"params": self.params, **self.state},
+                *args,
+                rngs=rngs,
+                mutable=list(self.state),
+                method=method,
+                **kwargs,
             )
         self.state |= unfreeze(changed)
         return self._mode.precision.cast_output(out)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from axonml_jax._types import PyTree, named_leaves
+from axonml_jax._types import named_leaves
 
 
 @jax.tree_util.register_dataclass
@@ -54,12 +54,16 @@ def parse_loss(returned: Any) -> Loss:
     """
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if isinstance(metrics, WeightedMean) or not isinstance(metrics, dict):
-        raise TypeError(f"loss_fn returned metrics of type {type(metrics).__name__}: return (loss, dict of named arrays)")
+        raise TypeError(
+            f"loss_fn returned metrics of type {type(metrics).__name__}: return (loss, dict of named arrays)"
+        )
     weighted = isinstance(loss, WeightedMean)
     total = _scalar(loss.total if weighted else loss, "its loss")
     weight = jax.lax.stop_gradient(_scalar(loss.weight, "its weight").astype(total.dtype)) if weighted else None
     if not jnp.issubdtype(total.dtype, jnp.floating):
-        raise TypeError(f"loss_fn returned a loss of dtype {total.dtype}: it must be a real floating scalar to have a gradient")
+        raise TypeError(
+            f"loss_fn returned a loss of dtype {total.dtype}: it must be a real floating scalar to have a gradient"
+        )
     return Loss(total, weight, {name: _metric(value) for name, value in _flat(metrics).items()})
 
 

@@ -45,15 +45,16 @@ class NNXFunctional(Functional):
         model = nnx.merge(self.graphdef, params, self._restart(key), variables.state, copy=True)
         if mode.training is not None:
             model.train() if mode.training else model.eval()
-        if mode.batch_norm_axes:
-            synchronize_nnx(model, mode.batch_norm_axes)
+        if mode.batch_norm_axes and mode.sum_over_ranks is not None:
+            synchronize_nnx(model, mode.batch_norm_axes, mode.sum_over_ranks)
         if mode.precision != Precision():
             model.__class__ = _casting_class(type(model), mode.precision)
         return model
 
     def state_of(self, bound: nnx.Module) -> PyTree:
         """The module's state after its calls; variables that the calls added (such as `sow`) are dropped."""
-        state = nnx.to_pure_dict(nnx.split(bound, nnx.Param, nnx.RngState, ...)[3])
+        _, _, _, state = nnx.split(bound, nnx.Param, nnx.RngState, ...)
+        state = nnx.to_pure_dict(state)
         return _like(self._shapes.state, state)
 
     def module(self, variables: Variables) -> nnx.Module:

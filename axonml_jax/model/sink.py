@@ -118,7 +118,14 @@ class _Pending:
     """The inputs of one scope: raw until the place of their group's hook is reached, then what the hook returned."""
 
     def __init__(self, scope: _Scope, inputs, extras, read, group: Grouping, hook: Hook):
-        self.scope, self.inputs, self.extras, self.read_as, self.group, self.hook = scope, inputs, extras, read, group, hook
+        self.scope, self.inputs, self.extras, self.read_as, self.group, self.hook = (
+            scope,
+            inputs,
+            extras,
+            read,
+            group,
+            hook,
+        )
         self.values: dict[int, Any] = {}
         self.due: dict[Place, list[list[int]]] = {}
         order = list(scope.first_use)
@@ -167,7 +174,11 @@ def _run_scan(eqn, operands, place: Place, outer: _Pending) -> list[Any]:
     leaves = list(scanned.values())
     operands = [outer.inputs[scanned[k]] if k in scanned else outer.read(v) for k, v in enumerate(operands)]
     first_scanned = parts.num_consts + parts.num_carry
-    consts, carry, xs = operands[: parts.num_consts], operands[parts.num_consts : first_scanned], operands[first_scanned:]
+    consts, carry, xs = (
+        operands[: parts.num_consts],
+        operands[parts.num_consts : first_scanned],
+        operands[first_scanned:],
+    )
 
     def step(carry, slices):
         xs, extras = slices

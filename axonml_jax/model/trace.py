@@ -1,4 +1,4 @@
-"""Reading and running a traced program equation by equation: the one file here that knows how jaxprs differ between JAX versions."""
+"""Reading and running a traced program equation by equation; how jaxprs differ between JAX versions is known only here."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

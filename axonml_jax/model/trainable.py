@@ -16,7 +16,7 @@ def selector(trainable: Any) -> Callable[[str], bool]:
     if trainable is None:
         return lambda name: True
     if callable(trainable):
-        return trainable
+        return lambda name: bool(trainable(name))
     patterns = [trainable] if isinstance(trainable, str) else list(trainable)
     compiled = [re.compile(pattern) for pattern in patterns]
     return lambda name: any(pattern.search(name) for pattern in compiled)

@@ -48,7 +48,9 @@ class Replicate(AbstractStrategy):
                 raise ValueError(f"comm_dtype={dtype.name} must be a floating dtype such as 'bfloat16' or 'float16'")
             object.__setattr__(self, "comm_dtype", dtype.name)
         if self.comm_hook is not None and self.gradient_as_bucket_view:
-            raise ValueError("comm_hook= takes a flat bucket, so gradient_as_bucket_view=True cannot hold: leave it out")
+            raise ValueError(
+                "comm_hook= takes a flat bucket, so gradient_as_bucket_view=True cannot hold: leave it out"
+            )
 
     def spec(self, layout: Layout, axis: str, axis_size: int) -> Layout:
         """The whole leaf on every rank."""

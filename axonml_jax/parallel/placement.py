@@ -95,7 +95,9 @@ class Placement:
         synced: dict[int, jax.Array] = {}
         for positions in assign_buckets(sizes, self.plan.data.bucket_bytes):
             bucket = [order[k] for k in positions]
-            synced |= zip(bucket, self.sync([grads[i] for i in bucket], [layouts[i] for i in bucket], min(bucket)), strict=True)
+            synced |= zip(
+                bucket, self.sync([grads[i] for i in bucket], [layouts[i] for i in bucket], min(bucket)), strict=True
+            )
         return [synced[i] for i in range(len(grads))]
 
     def squared_norm(self, grads: PyTree) -> jax.Array:

@@ -39,14 +39,18 @@ def check_batch(batch: PyTree, mesh: Mesh, microbatches: int = 1) -> None:
     leaves = named_leaves(batch)
     split = {name: np.shape(leaf) for name, leaf in leaves.items() if np.ndim(leaf)}
     if not split:
-        raise ValueError(f"the batch has no array with a batch dim to split over {degree} shards: leaves {list(leaves)}")
+        raise ValueError(
+            f"the batch has no array with a batch dim to split over {degree} shards: leaves {list(leaves)}"
+        )
     sizes = {shape[0] for shape in split.values()}
     wrong = {name: shape for name, shape in split.items() if shape[0] % parts or shape[0] == 0}
     if not wrong and len(sizes) == 1:
         return
     rows = "\n".join(f"  {name or 'batch'}: shape {shape}" for name, shape in (wrong or split).items())
     if not wrong:
-        raise ValueError(f"the batch's leaves differ in the size of dim 0, which is the batch dim of all of them:\n{rows}")
+        raise ValueError(
+            f"the batch's leaves differ in the size of dim 0, which is the batch dim of all of them:\n{rows}"
+        )
     size = min(shape[0] for shape in wrong.values())
     below, above = size // parts * parts, (size // parts + 1) * parts
     how = f"{degree} batch shards (mesh {dict(mesh.shape)})" + (

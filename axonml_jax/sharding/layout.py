@@ -24,8 +24,8 @@ class Layout:
       stored: the global shape in which it is stored; the same as `shape` unless a strategy changed it.
 
     >>> layout = Layout.whole(jax.ShapeDtypeStruct((8, 3), "float32"))
-    >>> layout.on("fsdp", dim=0).spec
-    PartitionSpec('fsdp',)
+    >>> layout.on("fsdp", dim=0).axes
+    ('fsdp',)
     """
 
     shape: tuple[int, ...]

@@ -15,16 +15,17 @@ def place(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
     The result never shares memory with `tree`, so that it may be donated.
     """
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return jax.tree.map(_place, tree, shardings)
+    # Moving alone may alias: the part that lands on the device where an array is already can be that array's buffer.
+    return jax.jit(_copy)(jax.tree.map(_move, tree, shardings))
 
 
-def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
+def _move(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.jit(_copy, out_shardings=sharding)(leaf)
     if jax.process_count() == 1:
-        return jax.device_put(leaf, sharding, may_alias=False)
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = _place(jax.random.key_data(leaf), NamedSharding(sharding.mesh, PartitionSpec()))
+        return jax.device_put(leaf, sharding)
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _move(jax.random.key_data(leaf), NamedSharding(sharding.mesh, PartitionSpec()))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
@@ -43,7 +44,7 @@ def to_host(tree: PyTree) -> PyTree:
     """Whole arrays in this process's memory as NumPy arrays (typed keys as they are); every process must call it."""
 
     def fetch(leaf):
-        if not isinstance(leaf, jax.Array) or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return leaf
         if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
             leaf = jax.jit(_copy, out_shardings=NamedSharding(leaf.sharding.mesh, PartitionSpec()))(leaf)  # pyright: ignore

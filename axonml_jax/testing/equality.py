@@ -10,12 +10,13 @@ import optax
 
 from axonml_jax._types import LossFn, PyTree
 from axonml_jax.facade.parallelize import parallelize
-from axonml_jax.model.functional import Trainable, Variables, functional
+from axonml_jax.model.functional import Trainable, Variables
+from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import batch_degree
 from axonml_jax.sharding.place import to_host
 from axonml_jax.testing.compare import assert_trees_close
-from axonml_jax.testing.oracle import Parts, Run, run_on_one_device
+from axonml_jax.testing.oracle import Oracle, Parts, Run
 
 
 def assert_equals_single_device(
@@ -62,19 +63,20 @@ def assert_equals_single_device(
     batches = list(batch) if isinstance(batch, (list, tuple)) else [batch] * steps
     parallel = parallelize(model, mesh, plan, params=params, trainable=trainable, seed=seed)
     plan = parallel.plan
-    view, variables = functional(model, params, trainable)
+    view, variables = functionalize(model, params, trainable)
     degree = batch_degree(parallel.mesh)
     low = any(d in ("bfloat16", "float16") for d in (*vars(plan.precision).values(), plan.data.comm_dtype))
-    common: dict[str, Any] = dict(key=jax.random.key(seed), precision=plan.precision, max_grad_norm=max_grad_norm)
+    key, options = jax.random.key(seed), {"precision": plan.precision, "max_grad_norm": max_grad_norm}
     if plan.independent:
-        parts = [Parts(1, plan.accumulate, rank, join_statistics=False) for rank in range(degree)]
+        oracle = Oracle(view, loss_fn, tx, Parts(1, plan.accumulate, "first"), **options)
         rows = [[_rows_of(b, rank, degree) for b in batches] for rank in range(degree)]
-        runs = [run_on_one_device(view, variables, loss_fn, b, tx, p, **common) for b, p in zip(rows, parts, strict=True)]
-        wanted = jax.tree.map(lambda *x: np.stack(x), *[_as_tree(run) for run in runs])
-        wanted["frozen"] = to_host(variables.frozen)
+        runs = [_as_tree(oracle.run(variables, b, key, rank)) for rank, b in enumerate(rows)]
+        wanted = jax.tree.map(lambda *x: np.stack(x), *runs)
+        wanted["frozen"] = runs[0]["frozen"]
     else:
-        parts = Parts(degree, plan.accumulate, join_statistics=plan.batch_stats == "global")
-        wanted = _as_tree(run_on_one_device(view, variables, loss_fn, batches, tx, parts, **common))
+        buffers = "joined" if plan.batch_stats == "global" else "first"
+        oracle = Oracle(view, loss_fn, tx, Parts(degree, plan.accumulate, buffers), **options)
+        wanted = _as_tree(oracle.run(variables, batches, key))
     got = _run_parallel(parallel, loss_fn, batches, tx, max_grad_norm)
     if plan.local_buffers and not plan.independent:
         got["state"] = jax.tree.map(lambda x: x[0], got["state"])
@@ -82,7 +84,9 @@ def assert_equals_single_device(
         assert_trees_close(got[what], wanted[what], what, low_precision=low)
 
 
-def _run_parallel(parallel: Any, loss_fn: LossFn, batches: list, tx: Any, max_grad_norm: float | None) -> dict[str, Any]:
+def _run_parallel(
+    parallel: Any, loss_fn: LossFn, batches: list, tx: Any, max_grad_norm: float | None
+) -> dict[str, Any]:
     first, before = parallel.value_and_grad(loss_fn), parallel.variables
     _, grads = first(batches[0])
     parallel.variables = before  # the peek at the gradients must not advance running averages

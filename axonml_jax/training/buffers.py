@@ -39,7 +39,7 @@ def sync_buffers(state: PyTree, placement: Placement, synchronized: Callable[[st
 
 def first_ranks(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The value of x on the first rank of `axes`, bit for bit, typed as the same everywhere. Communicates: one all-reduce."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(first_ranks(jax.random.key_data(x), axes), impl=jax.random.key_impl(x))
     if x.dtype == jnp.bool_:
         return first_ranks(x.astype(jnp.int8), axes).astype(jnp.bool_)

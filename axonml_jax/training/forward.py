@@ -11,7 +11,7 @@ from axonml_jax.collectives.primitives import axis_index, sum_over
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.sharding.batch import batch_degree, batch_specs, check_batch, place_batch
+from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.evaluate import read_variables
 from axonml_jax.training.objective import shard_key
@@ -74,24 +74,22 @@ class Forward:
     def _batch_dims(self, variables: Variables, arrays: list, static: tuple) -> PyTree:
         """For every output the dim that grows with the batch, or -1: seen by tracing two batch sizes."""
         placement = self.placement
-        axes = [(axis, size) for axis, size in placement.degrees.items()]
 
-        def outputs(rows: int):
+        def local(variables, arrays):
+            read = read_variables(unstack_variables(variables, placement), placement)
+            return self._call(read, jax.random.key(0), arrays, static)[0]
+
+        def outputs(factor: int):
             shapes = [
-                x if x is None or not x.ndim else jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in arrays
+                x if x is None or not x.ndim else jax.ShapeDtypeStruct((factor * x.shape[0], *x.shape[1:]), x.dtype)
+                for x in arrays
             ]
+            specs = (variable_specs(placement, variables), batch_specs(shapes, self.mesh))
+            # Unchecked and said to be replicated, so that the shapes seen are those of one rank.
+            call = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+            return jax.eval_shape(call, variables, shapes)
 
-            def call(variables, arrays):
-                read = read_variables(unstack_variables(variables, placement), placement)
-                return self._call(read, jax.random.key(0), arrays, static)[0]
-
-            local = _local_shapes(variables, placement)
-            _, out = jax.make_jaxpr(call, axis_env=axes, return_shape=True)(local, shapes)
-            return out
-
-        rows = next(x.shape[0] for x in arrays if x is not None and x.ndim) // batch_degree(self.mesh)
-        small, large = outputs(rows), outputs(2 * rows)
-        return jax.tree.map(_growing_dim, small, large)
+        return jax.tree.map(_growing_dim, outputs(1), outputs(2))
 
     def _finish(self, out: jax.Array, dim: int) -> jax.Array:
         axes = self.placement.batch_axes
@@ -112,18 +110,7 @@ def _is_array(x: Any) -> bool:
 def _growing_dim(small: Any, large: Any) -> int:
     dims = [i for i, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b]
     if len(dims) > 1:
-        raise ValueError(f"the model returned an array with several batch dims (shape {small.shape}): return one per batch dim")
+        raise ValueError(
+            f"the model returned an array with several batch dims (shape {small.shape}): return one per batch dim"
+        )
     return dims[0] if dims else -1
-
-
-def _local_shapes(variables: Variables, placement: Placement) -> Variables:
-    specs = variable_specs(placement, variables)
-
-    def shard(leaf, spec):
-        shape = list(leaf.shape)
-        for dim, entry in enumerate(spec):
-            for axis in (entry,) if isinstance(entry, str) else (entry or ()):
-                shape[dim] //= placement.degrees[axis]
-        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
-
-    return jax.tree.map(shard, variables, specs)

@@ -36,7 +36,13 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    objective: Objective, placement: Placement, variables: Variables, key: jax.Array, batch: PyTree, *, sync: bool = True
+    objective: Objective,
+    placement: Placement,
+    variables: Variables,
+    key: jax.Array,
+    batch: PyTree,
+    *,
+    sync: bool = True,
 ) -> Gradients:
     """Differentiate the loss of the global batch, inside `shard_map`.
 
@@ -61,7 +67,7 @@ def gradients(
         grads, losses, state = _afterwards(f, placement, variables, keys, batch, sync)
     loss, metrics, weight = means(losses, placement, count, sync)
     if weight is not None:
-        grads = jax.tree.map(lambda g: (g / weight.astype(g.dtype)), grads)
+        grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
     return Gradients(grads, loss, metrics, state)
 
 
@@ -102,7 +108,9 @@ def _overlapped(f, placement: Placement, variables: Variables, keys: list, batch
 def _accumulate(f, placement: Placement, read: PyTree, state: PyTree, keys: list, batches: PyTree):
     """Sum local gradients of read parameters over microbatches, in the reduce dtype; losses are stacked."""
     layouts = jax.tree.unflatten(jax.tree.structure(read), jax.tree.leaves(placement.params, is_leaf=is_layout))
-    zeros = jax.tree.map(lambda x, lay: zeros_like_varying(x, placement.plan.precision.reduce_dtype(lay.dtype)), read, layouts)
+    zeros = jax.tree.map(
+        lambda x, lay: zeros_like_varying(x, placement.plan.precision.reduce_dtype(lay.dtype)), read, layouts
+    )
     if placement.plan.check_vma:
         state = _typed_carry(f, read, state, keys[0], jax.tree.map(lambda x: x[0], batches))
 

@@ -13,7 +13,7 @@ from axonml_jax.parallel.placement import Placement
 def clip(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
     """Scale gradients by min(1, max_norm / (norm + 1e-6)), PyTorch's rule."""
     scale = jnp.minimum(1.0, max_norm / (norm + 1e-6))
-    return jax.tree.map(lambda g: (g * scale.astype(g.dtype)), grads)
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
 
 
 def global_norm(grads: PyTree, placement: Placement) -> jax.Array:
@@ -29,17 +29,19 @@ def apply(
     return optax.apply_updates(params, updates), opt_state
 
 
-def check_optimizer(tx: Any, params: PyTree) -> None:
-    """Refuse what is no optax transformation, or one that needs more than gradients, parameters and the loss.
+def checked_optimizer(tx: Any, params: PyTree) -> optax.GradientTransformation:
+    """The optimizer as a transformation; refused if it is none, or needs more than gradients, parameters and the loss.
 
     Args:
-      tx: the optimizer.
+      tx: an optax transformation, or an `optax.MultiSteps` around one.
       params: the parameters' shapes.
 
     Raises:
       TypeError: when tx is no optax.GradientTransformation.
       ValueError: when its update cannot run; says what it asked for.
     """
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
             f"the optimizer must be an optax.GradientTransformation such as optax.adamw(3e-4), but a {type(tx).__name__} "
@@ -61,6 +63,7 @@ def check_optimizer(tx: Any, params: PyTree) -> None:
             f"the optimizer {_name(tx)} changes the shape or dtype of parameters or of its own state in an update, so a "
             f"compiled step cannot repeat it: {_first_change(*kinds)}"
         )
+    return tx
 
 
 def _name(tx: optax.GradientTransformation) -> str:
