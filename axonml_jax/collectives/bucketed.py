@@ -48,10 +48,8 @@ def all_reduce_leaves(
     if not names or not leaves:
         return list(leaves)
     sent = [vary(_to_wire(leaf, comm_dtype), names) for leaf in leaves]
-    if flat or comm_hook is not None:
-        sums = _reduce_flat(sent, names, comm_hook or jax.lax.psum)
-    else:
-        sums = jax.lax.psum(sent, names)
+    as_one_array = flat or comm_hook is not None
+    sums = _reduce_flat(sent, names, comm_hook or jax.lax.psum) if as_one_array else jax.lax.psum(sent, names)
     return [total.astype(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
 
 

@@ -1,5 +1,7 @@
 """Collectives with one source: `broadcast` gives every rank its value, `scatter` one slice each."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -26,7 +28,7 @@ def broadcast(x: ArrayLike, group: Group, src: int = 0) -> jax.Array:
     Raises:
       ValueError: when the position does not exist.
 
-    Communicates: one all-reduce.
+    Communicates: one all-reduce of x's bits as unsigned integers (those of 16-bit floats in 32, which NCCL can add).
     """
     return run_collective(f"broadcast(src={src})", broadcasted, x, group, src=src)
 
@@ -34,8 +36,7 @@ def broadcast(x: ArrayLike, group: Group, src: int = 0) -> jax.Array:
 def broadcasted(x: jax.Array, scope: Scope, name: str, src: int) -> jax.Array:
     """`broadcast` as traced code over a scope."""
     checked_position(name, "src", src, scope.size)
-    sent = _only_from(src, x, scope)
-    return scope.only_members(summed(sent, scope).astype(x.dtype), x)
+    return scope.only_members(_exactly_from(x, scope, src), x)
 
 
 def scatter(x: ArrayLike, group: Group, src: int = 0, dim: int = 0) -> jax.Array:
@@ -65,6 +66,25 @@ def _scatter(x, scope: Scope, name: str, src: int, dim: int):
     require_divisible(name, x.shape, axis, scope.size)
     sent = _only_from(src, x, scope)
     return scope.only_members(own_reduction(sent, scope, ReduceOp.SUM, axis).astype(x.dtype))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _exactly_from(x, scope: Scope, src: int):
+    """The source's value by a sum of bits: a sum of floats may flush denormals and lose the sign of a zero."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jax.lax.complex(_exactly_from(x.real, scope, src), _exactly_from(x.imag, scope, src))
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return summed(_only_from(src, x, scope), scope).astype(x.dtype)
+    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    wire = jnp.uint32 if bits == jnp.uint16 else bits
+    sent = jax.lax.bitcast_convert_type(x, bits).astype(wire)
+    return jax.lax.bitcast_convert_type(summed(_only_from(src, sent, scope), scope).astype(bits), x.dtype)
+
+
+@_exactly_from.defjvp
+def _exactly_from_jvp(scope, src, primals, tangents):
+    (x,), (tangent,) = primals, tangents
+    return _exactly_from(x, scope, src), summed(_only_from(src, tangent, scope), scope)
 
 
 def _only_from(src: int, x, scope: Scope):
