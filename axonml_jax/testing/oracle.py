@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from axonml_jax._types import LossFn, PyTree
-from axonml_jax.collectives.reduce import all_reduce_sum
+from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.model.loss import Loss, parse_loss
 from axonml_jax.model.precision import Precision
@@ -68,7 +68,7 @@ class Oracle:
         self.precision, self.max_grad_norm = precision, max_grad_norm
         self._together = parts.buffers == "joined" and bool(jax.tree.leaves(model.shapes.state))
         axes = (AXIS,) if self._together else ()
-        self._mode = Mode(training=training, batch_norm_axes=axes, sum_over_ranks=all_reduce_sum, precision=precision)
+        self._mode = Mode(training=training, batch_norm_axes=axes, sum_over_ranks=sum_over, precision=precision)
         self._step = jax.jit(self._update)
 
     def run(self, variables: Variables, batches: Sequence[PyTree], key: jax.Array, first_shard: int = 0) -> Run:

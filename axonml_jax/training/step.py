@@ -7,7 +7,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax._types import LossFn, PyTree
-from axonml_jax.collectives.reduce import all_reduce_sum
+from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
@@ -113,7 +113,7 @@ def forward_mode(placement: Placement, training: bool | None) -> Mode:
     """How the model runs under a plan."""
     plan = placement.plan
     joined = placement.batch_axes if plan.batch_stats == "global" and not plan.independent else ()
-    return Mode(training=training, batch_norm_axes=joined, sum_over_ranks=all_reduce_sum, precision=plan.precision)
+    return Mode(training=training, batch_norm_axes=joined, sum_over_ranks=sum_over, precision=plan.precision)
 
 
 def step_key(state: TrainState) -> jax.Array:

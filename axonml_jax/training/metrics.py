@@ -1,0 +1,37 @@
+"""How fast a run is: tokens per second, time per step, and the share of the hardware's peak (MFU)."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """What turns a step's duration into speeds.
+
+    Attributes:
+      tokens_per_step: tokens of a global batch.
+      flops_per_token: model FLOPs of one training token (see `TransformerConfig.flops_per_token`).
+      num_devices: devices that share the work.
+      peak_flops: peak FLOP/s of one device; None where it is not known, and then there is no MFU.
+
+    >>> speed = Throughput(tokens_per_step=1000, flops_per_token=6e9, num_devices=2, peak_flops=12e12)
+    >>> speed.of(num_steps=10, seconds=5.0)
+    {'step_time': 0.5, 'tokens_per_second': 2000.0, 'mfu': 0.5}
+    """
+
+    tokens_per_step: int
+    flops_per_token: float
+    num_devices: int
+    peak_flops: float | None = None
+
+    def of(self, *, num_steps: int, seconds: float) -> dict[str, float]:
+        """Metrics of steps that took `seconds` together.
+
+        Returns:
+          `step_time` (seconds), `tokens_per_second` (all devices) and, where the peak is known, `mfu`: model FLOPs per
+          second over peak FLOP/s (Chowdhery et al. 2022).
+        """
+        tokens_per_second = num_steps * self.tokens_per_step / seconds
+        speeds = {"step_time": seconds / num_steps, "tokens_per_second": tokens_per_second}
+        if self.peak_flops is not None:
+            speeds["mfu"] = self.flops_per_token * tokens_per_second / (self.num_devices * self.peak_flops)
+        return speeds
