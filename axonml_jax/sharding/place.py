@@ -20,6 +20,8 @@ def place(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
 
 
 def _move(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(leaf, jax.core.Tracer):  # under `jax.eval_shape`: there is nothing to move
+        return leaf
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.jit(_copy, out_shardings=sharding)(leaf)
     if jax.process_count() == 1:

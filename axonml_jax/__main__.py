@@ -1,0 +1,67 @@
+"""The command line: `axonml-jax train | explain | devices`, also `python -m axonml_jax`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from axonml_jax import __version__
+from axonml_jax.launch.config import ConfigError
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+      argv: the arguments; None: those of this process.
+
+    Returns:
+      The exit status: 0; 2 for anything wrong with the arguments or the configuration, said in one message on stderr;
+      130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except ConfigError as error:
+        print(f"axonml-jax: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
+    except SystemExit as stop:  # argparse's, after --help and --version or a usage error that it has printed
+        return stop.code if isinstance(stop.code, int) else USAGE_ERROR
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    if arguments[:1] in (["train"], ["explain"]):
+        # What follows is read by the configuration's own parser, made from the configuration's keys.
+        from axonml_jax.launch import run
+        from axonml_jax.launch.read_config import read_config
+
+        command = run.train if arguments[0] == "train" else run.explain
+        return command(read_config(arguments[0], arguments[1:]))
+    chosen = _parser().parse_args(arguments)
+    from axonml_jax.launch.devices import devices
+
+    return devices(chosen.simulated)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="axonml-jax",
+        description="Train any Flax model on many devices.",
+        epilog="`axonml-jax train --help` lists every key.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("train", help="train on text as a configuration file says", add_help=False)
+    commands.add_parser("explain", help="print plan and ledger of a configuration, without training", add_help=False)
+    devices = commands.add_parser("devices", help="print what JAX sees on this machine")
+    devices.add_argument("--simulated", type=int, metavar="N", help="with N simulated CPU devices")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

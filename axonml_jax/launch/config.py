@@ -1,0 +1,237 @@
+"""What a training run is made of, as frozen values: the sections and keys of a configuration file."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from axonml_jax.collectives.buckets import GradSyncStrategy
+from axonml_jax.model.precision import Precision
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.parallel.ddp import Replicate
+from axonml_jax.parallel.plan import Plan
+
+BYTES = 256
+"""Token ids of byte-level text."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be read or cannot run; the message says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesConfig:
+    """The devices of this process.
+
+    Attributes:
+      simulated: number of simulated CPU devices; null uses the devices that JAX finds.
+    """
+
+    simulated: int | None = None
+
+    def __post_init__(self):
+        _at_least("devices", self, simulated=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """The degree of every mesh axis; their product is the number of devices.
+
+    Attributes:
+      data: ways the batch is split; -1 takes all devices.
+    """
+
+    data: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """How the step runs on the mesh (see `ax.Plan` and `ax.DDP`).
+
+    Attributes:
+      sync_strategy: when gradients are averaged: inside the backward, after it, or never.
+      bucket_size_mb: gradients are reduced in buckets of this many MiB.
+      gradient_as_bucket_view: true reduces without a flat copy, false with one; null takes the faster on the backend.
+      comm_dtype: dtype in which gradients travel, such as bfloat16; null sends them as they are.
+      precision: float32, or bf16 (compute in bfloat16, the rest in float32); null leaves the model's dtypes.
+      accumulate: microbatches per update and rank.
+      check_vma: let JAX check which values vary over which axes.
+    """
+
+    sync_strategy: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
+    bucket_size_mb: float = 25.0
+    gradient_as_bucket_view: bool | None = None
+    comm_dtype: str | None = None
+    precision: Literal["float32", "bf16"] | None = None
+    accumulate: int = 1
+    check_vma: bool = False
+
+    def __post_init__(self):
+        try:
+            self.build()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"plan: {error}") from error
+
+    def build(self) -> Plan:
+        """The plan."""
+        data = Replicate(
+            sync_strategy=GradSyncStrategy(self.sync_strategy),
+            bucket_size_mb=self.bucket_size_mb,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            comm_dtype=self.comm_dtype,
+        )
+        precision = Precision.of(self.precision)
+        return Plan(data=data, precision=precision, accumulate=self.accumulate, check_vma=self.check_vma)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text to train on, byte by byte.
+
+    Attributes:
+      path: a folder of text, or a file; null takes the source of the standard library of the running Python.
+      length: bytes per training example.
+      max_bytes: read no more than this; null reads everything.
+      valid_fraction: share of the bytes kept for validation.
+      num_workers: processes that load batches ahead; 0 loads in this one.
+    """
+
+    path: str | None = None
+    length: int = 128
+    max_bytes: int | None = 8_000_000
+    valid_fraction: float = 0.1
+    num_workers: int = 0
+
+    def __post_init__(self):
+        _at_least("data", self, length=1, num_workers=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer and its learning rate over time.
+
+    Attributes:
+      name: adamw (Loshchilov and Hutter 2019) or lion (Chen et al. 2023).
+      learning_rate: the highest learning rate.
+      warmup_steps: steps over which the learning rate rises from 0.
+      schedule: after the warmup, cosine falls to a tenth at the last step; constant stays.
+      weight_decay: decoupled weight decay of matrices; vectors are not decayed.
+      betas: decay rates of the first and second average.
+      max_grad_norm: clip gradients to this global norm; null does not clip.
+    """
+
+    name: Literal["adamw", "lion"] = "adamw"
+    learning_rate: float = 3e-4
+    warmup_steps: int = 0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float | None = 1.0
+
+    def __post_init__(self):
+        problems = [f"betas={list(self.betas)}: each must be at least 0 and below 1"]
+        problems *= not all(0 <= beta < 1 for beta in self.betas)
+        for name in ("learning_rate", "max_grad_norm"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                problems.append(f"{name}={value}: must be positive")
+        _at_least("optim", self, problems, warmup_steps=0, weight_decay=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, on how much at a time, and when to look.
+
+    Attributes:
+      steps: number of updates.
+      global_batch_size: examples per update over all devices.
+      eval_every: validate every this many steps, besides after the last; null only then.
+      eval_batches: batches of a validation, always the same ones; null takes the whole validation part.
+      log_every: record loss and speed every this many steps.
+      seed: of initial weights, the order of examples, dropout and samples.
+    """
+
+    steps: int = 1000
+    global_batch_size: int = 64
+    eval_every: int | None = None
+    eval_batches: int | None = None
+    log_every: int = 10
+    seed: int = 0
+
+    def __post_init__(self):
+        _at_least("train", self, steps=1, global_batch_size=1, eval_every=1, eval_batches=1, log_every=1, seed=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Text the trained model writes at the end.
+
+    Attributes:
+      count: number of texts; 0 writes none.
+      length: bytes to write after the prompt.
+      prompt: how each text begins.
+      temperature: divides the logits; 0 takes the most likely byte.
+    """
+
+    count: int = 2
+    length: int = 200
+    prompt: str = "def "
+    temperature: float = 0.7
+
+    def __post_init__(self):
+        _at_least("sample", self, ["prompt is empty"] * (not self.prompt), count=0, length=1, temperature=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """What is left on disk.
+
+    Attributes:
+      dir: the folder in which every run gets a folder of its own, called by its name.
+      tensorboard: write TensorBoard event files too.
+      plot: draw the loss curve.
+    """
+
+    dir: str = "runs"
+    tensorboard: bool = False
+    plot: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A training run.
+
+    Attributes:
+      name: of the run and its folder.
+      profile: write a profiler trace of a few steps into the run's folder.
+      model: the transformer.
+    """
+
+    name: str = "run"
+    profile: bool = False
+    devices: DevicesConfig = field(default_factory=DevicesConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    model: TransformerConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self):
+        problems = []
+        if self.model.vocab_size < BYTES:
+            problems.append(f"model.vocab_size={self.model.vocab_size}: bytes need at least {BYTES}")
+        if self.model.max_length < self.data.length:
+            problems.append(f"data.length={self.data.length} is above model.max_length={self.model.max_length}")
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            problems.append(f"name={self.name!r}: must be the name of a folder")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+def _at_least(section: str, config: object, problems: list[str] | None = None, **lowest: int) -> None:
+    problems = list(problems or ())
+    for name, low in lowest.items():
+        if (value := getattr(config, name)) is not None and not value >= low:
+            problems.append(f"{name}={value}: must be at least {low}")
+    if problems:
+        raise ValueError("; ".join(f"{section}.{problem}" for problem in problems))

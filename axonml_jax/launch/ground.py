@@ -1,0 +1,81 @@
+"""Devices, mesh and plan of a run, checked before anything is allocated."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from axonml_jax.launch.config import ConfigError, RunConfig
+from axonml_jax.mesh.fake_devices import fake_devices
+from axonml_jax.mesh.init import init
+from axonml_jax.mesh.shape import make_mesh
+from axonml_jax.mesh.world import World
+from axonml_jax.parallel.plan import Plan
+from axonml_jax.sharding.batch import check_batch
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a run stands on.
+
+    Attributes:
+      world: the processes and their devices.
+      mesh: where the model lives.
+      plan: how its step runs.
+      batch: shapes of a global batch.
+    """
+
+    world: World
+    mesh: Mesh
+    plan: Plan
+    batch: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def device_words(self) -> str:
+        """The mesh's devices in words."""
+        device = self.mesh.devices.flat[0]
+        simulated = "simulated " if device.platform == "cpu" and self.mesh.size > self.world.num_processes else ""
+        processes = f" in {self.world.num_processes} processes" if self.world.num_processes > 1 else ""
+        return f"{self.mesh.size} {simulated}{device.device_kind} device{'s' * (self.mesh.size > 1)}{processes}"
+
+
+def lay_ground(config: RunConfig) -> Ground:
+    """Start the devices, and check that mesh and batch fit them. Call it before anything touches a JAX device.
+
+    Raises:
+      ValueError: for degrees whose product is not the number of devices, or a batch that does not divide.
+    """
+    if config.devices.simulated is not None:
+        fake_devices(config.devices.simulated)
+    world = init()
+    try:
+        mesh = make_mesh(data=config.mesh.data)
+    except ValueError as error:
+        raise ValueError(f"mesh: {error}") from error
+    rows = jax.ShapeDtypeStruct((config.train.global_batch_size, config.data.length), np.int32)
+    batch = {"tokens": rows, "targets": rows}
+    try:
+        check_batch(batch, mesh, config.plan.accumulate)
+    except ValueError as error:
+        raise ValueError(f"train.global_batch_size={config.train.global_batch_size}: {error}") from error
+    return Ground(world, mesh, config.plan.build(), batch)
+
+
+def all_or_refuse(*attempts: Callable[[], Any]) -> list[Any]:
+    """The results of all attempts.
+
+    Raises:
+      ConfigError: with the problems of every attempt that raised a ValueError.
+    """
+    results, problems = [], []
+    for attempt in attempts:
+        try:
+            results.append(attempt())
+        except ValueError as error:
+            problems.append(error)
+    if problems:
+        raise ConfigError("\n".join(map(str, problems))) from problems[0]
+    return results

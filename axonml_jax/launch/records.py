@@ -1,0 +1,81 @@
+"""Where records go: a file of JSON lines, and TensorBoard if wanted."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from axonml_jax.launch.config import ConfigError
+from axonml_jax.launch.fit import Record
+
+
+class Recorder(Protocol):
+    """Takes records until it is closed."""
+
+    def write(self, record: Record) -> None:
+        """Take a record."""
+        ...
+
+    def close(self) -> None:
+        """Take no more."""
+        ...
+
+
+class JsonLines:
+    """One JSON object a line: `{"step": 10, "loss": 2.5, ...}`. A line is on disk when `write` returns.
+
+    Args:
+      path: the file, started anew.
+    """
+
+    def __init__(self, path: Path):
+        self._file = path.open("w", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Append a record."""
+        self._file.write(json.dumps({"step": record.step, **record.metrics}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files for TensorBoard.
+
+    Args:
+      folder: where they go.
+    """
+
+    def __init__(self, folder: Path):
+        self._writer = tensorboard_writer()(str(folder))
+
+    def write(self, record: Record) -> None:
+        """Add every metric as a scalar."""
+        for name, value in record.metrics.items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        self._writer.close()
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a file that `JsonLines` wrote."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Record(row.pop("step"), row) for row in rows]
+
+
+def tensorboard_writer() -> Any:
+    """The class that writes event files.
+
+    Raises:
+      ConfigError: where it is not installed, saying what to do.
+    """
+    try:
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(
+            "output.tensorboard: tensorboardX is not installed; pip install 'axonml-jax[tensorboard]', or leave it off"
+        ) from error
+    return SummaryWriter
