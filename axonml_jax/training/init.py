@@ -16,16 +16,17 @@ from axonml_jax.training.state import TrainState
 
 def place_variables(variables: Variables, placement: Placement, mesh: Mesh) -> Variables:
     """Whole variables (the same in every process) as they rest under a plan; copies, never the arrays given."""
-    precision = placement.plan.precision
-    variables = Variables(
-        precision.cast_param(variables.params), precision.cast_param(variables.frozen), variables.state
+    return place(_resting(variables, placement), variable_specs(placement, variables), mesh)
+
+
+def _resting(variables: Variables, placement: Placement) -> Variables:
+    plan, cast = placement.plan, placement.plan.precision.cast_param
+    params = cast(variables.params)
+    return Variables(
+        _stacked(params, placement) if plan.independent else params,
+        cast(variables.frozen),
+        _stacked(variables.state, placement) if plan.local_buffers else variables.state,
     )
-    specs = variable_specs(placement, variables)
-    if placement.plan.independent:
-        variables = Variables(_stacked(variables.params, placement), variables.frozen, variables.state)
-    if placement.plan.local_buffers:
-        variables = Variables(variables.params, variables.frozen, _stacked(variables.state, placement))
-    return place(variables, specs, mesh)
 
 
 def _stacked(tree: PyTree, placement: Placement) -> PyTree:
@@ -46,3 +47,27 @@ def init_state(
     step = place(jnp.zeros((), jnp.int32), PartitionSpec(), mesh)
     opt_state = init_opt_state(tx, variables.params, placement, mesh)
     return TrainState(step, variables, opt_state, place(key, PartitionSpec(), mesh))
+
+
+def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placement: Placement) -> TrainState:
+    """The shapes of a run's first state: enough to trace, lower or compile its step, without devices or memory.
+
+    Args:
+      shapes: the model's variables as shapes (`Functional.shapes`).
+      tx: the optimizer.
+      placement: the plan on a mesh, which may be of devices that are not there.
+
+    Returns:
+      A `TrainState` of `jax.ShapeDtypeStruct`s.
+    """
+
+    def build() -> TrainState:
+        variables = _resting(_zeros(shapes), placement)
+        init = jax.vmap(tx.init) if placement.plan.independent else tx.init
+        return TrainState(jnp.zeros((), jnp.int32), variables, init(variables.params), jax.random.key(0))
+
+    return jax.eval_shape(build)
+
+
+def _zeros(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
