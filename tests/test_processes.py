@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import pathlib
 
 import pytest
@@ -37,3 +38,15 @@ def test_eager_case(num_processes, name):
     table, ends = outcomes(num_processes)
     assert name in table and len(table[name]) == num_processes, f"not every process came to it: {ends}"
     assert table[name] == [None] * num_processes, "\n".join(str(failure) for failure in table[name])
+
+
+def test_a_launch_that_hangs_ends_at_its_limit_and_leaves_no_child(tmp_path):
+    script = tmp_path / "hang.py"
+    script.write_text(
+        f"import os, pathlib, sys, time\npathlib.Path({str(tmp_path)!r}, sys.argv[3]).write_text(str(os.getpid()))\ntime.sleep(60)\n"
+    )
+    with pytest.raises(TimeoutError, match="2 processes"):
+        launch(str(script), 2, timeout=2)
+    for name in ("0", "1"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / name).read_text()), 0)

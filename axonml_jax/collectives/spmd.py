@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.mesh.group import ProcessGroup
 
 _RANK = PartitionSpec("data")
@@ -42,7 +43,7 @@ def spmd(fn: Callable[..., Any], group: ProcessGroup, *, check_vma: bool = False
 
     def run(*stacked):
         _check_leading(stacked, group)
-        return traced(*jax.tree.map(partial(_place, sharding), stacked))
+        return bound_run_ahead(traced(*jax.tree.map(partial(_place, sharding), stacked)))
 
     return run
 
