@@ -43,7 +43,9 @@ def test_eager_case(num_processes, name):
 def test_a_launch_that_hangs_ends_at_its_limit_and_leaves_no_child(tmp_path):
     script = tmp_path / "hang.py"
     script.write_text(
-        f"import os, pathlib, sys, time\npathlib.Path({str(tmp_path)!r}, sys.argv[3]).write_text(str(os.getpid()))\ntime.sleep(60)\n"
+        "import os, pathlib, sys, time\n"
+        "pathlib.Path(__file__).with_name(sys.argv[3]).write_text(str(os.getpid()))\n"
+        "time.sleep(60)\n"
     )
     with pytest.raises(TimeoutError, match="2 processes"):
         launch(str(script), 2, timeout=2)
