@@ -134,7 +134,9 @@ LEAVES = {
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
-    "options", [{"flat": False}, {"flat": True}, {"flat": False, "comm_hook": jax.lax.psum}], ids=str
+    "options",
+    [{"flat": False}, {"flat": True}, {"flat": False, "comm_hook": jax.lax.psum}],
+    ids=["view", "flat", "hook"],
 )
 @pytest.mark.parametrize("name", LEAVES)
 def test_leaves_are_summed_together(name, options, check_vma):
