@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from axonml_jax._types import LossFn, PyTree
-from axonml_jax.facade.state_dict import load_state_dict, state_dict
+from axonml_jax.facade.state_dict import fitted, load_state_dict, state_dict
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.mesh.as_mesh import as_mesh
 from axonml_jax.mesh.group import ProcessGroup
@@ -20,8 +21,8 @@ from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.layout import shardings
-from axonml_jax.sharding.place import place
-from axonml_jax.training.differentiate import Differentiate, equalize, sync_stacked
+from axonml_jax.sharding.place import copies, move, place
+from axonml_jax.training.differentiate import Differentiate, SyncStacked, equalize
 from axonml_jax.training.forward import Forward
 from axonml_jax.training.init import place_variables
 from axonml_jax.training.specs import variable_specs
@@ -35,7 +36,7 @@ class ParallelModel:
     Attributes:
       plan: the plan.
       mesh: the `jax.sharding.Mesh`.
-      variables: the model's arrays as they rest (see `Variables`).
+      variables: the model's arrays as they rest (see `Variables`); a trainer's next step gives these very arrays up.
     """
 
     def __init__(
@@ -48,7 +49,11 @@ class ParallelModel:
         trainable: Trainable = None,
         seed: int = 0,
     ):
-        plan = plan or Plan()
+        plan = Plan() if plan is None else plan
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan={plan!r} must be an ax.Plan, or None for data parallelism")
+        if not isinstance(seed, Integral):
+            raise TypeError(f"seed={seed!r} must be a whole number")
         if mesh is None and plan.mesh is not None:
             mesh = make_mesh(devices=None, **plan.mesh.degrees)
         mesh = as_mesh(mesh)
@@ -58,9 +63,9 @@ class ParallelModel:
         self._functional, whole = functionalize(model, params, trainable)
         self._placement = bind_plan(plan, whole, self.mesh)
         self.variables: Variables = place_variables(whole, self._placement, self.mesh)
-        self._key, self._calls = jax.random.key(seed), 0
+        self._key, self._calls = jax.random.key(int(seed)), 0
         self._mode: bool | None = None
-        self._syncing = True
+        self._syncing, self._lent = True, False
         self._programs: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
@@ -84,27 +89,24 @@ class ParallelModel:
 
         Where ranks keep parameters of their own, the first rank's.
         """
+        self._lent = True
         return self._functional.module(self._first_rank())
 
     def parameters(self) -> PyTree:
         """The trained parameters as a nest of dicts; stacked by rank along dim 0 under NO_SYNC."""
+        self._lent = True
         return self.variables.params
 
     def set_parameters(self, params: PyTree) -> None:
         """Replace the trained parameters, for instance by `optax.apply_updates(model.parameters(), updates)`.
 
         Raises:
-          ValueError: when structure or shapes differ.
+          ValueError: listing every missing, unexpected and mismatched parameter, before anything is changed.
         """
-        old = self.variables.params
-        if jax.tree.map(jax.numpy.shape, params) != jax.tree.map(jax.numpy.shape, old):
-            raise ValueError(
-                "set_parameters takes a tree like parameters() returns; structure or shapes differ:\n"
-                f"  given: {jax.tree.map(jax.numpy.shape, params)}\n  needed: {jax.tree.map(jax.numpy.shape, old)}"
-            )
+        fitting = fitted(params, self.variables.params, "set_parameters takes a tree like parameters() returns")
         wanted = shardings(variable_specs(self._placement, self.variables).params, self.mesh)
-        moved = jax.tree.map(lambda x, s, o: jax.device_put(jax.numpy.asarray(x, o.dtype), s), params, wanted, old)
-        self.variables = replace(self.variables, params=moved)
+        self._lent = True  # an array that is where it belongs already stays the caller's own
+        self.variables = replace(self.variables, params=jax.tree.map(move, fitting, wanted))
 
     def state_dict(self) -> dict[str, Any]:
         """All variables, whole, as NumPy arrays by path name (every process must call it)."""
@@ -130,6 +132,13 @@ class ParallelModel:
     def sync_parameters(self) -> None:
         """Give every rank the first rank's parameters and buffers, bit for bit."""
         self.variables = equalize(self.variables, self._placement, self.mesh)
+
+    def give_up(self) -> Variables:
+        """The variables, to be donated: copies where the user may hold the arrays themselves."""
+        if self._lent:
+            self.variables = copies(self.variables)
+            self._lent = False
+        return self.variables
 
     def _first_rank(self) -> Variables:
         plan, v = self.plan, self.variables
@@ -191,7 +200,8 @@ class ParallelModel:
                     self._functional, self._placement, self.mesh, loss_fn, training=self._mode, sync=sync
                 )
 
-            program = self._program(("grad", loss_fn, sync), build)
+            # By identity: a callable need not be hashable, and the program keeps it alive.
+            program = self._program(("grad", id(loss_fn), sync), build)
             loss, metrics, grads, state = program(self.variables, self._next_key(), batch)
             self.variables = replace(self.variables, state=state)
             return ((loss, metrics) if metrics else loss), grads
@@ -208,8 +218,12 @@ class ParallelModel:
             self._syncing = before
 
     def sync_gradients(self, grads: PyTree) -> PyTree:
-        """The mean over ranks of gradients that `value_and_grad` returned within `no_sync()`."""
-        return sync_stacked(grads, self._placement, self.mesh)
+        """The mean over ranks of gradients that `value_and_grad` returned within `no_sync()`.
+
+        Raises:
+          ValueError: listing every leaf that is no stacked gradient of this model.
+        """
+        return self._program(("sync",), lambda: SyncStacked(self._placement, self.mesh))(grads)
 
     # Fused use
 

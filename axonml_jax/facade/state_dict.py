@@ -1,14 +1,13 @@
-"""A model's variables as a flat dict of whole arrays by path name, and back."""
+"""A model's variables as a flat dict of whole arrays by path name, and back; fitting given trees to those we hold."""
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.functional import Functional, Variables
-from axonml_jax.sharding.place import to_host
+from axonml_jax.sharding.place import cast, to_host
 
 
 def state_dict(model: Functional, variables: Variables) -> dict[str, Any]:
@@ -37,11 +36,8 @@ def load_state_dict(
     wanted = dict(_named(model, variables))
     missing = [name for name in wanted if name not in values]
     unexpected = [name for name in values if name not in wanted]
-    shapes = {n: (np.shape(values[n]), np.shape(x)) for n, x in wanted.items() if n in values}
-    wrong = [f"  {n}: shape {got}, needed {need}" for n, (got, need) in shapes.items() if got != need]
-    problems = wrong + (
-        [f"  {n}: missing" for n in missing] + [f"  {n}: unexpected" for n in unexpected] if strict else []
-    )
+    wrong = _wrong_shapes(values, wanted)
+    problems = wrong + (_unmatched(missing, unexpected) if strict else [])
     if problems:
         remedy = "; strict=False loads what matches" if strict and not wrong else ""
         raise ValueError(
@@ -54,8 +50,30 @@ def _replaced(model: Functional, variables: Variables, values: dict[str, Any]) -
     def swap(tree: PyTree, prefix: str) -> PyTree:
         leaves = [values.get(prefix + name, leaf) for name, leaf in named_leaves(tree).items()]
         old = jax.tree.leaves(tree)
-        typed = [new if new is leaf else jnp.asarray(new, leaf.dtype) for new, leaf in zip(leaves, old, strict=True)]
+        typed = [new if new is leaf else cast(new, leaf.dtype) for new, leaf in zip(leaves, old, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(tree), typed)
 
     prefix = model.param_prefix
     return Variables(swap(variables.params, prefix), swap(variables.frozen, prefix), swap(variables.state, ""))
+
+
+def fitted(given: PyTree, held: PyTree, rule: str) -> PyTree:
+    """A given tree in the structure and dtypes of the one we hold; leaves are matched by path name.
+
+    Raises:
+      ValueError: the rule, and every leaf that is missing, unexpected or of another shape.
+    """
+    values, wanted = named_leaves(given), named_leaves(held)
+    missing, unexpected = [n for n in wanted if n not in values], [n for n in values if n not in wanted]
+    if problems := _wrong_shapes(values, wanted) + _unmatched(missing, unexpected):
+        raise ValueError(rule + "; this one does not fit:\n" + "\n".join(problems))
+    return jax.tree.unflatten(jax.tree.structure(held), [cast(values[n], leaf.dtype) for n, leaf in wanted.items()])
+
+
+def _wrong_shapes(values: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    shapes = {n: (np.shape(values[n]), np.shape(x)) for n, x in wanted.items() if n in values}
+    return [f"  {n}: shape {got}, needed {need}" for n, (got, need) in shapes.items() if got != need]
+
+
+def _unmatched(missing: list[str], unexpected: list[str]) -> list[str]:
+    return [f"  {n}: missing" for n in missing] + [f"  {n}: unexpected" for n in unexpected]

@@ -9,8 +9,11 @@ import numpy as np
 import optax
 
 from axonml_jax._types import LossFn, PyTree
+from axonml_jax.facade.state_dict import fitted
+from axonml_jax.sharding.place import place
 from axonml_jax.training.evaluate import EvalStep
 from axonml_jax.training.init import init_state
+from axonml_jax.training.specs import state_specs
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.step import Metrics, TrainStep
 from axonml_jax.training.update import checked_optimizer
@@ -41,17 +44,31 @@ class Trainer:
         tx = checked_optimizer(tx, model._functional.shapes.params)
         self.model, self._tx, self._loss_fn, self._placement = model, tx, loss_fn, placement
         self._max_grad_norm = max_grad_norm
-        self._state = init_state(model.variables, tx, placement, model.mesh, model._key)
         self._steps: dict[bool | None, TrainStep] = {}
         self._eval = EvalStep(model._functional, placement, model.mesh, loss_fn)
+        assert self.train_step  # refuses options that cannot work before anything is allocated
+        self._state = init_state(model.variables, tx, placement, model.mesh, model._key)
 
     @property
     def state(self) -> TrainState:
-        """Everything the run is between two steps. Assigning one continues from there."""
+        """Everything the run is between two steps; the next step gives its buffers up, `jax.tree.map(jnp.copy, ...)` keeps one.
+
+        Assigning one (of this trainer or of another like it, on the devices or on the host) continues from a copy of it.
+
+        Raises:
+          ValueError: listing every leaf of an assigned state that does not fit.
+        """
         return replace(self._state, variables=self.model.variables)
 
     @state.setter
     def state(self, state: TrainState) -> None:
+        rule = "trainer.state takes a TrainState of the same model, optimizer and plan"
+        if not isinstance(state, TrainState):
+            raise TypeError(f"{rule}, but a {type(state).__name__} was given")
+        fitting = fitted(state, self.state, rule)
+        self._continue(place(fitting, state_specs(self._placement, self._tx, fitting), self.model.mesh))
+
+    def _continue(self, state: TrainState) -> None:
         self._state = state
         self.model.variables = state.variables
 
@@ -62,7 +79,8 @@ class Trainer:
           `loss` and `grad_norm` (before clipping) of this batch, and the loss function's own metrics. Under NO_SYNC each
           is stacked by rank.
         """
-        self.state, metrics = self.train_step(self.state, batch)
+        state, metrics = self.train_step(replace(self._state, variables=self.model.give_up()), batch)
+        self._continue(state)
         return metrics
 
     def evaluate(self, batch: PyTree) -> Metrics:

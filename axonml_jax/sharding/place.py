@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax._types import PyTree
@@ -16,25 +17,38 @@ def place(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
     """
     shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     # Moving alone may alias: the part that lands on the device where an array is already can be that array's buffer.
-    return jax.jit(_copy)(jax.tree.map(_move, tree, shardings))
+    return copies(jax.tree.map(move, tree, shardings))
 
 
-def _move(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    if isinstance(leaf, jax.core.Tracer):  # under `jax.eval_shape`: there is nothing to move
+def move(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """A whole array (the same in every process) on a sharding; itself or sharing its memory where nothing has to move."""
+    if isinstance(leaf, Tracer):  # under `jax.eval_shape`: there is nothing to move
         return leaf
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.jit(_copy, out_shardings=sharding)(leaf)
     if jax.process_count() == 1:
         return jax.device_put(leaf, sharding)
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = _move(jax.random.key_data(leaf), NamedSharding(sharding.mesh, PartitionSpec()))
+        data = move(jax.random.key_data(leaf), NamedSharding(sharding.mesh, PartitionSpec()))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def copies(tree: PyTree) -> PyTree:
+    """The same arrays in memory of their own, each where it is."""
+    return jax.jit(_copy)(tree)
+
+
 def _copy(tree: PyTree) -> PyTree:
     return jax.tree.map(jax.numpy.copy, tree)
+
+
+def cast(leaf: Any, dtype: Any) -> Any:
+    """An array in `dtype`: a host array stays on the host, a JAX array where it is; typed keys as they are."""
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+        return leaf
+    return jax.numpy.astype(leaf, dtype) if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
 
 
 def replicated(tree: PyTree, mesh: Mesh) -> PyTree:

@@ -43,4 +43,9 @@ def first_ranks(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         return jax.random.wrap_key_data(first_ranks(jax.random.key_data(x), axes), impl=jax.random.key_impl(x))
     if x.dtype == jnp.bool_:
         return first_ranks(x.astype(jnp.int8), axes).astype(jnp.bool_)
+    if jnp.issubdtype(x.dtype, jnp.floating):  # a sum of floats may flush denormals and loses the sign of a zero
+        bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+        wire = jnp.promote_types(bits, jnp.uint32)  # NCCL cannot add 16-bit integers
+        sent = jax.lax.bitcast_convert_type(x, bits).astype(wire)
+        return jax.lax.bitcast_convert_type(first_ranks(sent, axes).astype(bits), x.dtype)
     return sum_over(jnp.where(axis_index(axes) == 0, x, jnp.zeros_like(x)), axes)

@@ -4,9 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from axonml_jax._types import LossFn, PyTree
+from axonml_jax._types import LossFn, PyTree, named_leaves, path_name
 from axonml_jax.collectives.buckets import GradSyncStrategy
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Variables
@@ -68,25 +69,40 @@ class Differentiate:
         return (*(own if self.sync else stacked(own, placement)), state)
 
 
-def sync_stacked(grads: PyTree, placement: Placement, mesh: Mesh) -> PyTree:
-    """The mean over ranks of gradients stacked by rank, as the plan's strategies reduce them.
+class SyncStacked:
+    """`sync(grads) -> grads`: the mean over ranks of gradients stacked by rank, as the plan's strategies reduce them.
 
-    Returns:
-      Gradients as parameters rest: without the leading dim, or, where ranks keep parameters of their own, with equal
-      entries along it.
-
-    Raises:
-      ValueError: for leaves that are not stacked by rank.
+    The result is as parameters rest: without the leading dim, or, where ranks keep parameters of their own, with equal
+    entries along it.
     """
-    layouts, degree = jax.tree.leaves(placement.params, is_leaf=is_layout), placement.batch_degree
-    pairs = zip(jax.tree_util.tree_leaves_with_path(grads), layouts, strict=True)
-    wrong = {jax.tree_util.keystr(p): g.shape for (p, g), lay in pairs if g.shape != (degree, *lay.shape)}
-    if wrong:
-        raise ValueError(
-            f"sync_gradients takes each rank's own gradients, stacked along dim 0 of size {degree}, as value_and_grad "
-            f"returns them within no_sync(); these are not: {wrong}"
-        )
-    return _sync_program(placement, mesh)(grads)
+
+    def __init__(self, placement: Placement, mesh: Mesh):
+        self.placement, self._compiled = placement, _sync_program(placement, mesh)
+
+    def __call__(self, grads: PyTree) -> PyTree:
+        """Synchronize.
+
+        Raises:
+          ValueError: listing every leaf that is missing, unexpected, or not stacked by rank.
+        """
+        layouts, degree = self.placement.params, self.placement.batch_degree
+        wanted = {
+            path_name(path): (degree, *layout.shape)
+            for path, layout in jax.tree_util.tree_leaves_with_path(layouts, is_leaf=is_layout)
+        }
+        given = {name: jnp.shape(leaf) for name, leaf in named_leaves(grads).items()}
+        names = [*wanted, *(name for name in given if name not in wanted)]
+        wrong = [
+            f"  {name}: {given.get(name, 'missing')}, needed {wanted.get(name, 'nothing')}"
+            for name in names
+            if given.get(name) != wanted.get(name)
+        ]
+        if wrong:
+            raise ValueError(
+                f"sync_gradients takes each rank's own gradients, stacked along dim 0 of size {degree}, as value_and_grad "
+                "returns them within no_sync(); these are not:\n" + "\n".join(wrong)
+            )
+        return bound_run_ahead(self._compiled(grads))
 
 
 def _sync_program(placement: Placement, mesh: Mesh) -> Any:

@@ -24,6 +24,10 @@ class Objective:
     loss_fn: LossFn
     mode: Mode
 
+    def __post_init__(self):
+        if not callable(self.loss_fn):
+            raise TypeError(f"loss_fn={self.loss_fn!r} cannot be called: give a function loss_fn(model, batch) -> loss")
+
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         """The loss of one microbatch on one rank, and the model's state after it."""
         bound = self.model.bind(variables, key, self.mode)

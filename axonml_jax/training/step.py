@@ -1,6 +1,7 @@
 """One training step: gather -> differentiate -> sync -> update, in one compiled program with donated state."""
 
 from fractions import Fraction
+from numbers import Real
 
 import jax
 import optax
@@ -46,8 +47,8 @@ class TrainStep:
         max_grad_norm: float | None = None,
         training: bool | None = None,
     ):
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={max_grad_norm} must be positive; None does not clip")
+        if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm={max_grad_norm!r} must be a positive number; None does not clip")
         self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
         self.objective = Objective(model, loss_fn, forward_mode(placement, training))
         self._compiled = jax.jit(self._whole, donate_argnums=0)
