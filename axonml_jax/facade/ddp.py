@@ -61,7 +61,7 @@ class DDP(ParallelModel):
                 stacklevel=2,
             )
         data = Replicate(
-            sync_strategy=GradSyncStrategy(sync_strategy),
+            sync_strategy=sync_strategy,  # pyright: ignore[reportArgumentType]  # Replicate checks and converts names
             bucket_size_mb=bucket_size_mb,
             gradient_as_bucket_view=gradient_as_bucket_view,
             comm_dtype=comm_dtype,

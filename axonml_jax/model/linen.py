@@ -1,6 +1,6 @@
 """The pure view of a Linen module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,10 @@ def linen_functional(
     module: linen.Module, variables: PyTree, trainable: Trainable = None
 ) -> tuple["LinenFunctional", Variables]:
     """The pure view of a Linen module, and the variables given for it (all collections, or the params alone)."""
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"params= of a Linen module must be what module.init returned, not a {type(variables).__name__}"
+        )
     collections = dict(unfreeze(linen.meta.unbox(variables)))
     if "params" not in collections:
         collections = {"params": collections}

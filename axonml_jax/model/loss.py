@@ -64,11 +64,14 @@ def parse_loss(returned: Any) -> Loss:
         raise TypeError(
             f"loss_fn returned a loss of dtype {total.dtype}: it must be a real floating scalar to have a gradient"
         )
-    return Loss(total, weight, {name: _metric(value) for name, value in _flat(metrics).items()})
+    return Loss(total, weight, {name: _metric(name, value) for name, value in _flat(metrics).items()})
 
 
 def _flat(metrics: dict) -> dict[str, Any]:
-    return named_leaves(jax.tree.map(_Leaf, metrics, is_leaf=lambda x: isinstance(x, WeightedMean)))
+    named = named_leaves(jax.tree.map(_Leaf, metrics, is_leaf=lambda x: isinstance(x, WeightedMean)))
+    if taken := sorted({"loss", "grad_norm"} & set(named)):
+        raise ValueError(f"loss_fn returned metrics named {taken}, which a step reports itself: give them other names")
+    return named
 
 
 class _Leaf:
@@ -78,9 +81,15 @@ class _Leaf:
         self.value = value
 
 
-def _metric(leaf: _Leaf) -> WeightedMean:
+def _metric(name: str, leaf: _Leaf) -> WeightedMean:
     value = leaf.value if isinstance(leaf.value, WeightedMean) else WeightedMean(leaf.value, 1.0)
-    total = jax.lax.stop_gradient(jnp.asarray(value.total))
+    try:
+        total = jax.lax.stop_gradient(jnp.asarray(value.total))
+    except TypeError as error:
+        kind = type(value.total).__name__
+        raise TypeError(
+            f"loss_fn returned a {kind} as metric {name!r}: metrics are arrays or ax.WeightedMean"
+        ) from error
     total = total.astype(jnp.promote_types(total.dtype, jnp.float32))
     return WeightedMean(total, jax.lax.stop_gradient(jnp.asarray(value.weight, total.dtype)))
 
@@ -88,7 +97,7 @@ def _metric(leaf: _Leaf) -> WeightedMean:
 def _scalar(value: Any, what: str) -> jax.Array:
     try:
         array = jnp.asarray(value)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(
             f"loss_fn returned {type(value).__name__} as {what}: return a scalar, an ax.WeightedMean, "
             "or a pair (one of these, dict of metrics)"

@@ -1,7 +1,7 @@
 """Which parameters train: splitting a nest of parameters by path name."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from axonml_jax._types import PyTree, named_leaves
@@ -17,8 +17,16 @@ def selector(trainable: Any) -> Callable[[str], bool]:
         return lambda name: True
     if callable(trainable):
         return lambda name: bool(trainable(name))
-    patterns = [trainable] if isinstance(trainable, str) else list(trainable)
-    compiled = [re.compile(pattern) for pattern in patterns]
+    patterns = [trainable] if isinstance(trainable, str) else trainable
+    if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f"trainable={trainable!r} says nothing about parameters: give regular expressions of path names, a predicate "
+            "of the path name, an NNX variable type, or None for all"
+        )
+    try:
+        compiled = [re.compile(pattern) for pattern in patterns]
+    except re.error as error:
+        raise ValueError(f"trainable={trainable!r}: {error.pattern!r} is no regular expression: {error}") from error
     return lambda name: any(pattern.search(name) for pattern in compiled)
 
 

@@ -1,7 +1,8 @@
 """Data parallelism: every rank holds every parameter, gradients are all-reduced."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.sharding.layout import Layout
 
 MIB = 2**20
+_ENDLESS_MB = 2**40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +41,26 @@ class Replicate(AbstractStrategy):
     comm_hook: Callable[[jax.Array, tuple[str, ...]], jax.Array] | None = None
 
     def __post_init__(self):
+        if problems := list(self._problems()):
+            raise ValueError("; ".join(problems))
         object.__setattr__(self, "sync_strategy", GradSyncStrategy(self.sync_strategy))
-        if not self.bucket_size_mb > 0:
-            raise ValueError(f"bucket_size_mb={self.bucket_size_mb} must be positive (PyTorch's default is 25)")
         if self.comm_dtype is not None:
-            dtype = jnp.dtype(self.comm_dtype)
-            if not jnp.issubdtype(dtype, jnp.floating):
-                raise ValueError(f"comm_dtype={dtype.name} must be a floating dtype such as 'bfloat16' or 'float16'")
-            object.__setattr__(self, "comm_dtype", dtype.name)
+            object.__setattr__(self, "comm_dtype", jnp.dtype(self.comm_dtype).name)
+
+    def _problems(self) -> Iterator[str]:
+        names = [strategy.value for strategy in GradSyncStrategy]
+        if not isinstance(self.sync_strategy, GradSyncStrategy) and self.sync_strategy not in names:
+            yield f"sync_strategy={self.sync_strategy!r} must be an ax.GradSyncStrategy or one of {names}"
+        if not (isinstance(self.bucket_size_mb, Real) and self.bucket_size_mb > 0):
+            yield f"bucket_size_mb={self.bucket_size_mb!r} must be a positive number (PyTorch's default is 25)"
+        if self.gradient_as_bucket_view not in (None, True, False):
+            yield f"gradient_as_bucket_view={self.gradient_as_bucket_view!r} must be True, False or None"
+        if self.comm_dtype is not None and not _is_floating(self.comm_dtype):
+            yield f"comm_dtype={self.comm_dtype!r} must be a floating dtype such as 'bfloat16' or 'float16'"
+        if self.comm_hook is not None and not callable(self.comm_hook):
+            yield f"comm_hook={self.comm_hook!r} must be a function hook(flat_bucket, axes) -> summed flat bucket"
         if self.comm_hook is not None and self.gradient_as_bucket_view:
-            raise ValueError(
-                "comm_hook= takes a flat bucket, so gradient_as_bucket_view=True cannot hold: leave it out"
-            )
+            yield "comm_hook= takes a flat bucket, so gradient_as_bucket_view=True cannot hold: leave it out"
 
     def spec(self, layout: Layout, axis: str, axis_size: int) -> Layout:
         """The whole leaf on every rank."""
@@ -78,4 +88,11 @@ class Replicate(AbstractStrategy):
     @property
     def bucket_bytes(self) -> int:
         """Capacity of a bucket in bytes."""
-        return int(self.bucket_size_mb * MIB)
+        return max(1, int(min(self.bucket_size_mb, _ENDLESS_MB) * MIB))
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False

@@ -1,6 +1,7 @@
 """Everything that decides how a step runs, as one frozen value."""
 
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Literal
 
 from axonml_jax.collectives.buckets import GradSyncStrategy
@@ -38,10 +39,15 @@ class Plan:
     def __post_init__(self):
         object.__setattr__(self, "precision", Precision.of(self.precision))
         problems = []
-        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, Integral) or self.accumulate < 1:
             problems.append(f"accumulate={self.accumulate!r} must be a positive whole number")
         if self.batch_stats not in ("global", "local"):
             problems.append(f"batch_stats={self.batch_stats!r} must be 'global' or 'local'")
+        for name in ("broadcast_buffers", "check_vma"):
+            if getattr(self, name) not in (True, False):
+                problems.append(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.mesh is not None and not isinstance(self.mesh, MeshShape):
+            problems.append(f"mesh={self.mesh!r} must be an ax.MeshShape of degrees (give a Mesh beside the plan)")
         if not isinstance(self.data, Replicate):
             problems.append(f"data={self.data!r} must be a Replicate strategy")
         if problems:

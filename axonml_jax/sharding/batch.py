@@ -37,6 +37,8 @@ def check_batch(batch: PyTree, mesh: Mesh, microbatches: int = 1) -> None:
     degree = batch_degree(mesh)
     parts = degree * microbatches
     leaves = named_leaves(batch)
+    if texts := {name or "batch": kind for name, leaf in leaves.items() if (kind := _not_numeric(leaf))}:
+        raise TypeError(f"the batch's leaves must be arrays of numbers, but some are not: {texts}; take them out")
     split = {name: np.shape(leaf) for name, leaf in leaves.items() if np.ndim(leaf)}
     if not split:
         raise ValueError(
@@ -58,9 +60,15 @@ def check_batch(batch: PyTree, mesh: Mesh, microbatches: int = 1) -> None:
     )
     raise ValueError(
         f"the global batch does not split evenly into {how}:\n{rows}\n"
-        f"dim 0 must be a multiple of {parts}: use {f'{below} or ' if below else ''}{above} rows, another mesh"
-        f"{', or another number of microbatches' if microbatches > 1 else ''}"
+        f"dim 0 must be a multiple of {parts}: use {f'{below} or ' if below else ''}{above} rows"
+        f"{', another number of microbatches,' if microbatches > 1 else ''} or another mesh"
     )
+
+
+def _not_numeric(leaf: Any) -> str | None:
+    """The kind of a leaf that no device can hold; None for numbers."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    return str(dtype) if isinstance(dtype, np.dtype) and dtype.kind in "OSUMm" else None
 
 
 def place_batch(batch: PyTree, mesh: Mesh) -> PyTree:

@@ -14,6 +14,7 @@ from axonml_jax.training.objective import Objective, shard_key
 from axonml_jax.training.specs import variable_specs
 from axonml_jax.training.stacked import stacked, unstack_variables
 from axonml_jax.training.step import forward_mode
+from axonml_jax.training.typed_errors import explain_typed_scan
 
 
 class EvalStep:
@@ -30,7 +31,8 @@ class EvalStep:
     def __call__(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
         """The loss and the loss function's metrics over the global batch [B, ...]; B divides by the batch shards."""
         check_batch(batch, self.mesh)
-        return bound_run_ahead(self._compiled(variables, place_batch(batch, self.mesh)))
+        with explain_typed_scan(self.placement.plan.check_vma):
+            return bound_run_ahead(self._compiled(variables, place_batch(batch, self.mesh)))
 
     def _whole(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
         independent = self.placement.plan.independent

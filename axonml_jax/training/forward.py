@@ -18,6 +18,7 @@ from axonml_jax.training.objective import shard_key
 from axonml_jax.training.specs import variable_specs
 from axonml_jax.training.stacked import stack_variables, unstack_variables
 from axonml_jax.training.step import forward_mode
+from axonml_jax.training.typed_errors import explain_typed_scan
 
 
 class Forward:
@@ -38,7 +39,8 @@ class Forward:
         arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
         check_batch([leaf for leaf in arrays if leaf is not None], self.mesh)
         static = (treedef, tuple(None if _is_array(leaf) else leaf for leaf in leaves))
-        return bound_run_ahead(self._compiled(variables, key, place_batch(arrays, self.mesh), static=static))
+        with explain_typed_scan(self.placement.plan.check_vma):
+            return bound_run_ahead(self._compiled(variables, key, place_batch(arrays, self.mesh), static=static))
 
     def _whole(self, variables: Variables, key: jax.Array, arrays: list, static: tuple) -> tuple[PyTree, PyTree]:
         placement = self.placement
@@ -91,9 +93,9 @@ class Forward:
 
         return jax.tree.map(_growing_dim, outputs(1), outputs(2))
 
-    def _finish(self, out: jax.Array, dim: int) -> jax.Array:
+    def _finish(self, out: Any, dim: int) -> Any:
         axes = self.placement.batch_axes
-        if dim >= 0 or not axes:
+        if dim >= 0 or not axes or not isinstance(out, jax.Array):  # a number that is no array is the same everywhere
             return out
         if jnp.issubdtype(out.dtype, jnp.floating):
             return sum_over(out, axes) / self.placement.batch_degree

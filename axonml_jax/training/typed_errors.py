@@ -8,7 +8,7 @@ from pathlib import Path
 import flax
 import jax
 
-_INSIDE = tuple(str(Path(module.__file__).parent) for module in (jax, flax))
+_INSIDE = tuple(str(Path(str(module.__file__)).parent) for module in (jax, flax))
 
 
 @contextmanager
