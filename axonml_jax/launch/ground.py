@@ -48,9 +48,7 @@ def lay_ground(config: RunConfig) -> Ground:
     Raises:
       ValueError: for degrees whose product is not the number of devices, or a batch that does not divide.
     """
-    if config.devices.simulated is not None:
-        fake_devices(config.devices.simulated)
-    world = init()
+    world = start_devices(config.devices.simulated)
     try:
         mesh = make_mesh(data=config.mesh.data)
     except ValueError as error:
@@ -62,6 +60,13 @@ def lay_ground(config: RunConfig) -> Ground:
     except ValueError as error:
         raise ValueError(f"train.global_batch_size={config.train.global_batch_size}: {error}") from error
     return Ground(world, mesh, config.plan.build(), batch)
+
+
+def start_devices(simulated: int | None) -> World:
+    """The world of simulated CPU devices, or of those that JAX finds."""
+    if simulated is not None:
+        fake_devices(simulated)
+    return init()
 
 
 def all_or_refuse(*attempts: Callable[[], Any]) -> list[Any]:

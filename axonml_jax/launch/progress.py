@@ -28,7 +28,7 @@ def progress(steps: int, console: Console | None = None) -> Iterator[Callable[[R
         def show(record: Record) -> None:
             bar.update(task, completed=record.step, shown="  ".join(cells(record)))
             if "valid_loss" in record.metrics:
-                console.print(line(record, steps), soft_wrap=True)
+                console.print(line(record, steps), soft_wrap=True, highlight=False)
 
         yield show
 

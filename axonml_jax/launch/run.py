@@ -113,7 +113,7 @@ def _run(
             batches,
             steps=config.train.steps,
             throughput=_throughput(config, ground),
-            validate=lambda: {**evaluate(trainer, valid_batches(data)), "bigram_loss": data.bigram},
+            validate=lambda: {**evaluate(trainer, valid_batches(data)), "bigram": data.bigram},
             validate_every=config.train.eval_every,
             log_every=config.train.log_every,
         ):
@@ -155,7 +155,8 @@ def _report(config: RunConfig, data: TextData, records: list[Record], folder: Pa
     if last is not None:
         loss = last.metrics["valid_loss"]
         print0(f"\nvalidation loss {loss:.4f} nats per byte after step {last.step}, over {data.valid_bytes:,} bytes")
-        print0(f"bigram model    {data.bigram:.4f} on the same bytes: {data.bigram - loss:+.4f} above the model")
+        below = f"{abs(data.bigram - loss):.4f} {'below' if loss < data.bigram else 'above'}"
+        print0(f"bigram model    {data.bigram:.4f} on the same bytes: the transformer is {below} it")
     if folder is None or not records:
         return
     files = "metrics.jsonl, config.yaml"

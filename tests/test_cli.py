@@ -1,0 +1,191 @@
+"""The command line: what it prints, what it refuses, what it leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+
+from axonml_jax.__main__ import main
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+QUICKSTART = str(CONFIGS / "quickstart.yaml")
+SMALL = (
+    *("--model.num_layers=1", "--model.hidden_size=16", "--model.num_heads=2", "--model.mlp_hidden_size=32"),
+    *("--data.length=16", "--data.max_bytes=20_000", "--data.valid_fraction=0.1"),
+    *("--train.steps=2", "--train.eval_every=null", "--sample.length=3", "--sample.count=1"),
+)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A folder with two texts, so that the two parts are of different files."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("the cat sat on the mat. " * 400)
+    (folder / "b.txt").write_text("the dog sat on the log. " * 60)
+    return str(folder)
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    """Run a command in this process; returns its status, output and error output."""
+
+    def run(*argv):
+        status = main([*argv, *([f"--output.dir={tmp_path / 'runs'}"] if argv[0] == "train" else [])])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def records(folder: Path):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def in_process(*argv: str, **options) -> subprocess.Popen:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-m", "axonml_jax", *argv]
+    return subprocess.Popen(command, env=inherited | {"JAX_PLATFORMS": "cpu"}, **pipes, **options)
+
+
+def test_help_lists_the_commands_and_needs_no_devices():
+    program = (
+        "from axonml_jax.__main__ import main\n"
+        "from axonml_jax.mesh.fake_devices import backend_started\n"
+        "assert main(['--help']) == 0 and main(['train', '--help']) == 0 and main(['--version']) == 0\n"
+        "assert not backend_started()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(command in done.stdout for command in ("train", "explain", "devices", "--train.global_batch_size"))
+
+
+def test_training_prints_plan_and_ledger_first_and_leaves_everything_in_its_folder(run, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    status, out, _ = run("train", QUICKSTART, *SMALL, "--data.path", text)
+    assert status == 0
+    order = ["parameters", "data=8 on 8 simulated", "gradients  all_reduce", "step 1/2", "step 2/2"]
+    order += ["validation loss", "bigram model", "files", "sample 1"]
+    assert [out.index(words) for words in order] == sorted(out.index(words) for words in order)
+    folder = tmp_path / "runs" / "quickstart"
+    assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "config.yaml", "loss.png"}
+    first, last = records(folder)
+    assert first["step"] == 1 and {"loss", "grad_norm", "compile_time"} <= first.keys()
+    assert {"loss", "grad_norm", "step_time", "tokens_per_second", "valid_loss", "valid_bigram"} <= last.keys()
+    assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["steps"] == 2
+
+
+def test_a_second_run_of_the_same_name_gets_a_folder_of_its_own(run, text, tmp_path):
+    for _ in range(2):
+        assert run("train", QUICKSTART, *SMALL, "--data.path", text, "--output.plot=false")[0] == 0
+    first, second = (tmp_path / "runs" / name for name in ("quickstart", "quickstart-2"))
+    losses = [[row["loss"] for row in records(folder)] for folder in (first, second)]
+    assert losses[0] == losses[1] and not (second / "loss.png").exists()
+
+
+@pytest.mark.parametrize("name", ["ddp_bf16", "ddp_accumulate"])
+def test_the_other_configurations_train(run, name):
+    small = (
+        "--devices.simulated=8",
+        "--train.steps=2",
+        "--train.eval_batches=1",
+        "--sample.length=2",
+        "--output.plot=false",
+    )
+    status, out, err = run("train", str(CONFIGS / f"{name}.yaml"), *small)
+    assert status == 0, err
+    assert "validation loss" in out
+
+
+def test_every_rank_may_train_a_model_of_its_own(run, text):
+    status, out, _ = run("train", QUICKSTART, *SMALL, "--data.path", text, "--plan.sync_strategy=no_sync")
+    assert status == 0 and "validation loss" in out
+
+
+def test_explain_prints_plan_and_ledger_and_allocates_nothing(run):
+    before = len(jax.live_arrays())
+    status, out, _ = run("explain", QUICKSTART, "--train.eval_every=null")
+    assert status == 0
+    assert "1,057,728 parameters" in out and "all_reduce" in out and "1.0000" in out
+    assert len(jax.live_arrays()) == before
+
+
+def test_devices_prints_what_there_is(run):
+    status, out, _ = run("devices", "--simulated", "8")
+    assert status == 0
+    assert f"jax {jax.__version__}" in out and "8 device(s)" in out and out.count("\n7 ") == 1
+
+
+def refusals(text, empty, tmp_path):
+    return {
+        "mesh degrees": (["--mesh.data=3"], ["data=3", "8 devices", "nearest legal degrees"]),
+        "batch": (["--train.global_batch_size=12"], ["train.global_batch_size=12", "8 batch shards", "use 8 or 16"]),
+        "microbatches": (["--plan.accumulate=3"], ["8 batch shards", "3 microbatches", "multiple of 24"]),
+        "missing folder": ([f"--data.path={tmp_path / 'none'}"], ["no such folder", "none"]),
+        "empty folder": ([f"--data.path={empty}"], ["no text in", "empty"]),
+        "too little text": ([f"--data.path={text}", "--train.global_batch_size=800"], ["fewer than", "800"]),
+        "several at once": (["--mesh.data=3", f"--data.path={empty}"], ["data=3", "no text in"]),
+        "wrong flag": (["--train.stpes=3"], ["--train.stpes", "did you mean --train.steps?"]),
+        "wrong type": (["--train.steps=few"], ["train.steps=few: must be a whole number"]),
+    }
+
+
+@pytest.mark.parametrize("case", list(refusals("", "", Path())))
+def test_what_cannot_work_is_refused_in_one_message_before_anything_is_allocated(run, text, tmp_path, case):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    flags, words = refusals(text, empty, tmp_path)[case]
+    before = len(jax.live_arrays())
+    status, out, err = run("train", QUICKSTART, *SMALL, *flags)
+    assert status == 2 and out == "" and err.startswith("axonml-jax: error: ")
+    assert all(word in err for word in words), err
+    assert len(jax.live_arrays()) == before and not (tmp_path / "runs").exists()
+
+
+def test_tensorboard_without_its_package_is_refused_before_anything_else(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    status, _, err = run("train", QUICKSTART, *SMALL, "--output.tensorboard")
+    assert status == 2 and "axonml-jax[tensorboard]" in err
+
+
+def test_errors_of_a_real_process_have_no_traceback():
+    process = in_process("train", QUICKSTART, "--mesh.data=3")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and out == ""
+    assert err.startswith("axonml-jax: error: mesh: ") and "Traceback" not in err
+
+
+def test_unknown_commands_are_refused(run, capsys):
+    assert main(["tarin"]) == 2 and "invalid choice: 'tarin'" in capsys.readouterr().err
+    assert main([]) == 2
+
+
+def test_ctrl_c_ends_cleanly_and_keeps_what_was_recorded(text, tmp_path):
+    runs = tmp_path / "runs"
+    endless = ("--train.steps=1_000_000", "--train.log_every=1", f"--output.dir={runs}", f"--data.path={text}")
+    process = in_process("train", QUICKSTART, *SMALL, *endless, cwd=tmp_path)
+    metrics = runs / "quickstart" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "stopped by Ctrl-C after step" in out and "Traceback" not in err
+    assert len(records(metrics.parent)) > 3 and (metrics.parent / "loss.png").exists()
+
+
+def test_profile_writes_a_trace(text, tmp_path):
+    flags = ("--train.steps=9", "--profile", f"--output.dir={tmp_path}", f"--data.path={text}", "--sample.count=0")
+    process = in_process("train", QUICKSTART, *SMALL, *flags)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert list((tmp_path / "quickstart" / "trace").rglob("*.xplane.pb")) and "trace" in out

@@ -1,0 +1,150 @@
+"""Configurations: the keys are frozen, every key has help, and whatever is wrong is named with its remedy."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from axonml_jax.launch.config import ConfigError, RunConfig
+from axonml_jax.launch.read_config import as_dict, attribute_docs, config_parser, read_config, settings
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+MODEL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_length": 128}
+
+KEYS = """
+name profile devices.simulated mesh.data
+plan.sync_strategy plan.bucket_size_mb plan.gradient_as_bucket_view plan.comm_dtype plan.precision plan.accumulate
+plan.check_vma
+model.vocab_size model.num_layers model.hidden_size model.num_heads model.max_length model.num_kv_heads
+model.mlp_hidden_size model.norm model.activation model.position model.rope_theta model.tie_embeddings model.use_bias
+model.dropout model.norm_eps model.dtype model.param_dtype
+data.path data.length data.max_bytes data.valid_fraction data.num_workers
+optim.name optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.betas optim.max_grad_norm
+train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed
+sample.count sample.length sample.prompt sample.temperature
+output.dir output.tensorboard output.plot
+""".split()  # noqa: SIM905
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content, model=MODEL):
+        path = tmp_path / "config.yaml"
+        text = content if isinstance(content, str) else yaml.safe_dump({"model": model, **content})
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def refusal(*argv):
+    with pytest.raises(ConfigError) as caught:
+        read_config("train", argv)
+    return str(caught.value)
+
+
+def test_the_configuration_keys_are_frozen():
+    assert [key for key, *_ in settings()] == KEYS
+
+
+def test_every_key_has_help_that_says_what_it_is():
+    text = " ".join(config_parser("train").format_help().split())
+    for key, _, _, words in settings():
+        assert f"--{key} " in text and len(words) > 8, key
+
+
+def test_every_section_is_documented():
+    documented = {field.name for field in dataclasses.fields(RunConfig)}
+    assert set(attribute_docs(RunConfig)) == {"name", "profile", "model"} <= documented
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_configurations_that_come_along_are_read(path):
+    assert read_config("train", [str(path)]).devices.simulated in (4, 8)
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(write):
+    path = write({"train": {"steps": 7, "log_every": 3}})
+    config = read_config("train", [path, "--train.steps", "9", "--optim.betas", "[0.8, 0.9]", "--data.path=null"])
+    assert (config.train.steps, config.train.log_every, config.train.seed) == (9, 3, 0)
+    assert config.optim.betas == (0.8, 0.9) and config.data.path is None
+
+
+def test_numbers_are_read_as_people_write_them(write):
+    config = read_config(
+        "train", [write("optim: {learning_rate: 3e-4}\nmodel: " + str(MODEL)), "--data.max_bytes", "1_000"]
+    )
+    assert config.optim.learning_rate == 3e-4 and config.data.max_bytes == 1000
+
+
+def test_a_yes_or_no_flag_alone_means_yes(write):
+    config = read_config("train", [write({}), "--profile", "--output.plot", "false", "--plan.check_vma"])
+    assert config.profile and config.plan.check_vma and not config.output.plot
+
+
+def test_a_configuration_written_down_reads_back_as_the_same(write):
+    config = read_config("train", [write({"optim": {"betas": [0.5, 0.6]}, "plan": {"precision": "bf16"}})])
+    assert read_config("train", [write(yaml.safe_dump(as_dict(config)))]) == config
+
+
+def test_every_unknown_key_and_flag_is_named_with_the_nearest_known_one(write):
+    path = write({"train": {"step": 3}, "data": {"lenght": 5}, "optm": {"name": "adamw"}})
+    message = refusal(path, "--plan.precison", "bf16", "--learning_rte=3", "--zebra", "1")
+    assert "unknown key 'train.step'" in message and "did you mean train.steps?" in message
+    assert "unknown key 'data.lenght'" in message and "did you mean data.length?" in message
+    assert "unknown key 'optm'" in message and "did you mean optim?" in message
+    assert "unknown flag --plan.precison: did you mean --plan.precision?" in message
+    assert "unknown flag --learning_rte: did you mean --optim.learning_rate?" in message
+    assert "unknown flag --zebra; --help lists all" in message
+
+
+WRONG_TYPES = {
+    "train.steps=many: must be a whole number": ("--train.steps", "many"),
+    "train.steps=2.5: must be a whole number": ("--train.steps", "2.5"),
+    "train.eval_every=x: must be a whole number, or null": ("--train.eval_every", "x"),
+    "optim.name=adam: must be one of adamw, lion": ("--optim.name", "adam"),
+    "optim.betas=3: must be a list such as [0.9, 0.9]": ("--optim.betas", "3"),
+    "plan.precision=bf17: must be one of float32, bf16, or null": ("--plan.precision", "bf17"),
+    "output.plot=maybe: must be true or false": ("--output.plot", "maybe"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_TYPES)
+def test_a_wrong_type_is_refused_by_key_on_the_command_line_and_in_the_file(message, write):
+    flag, value = WRONG_TYPES[message]
+    assert refusal(write({}), flag, value) == message
+    section, name = flag[2:].split(".")
+    assert refusal(write({section: {name: yaml.safe_load(value)}})) == message
+
+
+def test_all_values_out_of_range_are_reported_together(write):
+    path = write({"train": {"steps": 0, "seed": -1}, "data": {"length": 0}, "plan": {"comm_dtype": "int32"}})
+    message = refusal(path, "--optim.learning_rate", "0", "--model.num_heads", "3", "--sample.prompt", "")
+    for part in (
+        "train.steps=0: must be at least 1",
+        "train.seed=-1: must be at least 0",
+        "data.length=0: must be at least 1",
+        "must be a floating dtype",
+        "learning_rate=0.0: must be positive",
+        "does not divide into num_heads=3",
+        "sample.prompt is empty",
+    ):
+        assert part in message
+
+
+def test_sections_that_contradict_each_other_are_refused(write):
+    message = refusal(write({"data": {"length": 200}, "name": "a/b"}, MODEL | {"vocab_size": 100}))
+    assert "model.vocab_size=100: bytes need at least 256" in message
+    assert "data.length=200 is above model.max_length=128" in message
+    assert "name='a/b': must be the name of a folder" in message
+
+
+def test_files_that_are_none_are_refused(write, tmp_path):
+    assert refusal(str(tmp_path / "none.yaml")).startswith("no such configuration file")
+    assert "is not YAML" in refusal(write("model: [1"))
+    assert "holds no keys" in refusal(write("just words"))
+    assert "model is a section" in refusal(write("model: 3"))
+    assert "configuration file first" in refusal("--train.steps", "3")
+    missing = refusal(write("model: {vocab_size: 256}"))
+    assert "model.num_layers" in missing and "model.max_length" in missing

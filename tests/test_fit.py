@@ -1,0 +1,198 @@
+"""The loop and what it leaves behind: records, speeds, pictures, lines, traces."""
+
+import io
+import sys
+import time
+from itertools import repeat
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from axonml_jax.launch import trace
+from axonml_jax.launch.config import ConfigError, OptimConfig
+from axonml_jax.launch.fit import Record, evaluate, fit
+from axonml_jax.launch.optimizer import learning_rate, make_optimizer
+from axonml_jax.launch.peaks import peak_flops
+from axonml_jax.launch.plot import plot_losses
+from axonml_jax.launch.progress import line, progress
+from axonml_jax.launch.records import JsonLines, TensorBoard, read_records
+from axonml_jax.training.metrics import Throughput
+
+SPEED = Throughput(tokens_per_step=100, flops_per_token=10.0, num_devices=1, peak_flops=1e6)
+
+
+class CountingTrainer:
+    """Steps take a while, and its loss is the number of steps made."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def step(self, batch):
+        self.steps += 1
+        time.sleep(0.002)
+        return {"loss": np.float32(self.steps), "grad_norm": np.array([1.0, 3.0])}
+
+    def evaluate(self, batch):
+        return {"loss": np.float32(batch)}
+
+
+def records_of(trainer=None, **options):
+    return list(fit(trainer or CountingTrainer(), repeat(None), throughput=SPEED, **options))
+
+
+def test_records_come_after_the_first_the_logged_the_validated_and_the_last_step():
+    records = records_of(steps=11, log_every=4, validate=lambda: {"loss": 0.5}, validate_every=5)
+    assert [record.step for record in records] == [1, 4, 5, 8, 10, 11]
+    assert [record.step for record in records if "valid_loss" in record.metrics] == [5, 10, 11]
+    assert [record.metrics["loss"] for record in records] == [1, 4, 5, 8, 10, 11]
+
+
+def test_without_an_interval_only_the_last_step_is_validated():
+    records = records_of(steps=4, log_every=1, validate=lambda: {"loss": 0.5})
+    assert ["valid_loss" in record.metrics for record in records] == [False, False, False, True]
+
+
+def test_the_first_step_gives_the_compile_time_and_no_speed():
+    first, second = records_of(steps=2, log_every=1)
+    assert "compile_time" in first.metrics and "step_time" not in first.metrics
+    assert second.metrics["tokens_per_second"] == pytest.approx(100 / second.metrics["step_time"])
+
+
+def test_values_that_differ_between_ranks_are_averaged():
+    assert records_of(steps=1)[0].metrics["grad_norm"] == 2.0
+
+
+def test_the_time_of_validating_and_of_the_caller_counts_in_no_speed():
+    def slow():
+        time.sleep(0.5)
+        return {"loss": 0.0}
+
+    trainer = CountingTrainer()
+    for record in fit(trainer, repeat(None), steps=6, throughput=SPEED, validate=slow, validate_every=2, log_every=2):
+        time.sleep(0.2)
+        assert record.metrics.get("step_time", 0) < 0.1
+
+
+def test_it_draws_no_batch_more_than_it_uses_and_stops_when_there_is_none():
+    batches = iter(range(10))
+    list(fit(CountingTrainer(), batches, steps=4, throughput=SPEED))
+    assert next(batches) == 4
+    assert records_of(CountingTrainer(), steps=3)[-1].step == 3
+
+
+def test_evaluate_is_the_mean_over_batches():
+    assert evaluate(CountingTrainer(), iter([1.0, 2.0, 6.0])) == {"loss": 3.0}
+
+
+def test_mfu_is_the_share_of_the_peak_and_absent_where_it_is_unknown():
+    assert SPEED.of(num_steps=10, seconds=0.5)["mfu"] == pytest.approx(10.0 * 2000 / 1e6)
+    unknown = Throughput(tokens_per_step=1, flops_per_token=1.0, num_devices=1)
+    assert "mfu" not in unknown.of(num_steps=1, seconds=1.0)
+
+
+KINDS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": None,
+    "NVIDIA H200": 989e12,
+    "cpu": None,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peaks_are_known_by_the_kind_of_device(kind):
+    assert peak_flops(kind) == KINDS[kind]
+
+
+def test_json_lines_are_on_disk_at_once_and_read_back(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    recorder = JsonLines(path)
+    records = [Record(1, {"loss": 2.5}), Record(2, {"loss": 2.25, "valid_loss": 3.0})]
+    for record in records:
+        recorder.write(record)
+    assert read_records(path) == records
+    recorder.close()
+
+
+def test_tensorboard_writes_events_or_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ConfigError, match=r"axonml-jax\[tensorboard\]"):
+        TensorBoard(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_gets_every_metric(tmp_path):
+    pytest.importorskip("tensorboardX")
+    board = TensorBoard(tmp_path)
+    board.write(Record(3, {"loss": 2.5}))
+    board.close()
+    [events] = tmp_path.iterdir()
+    assert b"loss" in events.read_bytes()
+
+
+def test_the_picture_is_drawn_or_the_note_says_what_to_install(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    records = [Record(step, {"loss": 3.0 / step, "valid_loss": 2.0}) for step in (1, 2, 3)]
+    assert plot_losses(records, tmp_path / "a.png", title="a", baseline=2.4) is None
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "axonml-jax[plots]" in (plot_losses(records, tmp_path / "b.png", title="b") or "")
+    assert not (tmp_path / "b.png").exists()
+
+
+FULL = Record(
+    20, {"loss": 2.5, "grad_norm": 0.7, "step_time": 0.2, "tokens_per_second": 4e4, "mfu": 0.41, "valid_loss": 2.0}
+)
+
+
+def test_off_a_terminal_every_record_is_a_plain_line():
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with progress(300, console) as show:
+        show(FULL)
+    words = "step  20/300  loss 2.5000  norm 0.70  40,000 tokens/s  200 ms/step  MFU 41.0%  validation loss 2.0000\n"
+    assert console.file.getvalue() == words == line(FULL, 300) + "\n"
+
+
+def test_on_a_terminal_a_bar_moves_and_validations_stay():
+    console = Console(file=io.StringIO(), force_terminal=True, width=140)
+    with progress(300, console) as show:
+        show(FULL)
+    shown = console.file.getvalue()
+    assert "\x1b[" in shown and "20/300" in shown and "loss 2.5000" in shown and "validation loss 2.0000" in shown
+
+
+def test_a_trace_covers_a_few_steps_and_ends_even_when_the_loop_does_not(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(trace.jax.profiler, "start_trace", lambda folder: calls.append("start"))
+    monkeypatch.setattr(trace.jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    for number in trace.traced(iter(range(1, 11)), tmp_path, lambda: calls.append("wait")):
+        calls.append(number)
+    assert calls == [1, 2, "wait", "start", 3, 4, 5, 6, 7, "wait", "stop", 8, 9, 10]
+    calls.clear()
+    stopped = trace.traced(iter(range(1, 11)), tmp_path, lambda: None)
+    assert [next(stopped) for _ in range(4)] == [1, 2, 3, 4]
+    stopped.close()
+    assert calls == ["start", "stop"]
+
+
+def test_the_learning_rate_rises_along_a_line_and_falls_to_a_tenth():
+    rate = learning_rate(OptimConfig(learning_rate=1.0, warmup_steps=3), steps=103)
+    assert [float(rate(step)) for step in (0, 1, 2, 3)] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert float(rate(53)) == pytest.approx(0.55) and float(rate(103)) == pytest.approx(0.1)
+    constant = learning_rate(OptimConfig(learning_rate=1.0, schedule="constant"), steps=100)
+    assert float(constant(0)) == float(constant(99)) == 1.0
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_matrices_decay_and_vectors_do_not(name):
+    params = {"matrix": np.ones((2, 2)), "vector": np.ones(2)}
+    tx = make_optimizer(OptimConfig(name=name, learning_rate=1.0, weight_decay=0.5, schedule="constant"), steps=10)
+    updates, _ = tx.update({key: np.zeros_like(value) for key, value in params.items()}, tx.init(params), params)
+    assert np.allclose(updates["matrix"], -0.5) and np.allclose(updates["vector"], 0)
