@@ -3,8 +3,8 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
-from axonml_jax import __version__
 from axonml_jax.launch.config import ConfigError
 
 USAGE_ERROR = 2
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train any Flax model on many devices.",
         epilog="`axonml-jax train --help` lists every key.",
     )
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--version", action="version", version=version("axonml-jax"))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train on text as a configuration file says", add_help=False)
     commands.add_parser("explain", help="print plan and ledger of a configuration, without training", add_help=False)

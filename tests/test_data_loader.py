@@ -1,9 +1,6 @@
 """Global batches: the same samples whatever the mesh, exact resumption, any kind of dataset, and refusals."""
 
 import multiprocessing
-import socket
-import subprocess
-import sys
 from typing import NamedTuple
 
 import jax
@@ -282,46 +279,3 @@ def test_a_state_of_another_order_is_refused_with_every_difference():
         same.load_state_dict({k: v for k, v in state.items() if k != "epoch"})
     with pytest.raises(ValueError, match="no position among 10 samples"):
         same.load_state_dict(state | {"samples": 11})
-
-
-PROCESS = """
-import sys
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
-jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
-import numpy as np
-from jax.sharding import Mesh
-from axonml_jax.data.loader import create_dataloader
-
-class Dataset:
-    read = []
-    def __len__(self): return 8
-    def __getitem__(self, index):
-        self.read.append(index)
-        return index
-
-mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "tensor"))
-batch = next(iter(create_dataloader(Dataset(), 4, mesh, shuffle=False, prefetch=0)))
-print("RESULT", batch.shape, Dataset.read, [shard.data.tolist() for shard in batch.addressable_shards])
-"""
-
-
-def test_a_process_reads_only_the_rows_its_devices_hold(free_port):
-    address = f"127.0.0.1:{free_port}"
-    command = [sys.executable, "-c", PROCESS, address]
-    workers = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    try:
-        outputs = [worker.communicate(timeout=120)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    results = [next(line for line in output.splitlines() if line.startswith("RESULT")) for output in outputs]
-    assert results == ["RESULT (4,) [0, 1] [[0, 1], [0, 1]]", "RESULT (4,) [2, 3] [[2, 3], [2, 3]]"]
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -26,7 +26,7 @@ def total(x):
 def shift(x, source, target):
     return jax.lax.ppermute(x, "data", [(source, target)])
 
-world = init(timeout=60)
+world = init(timeout=300)
 rank, group = world.rank, world.default_group()
 assert (world.world_size, world.num_processes, world.local_ranks, world.local_rank) == (3, 3, (rank,), rank)
 assert world.is_main_process == (rank == 0) and world.backend.name == "gloo" and init() == world
@@ -90,7 +90,7 @@ def test_three_processes_form_a_world_and_their_groups_agree_or_say_who_does_not
         for rank in range(3)
     ]
     try:
-        outputs = [process.communicate(timeout=150) for process in processes]
+        outputs = [process.communicate(timeout=400) for process in processes]
     finally:
         for process in processes:
             process.kill()
