@@ -54,7 +54,8 @@ def summary(results, seconds):
     import jax
 
     bad = [(row, error) for row, error in results if error]
-    lines = [f"{len(results)} plans, {len(results) - len(bad)} equal the single-device run (jax {jax.__version__}, {seconds:.0f} s)."]
+    equal = len(results) - len(bad)
+    lines = [f"{len(results)} plans, {equal} equal the single-device run (jax {jax.__version__}, {seconds:.0f} s)."]
     lines += ["", "| option | value | plans | equal |", "| --- | --- | --- | --- |"]
     counts = collections.Counter((name, str(value)) for row, _ in results for name, value in row.items())
     wrong = collections.Counter((name, str(value)) for row, _ in bad for name, value in row.items())
