@@ -78,7 +78,7 @@ class Replicate(AbstractStrategy):
         """One reduction for the whole bucket."""
         if self.sync_strategy is GradSyncStrategy.NO_SYNC:
             return list(grads)
-        flat = not self.gradient_as_bucket_view if self.gradient_as_bucket_view is not None else False
+        flat = self.gradient_as_bucket_view is False
         return all_reduce_leaves(grads, (axis,), flat=flat, comm_dtype=self.comm_dtype, comm_hook=self.comm_hook)
 
     def wire_itemsize(self, dtype: Any) -> int:
