@@ -151,7 +151,7 @@ def means(losses: Loss, placement: Placement, count: int, sync: bool):
     leaves, treedef = jax.tree.flatten(sums)
     if sync:
         with jax.named_scope("axonml.metrics"):
-            leaves = all_reduce_leaves(leaves, placement.batch_axes, flat=True)
+            leaves = all_reduce_leaves(leaves, placement.batch_axes, flat=len(leaves) > 1)
     total, weight, metrics = treedef.unflatten(leaves)
     parts = count * (placement.batch_degree if sync else 1)
     loss = total / (parts if weight is None else weight)

@@ -1,0 +1,51 @@
+"""Our side of `torch_ddp.py`: the same training as `torch_rank.py`, as one rank of many or on simulated devices.
+
+Started by `torch_ddp.py`. Prints the seconds of every step and the first losses as JSON.
+"""
+
+import argparse
+import json
+import time
+
+import jax
+import numpy as np
+from small_gpt import config, loss_fn, make_batch, make_model, optimizer
+
+import axonml_jax as ax
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layers", type=int)
+    parser.add_argument("width", type=int)
+    parser.add_argument("rows", type=int)
+    parser.add_argument("warmup", type=int)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--devices", type=int, help="simulated devices in this process, instead of one rank of many")
+    parser.add_argument("--write", metavar="FILE", help="write weights and batch for torch_rank.py, and stop")
+    options = parser.parse_args()
+    shape = config(options.layers, options.width)
+    batch = make_batch(options.rows, shape)
+    if options.write:
+        weights = ax.DDP(make_model(shape)).state_dict()
+        sizes = {"layers": shape.num_layers, "width": shape.hidden_size, "heads": shape.num_heads}
+        np.savez(options.write, x=batch["tokens"], y=batch["targets"], **sizes, **weights)
+        print(json.dumps(shape.num_params))
+        return
+    if options.devices:
+        ax.fake_devices(options.devices)
+    mesh = ax.init().mesh
+    trainer = ax.DDP(make_model(shape), mesh).trainer(optimizer(), loss_fn)
+    losses, times = [], []
+    for _ in range(options.warmup + options.steps):
+        start = time.perf_counter()
+        metrics = trainer.step(batch)
+        losses.append(float(metrics["loss"]))
+        jax.block_until_ready(trainer.state)
+        times.append(time.perf_counter() - start)
+    print(json.dumps({"losses": losses[:5], "times": times[options.warmup :], "version": jax.__version__}))
+    ax.shutdown()
+
+
+if __name__ == "__main__":
+    main()
