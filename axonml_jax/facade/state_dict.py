@@ -7,7 +7,7 @@ import numpy as np
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.functional import Functional, Variables
-from axonml_jax.sharding.place import cast, to_host
+from axonml_jax.sharding.place import cast, is_deleted, to_host
 
 
 def state_dict(model: Functional, variables: Variables) -> dict[str, Any]:
@@ -61,11 +61,12 @@ def fitted(given: PyTree, held: PyTree, rule: str) -> PyTree:
     """A given tree in the structure and dtypes of the one we hold; leaves are matched by path name.
 
     Raises:
-      ValueError: the rule, and every leaf that is missing, unexpected or of another shape.
+      ValueError: the rule, and every leaf that is missing, unexpected, of another shape or deleted.
     """
     values, wanted = named_leaves(given), named_leaves(held)
     missing, unexpected = [n for n in wanted if n not in values], [n for n in values if n not in wanted]
-    if problems := _wrong_shapes(values, wanted) + _unmatched(missing, unexpected):
+    gone = [f"  {n}: given up by a later step (keep a copy)" for n, x in values.items() if is_deleted(x)]
+    if problems := _wrong_shapes(values, wanted) + _unmatched(missing, unexpected) + gone:
         raise ValueError(rule + "; this one does not fit:\n" + "\n".join(problems))
     return jax.tree.unflatten(jax.tree.structure(held), [cast(values[n], leaf.dtype) for n, leaf in wanted.items()])
 

@@ -17,10 +17,11 @@ from axonml_jax.model.trainable import merge, partition
 def nnx_functional(model: nnx.Module, trainable: Trainable = None) -> tuple["NNXFunctional", Variables]:
     """The pure view of an NNX module, and its arrays."""
     graphdef, params, streams, state = nnx.split(model, nnx.Param, nnx.RngState, ...)
+    select = trainable
     if isinstance(trainable, type):
         wanted = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, trainable))}
-        trainable = wanted.__contains__
-    trained, frozen = partition(nnx.to_pure_dict(params), trainable)
+        select = wanted.__contains__
+    trained, frozen = partition(nnx.to_pure_dict(params), select, given=trainable)
     variables = Variables(trained, frozen, _without_intermediates(state))
     return NNXFunctional(graphdef, nnx.to_pure_dict(streams), abstract(variables)), variables
 

@@ -30,8 +30,8 @@ def selector(trainable: Any) -> Callable[[str], bool]:
     return lambda name: any(pattern.search(name) for pattern in compiled)
 
 
-def partition(params: PyTree, trainable: Any) -> tuple[PyTree, PyTree]:
-    """Split a nest of dicts into (trained, frozen); the two merge back with `merge`.
+def partition(params: PyTree, trainable: Any, given: Any = None) -> tuple[PyTree, PyTree]:
+    """Split a nest of dicts into (trained, frozen); the two merge back with `merge`. `given` is what the user wrote.
 
     Raises:
       ValueError: when there are parameters and none of them trains.
@@ -41,8 +41,8 @@ def partition(params: PyTree, trainable: Any) -> tuple[PyTree, PyTree]:
     chosen = {name for name in names if select(name)}
     if names and not chosen:
         raise ValueError(
-            f"trainable={trainable!r} matches none of the {len(names)} parameters, so nothing would train; "
-            f"their paths are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+            f"trainable={trainable if given is None else given!r} matches none of the {len(names)} parameters, so nothing "
+            f"would train; their paths are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
         )
     return _keep(params, chosen, True, ()), _keep(params, chosen, False, ())
 

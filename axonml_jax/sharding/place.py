@@ -51,17 +51,24 @@ def cast(leaf: Any, dtype: Any) -> Any:
     return jax.numpy.astype(leaf, dtype) if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
 
 
+def is_deleted(x: Any) -> bool:
+    """Whether x is an array whose buffers were donated. Using one can end the process (jax 0.10 on several CPU devices)."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
+
+
 def replicated(tree: PyTree, mesh: Mesh) -> PyTree:
     """Copies of arrays, whole on every device of `mesh`."""
     return place(tree, jax.tree.map(lambda _: PartitionSpec(), tree), mesh)
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """Whole arrays in this process's memory as NumPy arrays (typed keys as they are); every process must call it."""
+    """Whole arrays in this process's memory as NumPy arrays (typed keys as keys of their own); every process must call it."""
 
     def fetch(leaf):
-        if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not isinstance(leaf, jax.Array):
             return leaf
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(fetch(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
             leaf = jax.jit(_copy, out_shardings=NamedSharding(leaf.sharding.mesh, PartitionSpec()))(leaf)  # pyright: ignore
         return np.asarray(leaf) if leaf.is_fully_addressable else np.asarray(leaf.addressable_data(0))

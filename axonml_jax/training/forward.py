@@ -37,7 +37,8 @@ class Forward:
         """Run the model; arguments that are no arrays (flags, strings) are passed as they are."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
-        check_batch([leaf for leaf in arrays if leaf is not None], self.mesh)
+        named = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
+        check_batch(jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, named), self.mesh)
         static = (treedef, tuple(None if _is_array(leaf) else leaf for leaf in leaves))
         with explain_typed_scan(self.placement.plan.check_vma):
             return bound_run_ahead(self._compiled(variables, key, place_batch(arrays, self.mesh), static=static))

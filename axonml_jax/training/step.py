@@ -14,6 +14,7 @@ from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.theory import minimum_traffic
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
+from axonml_jax.sharding.place import is_deleted
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.gradients import gradients
 from axonml_jax.training.objective import Objective
@@ -64,8 +65,13 @@ class TrainStep:
           The new state, and metrics: `loss`, `grad_norm` (before clipping), and the loss function's own.
 
         Raises:
-          ValueError: when the batch does not divide.
+          ValueError: when the batch does not divide, or when the state was given to an earlier step.
         """
+        if is_deleted(state.step):
+            raise ValueError(
+                "this state was given to an earlier step, which reused its memory: go on from the state that step returned, "
+                "or give it a copy, jax.tree.map(jnp.copy, state)"
+            )
         check_batch(batch, self.mesh, self.placement.plan.accumulate)
         bound_run_ahead(state.step)
         with explain_typed_scan(self.placement.plan.check_vma):
