@@ -1,0 +1,212 @@
+"""What cannot work is refused with the offender and a remedy, before anything is allocated on the mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from plan_models import CASES, DropoutMLP, LinenNet, mean_loss, regression
+
+import axonml_jax as ax
+
+BATCH = regression(8)
+MODEL = DropoutMLP(nnx.Rngs(0))
+
+
+def mesh(**degrees):
+    return ax.make_mesh(devices=jax.devices()[: int(np.prod(list(degrees.values())))], **degrees)
+
+
+def ddp(given=None, *, model=MODEL, **options):
+    return ax.DDP(model, mesh(data=2) if given is None else given, **options)
+
+
+def planned(plan, given=None):
+    return ax.parallelize(MODEL, given or mesh(data=2), plan)
+
+
+MESHES = {
+    "a wrong product": (lambda: ax.make_mesh(data=3), ["data=3", "8 devices", "nearest legal degrees", "[:3]"]),
+    "a product that does not divide": (lambda: ax.make_mesh(data=-1, tensor=3), ["tensor=3", "divide", "nearest"]),
+    "two open degrees": (lambda: ax.make_mesh(data=-1, tensor=-1), ["data=-1, tensor=-1", "one axis at most"]),
+    "degree zero": (lambda: ax.make_mesh(data=0), ["data=0", "int >= 1"]),
+    "an unknown axis": (lambda: ax.make_mesh(dta=8), ["'dta'", "did you mean 'data'"]),
+    "a mesh with an unknown axis": (lambda: ddp(jax.make_mesh((2,), ("rows",))), ["['rows']", "data, pipe", "'data'"]),
+    "two names for one axis": (lambda: ddp(jax.make_mesh((2, 2), ("dp", "data"))), ["['dp', 'data']", "share a name"]),
+    "no mesh at all": (lambda: ddp("data"), ["'data' is no mesh", "jax.sharding.Mesh, a World, a ProcessGroup"]),
+    "a number of devices": (lambda: ddp(4), ["4 is no mesh", "jax.sharding.Mesh"]),
+    "a mesh without devices": (
+        lambda: ddp(mesh(data=2).abstract_mesh),
+        ["lives on devices", "give a jax.sharding.Mesh"],
+    ),
+    "a tensor axis under DDP": (
+        lambda: ddp(mesh(data=2, tensor=2)),
+        ["{'tensor': 2}", "no strategy", "the plan's axes"],
+    ),
+    "an fsdp axis under DDP": (lambda: ddp(mesh(data=2, fsdp=4)), ["{'fsdp': 4}", "no strategy"]),
+    "degrees that are not the mesh's": (
+        lambda: planned(ax.Plan(mesh=ax.MeshShape(data=1, tensor=2))),
+        ["'tensor': 2", "{'data': 2}", "one or the other"],
+    ),
+    "degrees for other devices": (lambda: planned(ax.Plan(mesh=ax.MeshShape(data=4))), ["data=4", "2 devices"]),
+}
+
+MODELS = {
+    "Linen without variables": (lambda: ddp(model=LinenNet()), ["LinenNet is a Linen module", "params=module.init"]),
+    "NNX with variables": (lambda: ddp(params={}), ["DropoutMLP is an NNX module", "leave params= out"]),
+    "variables that are none": (lambda: ddp(model=LinenNet(), params=[1]), ["module.init returned", "list"]),
+    "a function": (lambda: ddp(model=lambda x: x), ["flax.nnx.Module", "a function was given"]),
+    "a class": (lambda: ddp(model=DropoutMLP), ["flax.nnx.Module", "ModuleMeta was given"]),
+    "trainable that matches nothing": (lambda: ddp(trainable="^head/"), ["'^head/'", "6 parameters", "first/bias"]),
+    "an empty list of patterns": (lambda: ddp(trainable=[]), ["trainable=[]", "first/bias"]),
+    "a broken pattern": (lambda: ddp(trainable=["kernel", "("]), ["'('", "no regular expression"]),
+    "trainable that says nothing": (
+        lambda: ddp(trainable=True),
+        ["trainable=True", "regular expressions", "None for all"],
+    ),
+    "a variable type the model lacks": (lambda: ddp(trainable=nnx.LoRAParam), ["LoRAParam", "none of the 6"]),
+    "a seed that is no number": (lambda: ddp(seed="a"), ["seed='a'", "whole number"]),
+}
+
+OPTIONS = {
+    "no microbatch": (lambda: ax.Plan(accumulate=0), ["accumulate=0", "positive whole number"]),
+    "half a microbatch": (lambda: ax.Plan(accumulate=1.5), ["accumulate=1.5", "positive whole number"]),
+    "a flag for a number": (lambda: ax.Plan(accumulate=True), ["accumulate=True"]),
+    "no bucket": (lambda: ddp(bucket_size_mb=0), ["bucket_size_mb=0", "positive", "25"]),
+    "a bucket of text": (lambda: ddp(bucket_size_mb="25"), ["bucket_size_mb='25'", "positive number"]),
+    "a bucket that is no number": (lambda: ddp(bucket_size_mb=float("nan")), ["bucket_size_mb=nan"]),
+    "whole numbers on the wire": (lambda: ddp(comm_dtype="int32"), ["comm_dtype='int32'", "'bfloat16' or 'float16'"]),
+    "a misspelled wire dtype": (lambda: ddp(comm_dtype="bf16"), ["comm_dtype='bf16'", "'bfloat16'"]),
+    "a hook that is none": (lambda: ddp(comm_hook=1), ["comm_hook=1", "hook(flat_bucket, axes)"]),
+    "a hook without a flat bucket": (
+        lambda: ddp(comm_hook=ax.all_reduce_sum, gradient_as_bucket_view=True),
+        ["comm_hook=", "gradient_as_bucket_view=True", "leave it out"],
+    ),
+    "a misspelled strategy": (lambda: ddp(sync_strategy="async"), ["sync_strategy='async'", "'overlapped'"]),
+    "a bucket view that is no flag": (lambda: ddp(gradient_as_bucket_view="no"), ["gradient_as_bucket_view='no'"]),
+    "misspelled statistics": (lambda: ddp(batch_stats="lokal"), ["batch_stats='lokal'", "'global' or 'local'"]),
+    "a broadcast that is no flag": (
+        lambda: ddp(batch_stats="local", broadcast_buffers="no"),
+        ["broadcast_buffers='no'"],
+    ),
+    "a check that is no flag": (lambda: ddp(check_vma="off"), ["check_vma='off'", "True or False"]),
+    "a misspelled policy": (lambda: ddp(precision="bf61"), ["'bf61'", "['bf16', 'float32']", "ax.Precision"]),
+    "a policy that is none": (lambda: ddp(precision=16), ["precision 16", "ax.Precision"]),
+    "misspelled dtypes": (
+        lambda: ax.Precision(param="float23", compute="int8"),
+        ["param='float23' is not a dtype", "compute=int8 is not a floating dtype", "or None"],
+    ),
+    "several at once": (
+        lambda: ddp(bucket_size_mb=-1, comm_dtype="int8", sync_strategy="no"),
+        ["bucket_size_mb=-1", "comm_dtype='int8'", "sync_strategy='no'"],
+    ),
+    "a plan that is none": (lambda: planned("ddp"), ["plan='ddp'", "ax.Plan"]),
+    "a strategy that is none": (lambda: ax.Plan(data="ddp"), ["data='ddp'", "Replicate"]),
+    "a mesh inside a plan": (lambda: ax.Plan(mesh=mesh(data=2)), ["ax.MeshShape", "beside the plan"]),
+}
+
+
+def trainer(**options):
+    given = {"tx": optax.sgd(0.1), "loss_fn": mean_loss} | options
+    return ddp().trainer(given.pop("tx"), given.pop("loss_fn"), **given)
+
+
+TRAINERS = {
+    "clipping to zero": (lambda: trainer(max_grad_norm=0), ["max_grad_norm=0", "positive", "None does not clip"]),
+    "clipping to text": (lambda: trainer(max_grad_norm="1"), ["max_grad_norm='1'", "positive"]),
+    "no microbatch in a trainer": (lambda: trainer(accumulate=0), ["accumulate=0", "positive whole number"]),
+    "no loss function": (lambda: trainer(loss_fn=None), ["loss_fn=None", "loss_fn(model, batch)"]),
+    "no optimizer": (lambda: trainer(tx=None), ["optax.GradientTransformation", "NoneType"]),
+    "gradients of no loss function": (lambda: ddp().value_and_grad(3)(BATCH), ["loss_fn=3", "cannot be called"]),
+}
+
+
+def on_the_mesh():
+    return sum(len(array.sharding.device_set) > 1 for array in jax.live_arrays())
+
+
+def check(call, words, allowed=0):
+    before = on_the_mesh()
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+    assert on_the_mesh() - before <= allowed, "something was allocated"  # frames of the error keep it alive
+
+
+@pytest.mark.parametrize("what", MESHES | MODELS | OPTIONS)
+def test_a_model_that_cannot_work_is_refused_before_anything_is_allocated(what):
+    check(*(MESHES | MODELS | OPTIONS)[what])
+
+
+@pytest.mark.parametrize("what", TRAINERS)
+def test_a_trainer_that_cannot_work_is_refused_before_its_state_is_allocated(what):
+    check(*TRAINERS[what], allowed=len(jax.tree.leaves(ddp().variables)))
+
+
+BATCHES = {
+    "too few rows": (regression(7), ["2 batch shards", "x: shape (7, 5)", "w: shape (7,)", "use 6 or 8 rows"]),
+    "no rows": (regression(0), ["x: shape (0, 5)", "use 2 rows"]),
+    "one leaf that does not divide": ({**BATCH, "y": BATCH["y"][:7]}, ["y: shape (7, 3)", "multiple of 2"]),
+    "leaves that differ": (
+        {**BATCH, "y": BATCH["y"][:4]},
+        ["differ in the size of dim 0", "x: shape (8, 5)", "(4, 3)"],
+    ),
+    "scalars only": ({"scale": np.float64(1.0)}, ["no array with a batch dim", "scale']"]),
+    "nothing": (None, ["no array with a batch dim"]),
+    "texts": ({**BATCH, "name": np.array(["a"] * 8)}, ["name': '<U1'}", "take them out"]),
+    "objects": ({**BATCH, "name": np.array([None] * 8)}, ["name': 'object'}", "arrays of numbers"]),
+}
+USES = {
+    "step": lambda model, batch: model.trainer(optax.sgd(0.1), mean_loss).step(batch),
+    "evaluate": lambda model, batch: model.trainer(optax.sgd(0.1), mean_loss).evaluate(batch),
+    "value_and_grad": lambda model, batch: model.value_and_grad(mean_loss)(batch),
+    "forward": lambda model, batch: model(batch),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return ddp()
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("what", BATCHES)
+def test_a_batch_that_cannot_be_split_is_refused_wherever_it_is_given(model, what, use):
+    batch, words = BATCHES[what]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        USES[use](model, batch)
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+def test_only_the_leaves_that_do_not_divide_are_named(model):
+    with pytest.raises(ValueError) as caught:
+        USES["step"](model, BATCHES["one leaf that does not divide"][0])
+    assert " x:" not in str(caught.value)
+
+
+def test_microbatches_count_in_what_must_divide(model):
+    with pytest.raises(
+        ValueError, match=r"2 batch shards .* x 3 microbatches = 6 parts(.|\n)*use 6 or 12 rows, another number"
+    ):
+        model.trainer(optax.sgd(0.1), mean_loss, accumulate=3).step(BATCH)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_typed_mode_names_the_loop_that_starts_from_plain_zeros(use):
+    recurrent = ax.DDP(CASES["recurrent"].model(), mesh(data=2), check_vma=True)
+    batch = BATCH["x"] if use == "forward" else BATCH
+    with pytest.raises(
+        ValueError, match=r"the loop at .*plan_models.py:\d+ \(in __call__\).*check_vma=False.*zeros_like"
+    ):
+        USES[use](recurrent, batch)
+
+
+def test_a_broken_model_is_the_users_own_error(model):
+    def loss_fn(model, batch):
+        return jnp.mean(model(batch["x"].T))
+
+    with pytest.raises(TypeError, match="dot_general"):
+        model.value_and_grad(loss_fn)(BATCH)

@@ -1,0 +1,117 @@
+"""BatchNorm under DDP: joint statistics, or each rank's own with and without the broadcast of the first rank's buffers."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from plan_models import CASES, BatchNormNet, mean_loss, regression
+
+import axonml_jax as ax
+
+RANKS, ROWS = 2, 8
+OLD, NEW = 0.9, 0.1  # how much of the running averages stays, how much of a batch's statistics joins
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return ax.make_mesh(data=RANKS, devices=jax.devices()[:RANKS])
+
+
+def wrap(linen, mesh, **options):
+    case = CASES["linen_batch_norm" if linen else "batch_norm"]
+    return ax.DDP(case.model(), mesh, params=case.params(), **options)
+
+
+def averages(ddp):
+    """The running means and variances, {"mean": ..., "var": ...}, as they rest on the mesh."""
+    state = ddp.variables.state
+    return state["batch_stats"]["BatchNorm_0"] if "batch_stats" in state else state["norm"]
+
+
+def expected(ddp, rows):
+    """Running averages after one forward of `rows` on one device, in NumPy."""
+    params = jax.tree.map(np.asarray, ddp.parameters())
+    kernel = params["Dense_0"]["kernel"] if "Dense_0" in params else params["first"]["kernel"]
+    h = rows @ (kernel[0] if kernel.ndim == 3 else kernel)
+    return {"mean": NEW * h.mean(0), "var": OLD + NEW * h.var(0)}
+
+
+def each_ranks(ddp, name):
+    return [np.squeeze(np.asarray(shard.data)) for shard in averages(ddp)[name].addressable_shards]
+
+
+def check(ddp, wanted):
+    for name in ("mean", "var"):
+        for got, want in zip(each_ranks(ddp, name), wanted, strict=True):
+            np.testing.assert_allclose(got, want[name], rtol=1e-9, atol=1e-12)
+
+
+WAYS = {
+    "step": lambda ddp, batch: ddp.trainer(optax.sgd(0.1), mean_loss).step(batch),
+    "value_and_grad": lambda ddp, batch: ddp.value_and_grad(mean_loss)(batch),
+    "forward": lambda ddp, batch: ddp(batch["x"]),
+}
+
+
+@pytest.mark.parametrize("linen", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_global_statistics_are_those_of_one_device(mesh, way, linen):
+    ddp, batch = wrap(linen, mesh), regression(ROWS)
+    wanted = expected(ddp, batch["x"])
+    WAYS[way](ddp, batch)
+    check(ddp, [wanted] * RANKS)
+
+
+@pytest.mark.parametrize("linen", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_local_statistics_become_the_first_ranks_everywhere(mesh, way, linen):
+    ddp, batch = wrap(linen, mesh, batch_stats="local"), regression(ROWS)
+    wanted = expected(ddp, batch["x"][: ROWS // RANKS])
+    WAYS[way](ddp, batch)
+    check(ddp, [wanted] * RANKS)
+    assert len({shard.tobytes() for shard in each_ranks(ddp, "mean")}) == 1
+
+
+@pytest.mark.parametrize("linen", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_local_statistics_stay_local_without_the_broadcast(mesh, way, linen):
+    ddp, batch = wrap(linen, mesh, batch_stats="local", broadcast_buffers=False), regression(ROWS)
+    wanted = [expected(ddp, rows) for rows in np.split(batch["x"], RANKS)]
+    WAYS[way](ddp, batch)
+    check(ddp, wanted)
+    name = next(n for n in ddp.state_dict() if n.endswith("mean"))
+    np.testing.assert_allclose(ddp.state_dict()[name], wanted[0]["mean"], rtol=1e-9)
+    ddp.sync_parameters()
+    check(ddp, [wanted[0]] * RANKS)
+
+
+def test_accumulation_updates_the_averages_once_per_microbatch(mesh):
+    ddp, batch = wrap(False, mesh), regression(ROWS)
+    rows = np.split(batch["x"], 2 * RANKS)
+    first, second = np.concatenate(rows[0::2]), np.concatenate(rows[1::2])  # of both ranks
+    a, b = expected(ddp, first), expected(ddp, second)
+    ddp.trainer(optax.sgd(0.1), mean_loss, accumulate=2).step(batch)
+    check(ddp, [{"mean": OLD * a["mean"] + b["mean"], "var": OLD * a["var"] + b["var"] - OLD}] * RANKS)
+
+
+def test_every_rank_of_independent_models_has_statistics_of_its_own(mesh):
+    ddp, batch = wrap(False, mesh, sync_strategy="no_sync"), regression(ROWS)
+    wanted = [expected(ddp, rows) for rows in np.split(batch["x"], RANKS)]
+    WAYS["step"](ddp, batch)
+    check(ddp, wanted)
+
+
+def test_a_flag_without_effect_warns_once_with_the_remedy(mesh):
+    with pytest.warns(UserWarning, match=r'broadcast_buffers=False has no effect with batch_stats="global".*"local"'):
+        wrap(False, mesh, broadcast_buffers=False)
+    wrap(False, mesh, batch_stats="local", broadcast_buffers=False)  # warnings are errors here
+
+
+def test_a_batch_norm_that_names_its_own_axis_is_left_alone(mesh):
+    model = BatchNormNet(nnx.Rngs(0))
+    model.norm.axis_name = "data"
+    ddp, batch = ax.DDP(model, mesh, batch_stats="local", broadcast_buffers=False), regression(ROWS)
+    wanted = expected(ddp, batch["x"])
+    WAYS["step"](ddp, batch)
+    check(ddp, [wanted] * RANKS)

@@ -1,0 +1,142 @@
+"""What a `loss_fn` may return: weighted means that stay exact, nested metrics, and one clear error for all else."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from plan_models import linear
+
+import axonml_jax as ax
+from axonml_jax.model.loss import parse_loss
+from axonml_jax.testing.compare import assert_trees_close
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return ax.make_mesh(data=RANKS, devices=jax.devices()[:RANKS])
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.layer = linear(5, 3, nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+def ragged():
+    """8 rows whose token counts differ between ranks and between microbatches: 12, 1 on the first rank, 0, 5 on the other."""
+    rng = np.random.default_rng(0)
+    counts = np.array([6, 6, 1, 0, 0, 0, 3, 2])
+    mask = (np.arange(6) < counts[:, None]).astype(float)
+    return {"x": rng.normal(size=(8, 6, 5)), "y": rng.normal(size=(8, 6, 3)), "mask": mask}
+
+
+def losses(model, batch):
+    return jnp.square(model(batch["x"]) - batch["y"]).mean(-1)
+
+
+def token_mean(model, batch):
+    each, mask = losses(model, batch), batch["mask"]
+    correct = (each < 1.5) * mask
+    metrics = {
+        "accuracy": ax.WeightedMean(correct.sum(), mask.sum()),
+        "by": {"kind": {"first": each[:, 0].mean(), "rows": each.shape[0]}, "tokens": ax.WeightedMean(mask.sum(), 1.0)},
+    }
+    return ax.WeightedMean((each * mask).sum(), mask.sum()), metrics
+
+
+def one_device(batch, weight):
+    graph, params = nnx.split(Net())
+
+    def mean(params):
+        return (losses(nnx.merge(graph, params), batch) * weight).sum() / weight.sum()
+
+    loss, grads = jax.value_and_grad(mean)(params)
+    return loss, nnx.to_pure_dict(grads)
+
+
+@functools.cache
+def gradients(mesh, accumulate, strategy):
+    plan = ax.Plan(accumulate=accumulate, data=ax.Replicate(sync_strategy=strategy))
+    return ax.parallelize(Net(), mesh, plan).value_and_grad(token_mean)(ragged())
+
+
+@pytest.mark.parametrize(
+    "accumulate, strategy", [(1, "overlapped"), (2, "overlapped"), (2, "synchronous"), (4, "overlapped")]
+)
+def test_a_weighted_mean_is_exact_for_unequal_counts_on_ranks_and_microbatches(mesh, accumulate, strategy):
+    (loss, metrics), grads = gradients(mesh, accumulate, strategy)
+    batch = ragged()
+    wanted_loss, wanted = one_device(batch, batch["mask"])
+    assert_trees_close({"loss": loss, **grads}, {"loss": wanted_loss, **wanted}, "loss and gradients")
+    each = losses(Net(), batch)
+    correct = (each < 1.5) * batch["mask"]
+    np.testing.assert_allclose(metrics["accuracy"], correct.sum() / batch["mask"].sum(), rtol=1e-12)
+
+
+def test_weighting_the_examples_is_not_the_same_as_averaging_the_means(mesh):
+    plain = ax.parallelize(Net(), mesh).value_and_grad(lambda m, b: losses(m, b).mean())
+    _, wanted = one_device(ragged(), np.ones((8, 6)))
+    assert_trees_close(plain(ragged())[1], wanted, "gradients of the plain mean")
+    weighted = gradients(mesh, 1, "overlapped")[1]
+    assert not np.allclose(weighted["layer"]["bias"], wanted["layer"]["bias"], rtol=1e-2)
+
+
+def test_metrics_of_any_nesting_are_named_by_their_path(mesh):
+    (_, metrics), _ = gradients(mesh, 2, "overlapped")
+    assert set(metrics) == {"accuracy", "by/kind/first", "by/kind/rows", "by/tokens"}
+    np.testing.assert_allclose(metrics["by/kind/first"], losses(Net(), ragged())[:, 0].mean(), rtol=1e-12)
+    assert metrics["by/kind/rows"] == 2  # rows of a microbatch on one rank
+    assert metrics["by/tokens"] == ragged()["mask"].sum() / 4  # a plain mean over the four parts
+
+
+def test_no_gradient_flows_through_weights_and_metrics(mesh):
+    def loss_fn(model, batch):
+        loss = losses(model, batch).mean()
+        return ax.WeightedMean(loss * 2.0, 1.0 + jax.lax.stop_gradient(loss) * 0 + loss - loss), {"copy": loss * 1e6}
+
+    def plain(model, batch):
+        return 2.0 * losses(model, batch).mean()
+
+    ddp = ax.parallelize(Net(), mesh)
+    assert_trees_close(ddp.value_and_grad(loss_fn)(ragged())[1], ddp.value_and_grad(plain)(ragged())[1], "gradients")
+
+
+REFUSED = {
+    "a vector": (lambda: jnp.ones(3), ValueError, r"shape \(3,\) as its loss.*mean over.*WeightedMean"),
+    "nothing": (lambda: None, TypeError, r"NoneType as its loss: return a scalar"),
+    "a whole number": (lambda: jnp.sum(jnp.arange(3)), TypeError, r"dtype int.*real floating scalar"),
+    "a complex number": (lambda: jnp.array(1j), TypeError, r"dtype complex.*real floating scalar"),
+    "a dict": (lambda: {"loss": 1.0}, TypeError, r"dict as its loss"),
+    "three values": (lambda: (1.0, {}, {}), TypeError, r"tuple as its loss.*pair"),
+    "metrics in a list": (lambda: (1.0, [1.0]), TypeError, r"metrics of type list.*dict of named arrays"),
+    "a metric for all metrics": (lambda: (1.0, ax.WeightedMean(1.0, 2.0)), TypeError, r"metrics of type WeightedMean"),
+    "a text as a metric": (lambda: (1.0, {"a": {"b": "text"}}), TypeError, r"str as metric 'a/b'"),
+    "a metric that the step reports itself": (
+        lambda: (1.0, {"loss": 1.0, "x": 2.0}),
+        ValueError,
+        r"\['loss'\].*other names",
+    ),
+    "a weighted vector": (lambda: ax.WeightedMean(jnp.ones(2), 1.0), ValueError, r"shape \(2,\) as its loss"),
+    "a vector of weights": (lambda: ax.WeightedMean(1.0, jnp.ones(2)), ValueError, r"shape \(2,\) as its weight"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_anything_else_is_one_clear_error(what):
+    returned, error, match = REFUSED[what]
+    with pytest.raises(error, match=match):
+        parse_loss(returned())
+
+
+def test_the_error_reaches_the_user_of_a_step(mesh):
+    trainer = ax.DDP(Net(), mesh).trainer(optax.sgd(0.1), lambda model, batch: losses(model, batch))
+    with pytest.raises(ValueError, match=r"shape \(4, 6\) as its loss"):
+        trainer.step(ragged())

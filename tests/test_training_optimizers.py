@@ -1,0 +1,117 @@
+"""Optimizers that cannot run inside a step are refused by name when the trainer is built."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from plan_models import linear, regression
+
+import axonml_jax as ax
+from axonml_jax.testing.compare import assert_trees_close
+from axonml_jax.training.update import checked_optimizer
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.layer = linear(5, 3, nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+def loss_fn(model, batch):
+    return jnp.mean(jnp.square(model(batch["x"]) - batch["y"]))
+
+
+@pytest.fixture(scope="module")
+def ddp():
+    return ax.DDP(Net(), ax.make_mesh(data=2, devices=jax.devices()[:2]))
+
+
+def needs(**extra):
+    """A transformation whose update asks for more keyword arguments than optax's own."""
+
+    def update(updates, state, params=None, *, temperature, value):
+        return jax.tree.map(lambda u: u * temperature * value, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def growing():
+    return optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (updates, (*state, 1)))
+
+
+def wrong_dtype():
+    return optax.GradientTransformation(
+        lambda params: jnp.zeros((), jnp.int32), lambda updates, state, params=None: (updates, state + 0.5)
+    )
+
+
+REFUSED = {
+    "L-BFGS": (
+        optax.lbfgs,
+        ValueError,
+        r"scale_by_zoom_linesearch.*'grad' and 'value_fn'.*line searches.*choose another",
+    ),
+    "a backtracking line search": (
+        lambda: optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(5)),
+        ValueError,
+        r"scale_by_backtracking_linesearch.*line searches",
+    ),
+    "an argument nobody can give": (needs, ValueError, r"optimizer needs.*'temperature'"),
+    "a state that grows": (growing, ValueError, r"optimizer growing changes.*another structure"),
+    "a state that changes dtype": (wrong_dtype, ValueError, r"optimizer wrong_dtype changes.*int32.*becomes"),
+    "an nnx.Optimizer": (
+        lambda: nnx.Optimizer(Net(), optax.sgd(0.1), wrt=nnx.Param),
+        TypeError,
+        r"must be an optax.GradientTransformation.*not an nnx.Optimizer around it",
+    ),
+    "a factory that was not called": (lambda: optax.adam, TypeError, r"a function was given"),
+    "nothing": (lambda: None, TypeError, r"a NoneType was given"),
+    "a learning rate": (lambda: 3e-4, TypeError, r"optax.adamw\(3e-4\).*a float was given"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_an_optimizer_that_cannot_run_is_refused_before_its_state_is_made(ddp, what):
+    make, error, match = REFUSED[what]
+    with pytest.raises(error, match=match):
+        ddp.trainer(make(), loss_fn)
+    with pytest.raises(error, match=match):
+        ax.make_train_step(Net(), make(), loss_fn, ddp.mesh)
+
+
+def test_the_check_needs_shapes_alone():
+    shapes = {"w": jax.ShapeDtypeStruct((10**6, 10**6), jnp.float32)}
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    assert checked_optimizer(tx, shapes) is tx
+
+
+def test_multi_steps_is_taken_with_or_without_its_transformation(ddp):
+    batches, model = [regression(8, seed) for seed in range(2)], Net()
+    results = []
+    for tx in (optax.MultiSteps(optax.sgd(0.1), 2), optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()):
+        trainer = ax.DDP(model, ddp.mesh).trainer(tx, loss_fn)
+        before = trainer.model.state_dict()
+        trainer.step(batches[0])
+        assert_trees_close(trainer.model.state_dict(), before, "parameters after half an update")
+        trainer.step(batches[1])
+        results.append(trainer.model.state_dict())
+    assert_trees_close(*results, "parameters")
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]) if a.ndim else a, *batches)
+    single = ax.DDP(model, ddp.mesh).trainer(optax.sgd(0.1), loss_fn)
+    single.step(both)
+    assert_trees_close(results[0], single.model.state_dict(), "one update of the joined batch")
+
+
+def test_a_state_that_starts_as_the_parameters_themselves_can_be_donated(ddp):
+    keeps_start = optax.GradientTransformation(
+        lambda params: params, lambda updates, start, params=None: (updates, start)
+    )
+    trainer = ax.DDP(Net(), ddp.mesh).trainer(optax.chain(keeps_start, optax.sgd(0.1)), loss_fn)
+    start = trainer.model.state_dict()
+    for _ in range(2):
+        trainer.step(regression(8))
+    kept = trainer.state.opt_state[0]["layer"]
+    assert_trees_close(kept, {"kernel": start["layer/kernel"], "bias": start["layer/bias"]}, "the optimizer's own copy")

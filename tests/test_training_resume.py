@@ -1,0 +1,150 @@
+"""A trainer's state restores a run bit for bit, and evaluation changes nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from plan_models import CASES, BatchNormNet, DropoutMLP, mean_loss, regression, weighted_loss
+
+import axonml_jax as ax
+from axonml_jax.sharding.place import to_host
+from axonml_jax.testing.compare import assert_trees_close
+
+RANKS, BATCHES = 2, [regression(8, seed) for seed in range(3)]
+WAYS = {
+    "replicated": {},
+    "independent": {"sync_strategy": "no_sync"},
+    "local buffers": {"batch_stats": "local", "broadcast_buffers": False},
+}
+
+
+class Net(BatchNormNet):
+    """Dropout and BatchNorm: everything a state must hold."""
+
+    def __init__(self):
+        super().__init__(nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.3, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.last(self.dropout(jnp.tanh(self.norm(self.first(x)))))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return ax.make_mesh(data=RANKS, devices=jax.devices()[:RANKS])
+
+
+def run(trainer, batches):
+    return to_host([trainer.step(batch) for batch in batches])
+
+
+def equal_bits(a, b):
+    assert jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b))
+
+
+KEEPERS = {"copied": lambda state: jax.tree.map(jnp.copy, state), "on the host": to_host}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_assigned_state_continues_bit_for_bit_as_often_as_wanted(mesh, way):
+    ddp = ax.DDP(Net(), mesh, **WAYS[way])
+    trainer = ddp.trainer(optax.adamw(optax.linear_schedule(0.1, 0.01, 5)), mean_loss)
+    run(trainer, BATCHES[:1])
+    kept = {name: keep(trainer.state) for name, keep in KEEPERS.items()}
+    wanted, variables = run(trainer, BATCHES), to_host(ddp.variables)
+    for state in (kept["copied"], kept["copied"], kept["on the host"]):
+        trainer.state = state
+        assert trainer.state.step == 1
+        equal_bits(run(trainer, BATCHES), wanted)
+        equal_bits(to_host(ddp.variables), variables)
+    other = ax.DDP(Net(), mesh, seed=7, **WAYS[way]).trainer(
+        optax.adamw(optax.linear_schedule(0.1, 0.01, 5)), mean_loss
+    )
+    other.state = kept["copied"]  # randomness is part of the state
+    equal_bits(run(other, BATCHES), wanted)
+
+
+def test_a_state_that_does_not_fit_is_refused_by_name(mesh):
+    trainer = ax.DDP(Net(), mesh).trainer(optax.adam(0.1), mean_loss)
+    before = to_host(trainer.state)
+    with pytest.raises(TypeError, match=r"takes a TrainState .*dict was given"):
+        trainer.state = {}
+    for other, line in (
+        (ax.DDP(Net(), mesh).trainer(optax.sgd(0.1), mean_loss), "opt_state/0/mu/last/bias: missing"),
+        (
+            ax.DDP(DropoutMLP(nnx.Rngs(0)), mesh).trainer(optax.adam(0.1), mean_loss),
+            "variables/params/scale: unexpected",
+        ),
+        (
+            ax.DDP(Net(), mesh, sync_strategy="no_sync").trainer(optax.adam(0.1), mean_loss),
+            "shape (2, 5, 6), needed (5, 6)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"trainer.state takes a TrainState of the same") as caught:
+            trainer.state = other.state
+        assert line in str(caught.value)
+    equal_bits(to_host(trainer.state.variables), before.variables)
+
+
+def test_a_state_that_a_step_gave_up_is_refused(mesh):
+    trainer = ax.DDP(Net(), mesh).trainer(optax.adam(0.1), mean_loss)
+    old, step = trainer.state, trainer.train_step
+    trainer.step(BATCHES[0])
+    with pytest.raises(ValueError, match=r"step: given up by a later step \(keep a copy\)"):
+        trainer.state = old
+    with pytest.raises(ValueError, match=r"given to an earlier step.*jax.tree.map\(jnp.copy, state\)"):
+        step(old, BATCHES[0])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_evaluation_runs_without_dropout_on_running_averages_and_changes_nothing(mesh, way):
+    ddp = ax.DDP(Net(), mesh, **WAYS[way])
+    trainer = ddp.trainer(optax.sgd(0.1), mean_loss)
+    run(trainer, BATCHES[:2])
+    before = to_host(trainer.state)
+    got = trainer.evaluate(BATCHES[2])
+    equal_bits(to_host(trainer.state.variables), before.variables)
+    assert set(got) == {"loss", "mae"} and ddp.is_training
+    if way == "replicated":
+        one = ddp.module
+        one.eval()
+        loss, metrics = mean_loss(one, BATCHES[2])
+        assert_trees_close(got, {"loss": loss, **metrics}, "evaluation")
+    if way == "independent":
+        assert got["loss"].shape == (RANKS,)
+    assert_trees_close(trainer.evaluate(BATCHES[2]), got, "a second evaluation")
+
+
+def test_a_linen_loss_may_ask_whether_it_trains(mesh):
+    case, seen = CASES["linen_dropout"], []
+
+    def loss_fn(model, batch):
+        seen.append(model.is_training)
+        return weighted_loss(model, batch)
+
+    trainer = ax.DDP(case.model(), mesh, params=case.params()).trainer(optax.sgd(0.1), loss_fn)
+    trainer.evaluate(BATCHES[0])
+    assert set(seen) == {False}
+    seen.clear()
+    trainer.step(BATCHES[0])
+    assert set(seen) == {True}
+
+
+def test_a_step_that_is_refused_loses_nothing(mesh):
+    trainer = ax.DDP(Net(), mesh).trainer(optax.sgd(0.1), mean_loss)
+    with pytest.raises(ValueError, match="multiple of 2"):
+        trainer.step(regression(7))
+    with pytest.raises(ValueError, match=r"2 microbatches = 4 parts(.|\n)*multiple of 4"):
+        ax.DDP(Net(), mesh).trainer(optax.sgd(0.1), mean_loss, accumulate=2).step(regression(6))
+    assert trainer.step(BATCHES[0])["loss"].shape == () and trainer.state.step == 1
+
+
+def test_the_functional_way_makes_the_same_steps(mesh):
+    trainer = ax.DDP(Net(), mesh).trainer(optax.adam(0.1), mean_loss, max_grad_norm=0.5)
+    state, step = ax.make_train_step(Net(), optax.adam(0.1), mean_loss, mesh, max_grad_norm=0.5)
+    for batch in BATCHES:
+        state, metrics = step(state, batch)
+        equal_bits(to_host(metrics), to_host(trainer.step(batch)))
+    equal_bits(to_host(state.params), to_host(trainer.state.params))
