@@ -125,7 +125,7 @@ def test_all_values_out_of_range_are_reported_together(write):
         "train.steps=0: must be at least 1",
         "train.seed=-1: must be at least 0",
         "data.length=0: must be at least 1",
-        "must be a floating dtype",
+        "plan: comm_dtype=",
         "learning_rate=0.0: must be positive",
         "does not divide into num_heads=3",
         "sample.prompt is empty",
