@@ -13,7 +13,7 @@ from axonml_jax.facade.parallelize import parallelize
 from axonml_jax.model.functional import Trainable, Variables
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.sharding.batch import batch_degree
+from axonml_jax.sharding.batch import batch_degree, check_batch
 from axonml_jax.sharding.place import to_host
 from axonml_jax.testing.compare import assert_trees_close
 from axonml_jax.testing.oracle import Oracle, Parts, Run
@@ -55,6 +55,7 @@ def assert_equals_single_device(
 
     Raises:
       AssertionError: naming every leaf that differs.
+      TypeError, ValueError: when model, plan, mesh and batch do not fit.
 
     Example::
 
@@ -66,6 +67,8 @@ def assert_equals_single_device(
     parallel = parallelize(model, mesh, plan, params=params, trainable=trainable, seed=seed)
     plan = parallel.plan
     view, variables = functionalize(model, params, trainable)
+    for each in batches:
+        check_batch(each, parallel.mesh, plan.accumulate)
     degree = batch_degree(parallel.mesh)
     low = any(d in ("bfloat16", "float16") for d in (*vars(plan.precision).values(), plan.data.comm_dtype))
     key, options = jax.random.key(seed), {"precision": plan.precision, "max_grad_norm": max_grad_norm}
