@@ -10,22 +10,27 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\([^=]*?\)|\S+) ([\w\-]+
 _DROPPED = [
     re.compile(pattern)
     for pattern in (
-        r",? ?metadata=\{(?:[^{}]|\{[^{}]*\})*\}",
-        r",? ?(?:channel_id|frontend_attributes|sharding|origin)=(?:\d+|\{(?:[^{}]|\{[^{}]*\})*\})",
-        r",? ?backend_config=\{\"outer_dimension_partitions.*?\}(?=,|\n)",
+        r",? ?metadata=\{(?:[^{}]|\{[^{}]*\})*\}",  # operation names, source lines, stack frames
+        r",? ?channel_id=\d+",
+        r"(?s)\n(?:FileNames|FunctionNames|FileLocations|StackFrames)\n.*?(?=\n\n)",  # tables that metadata points into
+        r"^HloModule [^,]*",
     )
 ]
 _NAME = re.compile(r"%[\w.\-]+")
 
 
 def stripped(text: str) -> str:
-    """HLO text from the first computation on, with names replaced by numbers in order of appearance."""
-    body = re.sub(r"(?s)\A.*?\n(?=(?:ENTRY )?%)", "", text, count=1)
+    """HLO text without metadata, with names replaced by numbers in order of appearance.
+
+    What decides how the program runs stays: instructions and their order, layouts, aliased (donated) buffers, shardings,
+    fusions, backend options.
+    """
     for pattern in _DROPPED:
-        body = pattern.sub("", body)
+        text = pattern.sub("", text)
     names: dict[str, str] = {}
-    body = _NAME.sub(lambda match: names.setdefault(match[0], f"%{len(names)}"), body)
-    return re.sub(r"(?m)^((?:ENTRY )?%\d+ \().*?\)(?= ->)", r"\1", body)  # parameter names of computations
+    text = _NAME.sub(lambda match: names.setdefault(match[0], f"%{len(names)}"), text)
+    text = re.sub(r"(?m)^((?:ENTRY )?%\d+ \().*?\)(?= ->)", r"\1", text)  # parameter names of computations
+    return re.sub(r"\n{2,}", "\n\n", text)
 
 
 def instructions(text: str) -> Counter:
