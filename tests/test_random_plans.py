@@ -46,7 +46,9 @@ class Net(nnx.Module):
 class LinenNet(linen.Module):
     @linen.compact
     def __call__(self, x):
-        x = linen.Dense(3, param_dtype=F64)(x)
+        x = linen.Dense(3, use_bias=False, param_dtype=F64)(
+            x
+        )  # a bias before BatchNorm has a gradient of rounding noise
         x = linen.BatchNorm(use_running_average=False, param_dtype=F64, force_float32_reductions=False)(x)
         return linen.Dropout(0.3, deterministic=False)(x)
 
@@ -74,7 +76,9 @@ PLAN = {
 }
 REST = {
     "ranks": st.sampled_from([1, 2, 2, 3, 8]),
-    "rows": st.integers(2, 3),
+    "rows": st.integers(
+        3, 4
+    ),  # BatchNorm makes of two rows the same outputs whatever its input: Adam would divide noise
     "linen": st.booleans(),
     "loss": st.sampled_from([mean_loss, weighted_loss]),
     "optimizer": st.sampled_from(list(OPTIMIZERS)),
