@@ -194,6 +194,19 @@ def test_microbatches_count_in_what_must_divide(model):
         model.trainer(optax.sgd(0.1), mean_loss, accumulate=3).step(BATCH)
 
 
+@pytest.mark.parametrize("strategy", ["overlapped", "synchronous"])
+def test_typed_mode_refuses_a_hook_whose_result_may_differ_from_rank_to_rank(strategy):
+    for hook, works in ((jax.lax.psum, True), (ax.all_reduce_sum, False)):
+        model = ddp(comm_hook=hook, check_vma=True, sync_strategy=strategy)
+        if works:
+            assert model.value_and_grad(mean_loss)(BATCH)[0][0].shape == ()
+        else:
+            with pytest.raises(
+                ValueError, match=r"comm_hook=<function all_reduce_sum.*jax.lax.psum, or use check_vma=False"
+            ):
+                model.value_and_grad(mean_loss)(BATCH)
+
+
 @pytest.mark.parametrize("use", USES)
 def test_typed_mode_names_the_loop_that_starts_from_plain_zeros(use):
     recurrent = ax.DDP(CASES["recurrent"].model(), mesh(data=2), check_vma=True)

@@ -44,6 +44,14 @@ def test_the_users_model_is_as_it_was(trained):
     assert jax.tree.all(jax.tree.map(np.array_equal, now, before))
 
 
+def test_a_model_whose_arrays_are_in_place_already_is_copied_too(mesh):
+    model = ax.DDP(BatchNormNet(nnx.Rngs(0)), mesh).module
+    before = to_host(arrays(model, None))
+    ax.DDP(model, mesh).trainer(optax.sgd(0.1), mean_loss).step(BATCH)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(arrays(model, None)))
+    assert jax.tree.all(jax.tree.map(np.array_equal, to_host(arrays(model, None)), before))
+
+
 def test_a_second_facade_starts_from_the_same_values(trained, mesh):
     model, variables, _, ddp, _ = trained
     fresh = [ax.DDP(model, mesh, params=variables) for _ in range(2)]

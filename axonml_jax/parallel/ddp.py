@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from axonml_jax.collectives.bucketed import all_reduce_leaves
 from axonml_jax.collectives.buckets import GradSyncStrategy
-from axonml_jax.collectives.varying import vary
+from axonml_jax.collectives.varying import vary, varying_axes
 from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.sharding.layout import Layout
 
@@ -79,7 +79,14 @@ class Replicate(AbstractStrategy):
         if self.sync_strategy is GradSyncStrategy.NO_SYNC:
             return list(grads)
         flat = self.gradient_as_bucket_view is False
-        return all_reduce_leaves(grads, (axis,), flat=flat, comm_dtype=self.comm_dtype, comm_hook=self.comm_hook)
+        sums = all_reduce_leaves(grads, (axis,), flat=flat, comm_dtype=self.comm_dtype, comm_hook=self.comm_hook)
+        if self.comm_hook is not None and any(axis in varying_axes(total) for total in sums):
+            raise ValueError(
+                f"check_vma=True: what comm_hook={self.comm_hook!r} returns is typed as differing along {axis!r} (as results "
+                "of `ax` collectives are), so JAX cannot tell that every rank gets the same gradient: end the hook in "
+                "jax.lax.psum, or use check_vma=False (the default; the result is the same)"
+            )
+        return sums
 
     def wire_itemsize(self, dtype: Any) -> int:
         """Bytes per element of a gradient of `dtype` as it travels."""
