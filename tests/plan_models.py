@@ -104,7 +104,9 @@ class LinenNet(linen.Module):
     @linen.compact
     def __call__(self, x, mask=None):
         x = linen.Dense(6, use_bias=False, param_dtype=F64)(x)
-        stats = linen.BatchNorm(use_running_average=False, momentum=0.9, param_dtype=F64, force_float32_reductions=False)
+        stats = linen.BatchNorm(
+            use_running_average=False, momentum=0.9, param_dtype=F64, force_float32_reductions=False
+        )
         return linen.Dense(3, param_dtype=F64)(jnp.tanh(stats(x, mask=mask)))
 
 
@@ -142,7 +144,9 @@ def token_loss(model, batch):
 
 
 def masked_loss(model, batch):
-    rows = len(batch["w"])  # of every four rows three or four are kept, so that ranks differ and none has a variance of 0
+    rows = len(
+        batch["w"]
+    )  # of every four rows three or four are kept, so that ranks differ and none has a variance of 0
     mask = jnp.broadcast_to(((batch["w"] > 0.5) | (jnp.arange(rows) % 4 != 3))[:, None], (rows, 6))
     return jnp.mean(jnp.square(model(batch["x"], mask=mask) - batch["y"]))
 

@@ -84,7 +84,9 @@ def test_precision_policies_equal_one_device_with_the_same_policy(policy, linen)
     [
         ax.Replicate(comm_dtype="bfloat16"),
         ax.Replicate(comm_dtype="float16", sync_strategy="synchronous"),
-        ax.Replicate(comm_hook=lambda flat, axes: ax.all_reduce_sum(flat.astype(jnp.bfloat16), axes).astype(flat.dtype)),
+        ax.Replicate(
+            comm_hook=lambda flat, axes: ax.all_reduce_sum(flat.astype(jnp.bfloat16), axes).astype(flat.dtype)
+        ),
     ],
     ids=["bf16", "fp16", "hook"],
 )
@@ -113,5 +115,7 @@ def test_frozen_parameters_get_no_gradient_and_no_optimizer_state():
 def test_typed_mode_names_a_scan_that_starts_from_plain_zeros():
     case = CASES["recurrent"]
     trainer = ax.DDP(case.model(), check_vma=True).trainer(optax.sgd(0.1), case.loss)
-    with pytest.raises(ValueError, match=r"check_vma=True: the loop at .*plan_models.py:\d+ \(in __call__\).*check_vma=False"):
+    with pytest.raises(
+        ValueError, match=r"check_vma=True: the loop at .*plan_models.py:\d+ \(in __call__\).*check_vma=False"
+    ):
         trainer.step(case.batch(16))

@@ -22,9 +22,7 @@ def step_of(name, ranks, **options):
     case = CASES[name]
     plan = {key: options.pop(key) for key in ("accumulate", "check_vma") if key in options}
     mesh = ax.make_mesh(data=ranks, devices=jax.devices()[:ranks])
-    model = ax.parallelize(
-        case.model(), mesh, ax.Plan(data=ax.Replicate(**options), **plan), params=case.params()
-    )
+    model = ax.parallelize(case.model(), mesh, ax.Plan(data=ax.Replicate(**options), **plan), params=case.params())
     trainer = model.trainer(optax.adamw(1e-2), case.loss)
     return trainer, case.batch(2 * ranks * plan.get("accumulate", 1))
 
@@ -45,7 +43,9 @@ def test_gradients_cost_two_p_times_n_minus_one_over_n_and_nothing_in_the_accumu
     trainer, batch = step_of(name, ranks, sync_strategy=strategy, bucket_size_mb=SMALL, accumulate=accumulate)
     report = ax.explain(trainer, batch)
     params = sum(leaf.size for leaf in jax.tree.leaves(trainer.model.parameters()))
-    unused = 3 if name == "dropout" and strategy == "overlapped" else 0  # a parameter nobody reads has no gradient to send
+    unused = (
+        3 if name == "dropout" and strategy == "overlapped" else 0
+    )  # a parameter nobody reads has no gradient to send
     assert report.bytes_by_label["gradients"] == Fraction(2 * (params - unused) * 8 * (ranks - 1), ranks)
     assert all(Loop(accumulate - 1) not in c.path and Loop(accumulate) not in c.path for c in gradients(report))
 
