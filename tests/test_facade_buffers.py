@@ -54,8 +54,12 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("linen", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+PAIRS = pytest.mark.parametrize(
+    "way, linen", [("step", False), ("step", True), ("value_and_grad", False), ("forward", True)]
+)
+
+
+@PAIRS
 def test_global_statistics_are_those_of_one_device(mesh, way, linen):
     ddp, batch = wrap(linen, mesh), regression(ROWS)
     wanted = expected(ddp, batch["x"])
@@ -63,8 +67,7 @@ def test_global_statistics_are_those_of_one_device(mesh, way, linen):
     check(ddp, [wanted] * RANKS)
 
 
-@pytest.mark.parametrize("linen", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@PAIRS
 def test_local_statistics_become_the_first_ranks_everywhere(mesh, way, linen):
     ddp, batch = wrap(linen, mesh, batch_stats="local"), regression(ROWS)
     wanted = expected(ddp, batch["x"][: ROWS // RANKS])
@@ -73,8 +76,7 @@ def test_local_statistics_become_the_first_ranks_everywhere(mesh, way, linen):
     assert len({shard.tobytes() for shard in each_ranks(ddp, "mean")}) == 1
 
 
-@pytest.mark.parametrize("linen", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@PAIRS
 def test_local_statistics_stay_local_without_the_broadcast(mesh, way, linen):
     ddp, batch = wrap(linen, mesh, batch_stats="local", broadcast_buffers=False), regression(ROWS)
     wanted = [expected(ddp, rows) for rows in np.split(batch["x"], RANKS)]

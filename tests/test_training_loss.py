@@ -68,9 +68,7 @@ def gradients(mesh, accumulate, strategy):
     return ax.parallelize(Net(), mesh, plan).value_and_grad(token_mean)(ragged())
 
 
-@pytest.mark.parametrize(
-    "accumulate, strategy", [(1, "overlapped"), (2, "overlapped"), (2, "synchronous"), (4, "overlapped")]
-)
+@pytest.mark.parametrize("accumulate, strategy", [(1, "overlapped"), (2, "overlapped"), (4, "synchronous")])
 def test_a_weighted_mean_is_exact_for_unequal_counts_on_ranks_and_microbatches(mesh, accumulate, strategy):
     (loss, metrics), grads = gradients(mesh, accumulate, strategy)
     batch = ragged()
