@@ -1,6 +1,7 @@
 """The command line: what it prints, what it refuses, what it leaves behind."""
 
 import json
+import functools
 import os
 import signal
 import subprocess
@@ -169,7 +170,8 @@ def test_unknown_commands_are_refused(run, capsys):
 def test_ctrl_c_ends_cleanly_and_keeps_what_was_recorded(text, tmp_path):
     runs = tmp_path / "runs"
     endless = ("--train.steps=1_000_000", "--train.log_every=1", f"--output.dir={runs}", f"--data.path={text}")
-    process = in_process("train", QUICKSTART, *SMALL, *endless, cwd=tmp_path)
+    listening = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # not so under nohup or `&`
+    process = in_process("train", QUICKSTART, *SMALL, *endless, cwd=tmp_path, preexec_fn=listening)
     metrics = runs / "quickstart" / "metrics.jsonl"
     deadline = time.monotonic() + 240
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
