@@ -1,7 +1,7 @@
 """The command line: what it prints, what it refuses, what it leaves behind."""
 
-import json
 import functools
+import json
 import os
 import signal
 import subprocess
