@@ -58,6 +58,8 @@ from axonml_jax.mesh.world import World as World
 from axonml_jax.model.loss import WeightedMean as WeightedMean
 from axonml_jax.model.precision import Precision as Precision
 from axonml_jax.parallel.ddp import Replicate as Replicate
+from axonml_jax.parallel.pipeline.memory_stats import PipelineMemoryStats as PipelineMemoryStats
+from axonml_jax.parallel.pipeline.schedule import PipelineSchedule as PipelineSchedule
 from axonml_jax.parallel.plan import Plan as Plan
 from axonml_jax.parallel.strategy import AbstractStrategy as AbstractStrategy
 from axonml_jax.training.state import TrainState as TrainState
