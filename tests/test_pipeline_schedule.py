@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
+from pipeline_cases import accepted
 
 import axonml_jax as ax
 from axonml_jax.parallel.pipeline.action import Action, format_orders, parse_orders
@@ -11,8 +12,6 @@ from axonml_jax.parallel.pipeline.interleaved import Interleaved
 from axonml_jax.parallel.pipeline.one_f_one_b import OneFOneB
 from axonml_jax.parallel.pipeline.rooms import ROOMS, make_schedule
 from axonml_jax.parallel.pipeline.zero_bubble import ZeroBubble
-
-from pipeline_cases import accepted
 
 PIPELINE = Path(__file__).resolve().parents[1] / "axonml_jax" / "parallel" / "pipeline"
 FREE_OF_JAX = (
@@ -69,9 +68,8 @@ def test_warm_ups_are_megatrons():
 
 
 def test_zero_bubble_h2_warms_up_longer_and_defers_more():
-    assert [str(a) for a in ZeroBubble(4, 8, 1, "H2").order(0)][
-        :10
-    ] == "0F0 0F1 0F2 0F3 0F4 0F5 0F6 0I0 0W0 0F7".split()
+    first = " ".join(map(str, ZeroBubble(4, 8, 1, "H2").order(0)))
+    assert first.startswith("0F0 0F1 0F2 0F3 0F4 0F5 0F6 0I0 0W0 0F7 0I1 0W1 0I2")
     assert [a.work for a in ZeroBubble(4, 8, 1, "H2").order(3)].index("W") == 14
 
 
