@@ -1,11 +1,14 @@
-"""The command line: `axonml-jax train | explain | devices`, also `python -m axonml_jax`."""
+"""The command line: `axonml-jax train | launch | explain | devices`, also `python -m axonml_jax`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+import jax
+
 from axonml_jax.launch.config import ConfigError
+from axonml_jax.mesh.leave import leave_now
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -21,7 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit status: 0; 2 for anything wrong with the arguments or the configuration, said in one message on stderr;
       130 after Ctrl-C.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    status = _status(list(sys.argv[1:] if argv is None else argv))
+    if status and jax.distributed.is_initialized():
+        leave_now(status)  # the other processes may be waiting for this one
+    return status
+
+
+def _status(arguments: Sequence[str]) -> int:
     try:
         return _dispatch(arguments)
     except ConfigError as error:
@@ -35,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["launch"]:
+        from axonml_jax.launch.launcher import launch
+
+        return launch(arguments[1:])
     if arguments[:1] in (["train"], ["explain"]):
         # What follows is read by the configuration's own parser, made from the configuration's keys.
         from axonml_jax.launch import run
@@ -58,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train on text as a configuration file says", add_help=False)
     commands.add_parser("explain", help="print plan and ledger of a configuration, without training", add_help=False)
+    commands.add_parser("launch", help="start the processes of a job, as torchrun does", add_help=False)
     devices = commands.add_parser("devices", help="print what JAX sees on this machine")
     devices.add_argument("--simulated", type=int, metavar="N", help="with N simulated CPU devices")
     return parser

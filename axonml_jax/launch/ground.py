@@ -1,5 +1,6 @@
 """Devices, mesh and plan of a run, checked before anything is allocated."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from axonml_jax.launch.config import ConfigError, RunConfig
+from axonml_jax.mesh.environment import launch_environment
 from axonml_jax.mesh.fake_devices import fake_devices
 from axonml_jax.mesh.init import init
 from axonml_jax.mesh.shape import make_mesh
@@ -63,8 +65,19 @@ def lay_ground(config: RunConfig) -> Ground:
 
 
 def start_devices(simulated: int | None) -> World:
-    """The world of simulated CPU devices, or of those that JAX finds."""
+    """The world of simulated CPU devices, or of those that JAX finds.
+
+    Raises:
+      ValueError: for simulated devices in one of several launched processes.
+    """
     if simulated is not None:
+        launched = launch_environment(os.environ)
+        if launched is not None and launched.num_processes > 1:
+            raise ValueError(
+                f"devices.simulated={simulated}: this is one of {launched.num_processes} launched processes, and simulated "
+                "devices are all in one; add --devices.simulated null to use the processes' own devices, or start "
+                "axonml-jax train without a launcher"
+            )
         fake_devices(simulated)
     return init()
 

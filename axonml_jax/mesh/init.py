@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from axonml_jax.mesh.backend import Backend, GlooBackend, NCCLBackend, TPUBackend
+from axonml_jax.mesh.coordinator import bind_address, host_port
 from axonml_jax.mesh.environment import LaunchEnvironment, launch_environment
 from axonml_jax.mesh.fake_devices import backend_started
 from axonml_jax.mesh.group import DEFAULT_TIMEOUT
+from axonml_jax.mesh.leave import leave_on_error
 from axonml_jax.mesh.process_engine import coordinator_client
 from axonml_jax.mesh.roll_call import roll_call
 from axonml_jax.mesh.world import MockBackend, World, local_world
@@ -120,11 +122,23 @@ def _join(launch, local_device_ids, timeout):
     if ids is None and (launch.local_size or 1) > 1 and "," in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
         ids = [launch.local_rank]
     deadline = time.monotonic() + timeout
-    roll_call(launch.coordinator, launch.num_processes, launch.process_id, timeout)
+    coordinator = launch.coordinator
+    if launch.process_id == 0:
+        # It is sure to reach itself where it listens; its own name may mean another address to it.
+        coordinator = host_port(*bind_address(coordinator, launch.local_size == launch.num_processes))
+    roll_call(coordinator, launch.num_processes, launch.process_id, timeout)
     left = max(10, round(deadline - time.monotonic()))
     jax.distributed.initialize(
-        launch.coordinator, launch.num_processes, launch.process_id, ids, initialization_timeout=left
+        coordinator,
+        launch.num_processes,
+        launch.process_id,
+        ids,
+        # Everything is known; JAX would take a GPU's index from Slurm's variables even where only that GPU is visible.
+        cluster_detection_method="deactivate",
+        initialization_timeout=left,
+        coordinator_bind_address=coordinator,
     )
+    leave_on_error()
     client = coordinator_client()
     client.key_value_set(f"{_HOSTS}{launch.process_id}", socket.gethostname())
     client.wait_at_barrier("axonml_jax/init", left * 1000)

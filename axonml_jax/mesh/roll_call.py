@@ -4,11 +4,13 @@ import json
 import socket
 import time
 
+from axonml_jax.mesh.coordinator import listen
+
 _GRACE = 5.0
 
 
 def roll_call(coordinator: str, num_processes: int, process_id: int, timeout: float) -> None:
-    """Return once every process of the job has called. Process 0 listens on the coordinator's port, then frees it.
+    """Return once every process of the job has called. Process 0 listens at the coordinator's address, then frees it.
 
     Args:
       coordinator: `host:port` of process 0.
@@ -19,13 +21,13 @@ def roll_call(coordinator: str, num_processes: int, process_id: int, timeout: fl
     Raises:
       TimeoutError: in every process that came, naming those that did not.
       ValueError: in every process, when two have the same id or they disagree on their number.
-      OSError: in process 0, when the port is taken.
+      OSError: in process 0, when the port is taken or the address is not its machine's.
     """
     host, _, port = coordinator.rpartition(":")
     if process_id == 0:
-        fault = _collect(int(port), num_processes, timeout)
+        fault = _collect(host.strip("[]"), int(port), num_processes, timeout)
     else:
-        fault = _answer(host, int(port), num_processes, process_id, timeout)
+        fault = _answer(host.strip("[]"), int(port), num_processes, process_id, timeout)
     if fault:
         kind = TimeoutError if "never arrived" in fault else ValueError
         raise kind(
@@ -34,11 +36,11 @@ def roll_call(coordinator: str, num_processes: int, process_id: int, timeout: fl
         )
 
 
-def _collect(port, num_processes, timeout):
+def _collect(host, port, num_processes, timeout):
     """Process 0: hear everyone, decide, tell everyone."""
     deadline = time.monotonic() + timeout
     present, callers, fault = {0}, [], ""
-    with _listen(port, num_processes) as server:
+    with listen(host, port, num_processes) as server:
         while len(present) < num_processes and not fault and (left := deadline - time.monotonic()) > 0:
             heard = _hear(server, left)
             if heard is None:
@@ -89,12 +91,6 @@ def _answer(host, port, num_processes, process_id, timeout):
             if time.monotonic() > deadline:
                 return f"process(es) [0] never arrived within {timeout:g} s"
             time.sleep(0.1)
-
-
-def _listen(port, backlog):
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-    return socket.create_server(("", port), backlog=backlog)
 
 
 def _tell(caller, fault):

@@ -1,0 +1,106 @@
+"""Everything a launch has started, found again and signalled: by process group, and by the launch's mark in the environment.
+
+Also a program: the guard, which outlives a launcher that was killed without a chance to stop its workers. It needs nothing
+but the standard library, so that it starts in milliseconds.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+MARK = "AXONML_JAX_RUN_ID"
+"""The variable that tells this launch's processes from all others, in whatever session they have hidden."""
+
+_PROC = Path("/proc")
+_GUARD_GRACE = 2.0
+
+
+def signal_all(groups: Collection[int], run_id: str, number: int) -> None:
+    """Send a signal to every process of the groups, and to those that left them but carry the mark.
+
+    Args:
+      groups: process group ids.
+      run_id: value of `MARK`.
+      number: the signal.
+    """
+    outside = [pid for pid, group in members(groups, run_id).items() if group not in groups]
+    for send, targets in ((os.killpg, groups), (os.kill, outside)):
+        for target in targets:
+            try:
+                send(target, number)
+            except (ProcessLookupError, PermissionError):
+                continue  # it has ended, or (macOS) only a zombie is left
+
+
+def members(groups: Collection[int], run_id: str) -> dict[int, int]:
+    """Process group by id of every living process of the groups or with the mark; zombies have ended.
+
+    Without `/proc` (macOS) a group counts as one process and the mark is not seen.
+    """
+    if not (_PROC / "self" / "stat").exists():
+        return {group: group for group in groups if _responds(group)}
+    found = {}
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                state, group = _state_and_group(entry)
+                if state not in "ZX" and (group in groups or _marked(entry, run_id)):
+                    found[int(entry.name)] = group
+            except OSError:
+                continue  # it has ended meanwhile, or is another user's
+    return found
+
+
+def start_guard(run_id: str) -> subprocess.Popen:
+    """The guard as a process. Write `PID` lines of group leaders to its `stdin`; close it after `done` when all is well."""
+    # An empty environment: the guard must not carry the mark of a launch that this launcher itself belongs to.
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, run_id],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={},
+        cwd="/",
+        start_new_session=True,
+    )
+
+
+def guard(run_id: str) -> None:
+    """Read until the launcher's end of the pipe closes; unless it said `done`, end everything it had started."""
+    said = sys.stdin.read().split()
+    if said[-1:] == ["done"]:
+        return
+    groups = [int(word) for word in said]
+    signal_all(groups, run_id, signal.SIGTERM)
+    deadline = time.monotonic() + _GUARD_GRACE
+    while members(groups, run_id) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    while members(groups, run_id) and time.monotonic() < deadline + _GUARD_GRACE:
+        signal_all(groups, run_id, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def _state_and_group(entry: Path) -> tuple[str, int]:
+    # The command's name, in parentheses, may itself contain spaces and parentheses.
+    fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    return fields[0], int(fields[2])
+
+
+def _marked(entry: Path, run_id: str) -> bool:
+    return f"{MARK}={run_id}".encode() in (entry / "environ").read_bytes().split(b"\0")
+
+
+def _responds(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    guard(sys.argv[1])
