@@ -1,12 +1,12 @@
 """One piece of a pipeline's work, printed as papers and PyTorch print it: `2F0` is stage 2's forward of microbatch 0."""
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 Work = Literal["F", "B", "I", "W"]
 PATTERN = re.compile(r"(\d+)([FBIW])(\d+)")
-NAMES: dict[Work, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
 class Action(NamedTuple):
@@ -47,17 +47,22 @@ class Action(NamedTuple):
         >>> [str(action) for action in Action(1, "B", 0).needs(4)]
         ['1F0', '2B0']
         """
-        stage, work, microbatch = self
-        if work == "F":
-            return (Action(stage - 1, "F", microbatch),) if stage else ()
-        if work == "W":
-            return (Action(stage, "B", microbatch),)
-        own = Action(stage, "F", microbatch)
-        return (own,) if stage == num_stages - 1 else (own, Action(stage + 1, "B", microbatch))
+        return _needs(self, num_stages)
 
     def gives(self) -> "Action":
         """The action under which others wait for this one: `I` gives what `B` gives, except the gradient of the weights."""
-        return self._replace(work="B") if self.work == "I" else self
+        return Action(self.stage, "B", self.microbatch) if self.work == "I" else self
+
+
+@functools.lru_cache(maxsize=2**14)  # a simulation asks for the same few over and over
+def _needs(action: Action, num_stages: int) -> tuple[Action, ...]:
+    stage, work, microbatch = action
+    if work == "F":
+        return (Action(stage - 1, "F", microbatch),) if stage else ()
+    if work == "W":
+        return (Action(stage, "B", microbatch),)
+    own = Action(stage, "F", microbatch)
+    return (own,) if stage == num_stages - 1 else (own, Action(stage + 1, "B", microbatch))
 
 
 def format_orders(orders: Sequence[Sequence[Action]]) -> str:

@@ -15,7 +15,7 @@ class PipelineMemoryStats:
 
     One activation is all that one stage keeps of one microbatch. With several chunks per rank a stage is one chunk.
 
-    >>> stats = PipelineMemoryStats.of("1f1b", num_stages=4, num_microbatches=8, bytes_per_activation=2**20)
+    >>> stats = PipelineMemoryStats.of("1f1b", num_ranks=4, num_microbatches=8, bytes_per_activation=2**20)
     >>> stats.classic, stats.executed, stats.allocated
     ((4, 3, 2, 1), (7, 5, 3, 1), 7)
     >>> stats.allocated_bytes_per_rank == 7 * 2**20 and stats.allocated_bytes == 4 * 7 * 2**20
@@ -38,7 +38,7 @@ class PipelineMemoryStats:
     def of(
         cls,
         schedule: PipelineSchedule | str,
-        num_stages: int,
+        num_ranks: int,
         num_microbatches: int,
         num_chunks: int = 1,
         *,
@@ -50,7 +50,7 @@ class PipelineMemoryStats:
 
         Args:
           schedule: which.
-          num_stages: S, ranks of the pipeline axis.
+          num_ranks: S, ranks of the pipeline axis.
           num_microbatches: M.
           num_chunks: V, stages per rank.
           bytes_per_activation: what one stage keeps of one microbatch; 1 makes totals count activations.
@@ -60,13 +60,13 @@ class PipelineMemoryStats:
         Raises:
           ValueError: for a size that the schedule refuses.
         """
-        planned = make_schedule(schedule, num_stages, num_microbatches, num_chunks, variant=variant)
+        planned = make_schedule(schedule, num_ranks, num_microbatches, num_chunks, variant=variant)
         classic = simulate(planned.orders).peak_activations
         residuals = make_timetable(planned, rows).residuals
         return cls(classic, residuals.counts, residuals.size, bytes_per_activation)
 
     @staticmethod
-    def gpipe_peak_activations(num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    def gpipe_peak_activations(num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
         """Activations that each stage keeps under GPipe: all M.
 
         >>> PipelineMemoryStats.gpipe_peak_activations(4, 8)
@@ -75,10 +75,10 @@ class PipelineMemoryStats:
         Raises:
           ValueError: for sizes below 1.
         """
-        return PipelineMemoryStats.of(PipelineSchedule.GPIPE, num_stages, num_microbatches).classic
+        return PipelineMemoryStats.of(PipelineSchedule.GPIPE, num_ranks, num_microbatches).classic
 
     @staticmethod
-    def one_f_one_b_peak_activations(num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    def one_f_one_b_peak_activations(num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
         """Activations that each stage keeps under classic 1F1B: min(M, S - stage).
 
         >>> PipelineMemoryStats.one_f_one_b_peak_activations(4, 8)
@@ -87,7 +87,7 @@ class PipelineMemoryStats:
         Raises:
           ValueError: for sizes below 1.
         """
-        return PipelineMemoryStats.of(PipelineSchedule.ONE_F_ONE_B, num_stages, num_microbatches).classic
+        return PipelineMemoryStats.of(PipelineSchedule.ONE_F_ONE_B, num_ranks, num_microbatches).classic
 
     @property
     def classic_bytes(self) -> int:

@@ -1,13 +1,13 @@
 """What a step of a pipeline costs on paper: time, bubble and memory of classic orders and of timetables."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from axonml_jax.parallel.pipeline.action import Action
 from axonml_jax.parallel.pipeline.costs import StageCosts
 from axonml_jax.parallel.pipeline.timetable import Timetable
-from axonml_jax.parallel.pipeline.trace import Event, tick_times, trace_orders
+from axonml_jax.parallel.pipeline.trace import order_spans, tick_times
 
 # What an action changes in the number of activations that a rank keeps: a backward drops them, where split its W.
 KEPT = {"F": 1, "B": -1, "I": 0, "W": -1}
@@ -58,17 +58,10 @@ def simulate(work: Timetable | Sequence[Sequence[Action]], costs: StageCosts | N
         spent, ends = tick_times(work, costs)
         busy = tuple(spent.sum(axis=(0, 1)).tolist())
         return Simulation(float(ends[-1]), float(ends[-1]), busy, work.residuals.counts)
-    return _summary(trace_orders(work, costs))
-
-
-def _summary(events: list[list[Event]]) -> Simulation:
+    spans = order_spans(work, costs)
     return Simulation(
-        makespan=max((here[-1].end - here[0].start for here in events if here), default=0.0),
-        finish=max((here[-1].end for here in events if here), default=0.0),
-        busy=tuple(sum(event.end - event.start for event in here) for here in events),
-        peak_activations=tuple(_peak(event.action for event in here) for here in events),
+        makespan=max((here[-1][1] - here[0][0] for here in spans if here), default=0.0),
+        finish=max((here[-1][1] for here in spans if here), default=0.0),
+        busy=tuple(sum([end - start for start, end in here]) for here in spans),
+        peak_activations=tuple(max(accumulate([KEPT[action.work] for action in order], initial=0)) for order in work),
     )
-
-
-def _peak(actions: Iterable[Action]) -> int:
-    return max(accumulate((KEPT[action.work] for action in actions), initial=0))

@@ -32,27 +32,35 @@ def trace_orders(orders: Sequence[Sequence[Action]], costs: StageCosts) -> list[
       DeadlockError: when that never comes, naming who waits where for what.
       ValueError: for an order that holds something twice, or costs for another number of stages.
     """
-    _refuse_twice(orders)
+    return [
+        [Event(action, rank, *span) for action, span in zip(order, spans, strict=True)]
+        for rank, (order, spans) in enumerate(zip(orders, order_spans(orders, costs), strict=True))
+    ]
+
+
+def order_spans(orders: Sequence[Sequence[Action]], costs: StageCosts) -> list[list[tuple[float, float]]]:
+    """(start, end) of every action of every rank, as `trace_orders`."""
     num_stages = 1 + max((action.stage for order in orders for action in order), default=-1)
     times, done = costs.tables(num_stages), {}
-    events: list[list[Event]] = [[] for _ in orders]
+    spans: list[list[tuple[float, float]]] = [[] for _ in orders]
     moved = True
     while moved:
         moved = False
-        for rank, (order, here) in enumerate(zip(orders, events, strict=True)):
-            while len(here) < len(order):
-                action = order[len(here)]
-                ready = _arrival(action.needs(num_stages), rank, done, costs.communication)
-                if ready is None:
+        for rank, (order, here) in enumerate(zip(orders, spans, strict=True)):
+            free = here[-1][1] if here else 0.0
+            for position in range(len(here), len(order)):
+                action = order[position]
+                start = _start(action.needs(num_stages), rank, free, done, costs.communication)
+                if start is None:
                     break
-                start = max(ready, here[-1].end) if here else ready
-                end = start + times[action.work][action.stage]
-                here.append(Event(action, rank, start, end))
-                done[action.gives()] = end, rank
+                free = start + times[action.work][action.stage]
+                here.append((start, free))
+                done[action.gives()] = free, rank
                 moved = True
-    if any(len(here) < len(order) for order, here in zip(orders, events, strict=True)):
-        raise DeadlockError(_who_waits(orders, events, done, num_stages))
-    return events
+    if len(done) < sum(map(len, orders)):
+        _refuse_twice(orders)
+        raise DeadlockError(_who_waits(orders, [len(here) for here in spans], done, num_stages))
+    return spans
 
 
 def trace_ticks(timetable: Timetable, costs: StageCosts) -> list[list[Event]]:
@@ -83,16 +91,17 @@ def tick_times(timetable: Timetable, costs: StageCosts) -> tuple[np.ndarray, np.
     return spent, np.cumsum(spent.sum(axis=0).max(axis=1) + costs.communication)
 
 
-def _arrival(needs: tuple[Action, ...], rank: int, done: Done, communication: float) -> float | None:
-    """When the last of what an action needs is on its rank; None as long as some of it is not done."""
-    ready = 0.0
+def _start(needs: tuple[Action, ...], rank: int, free: float, done: Done, communication: float) -> float | None:
+    """When a rank that is free from `free` on has all that an action needs; None while some of it is not done."""
     for need in needs:
-        found = done.get(need)
-        if found is None:
+        if need not in done:
             return None
-        end, where = found
-        ready = max(ready, end if where == rank else end + communication)
-    return ready
+        end, where = done[need]
+        if where != rank:
+            end += communication
+        if end > free:
+            free = end
+    return free
 
 
 def _refuse_twice(orders: Sequence[Sequence[Action]]) -> None:
@@ -102,8 +111,9 @@ def _refuse_twice(orders: Sequence[Sequence[Action]]) -> None:
         raise ValueError(f"done twice (I is a part of B): {', '.join(twice)}; orders hold every action once")
 
 
-def _who_waits(orders: Sequence[Sequence[Action]], events: list[list[Event]], done: Done, num_stages: int) -> str:
-    stands = {rank: order[len(events[rank])] for rank, order in enumerate(orders) if len(events[rank]) < len(order)}
+def _who_waits(orders: Sequence[Sequence[Action]], positions: Sequence[int], done: Done, num_stages: int) -> str:
+    places = enumerate(zip(orders, positions, strict=True))
+    stands = {rank: order[position] for rank, (order, position) in places if position < len(order)}
     planned = {action.gives(): (action, rank) for rank, order in enumerate(orders) for action in order}
     lines = []
     for rank, action in stands.items():
