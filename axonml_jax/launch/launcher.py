@@ -7,13 +7,13 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from axonml_jax.launch.config import ConfigError
 from axonml_jax.launch.interrupts import Interrupts
 from axonml_jax.launch.launch_options import LaunchOptions, read_options, streams_of
-from axonml_jax.launch.leftovers import start_guard
+from axonml_jax.launch.leftovers import Guard
+from axonml_jax.launch.nodes import Nodes, Stopped
 from axonml_jax.launch.post_mortem import report
 from axonml_jax.launch.supervise import Ended, Supervisor, print_note
 from axonml_jax.launch.worker import Worker
@@ -38,50 +38,63 @@ def launch(argv: Sequence[str]) -> int:
     options = read_options(argv, os.environ)
     local_size, gpus = count_workers(options.nproc_per_node, os.environ)
     _check_port(options)
+    logs = _log_folder(options)
     with Interrupts() as interrupts:
-        job = _Job(options, local_size, gpus, interrupts)
         try:
-            return job.run()
+            with Nodes(options, local_size, interrupts) as nodes:
+                return _Job(options, gpus, interrupts, nodes, logs).run()
+        except Stopped:
+            print_note(f"stopped by {interrupts.received[0].name} while waiting for the other machines' launchers")
+            return 128 + interrupts.received[0]
         except BrokenPipeError:  # the reader of our output has gone, as after `| head`; the workers are stopped already
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return _PIPE_CLOSED
 
 
 class _Job:
-    """The attempts of one launch on one machine."""
+    """The attempts of one launch, as one machine's launcher makes them."""
 
-    def __init__(self, options: LaunchOptions, local_size: int, gpus: tuple[str, ...], interrupts: Interrupts):
+    def __init__(
+        self, options: LaunchOptions, gpus: tuple[str, ...], interrupts: Interrupts, nodes: Nodes, logs: Path | None
+    ):
         self._options = options
-        self._local_size = local_size
         self._gpus = gpus
         self._interrupts = interrupts
+        self._nodes = nodes
         self._run_id = uuid.uuid4().hex
-        self._logs = _log_folder(options)
+        self._logs = logs
 
     def run(self) -> int:
         """Attempt after attempt, until one ends well, a signal comes, or no restart is left."""
-        for restarts in range(self._options.max_restarts + 1):
-            if restarts:
-                print_note(f"restart {restarts} of {self._options.max_restarts}")
+        restarts = 0
+        while True:
             ended = self._attempt(restarts)
             if ended.received:
+                self._nodes.leave(
+                    f"the launcher of node {self._options.node_rank} was stopped by {ended.received.name}"
+                )
                 print_note(f"stopped by {ended.received.name}; {_stopped(ended)}")
                 return 128 + ended.received
-            if ended.failure is None:
+            if ended.failure is None and not ended.elsewhere:
                 return 0
             if ended.stopped:
                 print_note(_stopped(ended))
-            print_note(report(ended.failure))
-        return ended.failure.exit_status
+            cause = self._nodes.verdict(ended.failure)
+            print_note(report(cause) if cause else self._nodes.lost or "another machine's workers failed")
+            if restarts == self._options.max_restarts or self._nodes.lost:
+                return cause.exit_status if cause else 1
+            restarts += 1
+            print_note(f"restart {restarts} of {self._options.max_restarts}")
 
     def _attempt(self, restarts: int) -> Ended:
         """Start all workers, and watch them to the end."""
-        options, local_size = self._options, self._local_size
+        options, sizes = self._options, self._nodes.sizes
+        local_size = sizes[options.node_rank] if options.nnodes > 1 else sizes[0]
         attempt = Attempt(
             address=options.master_addr,
-            port=self._port(restarts),
-            world_size=options.nnodes * local_size,
-            first_rank=options.node_rank * local_size,
+            port=self._nodes.start(restarts, self._port(restarts)),
+            world_size=sum(sizes),
+            first_rank=sum(sizes[: options.node_rank]),
             local_size=local_size,
             node_rank=options.node_rank,
             num_nodes=options.nnodes,
@@ -89,18 +102,14 @@ class _Job:
             max_restarts=options.max_restarts,
             run_id=self._run_id,
         )
-        with ExitStack() as stack:
-            guard = start_guard(self._run_id)
-            stack.callback(guard.communicate, b"done")
-            workers: list[Worker] = []
-            supervisor = Supervisor(workers, self._interrupts, self._run_id, options.shutdown_timeout)
-            with supervisor:
-                for local_rank in range(local_size):
-                    workers.append(self._start(attempt, local_rank))
-                    assert guard.stdin is not None
-                    guard.stdin.write(f"{workers[-1].pid}\n".encode())
-                guard.stdin.flush()
-                return supervisor.watch()
+        others = self._nodes if options.nnodes > 1 else None
+        workers: list[Worker] = []
+        supervisor = Supervisor(workers, self._interrupts, self._run_id, options.shutdown_timeout, others)
+        with Guard(self._run_id) as guard, supervisor:
+            for local_rank in range(local_size):
+                workers.append(self._start(attempt, local_rank))
+                guard.watch(workers[-1].pid)
+            return supervisor.watch()
 
     def _start(self, attempt: Attempt, local_rank: int) -> Worker:
         rank = attempt.first_rank + local_rank
@@ -116,6 +125,9 @@ class _Job:
     def _port(self, restarts: int) -> int:
         # A port that a dead attempt has used may still be held by its last packets.
         given = self._options.master_port
+        if self._options.nnodes > 1:
+            assert given is not None
+            return given + 1 + restarts
         return given if given is not None and not restarts else free_port()
 
 

@@ -55,18 +55,43 @@ def members(groups: Collection[int], run_id: str) -> dict[int, int]:
     return found
 
 
-def start_guard(run_id: str) -> subprocess.Popen:
-    """The guard as a process. Write `PID` lines of group leaders to its `stdin`; close it after `done` when all is well."""
-    # An empty environment: the guard must not carry the mark of a launch that this launcher itself belongs to.
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, run_id],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={},
-        cwd="/",
-        start_new_session=True,
-    )
+class Guard:
+    """A process that ends what a launcher had started when the launcher itself is killed. A context.
+
+    Args:
+      run_id: value of `MARK`.
+    """
+
+    def __init__(self, run_id: str):
+        # An empty environment: the guard must not carry the mark of a launch that this launcher itself belongs to.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, run_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={},
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "Guard":
+        return self
+
+    def watch(self, group: int) -> None:
+        """Remember a process group."""
+        self._say(f"{group}\n")
+
+    def __exit__(self, *exception):
+        self._say("done")
+        self._process.communicate()
+
+    def _say(self, words: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(words.encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # somebody has killed it; the launch does not depend on it
 
 
 def guard(run_id: str) -> None:

@@ -25,32 +25,38 @@ _UNKILLABLE = 10.0
 
 
 class Others(Protocol):
-    """What a launcher hears from the launchers on the job's other machines."""
+    """What a launcher hears from the launchers on the job's other machines, and tells them."""
 
     def sockets(self) -> Iterable:
         """What to select on."""
         ...
 
-    def poll(self, done: bool) -> Failure | None:
-        """A failure on another machine, if one has been heard of; `done`: all workers here have ended well."""
+    def poll(self, done: bool) -> bool:
+        """Whether workers here must stop because of another machine. `done`: all workers here have ended well."""
         ...
 
     def waiting(self) -> bool:
         """Whether workers elsewhere still run."""
         ...
 
+    def alarm(self) -> None:
+        """Tell the others at once that a worker here has failed."""
+        ...
+
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt ended: with a failure, by a signal to the launcher, or (neither) well.
+    """How an attempt ended: with a failure here or elsewhere, by a signal to the launcher, or (none of them) well.
 
     Attributes:
-      failure: the root cause.
+      failure: what failed first of this machine's workers.
+      elsewhere: whether something else failed on another machine.
       received: the signal that asked for the end.
       stopped: ranks that were stopped because of it.
     """
 
     failure: Failure | None = None
+    elsewhere: bool = False
     received: signal.Signals | None = None
     stopped: tuple[int, ...] = ()
 
@@ -97,11 +103,13 @@ class Supervisor:
                 return self._obey(self._interrupts.received[0])
             failed = [worker for worker in self._workers if worker.returncode]
             done = all(worker.returncode == 0 for worker in self._workers)
-            elsewhere = self._others.poll(done) if self._others else None
+            elsewhere = self._others is not None and self._others.poll(done)
             if failed:
+                if self._others:
+                    self._others.alarm()
                 return self._explain(failed)
             if elsewhere:
-                return Ended(elsewhere, stopped=self._running())
+                return Ended(elsewhere=True, stopped=self._running())
             if done and not (self._others and self._others.waiting()):
                 return Ended()
             self._tell_of_lonely_workers()
