@@ -1,4 +1,4 @@
-"""The command line: `axonml-jax train | launch | explain | devices`, also `python -m axonml_jax`."""
+"""The command line: `axonml-jax train | launch | explain | schedule | devices`, also `python -m axonml_jax`."""
 
 import argparse
 import sys
@@ -48,6 +48,10 @@ def _dispatch(arguments: Sequence[str]) -> int:
         from axonml_jax.launch.launcher import launch
 
         return launch(arguments[1:])
+    if arguments[:1] == ["schedule"]:
+        from axonml_jax.launch.schedule import schedule
+
+        return schedule(arguments[1:])
     if arguments[:1] in (["train"], ["explain"]):
         # What follows is read by the configuration's own parser, made from the configuration's keys.
         from axonml_jax.launch import run
@@ -72,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help="train on text as a configuration file says", add_help=False)
     commands.add_parser("explain", help="print plan and ledger of a configuration, without training", add_help=False)
     commands.add_parser("launch", help="start the processes of a job, as torchrun does", add_help=False)
+    commands.add_parser("schedule", help="draw a pipeline's timetable, its bubble and memory", add_help=False)
     devices = commands.add_parser("devices", help="print what JAX sees on this machine")
     devices.add_argument("--simulated", type=int, metavar="N", help="with N simulated CPU devices")
     return parser

@@ -115,16 +115,19 @@ class Timetable:
         return Timetable(self.num_ranks, self.forward)
 
     def __str__(self):
-        """Ranks down, ticks to the right; a line for forwards, one for backwards, one for weight gradients."""
-        return draw_grid(self.cells())
+        return self.draw()
 
-    def cells(self) -> dict[str, list[str]]:
-        """What stands in the drawing: for every rank and kind of work a row of labels by tick, "" for idle."""
+    def draw(self, width: int = 120) -> str:
+        """Ranks down, ticks to the right; a line for forwards, one for backwards, one for weight gradients.
+
+        Args:
+          width: the longest line; more ticks go into another block below.
+        """
         rows = {(rank, work): [""] * self.num_ticks for rank in range(self.num_ranks) for work in self.kinds}
         for work, grid in self.kinds.items():
             for (stage, microbatch), tick in np.ndenumerate(grid):
                 rows[stage % self.num_ranks, work][tick] = str(Action(stage, work, microbatch))
-        return {f"rank {rank} {work}": row for (rank, work), row in rows.items()}
+        return draw_grid({f"rank {rank} {work}": row for (rank, work), row in rows.items()}, width=width)
 
     @property
     def _last_use(self) -> np.ndarray | None:
