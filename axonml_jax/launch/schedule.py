@@ -136,7 +136,7 @@ def _buffers(planned: AbstractSchedule, timetable: Timetable) -> list[str]:
     return [
         f"          in the classic order: {classic}",
         f"          allocated on every rank: {timetable.residuals.size}, and a slot for idle ticks; "
-        f"for what arrives {received[0]} and {received[1]}",
+        f"of received activations {received[0]}, cotangents {received[1]}",
         f"ticks     {timetable.num_ticks}",
     ]
 

@@ -22,7 +22,7 @@ DARK = 2  # the first shade under white text
 LEFT, TOP, ROW, GAP = 64, 44, 26, 4
 FONT = "system-ui, sans-serif"
 MONOSPACE = ' font-family="ui-monospace, monospace"'
-MIN_CELL, MAX_WIDTH = 15, 1120
+MAX_WIDTH = 1120
 
 
 def draw_svg(title: str, events: Sequence[Sequence[Event]], caption: Sequence[str], ticks: Sequence[float] = ()) -> str:
@@ -40,7 +40,8 @@ def draw_svg(title: str, events: Sequence[Sequence[Event]], caption: Sequence[st
     everything = [event for here in events for event in here]
     until = max((event.end for event in everything), default=1.0) or 1.0
     shortest = min((event.end - event.start for event in everything if event.end > event.start), default=until)
-    scale = max(MIN_CELL / shortest, min(44 / shortest, MAX_WIDTH / until))
+    digits = max((len(str(event.action.microbatch)) for event in everything), default=1)
+    scale = max((9 + 6 * digits) / shortest, min(44 / shortest, MAX_WIDTH / until))
     lines = [line for text in caption for line in text.splitlines() or [""]]
     words = 24 + max(9 * len(title), 7.3 * max(map(len, lines), default=0))
     bottom = TOP + len(events) * (ROW + GAP)

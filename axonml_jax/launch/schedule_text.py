@@ -20,30 +20,30 @@ def draw_events(events: Sequence[Sequence[Event]], width: int) -> str:
       width: the longest line.
 
     Returns:
-      The drawing; only the order of actions, a line per rank, where no unit fits all times in a readable number of columns.
+      The drawing; only the order of actions, a line per rank, where an action takes no time or no unit fits all times in a
+      readable number of columns.
     """
-    ends = [[Fraction(event.end).limit_denominator(FINEST) for event in here] for here in events]
-    starts = [[Fraction(event.start).limit_denominator(FINEST) for event in here] for here in events]
-    unit = _common_unit([time for times in (*starts, *ends) for time in times if time])
-    columns = max((int(times[-1] / unit) for times in ends if times), default=0)
-    if columns > MAX_COLUMNS:
+    spans = [[(_exact(event.start), _exact(event.end)) for event in here] for here in events]
+    unit = _common_unit([time for here in spans for span in here for time in span])
+    columns = max((int(end / unit) for here in spans for _, end in here), default=0)
+    if columns > MAX_COLUMNS or any(start == end for here in spans for start, end in here):
         return format_orders([[event.action for event in here] for here in events])
     rows = {}
     for rank, here in enumerate(events):
         row = [""] * columns
-        for event, start, end in zip(here, starts[rank], ends[rank], strict=True):
-            first, last = int(start / unit), int(end / unit)
-            row[first:last] = ["=" * len(str(event.action))] * (last - first)
-            if last > first:
-                row[first] = str(event.action)
+        for event, (start, end) in zip(here, spans[rank], strict=True):
+            label, first, last = str(event.action), int(start / unit), int(end / unit)
+            row[first:last] = [label, *["=" * len(label)] * (last - first - 1)]
         rows[f"rank {rank}"] = row
     ruler = "time" if unit == 1 else f"time x {float(unit):g}"
     return draw_grid(rows, ruler=ruler, width=width)
 
 
 def _common_unit(times: Sequence[Fraction]) -> Fraction:
-    """The largest time of which all are multiples."""
-    if not times:
-        return Fraction(1)
+    """The largest time of which all are multiples; 1 where all are 0."""
     below = math.lcm(*(time.denominator for time in times))
-    return Fraction(math.gcd(*(int(time * below) for time in times)), below)
+    return Fraction(math.gcd(*(int(time * below) for time in times)), below) or Fraction(1)
+
+
+def _exact(time: float) -> Fraction:
+    return Fraction(time).limit_denominator(FINEST)
