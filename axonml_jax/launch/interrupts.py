@@ -33,7 +33,8 @@ class Interrupts:
 
     def __exit__(self, *exception):
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+            if handler is not None:  # None: C code had set it, and Python cannot put it back
+                signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
         signal.set_wakeup_fd(self._wakeup_before)
         self._wake.close()
         self._woken.close()

@@ -13,7 +13,7 @@ from axonml_jax.mesh.coordinator import bind_address, host_port
 from axonml_jax.mesh.environment import LaunchEnvironment, launch_environment
 from axonml_jax.mesh.fake_devices import backend_started
 from axonml_jax.mesh.group import DEFAULT_TIMEOUT
-from axonml_jax.mesh.leave import leave_on_error
+from axonml_jax.mesh.leave import leave_on_error, say_goodbye
 from axonml_jax.mesh.process_engine import coordinator_client
 from axonml_jax.mesh.roll_call import roll_call
 from axonml_jax.mesh.world import MockBackend, World, local_world
@@ -140,6 +140,7 @@ def _join(launch, local_device_ids, timeout):
     )
     leave_on_error()
     client = coordinator_client()
+    say_goodbye(client, launch.process_id, launch.num_processes)
     client.key_value_set(f"{_HOSTS}{launch.process_id}", socket.gethostname())
     client.wait_at_barrier("axonml_jax/init", left * 1000)
 

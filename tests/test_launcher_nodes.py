@@ -1,0 +1,104 @@
+"""Several machines: their launchers (here on one) gather, refuse what does not fit, and stop and restart together."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from workers.launch import free_port
+
+TIME_LIMIT = 40
+WORK = """
+import os, pathlib, sys, time
+rank, restart = os.environ["RANK"], os.environ["AXONML_JAX_RESTART_COUNT"]
+names = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK"]
+print(*(os.environ[name] for name in names), os.environ["MASTER_PORT"], restart, flush=True)
+pathlib.Path(f"began-{restart}-{rank}").touch()
+while len(list(pathlib.Path(".").glob(f"began-{restart}-*"))) < 3: time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def launchers(tmp_path):
+    """Start one launcher per list of flags, all at one address; every one ends with the test."""
+    started, port = [], free_port()
+
+    def launchers(work, *flags):
+        (tmp_path / "work.py").write_text(WORK + work)
+        for node, more in enumerate(flags):
+            known = [f"--node-rank={node}", f"--nnodes={len(flags)}", f"--rdzv-endpoint=127.0.0.1:{port}"]
+            command = [sys.executable, "-m", "axonml_jax", "launch", *known, *more, "work.py"]
+            pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            started.append(subprocess.Popen(command, cwd=tmp_path, preexec_fn=listen_to_ctrl_c, **pipes))
+        return port, started
+
+    yield launchers
+    for launcher in started:
+        launcher.kill()
+        launcher.communicate()
+
+
+def listen_to_ctrl_c():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell may have it ignored
+
+
+def ends(started):
+    outputs = [launcher.communicate(timeout=TIME_LIMIT) for launcher in started]
+    return [(launcher.returncode, *output) for launcher, output in zip(started, outputs, strict=True)]
+
+
+def test_machines_of_unequal_size_restart_together_and_agree_on_the_cause(launchers):
+    work = "if restart == '0':\n    if rank == '2': raise ValueError('boom')\n    time.sleep(600)"
+    port, started = launchers(work, ["--nproc-per-node=2", "--max-restarts=1"], ["--max-restarts=1"])
+    (first, first_out, first_err), (second, second_out, second_err) = ends(started)
+    assert (first, second) == (0, 0), first_err + second_err
+    said = sorted(line.split("] ")[1].split() for line in (first_out + second_out).splitlines())
+    place = {"0": ["0", "0"], "1": ["1", "0"], "2": ["0", "1"]}  # rank: local rank, node
+    wanted = [["3", rank, *place[rank], str(port + 1 + n), str(n)] for rank in place for n in (0, 1)]
+    assert said == sorted(wanted)
+    for error in (first_err, second_err):
+        assert "rank 2 failed first: exit code 1" in error and "ValueError: boom" in error and "restart 1 of 1" in error
+
+
+def test_a_killed_launcher_stops_the_other_machines(launchers, tmp_path):
+    _, started = launchers("time.sleep(600)", ["--nproc-per-node=2", "--max-restarts=3"], ["--max-restarts=3"])
+    deadline = time.monotonic() + TIME_LIMIT
+    while len(list(tmp_path.glob("began-0-*"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    start = time.monotonic()
+    started[1].kill()
+    status, _, error = ends(started[:1])[0]
+    assert status == 1 and time.monotonic() - start < 10
+    assert "rank(s) 0, 1 were stopped" in error and "the launcher of node 1 has gone" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([[], ["--max-restarts=1"]], "--max-restarts is 1 on node 1 and 0 on node 0"),
+        ([[], ["--nnodes=3"]], "--nnodes is 3 on node 1 and 2 on node 0"),
+    ],
+)
+def test_launchers_that_do_not_fit_together_all_refuse(launchers, flags, words):
+    _, started = launchers("", *flags)
+    for status, _, error in ends(started):
+        assert status == 2 and words in error
+
+
+def test_nothing_is_started_before_all_launchers_are_there(launchers, tmp_path):
+    port, started = launchers("", [], [])
+    started[1].kill()
+    deadline = time.monotonic() + TIME_LIMIT
+    while time.monotonic() < deadline:  # until node 0 listens
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\n")
+            break
+        time.sleep(0.05)
+    time.sleep(0.3)
+    assert not list(tmp_path.glob("began-*"))
+    started[0].send_signal(signal.SIGINT)
+    status, _, error = ends(started[:1])[0]
+    assert status == 130 and "waiting for the other machines" in error
