@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -15,6 +16,7 @@ from axonml_jax.parallel.pipeline.rooms import make_schedule
 from axonml_jax.parallel.pipeline.trace import Event, trace_orders
 
 SVG = "{http://www.w3.org/2000/svg}"
+PICTURES = Path(__file__).resolve().parents[1] / "docs" / "guides" / "pictures"
 INTERLEAVED = ("--schedule", "interleaved", "--stages", "4", "--microbatches", "8", "--chunks", "2")
 
 
@@ -115,6 +117,21 @@ def test_what_cannot_be_drawn_is_refused_in_one_message(draw, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     status, _, err = draw(*flags)
     assert status == 2 and words in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("classic-1f1b", ("--schedule", "1f1b", "--order", "classic")),
+        ("fused-1f1b", ("--schedule", "1f1b")),
+        ("interleaved", ("--schedule", "interleaved", "--chunks", "2")),
+    ],
+)
+def test_the_pictures_of_the_guide_are_what_the_command_draws(draw, tmp_path, name, flags):
+    """Made anew by `axonml-jax schedule --stages 4 --microbatches 8 FLAGS --svg docs/guides/pictures/NAME.svg`."""
+    path = tmp_path / "now.svg"
+    assert draw("--stages", "4", "--microbatches", "8", *flags, "--svg", str(path))[0] == 0
+    assert path.read_text("utf-8") == (PICTURES / f"{name}.svg").read_text("utf-8")
 
 
 def test_it_starts_no_devices():
