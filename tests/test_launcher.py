@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from workers.launch import hearing_ctrl_c
 
 from axonml_jax.__main__ import main
 from axonml_jax.launch import supervise
@@ -63,10 +64,10 @@ def start(worker):
     """Launch in a process of its own that can be signalled; wait until every worker has begun."""
     started = []
 
-    def start(num_workers, processes, *parts, flags=(), **options):
-        command = [sys.executable, "-m", "axonml_jax", "launch", f"--nproc-per-node={num_workers}", *flags, worker(*parts)]
-        options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=listen_to_ctrl_c) | options
-        started.append(subprocess.Popen(command, **options))
+    def start(num_workers, processes, *parts):
+        command = [sys.executable, "-m", "axonml_jax", "launch", f"--nproc-per-node={num_workers}", worker(*parts)]
+        with hearing_ctrl_c():
+            started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         until(lambda: len(remembered()) >= num_workers * processes)
         return started[-1]
 
@@ -74,10 +75,6 @@ def start(worker):
     for launcher in started:
         launcher.kill()
         launcher.communicate()
-
-
-def listen_to_ctrl_c():
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell may have it ignored
 
 
 def remembered():
@@ -123,7 +120,7 @@ def test_lines_of_workers_never_mix_and_an_unfinished_last_line_is_shown(launch)
 
 def test_a_failure_stops_everybody_and_its_rank_and_traceback_come_last(launch):
     start = time.monotonic()
-    wait = 'pathlib.Path(str(rank)).touch()\nwhile rank != 1: time.sleep(0.01)\n'
+    wait = "pathlib.Path(str(rank)).touch()\nwhile rank != 1: time.sleep(0.01)\n"
     wait += 'while not all(pathlib.Path(str(r)).exists() for r in range(3)): time.sleep(0.01)\nraise ValueError("boom")'
     status, _, err = launch(["--nproc-per-node=3"], WITH_CHILDREN, wait)
     assert status == 1 and time.monotonic() - start < 10

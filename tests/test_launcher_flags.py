@@ -67,7 +67,10 @@ REFUSED = {
     "no script": ([], "give a script"),
     "a missing script": (["trian.py"], "no such script: trian.py; did you mean train.py?"),
     "a missing module": (["-m", "nowhere.at.all"], "no module named 'nowhere'"),
-    "an unknown flag": (["--nproc-per-nod", "2", "train.py"], "unknown flag --nproc-per-nod: did you mean --nproc-per-node?"),
+    "an unknown flag": (
+        ["--nproc-per-nod", "2", "train.py"],
+        "unknown flag --nproc-per-nod: did you mean --nproc-per-node?",
+    ),
     "a flag of torchrun's without work": (["--rdzv_backend=c10d", "train.py"], "--rdzv-backend has no work here"),
     "elastic machines": (["--nnodes", "1:4", "train.py"], "ranges such as 1:4"),
     "no machines": (["--nnodes", "0", "train.py"], "--nnodes 0"),
@@ -76,11 +79,17 @@ REFUSED = {
     "a machine too many": (["--nnodes=2", "--node-rank=2", "--master-addr=a", "train.py"], "--node-rank 2 .* 0 to 1"),
     "a second machine of one": (["--node-rank", "1", "train.py"], "--node-rank 1 with --nnodes 1"),
     "standalone with a port": (["--standalone", "--master-port", "1", "train.py"], "--master-port contradicts"),
-    "two addresses": (["--rdzv-endpoint=a:1", "--master-addr=b", "train.py"], "--rdzv-endpoint says what --master-addr"),
+    "two addresses": (
+        ["--rdzv-endpoint=a:1", "--master-addr=b", "train.py"],
+        "--rdzv-endpoint says what --master-addr",
+    ),
     "a port out of range": (["--master-port", "70000", "train.py"], "port 70000"),
     "no port": (["--rdzv-endpoint", "a:b", "train.py"], "must be HOST or HOST:PORT"),
     "negative restarts": (["--max-restarts", "-1", "train.py"], "--max-restarts -1"),
-    "everything at once": (["--node-rank=1", "--max-restarts=-1", "trian.py"], r"--node-rank(.|\n)*--max-restarts(.|\n)*trian"),
+    "everything at once": (
+        ["--node-rank=1", "--max-restarts=-1", "trian.py"],
+        r"--node-rank(.|\n)*--max-restarts(.|\n)*trian",
+    ),
 }
 
 
@@ -181,7 +190,7 @@ def test_all_interfaces_only_when_asked(monkeypatch):
 
 
 def test_an_address_of_another_machine_is_an_error_with_the_remedy():
-    with pytest.raises(OSError, match="cannot listen on 192.0.2.1:80.*JAX_COORDINATOR_BIND_ADDRESS"):
+    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:80.*JAX_COORDINATOR_BIND_ADDRESS"):
         coordinator.listen("192.0.2.1", 80, 1)
 
 

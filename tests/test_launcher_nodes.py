@@ -5,10 +5,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
-from workers.launch import free_port
+from workers.launch import free_port, hearing_ctrl_c
+
+from axonml_jax.launch import nodes
+from axonml_jax.launch.config import ConfigError
+from axonml_jax.launch.launch_options import read_options
+from axonml_jax.launch.nodes import Nodes
 
 TIME_LIMIT = 40
 WORK = """
@@ -32,17 +38,14 @@ def launchers(tmp_path):
             known = [f"--node-rank={node}", f"--nnodes={len(flags)}", f"--rdzv-endpoint=127.0.0.1:{port}"]
             command = [sys.executable, "-m", "axonml_jax", "launch", *known, *more, "work.py"]
             pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            started.append(subprocess.Popen(command, cwd=tmp_path, preexec_fn=listen_to_ctrl_c, **pipes))
+            with hearing_ctrl_c():
+                started.append(subprocess.Popen(command, cwd=tmp_path, **pipes))
         return port, started
 
     yield launchers
     for launcher in started:
         launcher.kill()
         launcher.communicate()
-
-
-def listen_to_ctrl_c():
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell may have it ignored
 
 
 def ends(started):
@@ -75,17 +78,75 @@ def test_a_killed_launcher_stops_the_other_machines(launchers, tmp_path):
     assert "rank(s) 0, 1 were stopped" in error and "the launcher of node 1 has gone" in error
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ([[], ["--max-restarts=1"]], "--max-restarts is 1 on node 1 and 0 on node 0"),
-        ([[], ["--nnodes=3"]], "--nnodes is 3 on node 1 and 2 on node 0"),
-    ],
-)
-def test_launchers_that_do_not_fit_together_all_refuse(launchers, flags, words):
-    _, started = launchers("", *flags)
-    for status, _, error in ends(started):
-        assert status == 2 and words in error
+class Silence:
+    """A launcher's signals, of which none come."""
+
+    def __init__(self):
+        self.received = []
+        self._ends = socket.socketpair()
+
+    def fileno(self):
+        return self._ends[0].fileno()
+
+    def drain(self):
+        pass
+
+    def close(self):
+        for end in self._ends:
+            end.close()
+
+
+def gather(monkeypatch, *flags, timeout=20.0):
+    """The sizes that every launcher hears of, or its refusal; launchers are threads here."""
+    monkeypatch.setattr(nodes, "GATHER_TIMEOUT", timeout)
+    port, results = free_port(), {}
+
+    def enter(index, given):
+        options = read_options([*given, f"--rdzv-endpoint=127.0.0.1:{port}", __file__], {})
+        try:
+            with (
+                contextlib.closing(Silence()) as silence,
+                Nodes(options, int(options.nproc_per_node), silence) as entered,
+            ):
+                results[index] = entered.sizes
+        except ConfigError as error:
+            results[index] = str(error)
+
+    threads = [threading.Thread(target=enter, args=pair) for pair in enumerate(flags)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIME_LIMIT)
+    return [results[index] for index in range(len(flags))]
+
+
+def test_launchers_learn_the_sizes_of_all_machines(monkeypatch):
+    flags = [
+        ["--nnodes=3", f"--node-rank={node}", f"--nproc-per-node={size}"] for node, size in ((2, 5), (0, 1), (1, 3))
+    ]
+    assert gather(monkeypatch, *flags) == [[1, 3, 5]] * 3
+
+
+MISFITS = {
+    "restarts": (["--nnodes=2", "--node-rank=1", "--max-restarts=1"], "--max-restarts is 1 on node 1 and 0 on node 0"),
+    "machines": (["--nnodes=3", "--node-rank=1"], "--nnodes is 3 on node 1 and 2 on node 0"),
+    "too many": (["--nnodes=3", "--node-rank=2"], "--nnodes is 3 on node 2 and 2 on node 0"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_launchers_that_do_not_fit_together_all_refuse(case, monkeypatch):
+    other, words = MISFITS[case]
+    for refusal in gather(monkeypatch, ["--nnodes=2", "--node-rank=0"], other):
+        assert words in refusal and "--node-rank from 0" in refusal
+
+
+def test_two_launchers_of_one_rank_and_missing_ones_are_named(monkeypatch):
+    same = ["--nnodes=3", "--node-rank=1"]
+    said = gather(monkeypatch, ["--nnodes=3", "--node-rank=0"], same, same)
+    assert all("two launchers have --node-rank 1" in refusal for refusal in said)
+    said = gather(monkeypatch, ["--nnodes=4", "--node-rank=0"], ["--nnodes=4", "--node-rank=2"], timeout=0.5)
+    assert all("node(s) [1, 3] never called within 0.5 s" in refusal for refusal in said)
 
 
 def test_nothing_is_started_before_all_launchers_are_there(launchers, tmp_path):

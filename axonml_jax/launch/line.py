@@ -51,10 +51,13 @@ class Line:
             self._part += chunk
         *whole, self._part = self._part.split(b"\n")
         try:
-            return [json.loads(text) for text in whole]
-        except ValueError:  # a stranger
-            self.cut = True
-            return []
+            messages = [json.loads(text) for text in whole]
+        except ValueError:
+            messages = [None]
+        if all(isinstance(message, dict) for message in messages):
+            return messages
+        self.cut = True  # a stranger
+        return []
 
     def close(self) -> None:
         """Hang up."""

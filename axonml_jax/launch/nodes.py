@@ -48,6 +48,7 @@ class Nodes:
         self._options = options
         self._interrupts = interrupts
         self._me = options.node_rank
+        self._opened: list[Line] = []
         self._lines: dict[int, Line] = {}
         # By attempt, because the others may be an attempt ahead of this launcher.
         self._attempt = 0
@@ -56,12 +57,16 @@ class Nodes:
         self._ports: dict[int, int] = {}
 
     def __enter__(self) -> "Nodes":
-        if self._options.nnodes > 1:
-            self._gather() if self._me == 0 else self._call()
+        try:
+            if self._options.nnodes > 1:
+                self._gather() if self._me == 0 else self._call()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exception):
-        for line in self._lines.values():
+        for line in self._opened:
             line.close()
 
     def start(self, restarts: int, port: int) -> int:
@@ -160,15 +165,13 @@ class Nodes:
         options = self._options
         sizes, fault, deadline = {0: self.sizes[0]}, "", time.monotonic() + GATHER_TIMEOUT
         address = bind_address(f"{options.master_addr}:{options.master_port}")
-        callers: list[Line] = []
         with listen(*address, options.nnodes) as server:
             while len(sizes) < options.nnodes and not fault and time.monotonic() < deadline:
-                self._pause([server, *callers])
+                self._pause([server, *(line for line in self._opened if not line.cut)])
                 if select.select([server], [], [], 0)[0]:
-                    callers.append(Line(server.accept()[0]))
-                for line in list(callers):
-                    for hello in line.messages():
-                        callers.remove(line)
+                    self._opened.append(Line(server.accept()[0]))
+                for line in set(self._opened) - set(self._lines.values()):
+                    for hello in line.messages()[:1]:
                         if not {"node", "size", "nnodes", "max-restarts"} <= hello.keys():
                             continue  # a stranger
                         fault = fault or self._fault(hello, sizes)
@@ -176,7 +179,8 @@ class Nodes:
         if missing := sorted(set(range(options.nnodes)) - set(sizes)):
             fault = fault or f"node(s) {missing} never called within {GATHER_TIMEOUT:g} s"
         self.sizes = [sizes.get(node, 0) for node in range(options.nnodes)]
-        self._tell({"sizes": self.sizes, "fault": fault})
+        for line in self._opened:
+            line.send({"sizes": self.sizes, "fault": fault})
         self._refuse(fault)
 
     def _fault(self, hello: dict, sizes: dict[int, int]) -> str:
@@ -192,14 +196,14 @@ class Nodes:
 
     def _call(self) -> None:
         """Another node: find node 0's launcher, say who this is, hear what it says."""
-        options, deadline = self._options, time.monotonic() + GATHER_TIMEOUT
-        line = self._find_node_0(deadline)
-        self._lines = {0: line}
+        options = self._options
+        line = self._find_node_0(time.monotonic() + GATHER_TIMEOUT)
+        self._opened, self._lines = [line], {0: line}
         line.send(
             {"node": self._me, "size": self.sizes[0], "nnodes": options.nnodes, "max-restarts": options.max_restarts}
         )
         while not (answers := line.messages()):
-            if line.cut or time.monotonic() > deadline:
+            if line.cut:
                 self._refuse("the launcher of node 0 hung up without an answer")
             self._pause([line])
         self._refuse(answers[0]["fault"])

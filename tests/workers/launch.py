@@ -1,7 +1,9 @@
 """Starting real processes for a test: a free port, a time limit, and no child left behind."""
 
+import contextlib
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -54,3 +56,13 @@ def free_port():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def hearing_ctrl_c():
+    """Processes started here hear SIGINT, even where this one was told to ignore it (nohup, a shell's background)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

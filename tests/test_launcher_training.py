@@ -1,0 +1,101 @@
+"""The launcher with real JAX processes: a DDP step, `train` as on one process, and a failure in the middle of a collective."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from workers.launched_steps import ROWS, TX, loss_fn, model
+
+import axonml_jax as ax
+from axonml_jax.launch.ground import start_devices
+from axonml_jax.launch.records import read_records
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = str(ROOT / "tests" / "workers" / "launched_steps.py")
+TIME_LIMIT = 240
+SMALL = (
+    *("--model.num_layers=1", "--model.hidden_size=16", "--model.num_heads=2", "--model.mlp_hidden_size=32"),
+    *("--data.length=16", "--data.max_bytes=20_000", "--data.valid_fraction=0.1", "--train.steps=3"),
+    *("--train.eval_every=null", "--train.log_every=1", "--sample.count=0", "--output.plot=false"),
+)
+
+
+def axonml(*argv, **options):
+    """`axonml-jax ARGV` without what the tests' own process has set up for itself, compiling quickly what runs once."""
+    unwanted = ("XLA_", "JAX_", "NPROC", "PET_", "SLURM", "OMPI")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+    quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+    return subprocess.run(
+        [sys.executable, "-m", "axonml_jax", *argv],
+        env=kept | quick | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+        check=False,
+        **options,
+    )
+
+
+def own_lines(done):
+    """Standard output without what gloo writes there itself."""
+    return [line for line in done.stdout.splitlines() if "[Gloo]" not in line]
+
+
+def test_two_processes_train_as_one_device_does():
+    done = axonml("launch", "--nproc-per-node=2", STEPS, "end")
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = [json.loads(line.split("] ", 1)[1]) for line in own_lines(done)]
+    seen.sort(key=lambda process: process["rank"])
+    assert [(process["rank"], process["local"], process["size"], process["devices"]) for process in seen] == [
+        (0, 0, 2, 1),
+        (1, 1, 2, 1),
+    ]
+    alone = ax.DDP(model(), ax.make_mesh(data=1, devices=ax.World.mock(1).devices)).trainer(TX, loss_fn)
+    wanted = [float(alone.step(batch)["loss"]) for batch in ROWS]
+    for process in seen:
+        np.testing.assert_allclose(process["losses"], wanted, rtol=1e-9)
+
+
+def test_a_failure_between_collectives_stops_the_job_and_is_named():
+    start = time.monotonic()
+    done = axonml("launch", "--nproc-per-node=2", STEPS, "raise")
+    last = done.stderr[done.stderr.index("axonml-jax launch: rank 1 failed first") :]
+    assert done.returncode == 1 and last.rstrip().endswith("ValueError: boom"), done.stderr[-3000:]
+    assert time.monotonic() - start < TIME_LIMIT / 2  # JAX alone would wait for minutes
+
+
+def test_train_on_two_processes_records_what_it_does_on_two_simulated_devices(tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 400)
+    (tmp_path / "b.txt").write_text("the dog sat on the log. " * 60)
+    config = ["train", str(ROOT / "configs" / "quickstart.yaml"), *SMALL, f"--data.path={tmp_path}"]
+    several = [*config, "--devices.simulated=null", f"--output.dir={tmp_path / 'several'}"]
+    runs = {
+        "several": axonml("launch", "--nproc-per-node=2", "--module", "axonml_jax", *several),
+        "one": axonml(*config, "--devices.simulated=2", f"--output.dir={tmp_path / 'one'}"),
+    }
+    assert [done.returncode for done in runs.values()] == [0, 0], runs["several"].stderr[-3000:]
+    lines = own_lines(runs["several"])
+    assert all(line.startswith("[rank 0] ") for line in lines) and "in 2 processes" in "".join(lines)
+    records = {}
+    for name in runs:
+        (folder,) = (tmp_path / name).iterdir()  # the main process alone writes
+        assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "config.yaml"}
+        records[name] = read_records(folder / "metrics.jsonl")
+    for several, one in zip(records["several"], records["one"], strict=True):
+        names = {"loss", "grad_norm", "valid_loss"} & one.metrics.keys()
+        assert len(names) == (3 if one.step == 3 else 2)
+        values = [[record.metrics[name] for name in sorted(names)] for record in (several, one)]
+        np.testing.assert_allclose(*values, rtol=1e-5)
+
+
+def test_simulated_devices_under_a_launcher_are_refused(monkeypatch):
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "0"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"simulated=8: this is one of 2 .* --devices\.simulated null"):
+        start_devices(8)
