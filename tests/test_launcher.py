@@ -164,7 +164,9 @@ def test_children_that_a_worker_leaves_behind_end_with_the_job(launch):
 
 def test_all_start_again_after_a_failure_on_another_port_with_a_count(launch):
     work = 'print(os.environ["MASTER_PORT"], restart, os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)\n'
-    work += "if restart < 2: time.sleep(rank); sys.exit(3)"
+    work += 'pathlib.Path(f"{restart}-{rank}").touch()\nif restart < 2 and rank == 0:\n'
+    work += '    while not pathlib.Path(f"{restart}-1").exists(): time.sleep(0.01)\n    sys.exit(3)\n'
+    work += "time.sleep(600 * (restart < 2))"
     status, out, err = launch(["--nproc-per-node=2", "--max-restarts=2"], work)
     lines = [line.split()[2:] for line in out.splitlines()]
     assert status == 0 and "restart 1 of 2" in err and "restart 2 of 2" in err

@@ -50,16 +50,19 @@ class Line:
             self.cut = not chunk
             self._part += chunk
         *whole, self._part = self._part.split(b"\n")
-        try:
-            messages = [json.loads(text) for text in whole]
-        except ValueError:
-            messages = [None]
-        if all(isinstance(message, dict) for message in messages):
-            return messages
-        self.cut = True  # a stranger
-        return []
+        messages = [_parsed(text) for text in whole]
+        self.cut = self.cut or None in messages  # a stranger
+        return [message for message in messages if message is not None]
 
     def close(self) -> None:
         """Hang up."""
         self._connection.close()
         self.cut = True
+
+
+def _parsed(text: bytes) -> dict | None:
+    try:
+        message = json.loads(text)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
