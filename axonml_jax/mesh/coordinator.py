@@ -3,6 +3,8 @@
 import os
 import socket
 
+from axonml_jax.mesh.gloo import address_towards
+
 ASKED = "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's own variable; set it (to `0.0.0.0:PORT`, say) where the named address is not this machine's, as behind NAT."""
 
@@ -43,12 +45,10 @@ def bind_address(coordinator: str, one_host: bool = False) -> tuple[str, int]:
 
 def outward_address() -> str | None:
     """This machine's address on its default route, or None without one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(_ELSEWHERE)
-            return probe.getsockname()[0]
-        except OSError:
-            return None
+    try:
+        return address_towards(*_ELSEWHERE)
+    except OSError:
+        return None
 
 
 def listen(address: str, port: int, backlog: int) -> socket.socket:

@@ -12,6 +12,7 @@ from axonml_jax.mesh.backend import Backend, GlooBackend, NCCLBackend, TPUBacken
 from axonml_jax.mesh.coordinator import bind_address, host_port
 from axonml_jax.mesh.environment import LaunchEnvironment, launch_environment
 from axonml_jax.mesh.fake_devices import backend_started
+from axonml_jax.mesh.gloo import use_route_to
 from axonml_jax.mesh.group import DEFAULT_TIMEOUT
 from axonml_jax.mesh.leave import leave_on_error, say_goodbye
 from axonml_jax.mesh.process_engine import coordinator_client
@@ -128,6 +129,8 @@ def _join(launch, local_device_ids, timeout):
         coordinator = host_port(*bind_address(coordinator, launch.local_size == launch.num_processes))
     roll_call(coordinator, launch.num_processes, launch.process_id, timeout)
     left = max(10, round(deadline - time.monotonic()))
+    host, _, port = coordinator.rpartition(":")
+    use_route_to(host.strip("[]"), int(port))
     jax.distributed.initialize(
         coordinator,
         launch.num_processes,
