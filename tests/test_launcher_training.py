@@ -93,6 +93,40 @@ def test_train_on_two_processes_records_what_it_does_on_two_simulated_devices(tm
         np.testing.assert_allclose(*values, rtol=1e-5)
 
 
+DISAGREE = """
+import sys
+from axonml_jax.mesh.init import init
+from axonml_jax.training.agreement import check_same
+world = init(timeout=120)
+check_same("numbers", {"one": 1, "two": 2}, world)
+try:
+    check_same("seeds", {"one": 1, "seed": world.rank}, world)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_processes_that_differ_are_named_with_the_first_difference(tmp_path):
+    (tmp_path / "work.py").write_text(DISAGREE)
+    done = axonml("launch", "--nproc-per-node=2", "work.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = "the processes do not agree on their seeds: seed is 0 in process(es) [0], 1 in process(es) [1]"
+    assert len(own_lines(done)) == 2 and all(said in line for line in own_lines(done))
+
+
+def test_processes_that_load_another_configuration_stop_before_the_first_step(tmp_path):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
+    config = [str(ROOT / "configs" / "quickstart.yaml"), *SMALL, "--data.path=text.txt", "--devices.simulated=null"]
+    (tmp_path / "work.py").write_text(
+        "import os, sys\nfrom axonml_jax.__main__ import main\n"
+        f"sys.exit(main(['train', *{config!r}, '--optim.learning_rate=0.' + os.environ['RANK'] + '5']))"
+    )
+    done = axonml("launch", "--nproc-per-node=2", "work.py", cwd=tmp_path)
+    said = "optim.learning_rate is 0.05 in process(es) [0], 0.15 in process(es) [1]"
+    assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr[-3000:]
+    assert not (tmp_path / "runs").exists()
+
+
 def test_simulated_devices_under_a_launcher_are_refused(monkeypatch):
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "0"}
     for name, value in job.items():

@@ -1,13 +1,17 @@
 """`axonml-jax train` and `axonml-jax explain`: where configuration, data, training and files meet."""
 
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 import yaml
 
+from axonml_jax.data.text import TextSplit
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.launch.config import RunConfig
@@ -31,6 +35,7 @@ from axonml_jax.launch.text_task import (
 )
 from axonml_jax.launch.trace import traced
 from axonml_jax.logging import print0
+from axonml_jax.training.agreement import check_same, program_hash
 from axonml_jax.training.metrics import Throughput
 
 INTERRUPTED = 130
@@ -60,11 +65,15 @@ def train(config: RunConfig) -> int:
     if config.output.tensorboard:
         tensorboard_writer()
     ground, text = all_or_refuse(partial(lay_ground, config), partial(read_text, config.data))
+    all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
     [data] = all_or_refuse(partial(load_data, config, text, ground.mesh))
     print0(describe(config, ground), _about(config, data), "", price(config, ground), "", sep="\n", flush=True)
     folder = new_folder(config) if ground.world.is_main_process else None
     records: list[Record] = []
     trainer = _trainer(config, ground)
+    if ground.world.num_processes > 1:
+        program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}
+        all_or_refuse(partial(check_same, "training step", program, ground.world))
     try:
         _run(config, ground, data, trainer, folder, records)
         status = 0
@@ -88,6 +97,15 @@ def new_folder(config: RunConfig) -> Path:
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(as_dict(config), sort_keys=False), encoding="utf-8")
     return folder
+
+
+def _shared_settings(config: RunConfig, text: TextSplit) -> dict[str, Any]:
+    """What all processes must agree on; each machine may keep its files elsewhere."""
+    sections = {key: value for key, value in as_dict(config).items() if key not in ("name", "output", "profile")}
+    values = {f"{section}.{name}": value for section, names in sections.items() for name, value in names.items()}
+    del values["data.path"], values["data.num_workers"]
+    checksums = {f"checksum of data.{part}": zlib.crc32(content) for part, content in text._asdict().items()}
+    return {"jax version": jax.__version__, "flax version": version("flax")} | values | checksums
 
 
 def _trainer(config: RunConfig, ground: Ground) -> Trainer:
