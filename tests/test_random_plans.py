@@ -99,7 +99,7 @@ FLAWS = {  # option: (values that cannot work, what the error must say)
     "max_grad_norm": ([0, -0.5, float("nan"), "1"], "max_grad_norm="),
     "trainable": (["^nothing$", ["("], []], "trainable="),
     "extra_rows": ([1, -1], "does not split evenly"),
-    "axis": (["fsdp", "tensor", "pipe", "row"], "no strategy"),
+    "axis": (["tensor", "pipe", "row"], "no strategy"),
     "degrees": ([{"data": 5}, {"tensor": 2}], "MeshShape"),
 }
 SEEN = Counter()

@@ -8,6 +8,8 @@ from flax import nnx
 from plan_models import linear, regression
 
 import axonml_jax as ax
+from axonml_jax.model.functional import Variables
+from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.testing.compare import assert_trees_close
 from axonml_jax.training.update import checked_optimizer
 
@@ -82,10 +84,10 @@ def test_an_optimizer_that_cannot_run_is_refused_before_its_state_is_made(ddp, w
         ax.make_train_step(Net(), make(), loss_fn, ddp.mesh)
 
 
-def test_the_check_needs_shapes_alone():
-    shapes = {"w": jax.ShapeDtypeStruct((10**6, 10**6), jnp.float32)}
+def test_the_check_needs_shapes_alone(ddp):
+    shapes = Variables({"w": jax.ShapeDtypeStruct((10**6, 10**6), jnp.float32)}, {}, {})
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    assert checked_optimizer(tx, shapes) is tx
+    assert checked_optimizer(tx, bind_plan(ax.Plan(), shapes, ddp.mesh)) is tx
 
 
 def test_multi_steps_is_taken_with_or_without_its_transformation(ddp):

@@ -53,6 +53,78 @@ def all_reduce_leaves(
     return [total.astype(leaf.dtype) for total, leaf in zip(sums, leaves, strict=True)]
 
 
+def gather_leaves(
+    shards: Sequence[jax.Array], axes: AxisNames, dims: Sequence[int | None], *, flat: bool
+) -> list[jax.Array]:
+    """Concatenate the ranks' shards of each leaf along its dim, all of them as one all-gather.
+
+    Args:
+      shards: this rank's parts, inside `shard_map`.
+      axes: the mesh axes to gather over.
+      dims: the split dim of each leaf; None: every rank has the whole leaf already.
+      flat: False gathers the leaves side by side; True copies them into one array per dtype and gathers that.
+
+    Returns:
+      The whole leaves, typed as varying over `axes`: their transpose is `scatter_sum_leaves`.
+
+    Communicates: one all-gather of all leaves.
+    """
+    names = as_axes(axes)
+    wholes = [vary(shard, names) for shard in shards]
+    split = {i: dim for i, dim in enumerate(dims) if dim is not None}
+    if not flat:
+        for i, dim in split.items():
+            wholes[i] = jax.lax.all_gather(wholes[i], names, axis=dim, tiled=True)
+        return wholes
+    for group in flat_groups([wholes[i] for i in split]):
+        indices = [list(split)[k] for k in group]
+        whole = jax.lax.all_gather(jnp.concatenate([wholes[i].ravel() for i in indices]), names)
+        ends = np.cumsum([wholes[i].size for i in indices])[:-1]
+        for i, part in zip(indices, jnp.split(whole, ends, axis=1), strict=True):
+            stacked = jnp.moveaxis(part.reshape(part.shape[0], *wholes[i].shape), 0, split[i])
+            wholes[i] = jax.lax.collapse(stacked, split[i], split[i] + 2)
+    return wholes
+
+
+def scatter_sum_leaves(
+    leaves: Sequence[jax.Array], axes: AxisNames, dims: Sequence[int | None], *, flat: bool
+) -> list[jax.Array]:
+    """Sum each leaf over `axes` and keep this rank's part of its dim, all of them as one reduce-scatter.
+
+    Args:
+      leaves: whole leaves, inside `shard_map`.
+      axes: the mesh axes to sum over, of total size n.
+      dims: the dim of each leaf to split, which must divide by n; None: the rank keeps the whole sum.
+      flat: False reduces the leaves side by side; True copies them into one array per dtype and reduces that.
+
+    Communicates: one reduce-scatter of all leaves (and one all-reduce of those that are not split).
+    """
+    names = as_axes(axes)
+    sums = [vary(leaf, names) for leaf in leaves]
+    if kept := [i for i, dim in enumerate(dims) if dim is None]:
+        for i, total in zip(kept, jax.lax.psum([sums[i] for i in kept], names), strict=True):
+            sums[i] = total
+    split = {i: dim for i, dim in enumerate(dims) if dim is not None}
+    if not flat:
+        for i, dim in split.items():
+            sums[i] = jax.lax.psum_scatter(sums[i], names, scatter_dimension=dim, tiled=True)
+        return sums
+    count = int(jax.lax.axis_size(names))
+    for group in flat_groups([sums[i] for i in split]):
+        indices = [list(split)[k] for k in group]
+        parts = []
+        for i in indices:
+            shape, dim = sums[i].shape, split[i]
+            apart = sums[i].reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
+            parts.append(jnp.moveaxis(apart, dim, 0))
+        whole = jnp.concatenate([part.reshape(count, -1) for part in parts], axis=1)
+        total = jax.lax.psum_scatter(whole, names, scatter_dimension=0, tiled=False)
+        ends = np.cumsum([part.size // count for part in parts])[:-1]
+        for i, part, shard in zip(indices, parts, jnp.split(total, ends), strict=True):
+            sums[i] = shard.reshape(part.shape[1:])
+    return sums
+
+
 def all_reduce_tree(tree, axes: AxisNames):
     """Sum every leaf of `tree` over `axes`, without a flat copy and without gradient rule; None leaves stay None."""
     leaves, treedef = jax.tree.flatten(tree)

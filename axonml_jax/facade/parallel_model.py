@@ -22,6 +22,7 @@ from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.layout import shardings
 from axonml_jax.sharding.place import copies, move, place
+from axonml_jax.sharding.stored import padded, unpadded
 from axonml_jax.training.differentiate import Differentiate, SyncStacked, equalize
 from axonml_jax.training.forward import Forward
 from axonml_jax.training.init import place_variables
@@ -90,12 +91,12 @@ class ParallelModel:
         Where ranks keep parameters of their own, the first rank's.
         """
         self._lent = True
-        return self._functional.module(self._first_rank())
+        return self._functional.module(self.whole())
 
     def parameters(self) -> PyTree:
-        """The trained parameters as a nest of dicts; stacked by rank along dim 0 under NO_SYNC."""
+        """The trained parameters as a nest of dicts, sharded as they rest; stacked by rank along dim 0 under NO_SYNC."""
         self._lent = True
-        return self.variables.params
+        return self._outside(self.variables.params)
 
     def set_parameters(self, params: PyTree) -> None:
         """Replace the trained parameters, for instance by `optax.apply_updates(model.parameters(), updates)`.
@@ -103,14 +104,15 @@ class ParallelModel:
         Raises:
           ValueError: listing every missing, unexpected and mismatched parameter, before anything is changed.
         """
-        fitting = fitted(params, self.variables.params, "set_parameters takes a tree like parameters() returns")
+        fitting = fitted(params, self.parameters(), "set_parameters takes a tree like parameters() returns")
+        fitting = fitting if self.plan.independent else padded(fitting, self._placement.params)
         wanted = shardings(variable_specs(self._placement, self.variables).params, self.mesh)
         self._lent = True  # an array that is where it belongs already stays the caller's own
         self.variables = replace(self.variables, params=jax.tree.map(move, fitting, wanted))
 
     def state_dict(self) -> dict[str, Any]:
         """All variables, whole, as NumPy arrays by path name (every process must call it)."""
-        return state_dict(self._functional, self._first_rank())
+        return state_dict(self._functional, self.whole())
 
     def load_state_dict(self, values: dict[str, Any], *, strict: bool = True) -> tuple[list[str], list[str]]:
         """Replace variables by path name, on every rank alike.
@@ -125,7 +127,7 @@ class ParallelModel:
         Raises:
           ValueError: listing every missing, unexpected and mismatched name, before anything is changed.
         """
-        whole, missing, unexpected = load_state_dict(self._functional, self._first_rank(), values, strict=strict)
+        whole, missing, unexpected = load_state_dict(self._functional, self.whole(), values, strict=strict)
         self.variables = place_variables(whole, self._placement, self.mesh)
         return missing, unexpected
 
@@ -140,12 +142,13 @@ class ParallelModel:
             self._lent = False
         return self.variables
 
-    def _first_rank(self) -> Variables:
+    def whole(self) -> Variables:
+        """The variables without padding; where ranks keep their own, the first rank's."""
         plan, v = self.plan, self.variables
         first = lambda tree: jax.tree.map(lambda x: x[0], tree)
         return Variables(
-            first(v.params) if plan.independent else v.params,
-            v.frozen,
+            first(v.params) if plan.independent else self._outside(v.params),
+            unpadded(v.frozen, self._placement.frozen, self.mesh),
             first(v.state) if plan.local_buffers else v.state,
         )
 
@@ -204,7 +207,7 @@ class ParallelModel:
             program = self._program(("grad", id(loss_fn), sync), build)
             loss, metrics, grads, state = program(self.variables, self._next_key(), batch)
             self.variables = replace(self.variables, state=state)
-            return ((loss, metrics) if metrics else loss), grads
+            return ((loss, metrics) if metrics else loss), self._outside(grads) if sync else grads
 
         return f
 
@@ -223,7 +226,11 @@ class ParallelModel:
         Raises:
           ValueError: listing every leaf that is no stacked gradient of this model.
         """
-        return self._program(("sync",), lambda: SyncStacked(self._placement, self.mesh))(grads)
+        return self._outside(self._program(("sync",), lambda: SyncStacked(self._placement, self.mesh))(grads))
+
+    def _outside(self, params: PyTree) -> PyTree:
+        """Parameters or gradients as users see them: without padding."""
+        return params if self.plan.independent else unpadded(params, self._placement.params, self.mesh)
 
     # Fused use
 

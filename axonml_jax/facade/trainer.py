@@ -41,7 +41,7 @@ class Trainer:
         placement = model._placement
         if accumulate is not None:
             placement = replace(placement, plan=replace(placement.plan, accumulate=accumulate))
-        tx = checked_optimizer(tx, model._functional.shapes.params)
+        tx = checked_optimizer(tx, placement)
         self.model, self._tx, self._loss_fn, self._placement = model, tx, loss_fn, placement
         self._max_grad_norm = max_grad_norm
         self._steps: dict[bool | None, TrainStep] = {}

@@ -1,7 +1,7 @@
 """One pure view of a model, whether it is an NNX or a Linen module."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,10 @@ class Functional(abc.ABC):
     @abc.abstractmethod
     def module(self, variables: Variables) -> Any:
         """What the user gave, with these arrays in it."""
+
+    @abc.abstractmethod
+    def module_types(self) -> Mapping[str, type]:
+        """The type of every module by its path; of a Linen module those seen in the calls made so far."""
 
     @abc.abstractmethod
     def synchronized(self) -> Callable[[str], bool]:

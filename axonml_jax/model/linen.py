@@ -37,6 +37,7 @@ class LinenFunctional(Functional):
 
     def __init__(self, module: linen.Module, shapes: Variables):
         self._module, self._shapes = module, shapes
+        self._types: dict[str, type] = {}
 
     @property
     def shapes(self) -> Variables:
@@ -45,7 +46,7 @@ class LinenFunctional(Functional):
 
     def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> "BoundLinen":
         """The module with its variables, to be called like an NNX module."""
-        return BoundLinen(self._module, variables, key, mode)
+        return BoundLinen(self._module, variables, key, mode, self._types)
 
     def state_of(self, bound: "BoundLinen") -> PyTree:
         """The non-parameter collections after the bound module's calls; collections that the calls added are dropped."""
@@ -55,6 +56,10 @@ class LinenFunctional(Functional):
         """A bound copy of the user's module (`module.variables` holds the arrays)."""
         params = merge(variables.params, variables.frozen)
         return self._module.bind({"params": params, **variables.state})
+
+    def module_types(self) -> Mapping[str, type]:
+        """The type of every module seen in the calls made so far, by its path."""
+        return self._types
 
     def synchronized(self) -> Callable[[str], bool]:
         """The `batch_stats` that `linen.BatchNorm` keeps, recognised by their names."""
@@ -73,8 +78,8 @@ class BoundLinen:
       state: the other collections, after the calls made so far.
     """
 
-    def __init__(self, module: linen.Module, variables: Variables, key: jax.Array, mode: Mode):
-        self._module, self._mode, self._key, self._calls = module, mode, key, 0
+    def __init__(self, module: linen.Module, variables: Variables, key: jax.Array, mode: Mode, types: dict[str, type]):
+        self._module, self._mode, self._key, self._calls, self._types = module, mode, key, 0, types
         self.params = merge(variables.params, variables.frozen)
         self.state = dict(variables.state)
         self.is_training = mode.training is not False
@@ -86,7 +91,13 @@ class BoundLinen:
         # Linen's make_rng falls back to the stream "params", so one key serves streams of every name.
         rngs = {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
         args, kwargs = self._mode.precision.cast_compute((args, kwargs))
-        with synchronize_linen(self._mode.batch_norm_axes, self._mode.sum_over_ranks):
+
+        def note(call: Callable, args: tuple, kwargs: dict, context: Any):
+            self._types["/".join(context.module.path)] = type(context.module)
+            return call(*args, **kwargs)
+
+        joined = synchronize_linen(self._mode.batch_norm_axes, self._mode.sum_over_ranks)
+        with joined, linen.intercept_methods(note):
             out, changed = self._module.apply(
                 {"params": self.params, **self.state},
                 *args,

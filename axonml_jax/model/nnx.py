@@ -1,6 +1,6 @@
 """The pure view of an NNX module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -62,6 +62,11 @@ class NNXFunctional(Functional):
         """A module of the user's class and structure holding these arrays."""
         params = merge(variables.params, variables.frozen)
         return nnx.merge(self.graphdef, params, self._streams, variables.state, copy=True)
+
+    def module_types(self) -> Mapping[str, type]:
+        """The type of every module by its path."""
+        model = self.module(self._shapes)
+        return {"/".join(map(str, p)): type(m) for p, m in nnx.iter_graph(model) if isinstance(m, nnx.Module)}
 
     def synchronized(self) -> Callable[[str], bool]:
         """The running averages of every `nnx.BatchNorm` that joins no axes of its own."""

@@ -22,6 +22,8 @@ Grouping = Callable[[Sequence[int], Sequence[Any]], Sequence[Sequence[int]]]
 """`group(indices, values)`: which of some inputs, given in the order in which their gradients become ready, share a hook:
 groups of positions in what was given. `values` have the shapes read at this level (slices in a scan's body)."""
 
+Sliceable = Callable[[int, int], bool]
+
 Hook = Callable[[Sequence[int], Sequence[Any], Sequence[Any]], Sequence[Any]]
 """`hook(indices, inputs, extras) -> values`: what the function reads in the place of these inputs."""
 
@@ -36,7 +38,13 @@ class _Scope:
 
 
 def sink(
-    fun: Callable[..., PyTree], read: Sequence[jax.Array], args: tuple, *, group: Grouping, hook: Hook
+    fun: Callable[..., PyTree],
+    read: Sequence[jax.Array],
+    args: tuple,
+    *,
+    group: Grouping,
+    hook: Hook,
+    sliceable: Sliceable = lambda leaf, depth: True,
 ) -> Callable[..., PyTree]:
     """Trace `fun(read, *args)` and return a function of (inputs, extras, *args) that hooks each input at its first use.
 
@@ -45,15 +53,17 @@ def sink(
       read: the arrays `fun` reads, as the hooks will give them (dtypes and varying types count, values do not).
       args: the other arguments.
       group: which inputs share a hook, decided at each level separately.
-      hook: called once per group while the returned function is traced. `inputs` may differ from `read` in dtype and
-        in what they vary over; `extras` (one per input, None allowed) are handed through, sliced where inputs are.
+      hook: called once per group while the returned function is traced. `inputs` may differ from `read` in shape, dtype
+        and in what they vary over; `extras` (a tree per input, None allowed) are handed through, sliced where inputs are.
+      sliceable: `sliceable(input, depth)`: whether slices of an input (along its first `depth` dims) may be hooked in the
+        body of a scan; others are hooked whole, before it.
 
     Returns:
       The function; an input that is never used is never hooked.
     """
     traced = trace(fun, list(read), *args)
     count = len(read)
-    scope = _find_uses(traced.jaxpr, dict(zip(traced.jaxpr.invars[:count], range(count), strict=True)))
+    scope = _find_uses(traced.jaxpr, dict(zip(traced.jaxpr.invars[:count], range(count), strict=True)), sliceable, 0)
 
     def hooked(inputs, extras, *args):
         pending = _Pending(scope, list(inputs), list(extras), list(read), group, hook)
@@ -63,10 +73,12 @@ def sink(
     return hooked
 
 
-def _find_uses(jaxpr, inputs: dict) -> _Scope:
+def _find_uses(jaxpr, inputs: dict, sliceable: Sliceable, depth: int) -> _Scope:
     scope, uses = _Scope(), Counter()
     _count(jaxpr, inputs, uses)
-    _walk(jaxpr, inputs, (), scope, uses)
+    slices = lambda leaf: uses[leaf] == 1 and sliceable(leaf, depth + 1)
+    find = lambda jaxpr, inputs: _find_uses(jaxpr, inputs, sliceable, depth + 1)
+    _walk(jaxpr, inputs, (), scope, slices, find)
     for var in jaxpr.outvars:
         if not isinstance(var, Literal) and var in inputs:
             scope.first_use.setdefault(inputs[var], ())
@@ -87,21 +99,21 @@ def _count(jaxpr, inputs: dict, uses: Counter) -> None:
     uses.update(inputs[v] for v in jaxpr.outvars if not isinstance(v, Literal) and v in inputs)
 
 
-def _walk(jaxpr, inputs: dict, path: Place, scope: _Scope, uses: Counter) -> None:
+def _walk(jaxpr, inputs: dict, path: Place, scope: _Scope, slices: Callable, find: Callable) -> None:
     for i, eqn in enumerate(jaxpr.eqns):
         used, place = _inputs_of(eqn, inputs), (*path, i)
         if not used:
             continue
         if (inner := called_jaxpr(eqn)) is not None:
-            _walk(inner, {inner.invars[k]: leaf for k, leaf in used.items()}, place, scope, uses)
+            _walk(inner, {inner.invars[k]: leaf for k, leaf in used.items()}, place, scope, slices, find)
             continue
         if (parts := scan_parts(eqn)) is not None:
             first_scanned = parts.num_consts + parts.num_carry
-            scanned = {k: leaf for k, leaf in used.items() if k >= first_scanned and uses[leaf] == 1}
+            scanned = {k: leaf for k, leaf in used.items() if k >= first_scanned and slices(leaf)}
             if scanned:
                 body = eqn.params["jaxpr"]
                 scope.scans[place] = scanned
-                scope.bodies[place] = _find_uses(body, {body.invars[k]: leaf for k, leaf in scanned.items()})
+                scope.bodies[place] = find(body, {body.invars[k]: leaf for k, leaf in scanned.items()})
             used = {k: leaf for k, leaf in used.items() if k not in scanned}
         for leaf in used.values():
             scope.first_use.setdefault(leaf, place)

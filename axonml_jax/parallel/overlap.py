@@ -1,6 +1,7 @@
 """Reducing gradients where they are ready: each bucket's gather and sync become one hook at its first use in the loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 
@@ -11,21 +12,27 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Layout, is_layout
 
 
-def overlapped(loss: Callable, placement: Placement, params: PyTree, args: tuple) -> Callable:
-    """A loss of resting parameters whose gradients come out reduced.
+def overlapped(
+    loss: Callable, placement: Placement, params: PyTree, read: PyTree | None, args: tuple, axes: Collection[str] | None
+) -> Callable:
+    """A loss whose gradients for resting parameters come out reduced.
 
     Args:
       loss: `loss(read_params, *args) -> (scalar, aux)`, inside `shard_map`.
       placement: how parameters are read and gradients reduced.
       params: the resting parameters.
+      read: the parameters as read, where they were gathered before; None: each bucket is gathered at its first use.
       args: the loss's other arguments.
+      axes: synchronize over these only; None: all.
 
     Returns:
-      `hooked(params, accumulated, *args) -> (scalar, aux)`: differentiated for `params` it gives their synchronized
-      gradients, each bucket reduced as soon as the backward is past its first use. `accumulated` is a tree like params
-      (or None) of local gradients that join before the reduction.
+      `hooked(carriers, accumulated, *args) -> (scalar, aux)`: differentiated for `carriers`, trees like the resting
+      parameters in the reduce dtype whose values do not count, it gives synchronized gradients, each bucket reduced as
+      soon as the backward is past its first use. `accumulated` is a tree (or None) of gradients synchronized over the
+      plan's inner axes that join before the rest of the reduction.
     """
     leaves, treedef = jax.tree.flatten(params)
+    wholes = None if read is None else treedef.flatten_up_to(read)
     layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
 
     def flat_loss(read: Sequence[jax.Array], *args):
@@ -35,32 +42,41 @@ def overlapped(loss: Callable, placement: Placement, params: PyTree, args: tuple
         sizes = [value.size * placement.wire_itemsize(layouts[i]) for i, value in zip(indices, values, strict=True)]
         return assign_buckets(sizes, placement.plan.data.bucket_bytes)
 
-    def hook(indices: Sequence[int], shards: Sequence[jax.Array], extras: Sequence) -> Sequence[jax.Array]:
-        return _bucket(placement, tuple(layouts[i] for i in indices), min(indices))(list(shards), list(extras))
+    def hook(indices: Sequence[int], carriers: Sequence[jax.Array], extras: Sequence) -> Sequence[jax.Array]:
+        own = tuple(layouts[i].sliced(carrier.ndim) for i, carrier in zip(indices, carriers, strict=True))
+        sources, accumulated = zip(*extras, strict=True)
+        return _bucket(placement, own, min(indices), axes, read is not None)(list(carriers), sources, accumulated)
 
-    hooked = sink(flat_loss, placement.read(leaves, layouts), args, group=group, hook=hook)
+    def sliceable(leaf: int, depth: int) -> bool:
+        return all(parts == 1 for parts in layouts[leaf].parts[:depth])
 
-    def run(params: PyTree, accumulated: PyTree | None, *args):
-        extras = [None] * len(leaves) if accumulated is None else jax.tree.leaves(accumulated)
-        return hooked(jax.tree.leaves(params), extras, *args)
+    seen = placement.read(leaves, layouts) if wholes is None else wholes
+    hooked = sink(flat_loss, seen, args, group=group, hook=hook, sliceable=sliceable)
+
+    def run(carriers: PyTree, accumulated: PyTree | None, *args):
+        more = [None] * len(leaves) if accumulated is None else jax.tree.leaves(accumulated)
+        sources = leaves if wholes is None else wholes
+        return hooked(jax.tree.leaves(carriers), list(zip(sources, more, strict=True)), *args)
 
     return run
 
 
-def _bucket(placement: Placement, layouts: tuple[Layout, ...], name: int) -> Callable:
-    @jax.custom_vjp
-    def read(shards, accumulated):
-        return placement.read(shards, layouts)
+def _bucket(
+    placement: Placement, layouts: tuple[Layout, ...], name: int, axes: Collection[str] | None, gathered: bool
+) -> Callable:
+    def gather(sources: Any) -> list[jax.Array]:
+        return list(sources) if gathered else placement.read(sources, layouts)
 
-    def forward(shards, accumulated):
-        return placement.read(shards, layouts), accumulated
+    @jax.custom_vjp
+    def read(carriers, sources, accumulated):
+        return gather(sources)
+
+    def forward(carriers, sources, accumulated):
+        return gather(sources), accumulated
 
     def backward(accumulated, grads):
-        local = [
-            placement.to_reduce(grad, layout) if more is None else placement.to_reduce(grad, layout) + more
-            for grad, more, layout in zip(grads, accumulated, layouts, strict=True)
-        ]
-        return placement.sync(local, layouts, name), None
+        more = accumulated if any(each is not None for each in accumulated) else None
+        return placement.sync(grads, layouts, name, axes=axes, accumulated=more), None, None
 
     read.defvjp(forward, backward)
     return read

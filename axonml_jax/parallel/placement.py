@@ -1,7 +1,7 @@
 """A plan bound to a mesh and a model: where each parameter lives, and how a step reads and reduces it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -10,13 +10,17 @@ from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.buckets import assign_buckets
-from axonml_jax.collectives.primitives import sum_over
+from axonml_jax.collectives.pairs import own_slice
+from axonml_jax.collectives.primitives import gather_whole, sum_over
 from axonml_jax.collectives.varying import vary
 from axonml_jax.mesh.axes import batch_axes
 from axonml_jax.model.functional import Variables
 from axonml_jax.model.precision import cast_floating
+from axonml_jax.parallel.ddp import Replicate
+from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.layout import Layout, is_layout, specs, whole_layouts
+from axonml_jax.sharding.stored import from_stored, to_stored
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,32 @@ class Placement:
         """The PartitionSpec of every frozen parameter."""
         return specs(self.frozen)
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which gradients are synchronized."""
+        return tuple(axis for axis, _ in self._inwards())
+
+    @property
+    def inner_axes(self) -> tuple[str, ...]:
+        """Those over which they are synchronized after every microbatch."""
+        return tuple(axis for axis, strategy in self._inwards() if strategy.each_microbatch)
+
+    @property
+    def gathers_when_used(self) -> bool:
+        """Whether parameters are read unit by unit, forward and backward."""
+        return any(strategy.when_used and self.degrees[axis] > 1 for axis, strategy in self._inwards())
+
+    @property
+    def by_unit(self) -> Shard:
+        """The strategy that does."""
+        return next(each for _, each in self._inwards() if isinstance(each, Shard) and each.when_used)
+
     def read(self, shards: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
         """What the model reads in the place of resting shards: cast first, then gathered."""
         values = [cast_floating(shard, self.plan.precision.compute) for shard in shards]
-        for axis, strategy in self._inwards():
-            values = [strategy.gather(value, layout, axis) for value, layout in zip(values, layouts, strict=True)]
+        with jax.named_scope("axonml.parameters"):
+            for axis, strategy in self._inwards():
+                values = strategy.gather_bucket(values, layouts, axis)
         return values
 
     def read_tree(self, shards: PyTree, layouts: PyTree) -> PyTree:
@@ -77,28 +102,61 @@ class Placement:
         """Bytes per element of a parameter's gradient as it travels."""
         return self.plan.data.wire_itemsize(self.plan.precision.reduce_dtype(layout.dtype))
 
-    def sync(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], bucket: int) -> list[jax.Array]:
-        """Local gradients of what was read -> summed gradients of the resting shards, as one bucket.
+    def sync(
+        self,
+        grads: Sequence[jax.Array],
+        layouts: Sequence[Layout],
+        bucket: int,
+        *,
+        axes: Collection[str] | None = None,
+        accumulated: Sequence[jax.Array] | None = None,
+    ) -> list[jax.Array]:
+        """Local gradients of what was read -> summed gradients of the resting shards in the reduce dtype, as one bucket.
 
-        `bucket` only names the bucket in the program, so that the ledger can tell it from its neighbours.
+        Args:
+          grads: one per leaf of the bucket.
+          layouts: theirs.
+          bucket: only names the bucket in the program, so that the ledger can tell it from its neighbours.
+          axes: synchronize over these only; None: all.
+          accumulated: gradients synchronized over `inner_axes` already; they join before the rest.
         """
         values = [self.to_reduce(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
+        inner = [each for each in reversed(self._inwards()) if each[0] in self.inner_axes]
+        outer = [each for each in reversed(self._inwards()) if each[0] not in self.inner_axes]
         with jax.named_scope("axonml.gradients"), jax.named_scope(f"bucket{bucket}"):
-            for axis, strategy in reversed(self._inwards()):
-                values = strategy.sync_bucket(values, layouts, axis)
-        return [value.astype(layout.dtype) for value, layout in zip(values, layouts, strict=True)]
+            for axis, strategy in inner:
+                if axes is None or axis in axes:
+                    values = strategy.sync_bucket(values, layouts, axis)
+            if accumulated is not None:
+                values = [value + more for value, more in zip(values, accumulated, strict=True)]
+            for axis, strategy in outer:
+                if axes is None or axis in axes:
+                    values = strategy.sync_bucket(values, layouts, axis)
+        return values
 
-    def sync_buckets(self, grads: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
+    def sync_buckets(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axes=None) -> list[jax.Array]:
         """`sync` of all leaves after a backward pass: buckets fill from the last leaf to the first, as they get ready."""
         order = list(range(len(grads)))[::-1]
         sizes = [layouts[i].size * self.wire_itemsize(layouts[i]) for i in order]
         synced: dict[int, jax.Array] = {}
         for positions in assign_buckets(sizes, self.plan.data.bucket_bytes):
             bucket = [order[k] for k in positions]
-            synced |= zip(
-                bucket, self.sync([grads[i] for i in bucket], [layouts[i] for i in bucket], min(bucket)), strict=True
-            )
+            own, theirs = [grads[i] for i in bucket], [layouts[i] for i in bucket]
+            synced |= zip(bucket, self.sync(own, theirs, min(bucket), axes=axes), strict=True)
         return [synced[i] for i in range(len(grads))]
+
+    def gather_stored(self, shard: jax.Array, layout: Layout) -> jax.Array:
+        """The whole array of a resting shard, uncast and the same on every rank."""
+        for axis in reversed(layout.axes):
+            shard = gather_whole(shard, axis, layout.dim_of(axis) or 0, invarying=True)
+        return from_stored(shard, layout)
+
+    def own_part(self, whole: jax.Array, layout: Layout) -> jax.Array:
+        """This rank's resting shard of a whole array. The inverse of `gather_stored`."""
+        part = to_stored(whole, layout)
+        for axis in layout.axes:
+            part = own_slice(part, axis, layout.dim_of(axis) or 0)
+        return part
 
     def squared_norm(self, grads: PyTree) -> jax.Array:
         """The sum of squares over all parameters, each element counted once, in at least float32."""
@@ -136,7 +194,12 @@ def bind_plan(plan: Plan, variables: Variables, mesh: Mesh) -> Placement:
             f"mesh axes {unknown} have no strategy in the plan, which knows {list(plan.strategies)}: their devices would all "
             "do the same work. Give the mesh these devices on one of the plan's axes"
         )
-    plan = replace(plan, data=_decide_view(plan, mesh))
+    if plan.independent and degrees.get("fsdp", 1) > 1:
+        raise ValueError(
+            f"sync_strategy=NO_SYNC lets every rank train a model of its own, but along fsdp={degrees['fsdp']} ranks share one: "
+            "use SYNCHRONOUS or OVERLAPPED, or a mesh without fsdp"
+        )
+    plan = _decided(plan, mesh)
 
     def layout(leaf: Layout) -> Layout:
         for axis, strategy in plan.strategies.items():
@@ -151,10 +214,16 @@ def bind_plan(plan: Plan, variables: Variables, mesh: Mesh) -> Placement:
     return Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
 
 
-def _decide_view(plan: Plan, mesh: Mesh):
+def _decided(plan: Plan, mesh: Mesh) -> Plan:
     """Flat buffers on gloo, where many small reductions are slow; elsewhere XLA's combiner needs no copy."""
-    if plan.data.gradient_as_bucket_view is not None or plan.data.comm_hook is not None:
-        return plan.data
     devices = mesh.devices.flat
     gloo = devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
-    return replace(plan.data, gradient_as_bucket_view=not gloo)
+
+    def decide(strategy: Replicate | Shard) -> Replicate | Shard:
+        if isinstance(strategy, Shard):
+            return replace(strategy, flat=gloo) if strategy.flat is None else strategy
+        if strategy.gradient_as_bucket_view is not None or strategy.comm_hook is not None:
+            return strategy
+        return replace(strategy, gradient_as_bucket_view=not gloo)
+
+    return replace(plan, data=decide(plan.data), fsdp=decide(plan.fsdp))

@@ -8,6 +8,7 @@ from axonml_jax.collectives.buckets import GradSyncStrategy
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.ddp import Replicate
+from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.strategy import AbstractStrategy
 
 
@@ -18,8 +19,11 @@ class Plan:
     Attributes:
       mesh: degrees of the mesh; None when a mesh is given beside the plan.
       data: what happens to parameters on the `data` axis.
+      fsdp: what happens to them on the `fsdp` axis.
       precision: dtypes of parameters, computation, reduction and outputs; the name of a common policy is accepted.
       accumulate: microbatches per update and rank.
+      update: "shards": the optimizer sees the shards that a rank holds (right for element-wise ones such as Adam, SGD and
+        Lion; others are refused); "whole": gradients, parameters and state are gathered for the update.
       batch_stats: "global" joins BatchNorm statistics over all ranks and keeps buffers equal; "local" leaves every rank
         its own statistics, as PyTorch does.
       broadcast_buffers: with `batch_stats="local"`: True gives every rank the first rank's buffers after each step, False
@@ -30,8 +34,10 @@ class Plan:
 
     mesh: MeshShape | None = None
     data: Replicate = field(default_factory=Replicate)
+    fsdp: Shard | Replicate = field(default_factory=Shard)
     precision: Precision = field(default_factory=Precision)
     accumulate: int = 1
+    update: Literal["shards", "whole"] = "shards"
     batch_stats: Literal["global", "local"] = "global"
     broadcast_buffers: bool = True
     check_vma: bool = False
@@ -43,6 +49,8 @@ class Plan:
             problems.append(f"accumulate={self.accumulate!r} must be a positive whole number")
         if self.batch_stats not in ("global", "local"):
             problems.append(f"batch_stats={self.batch_stats!r} must be 'global' or 'local'")
+        if self.update not in ("shards", "whole"):
+            problems.append(f"update={self.update!r} must be 'shards' or 'whole'")
         for name in ("broadcast_buffers", "check_vma"):
             if getattr(self, name) not in (True, False):
                 problems.append(f"{name}={getattr(self, name)!r} must be True or False")
@@ -50,13 +58,15 @@ class Plan:
             problems.append(f"mesh={self.mesh!r} must be an ax.MeshShape of degrees (give a Mesh beside the plan)")
         if not isinstance(self.data, Replicate):
             problems.append(f"data={self.data!r} must be a Replicate strategy")
+        if not isinstance(self.fsdp, Shard | Replicate):
+            problems.append(f"fsdp={self.fsdp!r} must be a Shard strategy, or a Replicate")
         if problems:
             raise ValueError(f"Plan: {'; '.join(problems)}")
 
     @property
     def strategies(self) -> dict[str, AbstractStrategy]:
         """The strategy of every axis that this plan knows."""
-        return {"data": self.data}
+        return {"data": self.data, "fsdp": self.fsdp}
 
     @property
     def independent(self) -> bool:

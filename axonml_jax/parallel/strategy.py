@@ -32,3 +32,17 @@ class AbstractStrategy(abc.ABC):
     def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: str) -> list[jax.Array]:
         """`sync` of several leaves that travel together."""
         return [self.sync(grad, layout, axis) for grad, layout in zip(grads, layouts, strict=True)]
+
+    def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: str) -> list[jax.Array]:
+        """`gather` of several leaves that travel together."""
+        return [self.gather(shard, layout, axis) for shard, layout in zip(shards, layouts, strict=True)]
+
+    @property
+    def each_microbatch(self) -> bool:
+        """Whether gradients are synchronized after every microbatch, not once per update."""
+        return False
+
+    @property
+    def when_used(self) -> bool:
+        """Whether parameters are gathered unit by unit when they are used, not once at the start of the step."""
+        return False

@@ -1,21 +1,48 @@
-"""What the papers say a plan must send: the floor beside which the ledger prints what a step sends."""
+"""What the papers say a plan must send: the amount beside which the ledger prints what a step sends."""
 
 from fractions import Fraction
 
 import jax
+import jax.numpy as jnp
 
+from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.sharding.layout import is_layout
+from axonml_jax.sharding.layout import Layout, is_layout
 
 
 def minimum_traffic(placement: Placement) -> Fraction:
-    """Bytes per rank and update of gradients and parameters on a ring.
+    """Bytes per rank and update of gradients and parameters on a ring, padding not counted.
 
-    For data parallelism over N ranks 2 P (N-1)/N elements of the dtype in which gradients travel; nothing under NO_SYNC.
+    With P elements on N ranks and A microbatches, (N-1)/N times: 2P along a replicated axis (DDP); 2P, (1+A)P and 3AP along a
+    sharded one (ZeRO-1, 2 and 3), and then the axes outside it reduce only a rank's part. Gathered parameters travel in
+    the compute dtype, gradients in the reduce dtype. Nothing under NO_SYNC. A step may send a little less than ZeRO-3's
+    amount: what the backward does not read, such as biases and the first layer's weights, is not gathered again.
     """
     if placement.plan.independent:
         return Fraction(0)
-    layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
-    volume = sum(layout.size * placement.wire_itemsize(layout) for layout in layouts)
-    ranks = placement.degrees.get("data", 1)
-    return Fraction(2 * volume * (ranks - 1), ranks)
+    leaves = [(layout, True) for layout in jax.tree.leaves(placement.params, is_leaf=is_layout)]
+    leaves += [(layout, False) for layout in jax.tree.leaves(placement.frozen, is_leaf=is_layout)]
+    return sum((_leaf(placement, layout, trained) for layout, trained in leaves), Fraction(0))
+
+
+def _leaf(placement: Placement, layout: Layout, trained: bool) -> Fraction:
+    plan, share, total = placement.plan, Fraction(layout.size), Fraction(0)
+    read = _read_itemsize(placement, layout)
+    sent = placement.wire_itemsize(layout) if trained else 0
+    for axis, strategy in reversed(list(plan.strategies.items())):
+        ranks = placement.degrees.get(axis, 1)
+        moved = share * Fraction(ranks - 1, ranks)
+        if not isinstance(strategy, Shard):
+            total += 2 * moved * sent
+            continue
+        again = plan.accumulate if strategy.each_microbatch else 1
+        gathers = (2 if trained else 1) * plan.accumulate if strategy.when_used else 1
+        total += moved * (gathers * read + again * sent)
+        share /= ranks
+    return total
+
+
+def _read_itemsize(placement: Placement, layout: Layout) -> int:
+    compute = placement.plan.precision.compute
+    floating = jnp.issubdtype(layout.dtype, jnp.floating)
+    return jnp.dtype(compute if compute and floating else layout.dtype).itemsize

@@ -21,30 +21,59 @@ class Layout:
       shape: the whole array as the model knows it.
       dtype: its dtype between steps.
       spec: which mesh axes split which dims of the stored array.
-      stored: the global shape in which it is stored; the same as `shape` unless a strategy changed it.
+      stored: the global shape in which it is stored; the same as `shape` unless a dim had to be padded to divide.
+      parts: into how many parts each dim of the stored array is split.
 
-    >>> layout = Layout.whole(jax.ShapeDtypeStruct((8, 3), "float32"))
-    >>> layout.on("fsdp", dim=0).axes
-    ('fsdp',)
+    >>> layout = Layout.whole(jax.ShapeDtypeStruct((8, 3), "float32")).on("fsdp", dim=1, size=2)
+    >>> layout.spec, layout.stored, layout.shard
+    (PartitionSpec(None, 'fsdp'), (8, 4), (8, 2))
     """
 
     shape: tuple[int, ...]
     dtype: Any
     spec: PartitionSpec
     stored: tuple[int, ...]
+    parts: tuple[int, ...]
 
     @staticmethod
     def whole(leaf: Any) -> "Layout":
         """The layout of a leaf of which every device holds the whole."""
-        return Layout(tuple(leaf.shape), leaf.dtype, PartitionSpec(), tuple(leaf.shape))
+        shape = tuple(leaf.shape)
+        return Layout(shape, leaf.dtype, PartitionSpec(), shape, (1,) * len(shape))
 
-    def on(self, axis: str, dim: int) -> "Layout":
-        """This layout with `dim` of the stored array split over one more axis, inside the axes that split it already."""
-        entries = list(self.spec) + [None] * (len(self.stored) - len(self.spec))
+    def on(self, axis: str, dim: int, size: int) -> "Layout":
+        """This layout with `dim` split over one more axis of `size` ranks, inside the axes that split it already.
+
+        A dim that does not divide is stored with zeros behind it; a scalar is stored as one element per rank.
+        """
+        shard = list(self.shard or (1,))
+        shard[dim] = -(-shard[dim] // size)
+        entries = list(self.spec) + [None] * (len(shard) - len(self.spec))
         entries[dim] = axis if entries[dim] is None else (*_names(entries[dim]), axis)
+        parts = list(self.parts or (1,))
+        parts[dim] *= size
         while entries and entries[-1] is None:
             entries.pop()
-        return replace(self, spec=PartitionSpec(*entries))
+        stored = tuple(n * k for n, k in zip(shard, parts, strict=True))
+        return replace(self, spec=PartitionSpec(*entries), stored=stored, parts=tuple(parts))
+
+    @property
+    def shard(self) -> tuple[int, ...]:
+        """The shape that one rank holds."""
+        return tuple(n // k for n, k in zip(self.stored, self.parts, strict=True))
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dim of the stored array that `axis` splits."""
+        return next((dim for dim, entry in enumerate(self.spec) if axis in _names(entry)), None)
+
+    def sliced(self, ndim: int) -> "Layout":
+        """The layout of one entry along the first dims, which must not be split, so that `ndim` stored dims remain."""
+        drop = len(self.stored) - ndim
+        if not drop:
+            return self
+        assert all(parts == 1 for parts in self.parts[:drop])
+        spec = PartitionSpec(*tuple(self.spec)[drop:])
+        return Layout(self.shape[drop:], self.dtype, spec, self.stored[drop:], self.parts[drop:])
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """`assert_equals_single_device`: a plan changes where work happens, never what is computed."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -99,7 +100,9 @@ def _run_parallel(
     metrics = [to_host(trainer.step(b)) for b in batches]
     losses = [m.pop("loss") for m in metrics]
     norms = [m.pop("grad_norm") for m in metrics]
-    return _as_tree(Run(losses, norms, metrics, grads, trainer.state.variables))
+    assert trainer.state.variables is parallel.variables
+    held = parallel.variables if parallel.plan.independent else parallel.whole()
+    return _as_tree(Run(losses, norms, metrics, grads, replace(held, state=parallel.variables.state)))
 
 
 def _as_tree(run: Run) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.sharding.layout import is_layout
 from axonml_jax.training.buffers import first_ranks, sync_buffers
+from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import gradients
 from axonml_jax.training.objective import Objective
 from axonml_jax.training.specs import variable_specs
@@ -35,7 +36,7 @@ class Differentiate:
         self.model, self.placement, self.mesh = model, placement, mesh
         self.sync = sync and not placement.plan.independent
         self.objective = Objective(model, loss_fn, forward_mode(placement, training))
-        self._compiled = jax.jit(self._whole)
+        self._compiled = jax.jit(self._whole, compiler_options=compiler_options(placement, mesh))
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, dict, PyTree, PyTree]:
         """Differentiate; `key` is the step's randomness."""

@@ -9,8 +9,10 @@ from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
+from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import means
 from axonml_jax.training.objective import Objective, shard_key
+from axonml_jax.training.read import with_read
 from axonml_jax.training.specs import variable_specs
 from axonml_jax.training.stacked import stacked, unstack_variables
 from axonml_jax.training.step import forward_mode
@@ -26,7 +28,7 @@ class EvalStep:
     def __init__(self, model: Functional, placement: Placement, mesh: Mesh, loss_fn: LossFn):
         self.placement, self.mesh = placement, mesh
         self.objective = Objective(model, loss_fn, forward_mode(placement, training=False))
-        self._compiled = jax.jit(self._whole)
+        self._compiled = jax.jit(self._whole, compiler_options=compiler_options(placement, mesh))
 
     def __call__(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
         """The loss and the loss function's metrics over the global batch [B, ...]; B divides by the batch shards."""
@@ -46,19 +48,10 @@ class EvalStep:
 
     def _local(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
         placement = self.placement
-        variables = read_variables(unstack_variables(variables, placement), placement)
+        variables = unstack_variables(variables, placement)
         key = shard_key(jax.random.key(0), 0, axis_index(placement.batch_axes))
-        loss, _ = self.objective(variables, key, batch)
+        loss, _ = with_read(self.objective, placement, self.objective.model, variables, key, batch)
         independent = placement.plan.independent
         mean, metrics, _ = means(jax.tree.map(lambda x: x[None], loss), placement, 1, not independent)
         out = {**metrics, "loss": mean}
         return stacked(out, placement) if independent else out
-
-
-def read_variables(variables: Variables, placement: Placement) -> Variables:
-    """Resting variables as the model reads them."""
-    return Variables(
-        placement.read_tree(variables.params, placement.params),
-        placement.read_tree(variables.frozen, placement.frozen),
-        variables.state,
-    )

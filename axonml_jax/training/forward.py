@@ -13,8 +13,9 @@ from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.training.buffers import sync_buffers
-from axonml_jax.training.evaluate import read_variables
+from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.objective import shard_key
+from axonml_jax.training.read import with_read
 from axonml_jax.training.specs import variable_specs
 from axonml_jax.training.stacked import stack_variables, unstack_variables
 from axonml_jax.training.step import forward_mode
@@ -31,7 +32,8 @@ class Forward:
     def __init__(self, model: Functional, placement: Placement, mesh: Mesh, training: bool | None):
         self.model, self.placement, self.mesh = model, placement, mesh
         self.mode = forward_mode(placement, training)
-        self._compiled = jax.jit(self._whole, static_argnames="static")
+        options = compiler_options(placement, mesh)
+        self._compiled = jax.jit(self._whole, static_argnames="static", compiler_options=options)
 
     def __call__(self, variables: Variables, key: jax.Array, args: tuple, kwargs: dict) -> tuple[PyTree, PyTree]:
         """Run the model; arguments that are no arrays (flags, strings) are passed as they are."""
@@ -51,7 +53,7 @@ class Forward:
         def local(variables, key, arrays):
             key = shard_key(key, 0, axis_index(placement.batch_axes))
             variables = unstack_variables(variables, placement)
-            out, state = self._call(read_variables(variables, placement), key, arrays, static)
+            out, state = self._read_and_call(variables, key, arrays, static)
             out = jax.tree.map(self._finish, out, dims)
             state = sync_buffers(state, placement, self.model.synchronized())
             return out, stack_variables(Variables(variables.params, variables.frozen, state), placement).state
@@ -67,6 +69,12 @@ class Forward:
             check_vma=placement.plan.check_vma,
         )(variables, key, arrays)
 
+    def _read_and_call(self, variables: Variables, key: jax.Array, arrays: list, static: tuple) -> tuple[Any, PyTree]:
+        def call(read: Variables, key: jax.Array, arrays: list):
+            return self._call(read, key, arrays, static)
+
+        return with_read(call, self.placement, self.model, variables, key, arrays)
+
     def _call(self, variables: Variables, key: jax.Array, arrays: list, static: tuple) -> tuple[Any, PyTree]:
         treedef, rest = static
         leaves = [value if array is None else array for array, value in zip(arrays, rest, strict=True)]
@@ -79,8 +87,8 @@ class Forward:
         placement = self.placement
 
         def local(variables, arrays):
-            read = read_variables(unstack_variables(variables, placement), placement)
-            return self._call(read, jax.random.key(0), arrays, static)[0]
+            own = unstack_variables(variables, placement)
+            return self._read_and_call(own, jax.random.key(0), arrays, static)[0]
 
         def outputs(factor: int):
             shapes = [

@@ -8,9 +8,10 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax._types import PyTree
 from axonml_jax.model.functional import Variables
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.sharding.layout import shardings
 from axonml_jax.sharding.place import place
-from axonml_jax.training.specs import opt_state_specs, variable_specs
+from axonml_jax.sharding.stored import map_layouts, to_stored
+from axonml_jax.training.opt_state import first_opt_state, init_opt_state
+from axonml_jax.training.specs import variable_specs
 from axonml_jax.training.state import TrainState
 
 
@@ -21,23 +22,16 @@ def place_variables(variables: Variables, placement: Placement, mesh: Mesh) -> V
 
 def _resting(variables: Variables, placement: Placement) -> Variables:
     plan, cast = placement.plan, placement.plan.precision.cast_param
-    params = cast(variables.params)
+    params = map_layouts(to_stored, cast(variables.params), placement.params)
     return Variables(
         _stacked(params, placement) if plan.independent else params,
-        cast(variables.frozen),
+        map_layouts(to_stored, cast(variables.frozen), placement.frozen),
         _stacked(variables.state, placement) if plan.local_buffers else variables.state,
     )
 
 
 def _stacked(tree: PyTree, placement: Placement) -> PyTree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (placement.batch_degree, *jnp.shape(x))), tree)
-
-
-def init_opt_state(tx: optax.GradientTransformation, params: PyTree, placement: Placement, mesh: Mesh) -> PyTree:
-    """The optimizer's first state, each leaf created where it will live."""
-    init = jax.vmap(tx.init) if placement.plan.independent else tx.init
-    specs = opt_state_specs(placement, tx, jax.eval_shape(init, params))
-    return jax.jit(init, out_shardings=shardings(specs, mesh))(params)
 
 
 def init_state(
@@ -63,8 +57,8 @@ def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placemen
 
     def build() -> TrainState:
         variables = _resting(_zeros(shapes), placement)
-        init = jax.vmap(tx.init) if placement.plan.independent else tx.init
-        return TrainState(jnp.zeros((), jnp.int32), variables, init(variables.params), jax.random.key(0))
+        opt_state = first_opt_state(tx, variables.params, placement)
+        return TrainState(jnp.zeros((), jnp.int32), variables, opt_state, jax.random.key(0))
 
     return jax.eval_shape(build)
 

@@ -46,11 +46,15 @@ class Objective:
           `f(params, state, key, batch) -> (scalar, (Loss, state))`.
         """
 
-        def f(params: PyTree, state: PyTree, key: jax.Array, batch: PyTree):
-            loss, state = self(Variables(params, frozen, state), key, batch)
-            return (loss.total / parts if loss.weight is None else loss.total), (loss, state)
+        return lambda params, *args: self._part(params, frozen, *args, parts=parts)
 
-        return f
+    def differentiable_with_frozen(self, parts: int) -> Callable:
+        """`differentiable` of read frozen parameters too: `f(params, frozen, state, key, batch)`."""
+        return lambda *args: self._part(*args, parts=parts)
+
+    def _part(self, params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree, *, parts: int):
+        loss, state = self(Variables(params, frozen, state), key, batch)
+        return (loss.total / parts if loss.weight is None else loss.total), (loss, state)
 
 
 def shard_key(key: jax.Array, microbatch: int | jax.Array, shard: int | jax.Array) -> jax.Array:

@@ -16,13 +16,14 @@ from axonml_jax.parallel.theory import minimum_traffic
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.sharding.place import is_deleted
 from axonml_jax.training.buffers import sync_buffers
+from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import gradients
 from axonml_jax.training.objective import Objective
 from axonml_jax.training.specs import state_specs
 from axonml_jax.training.stacked import stack_state, stacked, unstack_state
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.typed_errors import explain_typed_scan
-from axonml_jax.training.update import apply, clip, global_norm
+from axonml_jax.training.update import clip, global_norm, update
 
 Metrics = dict[str, jax.Array]
 
@@ -52,7 +53,8 @@ class TrainStep:
             raise ValueError(f"max_grad_norm={max_grad_norm!r} must be a positive number; None does not clip")
         self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
         self.objective = Objective(model, loss_fn, forward_mode(placement, training))
-        self._compiled = jax.jit(self._whole, donate_argnums=0)
+        options = compiler_options(placement, mesh)
+        self._compiled = jax.jit(self._whole, donate_argnums=0, compiler_options=options)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Make one update.
@@ -106,7 +108,7 @@ class TrainStep:
         result = gradients(self.objective, placement, state.variables, step_key(state), batch)
         norm = global_norm(result.grads, placement)
         grads = result.grads if self.max_grad_norm is None else clip(result.grads, norm, self.max_grad_norm)
-        params, opt_state = apply(self.tx, grads, state.opt_state, state.params, result.loss)
+        params, opt_state = update(self.tx, grads, state.opt_state, state.params, result.loss, placement)
         buffers = sync_buffers(result.state, placement, self.model.synchronized())
         variables = Variables(params, state.variables.frozen, buffers)
         new = TrainState(state.step + 1, variables, opt_state, state.key)

@@ -8,6 +8,9 @@ import optax
 
 from axonml_jax._types import PyTree
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.layout import is_layout
+from axonml_jax.training.elementwise import first_mixing, operations
+from axonml_jax.training.opt_state import gather_stored, opt_layouts, own_parts, shard_shape, whole_shape
 
 
 def clip(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
@@ -29,16 +32,38 @@ def apply(
     return optax.apply_updates(params, updates), opt_state
 
 
-def checked_optimizer(tx: Any, params: PyTree) -> optax.GradientTransformation:
-    """The optimizer as a transformation; refused if it is none, or needs more than gradients, parameters and the loss.
+def update(
+    tx: optax.GradientTransformation,
+    grads: PyTree,
+    opt_state: Any,
+    params: PyTree,
+    loss: jax.Array,
+    placement: Placement,
+) -> tuple[PyTree, Any]:
+    """One optimizer update of resting parameters, inside `shard_map`: on shards, or on gathered leaves.
+
+    Communicates: nothing on shards; one all-gather of gradients, parameters and the state that belongs to them otherwise.
+    """
+    if placement.plan.update == "shards" or placement.plan.independent:
+        return apply(tx, grads, opt_state, params, loss)
+    layouts = placement.params, opt_layouts(placement, tx)
+    with jax.named_scope("axonml.update"):
+        grads, params = (gather_stored(tree, placement.params, placement) for tree in (grads, params))
+        opt_state = gather_stored(opt_state, layouts[1], placement)
+    params, opt_state = apply(tx, grads, opt_state, params, loss)
+    return own_parts(params, layouts[0], placement), own_parts(opt_state, layouts[1], placement)
+
+
+def checked_optimizer(tx: Any, placement: Placement) -> optax.GradientTransformation:
+    """The optimizer as a transformation; refused if it is none, or if its update cannot run or would be wrong.
 
     Args:
       tx: an optax transformation, or an `optax.MultiSteps` around one.
-      params: the parameters' shapes.
+      placement: where parameters live.
 
     Raises:
       TypeError: when tx is no optax.GradientTransformation.
-      ValueError: when its update cannot run; says what it asked for.
+      ValueError: when it needs more than gradients, parameters and the loss, or is wrong on shards; says why.
     """
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
@@ -47,7 +72,7 @@ def checked_optimizer(tx: Any, params: PyTree) -> optax.GradientTransformation:
             f"the optimizer must be an optax.GradientTransformation such as optax.adamw(3e-4), but a {type(tx).__name__} "
             "was given" + (" (give the transformation, not an nnx.Optimizer around it)" if hasattr(tx, "tx") else "")
         )
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    shapes = jax.tree.map(whole_shape, placement.params, is_leaf=is_layout)
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     state = jax.eval_shape(tx.init, shapes)
     try:
@@ -63,7 +88,35 @@ def checked_optimizer(tx: Any, params: PyTree) -> optax.GradientTransformation:
             f"the optimizer {_name(tx)} changes the shape or dtype of parameters or of its own state in an update, so a "
             f"compiled step cannot repeat it: {_first_change(*kinds)}"
         )
+    if placement.plan.update == "shards" and not placement.plan.independent:
+        _check_shards(tx, placement)
     return tx
+
+
+def _check_shards(tx: optax.GradientTransformation, placement: Placement) -> None:
+    """Refuse an optimizer whose update of shards is not the update of the whole."""
+    layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
+    if not any(layout.axes for layout in layouts):
+        return
+    loss, states = jax.ShapeDtypeStruct((), jnp.float32), opt_layouts(placement, tx)
+    sharded = [jax.tree.map(lambda each: bool(each.axes), t, is_leaf=is_layout) for t in (placement.params, states)]
+    given = [
+        [jax.tree.map(shape, tree, is_leaf=is_layout) for tree in (placement.params, states, placement.params)]
+        for shape in (shard_shape, whole_shape)
+    ]
+    run = lambda g, s, p, v: apply(tx, g, s, p, v)
+    try:
+        culprit = first_mixing(run, [*given[0], loss], [sharded[0], sharded[1], sharded[0], False])
+    except (TypeError, ValueError) as error:
+        culprit = f"its update of shards fails: {error}"
+    if culprit is None and operations(run, *given[0], loss) != operations(run, *given[1], loss):
+        culprit = "its update looks at the shapes of parameters, and those of padded or sharded ones differ"
+    if culprit:
+        raise ValueError(
+            f"the optimizer {_name(tx)} does not treat every element alike ({culprit}), so on shards of parameters it would "
+            'be silently wrong: give the plan update="whole" to update gathered leaves (FSDP(update="whole")), use '
+            "max_grad_norm= in the place of optax's clipping, or choose an element-wise optimizer (adam, sgd, lion)"
+        )
 
 
 def _name(tx: optax.GradientTransformation) -> str:

@@ -1,0 +1,147 @@
+"""Fully sharded data parallelism: ranks hold parts of every parameter and gather whole ones for computing."""
+
+import enum
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.collectives.bucketed import gather_leaves, scatter_sum_leaves
+from axonml_jax.collectives.primitives import axis_size
+from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.parallel.units.wrap import Wrap, checked_wrap
+from axonml_jax.sharding.layout import Layout
+
+
+class ShardingStrategy(enum.Enum):
+    """What a step of FSDP keeps sharded (ZeRO, Rajbhandari et al. 2020; names as in PyTorch).
+
+    FULL_SHARD: parameters, gradients and optimizer state (ZeRO-3). SHARD_GRAD_OP: parameters are whole during the step
+    (ZeRO-2). SHARD_OPTIMIZER: gradients too (ZeRO-1). NO_SHARD: everything whole (DDP). HYBRID_SHARD: FULL_SHARD along
+    `fsdp`, replicated along `data`. Between steps parameters and optimizer state rest sharded in all but NO_SHARD.
+    """
+
+    FULL_SHARD = "full_shard"
+    SHARD_GRAD_OP = "shard_grad_op"
+    SHARD_OPTIMIZER = "shard_optimizer"
+    NO_SHARD = "no_shard"
+    HYBRID_SHARD = "hybrid_shard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard(AbstractStrategy):
+    """Every rank of the axis holds a part of each parameter.
+
+    Communicates, with A microbatches and P parameters on N ranks, (N-1)/N times: 2P (stage 1: one all-gather, one
+    reduce-scatter), (1+A)P (stage 2: a reduce-scatter per microbatch), 3AP (stage 3: two all-gathers and a
+    reduce-scatter per microbatch).
+
+    Attributes:
+      stage: 1, 2 or 3: what is whole during a step (see `ShardingStrategy`).
+      wrap: which parts of the model are units, gathered together (stage 3): None finds repeated blocks; or module types,
+        path patterns, or a predicate of module paths (see `units/wrap.py`).
+      prefetch: how many units ahead weights are gathered (stage 3). Each costs one more unit of memory.
+      flat: whether leaves that travel together are copied into one flat buffer; None takes what is fastest on the backend.
+    """
+
+    stage: int = 3
+    wrap: Wrap = None
+    prefetch: int = 0
+    flat: bool | None = None
+
+    def __post_init__(self):
+        problems = []
+        if self.stage not in (1, 2, 3) or isinstance(self.stage, bool):
+            problems.append(f"stage={self.stage!r} must be 1, 2 or 3 (ZeRO)")
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
+            problems.append(f"prefetch={self.prefetch!r} must be a number of units, 0 or more")
+        if self.flat not in (None, True, False):
+            problems.append(f"flat={self.flat!r} must be True, False or None")
+        if problems:
+            raise ValueError("; ".join(problems))
+        object.__setattr__(self, "wrap", checked_wrap(self.wrap))
+
+    def spec(self, layout: Layout, axis: str, axis_size: int) -> Layout:
+        """One dim split over the axis: the one that needs the least padding.
+
+        Among equals the first; of a leaf with three dims or more rather not dim 0, which may be a stack of layers whose
+        slices are read one at a time.
+        """
+        if axis_size == 1:
+            return layout
+        sizes = layout.shard or (1,)
+
+        def cost(dim: int) -> tuple:
+            padded = math.prod(sizes) // max(sizes[dim], 1) * -(-sizes[dim] // axis_size) * axis_size
+            # A dim that another axis splits may be split further, but not padded: its parts would no longer join.
+            clumsy = bool(layout.parts) and layout.parts[dim] > 1 and sizes[dim] % axis_size > 0
+            return clumsy, padded, len(sizes) >= 3 and dim == 0, dim
+
+        return layout.on(axis, min(range(len(sizes)), key=cost), axis_size)
+
+    def gather(self, shard: jax.Array, layout: Layout, axis: str) -> jax.Array:
+        """The whole leaf (its part on the other axes), padding cut off."""
+        return self.gather_bucket([shard], [layout], axis)[0]
+
+    def sync(self, grad: jax.Array, layout: Layout, axis: str) -> jax.Array:
+        """The rank's part of the sum of the ranks' gradients."""
+        return self.sync_bucket([grad], [layout], axis)[0]
+
+    def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: str) -> list[jax.Array]:
+        """One all-gather for the whole bucket."""
+        dims = [layout.dim_of(axis) for layout in layouts]
+        with _padding("axonml.parameters", layouts, dims, axis):
+            wholes = gather_leaves(shards, axis, dims, flat=bool(self.flat))
+        return [_cut(whole, layout, axis, dim) for whole, layout, dim in zip(wholes, layouts, dims, strict=True)]
+
+    def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: str) -> list[jax.Array]:
+        """One reduce-scatter for the whole bucket."""
+        dims = [layout.dim_of(axis) for layout in layouts]
+        padded = [_pad(grad, layout, axis, dim) for grad, layout, dim in zip(grads, layouts, dims, strict=True)]
+        with _padding("axonml.gradients", layouts, dims, axis):
+            return scatter_sum_leaves(padded, axis, dims, flat=bool(self.flat))
+
+    @property
+    def each_microbatch(self) -> bool:
+        """Gradients are reduced after every microbatch from stage 2 on: only shards accumulate."""
+        return self.stage >= 2
+
+    @property
+    def when_used(self) -> bool:
+        """Stage 3 gathers a unit's parameters when they are used, forward and backward."""
+        return self.stage == 3
+
+
+def _cut(whole: jax.Array, layout: Layout, axis: str, dim: int | None) -> jax.Array:
+    """What was gathered without its padding."""
+    if dim is None:
+        return whole
+    if not layout.shape:
+        return whole[0]
+    size = layout.shape[dim] * axis_size(axis) // layout.parts[dim]
+    return whole if whole.shape[dim] == size else jax.lax.slice_in_dim(whole, 0, size, axis=dim)
+
+
+def _pad(grad: jax.Array, layout: Layout, axis: str, dim: int | None) -> jax.Array:
+    """A gradient with zeros behind it, so that it divides."""
+    if dim is None:
+        return grad
+    if not layout.shape:
+        grad = grad[None]
+    more = layout.shard[dim] * axis_size(axis) - grad.shape[dim]
+    return jnp.pad(grad, [(0, more if d == dim else 0) for d in range(grad.ndim)]) if more else grad
+
+
+def _padding(label: str, layouts: Sequence[Layout], dims: Sequence[int | None], axis: str) -> AbstractContextManager:
+    """A name scope that tells the ledger how many of a bucket's elements are padding."""
+    count = axis_size(axis)
+    more = 0
+    for layout, dim in zip(layouts, dims, strict=True):
+        if dim is not None:
+            shard = layout.shard
+            size = layout.shape[dim] * count // layout.parts[dim] if layout.shape else 1
+            more += math.prod(shard[:dim] + shard[dim + 1 :]) * (shard[dim] * count - size)
+    return jax.named_scope(f"{label}.pad{more}") if more else nullcontext()

@@ -1,0 +1,1 @@
+"""Units: parts of a model whose weights are gathered when they are needed, forward and backward (ZeRO-3)."""

@@ -1,0 +1,75 @@
+"""Where the optimizer's state lives: a leaf that belongs to a parameter lives as the parameter does."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from axonml_jax._types import PyTree
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.layout import Layout, is_layout, shardings, specs
+from axonml_jax.sharding.stored import from_stored, map_layouts, to_stored
+
+
+def opt_layouts(placement: Placement, tx: optax.GradientTransformation) -> PyTree:
+    """The layout of every leaf of the optimizer's state.
+
+    Optax keeps what belongs to a parameter in trees shaped like the parameters, so such a leaf is known by the end of its
+    path and its shape; everything else (counts, factored moments) is whole on every rank.
+    """
+    layouts = placement.params
+    whole = jax.tree.map(whole_shape, layouts, is_leaf=is_layout)
+    owners = dict(jax.tree_util.tree_leaves_with_path(layouts, is_leaf=is_layout))
+
+    def layout_of(path: tuple, leaf: Any) -> Layout:
+        ends = (path[i:] for i in range(len(path)))
+        owner = next((owners[end] for end in ends if end in owners), None)
+        if owner is None or owner.shape != leaf.shape:
+            return Layout.whole(leaf)
+        return Layout(owner.shape, leaf.dtype, owner.spec, owner.stored, owner.parts)
+
+    return jax.tree_util.tree_map_with_path(layout_of, jax.eval_shape(tx.init, whole))
+
+
+def opt_state_specs(placement: Placement, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
+    """Specs of the optimizer's state."""
+    if placement.plan.independent:
+        return jax.tree.map(lambda _: placement.rank_spec, opt_state)
+    return specs(opt_layouts(placement, tx))
+
+
+def first_opt_state(tx: optax.GradientTransformation, params: PyTree, placement: Placement) -> PyTree:
+    """The optimizer's first state, of stored parameters, in stored form; global arrays, under `jit` or `eval_shape`."""
+    if placement.plan.independent:
+        return jax.vmap(tx.init)(params)
+    whole = map_layouts(from_stored, params, placement.params)
+    return map_layouts(to_stored, tx.init(whole), opt_layouts(placement, tx))
+
+
+def init_opt_state(tx: optax.GradientTransformation, params: PyTree, placement: Placement, mesh: Mesh) -> PyTree:
+    """The optimizer's first state, each leaf created where it will live."""
+    shapes = jax.eval_shape(lambda params: first_opt_state(tx, params, placement), params)
+    wanted = shardings(opt_state_specs(placement, tx, shapes), mesh)
+    return jax.jit(lambda params: first_opt_state(tx, params, placement), out_shardings=wanted)(params)
+
+
+def shard_shape(layout: Layout) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of what one rank holds."""
+    return jax.ShapeDtypeStruct(layout.shard, layout.dtype)
+
+
+def whole_shape(layout: Layout) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of the whole array."""
+    return jax.ShapeDtypeStruct(layout.shape, layout.dtype)
+
+
+def gather_stored(tree: PyTree, layouts: PyTree, placement: Placement) -> PyTree:
+    """Inside `shard_map`: the whole arrays of stored shards, the same on every rank."""
+    return map_layouts(placement.gather_stored, tree, layouts)
+
+
+def own_parts(tree: PyTree, layouts: PyTree, placement: Placement) -> PyTree:
+    """Inside `shard_map`: this rank's shards of whole arrays. The inverse of `gather_stored`."""
+    return map_layouts(lambda x, layout: placement.own_part(jnp.asarray(x), layout), tree, layouts)
