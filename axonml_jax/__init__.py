@@ -37,6 +37,8 @@ from axonml_jax.collectives.synchronizer import GradientSynchronizer as Gradient
 from axonml_jax.data.loader import create_dataloader as create_dataloader
 from axonml_jax.data.sampler import DistributedSampler as DistributedSampler
 from axonml_jax.facade.ddp import DDP as DDP
+from axonml_jax.facade.fsdp import FSDP as FSDP
+from axonml_jax.facade.memory import FSDPMemoryStats as FSDPMemoryStats
 from axonml_jax.facade.parallel_model import ParallelModel as ParallelModel
 from axonml_jax.facade.parallelize import make_train_step as make_train_step
 from axonml_jax.facade.parallelize import parallelize as parallelize
@@ -58,6 +60,9 @@ from axonml_jax.mesh.world import World as World
 from axonml_jax.model.loss import WeightedMean as WeightedMean
 from axonml_jax.model.precision import Precision as Precision
 from axonml_jax.parallel.ddp import Replicate as Replicate
+from axonml_jax.parallel.fsdp import Shard as Shard
+from axonml_jax.parallel.fsdp import ShardingStrategy as ShardingStrategy
+from axonml_jax.parallel.offload import CPUOffload as CPUOffload
 from axonml_jax.parallel.pipeline.memory_stats import PipelineMemoryStats as PipelineMemoryStats
 from axonml_jax.parallel.pipeline.schedule import PipelineSchedule as PipelineSchedule
 from axonml_jax.parallel.plan import Plan as Plan

@@ -1,6 +1,5 @@
 """The command line: what it prints, what it refuses, what it leaves behind."""
 
-import functools
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from workers.launch import hearing_ctrl_c
 
 from axonml_jax.__main__ import main
 from axonml_jax.launch.read_config import read_config
@@ -170,8 +170,8 @@ def test_unknown_commands_are_refused(run, capsys):
 def test_ctrl_c_ends_cleanly_and_keeps_what_was_recorded(text, tmp_path):
     runs = tmp_path / "runs"
     endless = ("--train.steps=1_000_000", "--train.log_every=1", f"--output.dir={runs}", f"--data.path={text}")
-    listening = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # not so under nohup or `&`
-    process = in_process("train", QUICKSTART, *SMALL, *endless, cwd=tmp_path, preexec_fn=listening)
+    with hearing_ctrl_c():
+        process = in_process("train", QUICKSTART, *SMALL, *endless, cwd=tmp_path)
     metrics = runs / "quickstart" / "metrics.jsonl"
     deadline = time.monotonic() + 240
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):

@@ -1,9 +1,10 @@
 """A model on a mesh under a plan: what `parallelize` returns and every facade is."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.layout import shardings
 from axonml_jax.sharding.place import copies, move, place
 from axonml_jax.sharding.stored import padded, unpadded
+from axonml_jax.training.clip import Clip
 from axonml_jax.training.differentiate import Differentiate, SyncStacked, equalize
 from axonml_jax.training.forward import Forward
 from axonml_jax.training.init import place_variables
@@ -68,6 +70,7 @@ class ParallelModel:
         self._mode: bool | None = None
         self._syncing, self._lent = True, False
         self._programs: dict[Any, Any] = {}
+        self._newest_trainer: Callable[[], Trainer | None] = lambda: None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(mesh={dict(self.mesh.shape)}, plan={self.plan})"
@@ -228,6 +231,31 @@ class ParallelModel:
         """
         return self._outside(self._program(("sync",), lambda: SyncStacked(self._placement, self.mesh))(grads))
 
+    def clip_grad_norm(
+        self, grads: PyTree, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> tuple[PyTree, jax.Array]:
+        """Scale gradients so that their norm over all parameters and ranks is at most `max_norm`.
+
+        Args:
+          grads: gradients that `value_and_grad` or `sync_gradients` returned.
+          max_norm: a positive number.
+          norm_type: 1, 2, `math.inf`, or any other positive p.
+          error_if_nonfinite: raise when the norm is not finite; otherwise such gradients come out as they are scaled.
+
+        Returns:
+          (clipped gradients, the norm before clipping).
+
+        Raises:
+          ValueError: for a max_norm or norm_type that is not positive, or with `error_if_nonfinite` a norm that is not finite.
+        """
+        if not (isinstance(max_norm, Real) and max_norm > 0 and isinstance(norm_type, Real) and norm_type > 0):
+            raise ValueError(f"max_norm={max_norm!r} and norm_type={norm_type!r} must be positive numbers")
+        program = self._program(("clip", norm_type), lambda: Clip(self._placement, self.mesh, float(norm_type)))
+        clipped, norm = program(grads, max_norm)
+        if error_if_nonfinite and not bool(jax.numpy.all(jax.numpy.isfinite(norm))):
+            raise ValueError(f"the {norm_type}-norm of the gradients is {norm}: they are left as they were")
+        return self._outside(clipped), norm
+
     def _outside(self, params: PyTree) -> PyTree:
         """Parameters or gradients as users see them: without padding."""
         return params if self.plan.independent else unpadded(params, self._placement.params, self.mesh)
@@ -241,6 +269,7 @@ class ParallelModel:
         *,
         accumulate: int | None = None,
         max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
     ) -> Trainer:
         """A fused, donated training step around this model.
 
@@ -249,11 +278,15 @@ class ParallelModel:
           loss_fn: see `value_and_grad`.
           accumulate: microbatches per update and rank; None takes the plan's.
           max_grad_norm: clip gradients to this global norm.
+          norm_type: of that norm: 1, 2 or `math.inf`.
 
         Raises:
           TypeError, ValueError: when the optimizer cannot run under the plan.
         """
-        return Trainer(self, tx, loss_fn, accumulate=accumulate, max_grad_norm=max_grad_norm)
+        options = {"accumulate": accumulate, "max_grad_norm": max_grad_norm, "norm_type": norm_type}
+        trainer = Trainer(self, tx, loss_fn, **options)
+        self._newest_trainer = weakref.ref(trainer)
+        return trainer
 
     def _program(self, key: tuple, build: Callable[[], Any]) -> Any:
         key = (*key, self._mode)

@@ -47,6 +47,7 @@ def make_train_step(
     params: PyTree | None = None,
     trainable: Trainable = None,
     max_grad_norm: float | None = None,
+    norm_type: float = 2.0,
     seed: int = 0,
 ) -> tuple[TrainState, TrainStep]:
     """The pure, functional way: a first state and a compiled step.
@@ -56,6 +57,7 @@ def make_train_step(
       tx: the optimizer.
       loss_fn: `loss_fn(model, batch) -> loss` or `(loss, metrics)`.
       max_grad_norm: clip gradients to this global norm.
+      norm_type: of that norm: 1, 2 or `math.inf`.
 
     Returns:
       `(state, step)` with `state, metrics = step(state, batch)`; the state given to `step` is donated.
@@ -64,5 +66,5 @@ def make_train_step(
       TypeError, ValueError: for anything that cannot work, before anything is allocated.
     """
     parallel = parallelize(model, mesh, plan, params=params, trainable=trainable, seed=seed)
-    trainer = parallel.trainer(tx, loss_fn, max_grad_norm=max_grad_norm)
+    trainer = parallel.trainer(tx, loss_fn, max_grad_norm=max_grad_norm, norm_type=norm_type)
     return trainer.state, trainer.train_step

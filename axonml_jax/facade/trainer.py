@@ -37,13 +37,15 @@ class Trainer:
         *,
         accumulate: int | None = None,
         max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
     ):
         placement = model._placement
         if accumulate is not None:
             placement = replace(placement, plan=replace(placement.plan, accumulate=accumulate))
         tx = checked_optimizer(tx, placement)
         self.model, self._tx, self._loss_fn, self._placement = model, tx, loss_fn, placement
-        self._max_grad_norm = max_grad_norm
+        self._max_grad_norm, self._norm_type = max_grad_norm, norm_type
+        self._seen: Any = None
         self._steps: dict[bool | None, TrainStep] = {}
         self._eval = EvalStep(model._functional, placement, model.mesh, loss_fn)
         assert self.train_step  # refuses options that cannot work before anything is allocated
@@ -81,6 +83,7 @@ class Trainer:
         """
         state, metrics = self.train_step(replace(self._state, variables=self.model.give_up()), batch)
         self._continue(state)
+        self._seen = _shapes(batch)
         return metrics
 
     def evaluate(self, batch: PyTree) -> Metrics:
@@ -99,15 +102,27 @@ class Trainer:
                 self._loss_fn,
                 self._tx,
                 max_grad_norm=self._max_grad_norm,
+                norm_type=self._norm_type,
                 training=mode,
             )
         return self._steps[mode]
 
     def trace(self, batch: PyTree) -> Any:
         """The step traced for batches like this one (arrays or shapes); nothing runs. `ax.explain(trainer, batch)` reads it."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch)
-        return self.train_step.trace(self.state, shapes)
+        return self.train_step.trace(self.state, _shapes(batch))
+
+    def compiled_memory(self) -> int | None:
+        """Bytes per device that the compiled step plans: arguments, results beyond them, temporaries. None before a step."""
+        if self._seen is None:
+            return None
+        planned = self.trace(self._seen).lower().compile().memory_analysis()
+        more = planned.output_size_in_bytes - planned.alias_size_in_bytes
+        return planned.argument_size_in_bytes + more + planned.temp_size_in_bytes
 
     def minimum_traffic(self) -> Fraction:
         """Bytes per rank and step that theory allows for this plan's gradients and parameters."""
         return self.train_step.minimum_traffic()
+
+
+def _shapes(batch: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch)

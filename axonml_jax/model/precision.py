@@ -51,7 +51,9 @@ class Precision:
     def of(policy: "Precision | str | None") -> "Precision":
         """A policy from itself, from None (change nothing), or from the name of a common one.
 
-        `"float32"`: everything in float32. `"bf16"`: compute in bfloat16, the rest in float32.
+        `"float32"`: everything in float32. `"bf16"`: compute in bfloat16, the rest in float32. `"fp16"`: compute in
+        float16, the rest in float32; a trainer's step then scales its loss (see `training/loss_scale.py`), which
+        `value_and_grad` does not.
 
         Raises:
           ValueError: for any other name.
@@ -63,6 +65,11 @@ class Precision:
         if policy not in _NAMED:
             raise ValueError(f"precision {policy!r} is not known: give one of {sorted(_NAMED)} or an ax.Precision(...)")
         return _NAMED[policy]
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients may vanish in the compute dtype's range, so that a training step must scale its loss."""
+        return self.compute == "float16"
 
     def cast_param(self, tree: PyTree) -> PyTree:
         """Floating leaves of `tree` in the `param` dtype."""
@@ -97,4 +104,5 @@ def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
 _NAMED = {
     "float32": Precision(param="float32", compute="float32", reduce="float32", output="float32"),
     "bf16": Precision(param="float32", compute="bfloat16", reduce="float32", output="float32"),
+    "fp16": Precision(param="float32", compute="float16", reduce="float32", output="float32"),
 }

@@ -1,5 +1,6 @@
 """A plan bound to a mesh and a model: where each parameter lives, and how a step reads and reduces it."""
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.buckets import assign_buckets
 from axonml_jax.collectives.pairs import own_slice
-from axonml_jax.collectives.primitives import gather_whole, sum_over
+from axonml_jax.collectives.primitives import gather_whole, max_over, sum_over
 from axonml_jax.collectives.varying import vary
 from axonml_jax.mesh.axes import batch_axes
 from axonml_jax.model.functional import Variables
@@ -20,6 +21,7 @@ from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.layout import Layout, is_layout, specs, whole_layouts
+from axonml_jax.sharding.memory import to_device_memory
 from axonml_jax.sharding.stored import from_stored, to_stored
 
 
@@ -83,6 +85,7 @@ class Placement:
 
     def read(self, shards: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
         """What the model reads in the place of resting shards: cast first, then gathered."""
+        shards = to_device_memory(list(shards), self.plan.offload.params)
         values = [cast_floating(shard, self.plan.precision.compute) for shard in shards]
         with jax.named_scope("axonml.parameters"):
             for axis, strategy in self._inwards():
@@ -158,14 +161,23 @@ class Placement:
             part = own_slice(part, axis, layout.dim_of(axis) or 0)
         return part
 
-    def squared_norm(self, grads: PyTree) -> jax.Array:
-        """The sum of squares over all parameters, each element counted once, in at least float32."""
-        totals: dict[tuple[str, ...], jax.Array] = {}
+    def norm(self, grads: PyTree, p: float = 2.0) -> jax.Array:
+        """The p-norm of all gradients on all ranks, each element counted once, in at least float32; p may be infinite."""
+        infinite, totals = p == math.inf, {}
         for grad, layout in zip(jax.tree.leaves(grads), jax.tree.leaves(self.params, is_leaf=is_layout), strict=True):
-            squares = jnp.sum(jnp.square(jnp.abs(grad).astype(jnp.promote_types(layout.dtype, jnp.float32))))
-            totals[layout.axes] = totals.get(layout.axes, 0.0) + squares
+            size = jnp.abs(grad).astype(jnp.promote_types(layout.dtype, jnp.float32))
+            if infinite:
+                part = jnp.max(size, initial=0)
+                totals[layout.axes] = jnp.maximum(totals.get(layout.axes, 0.0), part)
+            else:
+                part = jnp.sum(jnp.square(size) if p == 2 else size**p)
+                totals[layout.axes] = totals.get(layout.axes, 0.0) + part
+        join = max_over if infinite else sum_over
         with jax.named_scope("axonml.norm"):
-            return sum((sum_over(t, axes) if axes else t for axes, t in totals.items()), jnp.zeros(()))
+            wholes = [join(total, axes) if axes else total for axes, total in totals.items()]
+        if infinite:
+            return functools.reduce(jnp.maximum, wholes, jnp.zeros(()))
+        return sum(wholes, jnp.zeros(())) ** (1 / p) if p != 2 else jnp.sqrt(sum(wholes, jnp.zeros(())))
 
     def vary(self, tree: PyTree) -> PyTree:
         """A tree typed as varying over the batch axes."""
@@ -196,8 +208,12 @@ def bind_plan(plan: Plan, variables: Variables, mesh: Mesh) -> Placement:
         )
     if plan.independent and degrees.get("fsdp", 1) > 1:
         raise ValueError(
-            f"sync_strategy=NO_SYNC lets every rank train a model of its own, but along fsdp={degrees['fsdp']} ranks share one: "
-            "use SYNCHRONOUS or OVERLAPPED, or a mesh without fsdp"
+            f"sync_strategy=NO_SYNC lets every rank train a model of its own, but along fsdp={degrees['fsdp']} ranks share "
+            "one: use SYNCHRONOUS or OVERLAPPED, or a mesh without fsdp"
+        )
+    if plan.independent and plan.precision.scales_loss:
+        raise ValueError(
+            "sync_strategy=NO_SYNC with float16 would need a loss scale per rank: use bf16, or synchronize"
         )
     plan = _decided(plan, mesh)
 

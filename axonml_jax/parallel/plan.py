@@ -9,6 +9,7 @@ from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.strategy import AbstractStrategy
 
 
@@ -24,6 +25,7 @@ class Plan:
       accumulate: microbatches per update and rank.
       update: "shards": the optimizer sees the shards that a rank holds (right for element-wise ones such as Adam, SGD and
         Lion; others are refused); "whole": gradients, parameters and state are gathered for the update.
+      offload: what rests in host memory.
       batch_stats: "global" joins BatchNorm statistics over all ranks and keeps buffers equal; "local" leaves every rank
         its own statistics, as PyTorch does.
       broadcast_buffers: with `batch_stats="local"`: True gives every rank the first rank's buffers after each step, False
@@ -38,6 +40,7 @@ class Plan:
     precision: Precision = field(default_factory=Precision)
     accumulate: int = 1
     update: Literal["shards", "whole"] = "shards"
+    offload: CPUOffload = CPUOffload.NONE
     batch_stats: Literal["global", "local"] = "global"
     broadcast_buffers: bool = True
     check_vma: bool = False
@@ -45,6 +48,11 @@ class Plan:
     def __post_init__(self):
         object.__setattr__(self, "precision", Precision.of(self.precision))
         problems = []
+        offloads = [each.value for each in CPUOffload]
+        if not isinstance(self.offload, CPUOffload) and self.offload not in offloads:
+            problems.append(f"offload={self.offload!r} must be an ax.CPUOffload or one of {offloads}")
+        else:
+            object.__setattr__(self, "offload", CPUOffload(self.offload))
         if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, Integral) or self.accumulate < 1:
             problems.append(f"accumulate={self.accumulate!r} must be a positive whole number")
         if self.batch_stats not in ("global", "local"):

@@ -25,8 +25,8 @@ class Layout:
       parts: into how many parts each dim of the stored array is split.
 
     >>> layout = Layout.whole(jax.ShapeDtypeStruct((8, 3), "float32")).on("fsdp", dim=1, size=2)
-    >>> layout.spec, layout.stored, layout.shard
-    (PartitionSpec(None, 'fsdp'), (8, 4), (8, 2))
+    >>> layout.axes, layout.stored, layout.shard
+    (('fsdp',), (8, 4), (8, 2))
     """
 
     shape: tuple[int, ...]

@@ -11,8 +11,10 @@ from axonml_jax.model.functional import Variables
 from axonml_jax.model.loss import Loss
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import is_layout
+from axonml_jax.sharding.memory import to_host_memory
 from axonml_jax.training.accumulate import accumulate
-from axonml_jax.training.objective import Objective, shard_key
+from axonml_jax.training.loss_scale import unscaled
+from axonml_jax.training.objective import Objective, Parts, shard_key
 from axonml_jax.training.ways import AtOnce, ByUnit, Way
 
 
@@ -40,6 +42,7 @@ def gradients(
     batch: PyTree,
     *,
     sync: bool = True,
+    scale: jax.Array | None = None,
 ) -> Gradients:
     """Differentiate the loss of the global batch, inside `shard_map`.
 
@@ -49,12 +52,13 @@ def gradients(
       variables: resting variables.
       key: the step's randomness.
       batch: this rank's rows, [b, ...] on every leaf that is not a scalar; b divides by the plan's `accumulate`.
+      scale: differentiate the loss times this factor, and divide it out of the gradients.
       sync: False leaves gradients and loss each rank's own (means over its rows).
 
     Communicates: what the plan's strategies do, once, and one small all-reduce for loss and metrics.
     """
     count, sync = placement.plan.accumulate, sync and not placement.plan.independent
-    parts = count * (placement.batch_degree if sync else 1)
+    parts = Parts(count * (placement.batch_degree if sync else 1), scale)
     keys = [shard_key(key, a, axis_index(placement.batch_axes)) for a in range(count)]
     if sync and placement.gathers_when_used:
         way: Way = ByUnit(objective, placement, variables, parts)
@@ -67,6 +71,9 @@ def gradients(
     grads = [grad.astype(layout.dtype) for grad, layout in zip(grads, layouts, strict=True)]
     if weight is not None:
         grads = [grad / weight.astype(grad.dtype) for grad in grads]
+    if scale is not None:
+        grads = unscaled(grads, scale)
+    grads = to_host_memory(grads, placement.plan.offload.gradients)
     return Gradients(treedef.unflatten(grads), loss, metrics, state)
 
 

@@ -8,8 +8,10 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax._types import PyTree
 from axonml_jax.model.functional import Variables
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.memory import offloaded
 from axonml_jax.sharding.place import place
 from axonml_jax.sharding.stored import map_layouts, to_stored
+from axonml_jax.training.loss_scale import LossScale
 from axonml_jax.training.opt_state import first_opt_state, init_opt_state
 from axonml_jax.training.specs import variable_specs
 from axonml_jax.training.state import TrainState
@@ -17,7 +19,9 @@ from axonml_jax.training.state import TrainState
 
 def place_variables(variables: Variables, placement: Placement, mesh: Mesh) -> Variables:
     """Whole variables (the same in every process) as they rest under a plan; copies, never the arrays given."""
-    return place(_resting(variables, placement), variable_specs(placement, variables), mesh)
+    placed = place(_resting(variables, placement), variable_specs(placement, variables), mesh)
+    kept = placement.plan.offload.params
+    return Variables(offloaded(placed.params, kept), offloaded(placed.frozen, kept), placed.state)
 
 
 def _resting(variables: Variables, placement: Placement) -> Variables:
@@ -40,7 +44,9 @@ def init_state(
     """A run's first state from variables that already rest on the mesh."""
     step = place(jnp.zeros((), jnp.int32), PartitionSpec(), mesh)
     opt_state = init_opt_state(tx, variables.params, placement, mesh)
-    return TrainState(step, variables, opt_state, place(key, PartitionSpec(), mesh))
+    scale = LossScale.first() if placement.plan.precision.scales_loss else None
+    scale = place(scale, jax.tree.map(lambda _: PartitionSpec(), scale), mesh)
+    return TrainState(step, variables, opt_state, place(key, PartitionSpec(), mesh), scale)
 
 
 def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placement: Placement) -> TrainState:
@@ -58,7 +64,8 @@ def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placemen
     def build() -> TrainState:
         variables = _resting(_zeros(shapes), placement)
         opt_state = first_opt_state(tx, variables.params, placement)
-        return TrainState(jnp.zeros((), jnp.int32), variables, opt_state, jax.random.key(0))
+        scale = LossScale.first() if placement.plan.precision.scales_loss else None
+        return TrainState(jnp.zeros((), jnp.int32), variables, opt_state, jax.random.key(0), scale)
 
     return jax.eval_shape(build)
 

@@ -11,6 +11,20 @@ from axonml_jax.model.loss import Loss, parse_loss
 
 
 @dataclass(frozen=True)
+class Parts:
+    """The parts of a step that are differentiated one by one.
+
+    Attributes:
+      count: number of (rank, microbatch) parts over which a plain mean is taken; each part's loss is divided by it. A
+        WeightedMean is divided by its total weight after the sum.
+      scale: the loss scale, or None.
+    """
+
+    count: int
+    scale: jax.Array | None = None
+
+
+@dataclass(frozen=True)
 class Objective:
     """`loss_fn` on a model, without side effects.
 
@@ -34,12 +48,11 @@ class Objective:
         loss = parse_loss(self.loss_fn(bound, batch))
         return loss, self.model.state_of(bound)
 
-    def differentiable(self, parts: int, frozen: PyTree) -> Callable:
+    def differentiable(self, parts: Parts, frozen: PyTree) -> Callable:
         """The loss as JAX differentiates it.
 
         Args:
-          parts: number of (rank, microbatch) parts over which a plain mean is taken; each part's loss is divided by it,
-            so that gradients need only be summed. A WeightedMean is divided by its total weight after the sum.
+          parts: how each part's loss is made smaller or larger, so that gradients need only be summed.
           frozen: the frozen parameters as read.
 
         Returns:
@@ -48,13 +61,14 @@ class Objective:
 
         return lambda params, *args: self._part(params, frozen, *args, parts=parts)
 
-    def differentiable_with_frozen(self, parts: int) -> Callable:
+    def differentiable_with_frozen(self, parts: Parts) -> Callable:
         """`differentiable` of read frozen parameters too: `f(params, frozen, state, key, batch)`."""
         return lambda *args: self._part(*args, parts=parts)
 
-    def _part(self, params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree, *, parts: int):
+    def _part(self, params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree, *, parts: Parts):
         loss, state = self(Variables(params, frozen, state), key, batch)
-        return (loss.total / parts if loss.weight is None else loss.total), (loss, state)
+        total = loss.total / parts.count if loss.weight is None else loss.total
+        return (total if parts.scale is None else total * parts.scale), (loss, state)
 
 
 def shard_key(key: jax.Array, microbatch: int | jax.Array, shard: int | jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from axonml_jax._types import PyTree
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Layout, is_layout, shardings, specs
+from axonml_jax.sharding.memory import HOST, movable, to_device_memory
 from axonml_jax.sharding.stored import from_stored, map_layouts, to_stored
 
 
@@ -52,7 +53,14 @@ def init_opt_state(tx: optax.GradientTransformation, params: PyTree, placement: 
     """The optimizer's first state, each leaf created where it will live."""
     shapes = jax.eval_shape(lambda params: first_opt_state(tx, params, placement), params)
     wanted = shardings(opt_state_specs(placement, tx, shapes), mesh)
-    return jax.jit(lambda params: first_opt_state(tx, params, placement), out_shardings=wanted)(params)
+    if placement.plan.offload.optimizer:
+        wanted = jax.tree.map(lambda x, s: s.with_memory_kind(HOST) if movable(x) else s, shapes, wanted)
+    kept = placement.plan.offload.params
+
+    def first(params: PyTree) -> PyTree:
+        return first_opt_state(tx, to_device_memory(params, kept), placement)
+
+    return jax.jit(first, out_shardings=wanted)(params)
 
 
 def shard_shape(layout: Layout) -> jax.ShapeDtypeStruct:

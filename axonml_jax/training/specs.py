@@ -31,4 +31,5 @@ def state_specs(placement: Placement, tx: optax.GradientTransformation, state: T
         variables=variable_specs(placement, state.variables),
         opt_state=opt_state_specs(placement, tx, state.opt_state),
         key=PartitionSpec(),
+        loss_scale=jax.tree.map(lambda _: PartitionSpec(), state.loss_scale),
     )

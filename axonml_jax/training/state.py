@@ -7,6 +7,7 @@ import jax
 
 from axonml_jax._types import PyTree
 from axonml_jax.model.functional import Variables
+from axonml_jax.training.loss_scale import LossScale
 
 
 @jax.tree_util.register_dataclass
@@ -19,12 +20,14 @@ class TrainState:
       variables: the model's arrays.
       opt_state: the optimizer's state.
       key: the run's randomness; step i draws from `fold_in(key, i)`.
+      loss_scale: of float16 training, else None.
     """
 
     step: jax.Array
     variables: Variables
     opt_state: Any
     key: jax.Array
+    loss_scale: LossScale | None = None
 
     @property
     def params(self) -> PyTree:

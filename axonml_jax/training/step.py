@@ -4,6 +4,7 @@ from fractions import Fraction
 from numbers import Real
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -14,16 +15,18 @@ from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.theory import minimum_traffic
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
+from axonml_jax.sharding.memory import to_device_memory, to_host_memory
 from axonml_jax.sharding.place import is_deleted
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import gradients
+from axonml_jax.training.loss_scale import chosen
 from axonml_jax.training.objective import Objective
 from axonml_jax.training.specs import state_specs
 from axonml_jax.training.stacked import stack_state, stacked, unstack_state
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.typed_errors import explain_typed_scan
-from axonml_jax.training.update import clip, global_norm, update
+from axonml_jax.training.update import clip, update
 
 Metrics = dict[str, jax.Array]
 
@@ -47,11 +50,15 @@ class TrainStep:
         tx: optax.GradientTransformation,
         *,
         max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
         training: bool | None = None,
     ):
         if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm={max_grad_norm!r} must be a positive number; None does not clip")
+        if not (isinstance(norm_type, Real) and norm_type > 0):
+            raise ValueError(f"norm_type={norm_type!r} must be a positive number: 1, 2 or math.inf")
         self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
+        self.norm_type = float(norm_type)
         self.objective = Objective(model, loss_fn, forward_mode(placement, training))
         options = compiler_options(placement, mesh)
         self._compiled = jax.jit(self._whole, donate_argnums=0, compiler_options=options)
@@ -105,14 +112,25 @@ class TrainStep:
     def _local(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         placement = self.placement
         state = unstack_state(state, placement)
-        result = gradients(self.objective, placement, state.variables, step_key(state), batch)
-        norm = global_norm(result.grads, placement)
-        grads = result.grads if self.max_grad_norm is None else clip(result.grads, norm, self.max_grad_norm)
-        params, opt_state = update(self.tx, grads, state.opt_state, state.params, result.loss, placement)
+        scale, offload = state.loss_scale, placement.plan.offload
+        factor = None if scale is None else scale.scale
+        result = gradients(self.objective, placement, state.variables, step_key(state), batch, scale=factor)
+        grads = to_device_memory(result.grads, offload.gradients)
+        norm = placement.norm(grads, self.norm_type)
+        if self.max_grad_norm is not None:
+            grads = clip(grads, norm, self.max_grad_norm)
+        old = to_device_memory(state.params, offload.params), to_device_memory(state.opt_state, offload.optimizer)
+        new = update(self.tx, grads, old[1], old[0], result.loss, placement)
         buffers = sync_buffers(result.state, placement, self.model.synchronized())
-        variables = Variables(params, state.variables.frozen, buffers)
-        new = TrainState(state.step + 1, variables, opt_state, state.key)
         metrics = {**result.metrics, "loss": result.loss, "grad_norm": norm}
+        if scale is not None:
+            finite = jnp.isfinite(norm)
+            new, buffers = chosen(finite, (new, buffers), (old, state.variables.state))
+            metrics |= {"loss_scale": scale.scale, "skipped": scale.skipped}
+            scale = scale.after(finite)
+        params, opt_state = to_host_memory(new[0], offload.params), to_host_memory(new[1], offload.optimizer)
+        variables = Variables(params, state.variables.frozen, buffers)
+        new = TrainState(state.step + 1, variables, opt_state, state.key, scale)
         if placement.plan.independent:
             metrics = stacked(metrics, placement)
         return stack_state(new, placement), metrics

@@ -13,15 +13,10 @@ from axonml_jax.training.elementwise import first_mixing, operations
 from axonml_jax.training.opt_state import gather_stored, opt_layouts, own_parts, shard_shape, whole_shape
 
 
-def clip(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
+def clip(grads: PyTree, norm: jax.Array, max_norm: Any) -> PyTree:
     """Scale gradients by min(1, max_norm / (norm + 1e-6)), PyTorch's rule."""
     scale = jnp.minimum(1.0, max_norm / (norm + 1e-6))
     return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-
-
-def global_norm(grads: PyTree, placement: Placement) -> jax.Array:
-    """The 2-norm of all gradients on all ranks, each element counted once."""
-    return jnp.sqrt(placement.squared_norm(grads))
 
 
 def apply(

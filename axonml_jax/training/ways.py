@@ -13,7 +13,7 @@ from axonml_jax.parallel.overlap import overlapped
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units.replayed import Replayed
 from axonml_jax.sharding.layout import Layout, is_layout
-from axonml_jax.training.objective import Objective
+from axonml_jax.training.objective import Objective, Parts
 
 
 class Way(abc.ABC):
@@ -38,7 +38,7 @@ class Way(abc.ABC):
 class AtOnce(Way):
     """DDP and ZeRO-1 and 2: parameters are read once for all microbatches, gradients reduced during or after the backward."""
 
-    def __init__(self, objective: Objective, placement: Placement, variables: Variables, parts: int, sync: bool):
+    def __init__(self, objective: Objective, placement: Placement, variables: Variables, parts: Parts, sync: bool):
         self.placement, self.params, self.sync = placement, variables.params, sync
         frozen = placement.read_tree(variables.frozen, placement.frozen)
         self.loss = objective.differentiable(parts, frozen)
@@ -73,7 +73,7 @@ class AtOnce(Way):
 class ByUnit(Way):
     """ZeRO-3: each unit's parameters are gathered when they are used, in the forward and again in the backward."""
 
-    def __init__(self, objective: Objective, placement: Placement, variables: Variables, parts: int):
+    def __init__(self, objective: Objective, placement: Placement, variables: Variables, parts: Parts):
         self.loss = objective.differentiable_with_frozen(parts)
         self.variables, self.replayed = variables, Replayed(placement, objective.model)
 

@@ -1,0 +1,153 @@
+"""`FSDP`: fully sharded data parallelism, named as in PyTorch and AxonML."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh
+
+from axonml_jax._types import PyTree
+from axonml_jax.facade.memory import FSDPMemoryStats, MemoryStats, estimate, measure
+from axonml_jax.facade.parallel_model import ParallelModel
+from axonml_jax.mesh.as_mesh import as_mesh
+from axonml_jax.mesh.group import ProcessGroup
+from axonml_jax.mesh.shape import make_mesh
+from axonml_jax.mesh.world import World
+from axonml_jax.model.functional import Trainable
+from axonml_jax.model.precision import Precision
+from axonml_jax.parallel.ddp import Replicate
+from axonml_jax.parallel.fsdp import Shard, ShardingStrategy
+from axonml_jax.parallel.offload import CPUOffload
+from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.units.wrap import Wrap
+from axonml_jax.sharding.place import replicated
+
+_STAGES = {
+    ShardingStrategy.SHARD_OPTIMIZER: 1,
+    ShardingStrategy.SHARD_GRAD_OP: 2,
+    ShardingStrategy.FULL_SHARD: 3,
+    ShardingStrategy.HYBRID_SHARD: 3,
+}
+
+
+class FSDP(ParallelModel):
+    """Every device holds a part of parameters, gradients and optimizer state (ZeRO, Rajbhandari et al. 2020; PyTorch FSDP).
+
+    Args:
+      model: an NNX module or a function without arguments that makes one (then no device ever holds the whole model), or
+        a Linen module with `params=`.
+      mesh: a Mesh with an `fsdp` axis, a World, a ProcessGroup, or None for all devices; the batch is split over `fsdp` and
+        `data`. HYBRID_SHARD without a Mesh shards over each host's devices and replicates over hosts.
+      params: a Linen module's variables, or a function without arguments that makes them.
+      sharding_strategy: what is sharded during a step (see `ax.ShardingStrategy`).
+      cpu_offload: what rests in host memory (see `ax.CPUOffload`).
+      mixed_precision: "float32", "bf16", "fp16" (with a dynamic loss scale), or an `ax.Precision`: shards are cast, then
+        gathered, so that half the bytes travel.
+      precision: another name for mixed_precision.
+      wrap: which parts are gathered together (FULL_SHARD): None finds repeated blocks; module types, regular expressions of
+        module paths, or a predicate of the path.
+      prefetch: units gathered ahead while one computes; each costs a unit of memory.
+      update: "shards", or "whole" for optimizers that are not element-wise.
+      batch_stats, trainable, check_vma, seed: see `ax.DDP`.
+
+    Raises:
+      TypeError, ValueError: for anything that cannot work, before anything is allocated.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        mesh: Any = None,
+        *,
+        params: PyTree | None = None,
+        sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
+        cpu_offload: CPUOffload | str = CPUOffload.NONE,
+        mixed_precision: Precision | str | None = None,
+        precision: Precision | str | None = None,
+        wrap: Wrap = None,
+        prefetch: int = 0,
+        update: Literal["shards", "whole"] = "shards",
+        batch_stats: Literal["global", "local"] = "global",
+        trainable: Trainable = None,
+        check_vma: bool = False,
+        seed: int = 0,
+    ):
+        strategy = _strategy(sharding_strategy)
+        if mixed_precision is not None and precision is not None:
+            raise ValueError("mixed_precision= and precision= are two names for the same policy: give one")
+        stage = _STAGES.get(strategy)
+        shard = Replicate() if stage is None else Shard(stage=stage, wrap=wrap, prefetch=prefetch)
+        plan = Plan(
+            fsdp=shard,
+            precision=Precision.of(mixed_precision if precision is None else precision),
+            offload=cpu_offload,  # pyright: ignore[reportArgumentType]  # Plan checks and converts names
+            update=update,
+            batch_stats=batch_stats,
+            check_vma=check_vma,
+        )
+        self.strategy = strategy
+        super().__init__(model, _mesh(mesh, strategy), plan, params=params, trainable=trainable, seed=seed)
+
+    def gather_parameters(self) -> PyTree:
+        """The trained parameters, whole on every device. Nothing here holds them: they are freed with the last reference."""
+        return replicated(self.parameters(), self.mesh)
+
+    def reshard_parameters(self, params: PyTree | None = None) -> None:
+        """Take whole parameters (as `gather_parameters` gave them, changed or not) and keep this device's parts.
+
+        Args:
+          params: whole parameters; None changes nothing, since resting parameters are always sharded.
+
+        Raises:
+          ValueError: listing every missing, unexpected and mismatched parameter, before anything is changed.
+        """
+        if params is not None:
+            self.set_parameters(params)
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[PyTree]:
+        """Within this context a nest of dicts with whole parameters; what is changed in it is written back at the end.
+
+        Like PyTorch's `summon_full_params(writeback=True)`. After an exception nothing is written back.
+        """
+        params = jax.tree.map(lambda x: x, self.gather_parameters())
+        yield params
+        self.reshard_parameters(params)
+
+    def memory_estimate(self, moments: int = 2) -> FSDPMemoryStats:
+        """Bytes per device by formula, padding included, without activations.
+
+        Args:
+          moments: arrays the optimizer keeps per parameter: 2 for Adam, 1 for momentum or Lion, 0 for SGD.
+        """
+        return estimate(self._placement, moments, self._functional)
+
+    def memory_stats(self) -> MemoryStats:
+        """Measured memory of the fullest device: current allocation, and the peak."""
+        return measure(self.mesh, self._newest_trainer)
+
+
+def _strategy(given: ShardingStrategy | str) -> ShardingStrategy:
+    names = [each.value for each in ShardingStrategy]
+    if not isinstance(given, ShardingStrategy) and given not in names:
+        raise ValueError(f"sharding_strategy={given!r} must be an ax.ShardingStrategy or one of {names}")
+    return ShardingStrategy(given)
+
+
+def _mesh(given: Any, strategy: ShardingStrategy) -> Any:
+    """The mesh with an `fsdp` axis that the user means."""
+    if given is None and strategy is ShardingStrategy.HYBRID_SHARD:
+        hosts = len({device.process_index for device in jax.devices()})
+        return make_mesh(data=hosts, fsdp=-1)
+    if given is None or isinstance(given, World | ProcessGroup):
+        mesh = as_mesh(given)
+        devices = mesh.devices if isinstance(mesh, Mesh) else None
+        return make_mesh(fsdp=-1, devices=None if devices is None else list(devices.flat))
+    mesh = as_mesh(given)
+    if "fsdp" not in mesh.axis_names:
+        raise ValueError(
+            f"FSDP shards over the mesh axis 'fsdp', which {dict(mesh.shape)} lacks: use ax.make_mesh(fsdp=-1), "
+            "ax.make_mesh(data=..., fsdp=...) for HYBRID_SHARD, or leave the mesh out"
+        )
+    return mesh

@@ -1,0 +1,155 @@
+"""Memory of a sharded model: by formula before anything runs, and measured."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from axonml_jax._types import named_leaves
+from axonml_jax.model.functional import Functional
+from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.units.wrap import units
+from axonml_jax.sharding.layout import Layout, is_layout
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class FSDPMemoryStats:
+    """Bytes per device of model states (Rajbhandari et al. 2020, section 3), padding included; activations are not in it.
+
+    Attributes:
+      total_params: trained and frozen parameters of the whole model.
+      param_bytes: resting parameters.
+      grad_bytes: gradients at their fullest.
+      optim_bytes: optimizer state.
+      gathered_bytes: whole parameters held during the step beside the resting ones, at their fullest.
+      host_bytes: what of these rests in host memory instead of on the device.
+      replicated_bytes: parameters, gradients and optimizer state of plain data parallelism (DDP).
+    """
+
+    total_params: int
+    param_bytes: int
+    grad_bytes: int
+    optim_bytes: int
+    gathered_bytes: int
+    host_bytes: int
+    replicated_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on the device at the fullest moment of a step."""
+        every = self.param_bytes + self.grad_bytes + self.optim_bytes + self.gathered_bytes
+        return every - self.host_bytes
+
+    @property
+    def total_memory_mb(self) -> float:
+        """`total_bytes` in MB of 2**20 bytes."""
+        return self.total_bytes / MIB
+
+    @property
+    def memory_savings(self) -> float:
+        """The part of DDP's bytes that is saved, from 0 to 1 (negative when gathering costs more than sharding saves)."""
+        return 1 - self.total_bytes / self.replicated_bytes if self.replicated_bytes else 0.0
+
+    def __str__(self) -> str:
+        rows = {
+            "parameters": self.param_bytes,
+            "gradients": self.grad_bytes,
+            "optimizer": self.optim_bytes,
+            "gathered": self.gathered_bytes,
+            "on the host": -self.host_bytes,
+            "device": self.total_bytes,
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"{name:<{width}}  {size / MIB:>12,.1f} MB" for name, size in rows.items() if size)
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Measured memory of one device, in MB of 2**20 bytes.
+
+    Attributes:
+      current_allocation_mb: live arrays.
+      peak_memory_mb: the most so far as the device counts it; where it does not count (CPU), what the compiler planned for
+        the newest trainer's step: its arguments, results and temporaries. None when neither is known.
+      source: "device" or "compiled step": where the peak comes from; "" when unknown.
+    """
+
+    current_allocation_mb: float
+    peak_memory_mb: float | None
+    source: str
+
+
+def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemoryStats:
+    """See `FSDP.memory_estimate`."""
+    trained = jax.tree.leaves(placement.params, is_leaf=is_layout)
+    layouts = [*trained, *jax.tree.leaves(placement.frozen, is_leaf=is_layout)]
+    plan, offload = placement.plan, placement.plan.offload
+    reduce = plan.precision.reduce_dtype
+    shards = placement.inner_axes or not plan.accumulate > 1
+    grads = sum(
+        math.prod(layout.shard if shards else layout.shape) * reduce(layout.dtype).itemsize for layout in trained
+    )
+    params, optim = _resting(layouts), moments * _resting(trained)
+    whole = sum(layout.size * layout.dtype.itemsize for layout in layouts)
+    whole_trained = sum(layout.size * layout.dtype.itemsize for layout in trained)
+    host = params * offload.params + optim * offload.optimizer + grads * offload.gradients
+    return FSDPMemoryStats(
+        total_params=sum(layout.size for layout in layouts),
+        param_bytes=params,
+        grad_bytes=grads,
+        optim_bytes=optim,
+        gathered_bytes=_gathered(placement, layouts, model),
+        host_bytes=host,
+        replicated_bytes=whole + (1 + moments) * whole_trained,
+    )
+
+
+def _resting(layouts: list[Layout]) -> int:
+    return sum(math.prod(layout.shard) * layout.dtype.itemsize for layout in layouts)
+
+
+def _gathered(placement: Placement, layouts: list[Layout], model: Functional) -> int:
+    """Whole parameters beside the shards: all of them, or with stage 3 the largest units that are whole at once."""
+    if not isinstance(placement.plan.fsdp, Shard) or placement.degrees.get("fsdp", 1) == 1:
+        return 0
+    read = [layout.size * _read_itemsize(placement, layout) for layout in layouts]
+    if not placement.gathers_when_used:
+        return sum(read)
+    names = [*named_leaves(placement.params), *named_leaves(placement.frozen)]
+    found = units(names, placement.by_unit.wrap, model.module_types())
+    inside = {i for unit in found.values() for i in unit}
+    sizes = [sum(read[i] for i in unit) for unit in found.values()]
+    sizes.append(sum(size for i, size in enumerate(read) if i not in inside))
+    # In the backward a unit's weights and their gradients are whole together; prefetched units come on top.
+    return (2 + placement.by_unit.prefetch) * max(sizes)
+
+
+def _read_itemsize(placement: Placement, layout: Layout) -> int:
+    compute = placement.plan.precision.compute
+    floating = jax.numpy.issubdtype(layout.dtype, jax.numpy.floating)
+    return jax.numpy.dtype(compute if compute and floating else layout.dtype).itemsize
+
+
+def measure(mesh: Mesh, trainer: Any) -> MemoryStats:
+    """See `FSDP.memory_stats`."""
+    devices = mesh.local_devices
+    live = dict.fromkeys(devices, 0)
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            if shard.device in live and shard.data.sharding.memory_kind in (None, "device"):
+                live[shard.device] += shard.data.nbytes
+    current = max(live.values()) / MIB
+    counted = [stats for device in devices if (stats := device.memory_stats())]
+    if counted:
+        current = max(stats["bytes_in_use"] for stats in counted) / MIB
+        return MemoryStats(current, max(stats["peak_bytes_in_use"] for stats in counted) / MIB, "device")
+    planned = trainer() if trainer is not None else None
+    compiled = planned.compiled_memory() if planned is not None else None
+    return MemoryStats(
+        current, None if compiled is None else compiled / MIB, "" if compiled is None else "compiled step"
+    )
