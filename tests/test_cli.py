@@ -1,5 +1,6 @@
 """The command line: what it prints, what it refuses, what it leaves behind."""
 
+import gc
 import json
 import os
 import signal
@@ -110,11 +111,12 @@ def test_every_rank_may_train_a_model_of_its_own(run, text):
 
 
 def test_explain_prints_plan_and_ledger_and_allocates_nothing(run):
+    gc.collect()
     before = len(jax.live_arrays())
     status, out, _ = run("explain", QUICKSTART, "--train.eval_every=null")
     assert status == 0
     assert "1,057,728 parameters" in out and "all_reduce" in out and "1.0000" in out
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) <= before  # others' garbage may go meanwhile
 
 
 def test_devices_prints_what_there_is(run):
