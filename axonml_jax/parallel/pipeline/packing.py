@@ -1,0 +1,167 @@
+"""Several arrays in one flat buffer per (dtype, axes they vary over): what lets unlike stages share one program.
+
+All ranks run the same program, so what stages hold, send and keep must have one shape on all of them, however different
+their arrays are. Concatenating arrays joins the axes they vary over, so those that vary over other axes stay apart.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.collectives.varying import types_are_checked, vary, vary_like, varying_axes
+
+
+class Group(NamedTuple):
+    """What the arrays of one buffer have in common.
+
+    Attributes:
+      dtype: numpy's name.
+      axes: the mesh axes over which they vary, sorted.
+      frozen: whether they are parameters without a gradient.
+    """
+
+    dtype: str
+    axes: tuple[str, ...] = ()
+    frozen: bool = False
+
+
+Buffers = dict[Group, jax.Array]
+"""A flat array per group, [n], or one per group and slot, [slots, n]."""
+
+Sizes = Mapping[Group, int]
+"""Elements per group."""
+
+
+class Slot(NamedTuple):
+    """Where one array lies.
+
+    Attributes:
+      group: in which buffer.
+      offset: at which element it begins.
+      shape: of the array; of a key array's data.
+      key_impl: which random generator's keys these are; None: they are no keys.
+    """
+
+    group: Group
+    offset: int
+    shape: tuple[int, ...]
+    key_impl: Any = None
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where each of several arrays lies.
+
+    >>> packing = Packing.of([jnp.zeros((2, 3), "float32"), jnp.zeros(4, "int32"), jnp.ones((), "float32")])
+    >>> packing.sizes[Group("float32")], [slot.offset for slot in packing.slots]
+    (7, [0, 0, 6])
+    """
+
+    slots: tuple[Slot, ...]
+
+    @classmethod
+    def of(cls, arrays: Iterable[Any], axis: str | None = None) -> "Packing":
+        """One array behind the other, each in the group of its dtype and varying axes.
+
+        Args:
+          arrays: arrays or abstract values, of which only shape, dtype and varying axes are read.
+          axis: a mesh axis over which they are all to vary; without a meaning where types are not checked.
+        """
+        slots, ends = [], {}
+        more = {axis} if axis is not None and types_are_checked(axis) else frozenset()
+        for array in arrays:
+            data, key_impl = data_of(array.dtype, array.shape)
+            group = Group(jnp.dtype(data.dtype).name, tuple(sorted(varying_axes(array) | more)))
+            slots.append(Slot(group, ends.get(group, 0), data.shape, key_impl))
+            ends[group] = slots[-1].offset + data.size
+        return cls(tuple(slots))
+
+    @cached_property
+    def sizes(self) -> dict[Group, int]:
+        """Where the last array of each group ends."""
+        return largest({slot.group: slot.offset + slot.size} for slot in self.slots)
+
+    def pack(self, arrays: Sequence[Any], sizes: Sizes) -> Buffers:
+        """Buffers of these sizes with the arrays in their places and zeros elsewhere."""
+        pieces: dict[Group, list[Any]] = {group: [] for group in sizes}
+        ends = dict.fromkeys(sizes, 0)
+        for slot, array in sorted(zip(self.slots, arrays, strict=True), key=lambda pair: pair[0].offset):
+            gap = slot.offset - ends[slot.group]
+            pieces[slot.group] += [jnp.zeros(gap, slot.group.dtype)] * (gap > 0) + [jnp.ravel(_data(array)[0])]
+            ends[slot.group] = slot.offset + slot.size
+        for group, size in sizes.items():
+            pieces[group] += [jnp.zeros(size - ends[group], group.dtype)] * (size > ends[group])
+        return {group: jnp.concatenate(vary(these, group.axes)) for group, these in pieces.items()}
+
+    def unpack(self, buffers: Buffers, row: jax.Array | None = None) -> list[jax.Array]:
+        """The arrays, out of flat buffers, or out of one row of buffers with slots."""
+        return [slot_value(slot, buffers[slot.group], row) for slot in self.slots]
+
+    def write(self, buffers: Buffers, arrays: Sequence[Any]) -> Buffers:
+        """Flat buffers with the arrays in their places and everything else as it was."""
+        return self._changed(buffers, arrays, lambda buffer, start, value: buffer.at[start].set(value))
+
+    def add(self, buffers: Buffers, arrays: Sequence[Any]) -> Buffers:
+        """Flat buffers with the arrays added in their places."""
+        return self._changed(buffers, arrays, lambda buffer, start, value: buffer.at[start].add(value))
+
+    def _changed(self, buffers: Buffers, arrays: Sequence[Any], change) -> Buffers:
+        buffers = dict(buffers)
+        for slot, array in zip(self.slots, arrays, strict=True):
+            buffer, place = buffers[slot.group], slice(slot.offset, slot.offset + slot.size)
+            value = vary_like(jnp.ravel(_data(array)[0]).astype(buffer.dtype), buffer)
+            buffers[slot.group] = change(buffer, place, value)
+        return buffers
+
+
+def slot_value(slot: Slot, buffer: jax.Array, row: jax.Array | None = None) -> jax.Array:
+    """One array out of its buffer."""
+    if row is None:
+        flat = buffer[slot.offset : slot.offset + slot.size]
+    else:
+        flat = jax.lax.dynamic_slice(buffer, (row, jnp.zeros_like(row) + slot.offset), (1, slot.size))
+    data = flat.reshape(slot.shape)
+    return data if slot.key_impl is None else jax.random.wrap_key_data(data, impl=slot.key_impl)
+
+
+def data_of(dtype: Any, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, Any]:
+    """The numbers that an array of this dtype and shape is made of, and which generator's keys they are."""
+    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.ShapeDtypeStruct(shape, dtype), None
+    impls = []
+
+    def data(keys):
+        impls.append(jax.random.key_impl(keys))
+        return jax.random.key_data(keys)
+
+    return jax.eval_shape(data, jax.ShapeDtypeStruct(shape, dtype)), impls[0]
+
+
+def largest(many: Iterable[Sizes]) -> dict[Group, int]:
+    """The most that any of them needs, by group, in a fixed order.
+
+    >>> largest([{Group("int8"): 1}, {Group("int8"): 3, Group("bool"): 2}])[Group("int8")]
+    3
+    """
+    sizes: dict[Group, int] = {}
+    for each in many:
+        for group, size in each.items():
+            sizes[group] = max(size, sizes.get(group, 0))
+    return dict(sorted(sizes.items()))
+
+
+def _data(array: Any) -> tuple[Any, Any]:
+    """The numbers of an array, and which generator's keys they are."""
+    if jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key):
+        return jax.random.key_data(array), jax.random.key_impl(array)
+    return jnp.asarray(array), None

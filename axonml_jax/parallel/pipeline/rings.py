@@ -1,0 +1,45 @@
+"""Buffers with slots that ticks write and read in turn, and the shift of a buffer to the neighbouring rank."""
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.collectives.primitives import shift
+from axonml_jax.collectives.varying import vary
+from axonml_jax.parallel.pipeline.packing import Buffers, Sizes
+
+
+def nothing(sizes: Sizes) -> Buffers:
+    """What an idle rank writes and sends; it goes to the trash and is never read."""
+    return {group: vary(jnp.zeros(size, group.dtype), group.axes) for group, size in sizes.items()}
+
+
+def slots(sizes: Sizes, count: int) -> Buffers:
+    """Empty buffers of `count` slots and a trash slot, [count + 1, n]."""
+    return {group: vary(jnp.zeros((count + 1, size), group.dtype), group.axes) for group, size in sizes.items()}
+
+
+def store(buffers: Buffers, values: Buffers, slot: jax.Array) -> Buffers:
+    """The buffers with one slot replaced."""
+    return {
+        group: jax.lax.dynamic_update_index_in_dim(buffer, values[group], slot, 0) for group, buffer in buffers.items()
+    }
+
+
+def shift_ring(values: Buffers, axis: str, num_ranks: int, step: int, wraps: bool) -> Buffers:
+    """Send to the next rank (`step` 1) or the previous one (-1).
+
+    Args:
+      values: this rank's.
+      axis: the pipeline's mesh axis.
+      num_ranks: its size.
+      step: the direction.
+      wraps: whether the last rank sends to the first one and back, as it does with several chunks.
+
+    Communicates: one collective-permute per group.
+    """
+    if num_ranks == 1:
+        return values
+    ring = [(rank, (rank + step) % num_ranks) for rank in range(num_ranks)]
+    pairs = [(a, b) for a, b in ring if wraps or b - a == step]
+    with jax.named_scope("axonml.activations" if step == 1 else "axonml.cotangents"):
+        return {group: shift(value, axis, pairs) for group, value in values.items()}

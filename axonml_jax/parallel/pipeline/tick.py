@@ -1,0 +1,142 @@
+"""What a rank does in one tick: one of the stages' forwards, one of their backwards, or nothing."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.collectives.varying import vary_like
+from axonml_jax.parallel.pipeline.line import Held, Line, Member
+from axonml_jax.parallel.pipeline.packing import Buffers
+from axonml_jax.parallel.pipeline.rings import nothing
+from axonml_jax.parallel.pipeline.table import Work
+from axonml_jax.parallel.pipeline.traced_stage import Inputs
+from axonml_jax.parallel.units.body import Transform
+
+Part = Literal["both", "input", "weight"]
+"""Of a backward: both gradients, that of the input alone, or that of the weights alone."""
+
+
+class Made(NamedTuple):
+    """What a forward leaves.
+
+    Attributes:
+      y: for the next stage.
+      output: what the last stage returns.
+      residuals: for the backward.
+      states: the rank's states.
+      loss, aux: of this microbatch.
+    """
+
+    y: Buffers
+    output: Buffers
+    residuals: Buffers
+    states: Buffers
+    loss: jax.Array
+    aux: Sequence[jax.Array]
+
+
+def forward(
+    line: Line, held: Held, activations: Buffers, states: Buffers, work: Work, transform: Transform | None
+) -> Made:
+    """One forward, of the stage that `work` names.
+
+    Args:
+      line: the stages.
+      held: this rank's weights and batch.
+      activations: received, by slot.
+      states: the rank's.
+      work: what to do, a number in each field.
+      transform: what recomputation makes of a stage; None: nothing is kept for a backward.
+    """
+
+    def idle() -> Made:
+        return Made(
+            nothing(line.activations),
+            nothing(line.outputs),
+            nothing(line.residuals),
+            states,
+            line.loss_like,
+            line.aux_like,
+        )
+
+    def run(member: Member) -> Made:
+        inputs = Inputs(
+            list(member.stage.read(member.weights.unpack(held.weights))),
+            held.microbatch(work.microbatch),
+            member.x.unpack(activations, work.source),
+            member.state.unpack(states),
+        )
+        result, residuals = member.traced.apply(inputs), nothing(line.residuals)
+        if transform is not None and member.residuals is not None:
+            result, saved = member.traced.forward(inputs, transform)
+            residuals = member.residuals.pack(saved.residuals, line.residuals)
+        last = member is line.members[-1]
+        aux = line.aux_like
+        if last:
+            aux = [vary_like(x.astype(like.dtype), like) for x, like in zip(result.aux, aux, strict=True)]
+        return Made(
+            nothing(line.activations) if last else member.y.pack(result.y, line.activations),
+            member.y.pack(result.y, line.outputs) if last else nothing(line.outputs),
+            residuals,
+            member.state.write(states, result.state),
+            vary_like(result.loss.astype(line.loss_like.dtype), line.loss_like),
+            tuple(aux),
+        )
+
+    return _switch(line, work, run, idle)
+
+
+def backward(
+    line: Line, held: Held, residuals: Buffers, cotangents: Buffers, grads: Buffers, work: Work, seed: Any, part: Part
+) -> tuple[Buffers, Buffers]:
+    """One backward, of the stage that `work` names.
+
+    Args:
+      line: the stages.
+      held: this rank's weights and batch.
+      residuals: what forwards kept, by slot.
+      cotangents: received, by slot.
+      grads: gradients so far.
+      work: what to do, a number in each field.
+      seed: the gradient of every microbatch's loss.
+      part: which gradients.
+
+    Returns:
+      The gradient of the stage's input for the stage before, and the gradients so far with this one's added.
+    """
+
+    def idle() -> tuple[Buffers, Buffers]:
+        return nothing(line.cotangents), grads
+
+    def run(member: Member) -> tuple[Buffers, Buffers]:
+        assert member.residuals is not None and member.saved is not None
+        weights = list(member.stage.read(member.weights.unpack(held.weights)))
+        inputs = Inputs(weights, held.microbatch(work.microbatch), (), ())
+        saved = replace(member.saved, residuals=member.residuals.unpack(residuals, work.slot))
+        last = member is line.members[-1]
+        dy = [_zero(member, i) for i in member.traced.varied_y] if last else member.dy.unpack(cotangents, work.source)
+        dx, of_weights = member.traced.backward(saved, inputs, dy, seed)
+        sent = nothing(line.cotangents) if part == "weight" else member.dx.pack(dx, line.cotangents)
+        return sent, grads if part == "input" else _accumulate(member, grads, of_weights)
+
+    return _switch(line, work, run, idle)
+
+
+def _accumulate(member: Member, grads: Buffers, of_weights: Sequence[Any]) -> Buffers:
+    stored = member.stage.sync(of_weights)
+    trained = [i for i, slot in enumerate(member.weights.slots) if slot.group in grads and stored[i] is not None]
+    packing = replace(member.weights, slots=tuple(member.weights.slots[i] for i in trained))
+    return packing.add(grads, [stored[i] for i in trained])
+
+
+def _zero(member: Member, place: int) -> jax.Array:
+    """The gradient of what the last stage returns: nobody differentiates it."""
+    return member.traced.body.cotangent(member.traced.places.y[place])  # pyright: ignore[reportArgumentType]
+
+
+def _switch(line: Line, work: Work, run: Callable[[Member], Any], idle: Callable[[], Any]) -> Any:
+    branches = [lambda member=member: run(member) for member in line.members]
+    return jax.lax.switch(jnp.asarray(work.stage), [*branches, idle])
