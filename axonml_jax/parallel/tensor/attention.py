@@ -1,0 +1,90 @@
+"""`TensorParallelAttention`: self-attention whose heads are split over the ranks of an axis (Shoeybi et al. 2019)."""
+
+from typing import Unpack
+
+import jax
+from flax import nnx
+
+from axonml_jax.parallel.tensor.attend import attend, rotate
+from axonml_jax.parallel.tensor.column import ColumnParallelLinear, column_outputs
+from axonml_jax.parallel.tensor.options import LinearOptions
+from axonml_jax.parallel.tensor.row import RowParallelLinear
+from axonml_jax.parallel.tensor.specs import Units
+
+
+class TensorParallelAttention(nnx.Module):
+    """Multi-head or grouped-query self-attention; a rank computes some heads, and no head is cut.
+
+    Args:
+      hidden_size: h.
+      num_heads: query heads; they must divide by the axis's n ranks.
+      num_kv_heads: key and value heads, a divisor of `num_heads`; None: as many. They must divide by n too, or n by them:
+        with fewer of them than ranks every rank holds the key and value weights whole and computes the one head it reads.
+      head_size: d; None: h / num_heads.
+      causal: whether a position sees only itself and those before it.
+      rope_theta: base of rotary positions; None: no positions.
+      use_bias: whether the linear layers have biases.
+      sequence_parallel: input and output are this rank's part of the sequence.
+      axis: the mesh axis.
+      rngs: stream `params`.
+      **options: those of `nnx.Linear`, for every linear layer.
+
+    Raises:
+      ValueError: for sizes that do not fit each other; in the call, when heads do not divide over the ranks.
+
+    Communicates: one all-reduce of [..., h] forward and one backward; with sequence parallelism an all-gather and a
+    reduce-scatter each way, and one more all-gather backward. Replicated key and value weights: an all-reduce of their
+    gradients.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_size: int | None = None,
+        causal: bool = True,
+        rope_theta: float | None = None,
+        use_bias: bool = True,
+        sequence_parallel: bool = False,
+        axis: str = "tensor",
+        rngs: nnx.Rngs,
+        **options: Unpack[LinearOptions],
+    ):
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_size = _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta)
+        self.causal, self.rope_theta = causal, rope_theta
+        shared = {"use_bias": use_bias, "sequence_parallel": sequence_parallel, "axis": axis, "rngs": rngs, **options}
+
+        def heads(units: Units):
+            return ColumnParallelLinear(hidden_size, units.count * self.head_size, units=units, **shared)
+
+        self.query = heads(Units(num_heads, "query heads"))
+        self.key = heads(Units(kv_heads, "key and value heads", replicated=True))
+        self.value = heads(Units(kv_heads, "key and value heads", replicated=True))
+        self.out = RowParallelLinear(num_heads * self.head_size, hidden_size, **shared)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., s, h] -> [..., s, h], the same on every rank; [..., s/n, h] with `sequence_parallel`."""
+        outputs = column_outputs([self.query, self.key, self.value], x)
+        # How many heads there are is read off the projections: on a rank they are its own.
+        query, key, value = (y.reshape(*y.shape[:-1], -1, self.head_size) for y in outputs)
+        if self.rope_theta is not None:
+            query, key = (rotate(y, self.rope_theta) for y in (query, key))
+        mixed = attend(query, key, value, causal=self.causal)
+        return self.out(mixed.reshape(*mixed.shape[:-2], -1))
+
+
+def _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta) -> int:
+    size = hidden_size // num_heads if head_size is None else head_size
+    wrong = []
+    if head_size is None and hidden_size % num_heads:
+        wrong.append(f"hidden_size {hidden_size} is no multiple of num_heads {num_heads}: give head_size")
+    if num_heads % kv_heads:
+        wrong.append(f"num_heads {num_heads} is no multiple of num_kv_heads {kv_heads}")
+    if rope_theta is not None and size % 2:
+        wrong.append(f"rotary positions rotate pairs, and the head size {size} is odd")
+    if wrong:
+        raise ValueError("TensorParallelAttention: " + "; ".join(wrong))
+    return size

@@ -1,0 +1,82 @@
+"""`ParallelLinear`: a linear layer over a row x col x depth grid of ranks (AxoNN, Singh et al. 2024)."""
+
+from typing import Unpack
+
+import jax
+from flax import nnx
+
+from axonml_jax.parallel.tensor.grid import Grid
+from axonml_jax.parallel.tensor.options import LinearOptions
+from axonml_jax.parallel.tensor.specs import check_shard, metadata
+from axonml_jax.parallel.tensor.substitute import add_bias, linear
+
+ROW_COL_DEPTH = ("row", "col", "depth")
+"""The mesh axes of a 3-D layer: AxoNN's G_intra_r, G_intra_c and G_intra_d."""
+
+
+class ParallelLinear(nnx.Linear):
+    """y = x A + b with A [i, o] split over three axes: i over col and depth, o over row. The batch is split over depth.
+
+    Where none of the axes is bound it is `nnx.Linear`, whose signature it keeps.
+
+    Args:
+      in_features: i; it must divide by col x depth (by row x depth when transposed).
+      out_features: o; it must divide by row (by col when transposed).
+      use_bias: whether to add b, once, after the reduction.
+      transpose: swaps row and col, so that a layer takes its input as the layer before it left its output. Alternate it.
+      scatter_input: the input is whole over row and col, and each rank takes its features ("easy" mode); False: it is this
+        rank's [..., i/col] already.
+      gather_output: return the output whole over row and col; False: this rank's [..., o/row].
+      axes: the names of row, col and depth; those that are not bound do not split anything.
+      rngs: stream `params`.
+      **options: those of `nnx.Linear`.
+
+    Raises:
+      ValueError: in the call, when sizes do not divide.
+
+    Communicates: forward an all-gather of the weight's block over depth and an all-reduce of y over col; backward that
+    all-gather again, an all-reduce of x over row and a reduce-scatter of the block over depth. `gather_output`: an
+    all-gather of y over row; `scatter_input`: one of x's gradient over col.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        transpose: bool = False,
+        scatter_input: bool = True,
+        gather_output: bool = True,
+        axes: tuple[str, str, str] = ROW_COL_DEPTH,
+        rngs: nnx.Rngs,
+        **options: Unpack[LinearOptions],
+    ):
+        self.grid = Grid.of(axes, transpose)
+        options["kernel_metadata"] = metadata(self.grid.weight(), options.get("kernel_metadata"))
+        options["bias_metadata"] = metadata(self.grid.bias, options.get("bias_metadata"))
+        super().__init__(in_features, out_features, use_bias=use_bias, rngs=rngs, **options)
+        self.scatter_input, self.gather_output = scatter_input, gather_output
+
+    def __call__(self, x: jax.Array, out_sharding=None) -> jax.Array:
+        """Apply the layer.
+
+        Args:
+          x: [..., i], the same over row and col; [..., i/col] without `scatter_input`.
+          out_sharding: as `nnx.Linear`; only where no axis is bound.
+
+        Returns:
+          [..., o], the same over row and col; [..., o/row] without `gather_output`.
+        """
+        grid = self.grid
+        if not grid.is_bound:
+            return super().__call__(x, out_sharding)
+        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
+        name = f"ParallelLinear({self.in_features}, {self.out_features}) kernel"
+        check_shard(name, kernel, (self.in_features, self.out_features), grid.weight())
+        # Cast before it is gathered: half the bytes in reduced precision.
+        x, kernel, bias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
+        x = grid.scatter_input(x) if self.scatter_input else x
+        y = grid.product(lambda block, x: linear(self, x, block), x, kernel)
+        y = add_bias(y, bias)
+        return grid.gather_output(y) if self.gather_output else y

@@ -1,0 +1,71 @@
+"""The keyword arguments that a parallel layer passes on to the Flax layer it is."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
+
+from flax import nnx
+
+
+class LinearOptions(TypedDict, total=False):
+    """Those of `nnx.Linear`, with its defaults and its meaning."""
+
+    dtype: Any
+    param_dtype: Any
+    precision: Any
+    kernel_init: nnx.Initializer
+    bias_init: nnx.Initializer
+    dot_general: Callable[..., Any]
+    promote_dtype: Callable[..., Any]
+    preferred_element_type: Any
+    kernel_metadata: Mapping[str, Any]
+    bias_metadata: Mapping[str, Any]
+
+
+class EmbedOptions(TypedDict, total=False):
+    """Those of `nnx.Embed`, with its defaults and its meaning."""
+
+    dtype: Any
+    param_dtype: Any
+    embedding_init: nnx.Initializer
+    promote_dtype: Callable[..., Any]
+    embedding_metadata: Mapping[str, Any]
+
+
+class ConvOptions(TypedDict, total=False):
+    """Those of `nnx.Conv`, with its defaults and its meaning."""
+
+    padding: Any
+    input_dilation: Any
+    kernel_dilation: Any
+    mask: Any
+    dtype: Any
+    param_dtype: Any
+    precision: Any
+    kernel_init: nnx.Initializer
+    bias_init: nnx.Initializer
+    conv_general_dilated: Callable[..., Any]
+    promote_dtype: Callable[..., Any]
+    preferred_element_type: Any
+    kernel_metadata: Mapping[str, Any]
+    bias_metadata: Mapping[str, Any]
+
+
+class NormOptions(TypedDict, total=False):
+    """Those of `nnx.RMSNorm`, with its defaults and its meaning."""
+
+    epsilon: float
+    dtype: Any
+    param_dtype: Any
+    use_scale: bool
+    scale_init: nnx.Initializer
+    use_fast_variance: bool
+    promote_dtype: Callable[..., Any]
+    scale_metadata: Mapping[str, Any]
+
+
+class LayerNormOptions(NormOptions, total=False):
+    """Those of `nnx.LayerNorm`, with its defaults and its meaning."""
+
+    use_bias: bool
+    bias_init: nnx.Initializer
+    bias_metadata: Mapping[str, Any]

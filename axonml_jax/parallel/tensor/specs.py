@@ -1,0 +1,127 @@
+"""How each parameter of a model is split over the tensor axes: written in its metadata, read for a mesh, checked at once.
+
+A parameter carries `tensor_spec`, a PartitionSpec over the layer's axes, and, where its last dim consists of parts that must
+stay in one piece, such as attention heads, `tensor_units`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+from jax.sharding import PartitionSpec
+
+from axonml_jax.mesh.axes import as_axes
+from axonml_jax.parallel.tensor.axes import degree
+
+SPEC = "tensor_spec"
+UNITS = "tensor_units"
+
+
+@dataclass(frozen=True)
+class Units:
+    """The last dim of a parameter consists of `count` equal parts that are not cut.
+
+    Attributes:
+      count: how many.
+      name: what they are, for messages.
+      replicated: with fewer parts than ranks every rank holds all of them; otherwise that is refused.
+    """
+
+    count: int
+    name: str
+    replicated: bool = False
+
+    def whole_on(self, ranks: int) -> bool:
+        """Whether every one of that many ranks holds all parts."""
+        return self.replicated and self.count < ranks and ranks % self.count == 0
+
+
+def metadata(spec: PartitionSpec, given: Mapping[str, Any] | None = None, units: Units | None = None) -> dict[str, Any]:
+    """What to write on a parameter: its split, after what the user wrote."""
+    return {**(given or {}), SPEC: spec, **({} if units is None else {UNITS: units})}
+
+
+def tensor_specs(model: nnx.Module, axis_sizes: Mapping[str, int]) -> dict[str, Any]:
+    """How the parameters of a model are split on a mesh.
+
+    Args:
+      model: a module with or without parallel layers, on arrays or on shapes.
+      axis_sizes: the sizes of the mesh's axes (`mesh.shape`). An axis that the mesh lacks splits nothing.
+
+    Returns:
+      A PartitionSpec for every `nnx.Param`, in the structure of `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
+
+    Raises:
+      ValueError: when dims do not divide; every offender is listed by path, with the remedy.
+    """
+    specs, offenders = {}, []
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        written = variable.get_metadata()
+        spec = split_of(written.get(SPEC, PartitionSpec()), written.get(UNITS), axis_sizes)
+        specs[path] = spec
+        offenders += _indivisible("/".join(map(str, path)), variable.shape, spec, written.get(UNITS), axis_sizes)
+    if offenders:
+        raise ValueError(
+            "these parameters do not divide over the tensor axes of the mesh:\n"
+            + "\n".join(offenders)
+            + "\nchange the sizes (a vocabulary may be padded) or the degrees of the mesh"
+        )
+    return unflatten_dict(specs)
+
+
+def split_of(spec: PartitionSpec, units: Units | None, axis_sizes: Mapping[str, int]) -> PartitionSpec:
+    """A written spec on a mesh: without the axes it lacks, and whole where there are fewer units than ranks."""
+    entries = [tuple(axis for axis in as_axes(entry or ()) if axis in axis_sizes) for entry in spec]
+    if units is not None and entries and units.whole_on(_ranks(entries[-1], axis_sizes)):
+        entries[-1] = ()
+    return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+
+
+def check_shard(what: str, array: jax.Array, shape: Sequence[int], spec: PartitionSpec) -> None:
+    """Refuse a parameter that is not the shard its spec says (in a layer's call, where its axes are bound).
+
+    Args:
+      what: the layer and the parameter, for the message.
+      array: what the layer was given.
+      shape: that of the whole parameter.
+      spec: how it is split.
+
+    Raises:
+      ValueError: when a dim does not divide, or the parameter was not split.
+    """
+    parts = [degree(entry or ()) for entry in spec] + [1] * (len(shape) - len(spec))
+    uneven = [dim for dim, (size, count) in enumerate(zip(shape, parts, strict=True)) if size % count]
+    expected = tuple(size // count for size, count in zip(shape, parts, strict=True))
+    if uneven:
+        raise ValueError(
+            f"{what} of shape {tuple(shape)} does not divide into {tuple(parts)} parts ({spec}): dims {uneven} leave a "
+            "remainder; change the sizes (a vocabulary may be padded) or the degrees of the mesh"
+        )
+    if array.shape != expected:
+        raise ValueError(
+            f"{what} has shape {array.shape} on each rank, where the whole {tuple(shape)} split by {spec} gives {expected}: "
+            "give shard_map the specs of axonml_jax.parallel.tensor.specs.tensor_specs(model, mesh.shape) for the parameters"
+        )
+
+
+def _ranks(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def _indivisible(path, shape, spec, units: Units | None, sizes) -> list[str]:
+    found = []
+    for dim, entry in enumerate(spec):
+        ranks = _ranks(as_axes(entry or ()), sizes)
+        if shape[dim] % ranks:
+            found.append(
+                f"  {path}: dim {dim} of {tuple(shape)} over {entry} ({shape[dim]} % {ranks} = {shape[dim] % ranks})"
+            )
+        elif units is not None and dim == len(spec) - 1 and units.count % ranks:
+            found.append(
+                f"  {path}: {units.count} {units.name} over {entry} ({units.count} % {ranks} = {units.count % ranks})"
+            )
+    return found

@@ -1,0 +1,127 @@
+"""Vocabulary-parallel embedding, its tied output layer and the loss on split logits equal the plain ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+from tensor_cases import WHOLE, P, assert_equals_one_device, make_mesh, normal
+
+from axonml_jax.ledger import collectives_in
+from axonml_jax.models.loss import token_losses
+from axonml_jax.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from axonml_jax.parallel.tensor.embedding import VocabParallelEmbedding
+
+# (ranks, leading dims of the ids, label smoothing, check_vma)
+CASES = [(1, 1, 0.0, True), (2, 2, 0.1, True), (2, 1, 0.0, False), (4, 3, 0.0, True), (4, 2, 0.1, False)]
+IDS = [f"{n}ranks-{lead}d-smooth{e}-{'vma' if vma else 'novma'}" for n, lead, e, vma in CASES]
+SHAPES = {1: (6,), 2: (2, 3), 3: (2, 1, 3)}
+
+
+class Tied(nnx.Module):
+    """Embedding, a layer of its own width, the tied head and the loss."""
+
+    def __init__(self, smoothing):
+        self.embed = VocabParallelEmbedding(8, 4, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+        self.mix = nnx.Linear(4, 4, param_dtype=jnp.float64, rngs=nnx.Rngs(1))
+        self.smoothing = smoothing
+
+    def __call__(self, ids):
+        embedded = self.embed(ids)
+        logits = self.embed.attend(jnp.tanh(self.mix(embedded)))
+        loss = vocab_parallel_cross_entropy(
+            logits, jnp.roll(ids, 1) % 8, label_smoothing=self.smoothing, ignore_label=0
+        )
+        return {"embedded": embedded, "logits": logits, "loss": loss}
+
+
+@pytest.mark.parametrize(("ranks", "lead", "smoothing", "check_vma"), CASES, ids=IDS)
+def test_a_tied_model_and_its_loss_equal_one_device(ranks, lead, smoothing, check_vma):
+    ids = np.random.default_rng(2).integers(-8, 8, SHAPES[lead])  # negative ids count from the end
+    specs = {"embedded": P(), "logits": P(*[None] * lead, "tensor"), "loss": P()}
+    assert_equals_one_device(Tied(smoothing), jnp.asarray(ids), {"tensor": ranks}, y_spec=specs, check_vma=check_vma)
+
+
+def on_mesh(fn, ranks, in_specs, out_specs=WHOLE, check_vma=True):
+    mesh = make_mesh(tensor=ranks)
+    return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma))
+
+
+def test_outside_a_mesh_they_are_flax_and_the_reference_loss():
+    ours, flax = VocabParallelEmbedding(8, 4, rngs=nnx.Rngs(0)), nnx.Embed(8, 4, rngs=nnx.Rngs(0))
+    ids, query = jnp.array([[0, 7, -1]]), jnp.ones((2, 4))
+    np.testing.assert_array_equal(ours(ids), flax(ids))
+    np.testing.assert_array_equal(ours.attend(query), flax.attend(query))
+    logits, targets = normal(5, 8) * 30, jnp.array([0, 7, 3, -100, 2])
+    losses = vocab_parallel_cross_entropy(logits, targets, ignore_label=-100)
+    np.testing.assert_allclose(losses, jnp.where(targets == -100, 0, token_losses(logits, targets)), rtol=1e-12)
+    smooth = vocab_parallel_cross_entropy(logits, targets, label_smoothing=0.2)
+    log_p = jax.nn.log_softmax(logits)
+    soft = 0.8 * jax.nn.one_hot(targets, 8) + 0.2 / 8
+    np.testing.assert_allclose(smooth[:3], -(soft * log_p).sum(-1)[:3], rtol=1e-12)
+
+
+@pytest.mark.parametrize("vocabulary", [8, 1])
+def test_ids_that_no_rank_holds_give_nan_as_in_flax(vocabulary):
+    layer = VocabParallelEmbedding(vocabulary, 4, rngs=nnx.Rngs(0))
+    ids = jnp.array([0, 7, 8, -9, -8], jnp.int8)
+    got = on_mesh(lambda table, ids: layer_with(layer, table)(ids), 4 if vocabulary == 8 else 1, (P("tensor"), P()))(
+        layer.embedding[...], ids
+    )
+    np.testing.assert_array_equal(got, layer(ids))
+    with pytest.raises(ValueError, match="integers, not float"):
+        on_mesh(lambda table: layer_with(layer, table)(jnp.zeros(3)), 1, (P("tensor"),))(layer.embedding[...])
+
+
+def layer_with(layer, table):
+    graphdef, _, rest = nnx.split(layer, nnx.Param, ...)
+    return nnx.merge(graphdef, {"embedding": table}, rest, copy=True)
+
+
+def test_logits_of_the_whole_vocabulary_exist_on_no_rank():
+    """Nothing in the traced program, forward and backward, has a dim of the vocabulary's size."""
+    vocabulary, ranks = 1024, 4
+    layer = VocabParallelEmbedding(vocabulary, 8, rngs=nnx.Rngs(0))
+
+    def per_rank(table, query, targets):
+        def loss(table, query):
+            logits = layer_with(layer, table).attend(query)
+            return vocab_parallel_cross_entropy(logits, targets, label_smoothing=0.1, ignore_label=3).sum()
+
+        return jax.grad(loss, (0, 1))(table, query)
+
+    mapped = on_mesh(per_rank, ranks, (P("tensor"), P(), P()), (P("tensor"), P()), check_vma=False)
+    traced = mapped.trace(layer.embedding[...], jnp.ones((2, 6, 8)), jnp.ones((2, 6), int))
+    (body,) = [eqn.params["jaxpr"] for eqn in traced.jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    sizes = [max(shape) for shape in shapes_in(body) if shape]
+    assert max(sizes) == vocabulary // ranks
+    loss = [c for c in collectives_in(traced.jaxpr) if c.elements != 2 * 6 * 8]
+    assert [(c.kind, c.op, c.elements) for c in loss] == [("all_reduce", "max", 12), ("all_reduce", "sum", 36)]
+
+
+def shapes_in(jaxpr):
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield from (var.aval.shape for var in eqn.outvars)
+        for inner in jaxprs_in_params(eqn.params):
+            yield from shapes_in(inner)
+
+
+def test_what_is_kept_for_the_backward_is_the_logits_as_given_and_one_number_per_token():
+    logits, targets = jnp.ones((64, 1000), jnp.bfloat16), jnp.zeros(64, int)
+    _, vjp = jax.vjp(lambda x: vocab_parallel_cross_entropy(x, targets), logits)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(vjp))
+    assert kept <= logits.nbytes + 64 * 16
+
+
+@pytest.mark.parametrize(
+    ("targets", "options", "message"),
+    [
+        (jnp.zeros((3,), int), {}, r"logits of shape \(2, 8\) want integer targets of shape \(2,\)"),
+        (jnp.zeros((2,)), {}, "not float64"),
+        (jnp.zeros((2,), int), {"label_smoothing": 1.0}, "outside"),
+    ],
+)
+def test_the_loss_refuses_what_does_not_fit(targets, options, message):
+    with pytest.raises(ValueError, match=message):
+        vocab_parallel_cross_entropy(jnp.zeros((2, 8)), targets, **options)
