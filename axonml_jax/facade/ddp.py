@@ -11,6 +11,7 @@ from axonml_jax.model.functional import Trainable
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.units.remat import Remat
 
 
 class DDP(ParallelModel):
@@ -21,6 +22,7 @@ class DDP(ParallelModel):
       mesh: a Mesh, a World, a ProcessGroup, or None for all devices; the batch is split over its `data` axis.
       params: a Linen module's variables.
       bucket_size_mb: gradients are reduced in buckets of this many MiB.
+      remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
       batch_stats: "global": BatchNorm statistics of the global batch; "local": each rank's own, as in PyTorch.
       broadcast_buffers: with "local": give every rank the first rank's buffers each step.
       gradient_as_bucket_view: True: no flat copy; False: one flat buffer per bucket; None: the faster on the backend.
@@ -43,6 +45,7 @@ class DDP(ParallelModel):
         *,
         params: PyTree | None = None,
         bucket_size_mb: float = 25,
+        remat: Remat = None,
         batch_stats: Literal["global", "local"] = "global",
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool | None = None,
@@ -70,6 +73,7 @@ class DDP(ParallelModel):
         plan = Plan(
             data=data,
             precision=Precision.of(precision),
+            remat=remat,
             batch_stats=batch_stats,
             broadcast_buffers=broadcast_buffers,
             check_vma=check_vma,

@@ -20,6 +20,7 @@ from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.fsdp import Shard, ShardingStrategy
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.units.remat import Remat
 from axonml_jax.parallel.units.wrap import Wrap
 from axonml_jax.sharding.place import replicated
 
@@ -49,6 +50,7 @@ class FSDP(ParallelModel):
         module paths, or a predicate of the path.
       prefetch: units gathered ahead while one computes; each costs a unit of memory.
       update: "shards", or "whole" for optimizers that are not element-wise.
+      remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
       batch_stats, trainable, check_vma, seed: see `ax.DDP`.
 
     Raises:
@@ -68,6 +70,7 @@ class FSDP(ParallelModel):
         wrap: Wrap = None,
         prefetch: int = 0,
         update: Literal["shards", "whole"] = "shards",
+        remat: Remat = None,
         batch_stats: Literal["global", "local"] = "global",
         trainable: Trainable = None,
         check_vma: bool = False,
@@ -83,6 +86,7 @@ class FSDP(ParallelModel):
             precision=Precision.of(mixed_precision if precision is None else precision),
             offload=cpu_offload,  # pyright: ignore[reportArgumentType]  # Plan checks and converts names
             update=update,
+            remat=remat,
             batch_stats=batch_stats,
             check_vma=check_vma,
         )

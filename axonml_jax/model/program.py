@@ -5,7 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.ad_checkpoint import checkpoint_name
+
 from axonml_jax.model.trace import Literal, called_jaxpr, run_equation
+
+PRODUCTS = "axonml.products"
+"""The name by which a checkpoint policy knows results of weight multiplications."""
 
 Atom = int | Literal
 """The number of a value, or a constant written into the program."""
@@ -83,6 +88,16 @@ def run(equations: Iterable[Equation], env: dict[int, Any]) -> None:
     for equation in equations:
         values = list(look(equation.inputs, env))
         env.update(zip(equation.outputs, run_equation(equation.eqn, values), strict=True))
+
+
+def run_named(equations: Iterable[Equation], env: dict[int, Any]) -> None:
+    """`run`, with the results of weight multiplications and convolutions named, so that a checkpoint policy may keep them."""
+    for equation in equations:
+        run([equation], env)
+        name = equation.eqn.primitive.name
+        weighs = name == "dot_general" and not any(equation.eqn.params["dimension_numbers"][1])
+        if weighs or name == "conv_general_dilated":
+            env |= {number: checkpoint_name(env[number], PRODUCTS) for number in equation.outputs}
 
 
 def look(atoms: Iterable[Atom], env: Mapping[int, Any]) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.parallel.units.remat import Remat, checked_remat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class Plan:
       update: "shards": the optimizer sees the shards that a rank holds (right for element-wise ones such as Adam, SGD and
         Lion; others are refused); "whole": gradients, parameters and state are gathered for the update.
       offload: what rests in host memory.
+      remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
       batch_stats: "global" joins BatchNorm statistics over all ranks and keeps buffers equal; "local" leaves every rank
         its own statistics, as PyTorch does.
       broadcast_buffers: with `batch_stats="local"`: True gives every rank the first rank's buffers after each step, False
@@ -41,6 +43,7 @@ class Plan:
     accumulate: int = 1
     update: Literal["shards", "whole"] = "shards"
     offload: CPUOffload = CPUOffload.NONE
+    remat: Remat = None
     batch_stats: Literal["global", "local"] = "global"
     broadcast_buffers: bool = True
     check_vma: bool = False
@@ -53,6 +56,8 @@ class Plan:
             problems.append(f"offload={self.offload!r} must be an ax.CPUOffload or one of {offloads}")
         else:
             object.__setattr__(self, "offload", CPUOffload(self.offload))
+        if problem := checked_remat(self.remat):
+            problems.append(problem)
         if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, Integral) or self.accumulate < 1:
             problems.append(f"accumulate={self.accumulate!r} must be a positive whole number")
         if self.batch_stats not in ("global", "local"):

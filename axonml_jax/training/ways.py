@@ -1,7 +1,7 @@
 """The ways in which one microbatch is differentiated: parameters gathered at once, or unit by unit when they are used."""
 
 import abc
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -9,8 +9,10 @@ import jax
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.varying import vary
 from axonml_jax.model.functional import Variables
+from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.overlap import overlapped
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.units.remat import recomputed
 from axonml_jax.parallel.units.replayed import Replayed
 from axonml_jax.sharding.layout import Layout, is_layout
 from axonml_jax.training.objective import Objective, Parts
@@ -41,7 +43,7 @@ class AtOnce(Way):
     def __init__(self, objective: Objective, placement: Placement, variables: Variables, parts: Parts, sync: bool):
         self.placement, self.params, self.sync = placement, variables.params, sync
         frozen = placement.read_tree(variables.frozen, placement.frozen)
-        self.loss = objective.differentiable(parts, frozen)
+        self.objective, self.whole_loss = objective, objective.differentiable(parts, frozen)
         self.layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
         self.overlaps = sync and placement.plan.overlapped
         # With one microbatch each bucket is gathered where it is first used.
@@ -52,7 +54,8 @@ class AtOnce(Way):
         """Differentiate."""
         if self.overlaps and axes != ():
             return self._overlapped(state, key, batch, axes, accumulated)
-        (_, (loss, state)), grads = jax.value_and_grad(self.loss, has_aux=True)(self.read, state, key, batch)
+        loss = self._loss(self.read, (state, key, batch))
+        (_, (loss, state)), grads = jax.value_and_grad(loss, has_aux=True)(self.read, state, key, batch)
         leaves = jax.tree.leaves(grads)
         if axes == ():
             layouts = zip(leaves, self.layouts, strict=True)
@@ -61,13 +64,19 @@ class AtOnce(Way):
 
     def _overlapped(self, state, key, batch, axes, accumulated):
         args, placement = (state, key, batch), self.placement
-        hooked = overlapped(self.loss, placement, self.params, self.read, args, axes)
+        seen = placement.read_tree(self.params, placement.params) if self.read is None else self.read
+        hooked = overlapped(self._loss(seen, args), placement, self.params, self.read, args, axes)
         leaves, treedef = jax.tree.flatten(self.params)
         unreduced = () if axes is None else [axis for axis in placement.axes if axis not in axes]
         carriers = vary(treedef.unflatten(map(placement.to_reduce, leaves, self.layouts)), unreduced)
         more = None if accumulated is None else treedef.unflatten(accumulated)
         (_, (loss, state)), grads = jax.value_and_grad(hooked, has_aux=True)(carriers, more, *args)
         return jax.tree.leaves(grads), loss, state
+
+    def _loss(self, read: PyTree, args: tuple) -> Callable:
+        plan = self.placement.plan
+        wrap = plan.fsdp.wrap if isinstance(plan.fsdp, Shard) else None
+        return recomputed(self.whole_loss, self.objective.model, wrap, plan.remat, read, args)
 
 
 class ByUnit(Way):

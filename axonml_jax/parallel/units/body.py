@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.collectives.varying import vary, varying_axes
-from axonml_jax.model.program import Equation, run
+from axonml_jax.model.program import Equation, run, run_named
 from axonml_jax.model.replay import Saved, vjp_without
 
 Values = dict[int, Any]
@@ -73,7 +73,7 @@ class Body:
     def apply(self, weights: Values, inputs: Values) -> Values:
         """The outputs."""
         env = {number: inputs[number] for number in self.inputs} | self.prelude.apply(weights)
-        run(self.equations, env)
+        run_named(self.equations, env)
         return {number: env[number] for number in self.outputs}
 
     def forward(
@@ -85,7 +85,7 @@ class Body:
 
         def work(*values):
             inner = env | dict(zip(moving, values, strict=True))
-            run(self.equations, inner)
+            run_named(self.equations, inner)
             outputs = {number: inner[number] for number in self.outputs}
             varied = [outputs[number] for number in self._varied_outputs]
             return varied, {number: value for number, value in outputs.items() if number not in self._varied}

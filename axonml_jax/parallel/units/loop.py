@@ -66,15 +66,22 @@ class Loop:
     params: Mapping[str, Any]
     scope: Callable[[], Any]
 
-    def apply(self, weights: Values, inputs: Values, shards: Values, slices: Slices) -> Values:
-        """The results."""
+    def apply(
+        self,
+        weights: Values,
+        inputs: Values,
+        shards: Values,
+        slices: Slices,
+        transform: Transform = lambda work: work,
+    ) -> Values:
+        """The results; each trip's work as `transform` makes it."""
         given = self._given(inputs, self.prelude.apply(weights))
 
         def trip(carry, xs):
             own, rest = xs
             read, carry = self._read(slices, own, carry)
             env = self._env(given, carry, rest, read)
-            carry, out = self._return(env, self.body.apply(self._weights(env), env))
+            carry, out = self._return(env, transform(self.body.apply)(self._weights(env), self._inputs(env)))
             return carry, (out, None)
 
         return self._scan(trip, given, shards)[0]
@@ -182,6 +189,9 @@ class Loop:
 
     def _weights(self, env: Values) -> Values:
         return {number: env[number] for number in self.body.prelude.weights}
+
+    def _inputs(self, env: Values) -> Values:
+        return {number: env[number] for number in self.body.inputs}
 
     def _return(self, env: Values, made: Values) -> tuple[list[Any], list[Any]]:
         values = env | made

@@ -12,8 +12,10 @@ from axonml_jax.collectives.varying import varying_axes
 from axonml_jax.model.functional import Functional
 from axonml_jax.model.segments import Cut, Segment, cut
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.parallel.units.body import Body, Prelude, Values, add
-from axonml_jax.parallel.units.loop import Loop, Slices, loop_of
+from axonml_jax.parallel.units.body import Values, add
+from axonml_jax.parallel.units.loop import Loop, Slices
+from axonml_jax.parallel.units.parts import part_of
+from axonml_jax.parallel.units.remat import transform_of
 from axonml_jax.parallel.units.wrap import units
 from axonml_jax.sharding.layout import Layout, is_layout
 
@@ -61,7 +63,7 @@ class _Run:
         self.placement, self.shards, self.layouts, self.trained, self.cut = placement, shards, layouts, trained, cut
         self.prefetch = placement.by_unit.prefetch
         self.inputs = dict(cut.program.constants) | dict(zip(cut.program.inputs[len(shards) :], args, strict=True))
-        self.parts = [_part(segment, cut) for segment in cut.segments]
+        self.parts = [part_of(segment, cut) for segment in cut.segments]
         self.slices = Slices(self._read_slices, self._sync_slices)
 
     @staticmethod
@@ -89,6 +91,7 @@ class _Run:
     def forward(self, keep: bool) -> tuple[Any, list[Any]]:
         """The results, and per segment what its backward needs."""
         env, held, saved = dict(self.inputs), {}, []
+        transform = transform_of(self.placement.plan.remat)
         for i, (segment, part) in enumerate(zip(self.cut.segments, self.parts, strict=True)):
             entering = {number: env[number] for number in segment.inputs}
             due = [w for w in self._ahead(i, 1) if w not in held]
@@ -98,11 +101,11 @@ class _Run:
             if isinstance(part, Loop):
                 own = {w: self.shards[w] for w in segment.scanned.values()}
                 if keep:
-                    out, kept = part.forward(weights, entering, own, self.slices, lambda work: work)
+                    out, kept = part.forward(weights, entering, own, self.slices, transform)
                 else:
                     out, kept = part.apply(weights, entering, own, self.slices), None
             elif keep:
-                out, residuals = part.forward(weights, entering, (), lambda work: work)
+                out, residuals = part.forward(weights, entering, (), transform)
                 kept = residuals
             else:
                 out, kept = part.apply(weights, entering), None
@@ -188,15 +191,6 @@ class _Run:
 
     def _number(self, weight: int) -> int:
         return self.cut.program.inputs[weight]
-
-
-def _part(segment: Segment, cut: Cut) -> Body | Loop:
-    program = cut.program
-    weights = [program.inputs[w] for w in segment.weights]
-    prelude = Prelude(weights, segment.prelude, segment.derived, cut.varied)
-    if segment.scanned:
-        return loop_of(segment, program, prelude)
-    return Body(prelude, segment.equations, segment.inputs, segment.outputs, program.avals)
 
 
 def _tied(shards: list[Any], tie: Any) -> tuple[list[Any], Any]:

@@ -1,0 +1,15 @@
+"""From the segments of a cut program to what runs them."""
+
+from axonml_jax.model.segments import Cut, Segment
+from axonml_jax.parallel.units.body import Body, Prelude
+from axonml_jax.parallel.units.loop import Loop, loop_of
+
+
+def part_of(segment: Segment, cut: Cut) -> Body | Loop:
+    """A segment as a body, or as a loop where it scans over weights."""
+    program = cut.program
+    weights = [program.inputs[w] for w in segment.weights]
+    prelude = Prelude(weights, segment.prelude, segment.derived, cut.varied)
+    if segment.scanned:
+        return loop_of(segment, program, prelude)
+    return Body(prelude, segment.equations, segment.inputs, segment.outputs, program.avals)

@@ -1,0 +1,74 @@
+"""Recomputing activations in the backward, unit by unit: less memory for more work (Chen et al. 2016)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+
+from axonml_jax._types import PyTree, named_leaves
+from axonml_jax.model.functional import Functional
+from axonml_jax.model.program import PRODUCTS
+from axonml_jax.model.segments import cut
+from axonml_jax.parallel.units.loop import Loop, Slices
+from axonml_jax.parallel.units.parts import part_of
+from axonml_jax.parallel.units.wrap import Wrap, units
+
+Remat = Literal["full", "selective"] | None
+"""What the backward recomputes: nothing; all of a unit from its inputs; or all but the results of weight multiplications,
+which are most of the work and a small part of the memory (Korthikanti et al. 2022)."""
+
+
+def checked_remat(remat: Any) -> str | None:
+    """What is wrong with a policy, or None."""
+    return None if remat in (None, "full", "selective") else f"remat={remat!r} must be None, 'full' or 'selective'"
+
+
+def transform_of(remat: Remat) -> Callable[[Callable], Callable]:
+    """What a policy makes of the function of a unit."""
+    if remat is None:
+        return lambda work: work
+    policy = jax.checkpoint_policies.save_only_these_names(PRODUCTS) if remat == "selective" else None
+    return lambda work: jax.checkpoint(work, policy=policy)
+
+
+def recomputed(loss: Callable, model: Functional, wrap: Wrap, remat: Remat, params: PyTree, args: tuple) -> Callable:
+    """A loss whose backward recomputes its units; with None the loss itself.
+
+    Args:
+      loss: `loss(read_params, *args)`.
+      model: names its modules.
+      wrap: which parts are units.
+      remat: what is recomputed.
+      params: the parameters as read; only shapes and types count.
+      args: the loss's other arguments; only shapes and types count.
+    """
+    if remat is None:
+        return loss
+    leaves, treedef = jax.tree.flatten(params)
+    names = list(named_leaves(params))
+
+    def flat(weights: Sequence[Any], *args):
+        return loss(treedef.unflatten(weights), *args)
+
+    groups = lambda: list(units(names, wrap, model.module_types()).values())
+    pieces = cut(flat, leaves, args, units=groups, trained=len(leaves), sliceable=range(len(leaves)))
+    parts, transform = [part_of(segment, pieces) for segment in pieces.segments], transform_of(remat)
+    whole = Slices(lambda weights, shards, tie: (list(shards), tie), lambda weights, grads: list(grads))
+    number = pieces.program.inputs
+
+    def run_units(params: PyTree, *args):
+        weights = jax.tree.leaves(params)
+        env = dict(pieces.program.constants)
+        env |= zip(number[len(weights) :], jax.tree.leaves(args), strict=True)
+        for segment, part in zip(pieces.segments, parts, strict=True):
+            own = {number[w]: weights[w] for w in segment.weights}
+            inputs = {n: env[n] for n in segment.inputs}
+            if isinstance(part, Loop):
+                stacks = {w: weights[w] for w in segment.scanned.values()}
+                env |= part.apply(own, inputs, stacks, whole, transform)
+            else:
+                env |= transform(part.apply)(own, inputs)
+        results = [env[atom] if isinstance(atom, int) else atom.val for atom in pieces.program.outputs]
+        return pieces.out_tree.unflatten(results)
+
+    return run_units
