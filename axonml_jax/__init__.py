@@ -67,6 +67,20 @@ from axonml_jax.parallel.pipeline.memory_stats import PipelineMemoryStats as Pip
 from axonml_jax.parallel.pipeline.schedule import PipelineSchedule as PipelineSchedule
 from axonml_jax.parallel.plan import Plan as Plan
 from axonml_jax.parallel.strategy import AbstractStrategy as AbstractStrategy
+from axonml_jax.parallel.tensor.attention import TensorParallelAttention as TensorParallelAttention
+from axonml_jax.parallel.tensor.column import ColumnParallelLinear as ColumnParallelLinear
+from axonml_jax.parallel.tensor.conv3d import ParallelConv as ParallelConv
+from axonml_jax.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from axonml_jax.parallel.tensor.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+from axonml_jax.parallel.tensor.embedding3d import ParallelEmbedding as ParallelEmbedding
+from axonml_jax.parallel.tensor.linear3d import ParallelLinear as ParallelLinear
+from axonml_jax.parallel.tensor.mlp import ParallelMLP as ParallelMLP
+from axonml_jax.parallel.tensor.row import RowParallelLinear as RowParallelLinear
+from axonml_jax.parallel.tensor.sequence import ParallelLayerNorm as ParallelLayerNorm
+from axonml_jax.parallel.tensor.sequence import ParallelRMSNorm as ParallelRMSNorm
+from axonml_jax.parallel.tensor.sequence import join_sequence as join_sequence
+from axonml_jax.parallel.tensor.sequence import split_sequence as split_sequence
+from axonml_jax.parallel.tensor.specs import tensor_specs as tensor_specs
 from axonml_jax.training.state import TrainState as TrainState
 from axonml_jax.training.step import TrainStep as TrainStep
 
