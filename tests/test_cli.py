@@ -91,10 +91,13 @@ def test_a_second_run_of_the_same_name_gets_a_folder_of_its_own(tmp_path):
     assert [new_folder(config).name for _ in range(3)] == ["quickstart", "quickstart-2", "quickstart-3"]
 
 
-@pytest.mark.parametrize("name", ["ddp_bf16", "ddp_accumulate"])
+@pytest.mark.parametrize(
+    "name", ["ddp_bf16", "ddp_accumulate", "fsdp_zero1", "fsdp_zero2", "fsdp_hybrid", "fsdp_offload"]
+)
 def test_the_other_configurations_train(run, name):
     small = (
         "--devices.simulated=8",
+        "--model.num_layers=2",
         "--train.steps=2",
         "--train.eval_batches=1",
         "--sample.length=2",
@@ -117,6 +120,26 @@ def test_explain_prints_plan_and_ledger_and_allocates_nothing(run):
     assert status == 0
     assert "1,057,728 parameters" in out and "all_reduce" in out and "1.0000" in out
     assert len(jax.live_arrays()) <= before  # others' garbage may go meanwhile
+
+
+def test_the_sharded_quickstart_trains(run, text):
+    status, out, err = run("train", str(CONFIGS / "gpt_fsdp.yaml"), *SMALL, "--data.path", text, "--output.plot=false")
+    assert status == 0, err
+    assert "fsdp=8 on 8 simulated" in out and "validation loss" in out
+
+
+MEGABYTES = {"gpt_fsdp": 1_057_728, "fsdp_zero1": 246_336, "fsdp_zero2": 246_336, "fsdp_hybrid": 246_336}
+
+
+@pytest.mark.parametrize("name", MEGABYTES)
+def test_explain_prints_what_a_device_holds_and_sends(run, name):
+    """Twelve bytes per parameter over the ranks that share them, beside what is gathered."""
+    ranks = 4 if name == "fsdp_hybrid" else 8
+    status, out, _ = run("explain", str(CONFIGS / f"{name}.yaml"))
+    share = MEGABYTES[name] * 4 / ranks / 2**20
+    assert status == 0
+    assert f"parameters {share:.1f}, gradients {share:.1f}, optimizer {2 * share:.1f}" in out
+    assert "reduce_scatter" in out and "all_gather" in out and "minimum" in out
 
 
 def test_devices_prints_what_there_is(run):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import axonml_jax as ax
 from axonml_jax.launch.config import ConfigError, RunConfig
 from axonml_jax.launch.read_config import as_dict, attribute_docs, config_parser, read_config, settings
 
@@ -13,9 +14,9 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MODEL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_length": 128}
 
 KEYS = """
-name profile devices.simulated mesh.data
-plan.sync_strategy plan.bucket_size_mb plan.gradient_as_bucket_view plan.comm_dtype plan.precision plan.accumulate
-plan.check_vma
+name profile devices.simulated mesh.data mesh.fsdp
+plan.sync_strategy plan.bucket_size_mb plan.gradient_as_bucket_view plan.comm_dtype
+plan.sharding_strategy plan.prefetch plan.offload plan.precision plan.accumulate plan.check_vma
 model.vocab_size model.num_layers model.hidden_size model.num_heads model.max_length model.num_kv_heads
 model.mlp_hidden_size model.norm model.activation model.position model.rope_theta model.tie_embeddings model.use_bias
 model.dropout model.norm_eps model.dtype model.param_dtype
@@ -105,7 +106,7 @@ WRONG_TYPES = {
     "train.eval_every=x: must be a whole number, or null": ("--train.eval_every", "x"),
     "optim.name=adam: must be one of adamw, lion": ("--optim.name", "adam"),
     "optim.betas=3: must be a list such as [0.9, 0.9]": ("--optim.betas", "3"),
-    "plan.precision=bf17: must be one of float32, bf16, or null": ("--plan.precision", "bf17"),
+    "plan.precision=bf17: must be one of float32, bf16, fp16, or null": ("--plan.precision", "bf17"),
     "output.plot=maybe: must be true or false": ("--output.plot", "maybe"),
 }
 
@@ -138,6 +139,43 @@ def test_sections_that_contradict_each_other_are_refused(write):
     assert "model.vocab_size=100: bytes need at least 256" in message
     assert "data.length=200 is above model.max_length=128" in message
     assert "name='a/b': must be the name of a folder" in message
+
+
+SHARDING = {
+    "a strategy without an axis": ({"plan": {"sharding_strategy": "full_shard"}}, "no effect while mesh.fsdp=1"),
+    "prefetch without an axis": ({"plan": {"prefetch": 1}}, "plan.prefetch=1 has no effect while mesh.fsdp=1"),
+    "prefetch without units": (
+        {"mesh": {"fsdp": 2}, "plan": {"sharding_strategy": "shard_grad_op", "prefetch": 1}},
+        "prefetch=1 has no effect with sharding_strategy=shard_grad_op",
+    ),
+    "a model per rank": ({"mesh": {"fsdp": 2}, "plan": {"sync_strategy": "no_sync"}}, "but mesh.fsdp=2 splits one"),
+    "a loss scale per rank": ({"plan": {"sync_strategy": "no_sync", "precision": "fp16"}}, "use bf16"),
+    "a negative prefetch": ({"mesh": {"fsdp": 2}, "plan": {"prefetch": -1}}, "plan: prefetch=-1 must be"),
+}
+
+
+@pytest.mark.parametrize("case", SHARDING)
+def test_sharding_settings_without_effect_or_against_each_other_are_refused(case, write):
+    content, message = SHARDING[case]
+    assert message in refusal(write(content))
+
+
+STAGES = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "shard_optimizer": 1}
+
+
+@pytest.mark.parametrize("name", [*STAGES, "no_shard"])
+def test_every_sharding_strategy_becomes_its_plan(name, write):
+    config = read_config(
+        "train", [write({"mesh": {"fsdp": 4}, "plan": {"sharding_strategy": name, "offload": "full"}})]
+    )
+    plan = config.plan.build()
+    assert getattr(plan.fsdp, "stage", None) == STAGES.get(name) and plan.offload is ax.CPUOffload.FULL
+    assert config.mesh.degrees == {"data": -1, "fsdp": 4}
+
+
+def test_one_switch_decides_about_flat_copies_on_both_axes(write):
+    plan = read_config("train", [write({"plan": {"gradient_as_bucket_view": False}})]).plan.build()
+    assert plan.data.gradient_as_bucket_view is False and plan.fsdp.flat is True
 
 
 def test_files_that_are_none_are_refused(write, tmp_path):

@@ -1,5 +1,6 @@
 """What a training run is made of, as frozen values: the sections and keys of a configuration file."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -7,10 +8,16 @@ from axonml_jax.collectives.buckets import GradSyncStrategy
 from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.ddp import Replicate
+from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.plan import Plan
 
 BYTES = 256
 """Token ids of byte-level text."""
+
+
+_STAGES = {"shard_optimizer": 1, "shard_grad_op": 2}
+"""ZeRO's stages of the strategies that are not stage 3."""
 
 
 class ConfigError(ValueError):
@@ -36,22 +43,33 @@ class MeshConfig:
     """The degree of every mesh axis; their product is the number of devices.
 
     Attributes:
-      data: ways the batch is split; -1 takes all devices.
+      data: groups of devices that hold whole copies of the parameters; -1 takes all devices.
+      fsdp: ways in which parameters, gradients and optimizer state are split; 1 splits nothing, -1 takes all devices.
     """
 
     data: int = -1
+    fsdp: int = 1
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The axes of the mesh."""
+        return {"data": self.data} | ({"fsdp": self.fsdp} if self.fsdp != 1 else {})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """How the step runs on the mesh (see `ax.Plan` and `ax.DDP`).
+    """How the step runs on the mesh (see `ax.Plan`, `ax.DDP` and `ax.FSDP`).
 
     Attributes:
       sync_strategy: when gradients are averaged: inside the backward, after it, or never.
       bucket_size_mb: gradients are reduced in buckets of this many MiB.
       gradient_as_bucket_view: true reduces without a flat copy, false with one; null takes the faster on the backend.
       comm_dtype: dtype in which gradients travel, such as bfloat16; null sends them as they are.
-      precision: float32, or bf16 (compute in bfloat16, the rest in float32); null leaves the model's dtypes.
+      sharding_strategy: what is split along mesh.fsdp during a step; null is full_shard.
+      prefetch: units whose parameters are gathered ahead (full_shard and hybrid_shard); each costs a unit of memory.
+      offload: what rests in host memory between its uses.
+      precision: float32; bf16 or fp16 (compute in it, the rest in float32; fp16 scales the loss); null leaves the model's
+        dtypes.
       accumulate: microbatches per update and rank.
       check_vma: let JAX check which values vary over which axes.
     """
@@ -60,7 +78,12 @@ class PlanConfig:
     bucket_size_mb: float = 25.0
     gradient_as_bucket_view: bool | None = None
     comm_dtype: str | None = None
-    precision: Literal["float32", "bf16"] | None = None
+    sharding_strategy: Literal["full_shard", "shard_grad_op", "shard_optimizer", "no_shard", "hybrid_shard"] | None = (
+        None
+    )
+    prefetch: int = 0
+    offload: Literal["none", "params", "optimizer_states", "full"] = "none"
+    precision: Literal["float32", "bf16", "fp16"] | None = None
     accumulate: int = 1
     check_vma: bool = False
 
@@ -78,8 +101,23 @@ class PlanConfig:
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             comm_dtype=self.comm_dtype,
         )
-        precision = Precision.of(self.precision)
-        return Plan(data=data, precision=precision, accumulate=self.accumulate, check_vma=self.check_vma)
+        return Plan(
+            data=data,
+            fsdp=self._sharding(),
+            precision=Precision.of(self.precision),
+            offload=CPUOffload(self.offload),
+            accumulate=self.accumulate,
+            check_vma=self.check_vma,
+        )
+
+    def _sharding(self) -> Shard | Replicate:
+        view = self.gradient_as_bucket_view
+        if self.prefetch and self.sharding_strategy in (*_STAGES, "no_shard"):
+            raise ValueError(f"prefetch={self.prefetch} has no effect with sharding_strategy={self.sharding_strategy}")
+        if self.sharding_strategy == "no_shard":
+            return Replicate()
+        stage = _STAGES.get(self.sharding_strategy or "full_shard", 3)
+        return Shard(stage=stage, prefetch=self.prefetch, flat=None if view is None else not view)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,10 +260,23 @@ class RunConfig:
             problems.append(f"model.vocab_size={self.model.vocab_size}: bytes need at least {BYTES}")
         if self.model.max_length < self.data.length:
             problems.append(f"data.length={self.data.length} is above model.max_length={self.model.max_length}")
+        problems += self._against_mesh()
         if not self.name or "/" in self.name or self.name.startswith("."):
             problems.append(f"name={self.name!r}: must be the name of a folder")
         if problems:
             raise ValueError("; ".join(problems))
+
+    def _against_mesh(self) -> Iterator[str]:
+        plan = self.plan
+        if self.mesh.fsdp == 1:
+            unused = {"sharding_strategy": plan.sharding_strategy, "prefetch": plan.prefetch}
+            for name, value in unused.items():
+                if value:
+                    yield f"plan.{name}={value} has no effect while mesh.fsdp=1 splits nothing: set mesh.fsdp"
+        elif plan.sync_strategy == "no_sync":
+            yield f"plan.sync_strategy=no_sync trains a model per rank, but mesh.fsdp={self.mesh.fsdp} splits one model"
+        if plan.sync_strategy == "no_sync" and plan.precision == "fp16":
+            yield "plan.precision=fp16 with sync_strategy=no_sync would need a loss scale per rank: use bf16"
 
 
 def _at_least(section: str, config: object, problems: list[str] | None = None, **lowest: int) -> None:

@@ -1,21 +1,28 @@
-"""A run in words: what is trained on what, and what its step sends."""
+"""A run in words: what is trained on what, what it holds, and what its step sends. From shapes alone: no array is made."""
 
 from dataclasses import asdict
 from typing import Any
 
-import jax
+from flax import nnx
 
-from axonml_jax.facade.parallelize import make_train_step
+from axonml_jax.facade.memory import FSDPMemoryStats, estimate
 from axonml_jax.launch.config import RunConfig
 from axonml_jax.launch.ground import Ground
 from axonml_jax.launch.optimizer import make_optimizer
 from axonml_jax.launch.text_task import build_model, loss_fn
 from axonml_jax.ledger.explain import explain
 from axonml_jax.ledger.report import Report
+from axonml_jax.model.functional import Functional, Variables
+from axonml_jax.model.functionalize import functionalize
+from axonml_jax.parallel.placement import Placement, bind_plan
+from axonml_jax.training.init import abstract_state
+from axonml_jax.training.step import TrainStep
+
+_MOMENTS = {"adamw": 2, "lion": 1}
 
 
 def describe(config: RunConfig, ground: Ground) -> str:
-    """Model, mesh, plan and batch, a line each."""
+    """Model, mesh, plan, memory and batch, a line each."""
     model, train = config.model, config.train
     tokens = train.global_batch_size * config.data.length
     rows = {
@@ -23,6 +30,7 @@ def describe(config: RunConfig, ground: Ground) -> str:
         f"{model.num_heads} heads, {model.norm}, {model.activation}, {model.position} positions",
         "mesh": f"{', '.join(f'{axis}={size}' for axis, size in ground.mesh.shape.items())} on {ground.device_words}",
         "plan": _settings(config.plan),
+        "memory": _memory(config, ground),
         "optimizer": _settings(config.optim),
         "batch": f"{train.global_batch_size} examples of {config.data.length} bytes, {tokens:,} tokens, per update; "
         f"{train.steps} updates",
@@ -31,24 +39,35 @@ def describe(config: RunConfig, ground: Ground) -> str:
 
 
 def price(config: RunConfig, ground: Ground) -> Report:
-    """The ledger of the run's training step, from shapes alone: no array is made."""
-    steps: list[Any] = []
+    """The ledger of the run's training step."""
+    view, shapes, placement = _placed(config, ground)
+    tx = make_optimizer(config.optim, config.train.steps)
+    step = TrainStep(view, placement, ground.mesh, loss_fn, tx, max_grad_norm=config.optim.max_grad_norm)
+    return explain(step, abstract_state(shapes, tx, placement), ground.batch)
 
-    def build():
-        model = build_model(config.model, config.train.seed)
-        state, step = make_train_step(
-            model,
-            make_optimizer(config.optim, config.train.steps),
-            loss_fn,
-            ground.mesh,
-            ground.plan,
-            max_grad_norm=config.optim.max_grad_norm,
-        )
-        steps.append(step)
-        return state
 
-    state = jax.eval_shape(build)
-    return explain(steps[0], state, ground.batch)
+def memory(config: RunConfig, ground: Ground) -> FSDPMemoryStats:
+    """Bytes per device of parameters, gradients and optimizer state, by formula."""
+    view, _, placement = _placed(config, ground)
+    return estimate(placement, _MOMENTS[config.optim.name], view)
+
+
+def _placed(config: RunConfig, ground: Ground) -> tuple[Functional, Variables, Placement]:
+    view, shapes = functionalize(nnx.eval_shape(lambda: build_model(config.model, config.train.seed)))
+    return view, shapes, bind_plan(ground.plan, shapes, ground.mesh)
+
+
+def _memory(config: RunConfig, ground: Ground) -> str:
+    held = memory(config, ground)
+    parts = {
+        "parameters": held.param_bytes,
+        "gradients": held.grad_bytes,
+        "optimizer": held.optim_bytes,
+        "gathered": held.gathered_bytes,
+        "on the host": held.host_bytes,
+    }
+    words = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in parts.items() if size)
+    return f"{held.total_memory_mb:.1f} MB per device without activations ({words})"
 
 
 def _settings(section: Any) -> str:
