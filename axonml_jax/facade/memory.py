@@ -65,7 +65,8 @@ class FSDPMemoryStats:
             "device": self.total_bytes,
         }
         width = max(map(len, rows))
-        return "\n".join(f"{name:<{width}}  {size / MIB:>12,.1f} MB" for name, size in rows.items() if size)
+        scale, unit = (MIB, "MB") if self.replicated_bytes >= MIB else (2**10, "KB")
+        return "\n".join(f"{name:<{width}}  {size / scale:>12,.1f} {unit}" for name, size in rows.items() if size)
 
 
 @dataclass(frozen=True)
