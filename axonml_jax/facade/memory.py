@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from axonml_jax._types import named_leaves
 from axonml_jax.model.functional import Functional
 from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units.wrap import units
 from axonml_jax.sharding.layout import Layout, is_layout
@@ -27,8 +28,8 @@ class FSDPMemoryStats:
       grad_bytes: gradients at their fullest.
       optim_bytes: optimizer state.
       gathered_bytes: whole parameters held during the step beside the resting ones, at their fullest.
-      host_bytes: what of these rests in host memory instead of on the device.
       replicated_bytes: parameters, gradients and optimizer state of plain data parallelism (DDP).
+      offload: what of these rests in host memory instead of on the device.
     """
 
     total_params: int
@@ -36,8 +37,14 @@ class FSDPMemoryStats:
     grad_bytes: int
     optim_bytes: int
     gathered_bytes: int
-    host_bytes: int
     replicated_bytes: int
+    offload: CPUOffload = CPUOffload.NONE
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory."""
+        kept = self.offload
+        return self.param_bytes * kept.params + self.grad_bytes * kept.gradients + self.optim_bytes * kept.optimizer
 
     @property
     def total_bytes(self) -> int:
@@ -89,7 +96,7 @@ def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemor
     """See `FSDP.memory_estimate`."""
     trained = jax.tree.leaves(placement.params, is_leaf=is_layout)
     layouts = [*trained, *jax.tree.leaves(placement.frozen, is_leaf=is_layout)]
-    plan, offload = placement.plan, placement.plan.offload
+    plan = placement.plan
     reduce = plan.precision.reduce_dtype
     shards = placement.inner_axes or not plan.accumulate > 1
     grads = sum(
@@ -98,15 +105,14 @@ def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemor
     params, optim = _resting(layouts), moments * _resting(trained)
     whole = sum(layout.size * layout.dtype.itemsize for layout in layouts)
     whole_trained = sum(layout.size * layout.dtype.itemsize for layout in trained)
-    host = params * offload.params + optim * offload.optimizer + grads * offload.gradients
     return FSDPMemoryStats(
         total_params=sum(layout.size for layout in layouts),
         param_bytes=params,
         grad_bytes=grads,
         optim_bytes=optim,
         gathered_bytes=_gathered(placement, layouts, model),
-        host_bytes=host,
         replicated_bytes=whole + (1 + moments) * whole_trained,
+        offload=plan.offload,
     )
 
 

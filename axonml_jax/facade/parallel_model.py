@@ -27,7 +27,7 @@ from axonml_jax.sharding.stored import padded, unpadded
 from axonml_jax.training.clip import Clip
 from axonml_jax.training.differentiate import Differentiate, SyncStacked, equalize
 from axonml_jax.training.forward import Forward
-from axonml_jax.training.init import place_variables
+from axonml_jax.training.init import create_variables, place_variables
 from axonml_jax.training.specs import variable_specs
 
 
@@ -65,7 +65,10 @@ class ParallelModel:
         self.mesh: Mesh = mesh
         self._functional, whole = functionalize(model, params, trainable)
         self._placement = bind_plan(plan, whole, self.mesh)
-        self.variables: Variables = place_variables(whole, self._placement, self.mesh)
+        if (create := self._functional.create) is not None:
+            self.variables: Variables = create_variables(create, whole, self._placement, self.mesh)
+        else:
+            self.variables = place_variables(whole, self._placement, self.mesh)
         self._key, self._calls = jax.random.key(int(seed)), 0
         self._mode: bool | None = None
         self._syncing, self._lent = True, False
@@ -171,8 +174,6 @@ class ParallelModel:
         """Switch the model to evaluation; returns itself."""
         return self.train(False)
 
-    # PyTorch-style use
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs on the global batch: dim 0 of every array argument is split over the batch axes.
 
@@ -237,19 +238,18 @@ class ParallelModel:
         """Scale gradients so that their norm over all parameters and ranks is at most `max_norm`.
 
         Args:
-          grads: gradients that `value_and_grad` or `sync_gradients` returned.
-          max_norm: a positive number.
-          norm_type: 1, 2, `math.inf`, or any other positive p.
-          error_if_nonfinite: raise when the norm is not finite; otherwise such gradients come out as they are scaled.
+          grads: what `value_and_grad` or `sync_gradients` returned.
+          max_norm, norm_type: positive numbers; the type may be `math.inf`.
+          error_if_nonfinite: raise when the norm is not finite.
 
         Returns:
-          (clipped gradients, the norm before clipping).
+          (clipped gradients, norm before clipping).
 
         Raises:
-          ValueError: for a max_norm or norm_type that is not positive, or with `error_if_nonfinite` a norm that is not finite.
+          ValueError: for numbers that are not positive, or for a norm that is not finite.
         """
         if not (isinstance(max_norm, Real) and max_norm > 0 and isinstance(norm_type, Real) and norm_type > 0):
-            raise ValueError(f"max_norm={max_norm!r} and norm_type={norm_type!r} must be positive numbers")
+            raise ValueError(f"{max_norm=} and {norm_type=} must be positive numbers")
         program = self._program(("clip", norm_type), lambda: Clip(self._placement, self.mesh, float(norm_type)))
         clipped, norm = program(grads, max_norm)
         if error_if_nonfinite and not bool(jax.numpy.all(jax.numpy.isfinite(norm))):
@@ -259,8 +259,6 @@ class ParallelModel:
     def _outside(self, params: PyTree) -> PyTree:
         """Parameters or gradients as users see them: without padding."""
         return params if self.plan.independent else unpadded(params, self._placement.params, self.mesh)
-
-    # Fused use
 
     def trainer(
         self,

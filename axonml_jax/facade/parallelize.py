@@ -24,10 +24,11 @@ def parallelize(
     """A model on a mesh under a plan.
 
     Args:
-      model: an NNX module, or a Linen module with `params=`.
+      model: an NNX module or a function without arguments that makes one (then parameters are made where they will
+        rest), or a Linen module with `params=`.
       mesh: a Mesh, a World, a ProcessGroup, or None: the plan's own degrees, or all devices on `data`.
       plan: how the model is spread and stepped; None is data parallelism.
-      params: a Linen module's variables.
+      params: a Linen module's variables, or a function without arguments that makes them.
       trainable: which parameters train.
       seed: of dropout and other random streams.
 

@@ -54,9 +54,11 @@ class Functional(abc.ABC):
 
     Attributes:
       param_prefix: what path names of parameters start with in a `state_dict`.
+      create: makes the model's variables, under `jit` too, where the user gave a function in the place of arrays; else None.
     """
 
     param_prefix: str = ""
+    create: Callable[[], Variables] | None = None
 
     @property
     @abc.abstractmethod

@@ -6,18 +6,19 @@ from flax import linen, nnx
 
 from axonml_jax._types import PyTree
 from axonml_jax.model.functional import Functional, Trainable, Variables
-from axonml_jax.model.linen import linen_functional
-from axonml_jax.model.nnx import nnx_functional
+from axonml_jax.model.linen import deferred_linen, linen_functional
+from axonml_jax.model.nnx import deferred_nnx, nnx_functional
 
 
 def functionalize(
     model: Any, params: PyTree | None = None, trainable: Trainable = None
 ) -> tuple[Functional, Variables]:
-    """The pure view of a model, and its arrays (not copies).
+    """The pure view of a model, and its arrays (not copies), or their shapes where they are still to be made.
 
     Args:
-      model: an `nnx.Module`, or a `linen.Module` given with its variables.
-      params: for Linen, what `module.init` returned (`{"params": ..., "batch_stats": ...}` or the params alone).
+      model: an `nnx.Module`, a function without arguments that makes one, or a `linen.Module` given with its variables.
+      params: for Linen, what `module.init` returned (`{"params": ..., "batch_stats": ...}` or the params alone), or a
+        function without arguments that makes it.
       trainable: which parameters train.
 
     Raises:
@@ -30,11 +31,21 @@ def functionalize(
                 f"{type(model).__name__} is a Linen module and holds no arrays: give its variables too, "
                 "params=module.init(key, example)"
             )
-        return linen_functional(model, params, trainable)
+        return (
+            deferred_linen(model, params, trainable) if callable(params) else linen_functional(model, params, trainable)
+        )
     if isinstance(model, nnx.Module):
         if params is not None:
             raise ValueError(f"{type(model).__name__} is an NNX module and holds its own arrays: leave params= out")
         return nnx_functional(model, trainable)
+    if callable(model) and not isinstance(model, type):
+        made = nnx.eval_shape(model)
+        if isinstance(made, nnx.Module):
+            if params is not None:
+                raise ValueError(f"{type(made).__name__} is an NNX module and makes its own arrays: leave params= out")
+            return deferred_nnx(model, trainable)
+        raise TypeError(f"the function given as a model made a {type(made).__name__}: it must return a flax.nnx.Module")
     raise TypeError(
-        f"a model is a flax.nnx.Module, or a flax.linen.Module with params=, but a {type(model).__name__} was given"
+        "a model is a flax.nnx.Module, a function without arguments that makes one, or a flax.linen.Module with params=, but "
+        f"{f'the class {model.__name__}' if isinstance(model, type) else f'a {type(model).__name__}'} was given"
     )

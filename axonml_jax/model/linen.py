@@ -30,6 +30,15 @@ def linen_functional(
     return LinenFunctional(module, abstract(split)), split
 
 
+def deferred_linen(
+    module: linen.Module, init: Callable[[], PyTree], trainable: Trainable = None
+) -> tuple["LinenFunctional", Variables]:
+    """The pure view of a Linen module whose variables `init` will make, and their shapes."""
+    view, shapes = linen_functional(module, jax.eval_shape(init), trainable)
+    view.create = lambda: linen_functional(module, init(), trainable)[1]
+    return view, shapes
+
+
 class LinenFunctional(Functional):
     """A Linen module and its variables as pure functions."""
 

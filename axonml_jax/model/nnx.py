@@ -26,6 +26,15 @@ def nnx_functional(model: nnx.Module, trainable: Trainable = None) -> tuple["NNX
     return NNXFunctional(graphdef, nnx.to_pure_dict(streams), abstract(variables)), variables
 
 
+def deferred_nnx(make: Callable[[], nnx.Module], trainable: Trainable = None) -> tuple["NNXFunctional", Variables]:
+    """The pure view of the NNX module that `make` will make, and the shapes of its arrays."""
+    view, shapes = nnx_functional(nnx.eval_shape(make), trainable)
+    view.create = lambda: nnx_functional(make(), trainable)[1]
+    # Streams are a few words; jit drops the rest of the model.
+    view._make_streams = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make(), nnx.RngState)))
+    return view, shapes
+
+
 class NNXFunctional(Functional):
     """An NNX module as pure functions. The user's module itself is never changed.
 
@@ -34,6 +43,7 @@ class NNXFunctional(Functional):
 
     def __init__(self, graphdef: nnx.GraphDef, streams: PyTree, shapes: Variables):
         self.graphdef, self._streams, self._shapes = graphdef, streams, shapes
+        self._make_streams: Callable[[], PyTree] = lambda: streams
 
     @property
     def shapes(self) -> Variables:
@@ -61,16 +71,16 @@ class NNXFunctional(Functional):
     def module(self, variables: Variables) -> nnx.Module:
         """A module of the user's class and structure holding these arrays."""
         params = merge(variables.params, variables.frozen)
-        return nnx.merge(self.graphdef, params, self._streams, variables.state, copy=True)
+        return nnx.merge(self.graphdef, params, self._make_streams(), variables.state, copy=True)
 
     def module_types(self) -> Mapping[str, type]:
         """The type of every module by its path."""
-        model = self.module(self._shapes)
+        model = self._abstract()
         return {"/".join(map(str, p)): type(m) for p, m in nnx.iter_graph(model) if isinstance(m, nnx.Module)}
 
     def synchronized(self) -> Callable[[str], bool]:
         """The running averages of every `nnx.BatchNorm` that joins no axes of its own."""
-        model = self.module(self._shapes)
+        model = self._abstract()
         owners = {
             "/".join(map(str, (*path, leaf)))
             for path, module in nnx.iter_graph(model)
@@ -78,6 +88,10 @@ class NNXFunctional(Functional):
             for leaf in ("mean", "var")
         }
         return owners.__contains__
+
+    def _abstract(self) -> nnx.Module:
+        params = merge(self._shapes.params, self._shapes.frozen)
+        return nnx.merge(self.graphdef, params, self._streams, self._shapes.state, copy=True)
 
     def _restart(self, key: jax.Array) -> PyTree:
         leaves, treedef = jax.tree.flatten(self._streams)

@@ -1,5 +1,7 @@
 """The first state of a run, created where it will live."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax._types import PyTree
 from axonml_jax.model.functional import Variables
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.layout import shardings
 from axonml_jax.sharding.memory import offloaded
 from axonml_jax.sharding.place import place
 from axonml_jax.sharding.stored import map_layouts, to_stored
@@ -19,7 +22,24 @@ from axonml_jax.training.state import TrainState
 
 def place_variables(variables: Variables, placement: Placement, mesh: Mesh) -> Variables:
     """Whole variables (the same in every process) as they rest under a plan; copies, never the arrays given."""
-    placed = place(_resting(variables, placement), variable_specs(placement, variables), mesh)
+    return _kept(place(_resting(variables, placement), variable_specs(placement, variables), mesh), placement)
+
+
+def create_variables(create: Callable[[], Variables], shapes: Variables, placement: Placement, mesh: Mesh) -> Variables:
+    """Variables made where they will rest: no device ever holds more of the whole model than its own part.
+
+    Args:
+      create: makes the whole variables, traceable.
+      shapes: theirs.
+      placement: where they rest.
+      mesh: its mesh.
+    """
+    wanted = shardings(variable_specs(placement, shapes), mesh)
+    return _kept(jax.jit(lambda: _resting(create(), placement), out_shardings=wanted)(), placement)
+
+
+def _kept(placed: Variables, placement: Placement) -> Variables:
+    """What the plan keeps in host memory, there."""
     kept = placement.plan.offload.params
     return Variables(offloaded(placed.params, kept), offloaded(placed.frozen, kept), placed.state)
 
