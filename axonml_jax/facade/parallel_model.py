@@ -21,6 +21,7 @@ from axonml_jax.model.functional import Trainable, Variables
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.units.replayed import check_units
 from axonml_jax.sharding.layout import shardings
 from axonml_jax.sharding.place import copies, move, place
 from axonml_jax.sharding.stored import padded, unpadded
@@ -65,6 +66,7 @@ class ParallelModel:
         self.mesh: Mesh = mesh
         self._functional, whole = functionalize(model, params, trainable)
         self._placement = bind_plan(plan, whole, self.mesh)
+        check_units(self._placement, self._functional)
         if (create := self._functional.create) is not None:
             self.variables: Variables = create_variables(create, whole, self._placement, self.mesh)
         else:

@@ -56,6 +56,19 @@ class Replayed:
         return _Run.of(self, fun, params, frozen, args).forward(keep=False)[0]
 
 
+def check_units(placement: Placement, model: Functional) -> None:
+    """Refuse a wrap policy that matches nothing, as far as module types are known before a call (Linen's are not).
+
+    Raises:
+      ValueError: naming the modules there are.
+    """
+    if placement.gathers_when_used:
+        wrap, types = placement.by_unit.wrap, model.module_types()
+        known = types or not (isinstance(wrap, tuple) and any(isinstance(rule, type) for rule in wrap))
+        if known:
+            units([*named_leaves(placement.params), *named_leaves(placement.frozen)], wrap, types)
+
+
 class _Run:
     """One loss cut into segments, on one rank's shards."""
 

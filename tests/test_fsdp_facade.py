@@ -1,0 +1,213 @@
+"""The FSDP facade: strategies, offload, float16, clipping, whole parameters, memory by formula, refusals."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from fsdp_plans import mesh_of
+from plan_models import CASES, DropoutMLP, TiedNet, mean_loss, regression, tokens
+
+import axonml_jax as ax
+from axonml_jax.testing.compare import assert_trees_close
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return mesh_of(fsdp=RANKS)
+
+
+def trained(model, loss, batches, **options):
+    trainer = model.trainer(optax.adamw(1e-2), loss, **options)
+    metrics = [trainer.step(batch) for batch in batches]
+    return model.state_dict(), metrics, trainer
+
+
+@pytest.fixture(scope="module")
+def without_offload(mesh):
+    model = ax.FSDP(DropoutMLP(nnx.Rngs(0)), mesh)
+    return trained(model, mean_loss, [regression(12, seed) for seed in range(3)], max_grad_norm=0.1)[0]
+
+
+@pytest.mark.parametrize("offload", [each for each in ax.CPUOffload if each is not ax.CPUOffload.NONE])
+def test_offload_moves_what_it_says_and_changes_no_bit(mesh, offload, without_offload):
+    model = ax.FSDP(DropoutMLP(nnx.Rngs(0)), mesh, cpu_offload=offload)
+    batches = [regression(12, seed) for seed in range(3)]
+    values, _, trainer = trained(model, mean_loss, batches, max_grad_norm=0.1)
+    assert all(np.array_equal(values[name], without_offload[name]) for name in without_offload)
+    kinds = lambda tree: {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
+    assert kinds(model.variables.params) == {"pinned_host" if offload.params else "device"}
+    assert kinds(trainer.state.opt_state) == {"pinned_host" if offload.optimizer else "device"}
+    assert trainer.train_step._compiled._cache_size() == 1
+    estimate = model.memory_estimate()
+    rests = estimate.param_bytes * offload.params + estimate.optim_bytes * offload.optimizer
+    assert estimate.host_bytes == rests + estimate.grad_bytes * offload.gradients
+
+
+def test_float16_skips_an_overflow_halves_the_scale_and_then_learns(mesh):
+    batch = jax.tree.map(np.float32, regression(12))
+    model = ax.FSDP(
+        CASES["linen_dropout"].model(), mesh, params=CASES["linen_dropout"].params(), mixed_precision="fp16"
+    )
+    before = model.state_dict()
+    trainer = model.trainer(optax.sgd(0.05), lambda model, batch: 3e3 * jnp.mean(model(batch["x"]) ** 2))
+    first = trainer.step(batch)
+    assert not np.isfinite(first["grad_norm"]) and first["loss_scale"] == 2.0**16
+    assert all(np.array_equal(value, before[name]) for name, value in model.state_dict().items())
+    steps = 1
+    while not np.isfinite(trainer.step(batch)["grad_norm"]):
+        steps += 1
+    scale = trainer.state.loss_scale
+    assert scale.scale == 2.0 ** (16 - steps) and scale.skipped == steps and scale.clean == 1
+    assert not all(np.array_equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_loss_scale_doubles_after_200_clean_steps():
+    scale = ax.training.loss_scale.LossScale.first()
+    for _ in range(199):
+        scale = scale.after(jnp.bool_(True))
+    assert (scale.scale, scale.clean) == (2.0**16, 199)
+    grown = scale.after(jnp.bool_(True))
+    assert (grown.scale, grown.clean) == (2.0**17, 0)
+    halved = scale.after(jnp.bool_(False))
+    assert (halved.scale, halved.clean, halved.skipped) == (2.0**15, 0, 1)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3.5, math.inf])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
+def test_clip_grad_norm_is_the_norm_over_everything(mesh, p, strategy):
+    model = ax.FSDP(DropoutMLP(nnx.Rngs(0)), mesh, sharding_strategy=strategy)
+    _, grads = model.value_and_grad(mean_loss)(regression(12))
+    clipped, norm = model.clip_grad_norm(grads, 0.01, p)
+    flat = lambda tree: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))])
+    wanted = np.linalg.norm(flat(grads), p)
+    np.testing.assert_allclose(norm, wanted, rtol=1e-12)
+    np.testing.assert_allclose(flat(clipped), flat(grads) * (0.01 / (wanted + 1e-6)), rtol=1e-9)
+    trainer = model.trainer(optax.sgd(0.1), mean_loss, norm_type=p)
+    assert trainer.step(regression(12))["grad_norm"].shape == ()
+
+
+def test_norms_that_are_not_finite_are_named(mesh):
+    model = ax.FSDP(DropoutMLP(nnx.Rngs(0)), mesh)
+    grads = jax.tree.map(lambda x: x * np.nan, model.parameters())
+    assert np.isnan(model.clip_grad_norm(grads, 1.0)[1])
+    with pytest.raises(ValueError, match=r"2\.0-norm of the gradients is nan"):
+        model.clip_grad_norm(grads, 1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="max_norm=0"):
+        model.clip_grad_norm(grads, 0)
+
+
+def test_whole_parameters_are_given_and_changes_written_back(mesh):
+    model = ax.FSDP(DropoutMLP(nnx.Rngs(0)), mesh)
+    before = model.state_dict()
+    whole = model.gather_parameters()
+    assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(whole))
+    assert_trees_close(whole["first"]["kernel"], before["first/kernel"], "gathered")
+    with model.whole_parameters() as params:
+        params["scale"] = params["scale"] + 1
+    after = model.state_dict()
+    assert {name for name in after if not np.array_equal(after[name], before[name])} == {"scale"}
+    with pytest.raises(KeyError), model.whole_parameters() as params:
+        params["scale"] = params["scale"] + 1
+        raise KeyError
+    assert np.array_equal(model.state_dict()["scale"], after["scale"])
+    model.reshard_parameters(whole)
+    assert np.array_equal(model.state_dict()["scale"], before["scale"])
+    rests = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(model.variables.params)]
+    assert sum(rests) == model.memory_estimate().param_bytes
+
+
+def test_gradients_and_optax_by_hand_equal_the_fused_step(mesh):
+    tx = optax.adamw(1e-2)
+    fused, by_hand = (ax.FSDP(TiedNet(nnx.Rngs(0)), mesh) for _ in range(2))
+    trainer, loss = fused.trainer(tx, CASES["tied"].loss), CASES["tied"].loss
+    opt_state = tx.init(by_hand.parameters())
+    for seed in range(2):
+        trainer.step(tokens(12, seed))
+        _, grads = by_hand.value_and_grad(loss)(tokens(12, seed))
+        updates, opt_state = tx.update(grads, opt_state, by_hand.parameters())
+        by_hand.set_parameters(optax.apply_updates(by_hand.parameters(), updates))
+    assert_trees_close(by_hand.state_dict(), fused.state_dict(), "parameters")
+
+
+def test_no_sync_gives_each_ranks_own_gradients_and_syncing_them_the_mean(mesh):
+    model, loss, batch = (
+        ax.FSDP(TiedNet(nnx.Rngs(0)), mesh),
+        CASES["tied"].loss,
+        tokens(12) | {"keep": np.ones((12, 4), bool)},
+    )
+    _, wanted = model.value_and_grad(loss)(batch)
+    with model.no_sync():
+        _, own = model.value_and_grad(loss)(batch)
+    assert jax.tree.leaves(own)[0].shape[0] == RANKS
+    assert_trees_close(model.sync_gradients(own), wanted, "synchronized gradients")
+
+
+def test_forward_evaluation_and_state_dicts_equal_ddps(mesh):
+    case, batch = CASES["tied"], tokens(12)
+    fsdp = ax.FSDP(case.model(), mesh).eval()
+    ddp = ax.DDP(case.model(), mesh_of(data=RANKS)).eval()
+    assert_trees_close(fsdp(batch["x"]), ddp(batch["x"]), "outputs")
+    metrics = [model.trainer(optax.sgd(0.1), case.loss).evaluate(batch) for model in (fsdp, ddp)]
+    assert_trees_close(*metrics, "metrics")
+    assert_trees_close(fsdp.state_dict(), ddp.state_dict(), "state_dict")
+    assert_trees_close(fsdp.module(batch["x"]), ddp(batch["x"]), "the module's outputs")
+    fsdp.load_state_dict({name: value + 1 for name, value in ddp.state_dict().items()})
+    assert_trees_close(fsdp.state_dict(), {n: v + 1 for n, v in ddp.state_dict().items()}, "loaded")
+
+
+def test_a_linen_models_variables_may_be_made_by_a_function(mesh):
+    model = linen.Dense(5)
+    init = lambda: model.init(jax.random.key(0), jnp.ones((2, 7)))
+    made, given = ax.FSDP(model, mesh, params=init), ax.FSDP(model, mesh, params=init())
+    assert_trees_close(made.state_dict(), given.state_dict(), "variables")
+
+
+def test_memory_estimates_are_the_papers():
+    model = lambda: nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+    size = {
+        name: ax.FSDP(model, mesh_of(fsdp=8), sharding_strategy=name).memory_estimate() for name in ax.ShardingStrategy
+    }
+    whole = 4 * 64 * 64
+    for name, stats in size.items():
+        shard = 1 if name is ax.ShardingStrategy.NO_SHARD else 8
+        assert (stats.param_bytes, stats.optim_bytes) == (whole // shard, 2 * whole // shard)
+        assert stats.total_params == 64 * 64 and stats.replicated_bytes == 4 * whole
+    assert size[ax.ShardingStrategy.NO_SHARD].memory_savings == 0
+    assert 0.3 < size[ax.ShardingStrategy.FULL_SHARD].memory_savings < 1
+
+
+def test_the_mesh_is_named_for_what_it_lacks():
+    with pytest.raises(ValueError, match=r"axis 'fsdp', which \{'data': 2.*\} lacks: use ax.make_mesh\(fsdp=-1\)"):
+        ax.FSDP(TiedNet(nnx.Rngs(0)), jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]))
+    hybrid = ax.FSDP(TiedNet(nnx.Rngs(0)), sharding_strategy=ax.ShardingStrategy.HYBRID_SHARD)
+    assert dict(hybrid.mesh.shape)["fsdp"] == 8 and hybrid.strategy is ax.ShardingStrategy.HYBRID_SHARD
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sharding_strategy": "zero3"}, "sharding_strategy='zero3'"),
+        ({"cpu_offload": "gpu"}, "offload='gpu'"),
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"wrap": "^nothing$"}, r"matches no module.*blocks/1"),
+        ({"wrap": linen.Dense}, r"matches no module"),
+        ({"update": "slices"}, "update='slices'"),
+        ({"remat": "all"}, "remat='all'"),
+        ({"mixed_precision": "bf16", "precision": "bf16"}, "two names"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(mesh, options, said):
+    with pytest.raises(ValueError, match=said):
+        ax.FSDP(TiedNet(nnx.Rngs(0)), mesh, **options)
+
+
+def test_module_types_and_patterns_name_units(mesh):
+    for wrap in (nnx.Linear, "blocks/.*", [nnx.Embed, "blocks/1"]):
+        model = ax.FSDP(TiedNet(nnx.Rngs(0)), mesh, wrap=wrap)
+        assert jnp.isfinite(model.value_and_grad(CASES["tied"].loss)(tokens(12))[0][0])
