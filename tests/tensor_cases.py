@@ -36,6 +36,16 @@ def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
 
 
+def drawn(key, shape, dtype):
+    """An initializer that compiles nothing: JAX compiles its own for every shape."""
+    seed = np.asarray(jax.random.key_data(key)).tolist()
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / 2, dtype)
+
+
+EMBED = {"param_dtype": jnp.float64, "embedding_init": drawn}
+LINEAR = {"param_dtype": jnp.float64, "kernel_init": drawn, "bias_init": drawn}
+
+
 def make_mesh(**sizes):
     devices = np.array(jax.devices()[: int(np.prod(list(sizes.values())))])
     return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))

@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tensor_cases import P, assert_equals_one_device, make_mesh, normal
+from tensor_cases import EMBED, LINEAR, P, assert_equals_one_device, make_mesh, normal
 
 from axonml_jax.parallel.tensor.conv3d import ParallelConv
 from axonml_jax.parallel.tensor.embedding3d import ParallelEmbedding
 from axonml_jax.parallel.tensor.linear3d import ParallelLinear
 from axonml_jax.parallel.tensor.specs import tensor_specs
 
-F64 = {"param_dtype": jnp.float64}
 GRIDS = {
     "1x1x1": dict(depth=1, row=1, col=1),
     "2x2x2": dict(depth=2, row=2, col=2),
@@ -30,7 +29,7 @@ class Laid(nnx.Module):
     """A chain in which every layer takes its input as the one before left it; the transposed layout alternates."""
 
     def __init__(self, use_bias):
-        options = {"use_bias": use_bias, "bias_init": nnx.initializers.normal(), "rngs": nnx.Rngs(0), **F64}
+        options = {"use_bias": use_bias, "rngs": nnx.Rngs(0), **LINEAR}
         self.first = ParallelLinear(8, 16, gather_output=False, **options)
         self.second = ParallelLinear(16, 8, transpose=True, scatter_input=False, gather_output=False, **options)
         self.third = ParallelLinear(8, 8, scatter_input=False, **options)
@@ -74,10 +73,10 @@ class Tied(nnx.Module):
 
     def __init__(self):
         self.laid = ParallelEmbedding(
-            16, 8, transpose=True, scatter_input=False, gather_output=False, rngs=nnx.Rngs(0), **F64
+            16, 8, transpose=True, scatter_input=False, gather_output=False, rngs=nnx.Rngs(0), **EMBED
         )
-        self.mix = ParallelLinear(8, 8, scatter_input=False, rngs=nnx.Rngs(1), **F64)
-        self.easy = ParallelEmbedding(16, 8, rngs=nnx.Rngs(2), **F64)
+        self.mix = ParallelLinear(8, 8, scatter_input=False, rngs=nnx.Rngs(1), **LINEAR)
+        self.easy = ParallelEmbedding(16, 8, rngs=nnx.Rngs(2), **EMBED)
 
     def __call__(self, ids):
         laid, easy = self.laid(ids), self.easy(ids)
@@ -101,7 +100,7 @@ class Convs(nnx.Module):
     """Convolutions of one spatial rank with every option that moves channels, laid out and in easy mode."""
 
     def __init__(self, rank, use_bias):
-        options = {"use_bias": use_bias, "bias_init": nnx.initializers.normal(), "rngs": nnx.Rngs(0), **F64}
+        options = {"use_bias": use_bias, "rngs": nnx.Rngs(0), **LINEAR}
         kernel = (3, 2, 1)[:rank]
         mask = normal(*kernel, 8, 16) > 0
         self.first = ParallelConv(4, 8, kernel, strides=2, gather_output=False, **options)
@@ -150,7 +149,7 @@ def test_outside_a_mesh_they_are_the_flax_layers():
 
 
 def test_an_example_without_batch_dim_is_convolved_too():
-    conv = ParallelConv(4, 8, (3,), rngs=nnx.Rngs(0), **F64)
+    conv = ParallelConv(4, 8, (3,), rngs=nnx.Rngs(0), **LINEAR)
     assert_equals_one_device(conv, normal(6, 4), dict(row=2, col=2))
 
 

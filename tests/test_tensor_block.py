@@ -1,12 +1,14 @@
 """Transformer blocks of parallel layers, with and without sequence parallelism, equal one device; collectives counted."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from ledger_steps import abstract_mesh, floats
-from tensor_cases import P, assert_equals_one_device, normal, on_one_device, step_on_mesh
+from tensor_cases import EMBED, LINEAR, P, assert_equals_one_device, drawn, normal, on_one_device, step_on_mesh
 
 from axonml_jax.ledger import collectives_in
 from axonml_jax.parallel.tensor.attend import attend
@@ -18,23 +20,20 @@ from axonml_jax.parallel.tensor.row import RowParallelLinear
 from axonml_jax.parallel.tensor.sequence import ParallelLayerNorm, ParallelRMSNorm, join_sequence, split_sequence
 from axonml_jax.parallel.tensor.specs import tensor_specs
 
-F64 = {"param_dtype": jnp.float64}
-
 
 class Block(nnx.Module):
     """A pre-norm transformer block, [..., s, 8] -> [..., s, 8]."""
 
-    def __init__(self, *, kv_heads=None, llama=False, sequence=False, hidden=8, heads=4, inner=12, **options):
-        keys = nnx.Rngs(0)
-        options = {"sequence_parallel": sequence, "rngs": keys, **(options or F64)}
-        bias = {} if llama else {"use_bias": True, "bias_init": nnx.initializers.normal()}
-        norm = ParallelRMSNorm if llama else ParallelLayerNorm
-        linear = {"use_bias": False} if llama else bias
-        self.norm1, self.norm2 = norm(hidden, **bias, **options), norm(hidden, **bias, **options)
+    def __init__(self, *, kv_heads=None, llama=False, sequence=False, hidden=8, heads=4, inner=12, options=LINEAR):
+        shared = {"sequence_parallel": sequence, "rngs": nnx.Rngs(0)}
+        norm = ParallelRMSNorm if llama else partial(ParallelLayerNorm, bias_init=options["bias_init"])
+        norm = partial(norm, scale_init=options["bias_init"], param_dtype=options["param_dtype"], **shared)
+        self.norm1, self.norm2 = norm(hidden), norm(hidden)
+        linear = {"use_bias": not llama, **shared, **options}
         self.attention = TensorParallelAttention(
-            hidden, heads, kv_heads, causal=not sequence, rope_theta=1e4 if llama else None, **linear, **options
+            hidden, heads, kv_heads, causal=not sequence, rope_theta=1e4 if llama else None, **linear
         )
-        self.mlp = ParallelMLP(hidden, inner, activation="swiglu" if llama else "gelu", **linear, **options)
+        self.mlp = ParallelMLP(hidden, inner, activation="swiglu" if llama else "gelu", **linear)
         self.ends = sequence
 
     def __call__(self, x):
@@ -65,12 +64,12 @@ class SequenceModel(nnx.Module):
     """Embedding, one block and the tied head with the sequence split from the first layer to the last."""
 
     def __init__(self):
-        options = {"sequence_parallel": True, "rngs": nnx.Rngs(0), **F64}
-        self.embed = VocabParallelEmbedding(8, 8, gather_output=True, **options)
-        self.mlp = ParallelMLP(8, 8, **options)
-        self.row = RowParallelLinear(8, 8, input_is_parallel=False, **options)
-        self.norm = ParallelLayerNorm(8, **options)
-        self.head = ColumnParallelLinear(8, 4, gather_output=True, **options)
+        options = {"sequence_parallel": True, "rngs": nnx.Rngs(0)}
+        self.embed = VocabParallelEmbedding(8, 8, gather_output=True, **options, **EMBED)
+        self.mlp = ParallelMLP(8, 8, **options, **LINEAR)
+        self.row = RowParallelLinear(8, 8, input_is_parallel=False, **options, **LINEAR)
+        self.norm = ParallelLayerNorm(8, param_dtype=jnp.float64, scale_init=drawn, bias_init=drawn, **options)
+        self.head = ColumnParallelLinear(8, 4, gather_output=True, **options, **LINEAR)
 
     def __call__(self, ids):
         x = self.embed(ids)
@@ -98,7 +97,7 @@ def counted(block, ranks, *shape, check_vma=False, dtype=jnp.float32):
 
 
 B, S, H, RANKS = 4, 64, 256, 4
-BIG = {"hidden": H, "heads": 8, "inner": 4 * H, "dtype": jnp.float32}
+BIG = {"hidden": H, "heads": 8, "inner": 4 * H, "options": {**LINEAR, "param_dtype": jnp.float32}}
 
 
 class Stack(nnx.Module):
@@ -221,4 +220,4 @@ def test_sequence_parallelism_needs_a_sequence():
 def test_an_unknown_activation_is_refused():
     with pytest.raises(ValueError, match="'relu' is not one of 'gelu', 'swiglu'"):
         ParallelMLP(8, 8, activation="relu", rngs=nnx.Rngs(0))
-    assert on_one_device(ParallelMLP(8, 8, rngs=nnx.Rngs(0), **F64), normal(2, 8)).outputs.shape == (2, 8)
+    assert on_one_device(ParallelMLP(8, 8, rngs=nnx.Rngs(0), **LINEAR), normal(2, 8)).outputs.shape == (2, 8)

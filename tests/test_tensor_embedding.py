@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
-from tensor_cases import WHOLE, P, assert_equals_one_device, make_mesh, normal
+from tensor_cases import EMBED, LINEAR, WHOLE, P, assert_equals_one_device, make_mesh, normal
 
 from axonml_jax.ledger import collectives_in
 from axonml_jax.models.loss import token_losses
@@ -23,8 +23,8 @@ class Tied(nnx.Module):
     """Embedding, a layer of its own width, the tied head and the loss."""
 
     def __init__(self, smoothing):
-        self.embed = VocabParallelEmbedding(8, 4, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-        self.mix = nnx.Linear(4, 4, param_dtype=jnp.float64, rngs=nnx.Rngs(1))
+        self.embed = VocabParallelEmbedding(8, 4, **EMBED, rngs=nnx.Rngs(0))
+        self.mix = nnx.Linear(4, 4, **LINEAR, rngs=nnx.Rngs(1))
         self.smoothing = smoothing
 
     def __call__(self, ids):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tensor_cases import P, assert_equals_one_device, make_mesh, normal, on_one_device
+from tensor_cases import LINEAR, P, assert_equals_one_device, make_mesh, normal, on_one_device
 
 from axonml_jax.parallel.tensor.column import ColumnParallelLinear
 from axonml_jax.parallel.tensor.linear3d import ParallelLinear
@@ -29,7 +29,7 @@ class Pairs(nnx.Module):
     """Every kind of column and row layer in one module, so that one program serves all of them."""
 
     def __init__(self, use_bias):
-        options = {"use_bias": use_bias, "param_dtype": jnp.float64, "bias_init": nnx.initializers.normal()}
+        options = {"use_bias": use_bias, **LINEAR}
         keys = nnx.Rngs(0)
         self.column = ColumnParallelLinear(5, 8, rngs=keys, **options)
         self.gathered = ColumnParallelLinear(5, 4, gather_output=True, rngs=keys, **options)
