@@ -8,9 +8,11 @@ from pipeline_cases import accepted
 
 import axonml_jax as ax
 from axonml_jax.parallel.pipeline.action import Action, format_orders, parse_orders
+from axonml_jax.parallel.pipeline.choose import choose
 from axonml_jax.parallel.pipeline.interleaved import Interleaved
 from axonml_jax.parallel.pipeline.one_f_one_b import OneFOneB
 from axonml_jax.parallel.pipeline.rooms import ROOMS, make_schedule
+from axonml_jax.parallel.pipeline.rows import make_timetable
 from axonml_jax.parallel.pipeline.zero_bubble import ZeroBubble
 
 PIPELINE = Path(__file__).resolve().parents[1] / "axonml_jax" / "parallel" / "pipeline"
@@ -34,8 +36,6 @@ PUBLISHED = {
 }
 
 REFUSED = {
-    ("interleaved", 4, 6, 2): "num_microbatches=6 must be a multiple of num_ranks=4.*take 4 or 8, or ONE_F_ONE_B",
-    ("interleaved", 4, 3, 2): "num_microbatches=3 must be a multiple of num_ranks=4.*take 4, or ONE_F_ONE_B",
     ("interleaved", 4, 8, 1): "num_chunks=1 must be at least 2; with one chunk take ONE_F_ONE_B",
     ("interleaved", 1, 8, 2): "num_ranks=1 must be at least 2.*take GPIPE",
     ("interleaved", 1, 8, 1): "num_ranks=1 .*; num_chunks=1 ",
@@ -109,6 +109,24 @@ def test_the_line_of_a_wrong_action_is_named():
 def test_what_cannot_be_run_is_refused_with_rule_and_remedy(case):
     with pytest.raises(ValueError, match=REFUSED[case]):
         make_schedule(*case)
+
+
+@pytest.mark.parametrize(("microbatches", "near"), [(6, "4 or 8"), (3, "4")])
+def test_interleaved_has_a_classic_order_for_whole_groups_alone(microbatches, near):
+    schedule = make_schedule("interleaved", 4, microbatches, 2)
+    words = f"num_microbatches={microbatches} must be a multiple of num_ranks=4.*take {near}, or fused rows"
+    with pytest.raises(ValueError, match=words):
+        schedule.order(0)
+    with pytest.raises(ValueError, match=words):
+        make_timetable(schedule, "alternating")
+    assert schedule.ideal_makespan(1, 1, 1) is None and make_timetable(schedule).num_microbatches == microbatches
+    stats = ax.PipelineMemoryStats.of("interleaved", 4, microbatches, 2)
+    assert stats.classic is None and stats.classic_bytes is None
+    assert stats.allocated == make_timetable(schedule).residuals.size
+    choice = choose(4, microbatches, 2, schedules=["interleaved"])
+    assert [found.rows for found in choice.candidates] == [
+        "fused"
+    ] and "in alternating rows: num_micro" in choice.reason
 
 
 def test_variants_are_of_zero_bubble_alone():

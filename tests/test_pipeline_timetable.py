@@ -41,6 +41,16 @@ def test_large_timetables_too(schedule):
     check_execution(make_timetable(schedule))
 
 
+@pytest.mark.parametrize("ranks", range(2, 6))
+def test_interleaved_executes_groups_that_are_not_whole(ranks):
+    for chunks in (2, 3):
+        for m in range(1, 3 * ranks):
+            timetable = make_timetable(Interleaved(ranks, m, chunks))
+            check_execution(timetable)
+            whole = make_timetable(Interleaved(ranks, -(-m // ranks) * ranks, chunks))
+            assert timetable.num_ticks <= whole.num_ticks and timetable.residuals.size <= whole.residuals.size
+
+
 @pytest.mark.parametrize("schedule", [OneFOneB(4, 6), Interleaved(3, 6, 2), GPipe(3, 2, 2)], ids=str)
 def test_forwards_alone_keep_nothing(schedule):
     timetable = make_timetable(schedule).forward_only

@@ -131,7 +131,8 @@ def _kept(found: Simulation) -> str:
 
 
 def _buffers(planned: AbstractSchedule, timetable: Timetable) -> list[str]:
-    classic = ", ".join(map(str, simulate(planned.orders).peak_activations))
+    without = planned.order_problems()
+    classic = "it has none" if without else ", ".join(map(str, simulate(planned.orders).peak_activations))
     received = timetable.activations.size, timetable.cotangents.size
     return [
         f"          in the classic order: {classic}",

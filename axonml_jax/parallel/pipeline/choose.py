@@ -106,6 +106,7 @@ def choose(
             except ValueError as error:
                 refused.append(str(error))
                 continue
+            refused += [f"{planned.name} in alternating rows: {problem}" for problem in planned.order_problems()]
             for found in _candidates(planned, merged, joined, split_overhead):
                 if max_activations is None or found.activations <= max_activations:
                     accepted.append(found)
@@ -121,7 +122,7 @@ def _candidates(
     planned: AbstractSchedule, costs: StageCosts, joined: int, split_overhead: Times | None
 ) -> Iterator[Candidate]:
     """Both kinds of rows of a schedule whose stages are `joined` of those that activations are counted in."""
-    for rows in ROWS:
+    for rows in ROWS[:1] if planned.order_problems() else ROWS:
         timetable = make_timetable(planned, rows)
         charged = costs if timetable.weight is None else _split(costs, split_overhead)
         makespan = simulate(timetable, charged).makespan

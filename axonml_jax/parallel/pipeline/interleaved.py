@@ -11,28 +11,34 @@ from axonml_jax.parallel.pipeline.schedule import AbstractSchedule, PipelineSche
 class Interleaved(AbstractSchedule):
     """Megatron's virtual pipeline (Narayanan et al. 2021): rank r holds stages r, S+r, 2S+r and so on.
 
-    Microbatches go in groups of S; a group passes all chunks before the next group starts.
-    Bubble: (S-1)/(VM) of the useful time.
+    Microbatches go in groups of S; a group passes all chunks before the next group starts. Bubble: (S-1)/(VM) of the useful
+    time. The classic order and its formulas are of whole groups; the fused rows take any M, and a last group that is not
+    whole leaves its missing microbatches' ticks idle.
     """
 
     name: ClassVar = PipelineSchedule.INTERLEAVED_ONE_F_ONE_B
 
     def problems(self) -> list[str]:
-        """At least two ranks, two chunks, and whole groups of S microbatches."""
-        ranks, chunks, microbatches = self.num_ranks, self.num_chunks, self.num_microbatches
+        """At least two ranks and two chunks."""
+        ranks, chunks = self.num_ranks, self.num_chunks
         found = []
         if ranks < 2:
             found.append(f"num_ranks={ranks} must be at least 2; one rank has no bubble to shrink: take GPIPE")
         if chunks < 2:
             found.append(f"num_chunks={chunks} must be at least 2; with one chunk take ONE_F_ONE_B, which is the same")
-        if microbatches % ranks:
-            below, above = microbatches // ranks * ranks, -(-microbatches // ranks) * ranks
-            near = f"{below} or {above}" if below else f"{above}"
-            found.append(
-                f"num_microbatches={microbatches} must be a multiple of num_ranks={ranks}, because chunks change every "
-                f"{ranks} microbatches; take {near}, or ONE_F_ONE_B, which takes any number"
-            )
         return found
+
+    def order_problems(self) -> list[str]:
+        """Whole groups of S microbatches."""
+        ranks, microbatches = self.num_ranks, self.num_microbatches
+        if microbatches % ranks == 0:
+            return []
+        below, above = microbatches // ranks * ranks, -(-microbatches // ranks) * ranks
+        near = f"{below} or {above}" if below else f"{above}"
+        return [
+            f"num_microbatches={microbatches} must be a multiple of num_ranks={ranks} in the classic order, because chunks "
+            f"change every {ranks} microbatches; take {near}, or fused rows, which take any number"
+        ]
 
     def warmup(self, rank: int) -> int:
         """Megatron's number of forwards before the first backward: 2(S-r-1) + (V-1)S, or all there are."""
@@ -41,6 +47,7 @@ class Interleaved(AbstractSchedule):
 
     def order(self, rank: int) -> tuple[Action, ...]:
         """The warm-up's forwards, then forward and backward in turn, then the remaining backwards."""
+        self.require_order()
         total, warmup = self.num_chunks * self.num_microbatches, self.warmup(rank)
         actions = [self._forward(rank, k) for k in range(warmup)]
         for k in range(warmup, total):
@@ -56,8 +63,10 @@ class Interleaved(AbstractSchedule):
         forward = rank + first + chunk * ranks
         return Ticks(forward, (chunks + 1) * ranks - 2 - rank + first + (chunks - 1 - chunk) * ranks)
 
-    def ideal_makespan(self, forward: float, input_gradient: float, weight_gradient: float) -> float:
-        """(VM + S-1)(F+B), in times of one chunk."""
+    def ideal_makespan(self, forward: float, input_gradient: float, weight_gradient: float) -> float | None:
+        """(VM + S-1)(F+B), in times of one chunk, for whole groups of microbatches."""
+        if self.order_problems():
+            return None
         steps = self.num_chunks * self.num_microbatches + self.num_ranks - 1
         return steps * (forward + input_gradient + weight_gradient)
 

@@ -22,14 +22,14 @@ class PipelineMemoryStats:
     True
 
     Attributes:
-      classic: per rank in the classic order, as papers and PyTorch count them.
+      classic: per rank in the classic order, as papers and PyTorch count them; None for a size that has none.
       executed: per rank in the rows of the timetable that is executed.
       allocated: on every rank, in the program that is executed: it is the same on all ranks, so each allocates the maximum.
         One trash slot for idle ticks, which is no activation, is not counted.
       bytes_per_activation: size of one activation, of the largest stage where they differ.
     """
 
-    classic: tuple[int, ...]
+    classic: tuple[int, ...] | None
     executed: tuple[int, ...]
     allocated: int
     bytes_per_activation: int
@@ -61,7 +61,7 @@ class PipelineMemoryStats:
           ValueError: for a size that the schedule refuses.
         """
         planned = make_schedule(schedule, num_ranks, num_microbatches, num_chunks, variant=variant)
-        classic = simulate(planned.orders).peak_activations
+        classic = None if planned.order_problems() else simulate(planned.orders).peak_activations
         residuals = make_timetable(planned, rows).residuals
         return cls(classic, residuals.counts, residuals.size, bytes_per_activation)
 
@@ -75,7 +75,7 @@ class PipelineMemoryStats:
         Raises:
           ValueError: for sizes below 1.
         """
-        return PipelineMemoryStats.of(PipelineSchedule.GPIPE, num_ranks, num_microbatches).classic
+        return simulate(make_schedule(PipelineSchedule.GPIPE, num_ranks, num_microbatches).orders).peak_activations
 
     @staticmethod
     def one_f_one_b_peak_activations(num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
@@ -87,12 +87,14 @@ class PipelineMemoryStats:
         Raises:
           ValueError: for sizes below 1.
         """
-        return PipelineMemoryStats.of(PipelineSchedule.ONE_F_ONE_B, num_ranks, num_microbatches).classic
+        return simulate(
+            make_schedule(PipelineSchedule.ONE_F_ONE_B, num_ranks, num_microbatches).orders
+        ).peak_activations
 
     @property
-    def classic_bytes(self) -> int:
-        """Bytes over all ranks in the classic order."""
-        return sum(self.classic) * self.bytes_per_activation
+    def classic_bytes(self) -> int | None:
+        """Bytes over all ranks in the classic order; None for a size that has none."""
+        return None if self.classic is None else sum(self.classic) * self.bytes_per_activation
 
     @property
     def executed_bytes(self) -> int:

@@ -107,13 +107,30 @@ class AbstractSchedule(abc.ABC):
         """The stages that live on a rank."""
         return range(rank, self.num_stages, self.num_ranks)
 
+    def order_problems(self) -> Sequence[str]:
+        """Why this size has no classic order, though fused rows execute it; empty when it has one."""
+        return []
+
+    def require_order(self) -> None:
+        """Refuse a size that has no classic order.
+
+        Raises:
+          ValueError: with the rule and the remedy.
+        """
+        if problems := self.order_problems():
+            raise ValueError(f"{self.name}: {'; '.join(problems)}")
+
     @abc.abstractmethod
     def problems(self) -> Sequence[str]:
         """Why this size is refused, each with its remedy; empty when it is accepted."""
 
     @abc.abstractmethod
     def order(self, rank: int) -> tuple[Action, ...]:
-        """The classic order: what papers and PyTorch print, each rank starting an action as soon as it can."""
+        """The classic order: what papers and PyTorch print, each rank starting an action as soon as it can.
+
+        Raises:
+          ValueError: for a size that `order_problems` refuses.
+        """
 
     @abc.abstractmethod
     def ticks(self) -> Ticks:

@@ -1,0 +1,156 @@
+"""Every timetable computes what the unsplit model computes: loss, metrics, gradients, states, outputs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from pipeline_runs import VOCABULARY, Case, Outcome, batch_of, layouts, model, run, stacked, unsplit, width
+
+from axonml_jax.collectives.primitives import sum_over
+from axonml_jax.collectives.varying import vary
+from axonml_jax.parallel.pipeline import executor, tick
+from axonml_jax.parallel.pipeline.rooms import make_schedule
+from axonml_jax.parallel.pipeline.shared import without_copies
+from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers, Stored
+from axonml_jax.parallel.pipeline.stages import Stage, StageOutput
+from axonml_jax.testing.compare import assert_trees_close
+
+
+def sizes(schedule: str, chunks: int, which: tuple[int, ...]) -> list[Case]:
+    """From fewer microbatches than ranks to four times as many, turning through both kinds of types and data degrees."""
+    cases = []
+    for ranks in (2, 3, 4):
+        for i in which:
+            m, turn = (ranks - 1, ranks, 2 * ranks + 1, 4 * ranks)[i], i + ranks
+            cases.append(Case(schedule, ranks, m, chunks, data=1 + turn % 2, check_vma=bool(turn // 2 % 2)))
+    return cases
+
+
+CASES = [*sizes("1f1b", 1, (0, 1, 2, 3)), *sizes("gpipe", 1, (0, 3)), *sizes("zero-bubble", 1, (1, 2))]
+CASES += sizes("interleaved", 2, (0, 2, 3))[:-2]  # eight stages once
+CASES += [Case("1f1b", 2, 4, data=data, check_vma=vma) for data in (1, 2) for vma in (False, True)]
+CASES += [Case("1f1b", 3, 4, check_vma=vma, remat=True, data=2) for vma in (False, True)]
+CASES += [Case("gpipe", 2, 3, chunks=2), Case("gpipe", 1, 3, chunks=3), Case("1f1b", 3, 5, rows="alternating")]
+CASES += [Case("zero-bubble", 3, 5, rows="alternating", check_vma=True), Case("interleaved", 2, 4, 3, remat=True)]
+CASES += [
+    Case("1f1b", 4, 6, forward_only=True, data=2, check_vma=True),
+    Case("interleaved", 2, 5, 2, forward_only=True),
+]
+
+
+@pytest.mark.parametrize("case", list(dict.fromkeys(CASES)), ids=str)
+def test_a_pipeline_computes_what_the_unsplit_model_computes(case):
+    got, wanted = run(case), unsplit(case.ranks * case.chunks, case.microbatches, case.data)
+    assert_trees_close(got.loss, wanted.loss, "loss")
+    assert_trees_close(got.aux, wanted.aux, "metrics")
+    assert_trees_close(got.states, wanted.states, "states")
+    assert_trees_close(got.outputs, wanted.outputs, "outputs")
+    if not case.forward_only:
+        assert_trees_close(got.grads, wanted.grads, "gradients")
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_what_idle_ticks_write_and_send_reaches_nothing(check_vma, monkeypatch):
+    poison = lambda sizes: {
+        group: vary(jnp.full(size, jnp.nan if "float" in group.dtype else 1, group.dtype), group.axes)
+        for group, size in sizes.items()
+    }
+    monkeypatch.setattr(tick, "nothing", poison)
+    for case in (Case("1f1b", 3, 2, check_vma=check_vma), Case("interleaved", 2, 3, 2, check_vma=check_vma)):
+        got, wanted = run(case), unsplit(case.ranks * case.chunks, case.microbatches, case.data)
+        for name in Outcome._fields:
+            assert_trees_close(getattr(got, name), getattr(wanted, name), name)
+
+
+def test_a_table_with_wrong_slots_would_be_noticed(monkeypatch):
+    real = executor.make_table
+
+    def wrong(timetable):
+        table = real(timetable)
+        return table._replace(backward=table.backward._replace(slot=np.minimum(table.backward.slot + 1, 2)))
+
+    monkeypatch.setattr(executor, "make_table", wrong)
+    with pytest.raises(AssertionError, match="gradients"):
+        assert_trees_close(run(Case("1f1b", 3, 2)).grads, unsplit(3, 2, 1).grads, "gradients")
+
+
+def test_norms_count_a_tied_embedding_once():
+    case = Case("1f1b", 3, 4)
+    layout, _ = layouts(case)
+    mesh = Mesh(np.array(jax.devices()[:3]), "pipe")
+    norm = lambda buffers: sum_over(
+        sum(jnp.sum(x**2) for x in without_copies(layout, {g: x[0] for g, x in buffers.items()}).values()), "pipe"
+    )
+    got = jax.jit(jax.shard_map(norm, mesh=mesh, in_specs=P("pipe"), out_specs=P()))(stacked(layout, model(3).weights))
+    leaves = [
+        leaf for tree in [*model(3).weights[:-1], {"head": model(3).weights[-1]["head"]}] for leaf in tree.values()
+    ]
+    np.testing.assert_allclose(got, sum(np.sum(leaf**2) for leaf in leaves), rtol=1e-12)
+
+
+def test_a_rank_holds_its_own_stages_and_a_shared_leaf_once():
+    case = Case("gpipe", 1, 3, chunks=3)
+    layout, _ = layouts(case)
+    (size,) = layout.sizes.values()
+    embedding, scale, w, b, head = VOCABULARY * width(0), 1, width(0) * width(1), width(1), width(1) * width(0)
+    assert size == embedding + scale + w + b + head
+    (split,) = layouts(Case("1f1b", 3, 3))[0].sizes.values()
+    assert split == max(embedding + scale, w + b, head + embedding)
+
+
+def test_everything_that_does_not_agree_is_named():
+    case = Case("1f1b", 2, 4)
+    layout, _ = layouts(case)
+    timetable = executor.Timetable.of(3, make_schedule("1f1b", 3, 5).ticks())
+    buffers = {group: jnp.zeros(size + 1) for group, size in layout.sizes.items()}
+
+    def local(batch):
+        return executor.run_pipeline([], timetable, layout, buffers, batch, keys=jnp.zeros(5)).loss
+
+    mesh = Mesh(np.array(jax.devices()[:2]), "pipe")
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P()), batch_of(4, 1))
+    words = ("0 stages were given, and the timetable has 3", "the axis has 2 ranks, and the timetable 3", "pack_rank")
+    for word in (*words, "batch tokens of shape (4, 2, 3) must begin with M = 5", "the layout of weights is of"):
+        assert word in str(error.value)
+
+
+def traced_with(stage, state=None, **options):
+    """Trace one stage that is the whole model."""
+    weights = {"w": Stored((2,), jnp.float64)}
+    layout = StageBuffers.of([weights], 1)
+    states_layout = StageBuffers.of([state], 1)
+    timetable = executor.Timetable.of(1, make_schedule("1f1b", 1, 2).ticks())
+
+    def local(buffers, states, batch):
+        return executor.run_pipeline(
+            [Stage(stage)], timetable, layout, buffers, batch, states_layout=states_layout, states=states, **options
+        ).loss
+
+    mesh = Mesh(np.array(jax.devices()[:1]), "pipe")
+    buffers = [{group: jnp.zeros(size) for group, size in each.sizes.items()} for each in (layout, states_layout)]
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P())
+    return jax.eval_shape(mapped, *buffers, jnp.zeros((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("stage", "error", "words"),
+    [
+        (lambda w, x, batch, key, state: batch, TypeError, "return StageOutput"),
+        (lambda w, x, batch, key, state: StageOutput(None, batch, state=state), ValueError, "stage 0: float64.3."),
+        (lambda w, x, batch, key, state: StageOutput(None, 0.0, None, w["w"][:1]), ValueError, "was given a state of"),
+    ],
+)
+def test_stages_that_return_something_else_are_refused(stage, error, words):
+    with pytest.raises(error, match=words):
+        traced_with(stage, {"s": Stored((2,), jnp.float64)})
+
+
+def test_a_shared_leaf_must_be_the_same_everywhere():
+    tied = [{"e": Stored((2, n), jnp.float64, shared="e")} for n in (3, 4)]
+    with pytest.raises(ValueError, match=r"'e' is .* in stage 0 and .* in stage 1"):
+        StageBuffers.of(tied, 2)
+    with pytest.raises(ValueError, match="3 stages do not divide over 2 ranks"):
+        StageBuffers.of([{}] * 3, 2)

@@ -1,0 +1,228 @@
+"""What the compiled pipeline costs: memory that 1F1B keeps flat, a program that does not grow, two shifts per tick."""
+
+import functools
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from axonml_jax.collectives.pairs import copy_to, reduce_from
+from axonml_jax.collectives.primitives import gather_whole, scatter_sum, sum_over
+from axonml_jax.collectives.varying import vary
+from axonml_jax.ledger import collectives_in, collectives_in_compiled
+from axonml_jax.parallel.pipeline.executor import run_pipeline
+from axonml_jax.parallel.pipeline.rooms import make_schedule
+from axonml_jax.parallel.pipeline.rows import make_timetable
+from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers, Stored
+from axonml_jax.parallel.pipeline.stages import Stage, StageOutput
+
+RANKS = 4
+
+
+class Shape(NamedTuple):
+    """A pipeline of square layers."""
+
+    schedule: str = "1f1b"
+    microbatches: int = 8
+    rows: int = 4
+    width: int = 8
+    layers: int = 2
+    chunks: int = 1
+    remat: bool = False
+
+
+def stage(number: int, count: int, weights, x, batch, key, state):
+    h = batch["x"] if x is None else x
+    for w in weights:
+        h = jnp.sin(h @ w)
+    return StageOutput(None, jnp.mean((h - batch["y"]) ** 2)) if number == count - 1 else StageOutput(h)
+
+
+def step_of(shape: Shape, mesh, data: int = 1):
+    """(step, abstract arguments): gradients reduced over `data` once."""
+    count = RANKS * shape.chunks
+    stages = [Stage(functools.partial(stage, p, count)) for p in range(count)]
+    layout = StageBuffers.of([[Stored((shape.width, shape.width), "float32")] * shape.layers] * count, RANKS)
+    timetable = make_timetable(make_schedule(shape.schedule, RANKS, shape.microbatches, shape.chunks))
+
+    def local(weights, batch):
+        mine = {group: vary(x[0], "data") for group, x in weights.items()}
+        result = run_pipeline(stages, timetable, layout, mine, batch, remat=shape.remat)
+        grads = {group: sum_over(x, "data")[None] / data for group, x in result.grads.items()}
+        return sum_over(result.loss, "data") / data, grads
+
+    specs = (P("pipe"), P(None, "data"))
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), P("pipe")), check_vma=False))
+    weights = {group: jax.ShapeDtypeStruct((RANKS, size), group.dtype) for group, size in layout.sizes.items()}
+    rows = jax.ShapeDtypeStruct((shape.microbatches, data * shape.rows, shape.width), "float32")
+    return step, (weights, {"x": rows, "y": rows})
+
+
+def abstract_mesh(data: int) -> AbstractMesh:
+    return AbstractMesh((data, RANKS), ("data", "pipe"), axis_types=(AxisType.Auto,) * 2)
+
+
+@functools.cache
+def compiled(shape: Shape):
+    mesh = Mesh(np.array(jax.devices()[:RANKS]).reshape(1, RANKS), ("data", "pipe"))
+    step, arguments = step_of(shape, mesh)
+    return step.lower(*arguments).compile()
+
+
+def temporaries(shape: Shape) -> int:
+    return compiled(shape).memory_analysis().temp_size_in_bytes
+
+
+WIDE = Shape(rows=512)  # activations weigh more than anything else
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_memory_of_1f1b_is_flat_in_microbatches_and_below_gpipes(remat):
+    shape = WIDE._replace(remat=remat)
+    few, many = (temporaries(shape._replace(microbatches=m)) for m in (8, 64))
+    assert abs(many / few - 1) < 0.05
+    assert many < temporaries(shape._replace(schedule="gpipe", microbatches=16))
+
+
+def test_recomputing_keeps_the_inputs_alone():
+    assert temporaries(WIDE._replace(remat=True)) < 0.6 * temporaries(WIDE)
+
+
+def test_temporaries_are_the_slots_two_gradients_and_one_tick():
+    """Slots and the trash hold one stage's residuals each; one tick makes as much again, twice: values, then packed."""
+    shape = WIDE._replace(layers=4)
+    activation, layer = 4 * shape.rows * shape.width, 4 * shape.width**2
+    kept = (2 * shape.layers) * activation  # of each layer its input and the cosine; the first input is the batch's
+    received = 2 * 2 * activation  # a slot and the trash, of activations and of their gradients
+    slots = 2 * RANKS - 1 + 1
+    allowed = (slots + 2) * (kept + activation) + received + 2 * shape.layers * layer
+    assert temporaries(shape) <= 1.1 * allowed
+
+
+def test_gradients_are_accumulated_in_one_buffer_and_one_copy_at_most():
+    shape = Shape(rows=1, width=128, layers=4)
+    stage_bytes = 4 * shape.layers * shape.width**2
+    for m in (8, 64):
+        assert temporaries(shape._replace(microbatches=m)) <= 1.1 * 2 * stage_bytes + 4 * shape.width**2
+
+
+def equations(jaxpr) -> int:
+    inner = [value for eqn in jaxpr.eqns for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)]
+    return len(jaxpr.eqns) + sum(equations(getattr(value, "jaxpr", value)) for value in inner if is_jaxpr(value))
+
+
+def is_jaxpr(value) -> bool:
+    return hasattr(getattr(value, "jaxpr", value), "eqns")
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])
+def test_the_program_does_not_grow_with_microbatches(schedule, chunks):
+    sizes = []
+    for m in (8, 64):
+        step, arguments = step_of(Shape(schedule, m, chunks=chunks), abstract_mesh(1))
+        sizes.append(equations(step.trace(*arguments).jaxpr.jaxpr))
+    assert sizes[0] == sizes[1] > 0
+
+
+def test_compiling_takes_no_longer_with_more_microbatches():
+    times = {8: [], 64: []}
+    for _ in range(3):
+        for m, spent in times.items():
+            mesh = Mesh(np.array(jax.devices()[:RANKS]).reshape(1, RANKS), ("data", "pipe"))
+            step, arguments = step_of(Shape(microbatches=m), mesh)
+            start = time.process_time()  # other programs share the machine's cores
+            step.lower(*arguments).compile()
+            spent.append(time.process_time() - start)
+    assert min(times[64]) <= 1.2 * min(times[8])
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1)])
+def test_a_tick_has_two_shifts_and_nothing_else(schedule, chunks):
+    shape = Shape(schedule, 8, chunks=chunks)
+    step, arguments = step_of(shape, abstract_mesh(2), data=2)
+    found = collectives_in(step, *arguments)
+    in_loop = [entry for entry in found if entry.in_loop]
+    assert [(entry.kind, entry.axes, entry.label) for entry in in_loop] == [
+        ("permute", ("pipe",), "activations"),
+        ("permute", ("pipe",), "cotangents"),
+    ]
+    timetable = make_timetable(make_schedule(schedule, RANKS, 8, chunks))
+    for entry in in_loop:
+        assert entry.executions == timetable.num_ticks and entry.elements == shape.rows * shape.width
+        assert not any("branch" in str(step) for step in entry.path)
+    once = [(entry.kind, entry.axes) for entry in found if not entry.in_loop and entry.elements > 1]
+    assert once == [("all_reduce", ("data",))]
+
+
+def test_compiled_shifts_stay_in_the_loop_and_reductions_outside():
+    found = collectives_in_compiled(compiled(WIDE))
+    assert sorted(entry.kind for entry in found if entry.in_loop) == ["permute", "permute"]
+
+
+def tensor_stage(number: int, weights, x, batch, key, state):
+    """Column then row parallel: communicates over `tensor` inside the branch."""
+    h = batch if x is None else x
+    h = reduce_from(jnp.tanh(copy_to(h, "tensor") @ weights["up"]) @ weights["down"], "tensor")
+    return StageOutput(None, jnp.mean(h**2)) if number == 1 else StageOutput(h)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_stages_may_communicate_over_other_axes_and_gather_in_every_tick(check_vma):
+    """pipe 2 x fsdp 2 x tensor 2: weights split over both, gathered over fsdp when a tick reads them."""
+    width, hidden, m = 4, 6, 3
+    rng = np.random.default_rng(0)
+    whole = [{"up": rng.normal(size=(width, hidden)), "down": rng.normal(size=(hidden, width))} for _ in range(2)]
+    batch = rng.normal(size=(m, 4, width))
+    up, down = (
+        Stored((width // 2, hidden // 2), "float64", ("fsdp", "tensor")),
+        Stored((hidden // 2, width // 2), "float64", ("fsdp", "tensor")),
+    )
+    layout = StageBuffers.of([{"up": up, "down": down}] * 2, 2)
+    dims = (1, 0)  # in tree order down, up: where fsdp splits each
+    read = lambda leaves: [gather_whole(x, "fsdp", d, invarying=False) for x, d in zip(leaves, dims, strict=True)]
+    sync = lambda grads: [scatter_sum(g, "fsdp", d) for g, d in zip(grads, dims, strict=True)]
+    stages = [Stage(functools.partial(tensor_stage, p), read, sync) for p in range(2)]
+    timetable = make_timetable(make_schedule("1f1b", 2, m))
+
+    def local(weights, batch):
+        result = run_pipeline(stages, timetable, layout, {g: x[0, 0, 0] for g, x in weights.items()}, batch)
+        loss = sum_over(result.loss, "fsdp") / 2
+        return loss, {g: x[None, None, None] / 2 for g, x in result.grads.items()}
+
+    def part(tree, f, t):
+        cut = lambda x, dim, i: np.split(x, 2, dim)[i]
+        return {"up": cut(cut(tree["up"], 0, f), 1, t), "down": cut(cut(tree["down"], 1, f), 0, t)}
+
+    packed = [[[layout.pack_rank(p, [part(whole[p], f, t)]) for t in range(2)] for f in range(2)] for p in range(2)]
+    (group,) = layout.sizes
+    weights = {group: np.stack([np.stack([np.stack([b[group] for b in row]) for row in rank]) for rank in packed])}
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("pipe", "fsdp", "tensor"))
+    spec = P("pipe", "fsdp", "tensor")
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(spec, P(None, "fsdp")), out_specs=(P(), spec), check_vma=check_vma
+    )
+    loss, grads = jax.jit(mapped)(weights, batch)
+
+    def unsplit(whole):
+        h = batch
+        for w in whole:
+            h = jnp.tanh(h @ w["up"]) @ w["down"]
+        return jnp.mean(h**2)
+
+    wanted, of_whole = jax.value_and_grad(unsplit)(whole)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-12)
+    for p in range(2):
+        for f in range(2):
+            for t in range(2):
+                got = layout.unpack_rank(p, {group: np.asarray(grads[group])[p, f, t]})[0]
+                jax.tree.map(
+                    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), got, part(of_whole[p], f, t)
+                )
+    entries = collectives_in(jax.jit(mapped), weights, batch)
+    gathers = [entry for entry in entries if entry.kind == "all_gather"]
+    assert gathers and all(entry.in_loop and "branch" in entry.where for entry in gathers)
