@@ -24,12 +24,14 @@ from axonml_jax.parallel.tensor.specs import tensor_specs
 class Block(nnx.Module):
     """A pre-norm transformer block, [..., s, 8] -> [..., s, 8]."""
 
-    def __init__(self, *, kv_heads=None, llama=False, sequence=False, hidden=8, heads=4, inner=12, options=LINEAR):
+    def __init__(
+        self, *, kv_heads=None, llama=False, sequence=False, hidden=8, heads=4, inner=12, options=LINEAR, ring=False
+    ):
         shared = {"sequence_parallel": sequence, "rngs": nnx.Rngs(0)}
         norm = ParallelRMSNorm if llama else partial(ParallelLayerNorm, bias_init=options["bias_init"])
         norm = partial(norm, scale_init=options["bias_init"], param_dtype=options["param_dtype"], **shared)
         self.norm1, self.norm2 = norm(hidden), norm(hidden)
-        linear = {"use_bias": not llama, **shared, **options}
+        linear = {"use_bias": not llama, "ring": ring, **shared, **options}
         self.attention = TensorParallelAttention(
             hidden, heads, kv_heads, causal=not sequence, rope_theta=1e4 if llama else None, **linear
         )
@@ -221,3 +223,23 @@ def test_an_unknown_activation_is_refused():
     with pytest.raises(ValueError, match="'relu' is not one of 'gelu', 'swiglu'"):
         ParallelMLP(8, 8, activation="relu", rngs=nnx.Rngs(0))
     assert on_one_device(ParallelMLP(8, 8, rngs=nnx.Rngs(0), **LINEAR), normal(2, 8)).outputs.shape == (2, 8)
+
+
+@pytest.mark.parametrize(("ranks", "check_vma"), [(2, True), (4, False)], ids=["2ranks-vma", "4ranks-novma"])
+def test_rings_change_the_schedule_and_not_the_result(ranks, check_vma):
+    mlp = ParallelMLP(8, 12, activation="swiglu", sequence_parallel=True, ring=True, rngs=nnx.Rngs(0), **LINEAR)
+    assert_equals_one_device(Split(mlp), normal(2, 4, 8), {"tensor": ranks}, check_vma=check_vma)
+
+
+def test_a_ring_sends_the_same_bytes_in_hops_between_the_products():
+    plain, ring = (counted(Split(Stack(1, sequence=True, ring=ring)), RANKS, B, S, H) for ring in (False, True))
+    hops = [entry for entry in ring if entry.kind == "permute"]
+    assert len(hops) == 10 * (RANKS - 1) and {entry.elements for entry in hops} == {B * S * H // RANKS}
+    assert sum(entry.wire_bytes for entry in ring) == sum(entry.wire_bytes for entry in plain)
+    assert [entry.kind for entry in ring if entry.kind != "permute"] == ["all_gather"] * 2  # the edges
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, ParallelMLP])
+def test_a_ring_without_sequence_parallelism_is_refused(kind):
+    with pytest.raises(ValueError, match="set sequence_parallel=True too"):
+        kind(8, 8, ring=True, rngs=nnx.Rngs(0))

@@ -25,6 +25,7 @@ class TensorParallelAttention(nnx.Module):
       rope_theta: base of rotary positions; None: no positions.
       use_bias: whether the linear layers have biases.
       sequence_parallel: input and output are this rank's part of the sequence.
+      ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
       axis: the mesh axis.
       rngs: stream `params`.
       **options: those of `nnx.Linear`, for every linear layer.
@@ -48,6 +49,7 @@ class TensorParallelAttention(nnx.Module):
         rope_theta: float | None = None,
         use_bias: bool = True,
         sequence_parallel: bool = False,
+        ring: bool = False,
         axis: str = "tensor",
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
@@ -55,7 +57,14 @@ class TensorParallelAttention(nnx.Module):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_size = _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta)
         self.causal, self.rope_theta = causal, rope_theta
-        shared = {"use_bias": use_bias, "sequence_parallel": sequence_parallel, "axis": axis, "rngs": rngs, **options}
+        shared = {
+            "use_bias": use_bias,
+            "sequence_parallel": sequence_parallel,
+            "ring": ring,
+            "axis": axis,
+            "rngs": rngs,
+            **options,
+        }
 
         def heads(units: Units):
             return ColumnParallelLinear(hidden_size, units.count * self.head_size, units=units, **shared)

@@ -11,7 +11,7 @@ from axonml_jax.collectives.pairs import copy_to, gather_from
 from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.parallel.tensor.axes import bound, degree
 from axonml_jax.parallel.tensor.options import LinearOptions
-from axonml_jax.parallel.tensor.region import entered
+from axonml_jax.parallel.tensor.region import check_ring, entered
 from axonml_jax.parallel.tensor.specs import Units, check_shard, metadata
 from axonml_jax.parallel.tensor.substitute import add_bias, linear
 
@@ -27,13 +27,15 @@ class ColumnParallelLinear(nnx.Linear):
       use_bias: whether to add b.
       gather_output: True returns the whole output on every rank.
       sequence_parallel: the input is this rank's part [..., s/n, i] of the sequence.
+      ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
       axis: the mesh axis.
       units: parts of the output features that are not cut (attention heads); None: any cut will do.
       rngs: stream `params`.
       **options: those of `nnx.Linear`.
 
     Raises:
-      ValueError: in the call, when o does not divide; from the constructor, for `units` with `gather_output`.
+      ValueError: in the call, when o does not divide; from the constructor, for `units` with `gather_output` and for
+        `ring` without sequence parallelism.
 
     Communicates: see `column_outputs`; with `gather_output` one all-gather of y more.
     """
@@ -46,22 +48,20 @@ class ColumnParallelLinear(nnx.Linear):
         use_bias: bool = True,
         gather_output: bool = False,
         sequence_parallel: bool = False,
+        ring: bool = False,
         axis: str = "tensor",
         units: Units | None = None,
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
+        check_ring("ColumnParallelLinear", ring, sequence_parallel)
         if units is not None and gather_output:
             raise ValueError("ColumnParallelLinear: units may be held by several ranks, so gather_output must be False")
         options["kernel_metadata"] = metadata(PartitionSpec(None, axis), options.get("kernel_metadata"), units)
         options["bias_metadata"] = metadata(PartitionSpec(axis), options.get("bias_metadata"), units)
         super().__init__(in_features, out_features, use_bias=use_bias, rngs=rngs, **options)
-        self.gather_output, self.sequence_parallel, self.axis, self.units = (
-            gather_output,
-            sequence_parallel,
-            axis,
-            units,
-        )
+        self.gather_output, self.sequence_parallel, self.ring = gather_output, sequence_parallel, ring
+        self.axis, self.units = axis, units
 
     def __call__(self, x: jax.Array, out_sharding=None) -> jax.Array:
         """Apply the layer.
@@ -123,5 +123,5 @@ def column_outputs(layers: Sequence[ColumnParallelLinear], x: jax.Array) -> tupl
     def products(x, kernels):
         return tuple(linear(layer, x, kernel) for layer, kernel in zip(layers, kernels, strict=True))
 
-    outputs = entered(products, x, tuple(kernels), axes, sequence=first.sequence_parallel)
+    outputs = entered(products, x, tuple(kernels), axes, sequence=first.sequence_parallel, ring=first.ring)
     return tuple(add_bias(y, bias) for y, bias in zip(outputs, biases, strict=True))

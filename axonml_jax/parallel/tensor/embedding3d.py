@@ -13,7 +13,7 @@ from axonml_jax.parallel.tensor.grid import Grid
 from axonml_jax.parallel.tensor.linear3d import ROW_COL_DEPTH
 from axonml_jax.parallel.tensor.lookup import own_rows, require_integers
 from axonml_jax.parallel.tensor.options import EmbedOptions
-from axonml_jax.parallel.tensor.regather import regathered
+from axonml_jax.parallel.tensor.rerun import regathered
 from axonml_jax.parallel.tensor.specs import check_shard, metadata
 
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from axonml_jax.collectives.pairs import copy_to, gather_from, reduce_from, split_to
 from axonml_jax.parallel.tensor.axes import bound
-from axonml_jax.parallel.tensor.regather import regathered
+from axonml_jax.parallel.tensor.rerun import regathered
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ class ParallelMLP(nnx.Module):
       activation: "gelu" (its tanh approximation, as in GPT-2) or "swiglu".
       use_bias: whether the linear layers have biases.
       sequence_parallel: input and output are this rank's part of the sequence.
+      ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
       axis: the mesh axis.
       rngs: stream `params`.
       **options: those of `nnx.Linear`, for every linear layer.
@@ -38,6 +39,7 @@ class ParallelMLP(nnx.Module):
         activation: Literal["gelu", "swiglu"] = "gelu",
         use_bias: bool = True,
         sequence_parallel: bool = False,
+        ring: bool = False,
         axis: str = "tensor",
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
@@ -51,6 +53,7 @@ class ParallelMLP(nnx.Module):
                 inner_size,
                 use_bias=use_bias,
                 sequence_parallel=sequence_parallel,
+                ring=ring,
                 axis=axis,
                 rngs=rngs,
                 **options,
@@ -63,6 +66,7 @@ class ParallelMLP(nnx.Module):
             hidden_size,
             use_bias=use_bias,
             sequence_parallel=sequence_parallel,
+            ring=ring,
             axis=axis,
             rngs=rngs,
             **options,

@@ -11,13 +11,16 @@ import jax
 
 from axonml_jax.collectives.pairs import copy_to, reduce_from
 from axonml_jax.collectives.primitives import scatter_sum
-from axonml_jax.parallel.tensor.regather import regathered
+from axonml_jax.parallel.tensor.rerun import regathered
+from axonml_jax.parallel.tensor.ring import ring_gathered, ring_scattered
 
 SEQUENCE_DIM = -2
 """The dim that sequence parallelism splits: s of [..., s, h]."""
 
 
-def entered(fn: Callable[..., Any], x: jax.Array, weights: Any, axes: tuple[str, ...], *, sequence: bool) -> Any:
+def entered(
+    fn: Callable[..., Any], x: jax.Array, weights: Any, axes: tuple[str, ...], *, sequence: bool, ring: bool = False
+) -> Any:
     """`fn(x, weights)` with x read by every rank of `axes`.
 
     Args:
@@ -26,13 +29,14 @@ def entered(fn: Callable[..., Any], x: jax.Array, weights: Any, axes: tuple[str,
       weights: a pytree of arrays.
       axes: bound mesh axes of total size n.
       sequence: whether x is split along the sequence.
+      ring: whether its gathers and the scatter are cut into hops between the products (`ring.py`).
 
     Communicates: nothing forward and one all-reduce of x backward; with `sequence` one all-gather forward, an all-gather
     and a reduce-scatter backward.
     """
     if sequence and axes:
         _require_sequence(x)
-        return regathered(fn, x, weights, axes, SEQUENCE_DIM)
+        return (ring_gathered if ring else regathered)(fn, x, weights, axes, SEQUENCE_DIM)
     return fn(copy_to(x, axes) if axes else x, weights)
 
 
@@ -49,12 +53,38 @@ def left(y: jax.Array, axes: tuple[str, ...], *, sequence: bool) -> jax.Array:
     return scatter_sum(y, axes, SEQUENCE_DIM)
 
 
+def summed(
+    fn: Callable[..., jax.Array], x: jax.Array, weights: Any, axes: tuple[str, ...], *, sequence: bool, ring: bool
+) -> jax.Array:
+    """`left(fn(x, weights))`; a ring cuts the reduce-scatter into hops between the products.
+
+    Communicates: what `left` does.
+    """
+    if ring and sequence and axes:
+        _require_sequence(x)
+        return ring_scattered(fn, x, weights, axes, SEQUENCE_DIM)
+    return left(fn(x, weights), axes, sequence=sequence)
+
+
 def outside(parameter: jax.Array | None, axes: tuple[str, ...], *, sequence: bool) -> jax.Array | None:
     """A parameter that is used outside the region, such as a norm's scale: with `sequence` its gradient is summed.
 
     Communicates: with `sequence` one all-reduce of the parameter backward.
     """
     return copy_to(parameter, axes) if sequence and axes and parameter is not None else parameter
+
+
+def check_ring(layer: str, ring: bool, sequence_parallel: bool) -> None:
+    """Refuse a ring where there is no gather and no scatter to cut.
+
+    Raises:
+      ValueError: naming the layer.
+    """
+    if ring and not sequence_parallel:
+        raise ValueError(
+            f"{layer}: ring=True cuts the gathers and scatters of sequence parallelism into hops, and there are none: "
+            "set sequence_parallel=True too"
+        )
 
 
 def _require_sequence(x: jax.Array) -> None:

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from axonml_jax.collectives.pairs import split_to
 from axonml_jax.parallel.tensor.axes import bound
 from axonml_jax.parallel.tensor.options import LinearOptions
-from axonml_jax.parallel.tensor.region import left, outside
+from axonml_jax.parallel.tensor.region import check_ring, outside, summed
 from axonml_jax.parallel.tensor.specs import check_shard, metadata
 from axonml_jax.parallel.tensor.substitute import add_bias, linear
 
@@ -25,12 +25,13 @@ class RowParallelLinear(nnx.Linear):
       use_bias: whether to add b.
       input_is_parallel: the input is this rank's features [..., i/n]; False: it is whole, and each rank takes its own.
       sequence_parallel: the output is this rank's part [..., s/n, o] of the sequence.
+      ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
       axis: the mesh axis.
       rngs: stream `params`.
       **options: those of `nnx.Linear`.
 
     Raises:
-      ValueError: in the call, when i does not divide.
+      ValueError: in the call, when i does not divide; from the constructor, for `ring` without sequence parallelism.
 
     Communicates: one all-reduce of y forward, nothing backward; with sequence parallelism one reduce-scatter of y forward,
     one all-gather of its gradient and an all-reduce of the bias's backward. A whole input: one all-gather of its gradient.
@@ -44,13 +45,16 @@ class RowParallelLinear(nnx.Linear):
         use_bias: bool = True,
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
+        ring: bool = False,
         axis: str = "tensor",
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
+        check_ring("RowParallelLinear", ring, sequence_parallel)
         options["kernel_metadata"] = metadata(PartitionSpec(axis, None), options.get("kernel_metadata"))
         super().__init__(in_features, out_features, use_bias=use_bias, rngs=rngs, **options)
-        self.input_is_parallel, self.sequence_parallel, self.axis = input_is_parallel, sequence_parallel, axis
+        self.input_is_parallel, self.sequence_parallel, self.ring = input_is_parallel, sequence_parallel, ring
+        self.axis = axis
 
     def __call__(self, x: jax.Array, out_sharding=None) -> jax.Array:
         """Apply the layer.
@@ -71,5 +75,6 @@ class RowParallelLinear(nnx.Linear):
         x, kernel, bias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
         if not self.input_is_parallel:
             x = split_to(x, axes)
-        y = left(linear(self, x, kernel), axes, sequence=self.sequence_parallel)
+        split = {"sequence": self.sequence_parallel, "ring": self.ring}
+        y = summed(lambda x, kernel: linear(self, x, kernel), x, kernel, axes, **split)
         return add_bias(y, outside(bias, axes, sequence=self.sequence_parallel))
