@@ -1,0 +1,74 @@
+"""FSDP compiled for TPU chips that are not there: memory by the chip's own account, and gathers behind compute."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import AxisType, Mesh
+
+import axonml_jax as ax
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (pip install 'axonml-jax[tpu]')"
+)
+MIB = 2**20
+PLANS = {
+    "plain": ax.Plan(fsdp=ax.Shard()),
+    "prefetch": ax.Plan(fsdp=ax.Shard(prefetch=1)),
+    "offload": ax.Plan(fsdp=ax.Shard(), offload=ax.CPUOffload.FULL),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """(the model, what the compiler plans by plan) for 8 chips of a v5e."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
+        patch.setattr(sys, "path", [str(Path(__file__).resolve().parents[1] / "benchmarks"), *sys.path])
+        from deep_models import mlp
+        from fsdp_memory import measure
+        from jax.experimental import topologies
+
+        devices = topologies.get_topology_desc(topology_name="v5e:2x4", platform="tpu").devices
+        mesh, case = Mesh(devices, ("fsdp",), axis_types=(AxisType.Auto,)), mlp(width=1024, blocks=3, rows=256)
+        with jax.enable_x64(False):
+            yield case, {name: measure(case, plan, mesh) for name, plan in PLANS.items()}
+
+
+def test_a_chip_rests_twelve_bytes_per_parameter_over_the_chips(compiled):
+    case, plans = compiled
+    batch = 2 * case.rows * 1024 * 4
+    for name in ("plain", "prefetch"):
+        own = plans[name]
+        assert abs(own.arguments - batch - 12 * own.stats.total_params / 8) <= 0.02 * own.arguments
+        assert own.host == 0
+
+
+@pytest.mark.parametrize("name", ["plain", "prefetch"])
+def test_a_chips_peak_is_within_a_quarter_of_the_estimate(compiled, name):
+    case, plans = compiled
+    own = plans[name]
+    assert own.peak <= 1.25 * (own.stats.total_bytes + case.residual_bytes())
+
+
+def test_temporaries_are_activations_gradient_shards_and_two_and_a_half_units(compiled):
+    case, plans = compiled
+    own, unit = plans["plain"], 4 * (8 * 1024**2 + 5 * 1024)
+    assert own.temporaries <= case.residual_bytes() + own.stats.grad_bytes + 2.5 * unit
+
+
+def test_offload_leaves_only_the_batch_on_the_chip_between_steps(compiled):
+    _, plans = compiled
+    plain, off = plans["plain"], plans["offload"]
+    moved = plain.stats.param_bytes + plain.stats.optim_bytes
+    assert abs(off.host - moved) <= 0.01 * moved
+    assert abs(plain.arguments - off.arguments - moved) <= 0.01 * moved
+
+
+@pytest.mark.parametrize("name", ["plain", "prefetch"])
+def test_two_fifths_of_the_gathered_bytes_travel_while_matrices_are_multiplied(compiled, name):
+    _, plans = compiled
+    overlap = plans[name].overlap
+    assert overlap.hidden_size >= 0.4 * overlap.size, overlap
