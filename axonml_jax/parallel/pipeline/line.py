@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from axonml_jax.collectives.varying import vary, varying_axes
 from axonml_jax.model.replay import Saved
@@ -105,7 +106,7 @@ class Held:
     given_tree: Any
     axis: str
 
-    def microbatch(self, index: jax.Array | int) -> list[jax.Array]:
+    def microbatch(self, index: ArrayLike) -> list[jax.Array]:
         """One microbatch and its key, typed as varying over the pipeline too: a cast inside a stage would be kept."""
         return [vary(jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.axis) for x in self.given]
 

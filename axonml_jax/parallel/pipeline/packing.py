@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from axonml_jax.collectives.varying import types_are_checked, vary, vary_like, varying_axes
 
@@ -103,7 +104,7 @@ class Packing:
             pieces[group] += [jnp.zeros(size - ends[group], group.dtype)] * (size > ends[group])
         return {group: jnp.concatenate(vary(these, group.axes)) for group, these in pieces.items()}
 
-    def unpack(self, buffers: Buffers, row: jax.Array | None = None) -> list[jax.Array]:
+    def unpack(self, buffers: Buffers, row: ArrayLike | None = None) -> list[jax.Array]:
         """The arrays, out of flat buffers, or out of one row of buffers with slots."""
         return [slot_value(slot, buffers[slot.group], row) for slot in self.slots]
 
@@ -124,7 +125,7 @@ class Packing:
         return buffers
 
 
-def slot_value(slot: Slot, buffer: jax.Array, row: jax.Array | None = None) -> jax.Array:
+def slot_value(slot: Slot, buffer: jax.Array, row: ArrayLike | None = None) -> jax.Array:
     """One array out of its buffer."""
     if row is None:
         flat = buffer[slot.offset : slot.offset + slot.size]

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from axonml_jax.collectives.primitives import shift
 from axonml_jax.collectives.varying import vary
@@ -18,7 +19,7 @@ def slots(sizes: Sizes, count: int) -> Buffers:
     return {group: vary(jnp.zeros((count + 1, size), group.dtype), group.axes) for group, size in sizes.items()}
 
 
-def store(buffers: Buffers, values: Buffers, slot: jax.Array) -> Buffers:
+def store(buffers: Buffers, values: Buffers, slot: ArrayLike) -> Buffers:
     """The buffers with one slot replaced."""
     return {
         group: jax.lax.dynamic_update_index_in_dim(buffer, values[group], slot, 0) for group, buffer in buffers.items()
