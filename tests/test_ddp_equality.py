@@ -12,6 +12,8 @@ from plan_tables import DDP, name, pairwise
 import axonml_jax as ax
 from axonml_jax.testing import assert_equals_single_device
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 PLANS = [row for row in pairwise(DDP | {"case": list(CASES)}) if CASES[row["case"]].typed or not row["check_vma"]]
 
 

@@ -18,6 +18,8 @@ from plan_models import F64, linear, mean_loss, regression, weighted_loss
 import axonml_jax as ax
 from axonml_jax.testing import assert_equals_single_device
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 COUNT = int(os.environ.get("AXONML_RANDOM_PLANS", "20"))
 SETTINGS = dict(
     derandomize=True,

@@ -16,6 +16,7 @@ from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import batch_degree, check_batch
 from axonml_jax.sharding.place import to_host
+from axonml_jax.sharding.stored import from_stored, map_layouts
 from axonml_jax.testing.compare import assert_trees_close
 from axonml_jax.testing.oracle import Oracle, Parts, Run
 
@@ -93,16 +94,23 @@ def assert_equals_single_device(
 def _run_parallel(
     parallel: Any, loss_fn: LossFn, batches: list, tx: Any, max_grad_norm: float | None
 ) -> dict[str, Any]:
-    first, before = parallel.value_and_grad(loss_fn), parallel.variables
-    _, grads = first(batches[0])
-    parallel.variables = before  # the peek at the gradients must not advance running averages
-    trainer = parallel.trainer(tx, loss_fn, max_grad_norm=max_grad_norm)
-    metrics = [to_host(trainer.step(b)) for b in batches]
+    tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+    trainer = parallel.trainer(optax.chain(_remember(), tx), loss_fn, max_grad_norm=max_grad_norm)
+    metrics, grads = [to_host(trainer.step(batches[0]))], to_host(trainer.state.opt_state[0])
+    metrics += [to_host(trainer.step(b)) for b in batches[1:]]
     losses = [m.pop("loss") for m in metrics]
     norms = [m.pop("grad_norm") for m in metrics]
-    assert trainer.state.variables is parallel.variables
+    if not parallel.plan.independent:
+        grads = map_layouts(from_stored, grads, parallel._placement.params)
     held = parallel.variables if parallel.plan.independent else parallel.whole()
     return _as_tree(Run(losses, norms, metrics, grads, replace(held, state=parallel.variables.state)))
+
+
+def _remember() -> optax.GradientTransformation:
+    """Hands gradients on and keeps them as its state, so that those of a step can be seen afterwards."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, _, params=None: (grads, grads)
+    )
 
 
 def _as_tree(run: Run) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run produced: per step losses, norms and metrics; the first step's gradients; the last variables."""
+    """What a run produced: per step losses, norms and metrics; the first step's gradients, clipped; the last variables."""
 
     losses: list[Any]
     norms: list[Any]
@@ -94,7 +94,7 @@ class Oracle:
         update = optax.with_extra_args_support(self.tx).update
         updates, opt_state = update(used, opt_state, variables.params, value=loss)
         params = optax.apply_updates(variables.params, updates)
-        return Variables(params, variables.frozen, state), opt_state, grads, loss, norm, metrics
+        return Variables(params, variables.frozen, state), opt_state, used, loss, norm, metrics
 
     def _mean_loss(self, params: PyTree, variables: Variables, key: jax.Array, batch: PyTree, first_shard: int):
         shards, microbatches = self.parts.shards, self.parts.microbatches
