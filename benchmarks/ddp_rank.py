@@ -1,6 +1,6 @@
-"""Our side of `torch_ddp.py`: the same training as `torch_rank.py`, as one rank of many or on simulated devices.
+"""Our side of `torch_ddp.py` and `torch_fsdp.py`: the training of `torch_rank.py`, as one rank of many or on simulated devices.
 
-Started by `torch_ddp.py`. Prints the seconds of every step and the first losses as JSON.
+Started by them. Prints the seconds of every step and the first losses as JSON.
 """
 
 import argparse
@@ -22,6 +22,7 @@ def main():
     parser.add_argument("warmup", type=int)
     parser.add_argument("steps", type=int)
     parser.add_argument("--devices", type=int, help="simulated devices in this process, instead of one rank of many")
+    parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp")
     parser.add_argument("--write", metavar="FILE", help="write weights and batch for torch_rank.py, and stop")
     options = parser.parse_args()
     shape = config(options.layers, options.width)
@@ -34,8 +35,8 @@ def main():
         return
     if options.devices:
         ax.fake_devices(options.devices)
-    mesh = ax.init().mesh
-    trainer = ax.DDP(make_model(shape), mesh).trainer(optimizer(), loss_fn)
+    facade = {"ddp": ax.DDP, "fsdp": ax.FSDP}[options.strategy]
+    trainer = facade(make_model(shape), ax.init()).trainer(optimizer(), loss_fn)
     losses, times = [], []
     for _ in range(options.warmup + options.steps):
         start = time.perf_counter()

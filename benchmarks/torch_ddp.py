@@ -21,8 +21,8 @@ HERE = Path(__file__).parent
 ONEDNN = "--xla_cpu_experimental_onednn_custom_call=true"
 
 
-def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(words: str | None):
+    parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-python", default=sys.executable, help="the Python that has torch")
     parser.add_argument("--rounds", type=int, default=5, help="fresh processes of every side")
     parser.add_argument("--steps", type=int, default=12, help="timed steps per process, after 4 more")
@@ -42,11 +42,11 @@ def flag_exists(flag: str) -> bool:
     return subprocess.run(command, env=environment, capture_output=True).returncode == 0
 
 
-def sides(options, file: str) -> dict:
+def sides(options, file: str, strategy: str) -> dict:
     """Every side as a call that starts fresh processes and returns what rank 0 measured."""
-    torch = [options.torch_python, str(HERE / "torch_rank.py"), file, "4", str(options.steps)]
+    torch = [options.torch_python, str(HERE / "torch_rank.py"), file, "4", str(options.steps), strategy]
     ours = [sys.executable, str(HERE / "ddp_rank.py"), *map(str, (options.layers, options.width, options.rows)), "4"]
-    ours = [*ours, str(options.steps)]
+    ours = [*ours, str(options.steps), "--strategy", strategy]
     simulated, rate, cores = [*ours, "--devices", "2"], str(LEARNING_RATE), sorted(os.sched_getaffinity(0))[:2]
     named = {
         "torch": lambda: run_ranks(torch, 2, OMP_NUM_THREADS="1", LEARNING_RATE=rate),
@@ -66,15 +66,15 @@ def sides(options, file: str) -> dict:
     return {name: run for name, run in named.items() if not options.only or name in ("torch", *options.only)}
 
 
-def main():
-    options = parse()
+def main(strategy: str = "ddp", words: str | None = __doc__):
+    options = parse(words)
     times, losses, versions = {}, {}, {}
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "weights.npz")
         shape = list(map(str, (options.layers, options.width, options.rows)))
         write = [sys.executable, str(HERE / "ddp_rank.py"), *shape, "0", "0", "--write", file]
         parameters = run_ranks(write, 1)
-        running = sides(options, file)
+        running = sides(options, file, strategy)
         for round_ in range(options.rounds):
             for name in list(running)[:: 1 if round_ % 2 else -1]:
                 measured = running[name]()

@@ -1,6 +1,6 @@
-"""PyTorch's side of `torch_ddp.py`: one rank of DDP over gloo, on weights and a batch read from a file.
+"""PyTorch's side of `torch_ddp.py` and `torch_fsdp.py`: one rank over gloo, on weights and a batch read from a file.
 
-Started by `torch_ddp.py` with torchrun's launch variables; needs torch and numpy only. Prints the seconds of every step
+Started by them with torchrun's launch variables; needs torch and numpy only. Prints the seconds of every step
 and the first losses as JSON.
 """
 
@@ -75,6 +75,19 @@ def load(model: nn.Module, arrays) -> None:
     assert not own, f"parameters without a counterpart: {list(own)}"
 
 
+def wrapped(model: nn.Module, strategy: str) -> nn.Module:
+    """DDP, or FSDP2 with a unit per block and the rest in the root."""
+    if strategy == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def main(path: str, warmup: int, steps: int):
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -85,14 +98,14 @@ def main(path: str, warmup: int, steps: int):
     tokens, targets = (torch.from_numpy(np.array_split(data.pop(name), ranks)[rank]).long() for name in ("x", "y"))
     model = Transformer(layers, width, heads, len(data["embed/embedding"]), tokens.shape[1])
     load(model, data)
-    ddp = nn.parallel.DistributedDataParallel(model)
+    parallel = wrapped(model, sys.argv[4])
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=float(os.environ["LEARNING_RATE"]), weight_decay=0.01, fused=True
     )
     losses, times = [], []
     for _ in range(warmup + steps):
         start = time.perf_counter()
-        loss = F.cross_entropy(ddp(tokens).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(parallel(tokens).flatten(0, 1), targets.flatten())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(
