@@ -49,7 +49,7 @@ class Measured:
 
     Attributes:
       stats: our estimate.
-      arguments: resting arrays on the device.
+      arguments: resting arrays on the device, the batch not counted.
       host: resting arrays in host memory, where the compiler counts them apart.
       temporaries: what the step needs more.
       peak: at the fullest moment, where the compiler says (0 elsewhere).
@@ -73,10 +73,11 @@ def measure(case: Case, plan: ax.Plan, mesh: Mesh) -> Measured:
     step = ax.TrainStep(view, placement, mesh, case.loss, tx)
     state = resting(abstract_state(shapes, tx, placement), step)
     compiled = step.lower(state, case.batch(case.rows * mesh.size)).compile()
+    batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(case.batch(case.rows)))
     planned, tpu = compiled.memory_analysis(), mesh.devices.flat[0].platform == "tpu"
     return Measured(
         stats=estimate(placement, 2, view),
-        arguments=planned.argument_size_in_bytes,
+        arguments=planned.argument_size_in_bytes - batch,
         host=planned.host_argument_size_in_bytes,
         temporaries=planned.temp_size_in_bytes,
         peak=planned.peak_memory_in_bytes if tpu else 0,

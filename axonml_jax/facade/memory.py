@@ -130,10 +130,13 @@ def _gathered(placement: Placement, layouts: list[Layout], model: Functional) ->
     names = [*named_leaves(placement.params), *named_leaves(placement.frozen)]
     found = units(names, placement.by_unit.wrap, model.module_types())
     inside = {i for unit in found.values() for i in unit}
-    sizes = [sum(read[i] for i in unit) for unit in found.values()]
-    sizes.append(sum(size for i, size in enumerate(read) if i not in inside))
+    groups = [*found.values(), [i for i in range(len(read)) if i not in inside]]
+    reduced = [layout.size * placement.plan.precision.reduce_dtype(layout.dtype).itemsize for layout in layouts]
+    trained = len(named_leaves(placement.params))
+    weights = max(sum(read[i] for i in group) for group in groups)
+    grads = max(sum(reduced[i] for i in group if i < trained) for group in groups)
     # In the backward a unit's weights and their gradients are whole together; prefetched units come on top.
-    return (2 + placement.by_unit.prefetch) * max(sizes)
+    return (1 + placement.by_unit.prefetch) * weights + grads
 
 
 def _read_itemsize(placement: Placement, layout: Layout) -> int:
