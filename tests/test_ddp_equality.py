@@ -7,14 +7,15 @@ import optax
 import pytest
 from flax import nnx
 from plan_models import CASES, DropoutMLP, mean_loss, regression, weighted_loss
-from plan_tables import DDP, name, pairwise
+from plan_tables import DDP, name, pairwise, this_end
 
 import axonml_jax as ax
 from axonml_jax.testing import assert_equals_single_device
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
-PLANS = [row for row in pairwise(DDP | {"case": list(CASES)}) if CASES[row["case"]].typed or not row["check_vma"]]
+TABLE = pairwise(DDP | {"case": list(CASES)})
+PLANS = this_end(row for row in TABLE if CASES[row["case"]].typed or not row["check_vma"])
 
 
 def check(row, tx=None, steps=5):
@@ -67,7 +68,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", this_end(OPTIMIZERS))
 def test_any_optax_transformation_equals_one_device(optimizer):
     check(BASE | {"case": "weighted"}, tx=OPTIMIZERS[optimizer], steps=3)
 

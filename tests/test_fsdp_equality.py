@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from fsdp_plans import FSDP, check, mesh_of, possible
 from plan_models import CASES, F64, DropoutMLP, mean_loss, regression, tokens
-from plan_tables import name, pairwise
+from plan_tables import name, pairwise, this_end
 from test_ddp_equality import OPTIMIZERS
 
 import axonml_jax as ax
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 # A model for each trap; benchmarks/full_matrix.py has them all.
 MODELS = ["dropout", "tied", "recurrent", "scanned", "linen_batch_norm"]
-PLANS = [row for row in pairwise(FSDP | {"case": MODELS}) if possible(row)]
+PLANS = this_end(row for row in pairwise(FSDP | {"case": MODELS}) if possible(row))
 
 
 @pytest.mark.parametrize("row", PLANS, ids=name)

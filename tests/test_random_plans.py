@@ -1,6 +1,6 @@
 """Random plans and bad inputs: each equals the single-device run, or is refused by an error that names the offender.
 
-20 of them in CI; AXONML_RANDOM_PLANS=200 runs the full campaign. What is drawn is the same in every run.
+12 of them in CI; AXONML_RANDOM_PLANS=200 runs the full campaign. What is drawn is the same in every run.
 """
 
 import os
@@ -20,7 +20,7 @@ from axonml_jax.testing import assert_equals_single_device
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
-COUNT = int(os.environ.get("AXONML_RANDOM_PLANS", "20"))
+COUNT = int(os.environ.get("AXONML_RANDOM_PLANS", "12"))
 SETTINGS = dict(
     derandomize=True,
     deadline=None,

@@ -21,6 +21,7 @@ from axonml_jax.model.functional import Trainable, Variables
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.parallel.units.replayed import check_units
 from axonml_jax.sharding.layout import shardings
 from axonml_jax.sharding.place import copies, move, place
@@ -28,7 +29,7 @@ from axonml_jax.sharding.stored import padded, unpadded
 from axonml_jax.training.clip import Clip
 from axonml_jax.training.differentiate import Differentiate, SyncStacked, equalize
 from axonml_jax.training.forward import Forward
-from axonml_jax.training.init import create_variables, place_variables
+from axonml_jax.training.init import first_variables, place_variables
 from axonml_jax.training.specs import variable_specs
 
 
@@ -53,8 +54,7 @@ class ParallelModel:
         trainable: Trainable = None,
         seed: int = 0,
     ):
-        plan = Plan() if plan is None else plan
-        if not isinstance(plan, Plan):
+        if not isinstance(plan := plan or Plan(), Plan):
             raise TypeError(f"plan={plan!r} must be an ax.Plan, or None for data parallelism")
         if not isinstance(seed, Integral):
             raise TypeError(f"seed={seed!r} must be a whole number")
@@ -63,14 +63,12 @@ class ParallelModel:
         mesh = as_mesh(mesh)
         if not isinstance(mesh, Mesh):
             raise TypeError(f"a model lives on devices, but {mesh} has none: give a jax.sharding.Mesh")
-        self.mesh: Mesh = mesh
+        self.mesh = mesh
         self._functional, whole = functionalize(model, params, trainable)
-        self._placement = bind_plan(plan, whole, self.mesh)
+        split = tensor_specs(self._functional.abstract_module, self.mesh.shape)
+        self._placement = bind_plan(plan, whole, self.mesh, split)
         check_units(self._placement, self._functional)
-        if (create := self._functional.create) is not None:
-            self.variables: Variables = create_variables(create, whole, self._placement, self.mesh)
-        else:
-            self.variables = place_variables(whole, self._placement, self.mesh)
+        self.variables: Variables = first_variables(self._functional, whole, self._placement, self.mesh)
         self._key, self._calls = jax.random.key(int(seed)), 0
         self._mode: bool | None = None
         self._syncing, self._lent = True, False
@@ -248,7 +246,7 @@ class ParallelModel:
           (clipped gradients, norm before clipping).
 
         Raises:
-          ValueError: for numbers that are not positive, or for a norm that is not finite.
+          ValueError: for numbers that are not positive, or a norm that is not finite.
         """
         if not (isinstance(max_norm, Real) and max_norm > 0 and isinstance(norm_type, Real) and norm_type > 0):
             raise ValueError(f"{max_norm=} and {norm_type=} must be positive numbers")

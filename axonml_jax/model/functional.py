@@ -83,6 +83,11 @@ class Functional(abc.ABC):
     def module(self, variables: Variables) -> Any:
         """What the user gave, with these arrays in it."""
 
+    @property
+    def abstract_module(self) -> Any:
+        """An NNX module on shapes, from which metadata of its parameters can be read; None for Linen."""
+        return None
+
     @abc.abstractmethod
     def module_types(self) -> Mapping[str, type]:
         """The type of every module by its path; of a Linen module those seen in the calls made so far."""

@@ -39,7 +39,7 @@ def functionalize(
             raise ValueError(f"{type(model).__name__} is an NNX module and holds its own arrays: leave params= out")
         return nnx_functional(model, trainable)
     if callable(model) and not isinstance(model, type):
-        made = nnx.eval_shape(model)
+        made: Any = nnx.eval_shape(model)  # pyright: ignore[reportArgumentType]  # what it returns is checked below
         if isinstance(made, nnx.Module):
             if params is not None:
                 raise ValueError(f"{type(made).__name__} is an NNX module and makes its own arrays: leave params= out")

@@ -75,12 +75,12 @@ class NNXFunctional(Functional):
 
     def module_types(self) -> Mapping[str, type]:
         """The type of every module by its path."""
-        model = self._abstract()
+        model = self.abstract_module
         return {"/".join(map(str, p)): type(m) for p, m in nnx.iter_graph(model) if isinstance(m, nnx.Module)}
 
     def synchronized(self) -> Callable[[str], bool]:
         """The running averages of every `nnx.BatchNorm` that joins no axes of its own."""
-        model = self._abstract()
+        model = self.abstract_module
         owners = {
             "/".join(map(str, (*path, leaf)))
             for path, module in nnx.iter_graph(model)
@@ -89,7 +89,9 @@ class NNXFunctional(Functional):
         }
         return owners.__contains__
 
-    def _abstract(self) -> nnx.Module:
+    @property
+    def abstract_module(self) -> nnx.Module:
+        """The module on shapes."""
         params = merge(self._shapes.params, self._shapes.frozen)
         return nnx.merge(self.graphdef, params, self._streams, self._shapes.state, copy=True)
 

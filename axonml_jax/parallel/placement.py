@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from axonml_jax._types import PyTree
+from axonml_jax._types import PyTree, named_leaves, path_name
 from axonml_jax.collectives.buckets import assign_buckets
 from axonml_jax.collectives.pairs import own_slice
 from axonml_jax.collectives.primitives import gather_whole, max_over, sum_over
 from axonml_jax.collectives.varying import vary
-from axonml_jax.mesh.axes import batch_axes
+from axonml_jax.mesh.axes import as_axes, batch_axes
 from axonml_jax.model.functional import Variables
 from axonml_jax.model.precision import cast_floating
 from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.fsdp import Shard
-from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.plan import LAYER_AXES, Plan
 from axonml_jax.sharding.layout import Layout, is_layout, specs, whole_layouts
 from axonml_jax.sharding.memory import to_device_memory
 from axonml_jax.sharding.stored import from_stored, to_stored
@@ -96,6 +96,13 @@ class Placement:
         """`read` for a whole tree."""
         leaves, treedef = jax.tree.flatten(shards)
         return treedef.unflatten(self.read(leaves, jax.tree.leaves(layouts, is_leaf=is_layout)))
+
+    def read_shape(self, layout: Layout) -> tuple[int, ...]:
+        """The shape that the model reads on one rank: whole but for what its own layers split."""
+        counts = [
+            math.prod(self.degrees[a] for a in layout.axes_of(d) if a in LAYER_AXES) for d in range(len(layout.shape))
+        ]
+        return tuple(size // count for size, count in zip(layout.shape, counts, strict=True))
 
     def to_reduce(self, grad: jax.Array, layout: Layout) -> jax.Array:
         """A gradient in the dtype in which it is accumulated and reduced."""
@@ -188,8 +195,14 @@ class Placement:
         return [(axis, strategy) for axis, strategy in self.plan.strategies.items() if axis in self.degrees]
 
 
-def bind_plan(plan: Plan, variables: Variables, mesh: Mesh) -> Placement:
+def bind_plan(plan: Plan, variables: Variables, mesh: Mesh, split: PyTree | None = None) -> Placement:
     """Bind a plan to a mesh and a model's variables (shapes suffice).
+
+    Args:
+      plan: the plan.
+      variables: the model's.
+      mesh: where.
+      split: how the model's own layers split its parameters: a nest of PartitionSpecs (`tensor_specs`); None: not at all.
 
     Raises:
       ValueError: when the plan's degrees are not the mesh's, or when the mesh has axes the plan gives no meaning to.
@@ -217,7 +230,12 @@ def bind_plan(plan: Plan, variables: Variables, mesh: Mesh) -> Placement:
         )
     plan = _decided(plan, mesh)
 
-    def layout(leaf: Layout) -> Layout:
+    in_layers = named_leaves(split)
+
+    def layout(path: tuple, leaf: Layout) -> Layout:
+        for dim, entry in enumerate(in_layers.get(path_name(path), PartitionSpec())):
+            for axis in as_axes(entry or ()):
+                leaf = leaf.on(axis, dim, degrees[axis]) if degrees[axis] > 1 else leaf
         for axis, strategy in plan.strategies.items():
             if axis in degrees:
                 leaf = strategy.spec(leaf, axis, degrees[axis])
@@ -225,7 +243,7 @@ def bind_plan(plan: Plan, variables: Variables, mesh: Mesh) -> Placement:
 
     def lay_out(tree: PyTree) -> PyTree:
         resting = jax.eval_shape(plan.precision.cast_param, tree)
-        return jax.tree.map(layout, whole_layouts(resting), is_leaf=is_layout)
+        return jax.tree_util.tree_map_with_path(layout, whole_layouts(resting), is_leaf=is_layout)
 
     return Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
 

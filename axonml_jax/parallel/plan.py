@@ -11,7 +11,11 @@ from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.parallel.tensor.strategy import InLayers
 from axonml_jax.parallel.units.remat import Remat, checked_remat
+
+LAYER_AXES = ("depth", "row", "col", "tensor")
+"""The axes along which parallel layers split their parameters themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,8 @@ class Plan:
     @property
     def strategies(self) -> dict[str, AbstractStrategy]:
         """The strategy of every axis that this plan knows."""
-        return {"data": self.data, "fsdp": self.fsdp}
+        in_layers = dict.fromkeys(LAYER_AXES, InLayers())
+        return {"data": self.data, "fsdp": self.fsdp, **in_layers}
 
     @property
     def independent(self) -> bool:

@@ -66,6 +66,10 @@ class Layout:
         """The dim of the stored array that `axis` splits."""
         return next((dim for dim, entry in enumerate(self.spec) if axis in _names(entry)), None)
 
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """The axes that split one dim, outermost first."""
+        return _names(self.spec[dim]) if dim < len(self.spec) else ()
+
     def sliced(self, ndim: int) -> "Layout":
         """The layout of one entry along the first dims, which must not be split, so that `ndim` stored dims remain."""
         drop = len(self.stored) - ndim

@@ -109,7 +109,7 @@ def _run_parallel(
 def _remember() -> optax.GradientTransformation:
     """Hands gradients on and keeps them as its state, so that those of a step can be seen afterwards."""
     return optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, _, params=None: (grads, grads)
+        lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params=None: (updates, updates)
     )
 
 

@@ -42,10 +42,10 @@ def accumulate(way: Way, placement: Placement, state: PyTree, keys: list, batch:
 
 def _loop(way: Way, placement: Placement, state: PyTree, keys: list, batches: PyTree, inner: tuple[str, ...]):
     layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
-    axes = placement.batch_axes
-    shapes = [way.accumulator_shape(layout, bool(inner)) for layout in layouts]
+    axes = [(*placement.batch_axes, *layout.axes) for layout in layouts]
+    shapes = [layout.shard if inner else placement.read_shape(layout) for layout in layouts]
     kinds = [placement.plan.precision.reduce_dtype(layout.dtype) for layout in layouts]
-    zeros = [vary(jnp.zeros(shape, kind), axes) for shape, kind in zip(shapes, kinds, strict=True)]
+    zeros = [vary(jnp.zeros(shape, kind), own) for shape, kind, own in zip(shapes, kinds, axes, strict=True)]
     if placement.plan.check_vma:
         state = _typed_carry(way, state, keys[0], jax.tree.map(lambda x: x[0], batches), inner)
 
@@ -53,7 +53,8 @@ def _loop(way: Way, placement: Placement, state: PyTree, keys: list, batches: Py
         grads, state = carry
         key, batch = xs
         more, loss, state = way(state, key, batch, inner, None)
-        return ([g + vary(m.astype(g.dtype), axes) for g, m in zip(grads, more, strict=True)], state), loss
+        more = [vary(m.astype(g.dtype), own) for g, m, own in zip(grads, more, axes, strict=True)]
+        return ([g + m for g, m in zip(grads, more, strict=True)], state), loss
 
     (grads, state), losses = jax.lax.scan(body, (zeros, state), (jnp.stack(keys), batches))
     return grads, losses, state

@@ -12,6 +12,7 @@ from axonml_jax.collectives.buckets import GradSyncStrategy
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.plan import LAYER_AXES
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.sharding.layout import is_layout
 from axonml_jax.training.buffers import first_ranks, sync_buffers
@@ -35,6 +36,8 @@ class Differentiate:
     ):
         self.model, self.placement, self.mesh = model, placement, mesh
         self.sync = sync and not placement.plan.independent
+        if not sync:
+            _refuse_split(placement)
         self.objective = Objective(model, loss_fn, forward_mode(placement, training))
         self._compiled = jax.jit(self._whole, compiler_options=compiler_options(placement, mesh))
 
@@ -68,6 +71,16 @@ class Differentiate:
         state = stack_variables(Variables(variables.params, variables.frozen, state), placement).state
         own = (result.loss, result.metrics, result.grads)
         return (*(own if self.sync else stacked(own, placement)), state)
+
+
+def _refuse_split(placement: Placement) -> None:
+    layouts = jax.tree_util.tree_leaves_with_path(placement.params, is_leaf=is_layout)
+    split = [path_name(path) for path, layout in layouts if set(layout.axes) & set(LAYER_AXES)]
+    if split:
+        raise ValueError(
+            "no_sync() gives every rank's own whole gradients, but these parameters are split by the model's own layers: "
+            f"{', '.join(split[:8])}{', ...' if len(split) > 8 else ''}. Accumulate inside the step (accumulate=) instead"
+        )
 
 
 class SyncStacked:

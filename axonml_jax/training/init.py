@@ -1,14 +1,12 @@
 """The first state of a run, created where it will live."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax._types import PyTree
-from axonml_jax.model.functional import Variables
+from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import shardings
 from axonml_jax.sharding.memory import offloaded
@@ -25,16 +23,14 @@ def place_variables(variables: Variables, placement: Placement, mesh: Mesh) -> V
     return _kept(place(_resting(variables, placement), variable_specs(placement, variables), mesh), placement)
 
 
-def create_variables(create: Callable[[], Variables], shapes: Variables, placement: Placement, mesh: Mesh) -> Variables:
-    """Variables made where they will rest: no device ever holds more of the whole model than its own part.
+def first_variables(model: Functional, given: Variables, placement: Placement, mesh: Mesh) -> Variables:
+    """A model's variables where they rest: those given, or made there by `model.create`.
 
-    Args:
-      create: makes the whole variables, traceable.
-      shapes: theirs.
-      placement: where they rest.
-      mesh: its mesh.
+    What is made there is never whole on any device: each makes its own part.
     """
-    wanted = shardings(variable_specs(placement, shapes), mesh)
+    if (create := model.create) is None:
+        return place_variables(given, placement, mesh)
+    wanted = shardings(variable_specs(placement, given), mesh)
     return _kept(jax.jit(lambda: _resting(create(), placement), out_shardings=wanted)(), placement)
 
 

@@ -14,7 +14,7 @@ from axonml_jax.parallel.overlap import overlapped
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units.remat import recomputed
 from axonml_jax.parallel.units.replayed import Replayed
-from axonml_jax.sharding.layout import Layout, is_layout
+from axonml_jax.sharding.layout import is_layout
 from axonml_jax.training.objective import Objective, Parts
 
 
@@ -30,11 +30,6 @@ class Way(abc.ABC):
         self, state: PyTree, key: jax.Array, batch: PyTree, axes: Collection[str] | None, accumulated: Any
     ) -> tuple[list[jax.Array], Any, PyTree]:
         """Differentiate."""
-
-    @staticmethod
-    def accumulator_shape(layout: Layout, reduced: bool) -> tuple[int, ...]:
-        """The shape in which a leaf's gradients accumulate: a shard once they are reduced."""
-        return layout.shard if reduced else layout.shape
 
 
 class AtOnce(Way):

@@ -1,4 +1,4 @@
-"""Runs any timetable: a scan over ticks with one forward and one backward in each, and two shifts (docs/adr/0010)."""
+"""Runs any timetable: a scan over ticks with one forward and one backward in each, and two shifts (docs/adr/0008)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -45,11 +45,11 @@ def metadata(spec: PartitionSpec, given: Mapping[str, Any] | None = None, units:
     return {**(given or {}), SPEC: spec, **({} if units is None else {UNITS: units})}
 
 
-def tensor_specs(model: nnx.Module, axis_sizes: Mapping[str, int]) -> dict[str, Any]:
+def tensor_specs(model: nnx.Module | None, axis_sizes: Mapping[str, int]) -> dict[str, Any]:
     """How the parameters of a model are split on a mesh.
 
     Args:
-      model: a module with or without parallel layers, on arrays or on shapes.
+      model: a module with or without parallel layers, on arrays or on shapes; None has none.
       axis_sizes: the sizes of the mesh's axes (`mesh.shape`). An axis that the mesh lacks splits nothing.
 
     Returns:
@@ -59,6 +59,8 @@ def tensor_specs(model: nnx.Module, axis_sizes: Mapping[str, int]) -> dict[str, 
       ValueError: when dims do not divide; every offender is listed by path, with the remedy.
     """
     specs, offenders = {}, []
+    if model is None:
+        return specs
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         written = variable.get_metadata()
         spec = split_of(written.get(SPEC, PartitionSpec()), written.get(UNITS), axis_sizes)
