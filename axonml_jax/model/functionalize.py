@@ -39,11 +39,12 @@ def functionalize(
             raise ValueError(f"{type(model).__name__} is an NNX module and holds its own arrays: leave params= out")
         return nnx_functional(model, trainable)
     if callable(model) and not isinstance(model, type):
-        made: Any = nnx.eval_shape(model)  # pyright: ignore[reportArgumentType]  # what it returns is checked below
+        make: Any = model
+        made: Any = nnx.eval_shape(make)
         if isinstance(made, nnx.Module):
             if params is not None:
                 raise ValueError(f"{type(made).__name__} is an NNX module and makes its own arrays: leave params= out")
-            return deferred_nnx(model, trainable)
+            return deferred_nnx(make, trainable)
         raise TypeError(f"the function given as a model made a {type(made).__name__}: it must return a flax.nnx.Module")
     raise TypeError(
         "a model is a flax.nnx.Module, a function without arguments that makes one, or a flax.linen.Module with params=, but "
