@@ -35,8 +35,8 @@ def main():
         return
     if options.devices:
         ax.fake_devices(options.devices)
-    facade = {"ddp": ax.DDP, "fsdp": ax.FSDP}[options.strategy]
-    trainer = facade(make_model(shape), ax.init()).trainer(optimizer(), loss_fn)
+    world, facade = ax.init(), {"ddp": ax.DDP, "fsdp": ax.FSDP}[options.strategy]
+    trainer = facade(make_model(shape), world).trainer(optimizer(), loss_fn)
     losses, times = [], []
     for _ in range(options.warmup + options.steps):
         start = time.perf_counter()
