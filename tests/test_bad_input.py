@@ -57,7 +57,7 @@ MODELS = {
     "NNX with variables": (lambda: ddp(params={}), ["DropoutMLP is an NNX module", "leave params= out"]),
     "variables that are none": (lambda: ddp(model=LinenNet(), params=[1]), ["module.init returned", "list"]),
     "a function": (lambda: ddp(model=lambda x: x), ["flax.nnx.Module", "a function was given"]),
-    "a class": (lambda: ddp(model=DropoutMLP), ["flax.nnx.Module", "ModuleMeta was given"]),
+    "a class": (lambda: ddp(model=DropoutMLP), ["flax.nnx.Module", "the class DropoutMLP was given"]),
     "trainable that matches nothing": (lambda: ddp(trainable="^head/"), ["'^head/'", "6 parameters", "first/bias"]),
     "an empty list of patterns": (lambda: ddp(trainable=[]), ["trainable=[]", "first/bias"]),
     "a broken pattern": (lambda: ddp(trainable=["kernel", "("]), ["'('", "no regular expression"]),
@@ -91,7 +91,7 @@ OPTIONS = {
         ["broadcast_buffers='no'"],
     ),
     "a check that is no flag": (lambda: ddp(check_vma="off"), ["check_vma='off'", "True or False"]),
-    "a misspelled policy": (lambda: ddp(precision="bf61"), ["'bf61'", "['bf16', 'float32']", "ax.Precision"]),
+    "a misspelled policy": (lambda: ddp(precision="bf61"), ["'bf61'", "['bf16', 'float32', 'fp16']", "ax.Precision"]),
     "a policy that is none": (lambda: ddp(precision=16), ["precision 16", "ax.Precision"]),
     "misspelled dtypes": (
         lambda: ax.Precision(param="float23", compute="int8"),

@@ -7,6 +7,7 @@ from axonml_jax._types import PyTree
 from axonml_jax.collectives.bucketed import CommHook
 from axonml_jax.collectives.buckets import GradSyncStrategy
 from axonml_jax.facade.parallel_model import ParallelModel
+from axonml_jax.mesh.as_mesh import as_mesh
 from axonml_jax.model.functional import Trainable
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.ddp import Replicate
@@ -78,4 +79,10 @@ class DDP(ParallelModel):
             broadcast_buffers=broadcast_buffers,
             check_vma=check_vma,
         )
+        mesh = as_mesh(mesh)
+        if mesh.shape.get("fsdp", 1) > 1:
+            raise ValueError(
+                f"mesh axes {{'fsdp': {mesh.shape['fsdp']}}} have no strategy in DDP, which replicates along 'data': use "
+                "ax.FSDP, or a mesh with these devices on `data`"
+            )
         super().__init__(model, mesh, plan, params=params, trainable=trainable, seed=seed)

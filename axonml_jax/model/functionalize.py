@@ -1,5 +1,6 @@
 """From the model a user gives to its pure view."""
 
+import inspect
 from typing import Any
 
 from flax import linen, nnx
@@ -40,6 +41,13 @@ def functionalize(
         return nnx_functional(model, trainable)
     if callable(model) and not isinstance(model, type):
         make: Any = model
+        try:
+            inspect.signature(make).bind()
+        except TypeError as error:
+            raise TypeError(
+                "a model is a flax.nnx.Module, or a function without arguments that makes one, but a function was given that "
+                f"cannot be called so: {error}"
+            ) from None
         made: Any = nnx.eval_shape(make)
         if isinstance(made, nnx.Module):
             if params is not None:

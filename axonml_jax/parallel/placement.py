@@ -213,12 +213,8 @@ def bind_plan(plan: Plan, variables: Variables, mesh: Mesh, split: PyTree | None
         **{axis: size for axis, size in degrees.items() if size > 1 or axis in wanted},
     }:
         raise ValueError(f"the plan asks for degrees {dict(wanted)} but the mesh has {degrees}: give one or the other")
-    unknown = {axis: size for axis, size in degrees.items() if axis not in plan.strategies and size > 1}
-    if unknown:
-        raise ValueError(
-            f"mesh axes {unknown} have no strategy in the plan, which knows {list(plan.strategies)}: their devices would all "
-            "do the same work. Give the mesh these devices on one of the plan's axes"
-        )
+    in_layers = named_leaves(split)
+    _check_axes(plan, degrees, in_layers)
     if plan.independent and degrees.get("fsdp", 1) > 1:
         raise ValueError(
             f"sync_strategy=NO_SYNC lets every rank train a model of its own, but along fsdp={degrees['fsdp']} ranks share "
@@ -229,8 +225,6 @@ def bind_plan(plan: Plan, variables: Variables, mesh: Mesh, split: PyTree | None
             "sync_strategy=NO_SYNC with float16 would need a loss scale per rank: use bf16, or synchronize"
         )
     plan = _decided(plan, mesh)
-
-    in_layers = named_leaves(split)
 
     def layout(path: tuple, leaf: Layout) -> Layout:
         for dim, entry in enumerate(in_layers.get(path_name(path), PartitionSpec())):
@@ -246,6 +240,19 @@ def bind_plan(plan: Plan, variables: Variables, mesh: Mesh, split: PyTree | None
         return jax.tree_util.tree_map_with_path(layout, whole_layouts(resting), is_leaf=is_layout)
 
     return Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
+
+
+def _check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, PartitionSpec]) -> None:
+    """Refuse axes along which all ranks would do the same work."""
+    used = {axis for spec in in_layers.values() for entry in spec for axis in as_axes(entry or ())}
+    known = [axis for axis in plan.strategies if axis not in LAYER_AXES or axis in used]
+    unknown = {axis: size for axis, size in degrees.items() if axis not in known and size > 1}
+    if unknown:
+        raise ValueError(
+            f"mesh axes {unknown} have no strategy in the plan, which knows {known}: their devices would all do the "
+            "same work. Give the mesh these devices on one of the plan's axes, or build the model with layers that split over "
+            "them (ax.ColumnParallelLinear, ax.ParallelLinear, ...)"
+        )
 
 
 def _decided(plan: Plan, mesh: Mesh) -> Plan:

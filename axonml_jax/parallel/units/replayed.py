@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.collectives.varying import varying_axes
+from axonml_jax.mesh.axes import BATCH_AXES
 from axonml_jax.model.functional import Functional
 from axonml_jax.model.segments import Cut, Segment, cut
 from axonml_jax.parallel.placement import Placement
@@ -210,10 +211,20 @@ def _tied(shards: list[Any], tie: Any) -> tuple[list[Any], Any]:
     """Both behind a barrier: nothing is done with the shards before `tie` is there, and no two reads are merged."""
     leaves, treedef = jax.tree.flatten(tie)
     arrays = [i for i, x in enumerate(leaves) if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)]
-    # jax 0.10 types all results of a barrier as varying over what any operand varies over: leave narrower ones out.
+    # jax 0.10 types all results of a barrier as varying over what any operand varies over. Along batch axes that is what
+    # gathered weights are anyway; what varies over other axes gets a barrier of its own.
+    apart = lambda x: varying_axes(x) - set(BATCH_AXES)
+    arrays = [i for i in arrays if not apart(leaves[i])]
     widest = frozenset().union(*(varying_axes(leaves[i]) for i in arrays))
     arrays = [i for i in arrays if varying_axes(leaves[i]) == widest]
-    shards, after = jax.lax.optimization_barrier((shards, [leaves[i] for i in arrays]))
+    together = [i for i, shard in enumerate(shards) if not apart(shard)]
+    for others in {apart(shard) for shard in shards} - {frozenset()}:
+        own = [i for i, shard in enumerate(shards) if apart(shard) == others]
+        for i, shard in zip(own, jax.lax.optimization_barrier([shards[i] for i in own]), strict=True):
+            shards[i] = shard
+    tied, after = jax.lax.optimization_barrier(([shards[i] for i in together], [leaves[i] for i in arrays]))
+    for i, shard in zip(together, tied, strict=True):
+        shards[i] = shard
     for i, leaf in zip(arrays, after, strict=True):
         leaves[i] = leaf
     return shards, treedef.unflatten(leaves)
