@@ -2,7 +2,7 @@
 
     python examples/tensor_parallel.py
 
-Outside a mesh the layers are plain Flax layers with the same parameters, so that one definition serves both.
+Shows that outside a mesh the layers are plain Flax layers with the same parameters, so that one definition serves both.
 """
 
 import axonml_jax as ax

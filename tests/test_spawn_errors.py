@@ -41,7 +41,7 @@ DISAGREEMENTS = {
     "tree": (lambda w: w.default_group().run(total, {"ab"[w.rank]: 1.0}, name="f"), ["f(a: ", "f(b: "]),
     "barrier": (
         lambda w: w.default_group().run(total, 1.0, name="f") if w.rank else w.default_group().barrier(),
-        ["barrier()", "f("],
+        ["barrier()", "call f"],
     ),
     "both send": (both_send, ["send 0 -> 1", "send 1 -> 0"]),
     "received shape": (receive_other_shape, ["float64[2]", "float64[3]"]),
