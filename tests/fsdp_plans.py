@@ -33,7 +33,8 @@ def possible(row):
 
 def plan_of(row):
     """The plan of a row."""
-    shard = ax.Shard(stage=row["stage"], wrap=WRAPS[row["wrap"]], prefetch=row["prefetch"], flat=row["flat"])
+    prefetch = row["prefetch"] if row["stage"] == 3 else 0  # refused elsewhere
+    shard = ax.Shard(stage=row["stage"], wrap=WRAPS[row["wrap"]], prefetch=prefetch, flat=row["flat"])
     return ax.Plan(
         data=ax.Replicate(sync_strategy=row["sync_strategy"], bucket_size_mb=0.0003),
         fsdp=shard,

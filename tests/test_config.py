@@ -146,7 +146,7 @@ SHARDING = {
     "prefetch without an axis": ({"plan": {"prefetch": 1}}, "plan.prefetch=1 has no effect while mesh.fsdp=1"),
     "prefetch without units": (
         {"mesh": {"fsdp": 2}, "plan": {"sharding_strategy": "shard_grad_op", "prefetch": 1}},
-        "prefetch=1 has no effect with sharding_strategy=shard_grad_op",
+        "prefetch=1 acts with stage=3; with 2 all is gathered",
     ),
     "a model per rank": ({"mesh": {"fsdp": 2}, "plan": {"sync_strategy": "no_sync"}}, "but mesh.fsdp=2 splits one"),
     "a loss scale per rank": ({"plan": {"sync_strategy": "no_sync", "precision": "fp16"}}, "use bf16"),

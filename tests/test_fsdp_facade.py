@@ -196,6 +196,8 @@ def test_the_mesh_is_named_for_what_it_lacks():
         ({"sharding_strategy": "zero3"}, "sharding_strategy='zero3'"),
         ({"cpu_offload": "gpu"}, "offload='gpu'"),
         ({"prefetch": -1}, "prefetch=-1"),
+        ({"prefetch": 1, "sharding_strategy": "shard_grad_op"}, "prefetch=1 acts with stage=3"),
+        ({"prefetch": 1, "sharding_strategy": "no_shard"}, "has no effect with sharding_strategy=no_shard"),
         ({"wrap": "^nothing$"}, r"matches no module.*blocks/1"),
         ({"wrap": linen.Dense}, r"matches no module"),
         ({"update": "slices"}, "update='slices'"),

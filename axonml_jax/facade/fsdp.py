@@ -16,20 +16,12 @@ from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import World
 from axonml_jax.model.functional import Trainable
 from axonml_jax.model.precision import Precision
-from axonml_jax.parallel.ddp import Replicate
-from axonml_jax.parallel.fsdp import Shard, ShardingStrategy
+from axonml_jax.parallel.fsdp import ShardingStrategy
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.units.remat import Remat
 from axonml_jax.parallel.units.wrap import Wrap
 from axonml_jax.sharding.place import replicated
-
-_STAGES = {
-    ShardingStrategy.SHARD_OPTIMIZER: 1,
-    ShardingStrategy.SHARD_GRAD_OP: 2,
-    ShardingStrategy.FULL_SHARD: 3,
-    ShardingStrategy.HYBRID_SHARD: 3,
-}
 
 
 class FSDP(ParallelModel):
@@ -46,8 +38,8 @@ class FSDP(ParallelModel):
       mixed_precision: "float32", "bf16", "fp16" (with a dynamic loss scale), or an `ax.Precision`: shards are cast, then
         gathered, so that half the bytes travel.
       precision: another name for mixed_precision.
-      wrap: which parts are gathered together (FULL_SHARD): None finds repeated blocks; module types, regular expressions of
-        module paths, or a predicate of the path.
+      wrap: which parts are gathered together (FULL_SHARD) and recomputed together (`remat`): None finds repeated blocks;
+        module types, regular expressions of module paths, or a predicate of the path.
       prefetch: units gathered ahead while one computes; each costs a unit of memory.
       update: "shards", or "whole" for optimizers that are not element-wise.
       remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
@@ -79,10 +71,8 @@ class FSDP(ParallelModel):
         strategy = _strategy(sharding_strategy)
         if mixed_precision is not None and precision is not None:
             raise ValueError("mixed_precision= and precision= are two names for the same policy: give one")
-        stage = _STAGES.get(strategy)
-        shard = Replicate() if stage is None else Shard(stage=stage, wrap=wrap, prefetch=prefetch)
         plan = Plan(
-            fsdp=shard,
+            fsdp=strategy.on_axis(wrap=wrap, prefetch=prefetch),
             precision=Precision.of(mixed_precision if precision is None else precision),
             offload=cpu_offload,  # pyright: ignore[reportArgumentType]  # Plan checks and converts names
             update=update,

@@ -100,7 +100,8 @@ def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemor
     reduce = plan.precision.reduce_dtype
     shards = placement.inner_axes or not plan.accumulate > 1
     grads = sum(
-        math.prod(layout.shard if shards else layout.shape) * reduce(layout.dtype).itemsize for layout in trained
+        math.prod(layout.shard if shards else placement.read_shape(layout)) * reduce(layout.dtype).itemsize
+        for layout in trained
     )
     params, optim = _resting(layouts), moments * _resting(trained)
     whole = sum(layout.size * layout.dtype.itemsize for layout in layouts)
@@ -124,25 +125,21 @@ def _gathered(placement: Placement, layouts: list[Layout], model: Functional) ->
     """Whole parameters beside the shards: all of them, or with stage 3 the largest units that are whole at once."""
     if not isinstance(placement.plan.fsdp, Shard) or placement.degrees.get("fsdp", 1) == 1:
         return 0
-    read = [layout.size * _read_itemsize(placement, layout) for layout in layouts]
+    sizes = [math.prod(placement.read_shape(layout)) for layout in layouts]
+    read = [size * placement.read_itemsize(layout) for size, layout in zip(sizes, layouts, strict=True)]
     if not placement.gathers_when_used:
         return sum(read)
     names = [*named_leaves(placement.params), *named_leaves(placement.frozen)]
     found = units(names, placement.by_unit.wrap, model.module_types())
     inside = {i for unit in found.values() for i in unit}
     groups = [*found.values(), [i for i in range(len(read)) if i not in inside]]
-    reduced = [layout.size * placement.plan.precision.reduce_dtype(layout.dtype).itemsize for layout in layouts]
+    dtypes = [placement.plan.precision.reduce_dtype(layout.dtype) for layout in layouts]
+    reduced = [size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
     trained = len(named_leaves(placement.params))
     weights = max(sum(read[i] for i in group) for group in groups)
     grads = max(sum(reduced[i] for i in group if i < trained) for group in groups)
     # In the backward a unit's weights and their gradients are whole together; prefetched units come on top.
     return (1 + placement.by_unit.prefetch) * weights + grads
-
-
-def _read_itemsize(placement: Placement, layout: Layout) -> int:
-    compute = placement.plan.precision.compute
-    floating = jax.numpy.issubdtype(layout.dtype, jax.numpy.floating)
-    return jax.numpy.dtype(compute if compute and floating else layout.dtype).itemsize
 
 
 def measure(mesh: Mesh, trainer: Any) -> MemoryStats:

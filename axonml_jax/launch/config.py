@@ -8,17 +8,18 @@ from axonml_jax.collectives.buckets import GradSyncStrategy
 from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.ddp import Replicate
-from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.parallel.fsdp import Shard, ShardingStrategy
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.plan import Plan
 
 BYTES = 256
 """Token ids of byte-level text."""
 
+_INNER_AXES = ("fsdp", "depth", "row", "col", "tensor")
+"""Mesh axes that are left out where their degree is 1."""
 
-_STAGES = {"shard_optimizer": 1, "shard_grad_op": 2}
-"""ZeRO's stages of the strategies that are not stage 3."""
-
+_SPLIT_BY = {"tensor": ("tensor",), "grid": ("row", "col", "depth")}
+"""The mesh axes over which a model's layers split, by `model.split`."""
 
 class ConfigError(ValueError):
     """A configuration that cannot be read or cannot run; the message says what to change."""
@@ -45,15 +46,24 @@ class MeshConfig:
     Attributes:
       data: groups of devices that hold whole copies of the parameters; -1 takes all devices.
       fsdp: ways in which parameters, gradients and optimizer state are split; 1 splits nothing, -1 takes all devices.
+      tensor: ways in which heads, inner widths and the vocabulary are split (Megatron); wants model.split tensor.
+      row: ways in which output features of every layer are split (AxoNN); wants model.split grid, as col and depth do.
+      col: ways in which input features of every layer are split.
+      depth: ways in which the batch, and every matrix once more, is split.
     """
 
     data: int = -1
     fsdp: int = 1
+    tensor: int = 1
+    row: int = 1
+    col: int = 1
+    depth: int = 1
 
     @property
     def degrees(self) -> dict[str, int]:
         """The axes of the mesh."""
-        return {"data": self.data} | ({"fsdp": self.fsdp} if self.fsdp != 1 else {})
+        inner = {name: size for name in _INNER_AXES if (size := getattr(self, name)) != 1}
+        return {"data": self.data} | inner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +122,10 @@ class PlanConfig:
 
     def _sharding(self) -> Shard | Replicate:
         view = self.gradient_as_bucket_view
-        if self.prefetch and self.sharding_strategy in (*_STAGES, "no_shard"):
-            raise ValueError(f"prefetch={self.prefetch} has no effect with sharding_strategy={self.sharding_strategy}")
-        if self.sharding_strategy == "no_shard":
-            return Replicate()
-        stage = _STAGES.get(self.sharding_strategy or "full_shard", 3)
-        return Shard(stage=stage, prefetch=self.prefetch, flat=None if view is None else not view)
+        strategy = ShardingStrategy(self.sharding_strategy or "full_shard")
+        if strategy is ShardingStrategy.NO_SHARD:
+            return strategy.on_axis(prefetch=self.prefetch)
+        return strategy.on_axis(prefetch=self.prefetch, flat=None if view is None else not view)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,8 +283,18 @@ class RunConfig:
                     yield f"plan.{name}={value} has no effect while mesh.fsdp=1 splits nothing: set mesh.fsdp"
         elif plan.sync_strategy == "no_sync":
             yield f"plan.sync_strategy=no_sync trains a model per rank, but mesh.fsdp={self.mesh.fsdp} splits one model"
+        yield from self._against_split()
         if plan.sync_strategy == "no_sync" and plan.precision == "fp16":
             yield "plan.precision=fp16 with sync_strategy=no_sync would need a loss scale per rank: use bf16"
+
+    def _against_split(self) -> Iterator[str]:
+        degrees, split = self.mesh.degrees, self.model.split
+        for other, axes in _SPLIT_BY.items():
+            for axis in axes:
+                if other != split and degrees.get(axis, 1) > 1:
+                    yield f"mesh.{axis}={degrees[axis]} splits nothing while model.split={split}: set model.split={other}"
+        if self.model.sequence_parallel and (parts := degrees.get("tensor", 1)) > 1 and self.data.length % parts:
+            yield f"data.length={self.data.length} does not divide over mesh.tensor={parts}, as model.sequence_parallel asks"
 
 
 def _at_least(section: str, config: object, problems: list[str] | None = None, **lowest: int) -> None:

@@ -5,12 +5,14 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from axonml_jax.collectives.bucketed import gather_leaves, scatter_sum_leaves
 from axonml_jax.collectives.primitives import axis_size
+from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.parallel.units.wrap import Wrap, checked_wrap
 from axonml_jax.sharding.layout import Layout
@@ -29,6 +31,25 @@ class ShardingStrategy(enum.Enum):
     SHARD_OPTIMIZER = "shard_optimizer"
     NO_SHARD = "no_shard"
     HYBRID_SHARD = "hybrid_shard"
+
+    @property
+    def stage(self) -> int | None:
+        """ZeRO's stage; None when nothing is sharded."""
+        if self is ShardingStrategy.NO_SHARD:
+            return None
+        return {ShardingStrategy.SHARD_OPTIMIZER: 1, ShardingStrategy.SHARD_GRAD_OP: 2}.get(self, 3)
+
+    def on_axis(self, **options: Any) -> "Shard | Replicate":
+        """The strategy of the `fsdp` axis that this name means: `Shard` with these options, or `Replicate`.
+
+        Raises:
+          ValueError: for options that are wrong, or given where nothing is sharded.
+        """
+        if self.stage is not None:
+            return Shard(stage=self.stage, **options)
+        if idle := {name: value for name, value in options.items() if value}:
+            raise ValueError(f"{idle} acts on sharded parameters and has no effect with sharding_strategy={self.value}")
+        return Replicate()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +79,10 @@ class Shard(AbstractStrategy):
             problems.append(f"stage={self.stage!r} must be 1, 2 or 3 (ZeRO)")
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             problems.append(f"prefetch={self.prefetch!r} must be a number of units, 0 or more")
+        elif self.prefetch and self.stage in (1, 2):
+            problems.append(
+                f"prefetch={self.prefetch} acts with stage=3; with {self.stage} all is gathered at the start"
+            )
         if self.flat not in (None, True, False):
             problems.append(f"flat={self.flat!r} must be True, False or None")
         if problems:

@@ -108,8 +108,14 @@ class Placement:
         """A gradient in the dtype in which it is accumulated and reduced."""
         return grad.astype(self.plan.precision.reduce_dtype(layout.dtype))
 
+    def read_itemsize(self, layout: Layout) -> int:
+        """Bytes per element of a parameter as it is gathered and read."""
+        compute = self.plan.precision.compute
+        floating = jnp.issubdtype(layout.dtype, jnp.floating)
+        return jnp.dtype(compute if compute and floating else layout.dtype).itemsize
+
     def wire_itemsize(self, layout: Layout) -> int:
-        """Bytes per element of a parameter's gradient as it travels."""
+        """Bytes per element of a parameter's gradient as the replicated axes reduce it."""
         return self.plan.data.wire_itemsize(self.plan.precision.reduce_dtype(layout.dtype))
 
     def sync(

@@ -3,10 +3,10 @@
 from fractions import Fraction
 
 import jax
-import jax.numpy as jnp
 
-from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.tensor.strategy import InLayers
 from axonml_jax.sharding.layout import Layout, is_layout
 
 
@@ -27,22 +27,19 @@ def minimum_traffic(placement: Placement) -> Fraction:
 
 def _leaf(placement: Placement, layout: Layout, trained: bool) -> Fraction:
     plan, share, total = placement.plan, Fraction(layout.size), Fraction(0)
-    read = _read_itemsize(placement, layout)
-    sent = placement.wire_itemsize(layout) if trained else 0
+    read, reduced = placement.read_itemsize(layout), plan.precision.reduce_dtype(layout.dtype)
     for axis, strategy in reversed(list(plan.strategies.items())):
         ranks = placement.degrees.get(axis, 1)
         moved = share * Fraction(ranks - 1, ranks)
-        if not isinstance(strategy, Shard):
-            total += 2 * moved * sent
+        if isinstance(strategy, InLayers):
+            total += 2 * moved * reduced.itemsize * (trained and strategy.sums(layout, axis))
+            share /= ranks if axis in layout.axes else 1
+            continue
+        if isinstance(strategy, Replicate):
+            total += 2 * moved * strategy.wire_itemsize(reduced) * trained
             continue
         again = plan.accumulate if strategy.each_microbatch else 1
         gathers = (2 if trained else 1) * plan.accumulate if strategy.when_used else 1
-        total += moved * (gathers * read + again * sent)
+        total += moved * (gathers * read + again * reduced.itemsize * trained)
         share /= ranks
     return total
-
-
-def _read_itemsize(placement: Placement, layout: Layout) -> int:
-    compute = placement.plan.precision.compute
-    floating = jnp.issubdtype(layout.dtype, jnp.floating)
-    return jnp.dtype(compute if compute and floating else layout.dtype).itemsize

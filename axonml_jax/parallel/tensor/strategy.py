@@ -25,12 +25,13 @@ class InLayers(AbstractStrategy):
 
     def gather(self, shard: jax.Array, layout: Layout, axis: str) -> jax.Array:
         """The layer's own part."""
-        return vary(shard, axis) if self._summed(layout, axis) else shard
+        return vary(shard, axis) if self.sums(layout, axis) else shard
 
     def sync(self, grad: jax.Array, layout: Layout, axis: str) -> jax.Array:
         """The layer's own gradient; summed where the axis splits the batch and the layer does not split the leaf."""
-        return sum_over(grad, axis) if self._summed(layout, axis) else grad
+        return sum_over(grad, axis) if self.sums(layout, axis) else grad
 
     @staticmethod
-    def _summed(layout: Layout, axis: str) -> bool:
+    def sums(layout: Layout, axis: str) -> bool:
+        """Whether a leaf's gradients are summed over the axis: it splits the batch and not the leaf."""
         return axis in BATCH_AXES and axis not in layout.axes
