@@ -3,6 +3,10 @@
 This file is the register of public names.
 """
 
+from axonml_jax.checkpoint.manager import CheckpointManager as CheckpointManager
+from axonml_jax.checkpoint.manifest import DamagedCheckpoint as DamagedCheckpoint
+from axonml_jax.checkpoint.store import restore as restore
+from axonml_jax.checkpoint.store import save as save
 from axonml_jax.collectives.buckets import GradientBucket as GradientBucket
 from axonml_jax.collectives.buckets import GradSyncStrategy as GradSyncStrategy
 from axonml_jax.collectives.exchange import all_to_all as all_to_all

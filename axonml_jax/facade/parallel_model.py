@@ -12,6 +12,9 @@ import optax
 from jax.sharding import Mesh
 
 from axonml_jax._types import LossFn, PyTree
+from axonml_jax.facade.outside import inside, outside
+from axonml_jax.facade.saved_model import SavedModel
+from axonml_jax.facade.stages import stage_assigner
 from axonml_jax.facade.state_dict import fitted, load_state_dict, state_dict
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.mesh.as_mesh import as_mesh
@@ -33,7 +36,7 @@ from axonml_jax.training.init import first_variables, place_variables
 from axonml_jax.training.specs import variable_specs
 
 
-class ParallelModel:
+class ParallelModel(SavedModel):
     """A Flax model whose parameters live on a mesh as a plan says.
 
     Its variables are the only state it holds; trainers read and replace them.

@@ -1,5 +1,6 @@
 """A model, an optimizer and a loss as one object to call `step` on."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import optax
 
 from axonml_jax._types import LossFn, PyTree
 from axonml_jax.facade.state_dict import fitted
+from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.place import place
 from axonml_jax.training.evaluate import EvalStep
 from axonml_jax.training.init import init_state
@@ -73,6 +75,14 @@ class Trainer:
     def _continue(self, state: TrainState) -> None:
         self._state = state
         self.model.variables = state.variables
+
+    def checkpoint_leaves(self) -> dict[str, Leaf]:
+        """Everything in the state by a name that is the same under every plan; what checkpoints hold."""
+        return self.train_step.state_leaves(self.state)
+
+    def take_leaves(self, arrays: Mapping[str, Any]) -> None:
+        """Go on from arrays that rest as those of `checkpoint_leaves` do."""
+        self._continue(self.train_step.state_of_leaves(self.state, arrays))
 
     def step(self, batch: PyTree) -> Metrics:
         """One update from the global batch.

@@ -1,7 +1,9 @@
 """One training step: gather -> differentiate -> sync -> update, in one compiled program with donated state."""
 
+from collections.abc import Mapping
 from fractions import Fraction
 from numbers import Real
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +17,14 @@ from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.theory import minimum_traffic
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
+from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.memory import to_device_memory, to_host_memory
 from axonml_jax.sharding.place import is_deleted
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import gradients
 from axonml_jax.training.loss_scale import chosen
+from axonml_jax.training.named_state import state_leaves, state_of_leaves
 from axonml_jax.training.objective import Objective
 from axonml_jax.training.specs import state_specs
 from axonml_jax.training.stacked import stack_state, stacked, unstack_state
@@ -93,6 +97,14 @@ class TrainStep:
     def lower(self, state: TrainState, batch: PyTree):
         """The step lowered on arrays or shapes (`.as_text()`, `.compile()`)."""
         return self._compiled.lower(state, batch)
+
+    def state_leaves(self, state: TrainState) -> dict[str, Leaf]:
+        """Everything in a state by a name that is the same under every plan; what checkpoints hold."""
+        return state_leaves(self.model, state, self.placement, self.tx)
+
+    def state_of_leaves(self, like: TrainState, arrays: Mapping[str, Any]) -> TrainState:
+        """The inverse of `state_leaves`, in the structure of a state."""
+        return state_of_leaves(self.model, like, arrays)
 
     def minimum_traffic(self) -> Fraction:
         """Bytes per rank and update that theory allows for the plan's gradients and parameters on a ring."""

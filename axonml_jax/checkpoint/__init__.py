@@ -1,0 +1,1 @@
+"""Checkpoints: what a run is between two steps, on disk, whole and independent of the plan."""

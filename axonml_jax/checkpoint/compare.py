@@ -1,0 +1,65 @@
+"""Does a checkpoint fit what shall take it? Everything that does not is told at once."""
+
+from collections.abc import Collection, Mapping
+
+import jax.numpy as jnp
+
+from axonml_jax.checkpoint.arrays import entry_of
+from axonml_jax.checkpoint.manifest import Entry
+from axonml_jax.sharding.leaf import Leaf
+
+DIFFERENCES = ("missing", "unexpected", "mismatched")
+"""What may be accepted: names the checkpoint lacks, names only it has, and arrays of another shape or kind."""
+
+_SHOWN = 40
+
+
+def differences(wanted: Mapping[str, Leaf], found: Mapping[str, Entry]) -> dict[str, dict[str, str]]:
+    """What does not fit, by kind of difference and name, in words. Floating-point dtypes fit each other.
+
+    Args:
+      wanted: what shall be restored.
+      found: what the checkpoint has.
+    """
+    mismatched = {}
+    for name, leaf in wanted.items():
+        if name in found and (problem := _mismatch(entry_of(leaf), found[name])):
+            mismatched[name] = problem
+    return {
+        "missing": {name: _shape(entry_of(leaf)) for name, leaf in wanted.items() if name not in found},
+        "unexpected": {name: _shape(entry) for name, entry in found.items() if name not in wanted},
+        "mismatched": mismatched,
+    }
+
+
+def refused(where: str, found: Mapping[str, Mapping[str, str]], accept: Collection[str]) -> str | None:
+    """The whole message when something does not fit and was not accepted, else None."""
+    lines = listing({kind: names for kind, names in found.items() if kind not in accept})
+    if not lines:
+        return None
+    kinds = tuple(kind for kind, names in found.items() if names and kind not in accept)
+    return (
+        f"{where} does not fit what shall take it:\n" + "\n".join(lines) + "\naccept="
+        f"{kinds!r} takes what fits and leaves the rest as it is"
+    )
+
+
+def listing(found: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Every difference on a line of its own."""
+    lines = [f"  {name}: {kind} {text}" for kind, names in found.items() for name, text in names.items()]
+    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"  ... and {len(lines) - _SHOWN} more"]
+
+
+def _mismatch(need: Entry, got: Entry) -> str | None:
+    if need.key != got.key:
+        return f"(saved as {got.key or got.dtype}, needed as {need.key or need.dtype})"
+    if need.shape != got.shape:
+        return f"(saved {_shape(got)}, needed {_shape(need)})"
+    floating = [jnp.issubdtype(jnp.dtype(entry.dtype), jnp.floating) for entry in (need, got)]
+    if need.dtype != got.dtype and not all(floating):
+        return f"(saved as {got.dtype}, needed as {need.dtype})"
+    return None
+
+
+def _shape(entry: Entry) -> str:
+    return f"{entry.dtype}{list(entry.shape)}"

@@ -1,0 +1,146 @@
+"""The file that makes a folder a checkpoint: what is in it, what belongs to it, and the checksum of every file."""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+NAME = "checkpoint.json"
+ARRAYS = "arrays"
+"""The folder with the arrays, an Orbax checkpoint of its own."""
+
+FORMAT = 1
+_CHUNK = 1 << 24
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint whose files are not what was written."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One array of a checkpoint.
+
+    Attributes:
+      shape: of the whole array.
+      dtype: its name; for a key that of its words.
+      key: the implementation of a typed random key, else None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    key: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says about itself.
+
+    Attributes:
+      step: updates made.
+      entries: its arrays by name.
+      data: the data loader's position.
+      metrics: of the step.
+      about: plan, mesh, package versions and time, for people.
+      files: size in bytes and CRC-32 of every other file.
+    """
+
+    step: int | None = None
+    entries: dict[str, Entry] = field(default_factory=dict)
+    data: dict[str, Any] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write it; on disk when this returns."""
+        content = {"format": FORMAT, **asdict(self)}
+        text = _readable({"crc32": _text_sum(content), **content})
+        with (folder / NAME).open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def read(folder: Path) -> "Manifest":
+        """The manifest of a checkpoint.
+
+        Raises:
+          FileNotFoundError: when the folder is no checkpoint.
+          DamagedCheckpoint: when the file is not what was written.
+          ValueError: when a newer version wrote it.
+        """
+        path = folder / NAME
+        if not path.is_file():
+            other = "it has no " + NAME if folder.is_dir() else "there is no such folder"
+            raise FileNotFoundError(f"{folder} is no checkpoint: {other}")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            expected, version = content.pop("crc32"), content.pop("format")
+            damaged = expected != _text_sum({"format": version, **content})
+        except (ValueError, KeyError, AttributeError, TypeError):
+            damaged, content, version = True, {}, FORMAT
+        if damaged:
+            raise DamagedCheckpoint(f"{folder} is damaged:\n  {NAME}: its checksum does not fit its content")
+        if version != FORMAT:
+            raise ValueError(f"{folder} has format {version}, this version reads {FORMAT}: update axonml-jax")
+        entries = {name: Entry(tuple(e["shape"]), e["dtype"], e["key"]) for name, e in content.pop("entries").items()}
+        return Manifest(entries=entries, **content)
+
+
+def checksums(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and CRC-32 of every file under a folder, by its path there."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != NAME)
+    return {path.relative_to(folder).as_posix(): _file_sum(path) for path in paths}
+
+
+def damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """What is wrong with the named files of a checkpoint; each line names one."""
+    problems = []
+    for name in names:
+        size, crc = manifest.files[name]
+        try:
+            found, sum_ = _file_sum(folder / name)
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror}")
+            continue
+        if found != size:
+            problems.append(f"{name}: {found} bytes instead of {size}")
+        elif sum_ != crc:
+            problems.append(f"{name}: its checksum is {sum_:08x} instead of {crc:08x}")
+    return problems
+
+
+def sync_folder(folder: Path) -> None:
+    """Make sure that the names in a folder are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _readable(content: dict[str, Any]) -> str:
+    """JSON with a line for every entry of the first two levels."""
+
+    def lines(value: Any) -> str:
+        if not isinstance(value, dict) or not value:
+            return json.dumps(value)
+        return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n }"
+
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {lines(value)}" for key, value in content.items()) + "\n}\n"
+
+
+def _file_sum(path: Path) -> tuple[int, int]:
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc
+
+
+def _text_sum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

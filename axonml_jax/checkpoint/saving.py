@@ -1,0 +1,165 @@
+"""One save: arrays copied to the host at once, written and committed behind the training's back."""
+
+import dataclasses
+import itertools
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from axonml_jax.checkpoint import arrays
+from axonml_jax.checkpoint.manifest import ARRAYS, Manifest, checksums, sync_folder
+from axonml_jax.checkpoint.team import Team, describe, rebuilt
+from axonml_jax.mesh.process_engine import coordinator_client
+from axonml_jax.sharding.leaf import Leaf
+
+SAVING = ".saving"
+"""What the name of an unfinished checkpoint ends with."""
+
+REPLACED = ".replaced"
+"""What the name of a checkpoint ends with while another takes its place."""
+
+
+_numbers = itertools.count()
+
+
+class Saving:
+    """A save under way; the folder gets its name by one rename, after everything else is on disk.
+
+    Args:
+      folder: the checkpoint to be.
+      leaves: its arrays; they may be donated as soon as this returns.
+      manifest: what else it says.
+      team: the processes that save it, all of them.
+      saver: Orbax's checkpointer.
+      replace: whether an existing checkpoint may be replaced.
+      committed: runs in the main process after the commit.
+
+    Raises:
+      FileExistsError: when there is one already and it may not be replaced.
+      OSError: in every process, when the folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        leaves: Mapping[str, Leaf],
+        manifest: Manifest,
+        team: Team,
+        saver: Any,
+        *,
+        replace: bool = False,
+        committed: Callable[[], None] | None = None,
+    ):
+        self.folder, self._team, self._saver, self._committed = folder, team, saver, committed
+        self._manifest, self._key = manifest, f"axonml_jax/saved/{next(_numbers)}"
+        self._unfinished = folder.with_name(folder.name + SAVING)
+        self._error: BaseException | None = None
+        team.decide(f"save {folder}", lambda: _make_room(folder, self._unfinished, replace))
+        seen = team.tell_all(f"save {folder}", self._unfinished.is_dir())
+        if blind := [process for process, sees in enumerate(seen) if not sees]:
+            raise OSError(
+                f"cannot save {folder}: process(es) {blind} do not see the folder that process 0 has made; checkpoints need a "
+                "file system that all processes share"
+            )
+        try:
+            arrays.start_writing(saver, self._unfinished / ARRAYS, leaves)
+        except BaseException as error:
+            self._abandon()
+            if isinstance(error, OSError | ValueError):
+                raise OSError(f"saving {folder} failed: {error}") from error
+            raise
+        self._thread = threading.Thread(target=self._finish, name=f"checkpoint {folder.name}")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether this process has nothing left to do for it."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until it is committed.
+
+        Raises:
+          OSError: when it could not be written; nothing of it is left then.
+        """
+        self._thread.join()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise OSError(f"saving {self.folder} failed: {error}") from error
+
+    def _finish(self) -> None:
+        try:
+            self._saver.wait_until_finished()
+            if self._team.leads:
+                self._commit()
+            self._hear_outcome()
+        except BaseException as error:
+            self._error = error
+            self._abandon()
+
+    def _commit(self) -> None:
+        """In the main process, when all arrays of all processes are on disk."""
+        error = None
+        try:
+            dataclasses.replace(self._manifest, files=checksums(self._unfinished)).write(self._unfinished)
+            sync_folder(self._unfinished)
+            put_in_place(self._unfinished, self.folder)
+        except Exception as raised:
+            error = raised
+        if self._team.size > 1:
+            coordinator_client().key_value_set(self._key, ":".join(describe(error)) if error else "")
+        if error:
+            raise error
+        if self._committed:
+            self._committed()
+
+    def _hear_outcome(self) -> None:
+        if not self._team.leads:
+            said = coordinator_client().blocking_key_value_get(self._key, int(1000 * self._team.timeout))
+            if said:
+                raise rebuilt(said.split(":", 1))
+
+    def _abandon(self) -> None:
+        if self._team.leads:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+
+
+def put_in_place(unfinished: Path, folder: Path) -> None:
+    """Give a finished checkpoint its name; one that had it is kept until then, and found by `tidy` after a crash."""
+    old = folder.with_name(folder.name + REPLACED)
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+    unfinished.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def tidy(parent: Path) -> None:
+    """Remove what killed processes have left in a folder of checkpoints, and undo a replacement that was cut off."""
+    for path in parent.glob("*" + REPLACED):
+        whole = path.with_name(path.name.removesuffix(REPLACED))
+        if whole.exists():
+            remove(path)
+        else:
+            path.rename(whole)
+    for path in parent.glob("*" + SAVING):
+        remove(path)
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint; one that is half deleted when the process dies is none any more."""
+    doomed = folder if folder.name.endswith(SAVING) else folder.with_name(folder.name + SAVING)
+    if doomed != folder:
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _make_room(folder: Path, unfinished: Path, replace: bool) -> None:
+    if folder.exists() and not replace:
+        raise FileExistsError(f"{folder} exists already: choose another name, or replace it with replace=True")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)

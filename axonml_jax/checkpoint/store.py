@@ -1,0 +1,175 @@
+"""`save` and `restore`: one checkpoint, whole, under any plan."""
+
+import os
+from collections.abc import Collection, Mapping
+from contextlib import closing
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from axonml_jax.checkpoint import arrays
+from axonml_jax.checkpoint.compare import DIFFERENCES, differences, listing, refused
+from axonml_jax.checkpoint.contents import filled, leaves_of, scope_of
+from axonml_jax.checkpoint.manifest import ARRAYS, DamagedCheckpoint, Manifest, damage
+from axonml_jax.checkpoint.saving import Saving
+from axonml_jax.checkpoint.team import Team
+from axonml_jax.logging import logger
+from axonml_jax.sharding.leaf import Leaf
+
+_PACKAGES = ("axonml-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+class Positioned(Protocol):
+    """Something with a position that is small, plain values: a data loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position."""
+        ...
+
+
+def save(
+    path: str | os.PathLike,
+    state: Any,
+    *,
+    step: Any = None,
+    data: Positioned | None = None,
+    metrics: Mapping[str, float] | None = None,
+    about: Mapping[str, Any] | None = None,
+    replace: bool = False,
+) -> Path:
+    """Save arrays so that they can be restored on any other mesh, plan and number of processes. Every process must call it.
+
+    The folder appears under its name when everything is on disk, or not at all.
+
+    Args:
+      path: the folder to be; on a file system that all processes share.
+      state: a trainer, a parallel model, an NNX module, or any pytree of arrays (a Linen module's variables, say).
+      step: the `TrainStep` that a `TrainState` belongs to; it knows their whole shapes.
+      data: a data loader, whose position is kept.
+      metrics: of the run at this point.
+      about: plain values for whoever reads `checkpoint.json`.
+      replace: take the place of a checkpoint that is there already.
+
+    Returns:
+      The folder.
+
+    Raises:
+      FileExistsError: when there is one already.
+      OSError: when it cannot be written; nothing is left then.
+    """
+    team = Team()
+    leaves = step.state_leaves(state) if step is not None else leaves_of(state)
+    with closing(arrays.checkpointer(team.size)) as saver:
+        manifest = manifest_of(state, leaves, data=data, metrics=metrics, about=about)
+        Saving(folder := Path(path).absolute(), leaves, manifest, team, saver, replace=replace).wait()
+    return folder
+
+
+def restore(
+    path: str | os.PathLike,
+    like: Any,
+    *,
+    step: Any = None,
+    data: Positioned | None = None,
+    part: str | None = None,
+    accept: Collection[str] = (),
+) -> Any:
+    """Restore what `save` or a `CheckpointManager` wrote. Every process must call it; each device reads only its share.
+
+    Args:
+      path: the checkpoint.
+      like: what shall take it. A trainer, a parallel model or an NNX module takes the arrays itself and is returned. Of a
+        pytree of arrays or shapes a new one is returned, each leaf where the given one is (shapes: as NumPy arrays).
+      step: the `TrainStep` of a `TrainState` given as `like`.
+      data: a data loader, which goes on from the position that was saved.
+      part: take only names under this one, such as `"model"` for a Linen module's variables; an NNX module takes
+        the model's part by itself.
+      accept: differences that are no error: `"missing"` (what the checkpoint lacks stays as it is), `"unexpected"` (what
+        only it has is left out), `"mismatched"` (of another shape: stays as it is). They are logged.
+
+    Raises:
+      FileNotFoundError: when there is no checkpoint.
+      DamagedCheckpoint: naming every file that is not what was written.
+      ValueError: listing every array that is missing, unexpected or mismatched.
+    """
+    if wrong := [each for each in accept if each not in DIFFERENCES] + [accept] * isinstance(accept, str):
+        raise ValueError(f"accept={wrong[0]!r}: give a collection of {', '.join(map(repr, DIFFERENCES))}")
+    team, folder = Team(), Path(path).absolute()
+    with closing(arrays.checkpointer(team.size)) as saver:
+        manifest = checked_manifest(folder, team)
+        return load(folder, manifest, like, saver, step=step, data=data, part=part, accept=accept)
+
+
+def load(
+    folder: Path,
+    manifest: Manifest,
+    like: Any,
+    saver: Any,
+    *,
+    step: Any = None,
+    data: Positioned | None = None,
+    part: str | None = None,
+    accept: Collection[str] = (),
+) -> Any:
+    """`restore` of a checkpoint whose files have been checked."""
+    wanted = step.state_leaves(like) if step is not None else leaves_of(like)
+    prefix = f"{part.strip('/')}/" if part else ""
+    scope = prefix or scope_of(like, manifest.entries)
+    wanted = {prefix + name: leaf for name, leaf in wanted.items()}
+    found = {name: entry for name, entry in manifest.entries.items() if name.startswith(scope)}
+    different = differences(wanted, found)
+    if message := refused(str(folder), different, accept):
+        raise ValueError(message)
+    if data is not None and manifest.data is None:
+        raise ValueError(f"{folder} holds no data position: leave data= out, or save with data=")
+    if lines := listing(different):
+        logger.warning("%s does not fit in all:\n%s", folder, "\n".join(lines))
+    fitting = {n: leaf for n, leaf in wanted.items() if n not in different["missing"] | different["mismatched"]}
+    values = arrays.read(saver, folder / ARRAYS, fitting, found)
+    values = {name.removeprefix(prefix): values.get(name, leaf.array) for name, leaf in wanted.items()}
+    result = step.state_of_leaves(like, values) if step is not None else filled(like, values)
+    if data is not None and manifest.data is not None:
+        data.load_state_dict(manifest.data)
+    return result
+
+
+def checked_manifest(folder: Path, team: Team) -> Manifest:
+    """The manifest of a checkpoint, all of whose files are as they were written; the processes share the reading.
+
+    Raises:
+      FileNotFoundError, DamagedCheckpoint, ValueError: in every process alike.
+    """
+    team.decide(f"restore {folder}", lambda: Manifest.read(folder) and None)
+    manifest = Manifest.read(folder)
+    problems = team.tell_all(f"restore {folder}", damage(folder, manifest, team.mine(list(manifest.files))))
+    if lines := sorted(line for each in problems for line in each):
+        raise DamagedCheckpoint(f"{folder} is damaged:\n" + "\n".join(f"  {line}" for line in lines))
+    return manifest
+
+
+def manifest_of(
+    state: Any,
+    leaves: Mapping[str, Leaf],
+    *,
+    step: int | None = None,
+    data: Positioned | None = None,
+    metrics: Mapping[str, float] | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """What a checkpoint will say about itself."""
+    model = getattr(state, "model", state)  # a trainer's
+    plan = {"plan": str(model.plan), "mesh": dict(model.mesh.shape)} if hasattr(model, "plan") else {}
+    versions = {name: version(name) for name in _PACKAGES}
+    return Manifest(
+        step=step,
+        entries={name: arrays.entry_of(leaf) for name, leaf in leaves.items()},
+        data=dict(data.state_dict()) if data is not None else None,
+        metrics={name: float(value) for name, value in (metrics or {}).items()},
+        about={**plan, "processes": jax.process_count(), "versions": versions, **(about or {})},
+    )

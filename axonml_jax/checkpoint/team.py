@@ -1,0 +1,97 @@
+"""What the processes of a job tell each other about a checkpoint, through JAX's coordinator: never a device collective."""
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from axonml_jax.mesh.process_engine import coordinator_client
+
+TIMEOUT = 600.0
+"""Seconds to wait for the other processes of a job at a save or a restore."""
+
+_meetings = itertools.count()
+
+
+class Team:
+    """The processes of this job. Every process must make the same calls in the same order.
+
+    Args:
+      timeout: seconds to wait for the others.
+    """
+
+    def __init__(self, timeout: float = TIMEOUT):
+        self.size = jax.process_count() if jax.distributed.is_initialized() else 1
+        self.rank = jax.process_index() if self.size > 1 else 0
+        self.timeout = timeout
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides: the main one."""
+        return self.rank == 0
+
+    def tell_all(self, what: str, said: Any) -> list[Any]:
+        """What every process says, by process.
+
+        Args:
+          what: for the error when a process does not come.
+          said: plain values.
+
+        Raises:
+          TimeoutError: naming the processes that did not come.
+        """
+        if self.size == 1:
+            return [said]
+        client, folder = coordinator_client(), f"axonml_jax/checkpoint/{next(_meetings)}/"
+        client.key_value_set(f"{folder}{self.rank}", json.dumps(said))
+        try:
+            client.wait_at_barrier(folder, int(1000 * self.timeout))
+        except jax.errors.JaxRuntimeError as error:
+            heard = {int(key.rsplit("/", 1)[1]) for key, _ in client.key_value_dir_get(folder)}
+            missing = sorted(set(range(self.size)) - heard)
+            raise TimeoutError(
+                f"process(es) {missing} did not come to {what} within {self.timeout:g} s: every process must save and "
+                "restore the same checkpoints in the same order"
+            ) from error
+        heard = dict(client.key_value_dir_get(folder))
+        return [json.loads(heard[f"{folder}{rank}"]) for rank in range(self.size)]
+
+    def decide(self, what: str, act: Callable[[], Any]) -> Any:
+        """The main process's result of `act` in every process; so is the error it raises.
+
+        Args:
+          what: for the error when a process does not come.
+          act: returns plain values; only the main process runs it.
+        """
+        said: Any = None
+        error: BaseException | None = None
+        if self.leads:
+            try:
+                said = {"result": act()}
+            except Exception as raised:
+                error, said = raised, {"error": describe(raised)}
+        outcome = self.tell_all(what, said)[0]
+        if error is not None:
+            raise error
+        if "error" in outcome:
+            raise rebuilt(outcome["error"])
+        return outcome["result"]
+
+    def mine(self, things: Sequence) -> Sequence:
+        """This process's share of some work."""
+        return things[self.rank :: self.size]
+
+
+def describe(error: BaseException) -> list[str]:
+    """An error as plain values."""
+    kinds = ("FileExistsError", "FileNotFoundError", "ValueError")
+    kind = next((each.__name__ for each in type(error).__mro__ if each.__name__ in kinds), "OSError")
+    return [kind, str(error)]
+
+
+def rebuilt(said: Sequence[str]) -> Exception:
+    """The error that another process described."""
+    kinds = {each.__name__: each for each in (FileExistsError, FileNotFoundError, ValueError, OSError)}
+    return kinds[said[0]](said[1])

@@ -1,0 +1,218 @@
+"""The checkpoints of a run on disk: which are kept, what a crash or a damaged file leaves, who waits for whom."""
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import axonml_jax as ax
+from axonml_jax.checkpoint import saving
+
+
+class Weights(nnx.Module):
+    """A few numbers, cheap to save."""
+
+    def __init__(self, value=0.0):
+        self.w = nnx.Param(jnp.full((64, 64), value, jnp.float32))
+
+
+def value(module):
+    return float(module.w[0, 0])
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def damage(folder, name, change):
+    path = next(path for path in folder.rglob(name) if path.is_file() and path.stat().st_size > 20)
+    content = bytearray(path.read_bytes())
+    path.write_bytes(change(content))
+    return path.relative_to(folder).as_posix()
+
+
+def flip(content):
+    content[len(content) // 2] ^= 1
+    return content
+
+
+@pytest.fixture
+def three(tmp_path):
+    """A manager with checkpoints of steps 2, 4 and 6."""
+    with ax.CheckpointManager(tmp_path / "run", every=2) as manager:
+        for step in range(1, 7):
+            assert manager.save(step, Weights(step), metrics={"loss": 1 / step}) is (step % 2 == 0)
+        manager.wait()
+        yield manager
+
+
+def test_the_newest_and_the_best_are_kept_and_restored(tmp_path):
+    losses = [5.0, 1.0, 4.0, float("nan"), 3.0, 2.0]
+    with ax.CheckpointManager(tmp_path, every=1, keep=2, best="loss") as manager:
+        for step, loss in enumerate(losses, 1):
+            manager.save(step, Weights(step), metrics={"loss": loss}, about={"who": "me"})
+        assert not manager.save(6, Weights(9), force=True)  # it is there already
+        manager.wait()
+        assert manager.steps == [2, 5, 6] and manager.best_step == 2
+        module = Weights()
+        said = manager.restore(module, step="best")
+        assert (value(module), said.step, said.metrics, said.about["who"]) == (2, 2, {"loss": 1.0}, "me")
+        assert manager.restore(module).step == 6 and value(module) == 6
+        with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 3; it has \[2, 5, 6\]"):
+            manager.restore(module, step=3)
+    assert names(tmp_path) == ["step_00000002", "step_00000005", "step_00000006"]
+    about = json.loads((tmp_path / "step_00000006" / "checkpoint.json").read_text())["about"]
+    assert about["versions"]["jax"] == jax.__version__
+    highest = ax.CheckpointManager(tmp_path, best="loss", mode="max")
+    assert highest.best_step == 5
+    highest.close()
+
+
+def test_an_empty_folder_restores_nothing_and_numbers_are_checked(tmp_path):
+    with ax.CheckpointManager(tmp_path / "new") as manager:
+        assert manager.restore(Weights(1)) is None and manager.steps == []
+        assert not manager.save(100, Weights())  # nothing is due without `every`
+    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
+        ax.CheckpointManager(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="mode='low' must be"):
+        ax.CheckpointManager(tmp_path, mode="low")
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        ax.restore(tmp_path / "nothing", Weights())
+
+
+DAMAGE = {
+    "a flipped bit": ("d/*", flip),
+    "a truncated file": ("manifest.ocdbt", lambda content: content[:-7]),
+    "an emptied file": ("_METADATA", lambda content: b""),
+    "a flipped bit in the list itself": ("checkpoint.json", flip),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_and_passed_over(three, kind, caplog):
+    name, change = DAMAGE[kind]
+    newest = three.folder / "step_00000006"
+    file = damage(newest, name, change)
+    with pytest.raises(ax.DamagedCheckpoint, match="is damaged") as caught:
+        ax.restore(newest, Weights())
+    assert file in str(caught.value)
+    module = Weights()
+    with pytest.raises(ax.DamagedCheckpoint):
+        three.restore(module, step=6)
+    with caplog.at_level("WARNING", "axonml_jax"):
+        assert three.restore(module).step == 4 and value(module) == 4
+    assert file in caplog.text and "falling back to the last good checkpoint" in caplog.text
+    assert names(three.folder) == ["step_00000002", "step_00000004", "step_00000006.damaged"]
+    assert three.save(6, Weights(66)) and three.restore(module).step == 6 and value(module) == 66
+
+
+def test_a_missing_file_is_damage_and_without_a_good_one_nothing_is_restored(three):
+    for folder in three.folder.iterdir():
+        shutil.rmtree(folder / "arrays" / "d")
+    with pytest.raises(ax.DamagedCheckpoint, match=r"no checkpoint in .* is whole; .*\n.*: No such file"):
+        three.restore(Weights())
+
+
+def test_what_killed_processes_left_is_removed_and_a_cut_off_replacement_undone(three):
+    three.close()
+    whole = three.folder / "step_00000004"
+    shutil.copytree(whole, three.folder / "step_00000008.saving")
+    whole.rename(three.folder / "step_00000004.replaced")
+    shutil.copytree(three.folder / "step_00000006", three.folder / "step_00000006.replaced")
+    with ax.CheckpointManager(three.folder) as manager:
+        assert manager.steps == [2, 4, 6]
+    assert names(three.folder) == ["step_00000002", "step_00000004", "step_00000006"]
+
+
+def test_a_save_is_asynchronous_atomic_and_keeps_what_was_given(tmp_path, monkeypatch):
+    gate, real = threading.Event(), saving.checksums
+    monkeypatch.setattr(saving, "checksums", lambda folder: gate.wait(60) and real(folder))
+    with ax.CheckpointManager(tmp_path, every=1) as manager:
+        module = Weights(1)
+        manager.save(1, module)
+        module.w[...] = jnp.full((64, 64), 5.0)
+        manager.check()
+        assert names(tmp_path) == ["step_00000001.saving"]
+        gate.set()
+        manager.wait()
+        assert names(tmp_path) == ["step_00000001"]
+        assert manager.restore(module).step == 1 and value(module) == 1
+
+
+def test_a_save_that_fails_leaves_nothing_and_is_told_at_the_next_call(tmp_path, monkeypatch):
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    with ax.CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(1, Weights(1))
+        manager.wait()
+        monkeypatch.setattr(saving, "checksums", full)
+        manager.save(2, Weights(2))
+        with pytest.raises(OSError, match=r"saving .*step_00000002 failed: .*No space left on device"):
+            manager.wait()
+        monkeypatch.undo()
+        assert names(tmp_path) == ["step_00000001"]
+        with pytest.raises(FileExistsError, match="exists already"):
+            ax.save(tmp_path / "step_00000001", Weights())
+        ax.save(tmp_path / "step_00000001", Weights(7), replace=True)
+        module = Weights()
+        assert manager.restore(module).step is None and value(module) == 7
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(OSError, match="locked"):
+        ax.save(tmp_path / "locked" / "it", Weights())
+
+
+class Loader:
+    """A data loader as checkpoints see one."""
+
+    def __init__(self, position):
+        self.position = position
+
+    def state_dict(self):
+        """Its position."""
+        return {"samples": self.position}
+
+    def load_state_dict(self, state):
+        """Go there."""
+        self.position = state["samples"]
+
+
+def test_the_data_position_is_kept(tmp_path):
+    path = ax.save(tmp_path / "it", Weights(1), data=Loader(12))
+    loader = Loader(0)
+    ax.restore(path, Weights(), data=loader)
+    assert loader.position == 12
+    bare = ax.save(tmp_path / "bare", Weights(1))
+    with pytest.raises(ValueError, match="holds no data position"):
+        ax.restore(bare, Weights(), data=loader)
+
+
+def test_orbax_itself_reads_the_arrays(tmp_path):
+    import orbax.checkpoint as ocp
+
+    path = ax.save(tmp_path / "it", Weights(3))
+    with ocp.PyTreeCheckpointer() as plain:
+        args = ocp.args.PyTreeRestore(restore_args={"model/w": ocp.RestoreArgs(restore_type=np.ndarray)})
+        found = plain.restore(Path(path) / "arrays", args=args)
+    np.testing.assert_array_equal(found["model/w"], np.full((64, 64), 3))
+
+
+def test_a_newer_format_is_refused_and_not_taken_for_damage(tmp_path, monkeypatch):
+    from axonml_jax.checkpoint import manifest
+
+    monkeypatch.setattr(manifest, "FORMAT", 2)
+    path = ax.save(tmp_path / "it", Weights(3))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="has format 2, this version reads 1"):
+        ax.restore(path, Weights())
