@@ -12,9 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from axonml_jax._types import LossFn, PyTree
-from axonml_jax.facade.outside import inside, outside
 from axonml_jax.facade.saved_model import SavedModel
-from axonml_jax.facade.stages import stage_assigner
 from axonml_jax.facade.state_dict import fitted, load_state_dict, state_dict
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.mesh.as_mesh import as_mesh
