@@ -13,8 +13,8 @@ from flax import nnx
 from jax.extend.core import Literal
 
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.loss import token_losses
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 
 class Block(nnx.Module):
@@ -106,7 +106,7 @@ def gpt(layers: int = 12, width: int = 768, vocabulary: int = 50_257, length: in
     sizes = {"num_layers": layers, "hidden_size": width, "num_heads": width // 64, "max_length": 1024}
     config = TransformerConfig(vocab_size=vocabulary, **sizes, **style)
     shape = lambda count: {name: jax.ShapeDtypeStruct((count, length), jnp.int32) for name in ("tokens", "targets")}
-    loss = lambda model, batch: token_losses(model(batch["tokens"]), batch["targets"]).mean()
+    loss = lambda model, batch: vocab_parallel_cross_entropy(model(batch["tokens"]), batch["targets"]).mean()
     return Case(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))), loss, shape, rows)
 
 

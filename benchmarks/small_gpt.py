@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.loss import token_losses
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 LEARNING_RATE = 1e-3
 
@@ -37,7 +37,7 @@ def make_batch(rows: int, shape: TransformerConfig) -> dict[str, np.ndarray]:
 
 def loss_fn(model, batch) -> jax.Array:
     """The mean cross entropy of all positions."""
-    return token_losses(model(batch["tokens"]), batch["targets"]).mean()
+    return vocab_parallel_cross_entropy(model(batch["tokens"]), batch["targets"]).mean()
 
 
 def optimizer() -> optax.GradientTransformation:

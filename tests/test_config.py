@@ -14,12 +14,12 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MODEL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_length": 128}
 
 KEYS = """
-name profile devices.simulated mesh.data mesh.fsdp
+name profile devices.simulated mesh.data mesh.fsdp mesh.tensor mesh.row mesh.col mesh.depth
 plan.sync_strategy plan.bucket_size_mb plan.gradient_as_bucket_view plan.comm_dtype
 plan.sharding_strategy plan.prefetch plan.offload plan.precision plan.accumulate plan.check_vma
 model.vocab_size model.num_layers model.hidden_size model.num_heads model.max_length model.num_kv_heads
 model.mlp_hidden_size model.norm model.activation model.position model.rope_theta model.tie_embeddings model.use_bias
-model.dropout model.norm_eps model.dtype model.param_dtype
+model.dropout model.norm_eps model.split model.sequence_parallel model.dtype model.param_dtype
 data.path data.length data.max_bytes data.valid_fraction data.num_workers
 optim.name optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.betas optim.max_grad_norm
 train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed
@@ -47,6 +47,18 @@ def refusal(*argv):
 
 def test_the_configuration_keys_are_frozen():
     assert [key for key, *_ in settings()] == KEYS
+
+
+def test_axes_that_the_models_layers_do_not_split_are_named_with_the_remedy(write):
+    message = refusal(
+        write({"mesh": {"data": 1, "row": 2, "tensor": 2}, "data": {"length": 127}}, MODEL | {"split": "grid"})
+    )
+    assert "mesh.tensor=2 splits nothing while model.split=grid: set model.split=tensor" in message
+    message = refusal(
+        write({"mesh": {"row": 2, "tensor": 2}, "data": {"length": 127}}, MODEL | {"sequence_parallel": True})
+    )
+    assert "mesh.row=2 splits nothing while model.split=tensor: set model.split=grid" in message
+    assert "data.length=127 does not divide over mesh.tensor=2" in message
 
 
 def test_every_key_has_help_that_says_what_it_is():

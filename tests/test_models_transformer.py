@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axonml_jax.models.attention import causal_attention, rotate
 from axonml_jax.models.config import ACTIVATIONS, NORMS, POSITIONS, TransformerConfig
 from axonml_jax.models.presets import PRESETS, preset
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.tensor.attend import attend, rotate
 
 TINY = TransformerConfig(vocab_size=17, num_layers=2, hidden_size=16, num_heads=4, max_length=8)
 PUBLISHED = {
@@ -123,7 +123,7 @@ def naive_attention(query, key, value):
 def test_attention_equals_the_naive_loop(kv_heads):
     draw = np.random.default_rng(0).normal
     query, key, value = draw(size=(2, 5, 4, 6)), draw(size=(2, 5, kv_heads, 6)), draw(size=(2, 5, kv_heads, 6))
-    np.testing.assert_allclose(causal_attention(query, key, value), naive_attention(query, key, value), atol=1e-12)
+    np.testing.assert_allclose(attend(query, key, value, causal=True), naive_attention(query, key, value), atol=1e-12)
 
 
 def reference(model, tokens):
@@ -191,7 +191,7 @@ def test_attention_equals_jax_dot_product_attention():
     draw = np.random.default_rng(1).normal
     query, key, value = draw(size=(2, 5, 4, 6)), draw(size=(2, 5, 2, 6)), draw(size=(2, 5, 2, 6))
     theirs = jax.nn.dot_product_attention(*map(jnp.asarray, (query, key, value)), is_causal=True)
-    np.testing.assert_allclose(causal_attention(query, key, value), theirs, atol=1e-6)
+    np.testing.assert_allclose(attend(query, key, value, causal=True), theirs, atol=1e-6)
 
 
 def test_rotary_scores_depend_on_the_distance_alone():

@@ -1,10 +1,11 @@
 """What a training run is made of, as frozen values: the sections and keys of a configuration file."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from axonml_jax.collectives.buckets import GradSyncStrategy
+from axonml_jax.launch.against_mesh import against_mesh
+from axonml_jax.launch.checkpoint_config import CheckpointConfig
 from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.ddp import Replicate
@@ -18,8 +19,6 @@ BYTES = 256
 _INNER_AXES = ("fsdp", "depth", "row", "col", "tensor")
 """Mesh axes that are left out where their degree is 1."""
 
-_SPLIT_BY = {"tensor": ("tensor",), "grid": ("row", "col", "depth")}
-"""The mesh axes over which a model's layers split, by `model.split`."""
 
 class ConfigError(ValueError):
     """A configuration that cannot be read or cannot run; the message says what to change."""
@@ -247,11 +246,14 @@ class RunConfig:
     Attributes:
       name: of the run and its folder.
       profile: write a profiler trace of a few steps into the run's folder.
+      resume: go on with an earlier run: auto (the newest of this name that has checkpoints, or else a new one) or the
+        folder of one; null starts a new one.
       model: the transformer.
     """
 
     name: str = "run"
     profile: bool = False
+    resume: str | None = None
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -259,6 +261,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 
@@ -268,33 +271,12 @@ class RunConfig:
             problems.append(f"model.vocab_size={self.model.vocab_size}: bytes need at least {BYTES}")
         if self.model.max_length < self.data.length:
             problems.append(f"data.length={self.data.length} is above model.max_length={self.model.max_length}")
-        problems += self._against_mesh()
+        problems += against_mesh(self)
+        problems += self.checkpoint.against_validation(self.train.eval_every)
         if not self.name or "/" in self.name or self.name.startswith("."):
             problems.append(f"name={self.name!r}: must be the name of a folder")
         if problems:
             raise ValueError("; ".join(problems))
-
-    def _against_mesh(self) -> Iterator[str]:
-        plan = self.plan
-        if self.mesh.fsdp == 1:
-            unused = {"sharding_strategy": plan.sharding_strategy, "prefetch": plan.prefetch}
-            for name, value in unused.items():
-                if value:
-                    yield f"plan.{name}={value} has no effect while mesh.fsdp=1 splits nothing: set mesh.fsdp"
-        elif plan.sync_strategy == "no_sync":
-            yield f"plan.sync_strategy=no_sync trains a model per rank, but mesh.fsdp={self.mesh.fsdp} splits one model"
-        yield from self._against_split()
-        if plan.sync_strategy == "no_sync" and plan.precision == "fp16":
-            yield "plan.precision=fp16 with sync_strategy=no_sync would need a loss scale per rank: use bf16"
-
-    def _against_split(self) -> Iterator[str]:
-        degrees, split = self.mesh.degrees, self.model.split
-        for other, axes in _SPLIT_BY.items():
-            for axis in axes:
-                if other != split and degrees.get(axis, 1) > 1:
-                    yield f"mesh.{axis}={degrees[axis]} splits nothing while model.split={split}: set model.split={other}"
-        if self.model.sequence_parallel and (parts := degrees.get("tensor", 1)) > 1 and self.data.length % parts:
-            yield f"data.length={self.data.length} does not divide over mesh.tensor={parts}, as model.sequence_parallel asks"
 
 
 def _at_least(section: str, config: object, problems: list[str] | None = None, **lowest: int) -> None:

@@ -15,6 +15,7 @@ from axonml_jax.ledger.report import Report
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.placement import Placement, bind_plan
+from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.training.init import abstract_state
 from axonml_jax.training.step import TrainStep
 
@@ -54,7 +55,8 @@ def memory(config: RunConfig, ground: Ground) -> FSDPMemoryStats:
 
 def _placed(config: RunConfig, ground: Ground) -> tuple[Functional, Variables, Placement]:
     view, shapes = functionalize(nnx.eval_shape(lambda: build_model(config.model, config.train.seed)))
-    return view, shapes, bind_plan(ground.plan, shapes, ground.mesh)
+    split = tensor_specs(view.abstract_module, ground.mesh.shape)
+    return view, shapes, bind_plan(ground.plan, shapes, ground.mesh, split)
 
 
 def _memory(config: RunConfig, ground: Ground) -> str:

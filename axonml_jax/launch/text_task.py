@@ -15,6 +15,7 @@ from axonml_jax.launch.config import DataConfig, RunConfig, SampleConfig
 from axonml_jax.model.loss import WeightedMean
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.generate import generate
+from axonml_jax.models.layers import VOCABULARY_AXES
 from axonml_jax.models.loss import cross_entropy
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.sharding.place import to_host
@@ -22,7 +23,8 @@ from axonml_jax.sharding.place import to_host
 
 def loss_fn(model: nnx.Module, batch: PyTree) -> WeightedMean:
     """Mean cross entropy in nats per byte."""
-    return WeightedMean(*cross_entropy(model(batch["tokens"]), batch["targets"]))  # pyright: ignore[reportCallIssue]
+    logits = model(batch["tokens"])  # pyright: ignore[reportCallIssue]
+    return WeightedMean(*cross_entropy(logits, batch["targets"], axis=VOCABULARY_AXES))
 
 
 def build_model(config: TransformerConfig, seed: int) -> Transformer:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 NORMS = ("rmsnorm", "layernorm")
 ACTIVATIONS = ("swiglu", "gelu")
 POSITIONS = ("rotary", "learned")
+SPLITS = ("tensor", "grid")
 _POSITIVE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "max_length", "rope_theta", "norm_eps")
 
 
@@ -31,6 +32,9 @@ class TransformerConfig:
       use_bias: biases in every linear layer except the head, and in "layernorm".
       dropout: rate on embeddings, attention weights and both residual branches, in train mode.
       norm_eps: epsilon of the norms.
+      split: over which mesh axes the layers split where those are bound: "tensor" (Megatron's) or "grid" (AxoNN's: row, col
+        and depth). The parameters and their first values are the same.
+      sequence_parallel: with "tensor", split the activations between the blocks along the sequence.
       dtype: name of the compute dtype; None: that of the parameters.
       param_dtype: name of the parameters' dtype. Both take anything `jnp.dtype` takes and keep its name.
     """
@@ -50,6 +54,8 @@ class TransformerConfig:
     use_bias: bool = False
     dropout: float = 0.0
     norm_eps: float = 1e-5
+    split: str = "tensor"
+    sequence_parallel: bool = False
     dtype: str | None = None
     param_dtype: str = "float32"
 
@@ -141,9 +147,11 @@ def _bad_heads(config: TransformerConfig):
 
 
 def _bad_choices(config: TransformerConfig):
-    for name, allowed in (("norm", NORMS), ("activation", ACTIVATIONS), ("position", POSITIONS)):
+    for name, allowed in (("norm", NORMS), ("activation", ACTIVATIONS), ("position", POSITIONS), ("split", SPLITS)):
         if getattr(config, name) not in allowed:
             yield f"{name}={getattr(config, name)!r}: must be one of {', '.join(allowed)}"
+    if config.sequence_parallel and config.split == "grid":
+        yield "sequence_parallel=True belongs to split='tensor': the 3-D layers of split='grid' do without"
 
 
 def _bad_dtypes(config: TransformerConfig):

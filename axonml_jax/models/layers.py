@@ -1,46 +1,98 @@
 """The layers every part of the transformer is built from, made as its configuration says."""
 
+from typing import Any
+
 from flax import nnx
 
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.parallel.tensor.attention import TensorParallelAttention
+from axonml_jax.parallel.tensor.column import ColumnParallelLinear
+from axonml_jax.parallel.tensor.dropout import ParallelDropout
+from axonml_jax.parallel.tensor.embedding import VocabParallelEmbedding
+from axonml_jax.parallel.tensor.embedding3d import ParallelEmbedding
+from axonml_jax.parallel.tensor.linear3d import ROW_COL_DEPTH, ParallelLinear
+from axonml_jax.parallel.tensor.mlp import ParallelMLP
+from axonml_jax.parallel.tensor.pair import PairAxes
+from axonml_jax.parallel.tensor.sequence import ParallelLayerNorm, ParallelRMSNorm
 
 INIT_STD = 0.02
 """Standard deviation of initial weights, as in GPT-2 and Llama."""
 
-
-def make_linear(config: TransformerConfig, in_size: int, out_size: int, *, residual=False, use_bias=None, rngs):
-    """A linear layer. One that writes into the residual stream starts smaller by sqrt(2 * num_layers) (GPT-2)."""
-    return nnx.Linear(
-        in_size,
-        out_size,
-        use_bias=config.use_bias if use_bias is None else use_bias,
-        kernel_init=nnx.initializers.normal(INIT_STD / (2 * config.num_layers) ** 0.5 if residual else INIT_STD),
-        dtype=config.dtype,  # pyright: ignore[reportArgumentType]
-        param_dtype=config.param_dtype,  # pyright: ignore[reportArgumentType]
-        rngs=rngs,
-    )
+VOCABULARY_AXES = ("col", "tensor")
+"""The mesh axes over which a transformer's logits are split, whichever of them is bound."""
 
 
-def make_embedding(config: TransformerConfig, num_embeddings: int, *, rngs):
-    """A table of `hidden_size` vectors."""
-    return nnx.Embed(
-        num_embeddings,
+def make_attention(config: TransformerConfig, *, rngs) -> TensorParallelAttention:
+    """Causal self-attention."""
+    return TensorParallelAttention(
         config.hidden_size,
-        embedding_init=nnx.initializers.normal(INIT_STD),
-        dtype=config.dtype,  # pyright: ignore[reportArgumentType]
-        param_dtype=config.param_dtype,  # pyright: ignore[reportArgumentType]
+        config.num_heads,
+        config.kv_heads,
+        rope_theta=config.rope_theta if config.position == "rotary" else None,
+        dropout=config.dropout,
+        **_inner(config),
         rngs=rngs,
     )
 
 
-def make_norm(config: TransformerConfig, *, rngs):
+def make_mlp(config: TransformerConfig, *, rngs) -> ParallelMLP:
+    """The feed-forward part."""
+    activation: Any = config.activation
+    return ParallelMLP(config.hidden_size, config.mlp_size, activation=activation, **_inner(config), rngs=rngs)
+
+
+def make_vocabulary(config: TransformerConfig, *, rngs) -> VocabParallelEmbedding | ParallelEmbedding:
+    """The table of token embeddings, whose rows are split."""
+    options: dict[str, Any] = {"embedding_init": nnx.initializers.normal(INIT_STD), **_dtypes(config)}
+    if config.split == "grid":
+        return ParallelEmbedding(config.vocab_size, config.hidden_size, rngs=rngs, **options)
+    sequence = {"sequence_parallel": config.sequence_parallel}
+    return VocabParallelEmbedding(config.vocab_size, config.hidden_size, rngs=rngs, **sequence, **options)
+
+
+def make_positions(config: TransformerConfig, *, rngs) -> nnx.Embed:
+    """The table of positions, whole on every rank."""
+    init = nnx.initializers.normal(INIT_STD)
+    return nnx.Embed(config.max_length, config.hidden_size, embedding_init=init, rngs=rngs, **_dtypes(config))
+
+
+def make_head(config: TransformerConfig, *, rngs) -> ColumnParallelLinear | ParallelLinear:
+    """The output layer, whose logits are split over the vocabulary."""
+    sizes, options = (config.hidden_size, config.vocab_size), {"use_bias": False, **_linear(config)}
+    if config.split == "grid":  # transposed: its output is split over col, as the tied table's is
+        return ParallelLinear(*sizes, transpose=True, gather_output=False, rngs=rngs, **options)
+    return ColumnParallelLinear(*sizes, sequence_parallel=config.sequence_parallel, rngs=rngs, **options)
+
+
+def make_norm(config: TransformerConfig, *, rngs) -> ParallelRMSNorm | ParallelLayerNorm:
     """The norm over `hidden_size`; its statistics are computed in at least float32."""
-    kind = {"epsilon": config.norm_eps, "dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+    kind = {"epsilon": config.norm_eps, "sequence_parallel": config.sequence_parallel, **_dtypes(config), "rngs": rngs}
     if config.norm == "rmsnorm":
-        return nnx.RMSNorm(config.hidden_size, **kind)
-    return nnx.LayerNorm(config.hidden_size, use_bias=config.use_bias, **kind)
+        return ParallelRMSNorm(config.hidden_size, **kind)
+    return ParallelLayerNorm(config.hidden_size, use_bias=config.use_bias, **kind)
 
 
-def make_dropout(config: TransformerConfig, *, rngs):
-    """Dropout at the configured rate; without dropout it keeps no random state."""
-    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
+def make_dropout(config: TransformerConfig, *, rngs) -> ParallelDropout:
+    """Dropout of [b, s, h] at the configured rate; without dropout it keeps no random state."""
+    axis = "tensor" if config.sequence_parallel else ()
+    return ParallelDropout(config.dropout, dim=-2, axis=axis, rngs=rngs if config.dropout else None)
+
+
+def _inner(config: TransformerConfig) -> dict[str, Any]:
+    """Of both halves of a block. What writes into the residual stream starts smaller by sqrt(2 * num_layers) (GPT-2)."""
+    axis: PairAxes = "tensor" if config.split == "tensor" else ROW_COL_DEPTH
+    return {
+        "use_bias": config.use_bias,
+        "out_init": nnx.initializers.normal(INIT_STD / (2 * config.num_layers) ** 0.5),
+        "sequence_parallel": config.sequence_parallel,
+        "axis": axis,
+        **_linear(config),
+    }
+
+
+def _linear(config: TransformerConfig) -> dict[str, Any]:
+    return {"kernel_init": nnx.initializers.normal(INIT_STD), **_dtypes(config)}
+
+
+def _dtypes(config: TransformerConfig) -> dict[str, Any]:
+    return {"dtype": config.dtype, "param_dtype": config.param_dtype}

@@ -1,13 +1,22 @@
-"""A decoder-only transformer covering the Llama family and GPT-2."""
+"""A decoder-only transformer covering the Llama family and GPT-2, the same definition for one device and for every plan."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axonml_jax.models.attention import Attention
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.layers import make_dropout, make_embedding, make_linear, make_norm
-from axonml_jax.models.mlp import FeedForward
+from axonml_jax.models.layers import (
+    make_attention,
+    make_dropout,
+    make_head,
+    make_mlp,
+    make_norm,
+    make_positions,
+    make_vocabulary,
+)
+from axonml_jax.parallel.tensor.attend import KVCache
+from axonml_jax.parallel.tensor.embedding3d import ParallelEmbedding
+from axonml_jax.parallel.tensor.sequence import split_sequence
 
 
 class Block(nnx.Module):
@@ -20,19 +29,30 @@ class Block(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.attention_norm = make_norm(config, rngs=rngs)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = make_attention(config, rngs=rngs)
         self.mlp_norm = make_norm(config, rngs=rngs)
-        self.mlp = FeedForward(config, rngs=rngs)
+        self.mlp = make_mlp(config, rngs=rngs)
         self.dropout = make_dropout(config, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[b, s, h] -> [b, s, h] (b batch, s sequence, h hidden size)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        """[b, s, h] -> [b, s, h] (b batch, s sequence, h hidden size); of s its part with sequence parallelism."""
+        return self._joined(x, self.attention(self.attention_norm(x)))
+
+    def extend(self, x: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """The same for positions after those in a cache."""
+        mixed, cache = self.attention.extend(self.attention_norm(x), cache)
+        return self._joined(x, mixed), cache
+
+    def _joined(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        x = x + self.dropout(mixed)
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class Transformer(nnx.Module):
     """A decoder-only language model: tokens in, logits of the next token out.
+
+    Its layers are tensor-parallel ones: where `tensor`, or `row`, `col` and `depth`, are bound they split, elsewhere they are
+    plain. Parameters and first values are the same everywhere.
 
     Args:
       config: sizes and options; `models.presets` names published ones.
@@ -41,14 +61,12 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = make_embedding(config, config.vocab_size, rngs=rngs)
-        learned = config.position == "learned"
-        self.positions = make_embedding(config, config.max_length, rngs=rngs) if learned else None
+        self.embed = make_vocabulary(config, rngs=rngs)
+        self.positions = make_positions(config, rngs=rngs) if config.position == "learned" else None
         self.dropout = make_dropout(config, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = make_norm(config, rngs=rngs)
-        head = (config, config.hidden_size, config.vocab_size)
-        self.head = None if config.tie_embeddings else make_linear(*head, use_bias=False, rngs=rngs)
+        self.head = None if config.tie_embeddings else make_head(config, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits of the token after each position, which sees itself and everything before it.
@@ -57,7 +75,8 @@ class Transformer(nnx.Module):
           tokens: integer [b, s] (b batch, s sequence, at most `max_length`).
 
         Returns:
-          [b, s, v] (v vocabulary), in the compute dtype.
+          [b, s, v] (v vocabulary), in the compute dtype. Inside `shard_map` this rank's [b, s, v/n] where `tensor` or `col` is
+          bound: `cross_entropy(..., axis=VOCABULARY_AXES)` takes them so.
 
         Raises:
           ValueError: the sequence is longer than `max_length`.
@@ -68,11 +87,40 @@ class Transformer(nnx.Module):
                 f"a sequence of {length} tokens is longer than max_length={self.config.max_length}: "
                 "shorten it or build the model with a larger max_length"
             )
-        x = self.embed(tokens)
-        if self.positions is not None:
-            x = x + self.positions(jnp.arange(length))
-        x = self.dropout(x)
+        x = self._embedded(tokens, 0)
         for block in self.blocks:
             x = block(x)
+        return self._logits(x)
+
+    def extend(self, tokens: jax.Array, caches: list[KVCache]) -> tuple[jax.Array, list[KVCache]]:
+        """Logits of positions after those in the caches, one cache per block; without sequence parallelism.
+
+        Args:
+          tokens: integer [b, s]; there is room for s more positions.
+          caches: keys and values of the positions before (see `make_caches`).
+
+        Returns:
+          (logits as from a call, the caches with s more positions).
+        """
+        x, kept = self._embedded(tokens, caches[0].length), []
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x, cache = block.extend(x, cache)
+            kept.append(cache)
+        return self._logits(x), kept
+
+    def _embedded(self, tokens: jax.Array, start: int | jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        if self.positions is not None:
+            own = self.positions(start + jnp.arange(tokens.shape[1]))
+            x = x + (split_sequence(own) if self.config.sequence_parallel else own)
+        return self.dropout(x)
+
+    def _logits(self, x: jax.Array) -> jax.Array:
         x = self.norm(x)
-        return self.embed.attend(x) if self.head is None else self.head(x)
+        if self.head is not None:
+            return self.head(x)
+        return (
+            self.embed.attend(x, gather_output=False)
+            if isinstance(self.embed, ParallelEmbedding)
+            else self.embed.attend(x)
+        )

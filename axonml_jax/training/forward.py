@@ -1,5 +1,6 @@
 """The model's own call on a global batch, under any plan."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.primitives import axis_index, sum_over
 from axonml_jax.mesh.fake_devices import bound_run_ahead
-from axonml_jax.model.functional import Functional, Variables
+from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.training.buffers import sync_buffers
@@ -20,13 +21,14 @@ from axonml_jax.training.specs import variable_specs
 from axonml_jax.training.stacked import stack_variables, unstack_variables
 from axonml_jax.training.step import forward_mode
 from axonml_jax.training.typed_errors import explain_typed_scan
+from axonml_jax.training.whole_outputs import SPLITTING, split_dims, varying
 
 
 class Forward:
     """`forward(variables, key, args, kwargs) -> (outputs, state)`: dim 0 of every array argument is the global batch.
 
-    Outputs keep the batch dim that grows with the batch, wherever it is; floating outputs without one are averaged over
-    ranks.
+    Outputs keep the batch dim that grows with the batch, wherever it is, and dims that layers leave split, such as logits
+    over the vocabulary, are whole outside; floating outputs without a batch dim are averaged over ranks.
     """
 
     def __init__(self, model: Functional, placement: Placement, mesh: Mesh, training: bool | None):
@@ -48,7 +50,7 @@ class Forward:
     def _whole(self, variables: Variables, key: jax.Array, arrays: list, static: tuple) -> tuple[PyTree, PyTree]:
         placement = self.placement
         specs = variable_specs(placement, variables)
-        dims = self._batch_dims(variables, arrays, static)
+        dims, inner = self._dims(variables, arrays, static)
 
         def local(variables, key, arrays):
             key = shard_key(key, 0, axis_index(placement.batch_axes))
@@ -58,14 +60,15 @@ class Forward:
             state = sync_buffers(state, placement, self.model.synchronized())
             return out, stack_variables(Variables(variables.params, variables.frozen, state), placement).state
 
-        def out_spec(dim: int):
-            return PartitionSpec(*([None] * dim), placement.batch_axes) if dim >= 0 else PartitionSpec()
+        def out_spec(dim: int, split: dict):
+            axes = split | ({dim: placement.batch_axes} if dim >= 0 else {})
+            return PartitionSpec(*(axes.get(i) for i in range(max(axes, default=-1) + 1)))
 
         return jax.shard_map(
             local,
             mesh=self.mesh,
             in_specs=(specs, PartitionSpec(), batch_specs(arrays, self.mesh)),
-            out_specs=(jax.tree.map(out_spec, dims), specs.state),
+            out_specs=(jax.tree.map(out_spec, dims, inner), specs.state),
             check_vma=placement.plan.check_vma,
         )(variables, key, arrays)
 
@@ -75,15 +78,42 @@ class Forward:
 
         return with_read(call, self.placement, self.model, variables, key, arrays)
 
-    def _call(self, variables: Variables, key: jax.Array, arrays: list, static: tuple) -> tuple[Any, PyTree]:
+    def _call(
+        self, variables: Variables, key: jax.Array, arrays: list, static: tuple, mode: Mode | None = None
+    ) -> tuple[Any, PyTree]:
         treedef, rest = static
         leaves = [value if array is None else array for array, value in zip(arrays, rest, strict=True)]
         args, kwargs = treedef.unflatten(leaves)
-        bound = self.model.bind(variables, key, self.mode)
+        bound = self.model.bind(variables, key, mode or self.mode)
         return bound(*args, **kwargs), self.model.state_of(bound)
 
-    def _batch_dims(self, variables: Variables, arrays: list, static: tuple) -> PyTree:
-        """For every output the dim that grows with the batch, or -1: seen by tracing two batch sizes."""
+    def _dims(self, variables: Variables, arrays: list, static: tuple) -> tuple[PyTree, PyTree]:
+        """For every output the dim that grows with the batch, or -1, and the dims that the model's layers leave split."""
+        placement, key = self.placement, jax.random.key(0)
+        parts, dims = self._batch_dims(variables, arrays, static)
+        if all(placement.degrees.get(axis, 1) == 1 for axis in SPLITTING):
+            return dims, jax.tree.map(lambda _: {}, dims)
+
+        def alone(variables: Variables, arrays: list):
+            return self._call(variables, key, arrays, static, replace(self.mode, batch_norm_axes=()))[0]
+
+        def typed() -> PyTree:
+            seen = []
+
+            def local(variables: Variables, arrays: list):
+                own = unstack_variables(variables, placement)
+                seen.append(varying(self._read_and_call(own, key, arrays, static)[0]))
+
+            specs = (variable_specs(placement, variables), batch_specs(arrays, self.mesh))
+            call = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=None, check_vma=True)
+            jax.eval_shape(call, variables, arrays)
+            return seen[-1]
+
+        whole = jax.eval_shape(alone, self.model.shapes, arrays)
+        return dims, split_dims(whole, parts, dims, placement.degrees, typed)
+
+    def _batch_dims(self, variables: Variables, arrays: list, static: tuple) -> tuple[PyTree, PyTree]:
+        """One rank's outputs, and for each the dim that grows with the batch, or -1: seen by tracing two batch sizes."""
         placement = self.placement
 
         def local(variables, arrays):
@@ -100,7 +130,8 @@ class Forward:
             call = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
             return jax.eval_shape(call, variables, shapes)
 
-        return jax.tree.map(_growing_dim, outputs(1), outputs(2))
+        small = outputs(1)
+        return small, jax.tree.map(_growing_dim, small, outputs(2))
 
     def _finish(self, out: Any, dim: int) -> Any:
         axes = self.placement.batch_axes

@@ -1,17 +1,54 @@
-"""Scaled dot-product attention of the heads one rank has, with grouped queries, and rotary positions."""
+"""Scaled dot-product attention of the heads one rank has, with grouped queries, rotary positions and a cache of keys."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """The keys and values of the positions seen so far (b batch, t positions it has room for, k heads, d head size).
+
+    Attributes:
+      key: [b, t, k, d].
+      value: [b, t, k, d].
+      length: how many positions are filled, an integer scalar.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    length: jax.Array
+
+    def extended(self, key: jax.Array, value: jax.Array) -> "KVCache":
+        """With s more positions, [b, s, k, d] each; the caller sees to it that there is room."""
+        write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), self.length, axis=1)
+        return KVCache(write(self.key, key), write(self.value, value), self.length + key.shape[1])
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    causal: bool,
+    start: int | jax.Array | None = None,
+    weights_fn: Callable[[jax.Array], jax.Array] = lambda weights: weights,
+) -> jax.Array:
     """Attention with the softmax in at least float32; query head i reads key and value head i // (n / k).
+
+    Written as two einsums: `jax.nn.dot_product_attention` computes the same on CPU and was 12% to 40% slower there,
+    forward and backward (b=16, s=128, n=4, d=48; jax 0.12 and 0.10).
 
     Args:
       query: [..., s, n, d] (s sequence, n heads, d head size).
       key: [..., t, k, d] (t positions to read, k key and value heads; n is a multiple of k).
       value: [..., t, k, d].
-      causal: a position sees none after it; the last query is at the last key.
+      causal: a position sees none after it.
+      start: position of the first query among the keys; None: the last query is at the last key.
+      weights_fn: applied to the attention weights [..., n, s, t], such as dropout.
 
     Returns:
       [..., s, n, d].
@@ -22,25 +59,29 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool) 
     wide = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("...qkgd,...skd->...kgqs", grouped, key, preferred_element_type=wide) * size**-0.5
     if causal:
-        visible = jnp.tril(jnp.ones((length, positions), bool), positions - length)
+        first = positions - length if start is None else start
+        visible = jnp.arange(positions) <= first + jnp.arange(length)[:, None]
         scores = jnp.where(visible, scores, jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    weights = weights_fn(weights.reshape(*lead, heads, length, positions)).reshape(weights.shape)
     return jnp.einsum("...kgqs,...skd->...qkgd", weights, value).reshape(query.shape)
 
 
-def rotate(x: jax.Array, theta: float) -> jax.Array:
+def rotate(x: jax.Array, theta: float, start: int | jax.Array = 0) -> jax.Array:
     """Rotary position embedding (Su et al. 2021), pairing dim i with dim i + d/2 (the layout of published weights).
 
     Args:
-      x: [..., s, n, d], position along s starting at 0; d is even.
+      x: [..., s, n, d], position along s starting at `start`; d is even.
       theta: base of the frequencies theta ** (-2i / d).
+      start: position of the first.
 
     Returns:
       [..., s, n, d] in x's dtype.
     """
     half = x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(x.shape[-3], dtype=jnp.float32)[:, None, None] * frequencies
+    positions = (start + jnp.arange(x.shape[-3])).astype(jnp.float32)
+    angles = positions[:, None, None] * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,14 +1,14 @@
 """`TensorParallelAttention`: self-attention whose heads are split over the ranks of an axis (Shoeybi et al. 2019)."""
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 from flax import nnx
 
-from axonml_jax.parallel.tensor.attend import attend, rotate
-from axonml_jax.parallel.tensor.column import ColumnParallelLinear, column_outputs
+from axonml_jax.parallel.tensor.attend import KVCache, attend, rotate
+from axonml_jax.parallel.tensor.dropout import ParallelDropout
 from axonml_jax.parallel.tensor.options import LinearOptions
-from axonml_jax.parallel.tensor.row import RowParallelLinear
+from axonml_jax.parallel.tensor.pair import PairAxes, check_pair, closing, opened, opening, split_axis
 from axonml_jax.parallel.tensor.specs import Units
 
 
@@ -26,8 +26,11 @@ class TensorParallelAttention(nnx.Module):
       use_bias: whether the linear layers have biases.
       sequence_parallel: input and output are this rank's part of the sequence.
       ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
-      axis: the mesh axis.
-      rngs: stream `params`.
+      dropout: rate on the attention weights in train mode; masks do not depend on the degree.
+      out_init: initializer of the last layer's kernel; None: that of the others.
+      axis: the mesh axis; three of them (row, col, depth) make it of AxoNN's 3-D layers, heads split over row. There key
+        and value heads must divide too.
+      rngs: streams `params` and, with dropout, `dropout`.
       **options: those of `nnx.Linear`, for every linear layer.
 
     Raises:
@@ -50,14 +53,17 @@ class TensorParallelAttention(nnx.Module):
         use_bias: bool = True,
         sequence_parallel: bool = False,
         ring: bool = False,
-        axis: str = "tensor",
+        dropout: float = 0.0,
+        out_init: nnx.Initializer | None = None,
+        axis: PairAxes = "tensor",
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_size = _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta)
         self.causal, self.rope_theta = causal, rope_theta
-        shared = {
+        check_pair("TensorParallelAttention", axis, sequence_parallel=sequence_parallel, ring=ring)
+        shared: dict[str, Any] = {
             "use_bias": use_bias,
             "sequence_parallel": sequence_parallel,
             "ring": ring,
@@ -67,22 +73,44 @@ class TensorParallelAttention(nnx.Module):
         }
 
         def heads(units: Units):
-            return ColumnParallelLinear(hidden_size, units.count * self.head_size, units=units, **shared)
+            return opening(hidden_size, units.count * self.head_size, units=units, **shared)
 
+        one_axis = isinstance(axis, str)
         self.query = heads(Units(num_heads, "query heads"))
-        self.key = heads(Units(kv_heads, "key and value heads", replicated=True))
-        self.value = heads(Units(kv_heads, "key and value heads", replicated=True))
-        self.out = RowParallelLinear(num_heads * self.head_size, hidden_size, **shared)
+        self.key = heads(Units(kv_heads, "key and value heads", replicated=one_axis))
+        self.value = heads(Units(kv_heads, "key and value heads", replicated=one_axis))
+        out: dict[str, Any] = shared | ({"kernel_init": out_init} if out_init else {})
+        self.out = closing(num_heads * self.head_size, hidden_size, **out)
+        self.dropout = ParallelDropout(dropout, dim=-3, axis=split_axis(axis), rngs=rngs if dropout else None)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., s, h] -> [..., s, h], the same on every rank; [..., s/n, h] with `sequence_parallel`."""
-        outputs = column_outputs([self.query, self.key, self.value], x)
+        query, key, value = self._heads(x, 0)
+        mixed = attend(query, key, value, causal=self.causal, weights_fn=self.dropout)
+        return self.out(mixed.reshape(*mixed.shape[:-2], -1))
+
+    def extend(self, x: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """The same for s more positions after those in a cache of this rank's key and value heads; for causal attention.
+
+        Args:
+          x: [b, s, h], whole.
+          cache: keys and values of the positions before.
+
+        Returns:
+          ([b, s, h], the cache with s more positions).
+        """
+        query, key, value = self._heads(x, cache.length)
+        start, cache = cache.length, cache.extended(key, value)
+        mixed = attend(query, cache.key, cache.value, causal=True, start=start)
+        return self.out(mixed.reshape(*mixed.shape[:-2], -1)), cache
+
+    def _heads(self, x: jax.Array, start: int | jax.Array):
+        outputs = opened([self.query, self.key, self.value], x)
         # How many heads there are is read off the projections: on a rank they are its own.
         query, key, value = (y.reshape(*y.shape[:-1], -1, self.head_size) for y in outputs)
         if self.rope_theta is not None:
-            query, key = (rotate(y, self.rope_theta) for y in (query, key))
-        mixed = attend(query, key, value, causal=self.causal)
-        return self.out(mixed.reshape(*mixed.shape[:-2], -1))
+            query, key = (rotate(y, self.rope_theta, start) for y in (query, key))
+        return query, key, value
 
 
 def _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta) -> int:

@@ -12,7 +12,7 @@ from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.parallel.tensor.axes import bound, degree
 from axonml_jax.parallel.tensor.options import LinearOptions
 from axonml_jax.parallel.tensor.region import check_ring, entered
-from axonml_jax.parallel.tensor.specs import Units, check_shard, metadata
+from axonml_jax.parallel.tensor.specs import Units, check_shard, check_units, metadata
 from axonml_jax.parallel.tensor.substitute import add_bias, linear
 
 
@@ -86,11 +86,7 @@ class ColumnParallelLinear(nnx.Linear):
             return self._of_own_unit(kernel), None if bias is None else self._of_own_unit(bias)
         name = f"{type(self).__name__}({self.in_features}, {self.out_features})"
         check_shard(f"{name} kernel", kernel, (self.in_features, self.out_features), PartitionSpec(None, self.axis))
-        if self.units is not None and self.units.count % degree(self.axis):
-            raise ValueError(
-                f"{name}: {self.units.count} {self.units.name} do not divide over the {degree(self.axis)} ranks of "
-                f"{self.axis!r}: choose a degree that divides them"
-            )
+        check_units(name, self.units, self.axis)
         return kernel, bias
 
     def _of_own_unit(self, whole: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from axonml_jax.parallel.tensor.axes import bound, degree
 from axonml_jax.parallel.tensor.grid import Grid
 from axonml_jax.parallel.tensor.linear3d import ROW_COL_DEPTH
 from axonml_jax.parallel.tensor.options import ConvOptions
-from axonml_jax.parallel.tensor.specs import Units, check_shard, metadata
+from axonml_jax.parallel.tensor.specs import Units, check_shard, check_units, metadata
 from axonml_jax.parallel.tensor.substitute import add_bias, substitute
 
 
@@ -93,19 +93,16 @@ class ParallelConv(nnx.Conv):
         grouped = self.feature_group_count > 1
         if grouped:
             x = self._own_groups(x if self.scatter_input else grid.gather_input(x))
-        elif self.scatter_input:
-            x = grid.scatter_input(x)
-        y = add_bias(grid.product(self._convolve, x, kernel, copied=not grouped), bias)
+        else:
+            x = grid.entered(grid.scatter_input(x) if self.scatter_input else x)
+        y = add_bias(grid.product(self._convolve, x, kernel), bias)
         return grid.gather_output(y) if self.gather_output else y
 
     def _kernel(self) -> jax.Array:
         kernel, spec = self.kernel[...], self.grid.weight(len(self.kernel_shape))
         name = f"ParallelConv({self.in_features}, {self.out_features}, {self.kernel_size})"
-        if self.feature_group_count > 1 and self.feature_group_count % degree(self.grid.out):
-            raise ValueError(
-                f"{name}: {self.feature_group_count} groups do not divide over the {degree(self.grid.out)} ranks of "
-                f"{self.grid.out!r}: choose a degree that divides them, or transpose the layer"
-            )
+        if self.feature_group_count > 1:
+            check_units(name, Units(self.feature_group_count, "groups"), self.grid.out)
         check_shard(f"{name} kernel", kernel, self.kernel_shape, spec)
         if self.mask is None:
             return kernel

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.collectives.primitives import axis_index, axis_size, max_over, sum_over
+from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.parallel.tensor.axes import bound
 
 
 def vocab_parallel_cross_entropy(
     logits_shard: jax.Array,
     targets: jax.Array,
-    axis: str = "tensor",
+    axis: AxisNames = "tensor",
     *,
     label_smoothing: float = 0.0,
     ignore_label: int | None = None,
@@ -22,7 +23,7 @@ def vocab_parallel_cross_entropy(
     Args:
       logits_shard: [..., v/n], this rank's block of the vocabulary; [..., v] where the axis is not bound.
       targets: integers [...], below v, the same on every rank.
-      axis: the mesh axis of n ranks that splits the vocabulary.
+      axis: the mesh axis of n ranks that splits the vocabulary; of several those that are bound count.
       label_smoothing: e in [0, 1): the target distribution is 1 - e on the target plus e spread evenly over all v.
       ignore_label: positions whose target is this value have loss 0 and no gradient (they still count as positions:
         divide by how many remain).

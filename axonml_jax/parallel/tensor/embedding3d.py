@@ -82,12 +82,13 @@ class ParallelEmbedding(nnx.Embed):
         rows = reduce_from(rows, into) if into else rows
         return grid.gather_output(rows) if self.gather_output else rows
 
-    def attend(self, query: jax.Array, out_sharding=None) -> jax.Array:
+    def attend(self, query: jax.Array, out_sharding=None, *, gather_output: bool | None = None) -> jax.Array:
         """Logits of every row by its product with the query: the tied output layer.
 
         Args:
           query: [..., f], the same over row and col; [..., f/row] without `scatter_input`.
           out_sharding: as `nnx.Embed.attend`; only where no axis is bound.
+          gather_output: whether these logits are whole; None: as all results of the layer.
 
         Returns:
           [..., v], the same over row and col; [..., v/col] without `gather_output`.
@@ -104,7 +105,8 @@ class ParallelEmbedding(nnx.Embed):
         with jax.named_scope("axonml.parameters"):
             logits = regathered(lambda rows, x: jnp.dot(x, rows.T), table, query, bound(grid.depth), 0)
         logits = reduce_from(logits, out) if out else logits
-        return gather_from(logits, into) if into and self.gather_output else logits
+        gathered = self.gather_output if gather_output is None else gather_output
+        return gather_from(logits, into) if into and gathered else logits
 
     def _shard(self) -> jax.Array:
         table = self.embedding[...]

@@ -60,20 +60,23 @@ class Grid:
         axes = bound(self.out)
         return gather_from(y_shard, axes) if axes else y_shard
 
-    def product(self, fn: Callable, x: jax.Array, weight_shard: jax.Array, *, copied: bool = True) -> jax.Array:
+    def entered(self, x: jax.Array) -> jax.Array:
+        """x read by every rank of `out`. Communicates: one all-reduce of its gradient over `out`."""
+        out = bound(self.out)
+        return copy_to(x, out) if out else x
+
+    def product(self, fn: Callable, x: jax.Array, weight_shard: jax.Array) -> jax.Array:
         """`fn(weight, x)` with the weight whole over `depth`, summed over `into`.
 
         Args:
           fn: the layer's arithmetic on a rank's block of the weight and of x.
-          x: this rank's input features.
+          x: this rank's input features, `entered`.
           weight_shard: [..., i/(into depth), o/out].
-          copied: whether x is the same on every rank of `out`, so that its gradient is summed over them.
 
         Communicates: forward one all-gather of the weight's block over `depth` and one all-reduce of y over `into`;
-        backward that all-gather again, one all-reduce of x over `out`, one reduce-scatter of the block over `depth`.
+        backward that all-gather again and one reduce-scatter of the block over `depth`.
         """
-        out, into = bound(self.out), bound(self.into)
-        x = copy_to(x, out) if out and copied else x
+        into = bound(self.into)
         with jax.named_scope("axonml.parameters"):
             y = regathered(fn, weight_shard, x, bound(self.depth), weight_shard.ndim - 2)
         return reduce_from(y, into) if into else y

@@ -1,5 +1,6 @@
 """`ParallelLinear`: a linear layer over a row x col x depth grid of ranks (AxoNN, Singh et al. 2024)."""
 
+from collections.abc import Sequence
 from typing import Unpack
 
 import jax
@@ -7,7 +8,7 @@ from flax import nnx
 
 from axonml_jax.parallel.tensor.grid import Grid
 from axonml_jax.parallel.tensor.options import LinearOptions
-from axonml_jax.parallel.tensor.specs import check_shard, metadata
+from axonml_jax.parallel.tensor.specs import Units, check_shard, check_units, metadata
 from axonml_jax.parallel.tensor.substitute import add_bias, linear
 
 ROW_COL_DEPTH = ("row", "col", "depth")
@@ -28,6 +29,7 @@ class ParallelLinear(nnx.Linear):
         rank's [..., i/col] already.
       gather_output: return the output whole over row and col; False: this rank's [..., o/row].
       axes: the names of row, col and depth; those that are not bound do not split anything.
+      units: parts of the output features that are not cut (attention heads); None: any cut will do.
       rngs: stream `params`.
       **options: those of `nnx.Linear`.
 
@@ -49,14 +51,15 @@ class ParallelLinear(nnx.Linear):
         scatter_input: bool = True,
         gather_output: bool = True,
         axes: tuple[str, str, str] = ROW_COL_DEPTH,
+        units: Units | None = None,
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
         self.grid = Grid.of(axes, transpose)
-        options["kernel_metadata"] = metadata(self.grid.weight(), options.get("kernel_metadata"))
-        options["bias_metadata"] = metadata(self.grid.bias, options.get("bias_metadata"))
+        options["kernel_metadata"] = metadata(self.grid.weight(), options.get("kernel_metadata"), units)
+        options["bias_metadata"] = metadata(self.grid.bias, options.get("bias_metadata"), units)
         super().__init__(in_features, out_features, use_bias=use_bias, rngs=rngs, **options)
-        self.scatter_input, self.gather_output = scatter_input, gather_output
+        self.scatter_input, self.gather_output, self.units = scatter_input, gather_output, units
 
     def __call__(self, x: jax.Array, out_sharding=None) -> jax.Array:
         """Apply the layer.
@@ -68,15 +71,34 @@ class ParallelLinear(nnx.Linear):
         Returns:
           [..., o], the same over row and col; [..., o/row] without `gather_output`.
         """
-        grid = self.grid
-        if not grid.is_bound:
+        if not self.grid.is_bound:
             return super().__call__(x, out_sharding)
+        (y,) = grid_outputs([self], x)
+        return self.grid.gather_output(y) if self.gather_output else y
+
+    def checked(self) -> tuple[jax.Array, jax.Array | None]:
+        """This rank's block of the kernel, and of the bias."""
+        name, grid = f"ParallelLinear({self.in_features}, {self.out_features})", self.grid
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
-        name = f"ParallelLinear({self.in_features}, {self.out_features}) kernel"
-        check_shard(name, kernel, (self.in_features, self.out_features), grid.weight())
-        # Cast before it is gathered: half the bytes in reduced precision.
-        x, kernel, bias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
-        x = grid.scatter_input(x) if self.scatter_input else x
-        y = grid.product(lambda block, x: linear(self, x, block), x, kernel)
-        y = add_bias(y, bias)
-        return grid.gather_output(y) if self.gather_output else y
+        check_shard(f"{name} kernel", kernel, (self.in_features, self.out_features), grid.weight())
+        check_units(name, self.units, grid.out)
+        return kernel, bias
+
+
+def grid_outputs(layers: Sequence[ParallelLinear], x: jax.Array) -> tuple[jax.Array, ...]:
+    """Each rank's output features of several layers on one grid that read the same x, which enters once.
+
+    Communicates: per layer what `Grid.product` does; once for all an all-reduce of x's gradient over row, and with
+    `scatter_input` an all-gather of it over col.
+    """
+    first, grid = layers[0], layers[0].grid
+    if not grid.is_bound:
+        return tuple(layer(x) for layer in layers)
+    # Cast before anything is gathered: half the bytes in reduced precision.
+    blocks = [layer.promote_dtype((x, *layer.checked()), dtype=layer.dtype) for layer in layers]
+    x = blocks[0][0]
+    x = grid.entered(grid.scatter_input(x) if first.scatter_input else x)
+    return tuple(
+        add_bias(grid.product(lambda block, x, layer=layer: linear(layer, x, block), x, kernel), bias)
+        for layer, (_, kernel, bias) in zip(layers, blocks, strict=True)
+    )

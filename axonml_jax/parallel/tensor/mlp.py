@@ -1,13 +1,12 @@
 """`ParallelMLP`: the transformer's feed-forward part as a column-parallel and a row-parallel layer (Shoeybi et al. 2019)."""
 
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 from flax import nnx
 
-from axonml_jax.parallel.tensor.column import ColumnParallelLinear, column_outputs
 from axonml_jax.parallel.tensor.options import LinearOptions
-from axonml_jax.parallel.tensor.row import RowParallelLinear
+from axonml_jax.parallel.tensor.pair import PairAxes, check_pair, closing, opened, opening
 
 
 class ParallelMLP(nnx.Module):
@@ -20,7 +19,8 @@ class ParallelMLP(nnx.Module):
       use_bias: whether the linear layers have biases.
       sequence_parallel: input and output are this rank's part of the sequence.
       ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
-      axis: the mesh axis.
+      out_init: initializer of the last layer's kernel; None: that of the others.
+      axis: the mesh axis; three of them (row, col, depth) make it of AxoNN's 3-D layers.
       rngs: stream `params`.
       **options: those of `nnx.Linear`, for every linear layer.
 
@@ -40,41 +40,32 @@ class ParallelMLP(nnx.Module):
         use_bias: bool = True,
         sequence_parallel: bool = False,
         ring: bool = False,
-        axis: str = "tensor",
+        out_init: nnx.Initializer | None = None,
+        axis: PairAxes = "tensor",
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
         if activation not in ("gelu", "swiglu"):
             raise ValueError(f"ParallelMLP: activation {activation!r} is not one of 'gelu', 'swiglu'")
 
-        def column():
-            return ColumnParallelLinear(
-                hidden_size,
-                inner_size,
-                use_bias=use_bias,
-                sequence_parallel=sequence_parallel,
-                ring=ring,
-                axis=axis,
-                rngs=rngs,
-                **options,
-            )
-
-        self.gate = column() if activation == "swiglu" else None
-        self.up = column()
-        self.down = RowParallelLinear(
-            inner_size,
-            hidden_size,
-            use_bias=use_bias,
-            sequence_parallel=sequence_parallel,
-            ring=ring,
-            axis=axis,
-            rngs=rngs,
+        check_pair("ParallelMLP", axis, sequence_parallel=sequence_parallel, ring=ring)
+        shared: dict[str, Any] = {
+            "use_bias": use_bias,
+            "sequence_parallel": sequence_parallel,
+            "ring": ring,
+            "axis": axis,
+            "rngs": rngs,
             **options,
-        )
+        }
+        self.gate = opening(hidden_size, inner_size, **shared) if activation == "swiglu" else None
+        self.up = opening(hidden_size, inner_size, **shared)
+        out: dict[str, Any] = shared | ({"kernel_init": out_init} if out_init else {})
+        self.down = closing(inner_size, hidden_size, **out)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., h] -> [..., h], the same on every rank; [..., s/n, h] with `sequence_parallel`."""
         if self.gate is None:
-            return self.down(jax.nn.gelu(self.up(x), approximate=True))
-        gate, up = column_outputs([self.gate, self.up], x)
+            (up,) = opened([self.up], x)
+            return self.down(jax.nn.gelu(up, approximate=True))
+        gate, up = opened([self.gate, self.up], x)
         return self.down(jax.nn.silu(gate) * up)

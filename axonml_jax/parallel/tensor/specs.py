@@ -110,6 +110,19 @@ def check_shard(what: str, array: jax.Array, shape: Sequence[int], spec: Partiti
         )
 
 
+def check_units(what: str, units: Units | None, axis: str) -> None:
+    """Refuse to cut units (in a layer's call, where its axis is bound).
+
+    Raises:
+      ValueError: naming the layer, the units and the ranks.
+    """
+    if units is not None and units.count % degree(axis):
+        raise ValueError(
+            f"{what}: {units.count} {units.name} do not divide over the {degree(axis)} ranks of {axis!r}: choose a degree "
+            "that divides them"
+        )
+
+
 def _ranks(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 

@@ -1,0 +1,64 @@
+"""Two linear layers between which features are split: over one axis (Megatron), or a pair of 3-D ones (AxoNN)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from axonml_jax.parallel.tensor.column import ColumnParallelLinear, column_outputs
+from axonml_jax.parallel.tensor.linear3d import ParallelLinear, grid_outputs
+from axonml_jax.parallel.tensor.row import RowParallelLinear
+from axonml_jax.parallel.tensor.specs import Units
+
+PairAxes = str | tuple[str, str, str]
+"""One axis: Megatron's pair. The names of row, col and depth: AxoNN's, with activations whole before and after it."""
+
+Opening = ColumnParallelLinear | ParallelLinear
+
+
+def check_pair(layer: str, axis: PairAxes, *, sequence_parallel: bool, ring: bool) -> None:
+    """Refuse what 3-D layers do not do.
+
+    Raises:
+      ValueError: naming the layer.
+    """
+    if not isinstance(axis, str) and (sequence_parallel or ring):
+        raise ValueError(
+            f"{layer}: sequence_parallel and ring belong to one axis, and axis={axis!r} names the three of 3-D layers: "
+            "give axis='tensor', or leave them out"
+        )
+
+
+def opening(
+    in_features: int, out_features: int, *, axis: PairAxes, units: Units | None = None, **options: Any
+) -> Opening:
+    """A layer that takes whole features and leaves each rank its part."""
+    if isinstance(axis, str):
+        return ColumnParallelLinear(in_features, out_features, axis=axis, units=units, **options)
+    return ParallelLinear(
+        in_features, out_features, axes=axis, units=units, gather_output=False, **_without_sequence(options)
+    )
+
+
+def closing(in_features: int, out_features: int, *, axis: PairAxes, **options: Any):
+    """The layer that takes each rank's part and leaves the features whole."""
+    if isinstance(axis, str):
+        return RowParallelLinear(in_features, out_features, axis=axis, **options)
+    own = _without_sequence(options)
+    return ParallelLinear(in_features, out_features, axes=axis, transpose=True, scatter_input=False, **own)
+
+
+def opened(layers: Sequence[Opening], x: jax.Array) -> tuple[jax.Array, ...]:
+    """The outputs of opening layers of one kind that read the same x, which enters the region once."""
+    if isinstance(layers[0], ParallelLinear):
+        return grid_outputs([layer for layer in layers if isinstance(layer, ParallelLinear)], x)
+    return column_outputs([layer for layer in layers if isinstance(layer, ColumnParallelLinear)], x)
+
+
+def split_axis(axis: PairAxes) -> str:
+    """The mesh axis that splits features, or heads, inside the pair."""
+    return axis if isinstance(axis, str) else axis[0]
+
+
+def _without_sequence(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in ("sequence_parallel", "ring")}

@@ -1,0 +1,111 @@
+"""One definition of the reference models serves one device and every plan: losses, updates, outputs, first values, dropout."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from fsdp_plans import mesh_of
+from plan_tables import this_end
+
+import axonml_jax as ax
+from axonml_jax.launch.text_task import loss_fn
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.mlp import MLP
+from axonml_jax.models.transformer import Transformer
+from axonml_jax.testing import assert_equals_single_device
+
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
+LLAMA = TransformerConfig(
+    vocab_size=16, num_layers=1, hidden_size=8, num_heads=4, num_kv_heads=2, max_length=8, mlp_hidden_size=16,
+    param_dtype="float64",
+)  # fmt: skip
+GPT2 = dataclasses.replace(
+    LLAMA,
+    num_kv_heads=None,
+    norm="layernorm",
+    activation="gelu",
+    position="learned",
+    tie_embeddings=True,
+    use_bias=True,
+)
+
+
+def batch_of(rows, length=8):
+    ids = np.random.default_rng(0).integers(0, 16, (rows, length + 1)).astype(np.int32)
+    return {"tokens": ids[:, :-1], "targets": np.where(ids[:, 1:] % 5 == 0, -1, ids[:, 1:])}
+
+
+def make(config, seed=0):
+    return Transformer(config, rngs=nnx.Rngs(seed))
+
+
+# (options, mesh, plan)
+ROWS = {
+    "tensor": (GPT2, {}, {"data": 2, "tensor": 4}, {"accumulate": 2, "check_vma": True}),
+    "sequence": (LLAMA, {"sequence_parallel": True}, {"fsdp": 2, "tensor": 4}, {"remat": "full"}),
+    "grid": (LLAMA, {"split": "grid"}, {"data": 1, "row": 2, "col": 2, "depth": 2}, {"check_vma": True}),
+    "grid_tied": (GPT2, {"split": "grid"}, {"fsdp": 2, "row": 2, "col": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("name", this_end(ROWS))
+def test_the_transformer_trains_as_on_one_device(name):
+    config, options, degrees, plan = ROWS[name]
+    model = make(dataclasses.replace(config, **options))
+    rows = 2 * np.prod([degrees.get(axis, 1) for axis in ("data", "fsdp", "depth")]) * plan.get("accumulate", 1)
+    assert_equals_single_device(
+        model, loss_fn, batch_of(rows), ax.Plan(**plan), mesh=mesh_of(**degrees), tx=optax.adamw(1e-2), steps=2,
+        max_grad_norm=0.1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("split", ["tensor", "grid"])
+def test_outputs_are_whole_outside_whatever_the_layers_leave_split(split):
+    config = dataclasses.replace(GPT2, split=split)
+    degrees = {"data": 2, "tensor": 2} if split == "tensor" else {"data": 1, "row": 2, "col": 2}
+    model, tokens = make(config), batch_of(4)["tokens"]
+    logits = ax.parallelize(model, mesh_of(**degrees))(tokens)
+    assert logits.sharding.spec[2] == ("tensor" if split == "tensor" else "col")
+    np.testing.assert_allclose(logits, model(tokens), atol=1e-12)
+
+
+def test_parameters_and_first_values_do_not_depend_on_the_layers_chosen():
+    one, other = (
+        nnx.to_pure_dict(nnx.state(make(dataclasses.replace(LLAMA, split=s)), nnx.Param)) for s in ("tensor", "grid")
+    )
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    plain = nnx.Linear(8, 8, use_bias=False, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    assert one["blocks"][0]["attention"]["query"]["kernel"].shape == plain.kernel.shape
+
+
+def test_dropout_masks_of_heads_and_positions_do_not_depend_on_the_degree():
+    config = dataclasses.replace(LLAMA, dropout=0.5, sequence_parallel=True)
+    runs = []
+    for degrees in ({"data": 1, "tensor": 2}, {"data": 1}):
+        model = ax.parallelize(make(config), mesh_of(**degrees), seed=3)
+        runs.append(np.asarray(model(batch_of(2)["tokens"])))
+    np.testing.assert_allclose(*runs, atol=1e-12)
+    model.eval()
+    assert np.abs(model(batch_of(2)["tokens"]) - runs[0]).max() > 1e-3
+
+
+def test_the_perceptron_splits_its_layers_in_pairs():
+    model = MLP([6, 8, 4, 3], activation=jnp.tanh, rngs=nnx.Rngs(0))
+    specs = ax.tensor_specs(model, {"tensor": 2})["layers"]
+    assert [tuple(specs[i]["kernel"]) for i in range(3)] == [(None, "tensor"), ("tensor", None), ()]
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    np.testing.assert_allclose(ax.parallelize(model, mesh_of(data=2, tensor=2))(x), model(x), atol=1e-6)
+
+
+def test_a_split_that_does_not_exist_and_sequence_parallelism_of_a_grid_are_refused():
+    with pytest.raises(ValueError, match=r"split='rows': must be one of tensor, grid"):
+        dataclasses.replace(LLAMA, split="rows")
+    with pytest.raises(ValueError, match="sequence_parallel=True belongs to split='tensor'"):
+        dataclasses.replace(LLAMA, split="grid", sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"ParallelMLP: sequence_parallel and ring belong to one axis"):
+        ax.ParallelMLP(4, 8, axis=("row", "col", "depth"), sequence_parallel=True, rngs=nnx.Rngs(0))
