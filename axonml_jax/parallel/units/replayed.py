@@ -132,6 +132,10 @@ class _Run:
     def backward(self, saved: list[Any], axes: Collection[str] | None, accumulated: Any) -> list[jax.Array]:
         """Synchronized gradients of the trained weights, from a seed of one for the first result."""
         (loss, *_), held, done = self.cut.program.outputs, {}, {}
+        # Synchronized gradients of a segment are there before the next but one starts: while one unit is differentiated, the
+        # reduction of the one before may run, and no compiler gathers the reductions of many units, whole, into one.
+        before: dict[int, Any] = {}
+        now: dict[int, Any] = {}
         grads: Values = {}
         whole: Values = {}
         if isinstance(loss, int) and loss in self.cut.varied:
@@ -141,6 +145,9 @@ class _Run:
             leaving = {number: grads.pop(number) for number in segment.outputs if number in grads}
             if not leaving:
                 continue  # nothing of it reaches the loss
+            settled, leaving = _tied(list(before.values()), leaving)
+            done |= zip(before, settled, strict=True)
+            before, now = now, {}
             due = [w for w in self._ahead(i, -1) if w not in held]
             read, leaving = self._read(due, leaving)
             held |= read
@@ -148,7 +155,7 @@ class _Run:
             if isinstance(part, Loop):
                 own = {w: self.shards[w] for w in segment.scanned.values()}
                 of_inputs, of_weights, of_shards = part.backward(saved[i], weights, own, self.slices, leaving)
-                done |= self._finish(of_shards, axes, accumulated)
+                now |= self._finish(of_shards, axes, accumulated)
             else:
                 of_inputs, of_weights = part.backward(saved[i], weights, (), leaving)
             for number, grad in of_inputs.items():
@@ -156,8 +163,9 @@ class _Run:
             for number, grad in of_weights.items():
                 add(whole, number, grad)
             complete = {w: whole.pop(self._number(w), None) for w in segment.weights if self.cut.first[w] == i}
-            done |= self._sync({w: grad for w, grad in complete.items() if grad is not None}, axes, accumulated)
+            now |= self._sync({w: grad for w, grad in complete.items() if grad is not None}, axes, accumulated)
             held = {w: value for w, value in held.items() if self.cut.first[w] < i}
+        done |= before | now
         return [done[w] if w in done else self._no_gradient(w) for w in range(self.trained)]
 
     def _ahead(self, i: int, step: int) -> list[int]:
