@@ -46,6 +46,7 @@ from axonml_jax.facade.memory import FSDPMemoryStats as FSDPMemoryStats
 from axonml_jax.facade.parallel_model import ParallelModel as ParallelModel
 from axonml_jax.facade.parallelize import make_train_step as make_train_step
 from axonml_jax.facade.parallelize import parallelize as parallelize
+from axonml_jax.facade.pipeline import Pipeline as Pipeline
 from axonml_jax.facade.trainer import Trainer as Trainer
 from axonml_jax.ledger.explain import explain as explain
 from axonml_jax.logging import logger as logger
@@ -67,7 +68,9 @@ from axonml_jax.parallel.ddp import Replicate as Replicate
 from axonml_jax.parallel.fsdp import Shard as Shard
 from axonml_jax.parallel.fsdp import ShardingStrategy as ShardingStrategy
 from axonml_jax.parallel.offload import CPUOffload as CPUOffload
+from axonml_jax.parallel.pipeline.chain import PipelineStage as PipelineStage
 from axonml_jax.parallel.pipeline.memory_stats import PipelineMemoryStats as PipelineMemoryStats
+from axonml_jax.parallel.pipeline.policy import Pipelined as Pipelined
 from axonml_jax.parallel.pipeline.schedule import PipelineSchedule as PipelineSchedule
 from axonml_jax.parallel.plan import Plan as Plan
 from axonml_jax.parallel.strategy import AbstractStrategy as AbstractStrategy

@@ -12,7 +12,9 @@ import optax
 from jax.sharding import Mesh
 
 from axonml_jax._types import LossFn, PyTree
+from axonml_jax.facade.outside import inside, outside
 from axonml_jax.facade.saved_model import SavedModel
+from axonml_jax.facade.stages import stage_assigner
 from axonml_jax.facade.state_dict import fitted, load_state_dict, state_dict
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.mesh.as_mesh import as_mesh
@@ -24,9 +26,7 @@ from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.parallel.units.replayed import check_units
-from axonml_jax.sharding.layout import shardings
-from axonml_jax.sharding.place import copies, move, place
-from axonml_jax.sharding.stored import padded, unpadded
+from axonml_jax.sharding.place import copies, place
 from axonml_jax.training.clip import Clip
 from axonml_jax.training.differentiate import Differentiate, SyncStacked, equalize
 from axonml_jax.training.forward import Forward
@@ -67,7 +67,8 @@ class ParallelModel(SavedModel):
         self.mesh = mesh
         self._functional, whole = functionalize(model, params, trainable)
         split = tensor_specs(self._functional.abstract_module, self.mesh.shape)
-        self._placement = bind_plan(plan, whole, self.mesh, split)
+        stages = None if plan.pipe is None else stage_assigner(model, plan.pipe)
+        self._placement = bind_plan(plan, whole, self.mesh, split, stages)
         check_units(self._placement, self._functional)
         self.variables: Variables = first_variables(self._functional, whole, self._placement, self.mesh)
         self._key, self._calls = jax.random.key(int(seed)), 0
@@ -112,10 +113,9 @@ class ParallelModel(SavedModel):
           ValueError: listing every missing, unexpected and mismatched parameter, before anything is changed.
         """
         fitting = fitted(params, self.parameters(), "set_parameters takes a tree like parameters() returns")
-        fitting = fitting if self.plan.independent else padded(fitting, self._placement.params)
-        wanted = shardings(variable_specs(self._placement, self.variables).params, self.mesh)
+        specs = variable_specs(self._placement, self.variables).params
         self._lent = True  # an array that is where it belongs already stays the caller's own
-        self.variables = replace(self.variables, params=jax.tree.map(move, fitting, wanted))
+        self.variables = replace(self.variables, params=inside(fitting, self._placement, self.mesh, specs))
 
     def state_dict(self) -> dict[str, Any]:
         """All variables, whole, as NumPy arrays by path name (every process must call it)."""
@@ -155,7 +155,7 @@ class ParallelModel(SavedModel):
         first = lambda tree: jax.tree.map(lambda x: x[0], tree)
         return Variables(
             first(v.params) if plan.independent else self._outside(v.params),
-            unpadded(v.frozen, self._placement.frozen, self.mesh),
+            outside(v.frozen, self._placement, self.mesh, frozen=True),
             first(v.state) if plan.local_buffers else v.state,
         )
 
@@ -259,7 +259,7 @@ class ParallelModel(SavedModel):
 
     def _outside(self, params: PyTree) -> PyTree:
         """Parameters or gradients as users see them: without padding."""
-        return params if self.plan.independent else unpadded(params, self._placement.params, self.mesh)
+        return outside(params, self._placement, self.mesh)
 
     def trainer(
         self,

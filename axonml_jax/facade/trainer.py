@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from axonml_jax._types import LossFn, PyTree
 from axonml_jax.facade.state_dict import fitted
@@ -16,6 +17,7 @@ from axonml_jax.sharding.place import place
 from axonml_jax.training.evaluate import EvalStep
 from axonml_jax.training.init import init_state
 from axonml_jax.training.specs import state_specs
+from axonml_jax.training.staged import StagedOptimizer
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.step import Metrics, TrainStep
 from axonml_jax.training.update import checked_optimizer
@@ -71,6 +73,15 @@ class Trainer:
             raise TypeError(f"{rule}, but a {type(state).__name__} was given")
         fitting = fitted(state, self.state, rule)
         self._continue(place(fitting, state_specs(self._placement, self._tx, fitting), self.model.mesh))
+
+    @property
+    def opt_state(self) -> PyTree:
+        """The optimizer's state as the tree that optax made; under a pipeline copies, whole on every device."""
+        state = self.state.opt_state
+        if self._placement.stages is None:
+            return state
+        everywhere = NamedSharding(self.model.mesh, PartitionSpec())
+        return jax.jit(StagedOptimizer.of(self._tx, self._placement).whole, out_shardings=everywhere)(state)
 
     def _continue(self, state: TrainState) -> None:
         self._state = state

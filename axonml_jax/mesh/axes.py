@@ -8,6 +8,9 @@ AXES: tuple[str, ...] = ("data", "pipe", "fsdp", "depth", "row", "col", "tensor"
 BATCH_AXES: tuple[str, ...] = ("data", "fsdp", "depth")
 """The axes over which the global batch is split."""
 
+LAYER_AXES: tuple[str, ...] = ("depth", "row", "col", "tensor")
+"""The axes along which parallel layers split their parameters themselves."""
+
 AxisNames = str | Sequence[str]
 """One axis name or several."""
 

@@ -35,7 +35,7 @@ def mark(program: Program, weights: Mapping[int, int]) -> Marks:
     made_of = {number: frozenset((weight,)) for number, weight in weights.items()}
     results, work = set(numbered(program.outputs)), []
     for position, equation in enumerate(program.equations):
-        prepares = _is_light(equation) and all(number in made_of for number in equation.read)
+        prepares = is_light(equation) and all(number in made_of for number in equation.read)
         if prepares and not results.intersection(equation.outputs):
             made = frozenset().union(*(made_of[number] for number in equation.read))
             made_of |= dict.fromkeys(equation.outputs, made)
@@ -55,7 +55,7 @@ def prelude_of(program: Program, derived: Iterable[int], marks: Marks) -> tuple[
     return tuple(reversed(needed))
 
 
-def _is_light(equation: Equation) -> bool:
+def is_light(equation: Equation) -> bool:
     """Whether it may be run again for nothing: no contraction, no call or loop, no random bits, no communication."""
     eqn, name = equation.eqn, equation.eqn.primitive.name
     return not (

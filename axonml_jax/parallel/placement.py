@@ -2,8 +2,9 @@
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,16 @@ from axonml_jax.collectives.buckets import assign_buckets
 from axonml_jax.collectives.pairs import own_slice
 from axonml_jax.collectives.primitives import gather_whole, max_over, sum_over
 from axonml_jax.collectives.varying import vary
-from axonml_jax.mesh.axes import as_axes, batch_axes
+from axonml_jax.mesh.axes import LAYER_AXES, as_axes, batch_axes
 from axonml_jax.model.functional import Variables
 from axonml_jax.model.precision import cast_floating
-from axonml_jax.parallel.ddp import Replicate
+from axonml_jax.parallel.fits import check_axes, decided
 from axonml_jax.parallel.fsdp import Shard
-from axonml_jax.parallel.plan import LAYER_AXES, Plan
+from axonml_jax.parallel.pipeline.assign import Assignment
+from axonml_jax.parallel.pipeline.assign import assign as by_names
+from axonml_jax.parallel.pipeline.policy import AXIS
+from axonml_jax.parallel.pipeline.staging import Staging
+from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.layout import Layout, is_layout, specs, whole_layouts
 from axonml_jax.sharding.memory import to_device_memory
 from axonml_jax.sharding.stored import from_stored, to_stored
@@ -33,12 +38,14 @@ class Placement:
       plan: the plan, with every default decided.
       degrees: size of every mesh axis.
       params, frozen: a `Layout` for every leaf.
+      stages: where leaves live along a pipeline; what rests is then what its stores say. None: there is no pipeline.
     """
 
     plan: Plan
     degrees: Mapping[str, int]
     params: PyTree
     frozen: PyTree
+    stages: Staging | None = None
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -56,12 +63,12 @@ class Placement:
         return PartitionSpec(self.batch_axes)
 
     def param_specs(self) -> PyTree:
-        """The PartitionSpec of every trained parameter."""
-        return specs(self.params)
+        """The PartitionSpec of every trained parameter as it rests."""
+        return specs(self.params) if self.stages is None else self.stages.params.specs()
 
     def frozen_specs(self) -> PyTree:
-        """The PartitionSpec of every frozen parameter."""
-        return specs(self.frozen)
+        """The PartitionSpec of every frozen parameter as it rests."""
+        return specs(self.frozen) if self.stages is None else self.stages.frozen.specs()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -76,7 +83,9 @@ class Placement:
     @property
     def gathers_when_used(self) -> bool:
         """Whether parameters are read unit by unit, forward and backward."""
-        return any(strategy.when_used and self.degrees[axis] > 1 for axis, strategy in self._inwards())
+        return self.stages is None and any(
+            strategy.when_used and self.degrees[axis] > 1 for axis, strategy in self._inwards()
+        )
 
     @property
     def by_unit(self) -> Shard:
@@ -177,20 +186,25 @@ class Placement:
     def norm(self, grads: PyTree, p: float = 2.0) -> jax.Array:
         """The p-norm of all gradients on all ranks, each element counted once, in at least float32; p may be infinite."""
         infinite, totals = p == math.inf, {}
-        for grad, layout in zip(jax.tree.leaves(grads), jax.tree.leaves(self.params, is_leaf=is_layout), strict=True):
-            size = jnp.abs(grad).astype(jnp.promote_types(layout.dtype, jnp.float32))
+        for grad, dtype, axes in self._parts(grads):
+            size = jnp.abs(grad).astype(jnp.promote_types(dtype, jnp.float32))
             if infinite:
-                part = jnp.max(size, initial=0)
-                totals[layout.axes] = jnp.maximum(totals.get(layout.axes, 0.0), part)
+                totals[axes] = jnp.maximum(totals.get(axes, 0.0), jnp.max(size, initial=0))
             else:
-                part = jnp.sum(jnp.square(size) if p == 2 else size**p)
-                totals[layout.axes] = totals.get(layout.axes, 0.0) + part
+                totals[axes] = totals.get(axes, 0.0) + jnp.sum(jnp.square(size) if p == 2 else size**p)
         join = max_over if infinite else sum_over
         with jax.named_scope("axonml.norm"):
             wholes = [join(total, axes) if axes else total for axes, total in totals.items()]
         if infinite:
             return functools.reduce(jnp.maximum, wholes, jnp.zeros(()))
         return sum(wholes, jnp.zeros(())) ** (1 / p) if p != 2 else jnp.sqrt(sum(wholes, jnp.zeros(())))
+
+    def _parts(self, grads: PyTree) -> Iterable[tuple[jax.Array, Any, tuple[str, ...]]]:
+        """Every array of gradients at rest, its parameters' dtype, and the axes over which it is split."""
+        if self.stages is not None:
+            return self.stages.parts(grads)
+        layouts = jax.tree.leaves(self.params, is_leaf=is_layout)
+        return [(g, layout.dtype, layout.axes) for g, layout in zip(jax.tree.leaves(grads), layouts, strict=True)]
 
     def vary(self, tree: PyTree) -> PyTree:
         """A tree typed as varying over the batch axes."""
@@ -201,7 +215,13 @@ class Placement:
         return [(axis, strategy) for axis, strategy in self.plan.strategies.items() if axis in self.degrees]
 
 
-def bind_plan(plan: Plan, variables: Variables, mesh: Mesh, split: PyTree | None = None) -> Placement:
+def bind_plan(
+    plan: Plan,
+    variables: Variables,
+    mesh: Mesh,
+    split: PyTree | None = None,
+    assign: Callable[[Mapping[str, Any], int], Assignment] | None = None,
+) -> Placement:
     """Bind a plan to a mesh and a model's variables (shapes suffice).
 
     Args:
@@ -209,6 +229,8 @@ def bind_plan(plan: Plan, variables: Variables, mesh: Mesh, split: PyTree | None
       variables: the model's.
       mesh: where.
       split: how the model's own layers split its parameters: a nest of PartitionSpecs (`tensor_specs`); None: not at all.
+      assign: of a pipelined plan: the stages of parameters, from their shapes by path and the number of stages; None: by
+        their names.
 
     Raises:
       ValueError: when the plan's degrees are not the mesh's, or when the mesh has axes the plan gives no meaning to.
@@ -220,7 +242,7 @@ def bind_plan(plan: Plan, variables: Variables, mesh: Mesh, split: PyTree | None
     }:
         raise ValueError(f"the plan asks for degrees {dict(wanted)} but the mesh has {degrees}: give one or the other")
     in_layers = named_leaves(split)
-    _check_axes(plan, degrees, in_layers)
+    check_axes(plan, degrees, in_layers)
     if plan.independent and degrees.get("fsdp", 1) > 1:
         raise ValueError(
             f"sync_strategy=NO_SYNC lets every rank train a model of its own, but along fsdp={degrees['fsdp']} ranks share "
@@ -230,7 +252,7 @@ def bind_plan(plan: Plan, variables: Variables, mesh: Mesh, split: PyTree | None
         raise ValueError(
             "sync_strategy=NO_SYNC with float16 would need a loss scale per rank: use bf16, or synchronize"
         )
-    plan = _decided(plan, mesh)
+    plan = decided(plan, mesh)
 
     def layout(path: tuple, leaf: Layout) -> Layout:
         for dim, entry in enumerate(in_layers.get(path_name(path), PartitionSpec())):
@@ -245,32 +267,17 @@ def bind_plan(plan: Plan, variables: Variables, mesh: Mesh, split: PyTree | None
         resting = jax.eval_shape(plan.precision.cast_param, tree)
         return jax.tree_util.tree_map_with_path(layout, whole_layouts(resting), is_leaf=is_layout)
 
-    return Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
+    placement = Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
+    if plan.pipe is None:
+        return placement
+    shapes = named_leaves(variables.params) | named_leaves(variables.frozen)
+    return replace(placement, stages=_staged(placement, shapes, assign))
 
 
-def _check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, PartitionSpec]) -> None:
-    """Refuse axes along which all ranks would do the same work."""
-    used = {axis for spec in in_layers.values() for entry in spec for axis in as_axes(entry or ())}
-    known = [axis for axis in plan.strategies if axis not in LAYER_AXES or axis in used]
-    unknown = {axis: size for axis, size in degrees.items() if axis not in known and size > 1}
-    if unknown:
-        raise ValueError(
-            f"mesh axes {unknown} have no strategy in the plan, which knows {known}: their devices would all do the "
-            "same work. Give the mesh these devices on one of the plan's axes, or build the model with layers that split over "
-            "them (ax.ColumnParallelLinear, ax.ParallelLinear, ...)"
-        )
-
-
-def _decided(plan: Plan, mesh: Mesh) -> Plan:
-    """Flat buffers on gloo, where many small reductions are slow; elsewhere XLA's combiner needs no copy."""
-    devices = mesh.devices.flat
-    gloo = devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
-
-    def decide(strategy: Replicate | Shard) -> Replicate | Shard:
-        if isinstance(strategy, Shard):
-            return replace(strategy, flat=gloo) if strategy.flat is None else strategy
-        if strategy.gradient_as_bucket_view is not None or strategy.comm_hook is not None:
-            return strategy
-        return replace(strategy, gradient_as_bucket_view=not gloo)
-
-    return replace(plan, data=decide(plan.data), fsdp=decide(plan.fsdp))
+def _staged(placement: Placement, shapes: Mapping[str, Any], assign: Callable | None) -> Staging:
+    plan, degrees = placement.plan, placement.degrees
+    assert plan.pipe is not None
+    plan.pipe.timetable(degrees[AXIS], plan.microbatches)  # refuses what the schedule does not take
+    count = plan.pipe.num_stages(degrees[AXIS])
+    found = by_names(shapes, count, split=plan.pipe.split) if assign is None else assign(shapes, count)
+    return Staging.of(plan.pipe, found, placement.params, placement.frozen, degrees)

@@ -5,17 +5,16 @@ from numbers import Integral
 from typing import Literal
 
 from axonml_jax.collectives.buckets import GradSyncStrategy
+from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.offload import CPUOffload
+from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.parallel.tensor.strategy import InLayers
 from axonml_jax.parallel.units.remat import Remat, checked_remat
-
-LAYER_AXES = ("depth", "row", "col", "tensor")
-"""The axes along which parallel layers split their parameters themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +25,9 @@ class Plan:
       mesh: degrees of the mesh; None when a mesh is given beside the plan.
       data: what happens to parameters on the `data` axis.
       fsdp: what happens to them on the `fsdp` axis.
+      pipe: the pipeline along the `pipe` axis; None: the model is not cut.
       precision: dtypes of parameters, computation, reduction and outputs; the name of a common policy is accepted.
-      accumulate: microbatches per update and rank.
+      accumulate: microbatches per update and rank; under a pipeline that many times its microbatches, in one pass.
       update: "shards": the optimizer sees the shards that a rank holds (right for element-wise ones such as Adam, SGD and
         Lion; others are refused); "whole": gradients, parameters and state are gathered for the update.
       offload: what rests in host memory.
@@ -43,6 +43,7 @@ class Plan:
     mesh: MeshShape | None = None
     data: Replicate = field(default_factory=Replicate)
     fsdp: Shard | Replicate = field(default_factory=Shard)
+    pipe: Pipelined | None = None
     precision: Precision = field(default_factory=Precision)
     accumulate: int = 1
     update: Literal["shards", "whole"] = "shards"
@@ -77,14 +78,39 @@ class Plan:
             problems.append(f"data={self.data!r} must be a Replicate strategy")
         if not isinstance(self.fsdp, Shard | Replicate):
             problems.append(f"fsdp={self.fsdp!r} must be a Shard strategy, or a Replicate")
+        problems += self._against_pipe() if not problems else []
         if problems:
             raise ValueError(f"Plan: {'; '.join(problems)}")
+
+    def _against_pipe(self) -> list[str]:
+        """What a pipeline cannot be combined with."""
+        if self.pipe is None:
+            return []
+        if not isinstance(self.pipe, Pipelined):
+            return [f"pipe={self.pipe!r} must be an ax.Pipelined(schedule=..., num_microbatches=...)"]
+        rules = {
+            "sync_strategy=NO_SYNC lets every rank train a model of its own, and the stages share one: use another": (
+                self.independent
+            ),
+            "broadcast_buffers=False keeps buffers apart, and a pipeline's stages each hold some: leave it True": (
+                self.local_buffers and not self.independent
+            ),
+            f"offload={self.offload.value!r} is not there for stages: use CPUOffload.NONE": (
+                self.offload is not CPUOffload.NONE
+            ),
+        }
+        return [f"pipe: {rule}" for rule, broken in rules.items() if broken]
 
     @property
     def strategies(self) -> dict[str, AbstractStrategy]:
         """The strategy of every axis that this plan knows."""
         in_layers = dict.fromkeys(LAYER_AXES, InLayers())
         return {"data": self.data, "fsdp": self.fsdp, **in_layers}
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per update and rank."""
+        return self.accumulate * (1 if self.pipe is None else self.pipe.num_microbatches)
 
     @property
     def independent(self) -> bool:

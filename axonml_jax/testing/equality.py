@@ -70,19 +70,19 @@ def assert_equals_single_device(
     plan = parallel.plan
     view, variables = functionalize(model, params, trainable)
     for each in batches:
-        check_batch(each, parallel.mesh, plan.accumulate)
+        check_batch(each, parallel.mesh, plan.microbatches)
     degree = batch_degree(parallel.mesh)
     low = any(d in ("bfloat16", "float16") for d in (*vars(plan.precision).values(), plan.data.comm_dtype))
     key, options = jax.random.key(seed), {"precision": plan.precision, "max_grad_norm": max_grad_norm}
     if plan.independent:
-        oracle = Oracle(view, loss_fn, tx, Parts(1, plan.accumulate, "first"), **options)
+        oracle = Oracle(view, loss_fn, tx, Parts(1, plan.microbatches, "first"), **options)
         rows = [[_rows_of(b, rank, degree) for b in batches] for rank in range(degree)]
         runs = [_as_tree(oracle.run(variables, b, key, rank)) for rank, b in enumerate(rows)]
         wanted = jax.tree.map(lambda *x: np.stack(x), *runs)
         wanted["frozen"] = runs[0]["frozen"]
     else:
         buffers = "joined" if plan.batch_stats == "global" else "first"
-        oracle = Oracle(view, loss_fn, tx, Parts(degree, plan.accumulate, buffers), **options)
+        oracle = Oracle(view, loss_fn, tx, Parts(degree, plan.microbatches, buffers), **options)
         wanted = _as_tree(oracle.run(variables, batches, key))
     got = _run_parallel(parallel, loss_fn, batches, tx, max_grad_norm)
     if plan.local_buffers and not plan.independent:
@@ -96,11 +96,11 @@ def _run_parallel(
 ) -> dict[str, Any]:
     tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
     trainer = parallel.trainer(optax.chain(_remember(), tx), loss_fn, max_grad_norm=max_grad_norm)
-    metrics, grads = [to_host(trainer.step(batches[0]))], to_host(trainer.state.opt_state[0])
+    metrics, grads = [to_host(trainer.step(batches[0]))], to_host(trainer.opt_state[0])
     metrics += [to_host(trainer.step(b)) for b in batches[1:]]
     losses = [m.pop("loss") for m in metrics]
     norms = [m.pop("grad_norm") for m in metrics]
-    if not parallel.plan.independent:
+    if not parallel.plan.independent and parallel.plan.pipe is None:
         grads = map_layouts(from_stored, grads, parallel._placement.params)
     held = parallel.variables if parallel.plan.independent else parallel.whole()
     return _as_tree(Run(losses, norms, metrics, grads, replace(held, state=parallel.variables.state)))

@@ -8,7 +8,7 @@ from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.stored import padded
 from axonml_jax.training.stacked import stacked
-from axonml_jax.training.update import clip
+from axonml_jax.training.update import clip, whole_norm
 
 
 class Clip:
@@ -24,6 +24,9 @@ class Clip:
 
     def _whole(self, grads: PyTree, max_norm: jax.Array) -> tuple[PyTree, jax.Array]:
         placement, independent = self.placement, self.placement.plan.independent
+        if placement.stages is not None:  # gradients outside a pipeline are whole on every device
+            norm = whole_norm(grads, self.norm_type)
+            return clip(grads, norm, max_norm), norm
         grads = grads if independent else padded(grads, placement.params)
         specs = placement.rank_spec if independent else placement.param_specs()
         norm = placement.rank_spec if independent else PartitionSpec()

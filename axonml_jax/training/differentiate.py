@@ -43,7 +43,7 @@ class Differentiate:
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, dict, PyTree, PyTree]:
         """Differentiate; `key` is the step's randomness."""
-        check_batch(batch, self.mesh, self.placement.plan.accumulate)
+        check_batch(batch, self.mesh, self.placement.plan.microbatches)
         with explain_typed_scan(self.placement.plan.check_vma):
             return bound_run_ahead(self._compiled(variables, key, place_batch(batch, self.mesh)))
 

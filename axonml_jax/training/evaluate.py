@@ -12,6 +12,7 @@ from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import means
 from axonml_jax.training.objective import Objective, shard_key
+from axonml_jax.training.pipelined import pipelined_loss
 from axonml_jax.training.read import with_read
 from axonml_jax.training.specs import variable_specs
 from axonml_jax.training.stacked import stacked, unstack_variables
@@ -50,7 +51,10 @@ class EvalStep:
         placement = self.placement
         variables = unstack_variables(variables, placement)
         key = shard_key(jax.random.key(0), 0, axis_index(placement.batch_axes))
-        loss, _ = with_read(self.objective, placement, self.objective.model, variables, key, batch)
+        if placement.stages is not None:
+            loss = pipelined_loss(self.objective, placement, variables, key, batch)
+        else:
+            loss, _ = with_read(self.objective, placement, self.objective.model, variables, key, batch)
         independent = placement.plan.independent
         mean, metrics, _ = means(jax.tree.map(lambda x: x[None], loss), placement, 1, not independent)
         out = {**metrics, "loss": mean}

@@ -15,6 +15,7 @@ from axonml_jax.sharding.memory import to_host_memory
 from axonml_jax.training.accumulate import accumulate
 from axonml_jax.training.loss_scale import unscaled
 from axonml_jax.training.objective import Objective, Parts, shard_key
+from axonml_jax.training.pipelined import pipelined_gradients
 from axonml_jax.training.ways import AtOnce, ByUnit, Way
 
 
@@ -57,17 +58,27 @@ def gradients(
 
     Communicates: what the plan's strategies do, once, and one small all-reduce for loss and metrics.
     """
-    count, sync = placement.plan.accumulate, sync and not placement.plan.independent
+    count, sync = placement.plan.microbatches, sync and not placement.plan.independent
     parts = Parts(count * (placement.batch_degree if sync else 1), scale)
+    if placement.stages is not None:
+        summed, loss, state = pipelined_gradients(objective, placement, variables, key, batch, parts)
+        losses = jax.tree.map(lambda x: x[None], loss)
+        layouts = [jax.ShapeDtypeStruct((), dtype) for _, dtype, _ in placement.stages.parts(summed)]
+        return _finished(placement, summed, jax.tree.leaves(summed), layouts, losses, count, sync, scale, state)
     keys = [shard_key(key, a, axis_index(placement.batch_axes)) for a in range(count)]
     if sync and placement.gathers_when_used:
         way: Way = ByUnit(objective, placement, variables, parts)
     else:
         way = AtOnce(objective, placement, variables, parts, sync)
     grads, losses, state = accumulate(way, placement, variables.state, keys, batch, sync)
-    loss, metrics, weight = means(losses, placement, count, sync)
-    treedef = jax.tree.structure(variables.params)
     layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
+    return _finished(placement, variables.params, grads, layouts, losses, count, sync, scale, state)
+
+
+def _finished(placement, like, grads, layouts, losses, count, sync, scale, state) -> Gradients:
+    """Means over the global batch, and gradients of the mean loss in the parameters' dtype, in the structure of `like`."""
+    loss, metrics, weight = means(losses, placement, count, sync)
+    treedef = jax.tree.structure(like)
     grads = [grad.astype(layout.dtype) for grad, layout in zip(grads, layouts, strict=True)]
     if weight is not None:
         grads = [grad / weight.astype(grad.dtype) for grad in grads]

@@ -15,11 +15,14 @@ from axonml_jax.sharding.stored import map_layouts, to_stored
 from axonml_jax.training.loss_scale import LossScale
 from axonml_jax.training.opt_state import first_opt_state, init_opt_state
 from axonml_jax.training.specs import variable_specs
+from axonml_jax.training.staged_init import abstract_staged, create_staged, first_staged_opt_state, place_staged
 from axonml_jax.training.state import TrainState
 
 
 def place_variables(variables: Variables, placement: Placement, mesh: Mesh) -> Variables:
     """Whole variables (the same in every process) as they rest under a plan; copies, never the arrays given."""
+    if placement.stages is not None:
+        return place_staged(variables, placement, mesh)
     return _kept(place(_resting(variables, placement), variable_specs(placement, variables), mesh), placement)
 
 
@@ -30,6 +33,8 @@ def first_variables(model: Functional, given: Variables, placement: Placement, m
     """
     if (create := model.create) is None:
         return place_variables(given, placement, mesh)
+    if placement.stages is not None:
+        return create_staged(model, placement, mesh)
     wanted = shardings(variable_specs(placement, given), mesh)
     return _kept(jax.jit(lambda: _resting(create(), placement), out_shardings=wanted)(), placement)
 
@@ -59,7 +64,8 @@ def init_state(
 ) -> TrainState:
     """A run's first state from variables that already rest on the mesh."""
     step = place(jnp.zeros((), jnp.int32), PartitionSpec(), mesh)
-    opt_state = init_opt_state(tx, variables.params, placement, mesh)
+    first = init_opt_state if placement.stages is None else first_staged_opt_state
+    opt_state = first(tx, variables.params, placement, mesh)
     scale = LossScale.first() if placement.plan.precision.scales_loss else None
     scale = place(scale, jax.tree.map(lambda _: PartitionSpec(), scale), mesh)
     return TrainState(step, variables, opt_state, place(key, PartitionSpec(), mesh), scale)
@@ -78,8 +84,11 @@ def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placemen
     """
 
     def build() -> TrainState:
-        variables = _resting(_zeros(shapes), placement)
-        opt_state = first_opt_state(tx, variables.params, placement)
+        if placement.stages is None:
+            variables = _resting(_zeros(shapes), placement)
+            opt_state = first_opt_state(tx, variables.params, placement)
+        else:
+            variables, opt_state = _zeros(abstract_staged(shapes, tx, placement))
         scale = LossScale.first() if placement.plan.precision.scales_loss else None
         return TrainState(jnp.zeros((), jnp.int32), variables, opt_state, jax.random.key(0), scale)
 

@@ -15,23 +15,31 @@ from axonml_jax.sharding.stored import from_stored, map_layouts, to_stored
 
 
 def opt_layouts(placement: Placement, tx: optax.GradientTransformation) -> PyTree:
-    """The layout of every leaf of the optimizer's state.
+    """The layout of every leaf of the optimizer's state: that of the parameter it belongs to, else whole on every rank."""
+    return opt_owners(placement, tx)[0]
+
+
+def opt_owners(placement: Placement, tx: optax.GradientTransformation) -> tuple[PyTree, list[int | None]]:
+    """The layout of every leaf of the optimizer's state, and the parameter (position in tree order) it belongs to, or None.
 
     Optax keeps what belongs to a parameter in trees shaped like the parameters, so such a leaf is known by the end of its
     path and its shape; everything else (counts, factored moments) is whole on every rank.
     """
     layouts = placement.params
     whole = jax.tree.map(whole_shape, layouts, is_leaf=is_layout)
-    owners = dict(jax.tree_util.tree_leaves_with_path(layouts, is_leaf=is_layout))
+    paths = jax.tree_util.tree_leaves_with_path(layouts, is_leaf=is_layout)
+    params, found = {path: (i, layout) for i, (path, layout) in enumerate(paths)}, []
 
     def layout_of(path: tuple, leaf: Any) -> Layout:
         ends = (path[i:] for i in range(len(path)))
-        owner = next((owners[end] for end in ends if end in owners), None)
+        position, owner = next((params[end] for end in ends if end in params), (None, None))
         if owner is None or owner.shape != leaf.shape:
+            found.append(None)
             return Layout.whole(leaf)
+        found.append(position)
         return Layout(owner.shape, leaf.dtype, owner.spec, owner.stored, owner.parts)
 
-    return jax.tree_util.tree_map_with_path(layout_of, jax.eval_shape(tx.init, whole))
+    return jax.tree_util.tree_map_with_path(layout_of, jax.eval_shape(tx.init, whole)), found
 
 
 def opt_state_specs(placement: Placement, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:

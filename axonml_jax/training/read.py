@@ -8,6 +8,7 @@ import jax
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units.replayed import Replayed
+from axonml_jax.training.pipelined import pipelined_call
 
 
 def with_read(fun: Callable, placement: Placement, model: Functional, variables: Variables, *args: Any) -> Any:
@@ -20,6 +21,8 @@ def with_read(fun: Callable, placement: Placement, model: Functional, variables:
       variables: resting variables, single on each rank.
       *args: pytrees of arrays.
     """
+    if placement.stages is not None:
+        return pipelined_call(fun, placement, variables, *args)
     if not placement.gathers_when_used:
         params = placement.read_tree(variables.params, placement.params)
         frozen = placement.read_tree(variables.frozen, placement.frozen)

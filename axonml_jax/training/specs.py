@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from axonml_jax.model.functional import Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.training.opt_state import opt_state_specs
+from axonml_jax.training.staged import StagedOptimizer
 from axonml_jax.training.state import TrainState
 
 
@@ -25,11 +26,15 @@ def variable_specs(placement: Placement, variables: Variables) -> Variables:
 
 def state_specs(placement: Placement, tx: optax.GradientTransformation, state: TrainState) -> Any:
     """Specs of a whole `TrainState`."""
+    if placement.stages is None:
+        opt_specs = opt_state_specs(placement, tx, state.opt_state)
+    else:
+        opt_specs = StagedOptimizer.of(tx, placement).specs()
     return replace(
         state,
         step=PartitionSpec(),
         variables=variable_specs(placement, state.variables),
-        opt_state=opt_state_specs(placement, tx, state.opt_state),
+        opt_state=opt_specs,
         key=PartitionSpec(),
         loss_scale=jax.tree.map(lambda _: PartitionSpec(), state.loss_scale),
     )

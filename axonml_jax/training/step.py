@@ -85,7 +85,7 @@ class TrainStep:
                 "this state was given to an earlier step, which reused its memory: go on from the state that step returned, "
                 "or give it a copy, jax.tree.map(jnp.copy, state)"
             )
-        check_batch(batch, self.mesh, self.placement.plan.accumulate)
+        check_batch(batch, self.mesh, self.placement.plan.microbatches)
         bound_run_ahead(state.step)
         with explain_typed_scan(self.placement.plan.check_vma):
             return self._compiled(state, place_batch(batch, self.mesh))

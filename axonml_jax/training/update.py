@@ -1,5 +1,6 @@
 """From synchronized gradients to new parameters: the norm, clipping, the optimizer."""
 
+import math
 from typing import Any
 
 import jax
@@ -11,12 +12,21 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import is_layout
 from axonml_jax.training.elementwise import first_mixing, operations
 from axonml_jax.training.opt_state import gather_stored, opt_layouts, own_parts, shard_shape, whole_shape
+from axonml_jax.training.staged import StagedOptimizer
 
 
 def clip(grads: PyTree, norm: jax.Array, max_norm: Any) -> PyTree:
     """Scale gradients by min(1, max_norm / (norm + 1e-6)), PyTorch's rule."""
     scale = jnp.minimum(1.0, max_norm / (norm + 1e-6))
     return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+
+
+def whole_norm(grads: PyTree, p: float) -> jax.Array:
+    """The p-norm of whole gradients, in at least float32; p may be infinite."""
+    sizes = [jnp.abs(g).astype(jnp.promote_types(g.dtype, jnp.float32)) for g in jax.tree.leaves(grads)]
+    if p == math.inf:
+        return jnp.max(jnp.stack([jnp.max(size, initial=0) for size in sizes]))
+    return sum((jnp.sum(size**p) for size in sizes), jnp.zeros(())) ** (1 / p)
 
 
 def apply(
@@ -39,6 +49,11 @@ def update(
 
     Communicates: nothing on shards; one all-gather of gradients, parameters and the state that belongs to them otherwise.
     """
+    if placement.stages is not None:
+        staged = StagedOptimizer.of(tx, placement)
+        run = staged.update if placement.plan.update == "shards" else staged.update_whole
+        with jax.named_scope("axonml.update"):
+            return run(lambda g, s, p: apply(tx, g, s, p, loss), grads, opt_state, params)
     if placement.plan.update == "shards" or placement.plan.independent:
         return apply(tx, grads, opt_state, params, loss)
     layouts = placement.params, opt_layouts(placement, tx)
@@ -91,10 +106,15 @@ def checked_optimizer(tx: Any, placement: Placement) -> optax.GradientTransforma
 def _check_shards(tx: optax.GradientTransformation, placement: Placement) -> None:
     """Refuse an optimizer whose update of shards is not the update of the whole."""
     layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
-    if not any(layout.axes for layout in layouts):
+    pipelined = placement.stages is not None
+    if not pipelined and not any(layout.axes for layout in layouts):
         return
     loss, states = jax.ShapeDtypeStruct((), jnp.float32), opt_layouts(placement, tx)
-    sharded = [jax.tree.map(lambda each: bool(each.axes), t, is_leaf=is_layout) for t in (placement.params, states)]
+    # Along a pipeline a rank has whole leaves, but not all of them: what mixes elements may mix leaves.
+    shards = lambda tree: jax.tree.map(
+        lambda each: bool(each.axes) or (pipelined and bool(each.shape)), tree, is_leaf=is_layout
+    )
+    sharded = [shards(tree) for tree in (placement.params, states)]
     given = [
         [jax.tree.map(shape, tree, is_leaf=is_layout) for tree in (placement.params, states, placement.params)]
         for shape in (shard_shape, whole_shape)

@@ -1,0 +1,76 @@
+"""What a plan says about its pipeline: the schedule, the microbatches, the stages per rank, and when weights are gathered."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Literal
+
+from axonml_jax.parallel.pipeline.rooms import make_schedule
+from axonml_jax.parallel.pipeline.rows import make_timetable
+from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
+from axonml_jax.parallel.pipeline.timetable import Timetable
+
+AXIS = "pipe"
+"""The mesh axis along which the stages lie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelined:
+    """The model is cut into stages that lie along the `pipe` axis; microbatches pass through them.
+
+    Communicates: per tick one collective-permute of activations and one of their gradients (per dtype); per step one
+    all-reduce over `pipe` of the loss, one per metric and per parameter that several stages read, and one per changed
+    buffer of the model.
+
+    Attributes:
+      schedule: in which order microbatches pass: an `ax.PipelineSchedule`, its name or its value.
+      num_microbatches: into how many parts a rank's rows are cut; with `Plan.accumulate` that many times more pass.
+      chunks: stages per rank; stage p lies on rank p mod S.
+      split: module paths at which the second and later stages begin, in order; None: between repeated blocks, by balanced
+        cost.
+      gather: along `fsdp`: "step" gathers a rank's stages once per step (their memory is that of the whole stages), "tick"
+        in every forward and backward (a stage at a time).
+
+    Raises:
+      ValueError: with everything that is wrong.
+    """
+
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    num_microbatches: int = 8
+    chunks: int = 1
+    split: tuple[str, ...] | None = None
+    gather: Literal["step", "tick"] = "step"
+
+    def __post_init__(self):
+        problems = list(self._problems())
+        if problems:
+            raise ValueError(f"Pipelined: {'; '.join(problems)}")
+        object.__setattr__(self, "schedule", PipelineSchedule.of(self.schedule))
+        if self.split is not None:
+            object.__setattr__(self, "split", tuple(self.split))
+
+    def _problems(self) -> Iterator[str]:
+        try:
+            PipelineSchedule.of(self.schedule)
+        except ValueError as error:
+            yield str(error)
+        for name in ("num_microbatches", "chunks"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+                yield f"{name}={value!r} must be a positive whole number"
+        if self.gather not in ("step", "tick"):
+            yield f"gather={self.gather!r} must be 'step' or 'tick'"
+        if self.split is not None and (isinstance(self.split, str) or not all(isinstance(s, str) for s in self.split)):
+            yield f"split={self.split!r} must be module paths such as ('blocks/2', 'blocks/4')"
+
+    def num_stages(self, num_ranks: int) -> int:
+        """Stages of the whole model on so many ranks."""
+        return num_ranks * self.chunks
+
+    def timetable(self, num_ranks: int, num_microbatches: int) -> Timetable:
+        """What is executed.
+
+        Raises:
+          ValueError: for sizes that the schedule refuses, with the rule and the remedy.
+        """
+        return make_timetable(make_schedule(self.schedule, num_ranks, num_microbatches, self.chunks))

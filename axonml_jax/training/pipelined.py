@@ -1,0 +1,135 @@
+"""Gradients, evaluation and the model's own call through a pipeline, inside `shard_map`."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax._types import PyTree
+from axonml_jax.collectives.primitives import axis_index
+from axonml_jax.model.functional import Variables
+from axonml_jax.model.loss import Loss
+from axonml_jax.parallel.pipeline.run_pieces import run_pieces
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.training.objective import Objective, Parts, shard_key
+
+
+def pipelined_gradients(
+    objective: Objective, placement: Placement, variables: Variables, key: jax.Array, batch: PyTree, parts: Parts
+) -> tuple[PyTree, Loss, PyTree]:
+    """Differentiate all microbatches of a step.
+
+    Args:
+      objective: the loss of one microbatch.
+      placement: a pipelined plan on its mesh.
+      variables: resting variables of this rank.
+      key: the step's randomness.
+      batch: this rank's rows.
+      parts: what a microbatch's loss is divided by.
+
+    Returns:
+      (gradients at rest, summed over ranks; losses summed over this rank's microbatches; the state).
+    """
+
+    def fun(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree):
+        scalar, (loss, state) = objective.differentiable_with_frozen(parts)(params, frozen, state, key, batch)
+        return scalar, loss, None, state
+
+    return _run(fun, placement, variables, key, batch, placement.plan.microbatches, backward=True)[:3]
+
+
+def pipelined_loss(
+    objective: Objective, placement: Placement, variables: Variables, key: jax.Array, batch: PyTree
+) -> Loss:
+    """The loss of this rank's rows: a plain mean over its microbatches, or the sums of a weighted one.
+
+    As many microbatches as the plan's number and the rows have in common.
+    """
+
+    def fun(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree):
+        loss, state = objective(Variables(params, frozen, state), key, batch)
+        return jnp.zeros(()), loss, None, state
+
+    count = _common(placement, batch)
+    _, loss, _, _ = _run(fun, placement, variables, key, batch, count, backward=False)
+    return loss if loss.weight is not None else loss._replace(total=loss.total / count)
+
+
+def pipelined_call(
+    call: Callable, placement: Placement, variables: Variables, key: jax.Array, arrays: PyTree
+) -> tuple[PyTree, PyTree]:
+    """`call(variables, key, arrays) -> (outputs, state)` microbatch by microbatch.
+
+    Outputs keep the dim that grows with the rows; floating ones without such a dim are averaged over microbatches.
+    """
+    count, dims = _common(placement, arrays), None
+
+    def fun(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, arrays: PyTree):
+        nonlocal dims
+        own = Variables(params, frozen, state)
+        outputs = lambda rows: call(own, key, rows)[0]
+        dims = _growing_dims(outputs, arrays)
+        out, state = call(own, key, arrays)
+        return jnp.zeros(()), None, out, state
+
+    _, _, state, stacked = _run(fun, placement, variables, key, arrays, count, backward=False)
+    return jax.tree.map(_merged, stacked, dims), state
+
+
+def _run(
+    fun: Callable,
+    placement: Placement,
+    variables: Variables,
+    key: jax.Array,
+    batch: PyTree,
+    count: int,
+    *,
+    backward: bool,
+) -> tuple[PyTree, Any, PyTree, PyTree]:
+    staging, shard = placement.stages, axis_index(placement.batch_axes) if placement.batch_axes else 0
+    assert staging is not None
+    timetable = staging.policy.timetable(staging.num_ranks, count)
+    keys = jax.vmap(lambda m: shard_key(key, m, shard))(jnp.arange(count))
+    piped = run_pieces(
+        fun, placement, variables, keys, _microbatches(batch, count), timetable if backward else timetable.forward_only
+    )
+    return piped.grads, piped.aux, piped.state, piped.outputs
+
+
+def _common(placement: Placement, batch: PyTree) -> int:
+    """The largest number of microbatches up to the plan's into which the rows divide evenly."""
+    rows = {jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
+    return math.gcd(placement.plan.microbatches, *rows)
+
+
+def _microbatches(batch: PyTree, count: int) -> PyTree:
+    """Rows [b, ...] -> [count, b/count, ...]; scalars are repeated."""
+
+    def split(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        return x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, (count,))
+
+    return jax.tree.map(split, batch)
+
+
+def _growing_dims(outputs: Callable, arrays: PyTree) -> PyTree:
+    """For every output the dim that grows with the rows, or -1."""
+
+    def shapes(factor: int) -> PyTree:
+        longer = lambda x: jnp.concatenate([x] * factor) if jnp.ndim(x) else x
+        return jax.eval_shape(lambda rows: outputs(jax.tree.map(longer, rows)), arrays)
+
+    def growing(small: Any, large: Any) -> int:
+        return next((i for i, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b), -1)
+
+    return jax.tree.map(growing, shapes(1), shapes(2))
+
+
+def _merged(x: jax.Array, dim: int) -> jax.Array:
+    """[count, ...] -> the microbatches behind each other along `dim` of the rest."""
+    if dim < 0:
+        return x.mean(0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
+    x = jnp.moveaxis(x, 0, dim)
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])

@@ -1,0 +1,195 @@
+"""The optimizer of a pipelined model: it sees trees, its state rests on the stages' devices.
+
+Inside a step every rank runs the update of the leaves it holds; the leaves of other ranks are there as arrays without
+elements, so that masks and labels by path keep their structure. State that belongs to no parameter (counts) is whole on
+every rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from axonml_jax._types import PyTree, named_leaves
+from axonml_jax.collectives.primitives import axis_index, gather_whole
+from axonml_jax.collectives.varying import vary
+from axonml_jax.parallel.pipeline.packing import Buffers
+from axonml_jax.parallel.pipeline.policy import AXIS
+from axonml_jax.parallel.pipeline.staging import Staging
+from axonml_jax.parallel.pipeline.store import StageStore, absent, on_own_rank
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.layout import Layout, is_layout
+from axonml_jax.training.opt_state import opt_owners
+
+_STAGES, _WHOLE = "stages", "whole"
+
+
+@dataclass(frozen=True)
+class StagedOptimizer:
+    """An optimizer's state over the ranks of a pipeline.
+
+    Attributes:
+      tx: the optimizer.
+      placement: the plan on its mesh.
+      layouts: of every leaf of its state.
+      owners: of every leaf the parameter (position) it belongs to, or None.
+      names: of every leaf.
+      treedef: of its state.
+    """
+
+    tx: optax.GradientTransformation
+    placement: Placement
+    layouts: tuple[Layout, ...]
+    owners: tuple[int | None, ...]
+    names: tuple[str, ...]
+    treedef: Any
+
+    @classmethod
+    def of(cls, tx: optax.GradientTransformation, placement: Placement) -> "StagedOptimizer":
+        """From where the parameters live."""
+        tree, owners = opt_owners(placement, tx)
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_layout)
+        names = named_leaves(jax.tree.map(lambda _: 0, tree, is_leaf=is_layout))
+        return cls(tx, placement, tuple(leaves), tuple(owners), tuple(names), treedef)
+
+    @property
+    def staging(self) -> Staging:
+        """Where parameters live."""
+        assert self.placement.stages is not None
+        return self.placement.stages
+
+    @property
+    def owned(self) -> list[int]:
+        """The leaves that belong to parameters."""
+        return [i for i, owner in enumerate(self.owners) if owner is not None]
+
+    @property
+    def store(self) -> StageStore:
+        """How those rest."""
+        staging, params = self.staging, self.staging.params
+        stages = tuple(params.stages[i] for i in self.owners if i is not None)
+        layouts = tuple(self.layouts[i] for i in self.owned)
+        return StageStore(layouts, stages, staging.num_stages, staging.num_ranks, self.placement.degrees)
+
+    def specs(self) -> PyTree:
+        """The specs of the state at rest."""
+        return {_STAGES: self.store.specs(), _WHOLE: {name: PartitionSpec() for name in self._loose_names}}
+
+    def at_rest(self, state: PyTree, buffers: Any) -> PyTree:
+        """The state at rest, from its tree, of which only leaves without a parameter are read, and the others' buffers."""
+        leaves = jax.tree.leaves(state)
+        return {_STAGES: buffers, _WHOLE: {self.names[i]: leaves[i] for i in self._loose}}
+
+    def tree(self, owned: Sequence[Any], resting: PyTree) -> PyTree:
+        """The optimizer's own tree, from the leaves that belong to parameters and the state at rest."""
+        leaves: list[Any] = [None] * len(self.layouts)
+        for i, leaf in zip(self.owned, owned, strict=True):
+            leaves[i] = leaf
+        for i in self._loose:
+            leaves[i] = resting[_WHOLE][self.names[i]]
+        return self.treedef.unflatten(leaves)
+
+    def whole(self, resting: PyTree) -> PyTree:
+        """The optimizer's own tree of whole arrays, from arrays over all ranks."""
+        return self.tree(self.store.whole(resting[_STAGES]), resting)
+
+    def first(self, params: Any) -> PyTree:
+        """The first state at rest, of resting parameters, inside `shard_map`."""
+        loose = self.at_rest(self.tx.init(self._present({})), None)[_WHOLE]
+
+        def own(rank: int) -> Buffers:
+            values = self.staging.params.unpack(self.staging.params.grouped(params), rank)
+            leaves = jax.tree.leaves(self.tx.init(self._present(values)))
+            return self._packed([leaves[i] for i in self.owned], rank)
+
+        return {_STAGES: self.store.named(self._of_rank(own)), _WHOLE: loose}
+
+    def update(self, apply: Any, grads: Any, resting: PyTree, params: Any) -> tuple[Any, PyTree]:
+        """`apply(grads, state, params) -> (params, state)` of the leaves that each rank holds, inside `shard_map`."""
+        store, params_store = self.store, self.staging.params
+
+        def run(grads: dict, owned: dict, params: dict) -> tuple[PyTree, PyTree]:
+            kept = range(len(self.owned))
+            leaves = [owned.get(k, absent(self._shape(self.owned[k]))) for k in kept]
+            return apply(self._present(grads), self.tree(leaves, resting), self._present(params))
+
+        def own(rank: int) -> tuple[Buffers, Buffers]:
+            mine = [params_store.unpack(params_store.grouped(each), rank) for each in (grads, params)]
+            new, state = run(mine[0], store.unpack(store.grouped(resting[_STAGES]), rank), mine[1])
+            leaves, state = jax.tree.leaves(new), jax.tree.leaves(state)
+            packed = params_store.pack({i: leaves[i] for i in params_store.leaves_of_rank(rank)})
+            return _typed(packed), self._packed([state[i] for i in self.owned], rank)
+
+        # What belongs to no parameter is the same on all ranks, and must not depend on which one this is.
+        loose = self.at_rest(run({}, {}, {})[1], None)[_WHOLE]
+        new, state = self._of_rank(own)
+        return params_store.named(new), {_STAGES: store.named(state), _WHOLE: loose}
+
+    def update_whole(self, apply: Any, grads: Any, resting: PyTree, params: Any) -> tuple[Any, PyTree]:
+        """The same on whole leaves, which every rank gathers for it. Communicates: one all-gather per buffer."""
+        stores = (self.staging.params, self.store, self.staging.params)
+        wholes = [
+            self._gathered(store, each) for store, each in zip(stores, (grads, resting[_STAGES], params), strict=True)
+        ]
+        tree = self.staging.treedefs[0].unflatten
+        new, state = apply(tree(wholes[0]), self.tree(wholes[1], resting), tree(wholes[2]))
+        leaves, owned = jax.tree.leaves(new), jax.tree.leaves(state)
+
+        def own(rank: int) -> tuple[Buffers, Buffers]:
+            params_store = self.staging.params
+            cut = {
+                i: self.placement.own_part(leaves[i], params_store.layouts[i])
+                for i in params_store.leaves_of_rank(rank)
+            }
+            mine = [self.placement.own_part(jnp.asarray(owned[i]), self.layouts[i]) for i in self.owned]
+            return _typed(params_store.pack(cut)), self._packed(mine, rank)
+
+        packed, packed_state = self._of_rank(own)
+        named = self.staging.params.named(packed)
+        return named, self.at_rest(state, self.store.named(packed_state))
+
+    def _gathered(self, store: StageStore, named: Any) -> list[Any]:
+        everywhere = {name: gather_whole(named[name], AXIS, invarying=True) for name in named}
+        leaves = []
+        for i, layout in enumerate(store.layouts):
+            slot, group = store.slots[i], store.slots[i].group
+            start = store.rank_of(i) * store.buffers.sizes[group] + slot.offset
+            buffer = store.grouped(everywhere)[group]
+            leaves.append(self.placement.gather_stored(buffer[start : start + slot.size].reshape(layout.shard), layout))
+        return leaves
+
+    def _of_rank(self, run: Any) -> Any:
+        return on_own_rank(axis_index(AXIS), self.staging.num_ranks, run)
+
+    def _present(self, values: dict) -> PyTree:
+        """The parameters' tree with this rank's values; the rest without elements."""
+        layouts = self.staging.params.layouts
+        leaves = [values.get(i, absent(_own_shape(layout))) for i, layout in enumerate(layouts)]
+        return self.staging.treedefs[0].unflatten(leaves)
+
+    def _packed(self, owned: Sequence[Any], rank: int) -> Buffers:
+        return _typed(self.store.pack({k: owned[k] for k in self.store.leaves_of_rank(rank)}))
+
+    def _shape(self, leaf: int) -> jax.ShapeDtypeStruct:
+        return _own_shape(self.layouts[leaf])
+
+    @property
+    def _loose(self) -> list[int]:
+        return [i for i, owner in enumerate(self.owners) if owner is None]
+
+    @property
+    def _loose_names(self) -> list[str]:
+        return [self.names[i] for i in self._loose]
+
+
+def _own_shape(layout: Layout) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(layout.shard, layout.dtype)
+
+
+def _typed(buffers: Buffers) -> Buffers:
+    """Typed alike on all ranks."""
+    return {group: vary(buffer, (AXIS, *group.axes)) for group, buffer in buffers.items()}

@@ -1,0 +1,88 @@
+"""The first variables and optimizer state of a pipelined model, made where they will rest."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from axonml_jax._types import PyTree
+from axonml_jax.collectives.primitives import axis_index
+from axonml_jax.collectives.varying import vary
+from axonml_jax.model.functional import Functional, Variables
+from axonml_jax.parallel.pipeline.packing import Buffers
+from axonml_jax.parallel.pipeline.policy import AXIS
+from axonml_jax.parallel.pipeline.staging import Staging
+from axonml_jax.parallel.pipeline.store import StageStore, on_own_rank
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.layout import shardings
+from axonml_jax.sharding.place import replicated, to_host
+from axonml_jax.training.staged import StagedOptimizer
+
+
+def place_staged(variables: Variables, placement: Placement, mesh: Mesh) -> Variables:
+    """Whole variables (the same in every process) as they rest; no device holds more than its own part."""
+    frozen = placement.plan.precision.cast_param(to_host(variables.frozen))
+    params = place_staged_params(variables.params, placement, mesh)
+    return Variables(params, staging_of(placement).place_frozen(frozen, mesh), replicated(variables.state, mesh))
+
+
+def place_staged_params(params: PyTree, placement: Placement, mesh: Mesh) -> PyTree:
+    """The same of trained parameters alone."""
+    return staging_of(placement).place_params(placement.plan.precision.cast_param(to_host(params)), mesh)
+
+
+def create_staged(model: Functional, placement: Placement, mesh: Mesh) -> Variables:
+    """A model's variables made where they rest: every rank makes the parameters of its own stages."""
+    create, staging = model.create, staging_of(placement)
+    assert create is not None
+
+    def own(store: StageStore, tree: Any, rank: int) -> Buffers:
+        leaves = jax.tree.leaves(placement.plan.precision.cast_param(tree))
+        cut = {i: placement.own_part(leaves[i], store.layouts[i]) for i in store.leaves_of_rank(rank)}
+        return {group: vary(buffer, (AXIS, *group.axes)) for group, buffer in store.pack(cut).items()}
+
+    def local() -> tuple[Any, Any]:
+        def of_rank(rank: int) -> tuple[Buffers, Buffers]:
+            made = create()
+            return own(staging.params, made.params, rank), own(staging.frozen, made.frozen, rank)
+
+        params, frozen = on_own_rank(axis_index(AXIS), staging.num_ranks, of_rank)
+        return staging.params.named(params), staging.frozen.named(frozen)
+
+    specs = (staging.params.specs(), staging.frozen.specs())
+    params, frozen = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
+    state = jax.jit(lambda: create().state)()
+    return Variables(params, frozen, replicated(state, mesh))
+
+
+def first_staged_opt_state(
+    tx: optax.GradientTransformation, params: PyTree, placement: Placement, mesh: Mesh
+) -> PyTree:
+    """The optimizer's first state at rest."""
+    staged = StagedOptimizer.of(tx, placement)
+    specs = staged.specs()
+    mapped = jax.shard_map(
+        staged.first,
+        mesh=mesh,
+        in_specs=(placement.param_specs(),),
+        out_specs=specs,
+        check_vma=placement.plan.check_vma,
+    )
+    return jax.jit(mapped, out_shardings=shardings(specs, mesh))(params)
+
+
+def abstract_staged(
+    shapes: Variables, tx: optax.GradientTransformation, placement: Placement
+) -> tuple[Variables, PyTree]:
+    """The shapes of both."""
+    staging, staged = staging_of(placement), StagedOptimizer.of(tx, placement)
+    loose = staged.at_rest(jax.eval_shape(tx.init, placement.plan.precision.cast_param(shapes.params)), None)
+    variables = Variables(staging.params.shapes(), staging.frozen.shapes(), shapes.state)
+    return variables, {**loose, "stages": staged.store.shapes()}
+
+
+def staging_of(placement: Placement) -> Staging:
+    """The stages of a pipelined plan."""
+    assert placement.stages is not None
+    return placement.stages
