@@ -1,0 +1,153 @@
+"""`auto_parallelize`: as a function on a model that exists, or as a context in which models are made."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from axonml_jax.parallel.tensor.auto import swap
+from axonml_jax.parallel.tensor.auto.ground import LAYER_AXES, Ground
+from axonml_jax.parallel.tensor.auto.making import making
+from axonml_jax.parallel.tensor.auto.pairing import Pairs, find_pairs
+from axonml_jax.parallel.tensor.auto.report import AutoReport, Entry
+
+Path = tuple[Any, ...]
+
+
+def auto_parallelize(*args: Any, mesh: Any = None, example: Any = None) -> Any:
+    """Make a Flax NNX model's own layers tensor-parallel ones, in place and without touching its code.
+
+    `auto_parallelize(model, mesh)` swaps the layers of a model that exists; `with auto_parallelize(mesh) as report:` those of
+    every model made in the block, by this thread. `Linear`, `LinearGeneral`, `Einsum`, `Embed`, `Conv` and
+    `MultiHeadAttention` (their own types, not subclasses) keep their parameters, names and results; where no axis is bound
+    they stay the plain layers. A layer alone gathers its output. With `example`, the model's program is traced and a linear
+    layer whose output reaches other linear layers through element-wise operations alone is paired with them (Megatron's
+    column and row): nothing is gathered between. The result never depends on any of this.
+
+    Args:
+      model: an `nnx.Module`, on arrays or on shapes.
+      mesh: a mesh with `tensor`, or with `row`, `col` and `depth`, then for AxoNN's 3-D layers (see `ax.make_mesh`).
+      example: the arguments of a call of the model (arrays or shapes): one, or a tuple of several; for pairing.
+
+    Returns:
+      An `AutoReport` of what was swapped and what was left and why; print it. As a context, that of the block.
+
+    Raises:
+      TypeError: when the model is no `nnx.Module`.
+      ValueError: when the mesh has no axis that splits layers.
+    """
+    if len(args) > 2 or (len(args) == 2 and mesh is not None) or (not args and mesh is None):
+        raise TypeError("give auto_parallelize(model, mesh), or with auto_parallelize(mesh): ...")
+    if len(args) == 2 or (len(args) == 1 and mesh is not None):
+        model, mesh = args if len(args) == 2 else (args[0], mesh)
+        if not isinstance(model, nnx.Module):
+            raise TypeError(
+                f"auto_parallelize swaps the layers of an nnx.Module, but a {type(model).__name__} was given"
+            )
+        return _swap_all(model, mesh, example)
+    if example is not None:
+        raise TypeError(
+            "example belongs to auto_parallelize(model, mesh, example=...): in a block there is no model yet"
+        )
+    mesh = args[0] if args else mesh
+    return making(Ground.of(mesh), AutoReport(_splitting(mesh)))
+
+
+def _splitting(mesh: Any) -> dict[str, int]:
+    return {axis: size for axis, size in dict(mesh.shape).items() if size > 1 and axis in LAYER_AXES}
+
+
+def _swap_all(model: nnx.Module, mesh: Any, example: Any) -> AutoReport:
+    ground = Ground.of(mesh)
+    report = AutoReport(_splitting(mesh))
+    modules = {path: module for path, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)}
+    changes, reasons, kinds = _changes(modules, ground)
+    _leave_shared(modules, changes, reasons)
+    if example is not None:
+        args = example if isinstance(example, tuple) else (example,)
+        found = _paired(model, modules, changes, ground, args)
+        for path in found.read:
+            _leave(changes, reasons, path, "its parameters are read outside its own call")
+    elif sum(change[0].__name__ == "ColumnParallelLinear" for change in changes.values()) > 1:
+        report.entries.append(Entry("(all)", "", None, "give example= to pair linear layers that feed each other"))
+    for path, change in changes.items():
+        swap.apply(modules[path], change)
+    for path, kind in kinds.items():
+        name = "/".join(map(str, path)) or "(the model)"
+        if path in changes:
+            report.entries.append(Entry(name, kind, changes[path][0].__name__, changes[path][3]))
+        else:
+            report.entries.append(Entry(name, kind, None, reasons[path]))
+    return report
+
+
+def _changes(
+    modules: Mapping[Path, Any], ground: Ground
+) -> tuple[dict[Path, swap.Change], dict[Path, str], dict[Path, str]]:
+    """What each layer becomes, why some stay, and every layer's type, in the model's order."""
+    changes: dict[Path, swap.Change] = {}
+    reasons: dict[Path, str] = {}
+    kinds: dict[Path, str] = {}
+    for path, module in sorted(modules.items(), key=lambda item: len(item[0])):
+        kind = type(module)
+        if kind is nnx.MultiHeadAttention:
+            kinds[path] = kind.__name__
+            try:
+                parts = swap.attention(module, ground)
+            except swap.Left as left:
+                reasons[path] = f"{left}; its projections are split one by one"
+                continue
+            changes |= {(*path, name) if name else path: change for name, change in parts.items()}
+            kinds |= {(*path, name): "LinearGeneral" for name in parts if name}
+        elif kind in swap.RULES and path not in changes:
+            kinds[path] = kind.__name__
+            try:
+                changes[path] = swap.RULES[kind](module, ground)
+            except swap.Left as left:
+                reasons[path] = str(left)
+        elif path not in changes and any(isinstance(value, nnx.Param) for value in vars(module).values()):
+            kinds[path] = kind.__name__
+            reasons[path] = _why_not(kind)
+    order = {path: i for i, path in enumerate(modules)}
+    return changes, reasons, dict(sorted(kinds.items(), key=lambda item: order[item[0]]))
+
+
+def _why_not(kind: type) -> str:
+    if base := next((base for base in swap.RULES if issubclass(kind, base)), None):
+        return f"a subclass of {base.__name__}, whose code is its own"
+    return "no layer that is split"
+
+
+def _leave_shared(modules: Mapping[Path, Any], changes: dict, reasons: dict) -> None:
+    """A parameter of two layers has one split, which may not be right for both."""
+    owners: dict[int, list[Path]] = {}
+    for path, module in modules.items():
+        for value in vars(module).values():
+            if isinstance(value, nnx.Param):
+                owners.setdefault(id(value), []).append(path)
+    for paths in owners.values():
+        for path in paths if len(paths) > 1 else ():
+            _leave(changes, reasons, path, "it shares a parameter with another layer")
+
+
+def _leave(changes: dict[Path, swap.Change], reasons: dict[Path, str], path: Path, why: str) -> None:
+    """Do not swap a layer; with a projection of an attention layer the whole attention stays."""
+    parent = path[:-1]
+    whole = [parent, *((*parent, name) for name in ("query", "key", "value", "out"))]
+    paths = whole if parent in changes else [path]
+    for each in paths:
+        if changes.pop(each, None) is not None:
+            reasons[each] = why
+
+
+def _paired(model: nnx.Module, modules: Mapping[Path, Any], changes: dict, ground: Ground, example: tuple) -> Pairs:
+    """Pair linear layers: `changes` gets the columns that stay split and the rows that take them."""
+    pairable = () if ground.is_grid else [path for path in changes if type(modules[path]) is nnx.Linear]
+    sizes = {path: (modules[path].in_features, modules[path].out_features) for path in pairable}
+    others = {path for path in changes if path not in sizes and type(modules[path]) is not nnx.MultiHeadAttention}
+    found = find_pairs(model, sizes, others, example, ground.ranks)
+    for path in found.columns:
+        changes[path] = swap.column(ground.axis, gather_output=False)
+    for path in found.rows:
+        changes[path] = swap.row(ground.axis, input_is_parallel=True)
+    return found

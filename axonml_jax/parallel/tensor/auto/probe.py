@@ -1,0 +1,68 @@
+"""A model's forward traced with every layer of interest as one named call, on whole activations or on a rank's."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+PREFIX = "axonml_layer_"
+
+
+def traced(model: nnx.Module, paths: Mapping[tuple, str | None], example: tuple, ranks: int) -> tuple[Any, dict]:
+    """The jaxpr of a call of the model, and whose parameter each of its first inputs is.
+
+    Args:
+      model: the model; a copy of it is traced.
+      paths: the layers of interest: None as it is; "column": its output is only a rank's features; "row": its input is.
+      example: arguments of the call, arrays or shapes.
+      ranks: into how many parts features are split.
+
+    Returns:
+      (closed jaxpr, number of an input variable -> path of the layer that owns it); a layer's calls are `jit` equations named
+      `PREFIX` and the layer's position in `paths`.
+    """
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    names = {path: i for i, path in enumerate(paths)}
+
+    def call(params: Any, rest: Any, args: tuple) -> Any:
+        copy: Any = nnx.merge(graphdef, params, rest, copy=True)
+        layers = {path: module for path, module in nnx.iter_graph(copy) if path in names}
+        for path, layer in layers.items():
+            layer.__class__ = _probe(type(layer), f"{PREFIX}{names[path]}", paths[path], ranks)
+        return jax.tree.leaves(copy(*args))
+
+    jaxpr = jax.make_jaxpr(call)(params, rest, example)
+    owners, leaves = {}, jax.tree_util.tree_leaves_with_path(params)
+    for number, (where, _) in enumerate(leaves):
+        keys = tuple(getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in where)
+        owner = next((path for path in names if keys[: len(path)] == path), None)
+        if owner is not None:
+            owners[number] = owner
+    return jaxpr, owners
+
+
+def _probe(kind: type, name: str, part: str | None, ranks: int) -> type:
+    """A subclass whose calls are named ones."""
+
+    def named(fn: Callable) -> Callable:
+        def run(x: jax.Array) -> jax.Array:
+            return fn(x)
+
+        run.__name__ = run.__qualname__ = name
+        return jax.jit(run)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def whole(x: jax.Array) -> jax.Array:
+            if part == "row":  # the values do not matter here, only what is done with them
+                x = jnp.concatenate([x] * ranks, axis=-1)
+            y = kind.__call__(self, x, *args[1:], **kwargs)
+            return y[..., : y.shape[-1] // ranks] if part == "column" else y
+
+        return named(whole)(args[0])
+
+    attributes: dict[str, Any] = {"__call__": __call__}
+    if hasattr(kind, "attend"):
+        attributes["attend"] = lambda self, query, *rest: named(lambda x: kind.attend(self, x, *rest))(query)  # pyright: ignore
+    return type(kind.__name__, (kind,), attributes)
