@@ -74,6 +74,7 @@ from axonml_jax.parallel.pipeline.policy import Pipelined as Pipelined
 from axonml_jax.parallel.pipeline.schedule import PipelineSchedule as PipelineSchedule
 from axonml_jax.parallel.plan import Plan as Plan
 from axonml_jax.parallel.strategy import AbstractStrategy as AbstractStrategy
+from axonml_jax.parallel.tensor.auto.auto_parallelize import auto_parallelize as auto_parallelize
 from axonml_jax.parallel.tensor.attention import TensorParallelAttention as TensorParallelAttention
 from axonml_jax.parallel.tensor.column import ColumnParallelLinear as ColumnParallelLinear
 from axonml_jax.parallel.tensor.conv3d import ParallelConv as ParallelConv
