@@ -12,6 +12,7 @@ from axonml_jax.mesh.leave import leave_now
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
+TERMINATED = 143
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0; 2 for anything wrong with the arguments or the configuration, said in one message on stderr;
-      130 after Ctrl-C.
+      130 after Ctrl-C; 143 after SIGTERM.
     """
     status = _status(list(sys.argv[1:] if argv is None else argv))
-    if status and jax.distributed.is_initialized():
+    if status not in (0, TERMINATED) and jax.distributed.is_initialized():
         leave_now(status)  # the other processes may be waiting for this one
     return status
 

@@ -16,7 +16,7 @@ from workers.launch import hearing_ctrl_c
 
 from axonml_jax.__main__ import main
 from axonml_jax.launch.read_config import read_config
-from axonml_jax.launch.run import new_folder
+from axonml_jax.launch.run_folder import choose_folder
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 QUICKSTART = str(CONFIGS / "quickstart.yaml")
@@ -79,7 +79,7 @@ def test_training_prints_plan_and_ledger_first_and_leaves_everything_in_its_fold
     order += ["validation loss", "bigram model", "files", "sample 1"]
     assert [out.index(words) for words in order] == sorted(out.index(words) for words in order)
     folder = tmp_path / "runs" / "quickstart"
-    assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "config.yaml", "loss.png"}
+    assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "config.yaml", "loss.png", "checkpoints"}
     first, last = records(folder)
     assert first["step"] == 1 and {"loss", "grad_norm", "compile_time"} <= first.keys()
     assert {"loss", "grad_norm", "step_time", "tokens_per_second", "valid_loss", "valid_bigram"} <= last.keys()
@@ -88,7 +88,12 @@ def test_training_prints_plan_and_ledger_first_and_leaves_everything_in_its_fold
 
 def test_a_second_run_of_the_same_name_gets_a_folder_of_its_own(tmp_path):
     config = read_config("train", [QUICKSTART, f"--output.dir={tmp_path}"])
-    assert [new_folder(config).name for _ in range(3)] == ["quickstart", "quickstart-2", "quickstart-3"]
+    made = [choose_folder(config, {}) for _ in range(3)]
+    assert [(Path(path).name, resumed) for path, resumed in made] == [
+        ("quickstart", False),
+        ("quickstart-2", False),
+        ("quickstart-3", False),
+    ]
 
 
 @pytest.mark.parametrize(

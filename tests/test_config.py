@@ -14,7 +14,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MODEL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_length": 128}
 
 KEYS = """
-name profile devices.simulated mesh.data mesh.fsdp mesh.tensor mesh.row mesh.col mesh.depth
+name profile resume devices.simulated mesh.data mesh.fsdp mesh.tensor mesh.row mesh.col mesh.depth
 plan.sync_strategy plan.bucket_size_mb plan.gradient_as_bucket_view plan.comm_dtype
 plan.sharding_strategy plan.prefetch plan.offload plan.precision plan.accumulate plan.check_vma
 model.vocab_size model.num_layers model.hidden_size model.num_heads model.max_length model.num_kv_heads
@@ -23,6 +23,7 @@ model.dropout model.norm_eps model.split model.sequence_parallel model.dtype mod
 data.path data.length data.max_bytes data.valid_fraction data.num_workers
 optim.name optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.betas optim.max_grad_norm
 train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed
+checkpoint.every checkpoint.keep checkpoint.best checkpoint.asynchronous
 sample.count sample.length sample.prompt sample.temperature
 output.dir output.tensorboard output.plot
 """.split()  # noqa: SIM905
@@ -69,7 +70,7 @@ def test_every_key_has_help_that_says_what_it_is():
 
 def test_every_section_is_documented():
     documented = {field.name for field in dataclasses.fields(RunConfig)}
-    assert set(attribute_docs(RunConfig)) == {"name", "profile", "model"} <= documented
+    assert set(attribute_docs(RunConfig)) == {"name", "profile", "resume", "model"} <= documented
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -18,7 +18,10 @@ from axonml_jax.logging import logger
 DAMAGED = ".damaged"
 """What the name of a checkpoint that was passed over ends with; it is kept for inspection."""
 
-_NAME = re.compile(r"step_(\d+)")
+CHECKPOINTS = "step_" + 8 * "[0-9]"
+"""Which folders are checkpoints, as `Path.glob` finds them."""
+
+_NAME = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointManager:

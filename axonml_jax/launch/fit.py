@@ -36,6 +36,8 @@ def fit(
     validate: Callable[[], dict[str, float]] | None = None,
     validate_every: int | None = None,
     log_every: int = 10,
+    start: int = 0,
+    after: Callable[[int, dict[str, float]], bool] | None = None,
 ) -> Iterator[Record]:
     """Train for `steps` updates, yielding a record after the first, every `log_every`-th, every validated and the last.
 
@@ -49,19 +51,27 @@ def fit(
       validate: metrics of the model as it is now; its time counts in no speed.
       validate_every: validate after every this many steps, besides the last; None only after the last.
       log_every: steps between records.
+      start: updates made already; the records of a resumed run are those it would have had uninterrupted.
+      after: called after every step with its number and the metrics of its record (none where it has no record); true
+        stops the training.
     """
-    before, start = 0, time.perf_counter()
-    for step, batch in zip(range(1, steps + 1), batches, strict=False):
-        measured = trainer.step(batch)
+    before, clock = start, time.perf_counter()
+    for step, batch in zip(range(start + 1, steps + 1), batches, strict=False):
+        measured, first, metrics = trainer.step(batch), step == start + 1, {}
         due = step == steps or (validate_every is not None and step % validate_every == 0)
-        if not due and step > 1 and step % log_every:
-            continue
-        metrics = as_floats(measured)
-        seconds = time.perf_counter() - start
-        speeds = throughput.of(num_steps=step - before, seconds=seconds) if step > 1 else {"compile_time": seconds}
-        valid = {f"valid_{name}": value for name, value in validate().items()} if due and validate else {}
-        yield Record(step, {**metrics, **speeds, **valid})
-        before, start = step, time.perf_counter()
+        if due or step == 1 or step % log_every == 0:
+            metrics = as_floats(measured)
+            seconds = time.perf_counter() - clock
+            metrics |= {"compile_time": seconds} if first else throughput.of(num_steps=step - before, seconds=seconds)
+            valid = validate() if due and validate else {}
+            metrics |= {f"valid_{name}": value for name, value in valid.items()}
+            yield Record(step, metrics)
+            before, clock = step, time.perf_counter()
+        elif first:  # compiling counts in no speed
+            jax.block_until_ready(measured)
+            before, clock = step, time.perf_counter()
+        if after is not None and after(step, metrics):
+            return
 
 
 def evaluate(trainer: Trainer, batches: Iterator[PyTree]) -> dict[str, float]:

@@ -21,18 +21,23 @@ class Recorder(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line: `{"step": 10, "loss": 2.5, ...}`. A line is on disk when `write` returns.
+    """One JSON object a line: `{"step": 10, "loss": 2.5, ...}`. A line has left this process when `write` returns.
 
     Args:
-      path: the file, started anew.
+      path: the file.
+      start: keep the records up to this step, drop the others (a killed run's, after its last checkpoint).
     """
 
-    def __init__(self, path: Path):
-        self._file = path.open("w", encoding="utf-8")
+    def __init__(self, path: Path, start: int = 0):
+        kept = [record for record in read_records(path) if record.step <= start] if path.exists() else []
+        new = path.with_name(path.name + ".new")
+        new.write_text("".join(map(_line, kept)), encoding="utf-8")
+        new.replace(path)
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
         """Append a record."""
-        self._file.write(json.dumps({"step": record.step, **record.metrics}) + "\n")
+        self._file.write(_line(record))
         self._file.flush()
 
     def close(self) -> None:
@@ -45,10 +50,11 @@ class TensorBoard:
 
     Args:
       folder: where they go.
+      start: hide what was written there for later steps.
     """
 
-    def __init__(self, folder: Path):
-        self._writer = tensorboard_writer()(str(folder))
+    def __init__(self, folder: Path, start: int = 0):
+        self._writer = tensorboard_writer()(str(folder), purge_step=start + 1)
 
     def write(self, record: Record) -> None:
         """Add every metric as a scalar."""
@@ -61,9 +67,14 @@ class TensorBoard:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file that `JsonLines` wrote."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The records of a file that `JsonLines` wrote; a last line that was cut off is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return [Record(row.pop("step"), row) for row in rows]
+
+
+def _line(record: Record) -> str:
+    return json.dumps({"step": record.step, **record.metrics}) + "\n"
 
 
 def tensorboard_writer() -> Any:

@@ -9,21 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
 
+from axonml_jax.checkpoint.manager import CheckpointManager
+from axonml_jax.checkpoint.manifest import DamagedCheckpoint
+from axonml_jax.checkpoint.team import Team
 from axonml_jax.data.text import TextSplit
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.facade.trainer import Trainer
-from axonml_jax.launch.config import RunConfig
+from axonml_jax.launch.config import ConfigError, RunConfig
 from axonml_jax.launch.describe import describe, price
 from axonml_jax.launch.fit import Record, evaluate, fit
 from axonml_jax.launch.ground import Ground, all_or_refuse, lay_ground
 from axonml_jax.launch.optimizer import make_optimizer
 from axonml_jax.launch.peaks import peak_flops
 from axonml_jax.launch.plot import plot_losses
+from axonml_jax.launch.preemption import Preemption
 from axonml_jax.launch.progress import progress
 from axonml_jax.launch.read_config import as_dict
-from axonml_jax.launch.records import JsonLines, Recorder, TensorBoard, tensorboard_writer
+from axonml_jax.launch.records import JsonLines, Recorder, TensorBoard, read_records, tensorboard_writer
+from axonml_jax.launch.run_folder import CHECKPOINT_FOLDER, choose_folder
+from axonml_jax.launch.saves import Saves
 from axonml_jax.launch.text_task import (
     TextData,
     build_model,
@@ -41,6 +46,9 @@ from axonml_jax.training.metrics import Throughput
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
+TERMINATED = 143
+"""Exit status after SIGTERM, as shells have it: the run is saved and not at its end."""
+
 
 def explain(config: RunConfig) -> int:
     """Print what a run would do and what its step would send. Nothing is trained or allocated.
@@ -54,10 +62,10 @@ def explain(config: RunConfig) -> int:
 
 
 def train(config: RunConfig) -> int:
-    """Train, validate, sample, and leave records, configuration and picture in the run's folder.
+    """Train, validate, sample, and leave records, checkpoints, configuration and picture in the run's folder.
 
     Returns:
-      0, or 130 when stopped by Ctrl-C; what was recorded until then is kept.
+      0; 130 when stopped by Ctrl-C, 143 when by SIGTERM. What was recorded until then is kept.
 
     Raises:
       ConfigError: with everything that cannot work, before anything is allocated.
@@ -68,40 +76,90 @@ def train(config: RunConfig) -> int:
     all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
     [data] = all_or_refuse(partial(load_data, config, text, ground.mesh))
     print0(describe(config, ground), _about(config, data), "", price(config, ground), "", sep="\n", flush=True)
-    folder = new_folder(config) if ground.world.is_main_process else None
-    records: list[Record] = []
     trainer = _trainer(config, ground)
     if ground.world.num_processes > 1:
         program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}
         all_or_refuse(partial(check_same, "training step", program, ground.world))
-    try:
-        _run(config, ground, data, trainer, folder, records)
-        status = 0
-    except KeyboardInterrupt:
-        print0(f"\nstopped by Ctrl-C after step {records[-1].step if records else 0}; what was recorded is kept")
-        status = INTERRUPTED
-    _report(config, data, records, folder)
+    choose = partial(Team().decide, "choose the run's folder", partial(choose_folder, config))
+    [(path, resumed)] = all_or_refuse(choose)
+    folder = Path(path)
+    with ExitStack() as stack:
+        manager = stack.enter_context(_manager(config, folder)) if config.checkpoint.every else None
+        start = _resume(manager, trainer, data) if manager and resumed else 0
+        return _train(config, ground, data, trainer, manager, folder, start)
+
+
+def _train(
+    config: RunConfig,
+    ground: Ground,
+    data: TextData,
+    trainer: Trainer,
+    manager: CheckpointManager | None,
+    folder: Path,
+    start: int,
+) -> int:
+    """Train from a step to the end, and say how it went."""
+    mine = folder if ground.world.is_main_process else None
+    metrics = folder / "metrics.jsonl"
+    records = [record for record in read_records(metrics) if record.step <= start] if mine and start else []
+    status = 0
+    with Preemption() as preemption:
+        saves = Saves(manager, trainer, data.train, config.train.steps, preemption)
+        try:
+            _run(config, ground, data, trainer, mine, records, start, saves)
+            if manager is not None:
+                manager.wait()
+        except KeyboardInterrupt:
+            print0(
+                f"\nstopped by Ctrl-C after step {records[-1].step if records else start}; what was recorded is kept"
+            )
+            status = INTERRUPTED
+    if saves.terminated is not None:
+        kept = "saved; --resume auto goes on from here" if manager else "nothing was saved (checkpoint.every=null)"
+        print0(f"\nstopped by SIGTERM after step {saves.terminated}; {kept}", flush=True)
+        status = TERMINATED
+    _report(config, data, records, mine)
     if status == 0:
         _print_samples(config, trainer.model)
     return status
 
 
-def new_folder(config: RunConfig) -> Path:
-    """A new folder for a run: its name, or its name with the first free number; its configuration is written there."""
-    root = Path(config.output.dir)
-    root.mkdir(parents=True, exist_ok=True)
-    number, folder = 1, root / config.name
-    while folder.exists():
-        number += 1
-        folder = root / f"{config.name}-{number}"
-    folder.mkdir()
-    (folder / "config.yaml").write_text(yaml.safe_dump(as_dict(config), sort_keys=False), encoding="utf-8")
-    return folder
+def _manager(config: RunConfig, folder: Path) -> CheckpointManager:
+    section = config.checkpoint
+    best = "valid_loss" if section.best else None
+    return CheckpointManager(
+        folder / CHECKPOINT_FOLDER,
+        every=section.every,
+        keep=section.keep,
+        best=best,
+        asynchronous=section.asynchronous,
+    )
+
+
+def _resume(manager: CheckpointManager, trainer: Trainer, data: TextData) -> int:
+    """Go on from the last good checkpoint, if there is one.
+
+    Returns:
+      Updates made.
+
+    Raises:
+      ConfigError: when none is good, or when it is of another model, optimizer or text.
+    """
+    try:
+        restored = manager.restore(trainer, data=data.train)
+    except (DamagedCheckpoint, ValueError) as error:
+        raise ConfigError(f"resume: {error}") from error
+    if restored is None:
+        return 0
+    print0(f"resumed after step {restored.step}, from {manager.folder}\n", flush=True)
+    return int(trainer.state.step)
 
 
 def _shared_settings(config: RunConfig, text: TextSplit) -> dict[str, Any]:
     """What all processes must agree on; each machine may keep its files elsewhere."""
-    sections = {key: value for key, value in as_dict(config).items() if key not in ("name", "output", "profile")}
+    sections = {
+        key: value for key, value in as_dict(config).items() if key not in ("name", "output", "profile", "resume")
+    }
     values = {f"{section}.{name}": value for section, names in sections.items() for name, value in names.items()}
     del values["data.path"], values["data.num_workers"]
     checksums = {f"checksum of data.{part}": zlib.crc32(content) for part, content in text._asdict().items()}
@@ -116,11 +174,18 @@ def _trainer(config: RunConfig, ground: Ground) -> Trainer:
 
 
 def _run(
-    config: RunConfig, ground: Ground, data: TextData, trainer: Trainer, folder: Path | None, records: list[Record]
+    config: RunConfig,
+    ground: Ground,
+    data: TextData,
+    trainer: Trainer,
+    folder: Path | None,
+    records: list[Record],
+    start: int,
+    saves: Saves,
 ) -> None:
     """Train, appending to `records` and to the files in `folder` (None in all processes but the main one)."""
     with ExitStack() as stack:
-        sinks = [stack.enter_context(closing(recorder)) for recorder in _recorders(config, folder)]
+        sinks = [stack.enter_context(closing(recorder)) for recorder in _recorders(config, folder, start)]
         show = stack.enter_context(progress(config.train.steps)) if folder else lambda record: None
         batches: Iterator = stack.enter_context(closing(iter(data.train)))  # pyright: ignore[reportArgumentType]
         if config.profile and folder:
@@ -134,6 +199,8 @@ def _run(
             validate=lambda: {**evaluate(trainer, valid_batches(data)), "bigram": data.bigram},
             validate_every=config.train.eval_every,
             log_every=config.train.log_every,
+            start=start,
+            after=saves,
         ):
             records.append(record)
             for sink in sinks:
@@ -141,11 +208,11 @@ def _run(
             show(record)
 
 
-def _recorders(config: RunConfig, folder: Path | None) -> Iterator[Recorder]:
+def _recorders(config: RunConfig, folder: Path | None, start: int) -> Iterator[Recorder]:
     if folder is not None:
-        yield JsonLines(folder / "metrics.jsonl")
+        yield JsonLines(folder / "metrics.jsonl", start)
     if folder is not None and config.output.tensorboard:
-        yield TensorBoard(folder / "tensorboard")
+        yield TensorBoard(folder / "tensorboard", start)
 
 
 def _throughput(config: RunConfig, ground: Ground) -> Throughput:
@@ -181,6 +248,7 @@ def _report(config: RunConfig, data: TextData, records: list[Record], folder: Pa
     if config.output.plot:
         note = plot_losses(records, folder / "loss.png", title=config.name, baseline=data.bigram)
         files += ", loss.png" if note is None else f" ({note})"
+    files += ", checkpoints" * (folder / CHECKPOINT_FOLDER).exists()
     files += ", tensorboard" * config.output.tensorboard + ", trace" * (folder / "trace").exists()
     print0(f"files           {folder}: {files}")
 

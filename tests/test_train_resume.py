@@ -1,0 +1,165 @@
+"""`train` stopped by SIGTERM, Ctrl-C or a kill, and resumed, ends as if it had never stopped."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from axonml_jax.__main__ import main
+from axonml_jax.launch.config import ConfigError
+from axonml_jax.launch.fit import Record, fit
+from axonml_jax.launch.leftovers import MARK
+from axonml_jax.launch.read_config import read_config
+from axonml_jax.launch.records import JsonLines, read_records
+from axonml_jax.launch.run_folder import choose_folder
+from axonml_jax.launch.worker_environment import RESTART_COUNT
+from axonml_jax.training.metrics import Throughput
+
+QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
+SMALL = (
+    *("--model.num_layers=1", "--model.hidden_size=8", "--model.num_heads=1", "--model.mlp_hidden_size=8"),
+    *("--model.max_length=8", "--data.length=8", "--data.max_bytes=6_000"),
+    *("--data.valid_fraction=0.1", "--train.steps=9", "--train.eval_every=3", "--train.eval_batches=1"),
+    *(
+        "--train.log_every=2",
+        "--sample.count=0",
+        "--output.plot=false",
+        "--checkpoint.every=3",
+        "--checkpoint.keep=null",
+    ),
+)
+SPEED = Throughput(tokens_per_step=100, flops_per_token=10.0, num_devices=1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a text; runs go beside it."""
+    folder = tmp_path_factory.mktemp("resume")
+    (folder / "text").mkdir()
+    for name, words in (("a.txt", "the cat sat on the mat. "), ("b.txt", "the dog sat on the log. ")):
+        (folder / "text" / name).write_text(words * 60)
+    return folder
+
+
+def train(place, *argv):
+    return main(["train", QUICKSTART, *SMALL, f"--data.path={place / 'text'}", f"--output.dir={place / 'runs'}", *argv])
+
+
+def losses(folder):
+    return [(r.step, r.metrics["loss"], r.metrics.get("valid_loss")) for r in read_records(folder / "metrics.jsonl")]
+
+
+def arrays(folder, step):
+    """The bytes of every array that a checkpoint holds, by name."""
+    import orbax.checkpoint as ocp
+
+    path = folder / "checkpoints" / f"step_{step:08d}"
+    names = json.loads((path / "checkpoint.json").read_text())["entries"]
+    with ocp.PyTreeCheckpointer() as plain:
+        kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+        found = plain.restore(path / "arrays", args=ocp.args.PyTreeRestore(restore_args=kinds))
+    return {name: found[name].tobytes() for name in names}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(place, compiled_fast):
+    assert train(place, "--name=whole") == 0
+    return place / "runs" / "whole"
+
+
+def test_a_run_stopped_by_sigterm_and_resumed_ends_bit_for_bit_like_an_uninterrupted_one(
+    place, uninterrupted, monkeypatch, capsys
+):
+    write = JsonLines.write
+
+    def write_and_stop(self, record):
+        write(self, record)
+        if record.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(JsonLines, "write", write_and_stop)
+        assert train(place, "--name=cut", "--resume=auto") == 143
+    assert "stopped by SIGTERM after step 4; saved" in capsys.readouterr().out
+    folder = place / "runs" / "cut"
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step_00000003", "step_00000004"]
+    # What a killed run leaves: records after its last checkpoint, the last one cut off.
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 9.0}\n{"step": 6, "lo')
+    assert train(place, "--name=cut", "--resume=auto", "--train.log_every=2") == 0
+    assert "resumed after step 4" in capsys.readouterr().out
+    assert losses(folder) == losses(uninterrupted)
+    assert [step for step, *_ in losses(folder)] == [1, 2, 3, 4, 6, 8, 9]
+    assert arrays(folder, 9) == arrays(uninterrupted, 9)
+    assert train(place, f"--resume={folder}") == 0  # it is at its end: nothing happens
+    assert losses(folder) == losses(uninterrupted)
+
+
+def test_a_run_of_another_model_is_not_resumed(place, uninterrupted, capsys):
+    assert train(place, "--name=other", f"--resume={uninterrupted}", "--model.num_layers=2") == 2
+    error = capsys.readouterr().err
+    assert "resume: " in error and "model/blocks/1/" in error and ": missing float32[" in error
+
+
+def test_which_folder_a_run_gets(place, tmp_path):
+    config = lambda *argv: read_config("train", [QUICKSTART, f"--output.dir={tmp_path}", "--name=it", *argv])
+    assert choose_folder(config("--resume=auto"), {MARK: "first"}) == (str(tmp_path / "it"), False)
+    for name in ("it-3", "it-12", "item", "it-x"):
+        shutil.copytree(tmp_path / "it", tmp_path / name)
+    (tmp_path / "it-3" / "checkpoints" / "step_00000004").mkdir(parents=True)
+    assert choose_folder(config("--resume=auto"), {}) == (str(tmp_path / "it-3"), True)
+    # A restarted worker goes on with its own launch's run, checkpoint or not.
+    assert choose_folder(config(), {MARK: "second"}) == (str(tmp_path / "it-13"), False)
+    assert choose_folder(config(), {MARK: "second", RESTART_COUNT: "1"}) == (str(tmp_path / "it-13"), True)
+    assert choose_folder(config(), {MARK: "third", RESTART_COUNT: "1"}) == (str(tmp_path / "it-14"), False)
+    with pytest.raises(ConfigError, match=r"it-x/checkpoints has no checkpoints; give the folder of a run, or auto"):
+        choose_folder(config(f"--resume={tmp_path / 'it-x'}"), {})
+
+
+class Counting:
+    """A trainer whose loss is the number of its steps."""
+
+    def __init__(self, start):
+        self.steps = start
+
+    def step(self, batch):
+        self.steps += 1
+        return {"loss": np.float32(self.steps)}
+
+
+def test_a_resumed_loop_records_the_steps_it_would_have_recorded():
+    options = {"steps": 11, "throughput": SPEED, "log_every": 4}
+    seen = []
+    after = lambda step, metrics: seen.append((step, metrics.get("loss"))) or step == 6
+    first = list(fit(Counting(0), iter(range(11)), after=after, **options))
+    second = list(fit(Counting(6), iter(range(6, 11)), start=6, **options))
+    assert [record.step for record in first + second] == [1, 4, 8, 11]
+    assert seen == [(1, 1), (2, None), (3, None), (4, 4), (5, None), (6, None)]
+    assert "step_time" in second[0].metrics and second[0].metrics["loss"] == 8
+
+
+def test_records_after_the_resumed_step_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        sink = JsonLines(path, start)
+        for step in steps:
+            sink.write(Record(step, {"loss": float(start)}))
+        sink.close()
+    assert [(r.step, r.metrics["loss"]) for r in read_records(path)] == [(1, 0), (2, 0), (3, 2), (4, 2)]
+
+
+def test_what_a_checkpoint_section_may_not_say():
+    for argv, message in (
+        (["--checkpoint.every=0"], "checkpoint.every=0: must be at least 1"),
+        (["--checkpoint.best=true", "--checkpoint.every=null"], "keeps nothing while checkpoint.every=null"),
+        (
+            ["--checkpoint.best=true", "--checkpoint.every=30"],
+            "checkpoint.every=30 is no multiple of train.eval_every=200",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_config("train", [QUICKSTART, *argv])
