@@ -2,23 +2,49 @@
 
 import collections
 import os
+import shutil
+import tempfile
 
 import jax
 import pytest
 
 jax.config.update("jax_enable_x64", True)
 
+COMPILE = {
+    "jax_disable_most_optimizations": True,  # most programs here are compiled once and run for milliseconds
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+"""How this suite compiles, in this process and in those that tests start."""
+
+
+def pytest_configure(config):
+    """Compile in a hurry, and each program once for both workers and for the processes that tests start."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="axonml-jax-programs-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    for name, value in COMPILE.items():
+        os.environ.setdefault(name.upper(), str(value))
+        jax.config.update(name, value)
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+
 
 @pytest.fixture(scope="module")
 def compiled_fast():
-    """Programs compiled with few optimizations: for tables whose rows each compile once and run for milliseconds."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    """What every module gets."""
+
+
+@pytest.fixture(scope="module")
+def compiled_for_users():
+    """Programs compiled with all optimizations: for tests that read them."""
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 SHARED = (
-    "bad_input", "collectives_eager", "collectives_spmd", "collectives_traced", "config", "data_loader", "docs",
+    "bad_input", "cli", "collectives_eager", "collectives_spmd", "collectives_traced", "config", "data_loader", "docs",
     "examples", "facade_buffers", "facade_forward", "facade_gradients", "facade_module", "fit", "fsdp_facade",
     "fsdp_program", "laws", "launcher_flags", "ledger_lowered", "ledger_traced", "models_mlp",
     "models_transformer", "processes", "processes_ddp", "tensor_plans", "training_loss", "world_groups",

@@ -21,6 +21,8 @@ from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.training.init import abstract_state
 from axonml_jax.training.step import TrainStep
 
+pytestmark = pytest.mark.usefixtures("compiled_for_users")
+
 WIDTH, BLOCKS, RANKS = 128, 8, 8
 
 

@@ -21,6 +21,8 @@ from axonml_jax.parallel.pipeline.rows import make_timetable
 from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers, Stored
 from axonml_jax.parallel.pipeline.stages import Stage, StageOutput
 
+pytestmark = pytest.mark.usefixtures("compiled_for_users")
+
 RANKS = 4
 
 
