@@ -47,6 +47,7 @@ PLANS = {
     "zero-1 of 3": (dict(fsdp=3), {"fsdp": ax.Shard(stage=1)}),
     "hybrid, offloaded": (dict(data=2, fsdp=2), {"offload": ax.CPUOffload("full")}),
     "tensor 2 x fsdp 3": (dict(fsdp=3, tensor=2), {}),
+    "pipe 2 x fsdp 2": (dict(pipe=2, fsdp=2), {"pipe": ax.Pipelined(num_microbatches=2, split=("down",))}),
 }
 
 

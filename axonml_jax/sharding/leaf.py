@@ -1,6 +1,6 @@
 """A leaf of something that is saved: the array as it rests, and how that stores the whole one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,7 +45,7 @@ class Leaf:
             return self.array
         assert self.layout is not None
         sharding = self.array.sharding
-        spec = _dividing(self.layout, sharding.mesh)
+        spec = dividing(self.layout.shape, self.layout.axes, sharding.mesh)
         target = NamedSharding(sharding.mesh, spec)
         array = jax.device_put(self.array, NamedSharding(sharding.mesh, sharding.spec))  # out of host memory
         return jax.jit(from_stored, static_argnums=1, out_shardings=target)(array, self.layout)
@@ -64,11 +64,11 @@ class Checkpointable(Protocol):
         ...
 
 
-def _dividing(layout: Layout, mesh: Mesh) -> PartitionSpec:
-    """A spec that splits the whole array over as many of the layout's axes as some dim divides by, outermost first."""
-    entries: list[tuple[str, ...]] = [()] * len(layout.shape)
-    left = list(layout.shape)
-    for axis in layout.axes:
+def dividing(shape: Sequence[int], axes: Iterable[str], mesh: Mesh) -> PartitionSpec:
+    """A spec that splits an array without padding over as many of some mesh axes as its dims divide by, in their order."""
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    left = list(shape)
+    for axis in axes:
         size = mesh.shape[axis]
         dim = next((dim for dim, n in enumerate(left) if n and n % size == 0), None)
         if dim is not None:

@@ -5,51 +5,64 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import optax
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.functional import Functional, Variables
-from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import is_layout
 from axonml_jax.sharding.leaf import Leaf
-from axonml_jax.training.opt_state import opt_layouts
+from axonml_jax.training.opt_state import opt_layouts, whole_shape
+from axonml_jax.training.staged_names import StagedTrees
 from axonml_jax.training.state import TrainState
 
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 
-def variable_leaves(model: Functional, variables: Variables, placement: Placement) -> dict[str, Leaf]:
+def variable_leaves(model: Functional, variables: Variables, trees: StagedTrees) -> dict[str, Leaf]:
     """A model's variables, named as in its `state_dict` behind `model/`; trained and frozen ones side by side."""
+    placement = trees.placement
     prefix, alone = _MODEL + model.param_prefix, placement.plan.independent
+    if placement.stages is not None:
+        whole = trees.whole_variables(variables)
+        parts = ((prefix, whole.params), (prefix, whole.frozen), (_MODEL, whole.state))
+        return {name: leaf for start, tree in parts for name, leaf in _leaves(start, tree, None).items()}
     leaves = _leaves(prefix, variables.params, None if alone else placement.params)
     leaves |= _leaves(prefix, variables.frozen, placement.frozen)
     return leaves | _leaves(_MODEL, variables.state, None)
 
 
-def variables_of(model: Functional, like: Variables, arrays: Mapping[str, Any]) -> Variables:
+def variables_of(model: Functional, like: Variables, arrays: Mapping[str, Any], trees: StagedTrees) -> Variables:
     """The inverse of `variable_leaves`."""
-    prefix = _MODEL + model.param_prefix
-    return Variables(
-        _filled(prefix, like.params, arrays), _filled(prefix, like.frozen, arrays), _filled(_MODEL, like.state, arrays)
-    )
+    prefix, staged = _MODEL + model.param_prefix, trees.placement.stages is not None
+    held = model.shapes if staged else like
+    params, frozen = _filled(prefix, held.params, arrays), _filled(prefix, held.frozen, arrays)
+    whole = Variables(params, frozen, _filled(_MODEL, held.state, arrays))
+    return trees.resting_variables(whole) if staged else whole
 
 
-def state_leaves(
-    model: Functional, state: TrainState, placement: Placement, tx: optax.GradientTransformation
-) -> dict[str, Leaf]:
+def state_leaves(model: Functional, state: TrainState, trees: StagedTrees) -> dict[str, Leaf]:
     """Everything in a state by name: `step`, `key`, `loss_scale/...`, `model/...`, `optimizer/...`."""
-    layouts = None if placement.plan.independent else opt_layouts(placement, tx)
+    placement, opt_state, layouts = trees.placement, state.opt_state, None
+    if placement.stages is not None:
+        opt_state = trees.whole_opt_state(opt_state)
+    elif not placement.plan.independent:
+        layouts = opt_layouts(placement, trees.optimizer)
     return (
-        variable_leaves(model, state.variables, placement)
-        | _leaves(_OPTIMIZER, state.opt_state, layouts)
+        variable_leaves(model, state.variables, trees)
+        | _leaves(_OPTIMIZER, opt_state, layouts)
         | _leaves("", _rest(state), None)
     )
 
 
-def state_of_leaves(model: Functional, like: TrainState, arrays: Mapping[str, Any]) -> TrainState:
+def state_of_leaves(model: Functional, like: TrainState, arrays: Mapping[str, Any], trees: StagedTrees) -> TrainState:
     """The inverse of `state_leaves`."""
-    variables = variables_of(model, like.variables, arrays)
-    opt_state = _filled(_OPTIMIZER, like.opt_state, arrays)
+    opt_state = like.opt_state
+    if trees.placement.stages is None:
+        opt_state = _filled(_OPTIMIZER, opt_state, arrays)
+    else:
+        layouts = opt_layouts(trees.placement, trees.optimizer)
+        tree = jax.tree.map(whole_shape, layouts, is_leaf=is_layout)
+        opt_state = trees.resting_opt_state(_filled(_OPTIMIZER, tree, arrays))
+    variables = variables_of(model, like.variables, arrays, trees)
     return replace(like, variables=variables, opt_state=opt_state, **_filled("", _rest(like), arrays))
 
 

@@ -28,6 +28,7 @@ from axonml_jax.training.named_state import state_leaves, state_of_leaves
 from axonml_jax.training.objective import Objective
 from axonml_jax.training.specs import state_specs
 from axonml_jax.training.stacked import stack_state, stacked, unstack_state
+from axonml_jax.training.staged_names import StagedTrees
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.typed_errors import explain_typed_scan
 from axonml_jax.training.update import clip, update
@@ -62,7 +63,7 @@ class TrainStep:
         if not (isinstance(norm_type, Real) and norm_type > 0):
             raise ValueError(f"norm_type={norm_type!r} must be a positive number: 1, 2 or math.inf")
         self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
-        self.norm_type = float(norm_type)
+        self.norm_type, self._trees = float(norm_type), StagedTrees(placement, tx)
         self.objective = Objective(model, loss_fn, forward_mode(placement, training))
         options = compiler_options(placement, mesh)
         self._compiled = jax.jit(self._whole, donate_argnums=0, compiler_options=options)
@@ -100,11 +101,11 @@ class TrainStep:
 
     def state_leaves(self, state: TrainState) -> dict[str, Leaf]:
         """Everything in a state by a name that is the same under every plan; what checkpoints hold."""
-        return state_leaves(self.model, state, self.placement, self.tx)
+        return state_leaves(self.model, state, self._trees)
 
     def state_of_leaves(self, like: TrainState, arrays: Mapping[str, Any]) -> TrainState:
         """The inverse of `state_leaves`, in the structure of a state."""
-        return state_of_leaves(self.model, like, arrays)
+        return state_of_leaves(self.model, like, arrays, self._trees)
 
     def minimum_traffic(self) -> Fraction:
         """Bytes per rank and update that theory allows for the plan's gradients and parameters on a ring."""
