@@ -1,4 +1,4 @@
-"""Count what a training step communicates, from its trace or its lowered program, beside the theoretical minimum."""
+"""What a training step holds and sends: predicted from shapes, counted on its trace and lowered program, beside theory."""
 
 from axonml_jax.ledger.agreement import Difference as Difference
 from axonml_jax.ledger.agreement import agreement as agreement
@@ -9,6 +9,10 @@ from axonml_jax.ledger.entry import Collective as Collective
 from axonml_jax.ledger.entry import Loop as Loop
 from axonml_jax.ledger.explain import explain as explain
 from axonml_jax.ledger.lowered import collectives_in_lowered as collectives_in_lowered
+from axonml_jax.ledger.predict.difference import difference as difference
+from axonml_jax.ledger.predict.difference import memory_difference as memory_difference
+from axonml_jax.ledger.predict.predict import predict as predict
+from axonml_jax.ledger.predict.prediction import Prediction as Prediction
 from axonml_jax.ledger.report import Report as Report
 from axonml_jax.ledger.report import TrafficRow as TrafficRow
 from axonml_jax.ledger.traced import collectives_in as collectives_in

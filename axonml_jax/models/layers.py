@@ -45,15 +45,17 @@ def make_vocabulary(config: TransformerConfig, *, rngs) -> VocabParallelEmbeddin
     """The table of token embeddings, whose rows are split."""
     options: dict[str, Any] = {"embedding_init": nnx.initializers.normal(INIT_STD), **_dtypes(config)}
     if config.split == "grid":
-        return ParallelEmbedding(config.vocab_size, config.hidden_size, rngs=rngs, **options)
+        return _as_read(ParallelEmbedding(config.vocab_size, config.hidden_size, rngs=rngs, **options), config)
     sequence = {"sequence_parallel": config.sequence_parallel}
-    return VocabParallelEmbedding(config.vocab_size, config.hidden_size, rngs=rngs, **sequence, **options)
+    table = VocabParallelEmbedding(config.vocab_size, config.hidden_size, rngs=rngs, **sequence, **options)
+    return _as_read(table, config)
 
 
 def make_positions(config: TransformerConfig, *, rngs) -> nnx.Embed:
     """The table of positions, whole on every rank."""
     init = nnx.initializers.normal(INIT_STD)
-    return nnx.Embed(config.max_length, config.hidden_size, embedding_init=init, rngs=rngs, **_dtypes(config))
+    table = nnx.Embed(config.max_length, config.hidden_size, embedding_init=init, rngs=rngs, **_dtypes(config))
+    return _as_read(table, config)
 
 
 def make_head(config: TransformerConfig, *, rngs) -> ColumnParallelLinear | ParallelLinear:
@@ -96,3 +98,12 @@ def _linear(config: TransformerConfig) -> dict[str, Any]:
 
 def _dtypes(config: TransformerConfig) -> dict[str, Any]:
     return {"dtype": config.dtype, "param_dtype": config.param_dtype}
+
+
+def _as_read(table: Any, config: TransformerConfig) -> Any:
+    """A table that computes in the dtype in which it is read; nnx.Embed keeps that of its parameters.
+
+    With parameters in float32 read in bfloat16 all activations would be float32 otherwise, and every product after them.
+    """
+    table.dtype = config.dtype
+    return table

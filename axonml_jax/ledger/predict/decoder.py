@@ -1,0 +1,190 @@
+"""The weights of a decoder-only transformer from its configuration, whole, tensor-parallel or on a 3-D grid."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from axonml_jax.ledger.predict.weight import Place, Weight
+
+LAYER_AXES = ("depth", "row", "col", "tensor")
+
+
+class DecoderLike(Protocol):
+    """What is asked of a configuration; `models.config.TransformerConfig` is one."""
+
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    max_length: int
+    norm: str
+    activation: str
+    position: str
+    tie_embeddings: bool
+    use_bias: bool
+    dropout: float
+    split: str
+    sequence_parallel: bool
+    dtype: str | None
+    param_dtype: str
+
+    @property
+    def head_size(self) -> int:
+        """Size of one head."""
+        ...
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        ...
+
+    @property
+    def mlp_size(self) -> int:
+        """Inner width of the feed-forward part."""
+        ...
+
+    @property
+    def num_params(self) -> int:
+        """Parameters."""
+        ...
+
+    def flops_per_token(self, length: int) -> int:
+        """FLOPs of one training token."""
+        ...
+
+
+def is_decoder(model: object) -> bool:
+    """Whether a model is such a configuration."""
+    return all(hasattr(model, name) for name in ("num_layers", "hidden_size", "kv_heads", "mlp_size", "vocab_size"))
+
+
+def layer_degrees(config: DecoderLike, degrees: Mapping[str, int]) -> dict[str, int]:
+    """The degrees over which the model's own layers split: of `tensor`, or of row, col and depth."""
+    axes = ("tensor",) if config.split == "tensor" else ("row", "col", "depth")
+    return {axis: degrees.get(axis, 1) for axis in axes}
+
+
+def problems(config: DecoderLike, degrees: Mapping[str, int], length: int) -> list[str]:
+    """Why the layers of a model cannot be split over a mesh; empty when they can."""
+    own = layer_degrees(config, degrees)
+    found = [
+        f"{axis}={degrees[axis]} splits nothing in a model with split={config.split!r}"
+        for axis in LAYER_AXES
+        if degrees.get(axis, 1) > 1 and axis not in own
+    ]
+    return found + (_grid_problems(config, own) if config.split == "grid" else _tensor_problems(config, own, length))
+
+
+def _tensor_problems(config: DecoderLike, own: Mapping[str, int], length: int) -> list[str]:
+    ranks, kv = own["tensor"], config.kv_heads
+    sizes = {"query heads": config.num_heads, "inner features": config.mlp_size, "words": config.vocab_size}
+    if config.sequence_parallel:
+        sizes["positions"] = length
+    found = [f"{size} {what} do not divide over tensor={ranks}" for what, size in sizes.items() if size % ranks]
+    if kv % ranks and ranks % kv:
+        found.append(f"{kv} key and value heads and tensor={ranks}: neither divides the other")
+    return found
+
+
+def _grid_problems(config: DecoderLike, own: Mapping[str, int]) -> list[str]:
+    row, col, depth = own["row"], own["col"], own["depth"]
+    hidden, inner, words = config.hidden_size, config.mlp_size, config.vocab_size
+    sizes = [
+        (config.num_heads, "query heads", row, "row"), (config.kv_heads, "key and value heads", row, "row"),
+        (hidden, "features", col * depth, "col x depth"), (hidden, "features", row * depth, "row x depth"),
+        (inner, "inner features", row * depth, "row x depth"), (words, "words", col * depth, "col x depth"),
+    ]  # fmt: skip
+    return [f"{size} {what} do not divide over {axes}={ranks}" for size, what, ranks, axes in sizes if size % ranks]
+
+
+def decoder_weights(config: DecoderLike, degrees: Mapping[str, int] | None = None) -> tuple[Weight, ...]:
+    """Every parameter of `models.Transformer(config)`, block by block the same.
+
+    Args:
+      config: its sizes, and how its layers split.
+      degrees: of the mesh.
+    """
+    return _Decoder(config, layer_degrees(config, degrees or {})).weights()
+
+
+class _Decoder:
+    """A configuration on a mesh."""
+
+    def __init__(self, config: DecoderLike, own: dict[str, int]):
+        self.config, self.tensor, self.grid = config, own.get("tensor", 1), config.split == "grid"
+        self.outside = ("tensor",) if config.sequence_parallel and self.tensor > 1 else ()
+
+    def weights(self) -> tuple[Weight, ...]:
+        config, block = self.config, []
+        kv = config.kv_heads * config.head_size
+        size, inner = config.hidden_size, config.mlp_size
+        for name in ("attention_norm", "mlp_norm"):
+            block += self._norm(f"blocks/{name}")
+        whole_kv = self.tensor > 1 and config.kv_heads % self.tensor > 0
+        block += self._linear("blocks/attention/query", size, size, "column")
+        for name in ("key", "value"):
+            block += self._linear(f"blocks/attention/{name}", size, kv, "replicated" if whole_kv else "column")
+        block += self._linear("blocks/attention/out", size, size, "row")
+        for name in ("gate", "up") if config.activation == "swiglu" else ("up",):
+            block += self._linear(f"blocks/mlp/{name}", size, inner, "column")
+        block += self._linear("blocks/mlp/down", inner, size, "row")
+        return tuple(self._ends() + block)
+
+    def _ends(self) -> list[Weight]:
+        config, tied = self.config, self.config.tie_embeddings
+        shape, place = (config.vocab_size, config.hidden_size), "both ends" if tied else "first"
+        found = [
+            self._one(
+                "embed/embedding", shape, place, splits=self._table(), again=tied, rebuilds=tied or not self.outside
+            )
+        ]
+        if config.position == "learned":
+            positions, kept = (config.max_length, config.hidden_size), not self.outside
+            found.append(self._one("positions/embedding", positions, "first", again=False, rebuilds=kept))
+        found += self._norm("norm", place="last", count=1)
+        if not tied:
+            # On a grid the head is transposed, so that its logits are split over col as those of a tied table are.
+            splits = self._splits("row")[0] if self.grid else self._splits("column")[0]
+            found.append(self._one("head/kernel", shape[::-1], "last", splits=splits))
+        return found
+
+    def _table(self) -> tuple:
+        if self.grid:
+            return ((("col", "depth"), 0), (("row",), 1))
+        return ((("tensor",), 0),) if self.tensor > 1 else ()
+
+    def _one(self, name, shape, place, splits=(), again=True, rebuilds=True, summed=(), count=1, unit="") -> Weight:
+        return Weight(
+            name=name, shape=shape, count=count, dtype=self.config.param_dtype, unit=unit, splits=splits, again=again,
+            rebuilds=rebuilds, place=place, summed=summed,
+        )  # fmt: skip
+
+    def _norm(self, name: str, place: Place = "block", count: int | None = None) -> list[Weight]:
+        config, shape = self.config, (self.config.hidden_size,)
+        count, unit = (config.num_layers, "blocks") if count is None else (count, "")
+        shared = {"place": place, "count": count, "unit": unit, "summed": self.outside}
+        # Where its gradient is summed over tensor, a copy of the scale is kept for the backward.
+        found = [self._one(f"{name}/scale", shape, again=not self.outside, **shared)]
+        if config.norm == "layernorm" and config.use_bias:
+            found.append(self._one(f"{name}/bias", shape, again=False, **shared))
+        return found
+
+    def _linear(self, name: str, fan_in: int, fan_out: int, split: str) -> list[Weight]:
+        kernel, bias = self._splits(split)
+        shared = {"place": "block", "count": self.config.num_layers, "unit": "blocks"}
+        replicated = ("tensor",) if split == "replicated" else ()
+        found = [self._one(f"{name}/kernel", (fan_in, fan_out), splits=kernel, summed=replicated, **shared)]
+        if self.config.use_bias:
+            summed = replicated or (self.outside if split == "row" else ())
+            # What a unit adds last, recomputation may leave out (see `_sequence` in layer_flows.py).
+            more = {"again": False, "rebuilds": not (self.outside and name.endswith("down"))}
+            found.append(self._one(f"{name}/bias", (fan_out,), splits=bias, summed=summed, **more, **shared))
+        return found
+
+    def _splits(self, split: str) -> tuple[tuple, tuple]:
+        """How a layer splits its kernel and its bias."""
+        if self.grid:
+            into, out = ("row", "col") if split == "row" else ("col", "row")
+            return (((into, "depth"), 0), ((out,), 1)), (((out,), 0),)
+        if self.tensor == 1 or split == "replicated":
+            return (), ()
+        return (((("tensor",), 1),), ((("tensor",), 0),)) if split == "column" else (((("tensor",), 0),), ())

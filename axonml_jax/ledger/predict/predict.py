@@ -1,0 +1,227 @@
+"""From a plan and a decoder's configuration to its prediction."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from axonml_jax.ledger.predict.activations import block_activations, compute_itemsize
+from axonml_jax.ledger.predict.decoder import DecoderLike, decoder_weights, layer_degrees, problems
+from axonml_jax.ledger.predict.flow import EACH_TICK, Flow, merged
+from axonml_jax.ledger.predict.layer_flows import Layers, layer_flows
+from axonml_jax.ledger.predict.memory import Memory, batch_bytes, memory
+from axonml_jax.ledger.predict.prediction import Prediction
+from axonml_jax.ledger.predict.stages import Stages, bubble, stages_of, timetable_of
+from axonml_jax.ledger.predict.weight import Placed, place
+from axonml_jax.ledger.predict.weight_flows import minimum_traffic, small_flows, weight_flows
+from axonml_jax.ledger.wire import Amount, exact
+from axonml_jax.mesh.axes import AXES, batch_axes
+from axonml_jax.model.precision import Precision
+from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.parallel.pipeline.policy import AXIS
+from axonml_jax.parallel.pipeline.timetable import Timetable
+from axonml_jax.parallel.plan import Plan
+
+LOSS_VALUES = 2
+"""A weighted mean: the total and its weight."""
+
+
+def predict(
+    plan: Plan,
+    model: DecoderLike,
+    degrees: Mapping[str, int],
+    *,
+    global_batch: int,
+    length: int | None = None,
+    moments: int = 2,
+) -> Prediction:
+    """Memory, traffic, bubble and FLOPs of a training step, from shapes alone.
+
+    Args:
+      plan: how the step runs.
+      model: the transformer's configuration; it says how its layers split too.
+      degrees: of the mesh.
+      global_batch: sequences per update.
+      length: of a sequence; None: the longest the model takes.
+      moments: values that the optimizer keeps per parameter (Adam 2, Lion 1, SGD 0).
+
+    Raises:
+      ValueError: with everything that cannot work.
+    """
+    degrees = {axis: degrees[axis] for axis in AXES if axis in degrees}
+    length = model.max_length if length is None else length
+    rows = _rows(plan, model, degrees, global_batch, length)
+    stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)
+    ranks = held_by_ranks(model, plan, degrees, stages)
+    fullest = max(range(stages.num_ranks), key=lambda rank: sum(each.count * each.read for each in ranks[rank]))
+    itemsize = compute_itemsize(model, plan.precision.compute)
+    tokens = rows // plan.microbatches * length
+    block = block_activations(model, degrees, tokens, length, itemsize, plan.remat)
+    held = memory(ranks, plan, stages, timetable, block, moments=moments, batch=batch_bytes(rows, length))
+    flows = _flows(plan, model, degrees, stages, timetable, ranks[fullest], fullest, tokens, length)
+    flops = model.flops_per_token(length)
+    return Prediction(
+        degrees={axis: ranks for axis, ranks in degrees.items() if ranks > 1},
+        plan=in_words(plan, degrees, model),
+        memory=held,
+        traffic=flows,
+        minimum=_minimum(plan, model, degrees, stages, timetable, ranks[fullest], fullest, tokens),
+        bubble=bubble(timetable),
+        ticks=0 if timetable is None else timetable.num_ticks,
+        params=model.num_params,
+        tokens=global_batch * length,
+        flops_per_token=flops,
+        recomputed_flops_per_token=_recomputed(model, plan, length),
+        notes=_notes(plan, timetable, held),
+    )
+
+
+def _rows(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], global_batch: int, length: int) -> int:
+    """Sequences per rank and update, once everything divides."""
+    shards = math.prod(degrees[axis] for axis in batch_axes(degrees))
+    parts = shards * plan.microbatches
+    found = problems(model, degrees, length)
+    if global_batch % parts:
+        found.append(f"{global_batch} sequences do not divide into {shards} shards of {plan.microbatches} microbatches")
+    if length > model.max_length:
+        found.append(f"sequences of {length} are longer than the model's {model.max_length}")
+    if degrees.get(AXIS, 1) > 1 and plan.pipe is None:
+        found.append(f"pipe={degrees[AXIS]} without a pipeline in the plan: give it pipe=ax.Pipelined(...)")
+    if found:
+        raise ValueError(f"this plan cannot run: {'; '.join(found)}")
+    return global_batch // shards
+
+
+def held_by_ranks(
+    model: DecoderLike, plan: Plan, degrees: Mapping[str, int], stages: Stages
+) -> list[tuple[Placed, ...]]:
+    """What each rank of the pipe axis holds (the one rank, without a pipeline)."""
+    placed = _placed(model, plan, tuple(degrees.items()))
+    found = []
+    for rank in range(stages.num_ranks):
+        here = {
+            "block": lambda each, rank=rank: stages.on_rank(rank) * each.count // model.num_layers,
+            "first": lambda each, rank=rank: each.count * stages.first(rank),
+            "last": lambda each, rank=rank: each.count * stages.last(rank),
+            "both ends": lambda each, rank=rank: each.count * (stages.first(rank) or stages.last(rank)),
+        }
+        found.append(tuple(each.times(here[each.weight.place](each)) for each in placed))
+    return found
+
+
+def _placed(model: DecoderLike, plan: Plan, degrees: tuple[tuple[str, int], ...]) -> tuple[Placed, ...]:
+    # Where weights rest does not depend on what the step does with them, so placements are shared between plans.
+    layouts = _layouts(model, plan.fsdp, plan.precision.param, degrees)
+    return tuple(replace(each, plan=plan) for each in layouts)
+
+
+@lru_cache(maxsize=4096)
+def _layouts(model: Any, fsdp: Any, param: str | None, degrees: tuple[tuple[str, int], ...]) -> tuple[Placed, ...]:
+    plan = Plan(fsdp=fsdp, precision=Precision(param=param))
+    return tuple(place(weight, plan, dict(degrees)) for weight in decoder_weights(model, dict(degrees)))
+
+
+def _flows(
+    plan: Plan,
+    model: DecoderLike,
+    degrees: dict[str, int],
+    stages: Stages,
+    timetable: Timetable | None,
+    placed: Sequence[Placed],
+    rank: int,
+    tokens: int,
+    length: int,
+) -> tuple[Flow, ...]:
+    """The traffic of one rank."""
+    microbatches = plan.microbatches
+    layers = Layers(
+        config=model,
+        degrees=degrees,
+        tokens=tokens,
+        length=length,
+        dtype=placed[0].read_dtype.name if model.dtype is None else model.dtype,
+        blocks=stages.on_rank(rank),
+        first=stages.first(rank),
+        last=stages.last(rank),
+        times=microbatches,
+        remat=plan.remat,
+    )
+    flows = [*weight_flows(placed, microbatches), *small_flows(placed, LOSS_VALUES), *layer_flows(layers, placed)]
+    if timetable is not None:
+        flows += _passing(timetable, degrees, layers)
+    return merged(flows)
+
+
+def _passing(timetable: Timetable, degrees: dict[str, int], layers: Layers) -> list[Flow]:
+    """Activations and cotangents between stages: one permute each way in every tick."""
+    own = layer_degrees(layers.config, degrees)
+    share = own.get("tensor", 1) if layers.config.sequence_parallel else 1
+    make = lambda label, work: replace(
+        layers.flow("permute", AXIS, layers.tokens * layers.config.hidden_size // share, work, label=label),
+        times=timetable.num_ticks,
+        where=EACH_TICK,
+    )
+    return [make("activations", "forward"), make("cotangents", "backward")]
+
+
+def _minimum(
+    plan: Plan,
+    model: DecoderLike,
+    degrees: dict[str, int],
+    stages: Stages,
+    timetable: Timetable | None,
+    placed: Sequence[Placed],
+    rank: int,
+    tokens: int,
+) -> dict[str, Amount]:
+    """What theory allows, by label."""
+    found: dict[str, Amount] = {"gradients+parameters": exact(minimum_traffic(placed, plan.microbatches))}
+    item, whole = compute_itemsize(model, plan.precision.compute), tokens * model.hidden_size
+    tensor = layer_degrees(model, degrees).get("tensor", 1)
+    if tensor > 1:
+        # Megatron: four all-reduces of [b, s, h] per block and microbatch.
+        calls = 4 * stages.on_rank(rank) * plan.microbatches
+        found["layers"] = exact(Fraction(calls * 2 * whole * item * (tensor - 1), tensor))
+    if timetable is not None and plan.pipe is not None:
+        boundaries = plan.pipe.chunks * plan.microbatches
+        found["activations+cotangents"] = 2 * boundaries * whole * item // (tensor if model.sequence_parallel else 1)
+    return found
+
+
+def _recomputed(model: DecoderLike, plan: Plan, length: int) -> int:
+    """A third of forward and backward again; only attention's own products where weight products are kept."""
+    if plan.remat is None:
+        return 0
+    attention = 6 * model.num_layers * model.num_heads * 2 * model.head_size * length
+    return (model.flops_per_token(length) if plan.remat == "full" else attention) // 3
+
+
+def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:
+    """A plan in a few words."""
+    words = []
+    if degrees.get("fsdp", 1) > 1:
+        words.append(f"ZeRO-{plan.fsdp.stage}" if isinstance(plan.fsdp, Shard) else "replicated over fsdp")
+    if plan.pipe is not None and degrees.get(AXIS, 1) > 1:
+        chunks = f" x {plan.pipe.chunks} chunks" if plan.pipe.chunks > 1 else ""
+        words.append(f"{plan.pipe.schedule}{chunks}")
+    words.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
+    if model.sequence_parallel and degrees.get("tensor", 1) > 1:
+        words.append("sequence parallel")
+    words += [f"{plan.remat} recomputation"] if plan.remat else []
+    words += [f"offload {plan.offload.value}"] if plan.offload.value != "none" else []
+    words += [f"computing in {plan.precision.compute}"] if plan.precision.compute else []
+    return ", ".join(words)
+
+
+def _notes(plan: Plan, timetable: Timetable | None, held: Memory) -> tuple[str, ...]:
+    found = {
+        "traffic of NO_SYNC is nothing: every rank trains a model of its own": plan.independent,
+        "a pipeline's parameters that several stages read are summed over pipe once per step: not counted here": (
+            timetable is not None
+        ),
+        "the bubble is that of stages that all cost the same": timetable is not None,
+        f"{held.host:,} bytes rest in host memory; the update brings them to the device": bool(held.host),
+    }
+    return tuple(note for note, holds in found.items() if holds)

@@ -1,0 +1,162 @@
+"""`Prediction`: what a plan will hold, send and compute, as a value that prints as tables, compares and goes to JSON."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from axonml_jax.ledger.predict.flow import Flow
+from axonml_jax.ledger.predict.memory import Memory
+from axonml_jax.ledger.table import aligned, number
+from axonml_jax.ledger.wire import Amount, exact
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The ledger of a plan from shapes alone.
+
+    Attributes:
+      degrees: of the mesh.
+      plan: how the step runs, in words.
+      memory: bytes per device.
+      traffic: collectives by what they move, the heaviest first.
+      minimum: bytes per rank and step that theory allows, by label: gradients+parameters (ZeRO), activations+cotangents
+        (pipeline), layers (Megatron, Korthikanti et al., AxoNN).
+      bubble: idle time of a pipeline's ranks over useful time.
+      ticks: rows of the pipeline's timetable; 0 without one.
+      params: parameters of the whole model.
+      tokens: of one update, over all devices.
+      flops_per_token: of forward and backward, recomputation left out.
+      recomputed_flops_per_token: what recomputation adds.
+      notes: what the numbers leave open.
+    """
+
+    degrees: Mapping[str, int]
+    plan: str
+    memory: Memory
+    traffic: tuple[Flow, ...]
+    minimum: Mapping[str, Amount]
+    bubble: float
+    ticks: int
+    params: int
+    tokens: int
+    flops_per_token: int
+    recomputed_flops_per_token: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> Amount:
+        """Bytes that one rank sends in one step."""
+        return exact(sum(flow.wire_bytes for flow in self.traffic))
+
+    @property
+    def bytes_by_axes(self) -> dict[tuple[str, ...], Amount]:
+        """The total by mesh axes."""
+        totals: dict[tuple[str, ...], Amount] = {}
+        for flow in self.traffic:
+            totals[flow.axes] = exact(totals.get(flow.axes, 0) + flow.wire_bytes)
+        return totals
+
+    @property
+    def ratios(self) -> dict[str, tuple[Amount, Amount, float | None]]:
+        """(sent, minimum, their ratio) of every label that theory knows."""
+        found = {}
+        for name, least in self.minimum.items():
+            labels = {"layers": ("layers",)}.get(name, name.split("+"))
+            sent = exact(sum(flow.wire_bytes for flow in self.traffic if (flow.label or "layers") in labels))
+            found[name] = (sent, least, float(sent / least) if least else None)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "mesh": dict(self.degrees),
+            "plan": self.plan,
+            "memory": {
+                **self.memory.by_kind(),
+                "arguments": self.memory.arguments,
+                "temporaries": self.memory.temporaries,
+                "total": self.memory.total,
+            },
+            "traffic": [
+                {**asdict(flow), "axes": list(flow.axes), "wire_bytes": float(flow.wire_bytes)} for flow in self.traffic
+            ],
+            "total_bytes": float(self.total_bytes),
+            "against_theory": {
+                name: {"sent": float(sent), "minimum": float(least), "ratio": ratio}
+                for name, (sent, least, ratio) in self.ratios.items()
+            },
+            "bubble": self.bubble,
+            "ticks": self.ticks,
+            "params": self.params,
+            "tokens": self.tokens,
+            "flops_per_token": self.flops_per_token,
+            "recomputed_flops_per_token": self.recomputed_flops_per_token,
+            "notes": list(self.notes),
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def save_picture(self, path: Any) -> None:
+        """Draw memory by kind and traffic by axis; needs the `plots` extra.
+
+        Args:
+          path: of the file; its suffix chooses the format.
+        """
+        from axonml_jax.ledger.predict.picture import draw
+
+        draw(self, path)
+
+    def __str__(self) -> str:
+        mesh = " x ".join(f"{axis} {ranks}" for axis, ranks in self.degrees.items()) or "one device"
+        head = f"{self.params:,} parameters on {mesh}; {self.plan}"
+        parts = [head, self._memory_table()]
+        if self.traffic:
+            parts += [self._traffic_table(), self._axes_table()]
+        if any(least for least in self.minimum.values()):
+            parts.append(self._theory_table())
+        parts.append(self._work())
+        return "\n\n".join([*parts, *(f"note: {note}" for note in self.notes)])
+
+    def _memory_table(self) -> str:
+        rows = [[name, f"{size / 2**20:,.1f}"] for name, size in self.memory.by_kind().items()]
+        rows += [["at the fullest moment", f"{self.memory.total / 2**20:,.1f}"]]
+        return aligned(["memory per device", "MiB"], rows, left=1)
+
+    def _traffic_table(self) -> str:
+        header = ["label", "collective", "axes", "dtype", "where", "launches", "elements", "bytes/rank"]
+        rows = [
+            [
+                flow.label or "layers",
+                flow.kind,
+                f"{','.join(flow.axes)} ({flow.group_size})",
+                flow.dtype,
+                flow.where if flow.times == 1 else f"{flow.where} ({flow.times})",
+                number(flow.count),
+                number(flow.elements * flow.times),
+                number(flow.wire_bytes),
+            ]
+            for flow in self.traffic
+        ]
+        return aligned(header, rows, left=5)
+
+    def _axes_table(self) -> str:
+        rows = [[",".join(axes), number(sent)] for axes, sent in self.bytes_by_axes.items()]
+        return aligned(["axes", "bytes/rank"], [*rows, ["total", number(self.total_bytes)]], left=1)
+
+    def _theory_table(self) -> str:
+        rows = [
+            [name, number(sent), number(least), "-" if ratio is None else f"{ratio:.4f}"]
+            for name, (sent, least, ratio) in self.ratios.items()
+            if least
+        ]
+        return aligned(["against theory", "bytes/rank", "minimum", "ratio"], rows, left=1)
+
+    def _work(self) -> str:
+        again = f" (and {self.recomputed_flops_per_token:,} again)" if self.recomputed_flops_per_token else ""
+        lines = [f"{self.tokens:,} tokens per update, {self.flops_per_token:,} FLOPs per token{again}"]
+        if self.ticks:
+            lines.append(f"pipeline: {self.ticks} ticks, bubble {self.bubble:.1%} of the useful time")
+        return "\n".join(lines)

@@ -1,0 +1,136 @@
+"""`Weight`: the parameters of one name and shape, how many of them there are, and how a step reads them."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.parallel.plan import Plan
+from axonml_jax.sharding.layout import Layout
+
+Place = Literal["first", "block", "last", "both ends"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """Parameters that are alike: one of each block, or one alone.
+
+    Attributes:
+      name: path in the model, without the number of the block.
+      shape: of the whole array.
+      count: how many there are.
+      dtype: as the model makes it.
+      unit: ZeRO-3 gathers the weights of one unit together; one that is in no unit is gathered alone.
+      splits: (mesh axes, dim) pairs: how the model's own layers split it.
+      again: whether the backward reads it.
+      rebuilds: whether recomputing activations reads it.
+      place: where in a pipeline it is; "block" is spread over all stages.
+      trained: whether it gets gradients.
+      summed: mesh axes of the model's layers over which they sum its gradient themselves.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    count: int = 1
+    dtype: str = "float32"
+    unit: str = ""
+    splits: tuple[tuple[tuple[str, ...], int], ...] = ()
+    again: bool = True
+    rebuilds: bool = True
+    place: Place = "block"
+    trained: bool = True
+    summed: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Elements of all of them."""
+        return self.count * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A weight under a plan.
+
+    Attributes:
+      weight: which.
+      layout: where each of them rests.
+      plan: the plan.
+      degrees: of the mesh.
+      count: how many of them a rank has a part of (a pipeline's rank only has its stage's).
+    """
+
+    weight: Weight
+    layout: Layout
+    plan: Plan
+    degrees: tuple[tuple[str, int], ...]
+    count: int
+
+    @cached_property
+    def shard(self) -> int:
+        """Elements of one that a rank holds between steps, padding included."""
+        return math.prod(self.layout.shard)
+
+    @cached_property
+    def read(self) -> int:
+        """Elements of one that the model reads on a rank: whole but for what its own layers split."""
+        sizes = dict(self.degrees)
+        cuts = math.prod(sizes.get(axis, 1) for axes, _ in self.weight.splits for axis in axes)
+        return math.prod(self.weight.shape) // cuts
+
+    @property
+    def gathered(self) -> int:
+        """Elements of one after a gather over `fsdp`, padding included."""
+        return self.shard * (dict(self.degrees)["fsdp"] if self.sharded else 1)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether `fsdp` splits it."""
+        return self.layout.dim_of("fsdp") is not None
+
+    @property
+    def padding(self) -> int:
+        """Elements of one on a rank that are padding, as near as an even share of it is."""
+        return max(0, self.shard - -(-self.read // (self.gathered // self.shard if self.shard else 1)))
+
+    @property
+    def rest_dtype(self) -> Any:
+        """Between steps."""
+        return jnp.dtype(self.layout.dtype)
+
+    @property
+    def read_dtype(self) -> Any:
+        """As the model reads it."""
+        compute = self.plan.precision.compute
+        return jnp.dtype(compute if compute and jnp.issubdtype(self.rest_dtype, jnp.floating) else self.rest_dtype)
+
+    @property
+    def sum_dtype(self) -> Any:
+        """Of its gradient while it is accumulated and reduced."""
+        return self.plan.precision.reduce_dtype(self.rest_dtype)
+
+    def times(self, count: int) -> "Placed":
+        """The same on a rank that has `count` of them."""
+        return replace(self, count=count)
+
+
+def place(weight: Weight, plan: Plan, degrees: dict[str, int]) -> Placed:
+    """One weight under a plan, by the rules with which `bind_plan` places a real one.
+
+    Args:
+      weight: which.
+      plan: its strategies and dtypes decide.
+      degrees: of every mesh axis.
+    """
+    dtype = plan.precision.param or weight.dtype
+    layout = Layout.whole(jax.ShapeDtypeStruct(weight.shape, jnp.dtype(dtype)))
+    for axes, dim in weight.splits:
+        for axis in axes:
+            if degrees.get(axis, 1) > 1:
+                layout = layout.on(axis, dim, degrees[axis])
+    for axis, strategy in plan.strategies.items():
+        if axis in degrees:
+            layout = strategy.spec(layout, axis, degrees[axis])
+    return Placed(weight, layout, plan, tuple(degrees.items()), weight.count)

@@ -1,0 +1,39 @@
+"""Small transformers under plans, as steps that are traced or compiled and as predictions of the same."""
+
+import jax
+import optax
+from flax import nnx
+
+import axonml_jax as ax
+from axonml_jax.launch.text_task import loss_fn
+from axonml_jax.model.functionalize import functionalize
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.parallel.tensor.specs import tensor_specs
+from axonml_jax.training.init import abstract_state
+
+GPT = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tie_embeddings": True, "use_bias": True}
+LLAMA = {"num_kv_heads": 2}
+LENGTH = 16
+
+
+def config(style, **options):
+    """A transformer of two blocks whose sizes divide over most meshes and not over 5 or 3."""
+    sizes = {"vocab_size": 64, "num_layers": 2, "hidden_size": 32, "num_heads": 8, "mlp_hidden_size": 48}
+    return TransformerConfig(**{**sizes, "max_length": 2 * LENGTH, **style, **options})
+
+
+def step_of(model, plan, degrees, global_batch, length=LENGTH):
+    """(step, abstract state, abstract batch) of the library's own training step with AdamW."""
+    module = nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))
+    view, shapes = functionalize(module)
+    count = 1
+    for ranks in degrees.values():
+        count *= ranks
+    mesh = ax.make_mesh(devices=jax.devices()[:count], **degrees)
+    placement = bind_plan(plan, shapes, mesh, tensor_specs(module, mesh.shape))
+    tx = optax.adamw(1e-3)
+    rows = jax.ShapeDtypeStruct((global_batch, length), "int32")
+    step = ax.TrainStep(view, placement, mesh, loss_fn, tx)
+    return step, abstract_state(shapes, tx, placement), {"tokens": rows, "targets": rows}

@@ -1,0 +1,75 @@
+"""What is predicted from shapes is what the traced program sends and what the compiled one holds."""
+
+from dataclasses import replace
+
+import pytest
+from plan_tables import this_end
+from predicted_steps import GPT, LENGTH, LLAMA, config, step_of
+
+import axonml_jax as ax
+from axonml_jax.ledger import collectives_in, difference, memory_difference, predict
+
+WHOLE = {"data": ax.Replicate(sync_strategy="synchronous")}
+SEQUENCE = {"sequence_parallel": True}
+GRID = {"split": "grid", "num_kv_heads": 8}
+
+# (style, model options, degrees, plan options); batches are 8 sequences per microbatch.
+ROWS = [
+    (GPT, {}, {"data": 8}, {"accumulate": 2}),
+    (GPT, {}, {"data": 1, "fsdp": 5}, {"accumulate": 2}),  # nothing divides: padding everywhere
+    (LLAMA, {}, {"data": 2, "fsdp": 4}, {"fsdp": ax.Shard(stage=1), "accumulate": 2, "precision": "bf16"}),
+    (GPT, {}, {"data": 2, "fsdp": 4}, {"fsdp": ax.Shard(stage=2), "accumulate": 3, "remat": "full"}),
+    (GPT, {}, {"data": 2, "fsdp": 4}, {"remat": "selective", "precision": "bf16"}),
+    (LLAMA, {}, {"data": 1, "fsdp": 8}, {"remat": "full", "accumulate": 2, **WHOLE}),
+    (LLAMA, {}, {"data": 2, "tensor": 4}, {}),  # fewer key and value heads than ranks
+    (GPT, {}, {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full", "accumulate": 2}),
+    (GPT, SEQUENCE, {"data": 2, "fsdp": 2, "tensor": 2}, {"precision": "bf16"}),
+    (LLAMA, SEQUENCE, {"data": 2, "tensor": 4}, {"remat": "selective"}),
+    (GPT, SEQUENCE, {"data": 1, "fsdp": 2, "tensor": 4}, {"remat": "full"}),
+    (LLAMA, GRID, {"data": 1, "depth": 2, "row": 2, "col": 2}, {}),
+    (GPT, {"split": "grid"}, {"data": 2, "depth": 4}, {"remat": "full"}),
+    (GPT, {"split": "grid"}, {"data": 1, "fsdp": 2, "row": 2, "col": 2}, {"remat": "selective"}),
+]  # fmt: skip
+
+
+def name(row):
+    style, options, degrees, plan = row
+    return "-".join(["gpt" if style is GPT else "llama", *options, *(f"{a}{n}" for a, n in degrees.items()), *plan])
+
+
+@pytest.mark.parametrize("row", this_end(ROWS), ids=map(name, this_end(ROWS)))
+def test_predicted_traffic_is_that_of_the_traced_program(row):
+    style, options, degrees, plan_options = row
+    model, plan = config(style, **options), ax.Plan(**plan_options)
+    batch = plan.accumulate * (10 if 5 in degrees.values() else 8)
+    step, state, rows = step_of(model, plan, degrees, batch)
+    prediction = predict(plan, model, degrees, global_batch=batch, length=LENGTH)
+    assert difference(prediction, collectives_in(step, state, rows)) == []
+    assert prediction.minimum["gradients+parameters"] == step.minimum_traffic()
+
+
+def test_a_difference_says_what_and_by_how_much():
+    model, degrees = config(GPT), {"data": 8}
+    step, state, rows = step_of(model, ax.Plan(), degrees, 8)
+    traced = collectives_in(step, state, rows)
+    other = predict(ax.Plan(), replace(model, num_layers=1), degrees, global_batch=8, length=LENGTH)
+    (wrong,) = difference(other, traced)
+    assert str(wrong).startswith("gradients: all_reduce of float32 over data: predicted 20 launches, ")
+    assert "found 36 launches" in str(wrong)
+    assert len(difference(other, [])) == 2  # gradients and metrics
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    this_end([({"data": 4}, {}), ({"data": 1, "fsdp": 4}, {"fsdp": ax.Shard(stage=2)})]),
+    ids=this_end(["ddp", "zero2"]),
+)
+def test_predicted_memory_is_near_what_the_compiler_plans(degrees, options):
+    """Arguments within 2%, temporaries within 25% (XLA:CPU, float32)."""
+    plan = ax.Plan(**options)
+    model = config(GPT, hidden_size=64, mlp_hidden_size=256, vocab_size=256, max_length=64)
+    step, state, rows = step_of(model, plan, degrees, 64, length=64)
+    prediction = predict(plan, model, degrees, global_batch=64, length=64)
+    found = memory_difference(prediction, step.lower(state, rows).compile())
+    arguments, temporaries = found.ratios
+    assert abs(arguments - 1) < 0.02 and abs(temporaries - 1) < 0.25, str(found)

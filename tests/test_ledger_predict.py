@@ -1,0 +1,164 @@
+"""Predictions from shapes: parameters, memory by kind and theory's traffic, without devices or a trace."""
+
+import collections
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from flax import nnx
+from predicted_steps import GPT, LLAMA, config
+
+import axonml_jax as ax
+from axonml_jax._types import named_leaves
+from axonml_jax.ledger.predict.decoder import decoder_weights, problems
+from axonml_jax.ledger.published.axonn import Grid, layer_volumes
+from axonml_jax.ledger.published.states import FLOAT32_ADAM, zero
+from axonml_jax.models.presets import PRESETS, preset
+from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.pipeline.policy import Pipelined
+
+PUBLISHED = {
+    "gpt2-small": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
+    "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_weights_add_up_to_the_published_numbers_of_parameters(name):
+    assert sum(weight.size for weight in decoder_weights(preset(name))) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("style", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_weights_are_those_of_the_model(style):
+    model = config(style)
+    module = nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))
+    leaves = named_leaves(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+    real = collections.Counter((re.sub(r"/\d+/", "/", name), leaf.shape) for name, leaf in leaves.items())
+    assert real == collections.Counter({(each.name, each.shape): each.count for each in decoder_weights(model)})
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3-405b"])
+def test_the_parameters_of_llama_come_out_of_the_model_by_eval_shape(name):
+    shrunk = replace(preset(name), num_layers=1)
+    module = nnx.eval_shape(lambda: Transformer(shrunk, rngs=nnx.Rngs(0)))
+    leaves = named_leaves(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+    block = sum(leaf.size for path, leaf in leaves.items() if path.startswith("blocks/"))
+    outside = sum(leaf.size for path, leaf in leaves.items() if not path.startswith("blocks/"))
+    assert outside + preset(name).num_layers * block == PUBLISHED[name]
+
+
+def predicted(model, degrees, global_batch=512, **plan):
+    return ax.explain(ax.Plan(**plan), model=model, mesh=degrees, global_batch=global_batch)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_resting_and_reduced_states_are_zeros_formulas(ranks):
+    """Parameters and moments rest in shards in every stage; gradients are shards from the moment they are reduced."""
+    model = config(LLAMA, hidden_size=128, mlp_hidden_size=256, vocab_size=256)
+    params = model.num_params
+    held = predicted(model, {"fsdp": ranks}).memory
+    states = held.parameters + held.optimizer + held.gradients
+    assert states == zero(params, ranks, 3, FLOAT32_ADAM) and held.padding == 0
+    replicated = predicted(model, {"data": ranks}).memory
+    assert replicated.parameters + replicated.optimizer + replicated.gradients == zero(params, ranks, 0, FLOAT32_ADAM)
+    whole = predicted(model, {"fsdp": ranks}, fsdp=ax.Shard(stage=1), accumulate=2).memory
+    # Stage 1 of the paper keeps parameters whole all the time; here they are gathered while a step runs.
+    assert whole.gathered + whole.gradients + whole.optimizer == zero(params, ranks, 1, FLOAT32_ADAM)
+    second = predicted(model, {"fsdp": ranks}, fsdp=ax.Shard(stage=2), accumulate=2).memory
+    assert second.gathered + second.gradients + second.optimizer == zero(params, ranks, 2, FLOAT32_ADAM)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_traffic_is_the_papers(accumulate):
+    model, ranks = config(LLAMA, hidden_size=128, mlp_hidden_size=256, vocab_size=256), 8
+    moved = model.num_params * 4 * (ranks - 1) // ranks
+    for stage, times in ((1, 2), (2, 1 + accumulate), (3, 3 * accumulate)):
+        found = predicted(model, {"fsdp": ranks}, fsdp=ax.Shard(stage=stage), accumulate=accumulate)
+        sent, least, ratio = found.ratios["gradients+parameters"]
+        assert least == times * moved
+        assert ratio == 1 if stage < 3 else sent == least - accumulate * 256 * 128 * 4 * 7 // 8  # the embedding, once
+    ddp = predicted(model, {"data": ranks}, accumulate=accumulate)
+    assert ddp.ratios["gradients+parameters"][0] == 2 * moved
+
+
+def test_padding_is_counted_apart():
+    model = config(GPT)  # 5 ranks divide nothing here
+    held = predicted(model, {"fsdp": 5}, 40).memory
+    assert held.padding > 0
+    assert held.parameters + held.optimizer >= zero(model.num_params, 5, 3, replace(FLOAT32_ADAM, gradients=0))
+
+
+def test_tensor_parallel_traffic_is_megatrons_and_korthikantis():
+    model = replace(preset("llama3-8b"), vocab_size=128_000)
+    plain = predicted(model, {"tensor": 8}, 8, precision="bf16")
+    blocks = 8 * 8192 * 4096 * 2  # b s h in bfloat16
+    sums = [flow for flow in plain.traffic if flow.dtype == "bfloat16"]  # the loss sends float32
+    assert sum(flow.count for flow in sums) == 4 * 32 + 2  # four a block, the embedding's and the head's
+    assert sum(flow.wire_bytes for flow in sums) == (4 * 32 + 2) * 2 * blocks * 7 // 8
+    assert plain.minimum["layers"] == 4 * 32 * 2 * blocks * 7 // 8
+    split = predicted(replace(model, sequence_parallel=True), {"tensor": 8}, 8, precision="bf16")
+    scattered = [flow for flow in split.traffic if flow.kind == "reduce_scatter" and flow.dtype == "bfloat16"]
+    assert sum(flow.count for flow in scattered) == 4 * 32 + 2
+    assert split.memory.activations < 0.75 * plain.memory.activations
+
+
+def test_the_grids_traffic_is_axonns():
+    """Every layer's weight, input and output volumes; activations are joined over col at the end of each pair beside them."""
+    model = config(LLAMA, num_kv_heads=8, hidden_size=64, mlp_hidden_size=128, split="grid", num_layers=1)
+    degrees = {"data": 1, "depth": 2, "row": 2, "col": 2}
+    found = predicted(model, degrees, 16, precision="bf16")
+    h, f = 64, 128
+    layers = [(h, h, False), (h, h, False), (h, h, False), (h, h, True), (h, f, False), (h, f, False), (f, h, True)]
+    volumes = [layer_volumes(Grid(depth=2, row=2, col=2), 16, 32, k, n, t) for k, n, t in layers]
+    table = (
+        2 * 64 * 64 // 4 * 1 // 2
+    )  # of the embedding, which is gathered once and scattered once; the head is a layer
+    head = layer_volumes(Grid(depth=2, row=2, col=2), 16, 32, h, 64, True)
+    depth = sum(
+        float(flow.wire_bytes) for flow in found.traffic if flow.axes == ("depth",) and flow.label != "gradients"
+    )
+    assert depth == sum(each["depth"] for each in [*volumes, head]) * 2 / 3 + table
+    # q, k and v share one input, and so do gate and up: two and one sums of its gradient fewer.
+    row = sum(flow.wire_bytes for flow in found.traffic if flow.axes == ("row",) and flow.kind == "all_reduce")
+    assert row == sum(each["row"] for each in [*volumes, head]) - 3 * volumes[0]["row"]
+
+
+def test_a_pipeline_has_its_bubble_and_its_slots():
+    model = config(LLAMA, num_layers=8)
+    pipe = Pipelined(num_microbatches=8)
+    found = predicted(model, {"data": 2, "pipe": 4}, 64, pipe=pipe)
+    assert found.bubble == pytest.approx(3 / 8) and found.ticks == 8 + 2 * 3
+    passing = [flow for flow in found.traffic if flow.axes == ("pipe",)]
+    assert {flow.label for flow in passing} == {"activations", "cotangents"}
+    assert all(flow.count == 14 and flow.elements == 4 * 32 * 32 for flow in passing)
+    assert found.ratios["activations+cotangents"][2] == 14 / 8
+    deeper = predicted(model, {"data": 2, "pipe": 4}, 256, pipe=replace(pipe, num_microbatches=32))
+    assert deeper.memory.activations == found.memory.activations  # 1F1B's memory does not grow with microbatches
+    gpipe = predicted(model, {"data": 2, "pipe": 4}, 256, pipe=Pipelined(schedule="gpipe", num_microbatches=32))
+    assert gpipe.memory.activations > 3 * deeper.memory.activations
+
+
+def test_what_cannot_run_is_refused_with_every_reason():
+    with pytest.raises(ValueError, match=r"do not divide over tensor=3.*sequences do not divide into 2 shards"):
+        predicted(config(GPT), {"data": 2, "tensor": 3}, 7)
+    with pytest.raises(ValueError, match=r"without a pipeline in the plan: give it pipe=ax\.Pipelined"):
+        predicted(config(GPT), {"pipe": 2}, 8)
+    with pytest.raises(ValueError, match="2 blocks cannot be cut into 4 stages"):
+        predicted(config(GPT), {"pipe": 4}, 8, pipe=Pipelined(num_microbatches=8))
+    with pytest.raises(TypeError, match="trace its step"):
+        ax.explain(ax.Plan(), model=object(), mesh={"data": 2}, global_batch=8)
+    with pytest.raises(ValueError, match="give every one"):
+        ax.explain(ax.Plan(), model=config(GPT), global_batch=8)
+    assert problems(config(GPT, split="grid"), {"tensor": 2}, 16)[0].startswith("tensor=2 splits nothing")
+
+
+def test_a_prediction_prints_and_goes_to_json(tmp_path):
+    found = predicted(config(GPT), {"data": 2, "fsdp": 4}, 16, remat="full", precision="bf16")
+    text = str(found)
+    for words in ("ZeRO-3", "full recomputation", "at the fullest moment", "reduce_scatter", "against theory"):
+        assert words in text
+    plain = json.loads(found.to_json())
+    assert plain["memory"]["total"] == found.memory.total and plain["traffic"][0]["wire_bytes"] > 0
+    found.save_picture(tmp_path / "ledger.svg")
+    assert (tmp_path / "ledger.svg").stat().st_size > 1000
