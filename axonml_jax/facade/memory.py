@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from axonml_jax._types import named_leaves
@@ -96,6 +97,8 @@ def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemor
     """See `FSDP.memory_estimate`."""
     trained = jax.tree.leaves(placement.params, is_leaf=is_layout)
     layouts = [*trained, *jax.tree.leaves(placement.frozen, is_leaf=is_layout)]
+    if placement.stages is not None:  # a device holds the stages of one rank, padded to the fullest one's
+        return _of_stages(placement, moments)
     plan = placement.plan
     reduce = plan.precision.reduce_dtype
     shards = placement.inner_axes or not plan.accumulate > 1
@@ -114,6 +117,33 @@ def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemor
         gathered_bytes=_gathered(placement, layouts, model),
         replicated_bytes=whole + (1 + moments) * whole_trained,
         offload=plan.offload,
+    )
+
+
+def _of_stages(placement: Placement, moments: int) -> FSDPMemoryStats:
+    """The same along a pipeline, where what rests are buffers."""
+    stages, reduce = placement.stages, placement.plan.precision.reduce_dtype
+    assert stages is not None
+    trained, frozen = (list(store.buffers.sizes.items()) for store in (stages.params, stages.frozen))
+    rests = lambda sizes: sum(size * jnp.dtype(group.dtype).itemsize for group, size in sizes)
+    ranks = ([i for i, p in enumerate(stages.stages) if p % stages.num_ranks == r] for r in range(stages.num_ranks))
+    reads = [
+        sum(
+            math.prod(placement.read_shape(stages.layouts[i])) * placement.read_itemsize(stages.layouts[i])
+            for i in leaves
+        )
+        for leaves in ranks
+    ]
+    split = any("fsdp" in layout.axes for layout in stages.layouts) and stages.policy.gather == "step"
+    cast = placement.plan.precision.compute is not None
+    bytes_of = lambda layouts: sum(layout.size * layout.dtype.itemsize for layout in layouts)
+    return FSDPMemoryStats(
+        total_params=sum(layout.size for layout in stages.layouts),
+        param_bytes=rests(trained) + rests(frozen),
+        grad_bytes=sum(size * jnp.dtype(reduce(group.dtype)).itemsize for group, size in trained),
+        optim_bytes=moments * rests(trained),
+        gathered_bytes=max(reads) if split or cast else 0,
+        replicated_bytes=bytes_of(stages.layouts) + (1 + moments) * bytes_of(stages.params.layouts),
     )
 
 

@@ -1,11 +1,12 @@
 """What a training run is made of, as frozen values: the sections and keys of a configuration file."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from axonml_jax.collectives.buckets import GradSyncStrategy
 from axonml_jax.launch.against_mesh import against_mesh
 from axonml_jax.launch.checkpoint_config import CheckpointConfig
+from axonml_jax.launch.pipeline_config import PipelineConfig
 from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.ddp import Replicate
@@ -16,7 +17,7 @@ from axonml_jax.parallel.plan import Plan
 BYTES = 256
 """Token ids of byte-level text."""
 
-_INNER_AXES = ("fsdp", "depth", "row", "col", "tensor")
+_INNER_AXES = ("pipe", "fsdp", "depth", "row", "col", "tensor")
 """Mesh axes that are left out where their degree is 1."""
 
 
@@ -44,6 +45,7 @@ class MeshConfig:
 
     Attributes:
       data: groups of devices that hold whole copies of the parameters; -1 takes all devices.
+      pipe: devices along which the model's layers lie as stages (see the section pipeline).
       fsdp: ways in which parameters, gradients and optimizer state are split; 1 splits nothing, -1 takes all devices.
       tensor: ways in which heads, inner widths and the vocabulary are split (Megatron); wants model.split tensor.
       row: ways in which output features of every layer are split (AxoNN); wants model.split grid, as col and depth do.
@@ -52,6 +54,7 @@ class MeshConfig:
     """
 
     data: int = -1
+    pipe: int = 1
     fsdp: int = 1
     tensor: int = 1
     row: int = 1
@@ -257,6 +260,7 @@ class RunConfig:
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     model: TransformerConfig
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -272,11 +276,17 @@ class RunConfig:
         if self.model.max_length < self.data.length:
             problems.append(f"data.length={self.data.length} is above model.max_length={self.model.max_length}")
         problems += against_mesh(self)
+        problems += self.pipeline.problems(self)
         problems += self.checkpoint.against_validation(self.train.eval_every)
         if not self.name or "/" in self.name or self.name.startswith("."):
             problems.append(f"name={self.name!r}: must be the name of a folder")
         if problems:
             raise ValueError("; ".join(problems))
+
+    def build_plan(self) -> Plan:
+        """The plan of the run."""
+        plan = self.plan.build()
+        return plan if self.mesh.pipe == 1 else replace(plan, pipe=self.pipeline.build())
 
 
 def _at_least(section: str, config: object, problems: list[str] | None = None, **lowest: int) -> None:

@@ -58,10 +58,10 @@ def lay_ground(config: RunConfig) -> Ground:
     rows = jax.ShapeDtypeStruct((config.train.global_batch_size, config.data.length), np.int32)
     batch = {"tokens": rows, "targets": rows}
     try:
-        check_batch(batch, mesh, config.plan.accumulate)
+        check_batch(batch, mesh, config.build_plan().microbatches)
     except ValueError as error:
         raise ValueError(f"train.global_batch_size={config.train.global_batch_size}: {error}") from error
-    return Ground(world, mesh, config.plan.build(), batch)
+    return Ground(world, mesh, config.build_plan(), batch)
 
 
 def start_devices(simulated: int | None) -> World:

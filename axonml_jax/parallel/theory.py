@@ -22,7 +22,13 @@ def minimum_traffic(placement: Placement) -> Fraction:
         return Fraction(0)
     leaves = [(layout, True) for layout in jax.tree.leaves(placement.params, is_leaf=is_layout)]
     leaves += [(layout, False) for layout in jax.tree.leaves(placement.frozen, is_leaf=is_layout)]
-    return sum((_leaf(placement, layout, trained) for layout, trained in leaves), Fraction(0))
+    amounts = [_leaf(placement, layout, trained) for layout, trained in leaves]
+    if placement.stages is None:
+        return sum(amounts, Fraction(0))
+    # The rank with the most; activations are not in it.
+    stages, ranks = placement.stages.stages, placement.stages.num_ranks
+    each = (sum((a for a, p in zip(amounts, stages, strict=True) if p % ranks == r), Fraction(0)) for r in range(ranks))
+    return max(each)
 
 
 def _leaf(placement: Placement, layout: Layout, trained: bool) -> Fraction:

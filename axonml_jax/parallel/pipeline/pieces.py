@@ -1,4 +1,4 @@
-"""Cutting a traced microbatch into consecutive pieces, one per stage: any model's, with one loss (docs/adr/0011).
+"""Cutting a traced microbatch into consecutive pieces, one per stage: any model's, with one loss (docs/adr/0009).
 
 The whole program is cut, not the model: what a piece needs of earlier work is sent to it, what it needs of weights, of the
 microbatch and of constants alone it makes itself. So a tied weight, a skip connection over several stages, a second call

@@ -1,0 +1,67 @@
+"""The section `pipeline` of a configuration."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from axonml_jax.parallel.pipeline.policy import Pipelined
+
+if TYPE_CHECKING:
+    from axonml_jax.launch.config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How microbatches pass through the stages along mesh.pipe (see `ax.Pipeline`).
+
+    Attributes:
+      schedule: gpipe, 1f1b, interleaved or zero-bubble.
+      microbatches: into how many parts the rows of a batch shard are cut.
+      chunks: stages per device; interleaved wants at least 2.
+      gather: with mesh.fsdp, gather a device's stages once per step, or whenever one is used (tick).
+    """
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    microbatches: int = 8
+    chunks: int = 1
+    gather: Literal["step", "tick"] = "step"
+
+    def __post_init__(self):
+        try:
+            self.build()
+        except ValueError as error:
+            raise ValueError(f"pipeline: {error}") from error
+
+    def build(self) -> Pipelined:
+        """The plan's part."""
+        return Pipelined(
+            schedule=self.schedule,  # pyright: ignore[reportArgumentType]  # Pipelined converts names
+            num_microbatches=self.microbatches,
+            chunks=self.chunks,
+            gather=self.gather,
+        )
+
+    def problems(self, config: "RunConfig") -> Iterator[str]:
+        """What of it does not go with the rest of a configuration."""
+        ranks, stages = config.mesh.pipe, config.mesh.pipe * self.chunks
+        if ranks == 1:
+            if self != PipelineConfig():
+                yield "the section pipeline has no effect while mesh.pipe=1: set mesh.pipe"
+            return
+        if ranks < 1:
+            yield f"mesh.pipe={ranks}: must be a positive number of devices; -1 is for data and fsdp"
+            return
+        if stages > config.model.num_layers:
+            yield (
+                f"mesh.pipe={ranks} x pipeline.chunks={self.chunks} are {stages} stages for model.num_layers="
+                f"{config.model.num_layers} blocks: use fewer stages or more layers"
+            )
+        for setting, name in ((config.plan.sync_strategy == "no_sync", "sync_strategy=no_sync"),):
+            if setting:
+                yield f"plan.{name} trains a model per rank, but mesh.pipe={ranks} splits one model"
+        if config.plan.offload != "none":
+            yield f"plan.offload={config.plan.offload} is not there for the stages of mesh.pipe={ranks}: set it to none"
+        try:
+            self.build().timetable(ranks, self.microbatches * config.plan.accumulate)
+        except ValueError as error:
+            yield f"pipeline: {error}"
