@@ -11,6 +11,9 @@ from axonml_jax.sharding.leaf import Leaf
 DIFFERENCES = ("missing", "unexpected", "mismatched")
 """What may be accepted: names the checkpoint lacks, names only it has, and arrays of another shape or kind."""
 
+OPTIONAL = "guard/"
+"""What a run may have or not have without being another run."""
+
 _SHOWN = 40
 
 
@@ -25,9 +28,11 @@ def differences(wanted: Mapping[str, Leaf], found: Mapping[str, Entry]) -> dict[
     for name, leaf in wanted.items():
         if name in found and (problem := _mismatch(entry_of(leaf), found[name])):
             mismatched[name] = problem
+    missing = {name: _shape(entry_of(leaf)) for name, leaf in wanted.items() if name not in found}
+    unexpected = {name: _shape(entry) for name, entry in found.items() if name not in wanted}
     return {
-        "missing": {name: _shape(entry_of(leaf)) for name, leaf in wanted.items() if name not in found},
-        "unexpected": {name: _shape(entry) for name, entry in found.items() if name not in wanted},
+        "missing": {name: text for name, text in missing.items() if not name.startswith(OPTIONAL)},
+        "unexpected": {name: text for name, text in unexpected.items() if not name.startswith(OPTIONAL)},
         "mismatched": mismatched,
     }
 

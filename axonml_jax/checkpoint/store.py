@@ -130,7 +130,7 @@ def load(
         raise ValueError(f"{folder} holds no data position: leave data= out, or save with data=")
     if lines := listing(different):
         logger.warning("%s does not fit in all:\n%s", folder, "\n".join(lines))
-    fitting = {n: leaf for n, leaf in wanted.items() if n not in different["missing"] | different["mismatched"]}
+    fitting = {n: leaf for n, leaf in wanted.items() if n in found and n not in different["mismatched"]}
     values = arrays.read(saver, folder / ARRAYS, fitting, found)
     values = {name.removeprefix(prefix): values.get(name, leaf.array) for name, leaf in wanted.items()}
     result = step.state_of_leaves(like, values) if step is not None else filled(like, values)

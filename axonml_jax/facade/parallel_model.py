@@ -269,6 +269,7 @@ class ParallelModel(SavedModel):
         accumulate: int | None = None,
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
+        max_nonfinite: int | None = None,
     ) -> Trainer:
         """A fused, donated training step around this model.
 
@@ -276,14 +277,14 @@ class ParallelModel(SavedModel):
           tx: the optimizer.
           loss_fn: see `value_and_grad`.
           accumulate: microbatches per update and rank; None takes the plan's.
-          max_grad_norm: clip gradients to this global norm.
-          norm_type: of that norm: 1, 2 or `math.inf`.
+          max_grad_norm, norm_type: clip gradients to this global norm; its type is 1, 2 or `math.inf`.
+          max_nonfinite: skip updates whose loss or gradients are not finite; after that many in a row, all. None: never.
 
         Raises:
           TypeError, ValueError: when the optimizer cannot run under the plan.
         """
         options = {"accumulate": accumulate, "max_grad_norm": max_grad_norm, "norm_type": norm_type}
-        trainer = Trainer(self, tx, loss_fn, **options)
+        trainer = Trainer(self, tx, loss_fn, max_nonfinite=max_nonfinite, **options)
         self._newest_trainer = weakref.ref(trainer)
         return trainer
 

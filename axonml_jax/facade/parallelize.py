@@ -49,6 +49,7 @@ def make_train_step(
     trainable: Trainable = None,
     max_grad_norm: float | None = None,
     norm_type: float = 2.0,
+    max_nonfinite: int | None = None,
     seed: int = 0,
 ) -> tuple[TrainState, TrainStep]:
     """The pure, functional way: a first state and a compiled step.
@@ -59,6 +60,7 @@ def make_train_step(
       loss_fn: `loss_fn(model, batch) -> loss` or `(loss, metrics)`.
       max_grad_norm: clip gradients to this global norm.
       norm_type: of that norm: 1, 2 or `math.inf`.
+      max_nonfinite: see `ParallelModel.trainer`.
 
     Returns:
       `(state, step)` with `state, metrics = step(state, batch)`; the state given to `step` is donated.
@@ -67,5 +69,7 @@ def make_train_step(
       TypeError, ValueError: for anything that cannot work, before anything is allocated.
     """
     parallel = parallelize(model, mesh, plan, params=params, trainable=trainable, seed=seed)
-    trainer = parallel.trainer(tx, loss_fn, max_grad_norm=max_grad_norm, norm_type=norm_type)
+    trainer = parallel.trainer(
+        tx, loss_fn, max_grad_norm=max_grad_norm, norm_type=norm_type, max_nonfinite=max_nonfinite
+    )
     return trainer.state, trainer.train_step

@@ -13,9 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from axonml_jax._types import LossFn, PyTree
 from axonml_jax.facade.state_dict import fitted
 from axonml_jax.sharding.leaf import Leaf
-from axonml_jax.sharding.place import place
+from axonml_jax.sharding.place import place, replicated
 from axonml_jax.training.evaluate import EvalStep
 from axonml_jax.training.init import init_state
+from axonml_jax.training.nonfinite import NonFinite
 from axonml_jax.training.specs import state_specs
 from axonml_jax.training.staged import StagedOptimizer
 from axonml_jax.training.state import TrainState
@@ -42,18 +43,21 @@ class Trainer:
         accumulate: int | None = None,
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
+        max_nonfinite: int | None = None,
     ):
         placement = model._placement
         if accumulate is not None:
             placement = replace(placement, plan=replace(placement.plan, accumulate=accumulate))
         tx = checked_optimizer(tx, placement)
         self.model, self._tx, self._loss_fn, self._placement = model, tx, loss_fn, placement
-        self._max_grad_norm, self._norm_type = max_grad_norm, norm_type
+        self._max_grad_norm, self._norm_type, self._max_nonfinite = max_grad_norm, norm_type, max_nonfinite
         self._seen: Any = None
         self._steps: dict[bool | None, TrainStep] = {}
         self._eval = EvalStep(model._functional, placement, model.mesh, loss_fn)
         assert self.train_step  # refuses options that cannot work before anything is allocated
         self._state = init_state(model.variables, tx, placement, model.mesh, model._key)
+        if max_nonfinite is not None:
+            self._state = replace(self._state, guard=replicated(NonFinite.first(), model.mesh))
 
     @property
     def state(self) -> TrainState:
@@ -124,6 +128,7 @@ class Trainer:
                 self._tx,
                 max_grad_norm=self._max_grad_norm,
                 norm_type=self._norm_type,
+                max_nonfinite=self._max_nonfinite,
                 training=mode,
             )
         return self._steps[mode]

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from axonml_jax.launch.lowest import at_least
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -20,14 +22,8 @@ class CheckpointConfig:
     asynchronous: bool = True
 
     def __post_init__(self):
-        problems = []
-        for name in ("every", "keep"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                problems.append(f"checkpoint.{name}={value}: must be at least 1")
-        if self.best and self.every is None:
-            problems.append("checkpoint.best=True keeps nothing while checkpoint.every=null saves nothing")
-        if problems:
-            raise ValueError("; ".join(problems))
+        problems = ["best=True keeps nothing while checkpoint.every=null saves nothing"]
+        at_least("checkpoint", self, problems * (self.best and self.every is None), every=1, keep=1)
 
     def against_validation(self, eval_every: int | None) -> list[str]:
         """What is wrong beside `train.eval_every`."""

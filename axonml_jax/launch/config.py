@@ -6,6 +6,7 @@ from typing import Literal
 from axonml_jax.collectives.buckets import GradSyncStrategy
 from axonml_jax.launch.against_mesh import against_mesh
 from axonml_jax.launch.checkpoint_config import CheckpointConfig
+from axonml_jax.launch.lowest import at_least
 from axonml_jax.launch.pipeline_config import PipelineConfig
 from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig
@@ -36,7 +37,7 @@ class DevicesConfig:
     simulated: int | None = None
 
     def __post_init__(self):
-        _at_least("devices", self, simulated=1)
+        at_least("devices", self, simulated=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +150,7 @@ class DataConfig:
     num_workers: int = 0
 
     def __post_init__(self):
-        _at_least("data", self, length=1, num_workers=0)
+        at_least("data", self, length=1, num_workers=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +181,7 @@ class OptimConfig:
         for name in ("learning_rate", "max_grad_norm"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 problems.append(f"{name}={value}: must be positive")
-        _at_least("optim", self, problems, warmup_steps=0, weight_decay=0)
+        at_least("optim", self, problems, warmup_steps=0, weight_decay=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +195,8 @@ class TrainConfig:
       eval_batches: batches of a validation, always the same ones; null takes the whole validation part.
       log_every: record loss and speed every this many steps.
       seed: of initial weights, the order of examples, dropout and samples.
+      max_nonfinite: skip updates whose loss or gradients are not finite; after this many in a row stop, and save the step
+        for inspection; null skips none.
     """
 
     steps: int = 1000
@@ -202,9 +205,11 @@ class TrainConfig:
     eval_batches: int | None = None
     log_every: int = 10
     seed: int = 0
+    max_nonfinite: int | None = None
 
     def __post_init__(self):
-        _at_least("train", self, steps=1, global_batch_size=1, eval_every=1, eval_batches=1, log_every=1, seed=0)
+        positive = ("steps", "global_batch_size", "eval_every", "eval_batches", "log_every", "max_nonfinite")
+        at_least("train", self, seed=0, **dict.fromkeys(positive, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +229,7 @@ class SampleConfig:
     temperature: float = 0.7
 
     def __post_init__(self):
-        _at_least("sample", self, ["prompt is empty"] * (not self.prompt), count=0, length=1, temperature=0)
+        at_least("sample", self, ["prompt is empty"] * (not self.prompt), count=0, length=1, temperature=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,12 +292,3 @@ class RunConfig:
         """The plan of the run."""
         plan = self.plan.build()
         return plan if self.mesh.pipe == 1 else replace(plan, pipe=self.pipeline.build())
-
-
-def _at_least(section: str, config: object, problems: list[str] | None = None, **lowest: int) -> None:
-    problems = list(problems or ())
-    for name, low in lowest.items():
-        if (value := getattr(config, name)) is not None and not value >= low:
-            problems.append(f"{name}={value}: must be at least {low}")
-    if problems:
-        raise ValueError("; ".join(f"{section}.{problem}" for problem in problems))

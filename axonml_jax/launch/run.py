@@ -28,7 +28,7 @@ from axonml_jax.launch.progress import progress
 from axonml_jax.launch.read_config import as_dict
 from axonml_jax.launch.records import JsonLines, Recorder, TensorBoard, read_records, tensorboard_writer
 from axonml_jax.launch.run_folder import CHECKPOINT_FOLDER, choose_folder
-from axonml_jax.launch.saves import Saves
+from axonml_jax.launch.saves import NONFINITE, Saves
 from axonml_jax.launch.text_task import (
     TextData,
     build_model,
@@ -49,6 +49,9 @@ INTERRUPTED = 130
 TERMINATED = 143
 """Exit status after SIGTERM, as shells have it: the run is saved and not at its end."""
 
+DIVERGED = 3
+"""Exit status when too many updates in a row were not finite."""
+
 
 def explain(config: RunConfig) -> int:
     """Print what a run would do and what its step would send. Nothing is trained or allocated.
@@ -65,7 +68,8 @@ def train(config: RunConfig) -> int:
     """Train, validate, sample, and leave records, checkpoints, configuration and picture in the run's folder.
 
     Returns:
-      0; 130 when stopped by Ctrl-C, 143 when by SIGTERM. What was recorded until then is kept.
+      0; 130 when stopped by Ctrl-C, 143 when by SIGTERM, 3 by updates that were not finite. What was recorded until then
+      is kept.
 
     Raises:
       ConfigError: with everything that cannot work, before anything is allocated.
@@ -104,7 +108,7 @@ def _train(
     records = [record for record in read_records(metrics) if record.step <= start] if mine and start else []
     status = 0
     with Preemption() as preemption:
-        saves = Saves(manager, trainer, data.train, config.train.steps, preemption)
+        saves = Saves(manager, trainer, data.train, config, preemption, folder / NONFINITE)
         try:
             _run(config, ground, data, trainer, mine, records, start, saves)
             if manager is not None:
@@ -118,6 +122,9 @@ def _train(
         kept = "saved; --resume auto goes on from here" if manager else "nothing was saved (checkpoint.every=null)"
         print0(f"\nstopped by SIGTERM after step {saves.terminated}; {kept}", flush=True)
         status = TERMINATED
+    if saves.diverged is not None:
+        print0(f"\n{saves.diverged}", flush=True)
+        status = DIVERGED
     _report(config, data, records, mine)
     if status == 0:
         _print_samples(config, trainer.model)
@@ -170,7 +177,9 @@ def _trainer(config: RunConfig, ground: Ground) -> Trainer:
     model = build_model(config.model, config.train.seed)
     parallel = ParallelModel(model, ground.mesh, ground.plan, seed=config.train.seed)
     tx = make_optimizer(config.optim, config.train.steps)
-    return parallel.trainer(tx, loss_fn, max_grad_norm=config.optim.max_grad_norm)
+    return parallel.trainer(
+        tx, loss_fn, max_grad_norm=config.optim.max_grad_norm, max_nonfinite=config.train.max_nonfinite
+    )
 
 
 def _run(

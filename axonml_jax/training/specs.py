@@ -38,3 +38,4 @@ def state_specs(placement: Placement, tx: optax.GradientTransformation, state: T
         key=PartitionSpec(),
         loss_scale=jax.tree.map(lambda _: PartitionSpec(), state.loss_scale),
     )
+        guard=jax.tree.map(lambda _: PartitionSpec(), state.guard),

@@ -1,13 +1,16 @@
 """Everything a training run is between two steps, as one value."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from axonml_jax._types import PyTree
 from axonml_jax.model.functional import Variables
 from axonml_jax.training.loss_scale import LossScale
+
+if TYPE_CHECKING:
+    from axonml_jax.training.nonfinite import NonFinite
 
 
 @jax.tree_util.register_dataclass
@@ -21,6 +24,7 @@ class TrainState:
       opt_state: the optimizer's state.
       key: the run's randomness; step i draws from `fold_in(key, i)`.
       loss_scale: of float16 training, else None.
+      guard: counts of skipped updates where non-finite ones are skipped (`max_nonfinite`), else None.
     """
 
     step: jax.Array
@@ -28,6 +32,7 @@ class TrainState:
     opt_state: Any
     key: jax.Array
     loss_scale: LossScale | None = None
+    guard: "NonFinite | None" = None
 
     @property
     def params(self) -> PyTree:

@@ -6,7 +6,6 @@ from numbers import Real
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -23,8 +22,8 @@ from axonml_jax.sharding.place import is_deleted
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import gradients
-from axonml_jax.training.loss_scale import chosen
 from axonml_jax.training.named_state import state_leaves, state_of_leaves
+from axonml_jax.training.nonfinite import check_limit, skip_nonfinite
 from axonml_jax.training.objective import Objective
 from axonml_jax.training.specs import state_specs
 from axonml_jax.training.stacked import stack_state, stacked, unstack_state
@@ -56,12 +55,15 @@ class TrainStep:
         *,
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
+        max_nonfinite: int | None = None,
         training: bool | None = None,
     ):
         if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm={max_grad_norm!r} must be a positive number; None does not clip")
         if not (isinstance(norm_type, Real) and norm_type > 0):
             raise ValueError(f"norm_type={norm_type!r} must be a positive number: 1, 2 or math.inf")
+        check_limit(max_nonfinite, placement.plan.independent)
+        self.max_nonfinite = max_nonfinite
         self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
         self.norm_type, self._trees = float(norm_type), StagedTrees(placement, tx)
         self.objective = Objective(model, loss_fn, forward_mode(placement, training))
@@ -125,8 +127,8 @@ class TrainStep:
     def _local(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         placement = self.placement
         state = unstack_state(state, placement)
-        scale, offload = state.loss_scale, placement.plan.offload
-        factor = None if scale is None else scale.scale
+        offload = placement.plan.offload
+        factor = None if state.loss_scale is None else state.loss_scale.scale
         result = gradients(self.objective, placement, state.variables, step_key(state), batch, scale=factor)
         grads = to_device_memory(result.grads, offload.gradients)
         norm = placement.norm(grads, self.norm_type)
@@ -135,15 +137,13 @@ class TrainStep:
         old = to_device_memory(state.params, offload.params), to_device_memory(state.opt_state, offload.optimizer)
         new = update(self.tx, grads, old[1], old[0], result.loss, placement)
         buffers = sync_buffers(result.state, placement, self.model.synchronized())
-        metrics = {**result.metrics, "loss": result.loss, "grad_norm": norm}
-        if scale is not None:
-            finite = jnp.isfinite(norm)
-            new, buffers = chosen(finite, (new, buffers), (old, state.variables.state))
-            metrics |= {"loss_scale": scale.scale, "skipped": scale.skipped}
-            scale = scale.after(finite)
+        (new, buffers), scale, guard, counts = skip_nonfinite(
+            state, (new, buffers), (old, state.variables.state), result.loss, norm, self.max_nonfinite
+        )
+        metrics = {**result.metrics, "loss": result.loss, "grad_norm": norm, **counts}
         params, opt_state = to_host_memory(new[0], offload.params), to_host_memory(new[1], offload.optimizer)
         variables = Variables(params, state.variables.frozen, buffers)
-        new = TrainState(state.step + 1, variables, opt_state, state.key, scale)
+        new = TrainState(state.step + 1, variables, opt_state, state.key, scale, guard)
         if placement.plan.independent:
             metrics = stacked(metrics, placement)
         return stack_state(new, placement), metrics

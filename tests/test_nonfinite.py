@@ -1,0 +1,139 @@
+"""A step whose loss or gradients are not finite is skipped on every rank alike, counted, and too many in a row halt the run."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import axonml_jax as ax
+from axonml_jax.launch.read_config import read_config
+from axonml_jax.launch.saves import Saves
+from axonml_jax.sharding.place import to_host
+from axonml_jax.training.loss_scale import LossScale
+from axonml_jax.training.nonfinite import NonFinite, skip_nonfinite
+from axonml_jax.training.state import TrainState
+
+GOOD = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
+BAD = GOOD.copy()
+BAD[-1] = np.inf  # only the last rank's rows
+LIMIT = 2
+QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
+
+
+class Net(nnx.Module):
+    """A layer and running averages, which a bad batch would spoil too."""
+
+    def __init__(self):
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+        self.layer = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.layer(self.norm(x))
+
+
+def loss_fn(model, batch):
+    return jnp.mean(model(batch) ** 2)
+
+
+def equal_bits(a, b):
+    assert jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b))
+
+
+@pytest.mark.parametrize("facade", [ax.DDP, ax.FSDP])
+def test_bad_steps_change_nothing_are_counted_and_halt_the_run(facade):
+    axis = "data" if facade is ax.DDP else "fsdp"
+    mesh = ax.make_mesh(devices=jax.devices()[:4], **{axis: 4})
+    trainer = facade(Net(), mesh).trainer(optax.adam(0.1), loss_fn, max_nonfinite=LIMIT)
+    kept = lambda: to_host((trainer.state.variables, trainer.state.opt_state))
+    counts = lambda metrics: (int(metrics["skipped"]), int(metrics["skipped_in_a_row"]))
+    assert counts(trainer.step(GOOD)) == (0, 0)
+    before = kept()
+    assert counts(trainer.step(BAD)) == (1, 1)
+    equal_bits(kept(), before)
+    assert trainer.state.step == 2  # randomness and schedules by step go on
+    assert counts(trainer.step(GOOD)) == (1, 0)
+    with pytest.raises(AssertionError):
+        equal_bits(kept(), before)
+    before = kept()
+    assert [counts(trainer.step(batch)) for batch in (BAD, BAD, GOOD, BAD)] == [(2, 1), (3, 2), (3, 2), (3, 2)]
+    equal_bits(kept(), before)  # halted: not even a good batch is taken
+    assert int(trainer.state.guard.since) == 3
+
+
+def state_of(scale=None, in_a_row=0):
+    guard = NonFinite(jnp.int32(0), jnp.int32(in_a_row), jnp.int32(0))
+    return TrainState(jnp.int32(7), None, None, None, scale, guard)
+
+
+@pytest.mark.parametrize(
+    "loss, norm, scale, counted, kept",
+    [
+        (1.0, 1.0, None, 0, True),
+        (np.nan, 1.0, None, 1, False),
+        (1.0, np.inf, None, 1, False),
+        (1.0, np.inf, 8.0, 0, False),  # float16 is looking for its scale
+        (1.0, np.inf, 1.0, 1, False),
+        (np.inf, np.inf, 8.0, 1, False),
+    ],
+)
+def test_what_is_skipped_and_what_counts(loss, norm, scale, counted, kept):
+    scale = scale and LossScale(jnp.float32(scale), jnp.int32(0), jnp.int32(0))
+    new, after, guard, metrics = skip_nonfinite(state_of(scale), 2.0, 1.0, jnp.float32(loss), jnp.float32(norm), LIMIT)
+    assert (float(new) == 2.0) is kept and int(guard.in_a_row) == counted
+    assert int(metrics["skipped"]) == int(not kept) and (not counted or int(guard.since) == 7)
+    assert scale is None or float(after.scale) == max(1.0, float(scale.scale) / 2)
+
+
+def test_the_option_is_checked_before_anything_is_allocated():
+    model = ax.DDP(Net(), ax.make_mesh(data=2, devices=jax.devices()[:2]))
+    for limit in (0, True, 1.5):
+        with pytest.raises(ValueError, match="must be a whole number from 1"):
+            model.trainer(optax.sgd(0.1), loss_fn, max_nonfinite=limit)
+    alone = ax.DDP(Net(), ax.make_mesh(data=2, devices=jax.devices()[:2]), sync_strategy="no_sync")
+    with pytest.raises(ValueError, match="NO_SYNC would need a count per rank"):
+        alone.trainer(optax.sgd(0.1), loss_fn, max_nonfinite=3)
+
+
+def test_a_checkpoint_with_counts_restores_without_and_the_other_way_round(tmp_path):
+    mesh = ax.make_mesh(data=2, devices=jax.devices()[:2])
+    trainers = [ax.DDP(Net(), mesh).trainer(optax.sgd(0.1), loss_fn, max_nonfinite=limit) for limit in (LIMIT, None)]
+    for number, (source, target) in enumerate((trainers, trainers[::-1])):
+        ax.restore(ax.save(tmp_path / str(number), source), target)
+    assert trainers[1].state.guard is None and int(trainers[0].state.guard.skipped) == 0
+
+
+class NoSignal:
+    """Nobody asks to stop."""
+
+    def stop_after(self, step):
+        """Never."""
+        return False
+
+
+def test_a_diverged_run_stops_and_its_first_bad_step_is_saved_and_repeats(tmp_path):
+    mesh = ax.make_mesh(data=2, devices=jax.devices()[:2])
+    rows = np.concatenate([GOOD, GOOD, BAD, BAD, BAD, GOOD])
+    config = read_config("train", [QUICKSTART, "--train.max_nonfinite=2", "--train.log_every=3", "--train.steps=99"])
+
+    def start():
+        loader = ax.create_dataloader(rows, 8, mesh, shuffle=False)
+        return ax.DDP(Net(), mesh).trainer(optax.sgd(0.1), loss_fn, max_nonfinite=2), loader
+
+    trainer, loader = start()
+    with ax.CheckpointManager(tmp_path / "checkpoints", every=1) as manager:
+        saves = Saves(manager, trainer, loader, config, NoSignal(), tmp_path / "nonfinite")
+        for step, batch in enumerate(loader, 1):
+            metrics = trainer.step(batch)
+            if saves(step, {"loss": 1.0} if step % 3 == 0 else {}):
+                break
+    assert step == 4 and "2 updates in a row were not finite, the first after step 2" in saves.diverged
+    assert manager.steps == [1, 2]  # nothing of the row is a checkpoint to resume from
+    again, loader = start()
+    ax.restore(tmp_path / "nonfinite", again, data=loader)
+    assert int(again.state.step) == 2
+    metrics = again.step(next(iter(loader)))
+    assert not np.isfinite(metrics["loss"]) and int(metrics["skipped_in_a_row"]) == 1
