@@ -61,6 +61,7 @@ def pytest_collection_modifyitems(config, items):
         shared = item.module.__name__.removeprefix("test_") in SHARED and hasattr(item, "callspec")
         key = (item.module.__name__, item.originalname)
         counts[key] += shared
-        (kept if not shared or counts[key] % 2 == old else dropped).append(item)
+        # Thue and Morse's sequence: no option that alternates from case to case falls to one end alone.
+        (kept if not shared or counts[key].bit_count() % 2 == old else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept
