@@ -37,5 +37,6 @@ def state_specs(placement: Placement, tx: optax.GradientTransformation, state: T
         opt_state=opt_specs,
         key=PartitionSpec(),
         loss_scale=jax.tree.map(lambda _: PartitionSpec(), state.loss_scale),
+        guard=jax.tree.map(lambda _: PartitionSpec(), state.guard),
     )
         guard=jax.tree.map(lambda _: PartitionSpec(), state.guard),
