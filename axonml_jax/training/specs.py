@@ -39,4 +39,3 @@ def state_specs(placement: Placement, tx: optax.GradientTransformation, state: T
         loss_scale=jax.tree.map(lambda _: PartitionSpec(), state.loss_scale),
         guard=jax.tree.map(lambda _: PartitionSpec(), state.guard),
     )
-        guard=jax.tree.map(lambda _: PartitionSpec(), state.guard),
