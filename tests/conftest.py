@@ -2,32 +2,15 @@
 
 import collections
 import os
-import shutil
-import tempfile
 
 import jax
 import pytest
 
 jax.config.update("jax_enable_x64", True)
 
-COMPILE = {
-    "jax_disable_most_optimizations": True,  # most programs here are compiled once and run for milliseconds
-    "jax_persistent_cache_min_compile_time_secs": 0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
-"""How this suite compiles, in this process and in those that tests start."""
-
-
-def pytest_configure(config):
-    """Compile in a hurry, and each program once for both workers and for the processes that tests start."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = tempfile.mkdtemp(prefix="axonml-jax-programs-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-    for name, value in COMPILE.items():
-        os.environ.setdefault(name.upper(), str(value))
-        jax.config.update(name, value)
-    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+# Most programs here are compiled once and run for milliseconds, in this process and in those that tests start.
+jax.config.update("jax_disable_most_optimizations", True)
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 @pytest.fixture(scope="module")
