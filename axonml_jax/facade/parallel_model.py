@@ -113,7 +113,7 @@ class ParallelModel(SavedModel):
           ValueError: listing every missing, unexpected and mismatched parameter, before anything is changed.
         """
         fitting = fitted(params, self.parameters(), "set_parameters takes a tree like parameters() returns")
-        specs = variable_specs(self._placement, self.variables).params
+        specs = variable_specs(self._placement.resting, self.variables).params
         self._lent = True  # an array that is where it belongs already stays the caller's own
         self.variables = replace(self.variables, params=inside(fitting, self._placement, self.mesh, specs))
 

@@ -76,7 +76,7 @@ class Trainer:
         if not isinstance(state, TrainState):
             raise TypeError(f"{rule}, but a {type(state).__name__} was given")
         fitting = fitted(state, self.state, rule)
-        self._continue(place(fitting, state_specs(self._placement, self._tx, fitting), self.model.mesh))
+        self._continue(place(fitting, state_specs(self._placement.resting, self._tx, fitting), self.model.mesh))
 
     @property
     def opt_state(self) -> PyTree:

@@ -21,6 +21,7 @@ _KINDS: dict[str, str] = {
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _OPCODE = re.compile(r"^(?:ROOT )?%?\S+ = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\(")
 _CALLEES = re.compile(r"\b(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
+_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z_]+=|$)")
 _CALLEE_LISTS = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 
 
@@ -33,12 +34,14 @@ class CompiledCollective:
       in_loop: whether it runs inside a while loop's body or condition.
       asynchronous: whether it is the start of an asynchronous pair.
       result: its result type as HLO writes it.
+      groups: its replica groups, or a permute's pairs, as HLO writes them.
     """
 
     kind: str
     in_loop: bool
     asynchronous: bool
     result: str
+    groups: str = ""
 
 
 def collectives_in_compiled(program: Any) -> tuple[CompiledCollective, ...]:
@@ -83,7 +86,8 @@ def _walk(computations: dict[str, list[str]], name: str, in_loop: bool) -> Itera
         result, opcode = match.groups()
         base = opcode.removesuffix("-start")
         if base in _KINDS:
-            yield CompiledCollective(_KINDS[base], in_loop, opcode != base, result)
+            groups = _GROUPS.search(line)
+            yield CompiledCollective(_KINDS[base], in_loop, opcode != base, result, groups.group(1) if groups else "")
             continue
         for callee in _callees(line):
             yield from _walk(computations, callee, in_loop or opcode == "while")

@@ -20,6 +20,7 @@ from axonml_jax.model.functional import Variables
 from axonml_jax.model.precision import cast_floating
 from axonml_jax.parallel.fits import check_axes, decided
 from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.parallel.partition import PARTITIONED, by_rules, left_to_partitioner
 from axonml_jax.parallel.pipeline.assign import Assignment
 from axonml_jax.parallel.pipeline.assign import assign as by_names
 from axonml_jax.parallel.pipeline.policy import AXIS
@@ -39,6 +40,7 @@ class Placement:
       degrees: size of every mesh axis.
       params, frozen: a `Layout` for every leaf.
       stages: where leaves live along a pipeline; what rests is then what its stores say. None: there is no pipeline.
+      at_rest: with an axis left to the partitioner, where leaves rest; here they look whole along it.
     """
 
     plan: Plan
@@ -46,6 +48,7 @@ class Placement:
     params: PyTree
     frozen: PyTree
     stages: Staging | None = None
+    at_rest: "Placement | None" = None
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -61,6 +64,16 @@ class Placement:
     def rank_spec(self) -> PartitionSpec:
         """The spec of a value stacked by rank: one entry of dim 0 per batch shard."""
         return PartitionSpec(self.batch_axes)
+
+    @property
+    def resting(self) -> "Placement":
+        """The placement by which arrays are created, and returned by a step."""
+        return self.at_rest or self
+
+    @property
+    def manual_axes(self) -> frozenset[str]:
+        """The mesh axes over which this library communicates: all but one that is left to the partitioner."""
+        return frozenset(self.degrees) - ({PARTITIONED} if self.at_rest is not None else frozenset())
 
     def param_specs(self) -> PyTree:
         """The PartitionSpec of every trained parameter as it rests."""
@@ -242,6 +255,8 @@ def bind_plan(
     }:
         raise ValueError(f"the plan asks for degrees {dict(wanted)} but the mesh has {degrees}: give one or the other")
     in_layers = named_leaves(split)
+    if plan.partition is not None:
+        in_layers = by_rules(plan.partition, variables, degrees, in_layers)
     check_axes(plan, degrees, in_layers)
     if plan.independent and degrees.get("fsdp", 1) > 1:
         raise ValueError(
@@ -269,7 +284,7 @@ def bind_plan(
 
     placement = Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
     if plan.pipe is None:
-        return placement
+        return placement if plan.partition is None else left_to_partitioner(placement)
     shapes = named_leaves(variables.params) | named_leaves(variables.frozen)
     return replace(placement, stages=_staged(placement, shapes, assign))
 

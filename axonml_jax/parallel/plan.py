@@ -11,6 +11,7 @@ from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.offload import CPUOffload
+from axonml_jax.parallel.partition import Partition
 from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.parallel.tensor.strategy import InLayers
@@ -26,6 +27,8 @@ class Plan:
       data: what happens to parameters on the `data` axis.
       fsdp: what happens to them on the `fsdp` axis.
       pipe: the pipeline along the `pipe` axis; None: the model is not cut.
+      partition: rules by which the partitioner splits any model's parameters over `tensor`; None: only the model's own layers
+        split over it.
       precision: dtypes of parameters, computation, reduction and outputs; the name of a common policy is accepted.
       accumulate: microbatches per update and rank; under a pipeline that many times its microbatches, in one pass.
       update: "shards": the optimizer sees the shards that a rank holds (right for element-wise ones such as Adam, SGD and
@@ -44,6 +47,7 @@ class Plan:
     data: Replicate = field(default_factory=Replicate)
     fsdp: Shard | Replicate = field(default_factory=Shard)
     pipe: Pipelined | None = None
+    partition: Partition | None = None
     precision: Precision = field(default_factory=Precision)
     accumulate: int = 1
     update: Literal["shards", "whole"] = "shards"
@@ -78,6 +82,10 @@ class Plan:
             problems.append(f"data={self.data!r} must be a Replicate strategy")
         if not isinstance(self.fsdp, Shard | Replicate):
             problems.append(f"fsdp={self.fsdp!r} must be a Shard strategy, or a Replicate")
+        if self.partition is not None and not isinstance(self.partition, Partition):
+            problems.append(f"partition={self.partition!r} must be made by Partition.of(rules)")
+        elif self.partition is not None and self.pipe is not None:
+            problems.append("pipe: stages are split by the model's own layers only: leave partition out")
         problems += self._against_pipe() if not problems else []
         if problems:
             raise ValueError(f"Plan: {'; '.join(problems)}")

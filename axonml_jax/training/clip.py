@@ -42,5 +42,6 @@ class Clip:
             mesh=self.mesh,
             in_specs=(specs, PartitionSpec()),
             out_specs=(specs, norm),
+            axis_names=placement.manual_axes,
             check_vma=placement.plan.check_vma,
         )(grads, max_norm)

@@ -60,6 +60,7 @@ class Differentiate:
             mesh=self.mesh,
             in_specs=(specs, PartitionSpec(), batch_specs(batch, self.mesh)),
             out_specs=(means, means, grads, specs.state),
+            axis_names=placement.manual_axes,
             check_vma=placement.plan.check_vma,
         )(variables, key, batch)
 
@@ -74,6 +75,11 @@ class Differentiate:
 
 
 def _refuse_split(placement: Placement) -> None:
+    if placement.stages is not None:
+        raise ValueError(
+            "no_sync() gives every rank's own whole gradients, but along a pipeline ranks share one model: accumulate inside the "
+            "step instead (accumulate=, or more microbatches)"
+        )
     layouts = jax.tree_util.tree_leaves_with_path(placement.params, is_leaf=is_layout)
     split = [path_name(path) for path, layout in layouts if set(layout.axes) & set(LAYER_AXES)]
     if split:
@@ -135,7 +141,12 @@ def _sync_program(placement: Placement, mesh: Mesh) -> Any:
     specs = placement.rank_spec if placement.plan.independent else placement.param_specs()
     return jax.jit(
         jax.shard_map(
-            local, mesh=mesh, in_specs=placement.rank_spec, out_specs=specs, check_vma=placement.plan.check_vma
+            local,
+            mesh=mesh,
+            in_specs=placement.rank_spec,
+            out_specs=specs,
+            axis_names=placement.manual_axes,
+            check_vma=placement.plan.check_vma,
         )
     )
 
@@ -148,4 +159,6 @@ def equalize(variables: Variables, placement: Placement, mesh: Mesh) -> Variable
         own = unstack_variables(variables, placement)
         return stack_variables(jax.tree.map(lambda x: first_ranks(x, placement.batch_axes), own), placement)
 
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))(variables)
+    manual = placement.manual_axes
+    call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, axis_names=manual, check_vma=False)
+    return jax.jit(call)(variables)

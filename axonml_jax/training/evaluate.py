@@ -44,6 +44,7 @@ class EvalStep:
             mesh=self.mesh,
             in_specs=(variable_specs(self.placement, variables), batch_specs(batch, self.mesh)),
             out_specs=self.placement.rank_spec if independent else PartitionSpec(),
+            axis_names=self.placement.manual_axes,
             check_vma=self.placement.plan.check_vma,
         )(variables, batch)
 

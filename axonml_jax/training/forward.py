@@ -69,6 +69,7 @@ class Forward:
             mesh=self.mesh,
             in_specs=(specs, PartitionSpec(), batch_specs(arrays, self.mesh)),
             out_specs=(jax.tree.map(out_spec, dims, inner), specs.state),
+            axis_names=placement.manual_axes,
             check_vma=placement.plan.check_vma,
         )(variables, key, arrays)
 
@@ -91,7 +92,7 @@ class Forward:
         """For every output the dim that grows with the batch, or -1, and the dims that the model's layers leave split."""
         placement, key = self.placement, jax.random.key(0)
         parts, dims = self._batch_dims(variables, arrays, static)
-        if all(placement.degrees.get(axis, 1) == 1 for axis in SPLITTING):
+        if all(placement.degrees.get(axis, 1) == 1 for axis in SPLITTING) or placement.at_rest is not None:
             return dims, jax.tree.map(lambda _: {}, dims)
 
         def alone(variables: Variables, arrays: list):
@@ -127,7 +128,8 @@ class Forward:
             ]
             specs = (variable_specs(placement, variables), batch_specs(shapes, self.mesh))
             # Unchecked and said to be replicated, so that the shapes seen are those of one rank.
-            call = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+            options = {"axis_names": placement.manual_axes, "check_vma": False}
+            call = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), **options)
             return jax.eval_shape(call, variables, shapes)
 
         small = outputs(1)

@@ -23,7 +23,8 @@ def place_variables(variables: Variables, placement: Placement, mesh: Mesh) -> V
     """Whole variables (the same in every process) as they rest under a plan; copies, never the arrays given."""
     if placement.stages is not None:
         return place_staged(variables, placement, mesh)
-    return _kept(place(_resting(variables, placement), variable_specs(placement, variables), mesh), placement)
+    specs = variable_specs(placement.resting, variables)
+    return _kept(place(_resting(variables, placement), specs, mesh), placement)
 
 
 def first_variables(model: Functional, given: Variables, placement: Placement, mesh: Mesh) -> Variables:
@@ -35,7 +36,7 @@ def first_variables(model: Functional, given: Variables, placement: Placement, m
         return place_variables(given, placement, mesh)
     if placement.stages is not None:
         return create_staged(model, placement, mesh)
-    wanted = shardings(variable_specs(placement, given), mesh)
+    wanted = shardings(variable_specs(placement.resting, given), mesh)
     return _kept(jax.jit(lambda: _resting(create(), placement), out_shardings=wanted)(), placement)
 
 

@@ -60,7 +60,7 @@ def first_opt_state(tx: optax.GradientTransformation, params: PyTree, placement:
 def init_opt_state(tx: optax.GradientTransformation, params: PyTree, placement: Placement, mesh: Mesh) -> PyTree:
     """The optimizer's first state, each leaf created where it will live."""
     shapes = jax.eval_shape(lambda params: first_opt_state(tx, params, placement), params)
-    wanted = shardings(opt_state_specs(placement, tx, shapes), mesh)
+    wanted = shardings(opt_state_specs(placement.resting, tx, shapes), mesh)
     if placement.plan.offload.optimizer:
         wanted = jax.tree.map(lambda x, s: s.with_memory_kind(HOST) if movable(x) else s, shapes, wanted)
     kept = placement.plan.offload.params

@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax.model.functional import Variables
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.layout import shardings
 from axonml_jax.training.opt_state import opt_state_specs
 from axonml_jax.training.staged import StagedOptimizer
 from axonml_jax.training.state import TrainState
@@ -39,3 +40,10 @@ def state_specs(placement: Placement, tx: optax.GradientTransformation, state: T
         loss_scale=jax.tree.map(lambda _: PartitionSpec(), state.loss_scale),
         guard=jax.tree.map(lambda _: PartitionSpec(), state.guard),
     )
+
+
+def at_rest(state: TrainState, placement: Placement, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """A step's new state where the next one wants it: the partitioner is told what it would be free to choose."""
+    if placement.at_rest is None:
+        return state
+    return jax.lax.with_sharding_constraint(state, shardings(state_specs(placement.resting, tx, state), mesh))

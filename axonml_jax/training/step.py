@@ -25,7 +25,7 @@ from axonml_jax.training.gradients import gradients
 from axonml_jax.training.named_state import state_leaves, state_of_leaves
 from axonml_jax.training.nonfinite import check_limit, skip_nonfinite
 from axonml_jax.training.objective import Objective
-from axonml_jax.training.specs import state_specs
+from axonml_jax.training.specs import at_rest, state_specs
 from axonml_jax.training.stacked import stack_state, stacked, unstack_state
 from axonml_jax.training.staged_names import StagedTrees
 from axonml_jax.training.state import TrainState
@@ -116,13 +116,15 @@ class TrainStep:
     def _whole(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         specs = state_specs(self.placement, self.tx, state)
         means = self.placement.rank_spec if self.placement.plan.independent else PartitionSpec()
-        return jax.shard_map(
+        new = jax.shard_map(
             self._local,
             mesh=self.mesh,
             in_specs=(specs, batch_specs(batch, self.mesh)),
             out_specs=(specs, means),
+            axis_names=self.placement.manual_axes,
             check_vma=self.placement.plan.check_vma,
         )(state, batch)
+        return (at_rest(new[0], self.placement, self.tx, self.mesh), new[1])
 
     def _local(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         placement = self.placement

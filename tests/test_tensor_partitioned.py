@@ -1,0 +1,187 @@
+"""`TensorParallel`: models written by others split by path rules equal themselves on one device; their traffic is counted."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from fsdp_plans import mesh_of
+from jax.sharding import PartitionSpec as P
+
+import axonml_jax as ax
+from axonml_jax.ledger.compiled import CompiledCollective
+from axonml_jax.ledger.partitioned import _axes
+from axonml_jax.parallel.partition import Partition
+from axonml_jax.testing import assert_equals_single_device
+
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
+F64 = {"param_dtype": jnp.float64}
+X = np.random.default_rng(0).normal(size=(8, 8))
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.LayerNorm(**F64)(linen.gelu(linen.Dense(16, **F64)(x)))
+        return linen.Dense(4, **F64)(x)
+
+
+class Nnx(nnx.Module):
+    def __init__(self):
+        self.up, self.down = (nnx.Linear(*s, rngs=nnx.Rngs(0), **F64) for s in ((8, 16), (16, 4)))
+        self.norm = nnx.LayerNorm(16, rngs=nnx.Rngs(0), **F64)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.norm(self.up(x))))
+
+
+LINEN_RULES = [
+    ("Dense_0/kernel", P(None, "tensor")),
+    ("Dense_0/bias", P("tensor")),
+    ("Dense_1/kernel", P("tensor")),
+    (".*", P()),
+]
+NNX_RULES = {
+    "up/kernel": P(None, "tensor"),
+    "(up|norm)/(bias|scale)": P("tensor"),
+    "down/kernel": P("tensor"),
+    ".*": P(),
+}
+
+
+def squares(model, batch):
+    return jnp.mean(jnp.square(model(batch)))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_models_of_both_kinds_train_as_on_one_device(check_vma):
+    mesh = mesh_of(data=2, tensor=4)
+    shared = {"mesh": mesh, "tx": optax.adamw(1e-2), "steps": 2, "max_grad_norm": 0.1}
+    if check_vma:
+        plan = ax.Plan(partition=Partition.of(LINEN_RULES), accumulate=2, check_vma=True)
+        assert_equals_single_device(Linen(), squares, X, plan, params=Linen().init(jax.random.key(0), X), **shared)
+    else:
+        assert_equals_single_device(Nnx(), squares, X, ax.Plan(partition=Partition.of(NNX_RULES)), **shared)
+
+
+def test_parameters_and_optimizer_state_rest_split_and_everything_of_a_facade_works():
+    model = ax.TensorParallel(
+        Linen(), mesh_of(data=2, tensor=4), rules=LINEN_RULES, params=Linen().init(jax.random.key(0), X)
+    )
+    kernel = lambda tree: tree["Dense_0"]["kernel"].sharding.spec
+    assert kernel(model.variables.params) == P(None, "tensor")
+    whole = model.module
+    np.testing.assert_allclose(model(X), whole(X), atol=1e-12)
+    trainer = model.trainer(optax.adamw(1e-2), squares)
+    loss, grads = model.value_and_grad(squares)(X)
+    wanted = jax.grad(lambda v: jnp.mean(jnp.square(Linen().apply(v, X))))(whole.variables)["params"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), grads, wanted)
+    with model.no_sync():
+        _, own = model.value_and_grad(squares)(X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), model.sync_gradients(own), grads)
+    np.testing.assert_allclose(trainer.evaluate(X)["loss"], loss)
+    saved = model.state_dict()
+    for _ in range(2):
+        trainer.step(X)
+    assert kernel(model.variables.params) == kernel(trainer.state.opt_state[0].mu) == P(None, "tensor")
+    model.load_state_dict(saved)
+    assert kernel(model.variables.params) == P(None, "tensor")
+    np.testing.assert_allclose(trainer.step(X)["loss"], loss)
+    # What the partitioner sends: at least the sum of the second product's parts, [4, 4] in float64 over 4 ranks.
+    traffic = model.tensor_traffic(trainer, X)
+    assert traffic.entries["all_reduce", "f64[4,4]", False] == 1 and traffic.bytes >= 2 * 3 / 4 * 128
+    assert "partitioner" in str(traffic) and "tensor" not in ax.explain(trainer, X).traffic
+
+
+def test_groups_are_told_apart_however_hlo_writes_them():
+    degrees = {"data": 2, "tensor": 4}
+    written = {
+        "[2,4]<=[8]": {"tensor"},
+        "[4,2]<=[2,4]T(1,0)": {"data"},
+        "{{0,1,2,3},{4,5,6,7}}": {"tensor"},
+        "{{0,4},{4,0}}": {"data"},
+        "mesh['data'=2,'tensor'=4] {'data'}": {"data"},
+        "": {"data", "tensor"},
+    }
+    for groups, axes in written.items():
+        assert _axes(CompiledCollective("all_reduce", False, False, "f32[4]", groups), degrees) == axes
+
+
+def test_rules_that_do_not_fit_are_refused_with_every_offender():
+    params = Linen().init(jax.random.key(0), X)
+    make = lambda rules, mesh=None: ax.TensorParallel(
+        Linen(), mesh or mesh_of(data=1, tensor=4), rules=rules, params=params
+    )
+    rules = [(".*/kernel", P("tensor")), ("Dense_0/kernel", P()), ("Conv_.*", P()), ("Dense_1/bias", P(None, "tensor"))]
+    with pytest.raises(ValueError) as caught:
+        make(rules)
+    for line in (
+        "Dense_0/bias (16,): no rule matches it",
+        "LayerNorm_0/scale (16,): no rule matches it",
+        "every parameter it matches (Dense_0/kernel) is taken by an earlier rule, '.*/kernel'",
+        "rule 'Conv_.*': matches no parameter",
+        "has more entries than its shape (4,) has dims",
+    ):
+        assert line in str(caught.value)
+    with pytest.raises(ValueError, match=r"Dense_1/bias: dims \[0\] of \(4,\) do not divide over tensor=8"):
+        make([("Dense_1/bias", P("tensor")), (".*", P())], mesh_of(tensor=8))
+    with pytest.raises(ValueError, match=r"names the axes \['data'\].*'\(' is no regular expression"):
+        make([(".*", P("data")), ("(", P())])
+    with pytest.raises(ValueError, match="axis 'tensor', and the mesh has"):
+        make([(".*", P())], mesh_of(data=2))
+    with pytest.raises(ValueError, match=r"has data and tensor, but this one has \{'fsdp': 2\} too"):
+        make([(".*", P())], mesh_of(fsdp=2, tensor=2))
+
+
+# Models from other people's packages: transformer-in-transformer-flax, bottleneck-transformer-flax, einops.
+def transformer_in_transformer():
+    package = pytest.importorskip(
+        "transformer_in_transformer_flax", reason="needs transformer-in-transformer-flax, einops"
+    )
+    config = package.TNTConfig(
+        num_classes=8, depth=1, image_size=8, patch_size=4, transformed_patch_size=2, inner_dim=4, inner_heads=2,
+        inner_dim_head=2, outer_dim=8, outer_heads=2, outer_dim_head=4,
+    )  # fmt: skip
+    rules = {
+        ".*MlpBlock_./Dense_0/kernel": P(None, "tensor"),
+        ".*MlpBlock_./Dense_1/kernel": P("tensor"),
+        ".*SelfAttention_./(query|key|value)/kernel": P(None, "tensor"),
+        ".*SelfAttention_./out/kernel": P("tensor"),
+        ".*": P(),
+    }
+    return package.TransformerInTransformer(config=config), (4, 8, 8, 3), rules
+
+
+def bottleneck_transformer():
+    package = pytest.importorskip(
+        "bottleneck_transformer_flax.botnet", reason="needs bottleneck-transformer-flax, einops"
+    )
+    config = package.BoTNetConfig(stage_sizes=[1, 1], num_classes=8, initial_filters=8, num_heads=2, head_dim=4)
+    return package.BoTNet(config=config), (4, 16, 16, 3), {".*Conv.*/kernel": P(None, None, None, "tensor"), ".*": P()}
+
+
+@pytest.mark.parametrize("make", [transformer_in_transformer, bottleneck_transformer])
+def test_other_peoples_models_equal_themselves_on_one_device(make):
+    module, shape, rules = make()
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        variables = jax.jit(module.init)(jax.random.key(0), x)
+        noise = np.random.default_rng(1)  # some begin with a head of zeros
+        params = jax.tree.map(lambda w: w + noise.normal(size=w.shape).astype(w.dtype) / 10, variables["params"])
+        rest = {name: value for name, value in variables.items() if name != "params"}
+
+        def loss(params):
+            out, _ = module.apply({"params": params, **rest}, x, mutable=list(rest))
+            return jnp.mean(jnp.square(out)), out
+
+        (_, wanted), own = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        model = ax.TensorParallel(module, mesh_of(data=2, tensor=2), rules=rules, params={"params": params, **rest})
+        np.testing.assert_allclose(model(x), wanted, rtol=1e-3, atol=1e-4)
+        grads = model.value_and_grad(squares)(x)[1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * max(1, np.abs(b).max())), grads, own)
+    assert any("tensor" in leaf.sharding.spec for leaf in jax.tree.leaves(model.variables.params))
