@@ -46,6 +46,7 @@ from axonml_jax.facade.memory import FSDPMemoryStats as FSDPMemoryStats
 from axonml_jax.facade.parallel_model import ParallelModel as ParallelModel
 from axonml_jax.facade.parallelize import make_train_step as make_train_step
 from axonml_jax.facade.parallelize import parallelize as parallelize
+from axonml_jax.facade.tensor_parallel import TensorParallel as TensorParallel
 from axonml_jax.facade.pipeline import Pipeline as Pipeline
 from axonml_jax.facade.trainer import Trainer as Trainer
 from axonml_jax.ledger.explain import explain as explain
