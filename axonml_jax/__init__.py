@@ -46,8 +46,8 @@ from axonml_jax.facade.memory import FSDPMemoryStats as FSDPMemoryStats
 from axonml_jax.facade.parallel_model import ParallelModel as ParallelModel
 from axonml_jax.facade.parallelize import make_train_step as make_train_step
 from axonml_jax.facade.parallelize import parallelize as parallelize
-from axonml_jax.facade.tensor_parallel import TensorParallel as TensorParallel
 from axonml_jax.facade.pipeline import Pipeline as Pipeline
+from axonml_jax.facade.tensor_parallel import TensorParallel as TensorParallel
 from axonml_jax.facade.trainer import Trainer as Trainer
 from axonml_jax.ledger.explain import explain as explain
 from axonml_jax.logging import logger as logger
@@ -75,8 +75,8 @@ from axonml_jax.parallel.pipeline.policy import Pipelined as Pipelined
 from axonml_jax.parallel.pipeline.schedule import PipelineSchedule as PipelineSchedule
 from axonml_jax.parallel.plan import Plan as Plan
 from axonml_jax.parallel.strategy import AbstractStrategy as AbstractStrategy
-from axonml_jax.parallel.tensor.auto.auto_parallelize import auto_parallelize as auto_parallelize
 from axonml_jax.parallel.tensor.attention import TensorParallelAttention as TensorParallelAttention
+from axonml_jax.parallel.tensor.auto.auto_parallelize import auto_parallelize as auto_parallelize
 from axonml_jax.parallel.tensor.column import ColumnParallelLinear as ColumnParallelLinear
 from axonml_jax.parallel.tensor.conv3d import ParallelConv as ParallelConv
 from axonml_jax.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
