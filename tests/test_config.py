@@ -23,7 +23,8 @@ model.mlp_hidden_size model.norm model.activation model.position model.rope_thet
 model.dropout model.norm_eps model.split model.sequence_parallel model.dtype model.param_dtype
 data.path data.length data.max_bytes data.valid_fraction data.num_workers
 optim.name optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.betas optim.max_grad_norm
-train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed train.max_nonfinite
+train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed
+train.max_nonfinite train.stuck_timeout
 checkpoint.every checkpoint.keep checkpoint.best checkpoint.asynchronous
 sample.count sample.length sample.prompt sample.temperature
 output.dir output.tensorboard output.plot

@@ -197,6 +197,8 @@ class TrainConfig:
       seed: of initial weights, the order of examples, dropout and samples.
       max_nonfinite: skip updates whose loss or gradients are not finite; after this many in a row stop, and save the step
         for inspection; null skips none.
+      stuck_timeout: seconds without progress after which one of several processes names those that are missing and ends the
+        job; null waits for ever.
     """
 
     steps: int = 1000
@@ -206,10 +208,11 @@ class TrainConfig:
     log_every: int = 10
     seed: int = 0
     max_nonfinite: int | None = None
+    stuck_timeout: float | None = 1800.0
 
     def __post_init__(self):
         positive = ("steps", "global_batch_size", "eval_every", "eval_batches", "log_every", "max_nonfinite")
-        at_least("train", self, seed=0, **dict.fromkeys(positive, 1))
+        at_least("train", self, seed=0, stuck_timeout=1, **dict.fromkeys(positive, 1))
 
 
 @dataclass(frozen=True, kw_only=True)

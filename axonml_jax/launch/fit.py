@@ -9,6 +9,7 @@ import numpy as np
 
 from axonml_jax._types import PyTree
 from axonml_jax.facade.trainer import Trainer
+from axonml_jax.mesh.watchdog import Watchdog
 from axonml_jax.sharding.place import to_host
 from axonml_jax.training.metrics import Throughput
 
@@ -37,6 +38,7 @@ def fit(
     validate_every: int | None = None,
     log_every: int = 10,
     start: int = 0,
+    watchdog: Watchdog | None = None,
     after: Callable[[int, dict[str, float]], bool] | None = None,
 ) -> Iterator[Record]:
     """Train for `steps` updates, yielding a record after the first, every `log_every`-th, every validated and the last.
@@ -52,12 +54,15 @@ def fit(
       validate_every: validate after every this many steps, besides the last; None only after the last.
       log_every: steps between records.
       start: updates made already; the records of a resumed run are those it would have had uninterrupted.
+      watchdog: told of every step.
       after: called after every step with its number and the metrics of its record (none where it has no record); true
         stops the training.
     """
     before, clock = start, time.perf_counter()
     for step, batch in zip(range(start + 1, steps + 1), batches, strict=False):
         measured, first, metrics = trainer.step(batch), step == start + 1, {}
+        if watchdog is not None:
+            watchdog.began(step, measured["loss"])
         due = step == steps or (validate_every is not None and step % validate_every == 0)
         if due or step == 1 or step % log_every == 0:
             metrics = as_floats(measured)

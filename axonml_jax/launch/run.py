@@ -40,6 +40,7 @@ from axonml_jax.launch.text_task import (
 )
 from axonml_jax.launch.trace import traced
 from axonml_jax.logging import print0
+from axonml_jax.mesh.watchdog import Watchdog
 from axonml_jax.training.agreement import check_same, program_hash
 from axonml_jax.training.metrics import Throughput
 
@@ -194,6 +195,7 @@ def _run(
 ) -> None:
     """Train, appending to `records` and to the files in `folder` (None in all processes but the main one)."""
     with ExitStack() as stack:
+        dog = stack.enter_context(Watchdog(config.train.stuck_timeout)) if config.train.stuck_timeout else None
         sinks = [stack.enter_context(closing(recorder)) for recorder in _recorders(config, folder, start)]
         show = stack.enter_context(progress(config.train.steps)) if folder else lambda record: None
         batches: Iterator = stack.enter_context(closing(iter(data.train)))  # pyright: ignore[reportArgumentType]
@@ -205,16 +207,25 @@ def _run(
             batches,
             steps=config.train.steps,
             throughput=_throughput(config, ground),
-            validate=lambda: {**evaluate(trainer, valid_batches(data)), "bigram": data.bigram},
+            validate=lambda: {**evaluate(trainer, _watched(valid_batches(data), dog)), "bigram": data.bigram},
             validate_every=config.train.eval_every,
             log_every=config.train.log_every,
             start=start,
+            watchdog=dog,
             after=saves,
         ):
             records.append(record)
             for sink in sinks:
                 sink.write(record)
             show(record)
+
+
+def _watched(batches: Iterator, watchdog: Watchdog | None) -> Iterator:
+    """The batches of a validation, each of which is progress."""
+    for batch in batches:
+        yield batch
+        if watchdog is not None:
+            watchdog.moved()
 
 
 def _recorders(config: RunConfig, folder: Path | None, start: int) -> Iterator[Recorder]:

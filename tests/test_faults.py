@@ -1,0 +1,33 @@
+"""The short version of benchmarks/fault_campaign.py: real processes, faults, and a run that ends bit for bit as it should."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).resolve().parents[1] / "benchmarks" / "fault_campaign.py"
+
+
+@pytest.fixture(scope="module")
+def campaign():
+    spec = importlib.util.spec_from_file_location("fault_campaign", PATH)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fault_campaign"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["fault_campaign"]
+
+
+def test_a_campaign_is_the_same_for_the_same_seed_and_tries_every_kind(campaign):
+    drawn = campaign.draw(60, 3)
+    assert drawn == campaign.draw(60, 3) != campaign.draw(60, 4)
+    assert {fault.kind for fault in drawn} == {*campaign.ON_ONE_RANK, *campaign.OTHERS}
+    assert all(fault.rank == 0 for fault in drawn if fault.kind in campaign.IN_THE_MAIN_PROCESS)
+
+
+@pytest.mark.parametrize("kind, rank, step", [("kill-at-commit", 0, 6), ("sleep", 1, 8)])
+def test_a_fault_is_named_and_survived(campaign, kind, rank, step):
+    fault = campaign.Fault(kind, rank, step, "fsdp")
+    problems, _, said = campaign.survive(fault, campaign.undisturbed("fsdp"))
+    assert not problems, said[-4000:]

@@ -1,0 +1,149 @@
+"""A small resumable training, one process of it, in which one fault happens: `python fault_rank.py FOLDER [FAULT RANK STEP]`.
+
+The fault happens once: a file in FOLDER says that it has. Prints a digest of the final state on rank 0.
+"""
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import axonml_jax as ax
+from axonml_jax.checkpoint import manager as manager_room
+from axonml_jax.checkpoint import saving
+from axonml_jax.launch.fit import Record
+from axonml_jax.launch.preemption import Preemption
+from axonml_jax.launch.records import JsonLines
+from axonml_jax.sharding.place import to_host
+from axonml_jax.training.agreement import check_same
+
+STEPS, EVERY, ROWS = 12, 3, 64
+STUCK_AFTER = float(os.environ.get("FAULT_STUCK_AFTER", "6"))
+TERMINATED = 143
+
+
+class Net(nnx.Module):
+    """Two layers of odd width."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up, self.down = nnx.Linear(3, 7, rngs=rngs), nnx.Linear(7, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch) - jnp.sum(batch, 1, keepdims=True)) ** 2)
+
+
+def die(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+class Fault:
+    """What goes wrong in this process, if anything."""
+
+    def __init__(self, folder, kind="none", rank="-1", step="-1"):
+        self.kind, self.rank, self.step = kind, int(rank), int(step)
+        self._happened = folder / "fault-happened"
+
+    def due(self, rank, step, *kinds):
+        """Whether one of these kinds happens here and now; then it never does again."""
+        if self.kind not in kinds or rank != self.rank or step != self.step or self._happened.exists():
+            return False
+        self._happened.touch()
+        return True
+
+    def before(self, rank, step):
+        """Between two steps."""
+        if self.due(rank, step, "kill"):
+            die()
+        if self.due(rank, step, "terminate"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.due(rank, step, "sleep"):
+            time.sleep(600)
+        if self.due(rank, step, "stop"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.due(rank, step, "exit"):
+            os._exit(0)
+        if self.due(rank, step, "raise"):
+            raise ValueError("a fault was asked for")
+
+    def arm(self, rank, step):
+        """Inside the save of a step."""
+
+        def patch(room, name, *kinds):
+            real = getattr(room, name)
+
+            def faulty(*args, **options):
+                if self.due(rank, step, kinds[0]):
+                    die()
+                if len(kinds) > 1 and self.due(rank, step, kinds[1]):
+                    raise OSError(28, "No space left on device")
+                return real(*args, **options)
+
+            setattr(room, name, faulty)
+
+        patch(saving.arrays, "start_writing", "kill-in-save")
+        patch(saving, "checksums", "kill-before-commit", "disk-full")
+        patch(saving, "put_in_place", "kill-at-commit")
+        patch(manager_room, "remove", "kill-in-rotation")
+
+
+def digest(trainer):
+    """Of everything in the state."""
+    total = hashlib.sha256()
+    for name, leaf in sorted(trainer.checkpoint_leaves().items()):
+        value = jax.random.key_data(leaf.whole()) if name == "key" else leaf.whole()
+        total.update(name.encode() + np.asarray(to_host(value)).tobytes())
+    return total.hexdigest()[:16]
+
+
+def main(folder, *fault):
+    folder = Path(folder)
+    world = ax.init(timeout=float(os.environ.get("FAULT_INIT_TIMEOUT", "60")))
+    fault = Fault(folder, *fault)
+    rate = 0.02 if fault.due(world.rank, 0, "other-configuration") else 0.01
+    check_same("configuration", {"optim.learning_rate": rate}, world)
+    axis = os.environ.get("FAULT_AXIS", "data")
+    model = ax.parallelize(Net(), ax.make_mesh(**{axis: -1}))
+    trainer = model.trainer(optax.adam(rate), loss_fn)
+    rows = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
+    loader = ax.create_dataloader(rows, 8, model.mesh, seed=1)
+    with ax.CheckpointManager(folder / "checkpoints", every=EVERY, keep=2) as manager, Preemption() as preemption:
+        restored = manager.restore(trainer, data=loader)
+        start = restored.step if restored else 0
+        ax.print0(f"start={start}", flush=True)
+        records = JsonLines(folder / "metrics.jsonl", start) if world.is_main_process else None
+        with ax.Watchdog(STUCK_AFTER) as watchdog:
+            for step, batch in zip(range(start + 1, STEPS + 1), loader, strict=False):
+                fault.before(world.rank, step)
+                if step == fault.step:
+                    fault.arm(world.rank, step)
+                metrics = trainer.step(batch)
+                watchdog.began(step, metrics["loss"])
+                if records:
+                    records.write(Record(step, {"loss": float(metrics["loss"])}))
+                stop = preemption.stop_after(step)
+                manager.save(step, trainer, data=loader, force=stop)
+                if stop:
+                    manager.wait()
+                    ax.print0(f"terminated={step}", flush=True)
+                    return TERMINATED
+    said = digest(trainer)
+    ax.print0(f"digest={said}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
