@@ -91,6 +91,8 @@ from axonml_jax.parallel.tensor.sequence import ParallelRMSNorm as ParallelRMSNo
 from axonml_jax.parallel.tensor.sequence import join_sequence as join_sequence
 from axonml_jax.parallel.tensor.sequence import split_sequence as split_sequence
 from axonml_jax.parallel.tensor.specs import tensor_specs as tensor_specs
+from axonml_jax.planner.hardware import Hardware as Hardware
+from axonml_jax.planner.search import plan as plan
 from axonml_jax.training.state import TrainState as TrainState
 from axonml_jax.training.step import TrainStep as TrainStep
 

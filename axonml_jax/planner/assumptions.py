@@ -1,0 +1,28 @@
+"""What the cost model assumes beside the hardware's figures, stated once."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """Assumptions of the time that a plan takes.
+
+    Attributes:
+      efficiency: share of the peak FLOP/s that products reach while nothing is waited for.
+      overlap: share of the compute time behind which gathers of parameters and reductions of gradients can hide.
+      layer_overlap: the same of what the layers send themselves; 0, as a product waits for its input.
+      memory_margin: share of a device's memory that a plan may fill; the rest is for fragmentation and the runtime.
+      host_bandwidth: bytes per second between a device and its host's memory.
+    """
+
+    efficiency: float = 0.5
+    overlap: float = 0.7
+    layer_overlap: float = 0.0
+    memory_margin: float = 0.9
+    host_bandwidth: float = 16e9
+
+    def __post_init__(self):
+        wrong = {name: value for name, value in vars(self).items() if not value >= 0 or value != value}
+        wrong |= {name: value for name, value in vars(self).items() if name != "host_bandwidth" and value > 1}
+        if wrong or not self.efficiency or not self.host_bandwidth:
+            raise ValueError(f"Assumptions: {wrong or vars(self)}: shares lie between 0 and 1, and efficiency above 0")

@@ -1,0 +1,78 @@
+"""`Candidate`: one way to run a model on a number of devices, small enough to make a hundred thousand of."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from axonml_jax.mesh.shape import MeshShape
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.parallel.ddp import Replicate
+from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.parallel.offload import CPUOffload
+from axonml_jax.parallel.pipeline.policy import Pipelined
+from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
+from axonml_jax.parallel.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Everything that the planner decides.
+
+    Attributes:
+      degrees: of the mesh, every axis with more than one rank.
+      stage: of ZeRO along `fsdp`; 0 without it.
+      microbatches: per update and rank.
+      remat: what the backward recomputes.
+      sequence_parallel: with `tensor`.
+      schedule: of the pipeline; None without `pipe`.
+      chunks: stages per rank.
+      offload: what rests in host memory.
+    """
+
+    degrees: tuple[tuple[str, int], ...]
+    stage: int = 0
+    microbatches: int = 1
+    remat: str | None = None
+    sequence_parallel: bool = False
+    schedule: PipelineSchedule | None = None
+    chunks: int = 1
+    offload: CPUOffload = CPUOffload.NONE
+
+    def degree(self, axis: str) -> int:
+        """Ranks of a mesh axis."""
+        return dict(self.degrees).get(axis, 1)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The degrees, `data` always among them."""
+        return {"data": 1, **dict(self.degrees)}
+
+    def plan(self, precision: Any = None) -> Plan:
+        """The plan to hand to `ax.parallelize`."""
+        pipe = None
+        if self.schedule is not None:
+            pipe = Pipelined(schedule=self.schedule, num_microbatches=self.microbatches, chunks=self.chunks)
+        return Plan(
+            mesh=MeshShape(**self.mesh),
+            fsdp=Shard(stage=self.stage) if self.stage else Replicate(),
+            pipe=pipe,
+            precision=precision,
+            accumulate=1 if pipe else self.microbatches,
+            remat=self.remat,  # pyright: ignore[reportArgumentType]
+            offload=self.offload,
+        )
+
+    def model(self, config: TransformerConfig) -> TransformerConfig:
+        """The model with its layers split as this candidate needs."""
+        grid = any(axis in ("row", "col", "depth") for axis, _ in self.degrees)
+        return replace(config, split="grid" if grid else "tensor", sequence_parallel=self.sequence_parallel)
+
+    def __str__(self) -> str:
+        words = [" x ".join(f"{axis} {ranks}" for axis, ranks in self.degrees) or "one device"]
+        words += [f"ZeRO-{self.stage}"] if self.stage else []
+        if self.schedule is not None:
+            words.append(f"{self.schedule.value}{f' x {self.chunks} chunks' if self.chunks > 1 else ''}")
+        words.append(f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}")
+        words += ["sequence parallel"] if self.sequence_parallel else []
+        words += [f"{self.remat} recomputation"] if self.remat else []
+        words += [f"offload {self.offload.value}"] if self.offload.value != "none" else []
+        return ", ".join(words)

@@ -1,0 +1,120 @@
+"""What accelerators can do, as published: a table of figures with the source of each."""
+
+import math
+from dataclasses import dataclass, field
+
+GB, TERA = 1e9, 1e12
+_BOOK = "How to Scale Your Model (Austin et al. 2025), chapter 2, table of TPU figures"
+_CLOUD = "Google Cloud TPU documentation, system architecture pages"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One kind of accelerator and how its devices are joined.
+
+    Attributes:
+      name: what it is called.
+      flops: peak dense bfloat16 FLOP/s of a device.
+      memory: bytes of a device.
+      memory_bandwidth: bytes per second.
+      link: bytes per second that a device sends and receives over one ring inside an island, both directions of a torus link,
+        one direction of NVLink.
+      island: devices joined by `link`: a pod's chips, a node's GPUs.
+      cross: bytes per second of one device to other islands, when all of its island's devices send.
+      latency: seconds that a collective of two devices takes however little it sends, inside an island.
+      cross_latency: the same across islands.
+      sources: where each figure is from, by attribute; what is not there is an assumption.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    memory_bandwidth: float
+    link: float
+    island: int
+    cross: float
+    latency: float = 1e-6
+    cross_latency: float = 2e-5
+    sources: dict[str, str] = field(default_factory=dict, compare=False, hash=False)
+
+    def bandwidth(self, ranks: int, inner: int) -> float:
+        """Bytes per second of one device along a mesh axis.
+
+        Inside an island it is the link's. Across islands a node's whole connection is shared by the groups that use it at
+        once: link / min(devices per island, product of inner axes) (AxoNN, Singh et al. 2024, section 5).
+
+        Args:
+          ranks: of the axis.
+          inner: product of the degrees of the axes inside it.
+        """
+        if ranks * inner <= self.island:
+            return self.link
+        return min(self.link, self.cross * self.island / min(self.island, inner))
+
+    def delay(self, ranks: int, inner: int) -> float:
+        """Seconds that one collective along a mesh axis takes however little it sends; it grows with log2 of its ranks."""
+        hops = max(1.0, math.log2(ranks))  # trees, or rings over several dims of a torus
+        return hops * (self.latency if ranks * inner <= self.island else self.cross_latency)
+
+
+def _tpu(name: str, flops: float, memory: float, memory_bandwidth: float, one_way: float, island: int, cross: float):
+    sources = {
+        "flops": f"{_CLOUD}; {_BOOK}",
+        "memory": _CLOUD,
+        "memory_bandwidth": f"{_CLOUD}; {_BOOK}",
+        "link": f"{_BOOK}: twice the one-way bandwidth of a link, as a ring over a torus dim uses both directions",
+        "island": f"{_CLOUD}: chips of the largest pod",
+        "cross": f"{_BOOK}: data-center network, per chip",
+    }
+    return Hardware(
+        name=name, flops=flops, memory=memory, memory_bandwidth=memory_bandwidth, link=2 * one_way, island=island,
+        cross=cross, sources=sources,
+    )  # fmt: skip
+
+
+def _gpu(name: str, flops: float, memory: float, memory_bandwidth: float, nvlink: float, cross: float, sheet: str):
+    sources = {
+        "flops": f"{sheet}: dense bfloat16 of the SXM module, without sparsity",
+        "memory": sheet,
+        "memory_bandwidth": sheet,
+        "link": f"{sheet}: half of NVLink's figure, which counts both directions",
+        "island": "NVIDIA DGX/HGX: eight GPUs behind NVSwitch",
+        "cross": f"{sheet} (DGX): one network card per GPU",
+    }
+    return Hardware(
+        name=name, flops=flops, memory=memory, memory_bandwidth=memory_bandwidth, link=nvlink / 2, island=8, cross=cross,
+        latency=5e-6, sources=sources,
+    )  # fmt: skip
+
+
+HARDWARE: dict[str, Hardware] = {
+    each.name: each
+    for each in (
+        _tpu("v4", 275 * TERA, 32 * 2**30, 1228 * GB, 45 * GB, 4096, 6.25 * GB),
+        _tpu("v5e", 197 * TERA, 16 * 2**30, 819 * GB, 45 * GB, 256, 3.125 * GB),
+        _tpu("v5p", 459 * TERA, 95 * GB, 2765 * GB, 90 * GB, 8960, 6.25 * GB),
+        _tpu("v6e", 918 * TERA, 32 * 2**30, 1640 * GB, 90 * GB, 256, 12.5 * GB),
+        _gpu("a100", 312 * TERA, 80 * GB, 2039 * GB, 600 * GB, 25 * GB, "NVIDIA A100 80GB data sheet"),
+        _gpu("h100", 989 * TERA, 80 * GB, 3350 * GB, 900 * GB, 50 * GB, "NVIDIA H100 data sheet"),
+        _gpu("h200", 989 * TERA, 141 * GB, 4800 * GB, 900 * GB, 50 * GB, "NVIDIA H200 data sheet"),
+    )
+}
+"""Name -> figures. Latencies are assumptions of the order that collectives of a few bytes show."""
+
+
+def hardware(name: "str | Hardware") -> Hardware:
+    """Hardware by its name.
+
+    >>> hardware("v5p").flops
+    459000000000000.0
+
+    Raises:
+      ValueError: for a name that is not in the table.
+    """
+    if isinstance(name, Hardware):
+        return name
+    if name.lower() not in HARDWARE:
+        raise ValueError(
+            f"hardware {name!r} is not in the table: choose one of {', '.join(HARDWARE)}, or give ax.Hardware"
+        )
+    return HARDWARE[name.lower()]

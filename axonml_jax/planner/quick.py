@@ -1,0 +1,183 @@
+"""A first price of every way to run on one mesh, in arrays: good enough to choose which ways are priced exactly."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from axonml_jax.ledger.predict.activations import block_activations, compute_itemsize
+from axonml_jax.ledger.predict.layer_flows import Layers, layer_flows
+from axonml_jax.mesh.axes import batch_axes
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
+from axonml_jax.parallel.plan import LAYER_AXES
+from axonml_jax.planner.assumptions import Assumptions
+from axonml_jax.planner.hardware import Hardware
+from axonml_jax.planner.legal import Way
+from axonml_jax.planner.price import inner_product
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+      model: the transformer.
+      num_devices: how many.
+      hardware: of which kind.
+      global_batch: sequences per update.
+      length: of a sequence.
+      moments: optimizer values per parameter.
+      precision: the policy's name, or a `Precision`.
+      compute: the dtype that activations have.
+      assumptions: of the cost model.
+      memory: bytes that a plan may fill on a device.
+    """
+
+    model: TransformerConfig
+    num_devices: int
+    hardware: Hardware
+    global_batch: int
+    length: int
+    moments: int
+    precision: Any
+    compute: str | None
+    assumptions: Assumptions
+    memory: float
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an activation's element."""
+        model: Any = self.model
+        return compute_itemsize(model, self.compute)
+
+
+class _Columns:
+    """Ways as arrays, one entry per way."""
+
+    def __init__(self, ways: tuple[Way, ...]):
+        column = lambda values, kind=float: np.array(list(values), kind)
+        self.count = column(way.microbatches for way in ways)
+        self.remat = column((way.remat is not None for way in ways), bool)
+        self.full = column((way.remat == "full" for way in ways), bool)
+        self.stage, self.chunks = column(way.stage for way in ways), column(way.chunks for way in ways)
+        self.gpipe = column((way.schedule is PipelineSchedule.GPIPE for way in ways), bool)
+        self.kinds = sorted({(way.sequence_parallel, way.remat or "") for way in ways})
+        self.kind = column((self.kinds.index((way.sequence_parallel, way.remat or "")) for way in ways), int)
+
+
+@lru_cache(maxsize=1024)
+def _columns(ways: tuple[Way, ...]) -> _Columns:
+    return _Columns(ways)
+
+
+def quick(degrees: dict[str, int], ways: tuple[Way, ...], asked: Question) -> tuple[np.ndarray, np.ndarray]:
+    """(seconds, bytes) of ways on one mesh."""
+    mesh, of_way = _Mesh.of(degrees, asked), _columns(ways)
+    count, stage = of_way.count, of_way.stage
+    each = np.array([mesh.layers(asked, sequence, remat or None) for sequence, remat in of_way.kinds]).T
+    seconds, delays, kept, fullest = each[:, of_way.kind]
+    again = np.where(of_way.full, 1 / 3, np.where(of_way.remat, mesh.attention / 3, 0.0))
+    compute = mesh.compute * (1 + again)
+    whole = mesh.pipe > 1
+    ticks = count + (mesh.pipe - 1) / of_way.chunks
+    bubble = compute * (ticks / count * mesh.uneven - 1)
+    gathers = np.where((stage == 3) & (not whole), 2 * count, 1)
+    scatters = np.where((stage >= 2) & (not whole), count, 1)
+    weights = mesh.weights_seconds(asked, gathers, scatters)
+    layers = seconds * mesh.rows * asked.length + delays * count
+    layers = layers + mesh.depth_seconds(asked) * count * (1 + of_way.remat / 3)
+    tokens = mesh.rows * asked.length / count
+    passing = mesh.pipe_seconds(asked, tokens) * 2 * (count * of_way.chunks + mesh.pipe)
+    exposed = weights - np.minimum(weights, asked.assumptions.overlap * compute) + layers + passing
+    slots = np.where(of_way.gpipe, count, np.minimum(count, 2 * mesh.pipe - 1)) + 1 if whole else 1.0
+    activations = slots * kept * tokens * mesh.blocks + fullest * tokens
+    return compute + bubble + exposed, mesh.held(asked, stage, count, activations)
+
+
+@dataclass(frozen=True)
+class _Mesh:
+    """What of one mesh does not depend on how the step runs."""
+
+    degrees: dict[str, int]
+    rows: int
+    pipe: int
+    blocks: float
+    params: float
+    unit: float
+    compute: float
+    attention: float
+    uneven: float
+
+    @classmethod
+    def of(cls, degrees: dict[str, int], asked: Question) -> "_Mesh":
+        model, size = asked.model, lambda axis: degrees.get(axis, 1)
+        rows = asked.global_batch // math.prod(degrees[axis] for axis in batch_axes(degrees))
+        cut = math.prod(size(axis) for axis in ("tensor", "row", "col", "depth"))
+        tables = model.vocab_size * model.hidden_size
+        block = (model.num_params - tables * (1 if model.tie_embeddings else 2)) / model.num_layers / cut
+        blocks = -(-model.num_layers // size("pipe"))
+        ends = tables * (1 if model.tie_embeddings or size("pipe") > 1 else 2) / cut
+        flops = model.flops_per_token(asked.length)
+        compute = asked.global_batch * asked.length * flops / asked.num_devices
+        compute /= asked.hardware.flops * asked.assumptions.efficiency
+        attention = 6 * model.num_layers * model.num_heads * 2 * model.head_size * asked.length / flops
+        uneven = blocks * size("pipe") / model.num_layers
+        return cls(
+            degrees, rows, size("pipe"), blocks, blocks * block + ends, max(block, ends), compute, attention, uneven
+        )
+
+    def _seconds(self, asked: Question, axis: str, sent: Any) -> Any:
+        ranks = self.degrees.get(axis, 1)
+        return sent / asked.hardware.bandwidth(ranks, inner_product(self.degrees, axis)) if ranks > 1 else 0.0 * sent
+
+    def weights_seconds(self, asked: Question, sums: np.ndarray, scatters: np.ndarray) -> np.ndarray:
+        fsdp, data = self.degrees.get("fsdp", 1), self.degrees.get("data", 1)
+        inside = (fsdp - 1) / fsdp * self.params * (sums * asked.itemsize + scatters * 4.0)
+        outside = 2 * (data - 1) / data * self.params / fsdp * 4.0
+        return self._seconds(asked, "fsdp", inside) + self._seconds(asked, "data", outside * np.ones_like(inside))
+
+    def depth_seconds(self, asked: Question) -> float:
+        depth = self.degrees.get("depth", 1)
+        return self._seconds(asked, "depth", 3.0 * (depth - 1) * self.params * asked.itemsize)
+
+    def pipe_seconds(self, asked: Question, tokens: np.ndarray) -> np.ndarray:
+        return self._seconds(asked, "pipe", tokens * asked.model.hidden_size * asked.itemsize)
+
+    def layers(self, asked: Question, sequence: bool, remat: str | None) -> tuple[float, float, float, float]:
+        """Per token of a rank: seconds of what layers send; per microbatch their delays; bytes kept per block, and at most."""
+        own = tuple((axis, self.degrees[axis]) for axis in LAYER_AXES if axis in self.degrees)
+        block, ends = (_layers(own, blocks, sequence, remat, asked) for blocks in (True, False))
+        return block[0] * self.blocks + ends[0], block[1] * self.blocks + ends[1], *block[2:]
+
+    def held(self, asked: Question, stage: np.ndarray, count: np.ndarray, activations: np.ndarray) -> np.ndarray:
+        """Bytes of everything; gradients grow while activations go."""
+        fsdp, whole = self.degrees.get("fsdp", 1), self.pipe > 1
+        resting = self.params * 4 * (1 + asked.moments) / fsdp
+        grads = self.params * 4 * np.where((count > 1) & ((stage < 2) | whole), 1.0, 1 / fsdp)
+        gathered = np.where((stage == 3) & (not whole), self.unit * (asked.itemsize + 4), self.params * asked.itemsize)
+        return resting + np.maximum(activations, grads) + gathered * (fsdp > 1)
+
+
+@lru_cache(maxsize=8192)
+def _layers(
+    degrees: tuple[tuple[str, int], ...], blocks: bool, sequence: bool, remat: str | None, asked: Question
+) -> tuple[float, float, float, float]:
+    """The same of one block, or of embedding and head. The axes of layers are the innermost: no others matter."""
+    sizes, length = dict(degrees), asked.length
+    grid = any(axis in sizes for axis in ("row", "col", "depth"))
+    model: Any = replace(asked.model, split="grid" if grid else "tensor", sequence_parallel=sequence)
+    layers = Layers(
+        config=model, degrees=sizes, tokens=length, length=length, dtype=asked.compute or "float32", blocks=int(blocks),
+        first=not blocks, last=not blocks, times=1, remat=remat,
+    )  # fmt: skip
+    seconds = delays = 0.0
+    for flow in layer_flows(layers, ()):
+        if flow.group_size > 1 and flow.launches:
+            inner = inner_product(sizes, flow.axes[0])
+            seconds += float(flow.wire_bytes) / asked.hardware.bandwidth(flow.group_size, inner)
+            delays += asked.hardware.delay(flow.group_size, inner) * flow.launches
+    kept = block_activations(model, sizes, length, length, asked.itemsize, remat)
+    return seconds / length, delays, kept.kept / length, max(kept.head, kept.rebuilt) / length

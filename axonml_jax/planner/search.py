@@ -1,0 +1,198 @@
+"""`plan`: the best way to run a model on a number of devices, with the runners-up, the reasons and the sensitivity."""
+
+import heapq
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from axonml_jax.ledger.predict.predict import predict
+from axonml_jax.mesh.axes import AXES
+from axonml_jax.model.precision import Precision
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.parallel.offload import CPUOffload
+from axonml_jax.planner.answer import Answer, Priced
+from axonml_jax.planner.assumptions import Assumptions
+from axonml_jax.planner.candidate import Candidate
+from axonml_jax.planner.hardware import Hardware, hardware
+from axonml_jax.planner.legal import candidate, legal_meshes, ways_on
+from axonml_jax.planner.price import price
+from axonml_jax.planner.quick import Question, quick
+
+EXACTLY = 48
+"""How many ways the ledger prices exactly, of those that the first price finds best."""
+
+PER_MESH = 3
+MARGIN = 1.25
+"""The first price is rough: what it finds this much too large may still fit."""
+
+_TOO_LARGE = "does not fit in a device's memory"
+
+
+def plan(
+    model: TransformerConfig | Any,
+    *,
+    num_devices: int,
+    hardware: str | Hardware = "v5p",
+    global_batch: int,
+    length: int | None = None,
+    precision: str | Precision | None = "bf16",
+    moments: int = 2,
+    max_memory: float | None = None,
+    axes: tuple[str, ...] = AXES,
+    offload: bool = False,
+    runners_up: int = 5,
+    assumptions: Assumptions | None = None,
+) -> Answer:
+    """Find the fastest plan that fits, on paper: no devices, no trace.
+
+    Every legal mesh (data, pipe, fsdp with a ZeRO stage, tensor with or without sequence parallelism, or AxoNN's depth, row and
+    col), schedule, number of chunks and of microbatches, and recomputation gets a first price; the best of them are priced
+    exactly by the ledger.
+
+    Args:
+      model: a transformer's configuration, or a model with one as its attribute `config`.
+      num_devices: all of them are used.
+      hardware: a name of the table, or `ax.Hardware`.
+      global_batch: sequences per update.
+      length: of a sequence; None: the model's longest.
+      precision: dtypes, as of `ax.Plan`.
+      moments: values that the optimizer keeps per parameter (Adam 2).
+      max_memory: bytes that a device may use; None: the hardware's, less a margin.
+      axes: mesh axes that may have more than one rank.
+      offload: whether optimizer states may rest in host memory where nothing fits otherwise.
+      runners_up: how many of the next best to keep.
+      assumptions: of the cost model.
+
+    Returns:
+      An `Answer`; `print` it.
+
+    Raises:
+      ValueError: when nothing is legal or nothing fits, with the reasons and what would help.
+    """
+    asked = _question(model, num_devices, hardware, global_batch, length, precision, moments, max_memory, assumptions)
+    illegal, dropped = Counter(), Counter()
+    found = _search(asked, axes, CPUOffload.NONE, illegal, dropped)
+    if not found and offload:
+        found = _search(asked, axes, CPUOffload.OPTIMIZER_STATES, Counter(), dropped)
+    if not found:
+        raise ValueError(_nothing(asked, illegal, dropped))
+    best, *rest = found
+    return Answer(
+        asked=asked, best=best, runners_up=tuple(rest[:runners_up]), illegal=dict(illegal), dropped=dict(dropped),
+        sensitivity=_sensitivity(asked, found),
+    )  # fmt: skip
+
+
+def _question(model, num_devices, kind, global_batch, length, precision, moments, max_memory, assumptions) -> Question:
+    config = model if isinstance(model, TransformerConfig) else getattr(model, "config", None)
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(f"model={type(model).__name__}: give a TransformerConfig, or a model that has one as `config`")
+    given, chosen = assumptions or Assumptions(), hardware(kind)
+    problems = {"num_devices": num_devices, "global_batch": global_batch}
+    if wrong := {name: value for name, value in problems.items() if value < 1}:
+        raise ValueError(f"{wrong}: each must be at least 1")
+    return Question(
+        model=config,
+        num_devices=num_devices,
+        hardware=chosen,
+        global_batch=global_batch,
+        length=config.max_length if length is None else length,
+        moments=moments,
+        precision=precision,
+        compute=Precision.of(precision).compute or config.dtype,
+        assumptions=given,
+        memory=chosen.memory * given.memory_margin if max_memory is None else max_memory,
+    )
+
+
+def _search(
+    asked: Question, axes: tuple[str, ...], offload: CPUOffload, illegal: Counter, dropped: Counter
+) -> list[Priced]:
+    """The exactly priced ways that fit, fastest first."""
+    heap: list[tuple[float, str, Candidate]] = []
+    sizes = {"global_batch": asked.global_batch, "length": asked.length}
+    for degrees in legal_meshes(asked.model, asked.num_devices, axes=axes, illegal=illegal, **sizes):
+        if offload is not CPUOffload.NONE and "pipe" in degrees:
+            continue
+        ways = ways_on(asked.model, degrees, **sizes)
+        if not ways:
+            illegal["fewer sequences than a pipeline needs"] += 1
+            continue
+        seconds, held = quick(degrees, ways, asked)
+        limit = np.inf if offload.optimizer else MARGIN * asked.memory
+        dropped[_TOO_LARGE] += int((held > limit).sum())
+        seconds = np.where(held > limit, np.inf, seconds)
+        for i in np.argsort(seconds)[:PER_MESH]:
+            if np.isfinite(seconds[i]):
+                _keep(heap, float(seconds[i]), candidate(degrees, ways[int(i)], offload))
+    return _exactly(asked, [each for _, _, each in heap], dropped)
+
+
+def _keep(heap: list, seconds: float, found: Candidate) -> None:
+    """Among the best so far; names decide between equals."""
+    entry = (-seconds, str(found), found)
+    if len(heap) < EXACTLY:
+        heapq.heappush(heap, entry)
+    else:
+        heapq.heappushpop(heap, entry)
+
+
+def _exactly(asked: Question, ways: list[Candidate], dropped: Counter) -> list[Priced]:
+    found = []
+    for each in ways:
+        try:
+            one = exactly(asked, each)
+        except ValueError as error:
+            dropped[str(error)] += 1
+            continue
+        if one.price.memory > asked.memory:
+            dropped[_TOO_LARGE] += 1
+        else:
+            found.append(one)
+    return sorted(found, key=lambda one: (one.price.time, one.price.memory))
+
+
+def exactly(asked: Question, found: Candidate) -> Priced:
+    """A candidate priced by the ledger.
+
+    Raises:
+      ValueError: when it turns out illegal (stages that do not balance, sizes that a schedule refuses).
+    """
+    model: Any = found.model(asked.model)
+    own = found.plan(asked.precision)
+    prediction = predict(
+        own, model, found.mesh, global_batch=asked.global_batch, length=asked.length, moments=asked.moments
+    )
+    return Priced(found, prediction, price(prediction, asked.hardware, asked.assumptions))
+
+
+def _sensitivity(asked: Question, found: list[Priced]) -> dict[str, tuple[float, str]]:
+    """How much longer the best step takes, and which plan would then be best, when an assumption is worse."""
+    given, kind = asked.assumptions, asked.hardware
+    worse = {
+        "links half as fast": (replace(kind, link=kind.link / 2, cross=kind.cross / 2), given),
+        "nothing overlaps": (kind, replace(given, overlap=0.0)),
+        "efficiency a quarter lower": (kind, replace(given, efficiency=given.efficiency * 0.75)),
+        "delays ten times longer": (
+            replace(kind, latency=10 * kind.latency, cross_latency=10 * kind.cross_latency),
+            given,
+        ),
+    }
+    result = {}
+    for name, (other, assumed) in worse.items():
+        times = [price(one.prediction, other, assumed).time for one in found]
+        first = min(range(len(found)), key=times.__getitem__)
+        result[name] = (times[0] / found[0].price.time, "the same" if first == 0 else str(found[first].candidate))
+    return result
+
+
+def _nothing(asked: Question, illegal: Counter, dropped: Counter) -> str:
+    reasons = [f"{count:,} times: {reason}" for reason, count in (illegal + dropped).most_common()]
+    return (
+        f"no plan of {asked.model.num_params:,} parameters on {asked.num_devices} x {asked.hardware.name} with "
+        f"{asked.global_batch} sequences of {asked.length} fits in {asked.memory / 2**30:.1f} GiB per device: "
+        f"{'; '.join(reasons) or 'no mesh is legal'}. Use more devices, shorter sequences, another batch (a multiple of the "
+        "devices), offload=True, or a model whose sizes divide (vocab_size above all)"
+    )

@@ -1,0 +1,149 @@
+"""The planner without devices: every legal plan, prices that follow theory, what fits, and what is said of the rest."""
+
+import json
+import math
+import time
+from dataclasses import replace
+
+import pytest
+from predicted_steps import GPT, LLAMA, config
+
+import axonml_jax as ax
+from axonml_jax.models.presets import preset
+from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
+from axonml_jax.planner.assumptions import Assumptions
+from axonml_jax.planner.hardware import HARDWARE, Hardware, hardware
+from axonml_jax.planner.legal import candidates, divisors, meshes
+
+TINY = Hardware(
+    name="tiny",
+    flops=1e12,
+    memory=2**24,
+    memory_bandwidth=1e11,
+    link=1e9,
+    island=4,
+    cross=1e8,
+    latency=0,
+    cross_latency=0,
+)
+
+
+def test_every_mesh_multiplies_to_the_number_of_devices_once():
+    found = [tuple(mesh.values()) for mesh in meshes(12, ("data", "pipe", "fsdp"))]
+    assert len(found) == len(set(found)) == 18 and all(math.prod(each) == 12 for each in found)
+    assert divisors(97) == (1, 97)
+
+
+@pytest.mark.parametrize("num_devices", [1, 6, 8, 7])
+def test_every_candidate_is_legal_for_the_ledger_or_refused_by_the_schedule(num_devices):
+    model = config(LLAMA, num_layers=4)
+    for each in list(candidates(model, num_devices, global_batch=24, length=16))[::7]:
+        assert math.prod(each.mesh.values()) == num_devices
+        try:
+            found = ax.explain(each.plan(), model=each.model(model), mesh=each.mesh, global_batch=24, length=16)
+        except ValueError as error:
+            assert each.schedule is PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, f"{each}: {error}"
+        else:
+            assert found.memory.total > 0
+
+
+def test_the_enumeration_has_every_kind_of_plan():
+    found = list(candidates(config(LLAMA, num_layers=4), 8, global_batch=16, length=16))
+    assert len(found) == len(set(found)) > 500
+    assert {each.stage for each in found} == {0, 1, 2, 3}
+    assert {each.remat for each in found} == {None, "full", "selective"}
+    assert {each.schedule for each in found} >= {None, *list(PipelineSchedule)[:3]}
+    assert {axis for each in found for axis, _ in each.degrees} == {
+        "data",
+        "pipe",
+        "fsdp",
+        "depth",
+        "row",
+        "col",
+        "tensor",
+    }
+    assert any(each.sequence_parallel for each in found) and any(each.chunks == 2 for each in found)
+
+
+def test_small_models_are_replicated_or_sharded_and_never_split():
+    answer = ax.plan(preset("gpt2-small"), num_devices=8, hardware="h100", global_batch=64)
+    assert {axis for axis, _ in answer.best.candidate.degrees} <= {"data", "fsdp"}
+    times = [one.price.time for one in (answer.best, *answer.runners_up)]
+    assert times == sorted(times) and answer.best.price.mfu < 0.5
+    assert answer.plan.mesh.size == 8 and answer.prediction.memory.total == answer.best.price.memory
+
+
+def test_what_does_not_fit_is_dropped_and_nothing_at_all_says_why():
+    model = preset("llama3-8b")
+    answer = ax.plan(model, num_devices=64, hardware="v5e", global_batch=64)
+    assert answer.best.price.memory <= 16 * 2**30 * 0.9
+    assert sum(answer.dropped.values()) > 0 and answer.illegal
+    tight = ax.plan(model, num_devices=64, hardware="v5e", global_batch=64, max_memory=6 * 2**30)
+    assert tight.best.price.memory <= 6 * 2**30 and tight.best.price.time >= answer.best.price.time
+    with pytest.raises(
+        ValueError, match=r"no plan of 8,030,261,248 .* does not fit in a device's memory.*Use more devices"
+    ):
+        ax.plan(model, num_devices=8, hardware="v5e", global_batch=8)
+
+
+def test_slow_links_between_islands_make_plans_that_send_less_across():
+    model = config(GPT, hidden_size=512, mlp_hidden_size=2048, num_heads=8, num_layers=4, vocab_size=512, max_length=64)
+    roomy = replace(TINY, memory=2**40)
+    given = {"num_devices": 16, "global_batch": 64, "precision": None}
+    slow = ax.plan(model, hardware=roomy, **given).best
+    fast = ax.plan(model, hardware=replace(roomy, cross=1e9), **given).best
+    assert fast.price.time < slow.price.time
+    assert slow.price.exposed <= ax.plan(model, hardware=roomy, axes=("fsdp",), **given).best.price.exposed
+
+
+def test_bandwidth_across_nodes_is_shared():
+    """AxoNN: the node's link over min(GPUs per node, product of inner groups)."""
+    a100 = hardware("a100")
+    assert a100.bandwidth(8, 1) == a100.link and a100.bandwidth(2, 4) == a100.link
+    assert a100.bandwidth(2, 8) == a100.cross  # every GPU of a node talks to another node at once
+    assert a100.bandwidth(16, 1) == min(a100.link, 8 * a100.cross)  # one ring through the node
+    assert a100.bandwidth(8, 4) == 2 * a100.cross
+
+
+def test_every_figure_of_the_table_has_a_source():
+    assert set(HARDWARE) == {"v4", "v5e", "v5p", "v6e", "a100", "h100", "h200"}
+    for each in HARDWARE.values():
+        assert set(each.sources) == {"flops", "memory", "memory_bandwidth", "link", "island", "cross"}
+    peaks = {"v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "a100": 312e12, "h100": 989e12, "h200": 989e12}
+    assert {name: each.flops for name, each in HARDWARE.items()} == peaks
+    with pytest.raises(ValueError, match="hardware 'v9' is not in the table: choose one of v4"):
+        hardware("v9")
+
+
+def test_assumptions_are_checked_and_change_the_price():
+    with pytest.raises(ValueError, match="shares lie between 0 and 1"):
+        Assumptions(overlap=1.5)
+    model, given = preset("gpt2-small"), {"num_devices": 8, "hardware": "a100", "global_batch": 8}
+    hidden = ax.plan(model, **given).best.price
+    bare = ax.plan(model, assumptions=Assumptions(overlap=0.0), **given).best.price
+    assert bare.time > hidden.time and bare.compute == hidden.compute
+
+
+def test_huge_searches_are_quick():
+    started = time.process_time()
+    answer = ax.plan(preset("llama3-70b"), num_devices=4096, hardware="v5p", global_batch=4096)
+    assert time.process_time() - started < 10
+    assert answer.best.price.mfu > 0.3
+
+
+def test_an_answer_prints_and_goes_to_json():
+    answer = ax.plan(preset("gpt2-small"), num_devices=6, hardware="v5e", global_batch=12)
+    for words in ("best: ", "ms/step", "nothing overlaps", "tokens per second"):
+        assert words in str(answer)
+    plain = json.loads(answer.to_json())
+    assert plain["best"]["mesh"] == answer.best.candidate.mesh and len(plain["runners_up"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [({"num_devices": 0}, "num_devices"), ({"global_batch": 0}, "global_batch")]
+)
+def test_sizes_below_one_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        ax.plan(config(GPT), **{"num_devices": 2, "global_batch": 2, **given})
+    with pytest.raises(TypeError, match="give a TransformerConfig"):
+        ax.plan(object(), num_devices=2, global_batch=2)
