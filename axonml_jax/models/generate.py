@@ -1,12 +1,16 @@
-"""Sampling text by running the model on a fixed-size window again for every token; no cache."""
+"""Sampling text token by token: with a cache of keys and values where the model has one, else on a fixed-size window."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+Extend = Callable[[np.ndarray, Any], tuple[jax.Array, Any]]
+"""(tokens [b, s], caches or None to begin) -> (logits of the token after the last [b, v], caches)."""
 
 
 def generate(
@@ -20,8 +24,9 @@ def generate(
 ) -> np.ndarray:
     """Continue `tokens` by `length` sampled tokens.
 
-    The model always sees an array of the same shape, so it is compiled once: a prompt shorter than the window is padded
-    on the right, which a causal model does not see, and a longer text slides out on the left.
+    The transformer keeps the keys and values of what it has seen, so that a token costs one position, until the text is
+    longer than the window; from there on it sees the last of it anew for every token. Any other model always sees an array
+    of the window's shape: a prompt shorter than that is padded on the right, which a causal model does not see.
 
     Args:
       model: a causal NNX module (run in eval mode, compiled here), or a function that is compiled already.
@@ -38,22 +43,64 @@ def generate(
     Raises:
       ValueError: an empty prompt, or a negative length or temperature, or a window below 1.
     """
-    text = np.asarray(tokens, np.int32)
-    offenders = _offenders(text, length, temperature, window)
-    if offenders:
-        raise ValueError("generate: " + "; ".join(offenders))
+    text = checked_prompts(tokens, length, temperature, window)
     width = window or text.shape[1] + length
-    logits_of = _compiled(model) if isinstance(model, nnx.Module) else model
+    if not isinstance(model, nnx.Module):
+        after = Windowed(model, width)
+    elif hasattr(model, "extend"):
+        after = Cached(_compiled_extend(model, width), width)
+    else:
+        after = Windowed(_compiled(model), width)
+    return continued(after, text, length, key, temperature)
+
+
+def continued(
+    after: Callable[[np.ndarray], jax.Array], text: np.ndarray, length: int, key: jax.Array, temperature: float
+) -> np.ndarray:
+    """`text` continued by tokens drawn from `after(text)`, the logits [b, v] of the token after it."""
     for step in range(length):
-        seen = text[:, -width:]
-        padded = np.pad(seen, ((0, 0), (0, width - seen.shape[1])))
         draw = jax.random.fold_in(key, step)
-        chosen = _sample(logits_of(padded), seen.shape[1] - 1, draw, temperature, greedy=temperature == 0)  # pyright: ignore[reportArgumentType]
+        chosen = _sample(after(text), draw, temperature, greedy=temperature == 0)
         text = np.concatenate([text, np.asarray(chosen)[:, None]], axis=1)
     return text
 
 
-def _offenders(text, length, temperature, window) -> list[str]:
+class Cached:
+    """Logits after a growing text from a model that keeps what it has seen, up to `room` positions."""
+
+    def __init__(self, extend: Extend, room: int):
+        self.extend, self.room = extend, room
+        self.caches: Any = None
+
+    def __call__(self, text: np.ndarray) -> jax.Array:
+        """[b, s] -> [b, v]; each text is the one before and one more token."""
+        if text.shape[1] > self.room:
+            return self.extend(text[:, -self.room :], None)[0]
+        new = text if self.caches is None else text[:, -1:]
+        logits, self.caches = self.extend(new, self.caches)
+        return logits
+
+
+class Windowed:
+    """Logits after a text from a model that sees an array of `width` positions every time."""
+
+    def __init__(self, logits_of: Callable[..., jax.Array], width: int):
+        self.logits_of, self.width = logits_of, width
+
+    def __call__(self, text: np.ndarray) -> jax.Array:
+        """[b, s] -> [b, v]."""
+        seen = text[:, -self.width :]
+        padded = np.pad(seen, ((0, 0), (0, self.width - seen.shape[1])))
+        return self.logits_of(padded)[:, seen.shape[1] - 1]
+
+
+def checked_prompts(tokens: Any, length: int, temperature: float, window: int | None) -> np.ndarray:
+    """The prompts as int32 [b, p].
+
+    Raises:
+      ValueError: listing everything that is wrong.
+    """
+    text = np.asarray(tokens, np.int32)
     problems = {
         f"tokens have shape {text.shape}: give [batch, prompt] with at least one token": text.ndim != 2
         or 0 in text.shape,
@@ -61,7 +108,35 @@ def _offenders(text, length, temperature, window) -> list[str]:
         f"temperature={temperature} is negative": temperature < 0,
         f"window={window} is below 1": window is not None and window < 1,
     }
-    return [problem for problem, present in problems.items() if present]
+    if offenders := [problem for problem, present in problems.items() if present]:
+        raise ValueError("generate: " + "; ".join(offenders))
+    return text
+
+
+def extended(model: Any, tokens: jax.Array, caches: Any, room: int) -> tuple[jax.Array, Any]:
+    """What `Extend` does with a transformer in eval mode; its logits are as its layers leave them.
+
+    Sequence parallelism is switched off in the model given: one more position cannot be split. It changes no result.
+    """
+    for _, module in nnx.iter_graph(model):
+        if isinstance(module, nnx.Module) and getattr(module, "sequence_parallel", False):
+            module.sequence_parallel = module.ring = False
+    model.split_sequence = False
+    caches = model.empty_caches(tokens.shape[0], room) if caches is None else caches
+    logits, caches = model.extend(tokens, caches)
+    return logits[:, -1], caches
+
+
+def _compiled_extend(model: nnx.Module, room: int) -> Extend:
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def extend(state, tokens, caches):
+        copy = nnx.merge(graphdef, state, copy=True)
+        copy.eval()
+        return extended(copy, tokens, caches, room)
+
+    return partial(extend, state)
 
 
 def _compiled(model: nnx.Module):
@@ -77,7 +152,7 @@ def _compiled(model: nnx.Module):
 
 
 @partial(jax.jit, static_argnames="greedy")
-def _sample(logits, position, key, temperature, *, greedy):
-    last = jax.lax.dynamic_index_in_dim(logits, position, axis=1, keepdims=False).astype(jnp.float32)
-    chosen = jnp.argmax(last, axis=-1) if greedy else jax.random.categorical(key, last / temperature)
+def _sample(logits, key, temperature, *, greedy):
+    wide = logits.astype(jnp.float32)
+    chosen = jnp.argmax(wide, axis=-1) if greedy else jax.random.categorical(key, wide / temperature)
     return chosen.astype(jnp.int32)

@@ -60,7 +60,7 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.config = config
+        self.config, self.split_sequence = config, config.sequence_parallel
         self.embed = make_vocabulary(config, rngs=rngs)
         self.positions = make_positions(config, rngs=rngs) if config.position == "learned" else None
         self.dropout = make_dropout(config, rngs=rngs)
@@ -81,12 +81,7 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: the sequence is longer than `max_length`.
         """
-        length = tokens.shape[1]
-        if length > self.config.max_length:
-            raise ValueError(
-                f"a sequence of {length} tokens is longer than max_length={self.config.max_length}: "
-                "shorten it or build the model with a larger max_length"
-            )
+        self._check_length(tokens.shape[1])
         x = self._embedded(tokens, 0)
         for block in self.blocks:
             x = block(x)
@@ -97,7 +92,7 @@ class Transformer(nnx.Module):
 
         Args:
           tokens: integer [b, s]; there is room for s more positions.
-          caches: keys and values of the positions before (see `make_caches`).
+          caches: keys and values of the positions before (see `empty_caches`).
 
         Returns:
           (logits as from a call, the caches with s more positions).
@@ -108,11 +103,27 @@ class Transformer(nnx.Module):
             kept.append(cache)
         return self._logits(x), kept
 
+    def empty_caches(self, batch: int, room: int) -> list[KVCache]:
+        """One cache per block with room for so many positions, of the heads that this rank computes.
+
+        Raises:
+          ValueError: for more room than `max_length`.
+        """
+        self._check_length(room)
+        return [block.attention.empty_cache(batch, room) for block in self.blocks]
+
+    def _check_length(self, length: int) -> None:
+        if length > self.config.max_length:
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than max_length={self.config.max_length}: "
+                "shorten it or build the model with a larger max_length"
+            )
+
     def _embedded(self, tokens: jax.Array, start: int | jax.Array) -> jax.Array:
         x = self.embed(tokens)
         if self.positions is not None:
             own = self.positions(start + jnp.arange(tokens.shape[1]))
-            x = x + (split_sequence(own) if self.config.sequence_parallel else own)
+            x = x + (split_sequence(own) if self.split_sequence else own)
         return self.dropout(x)
 
     def _logits(self, x: jax.Array) -> jax.Array:

@@ -3,9 +3,11 @@
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from axonml_jax.parallel.tensor.attend import KVCache, attend, rotate
+from axonml_jax.parallel.tensor.axes import degree
 from axonml_jax.parallel.tensor.dropout import ParallelDropout
 from axonml_jax.parallel.tensor.options import LinearOptions
 from axonml_jax.parallel.tensor.pair import PairAxes, check_pair, closing, opened, opening, split_axis
@@ -62,6 +64,7 @@ class TensorParallelAttention(nnx.Module):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_size = _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta)
         self.causal, self.rope_theta = causal, rope_theta
+        self.kv_heads, self.split_axis = kv_heads, split_axis(axis)
         check_pair("TensorParallelAttention", axis, sequence_parallel=sequence_parallel, ring=ring)
         shared: dict[str, Any] = {
             "use_bias": use_bias,
@@ -88,6 +91,13 @@ class TensorParallelAttention(nnx.Module):
         query, key, value = self._heads(x, 0)
         mixed = attend(query, key, value, causal=self.causal, weights_fn=self.dropout)
         return self.out(mixed.reshape(*mixed.shape[:-2], -1))
+
+    def empty_cache(self, batch: int, room: int) -> KVCache:
+        """A cache of this rank's key and value heads with room for so many positions."""
+        heads = max(1, self.kv_heads // degree(self.split_axis))
+        shape = (batch, room, heads, self.head_size)
+        dtype = self.key.kernel.dtype if self.key.dtype is None else self.key.dtype
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 
     def extend(self, x: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """The same for s more positions after those in a cache of this rank's key and value heads; for causal attention.

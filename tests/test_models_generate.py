@@ -1,0 +1,88 @@
+"""Generation with a cache of keys and values, on one device and under plans, equals running the whole text again."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from fsdp_plans import mesh_of
+from plan_tables import this_end
+
+import axonml_jax as ax
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.generate import generate
+from axonml_jax.models.transformer import Transformer
+
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
+LLAMA = TransformerConfig(
+    vocab_size=16, num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2, max_length=16, param_dtype="float64"
+)
+GPT2 = dataclasses.replace(
+    LLAMA, position="learned", tie_embeddings=True, norm="layernorm", activation="gelu", num_kv_heads=None
+)
+PROMPTS = [[1, 2, 3], [4, 5, 6]]
+
+
+def make(config):
+    """A transformer that is sure of what it says: its first values times 8."""
+    model = Transformer(config, rngs=nnx.Rngs(0))
+    nnx.update(model, jax.tree.map(lambda x: x * 8, nnx.state(model, nnx.Param)))
+    return model
+
+
+class Plain(nnx.Module):
+    """The same model without a cache."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, tokens):
+        return self.model(tokens)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_a_cache_changes_no_token(config):
+    model, key = make(config), jax.random.key(1)
+    np.testing.assert_array_equal(generate(model, PROMPTS, 8, key), generate(Plain(model), PROMPTS, 8, key))
+
+
+def test_with_a_cache_a_token_costs_one_position():
+    model = make(LLAMA)
+    caches = model.empty_caches(2, 12)
+    logits, caches = jax.eval_shape(model.extend, np.ones((2, 1), np.int32), caches)
+    assert logits.shape == (2, 1, 16) and caches[0].key.shape == (2, 12, 2, 4)
+    with pytest.raises(ValueError, match="17 tokens is longer than max_length=16"):
+        model.empty_caches(2, 17)
+
+
+# (model, its options, mesh): kv heads fewer than ranks, sequence parallelism, fsdp, 3-D.
+ROWS = {
+    "sequence": (LLAMA, {"sequence_parallel": True}, {"data": 2, "tensor": 4}),
+    "fsdp": (GPT2, {}, {"fsdp": 2, "tensor": 2}),
+    "grid": (LLAMA, {"split": "grid"}, {"data": 1, "row": 2, "col": 2, "depth": 2}),
+    "data": (GPT2, {}, {"data": 3}),
+}
+
+
+@pytest.mark.parametrize("name", this_end(ROWS))
+def test_every_plan_writes_the_tokens_of_one_device(name):
+    config, options, degrees = ROWS[name]
+    model, key = make(dataclasses.replace(config, **options)), jax.random.key(1)
+    parallel = ax.parallelize(model, mesh_of(**degrees))
+    np.testing.assert_array_equal(ax.generate(parallel, PROMPTS, 8, key), generate(model, PROMPTS, 8, key))
+    if name not in ("sequence", "fsdp"):
+        return
+    # Longer than the window: the last of the text is seen anew for every token.
+    slid = generate(model, PROMPTS, 6, key, temperature=0.0, window=5)
+    np.testing.assert_array_equal(ax.generate(parallel, PROMPTS, 6, key, temperature=0.0, window=5), slid)
+
+
+def test_other_models_are_called_on_a_window():
+    parallel = ax.parallelize(Plain(make(GPT2)), mesh_of(data=2, tensor=2))
+    one = generate(parallel.module, PROMPTS, 3, jax.random.key(0))
+    np.testing.assert_array_equal(ax.generate(parallel, PROMPTS, 3, jax.random.key(0)), one)
+    assert parallel.is_training
+    with pytest.raises(ValueError, match="length=-1 is negative"):
+        ax.generate(parallel, PROMPTS, -1, jax.random.key(0))
