@@ -42,6 +42,7 @@ from axonml_jax.data.loader import create_dataloader as create_dataloader
 from axonml_jax.data.sampler import DistributedSampler as DistributedSampler
 from axonml_jax.facade.ddp import DDP as DDP
 from axonml_jax.facade.fsdp import FSDP as FSDP
+from axonml_jax.facade.generate import generate as generate
 from axonml_jax.facade.memory import FSDPMemoryStats as FSDPMemoryStats
 from axonml_jax.facade.parallel_model import ParallelModel as ParallelModel
 from axonml_jax.facade.parallelize import make_train_step as make_train_step
