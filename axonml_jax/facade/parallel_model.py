@@ -255,7 +255,7 @@ class ParallelModel(SavedModel):
         clipped, norm = program(grads, max_norm)
         if error_if_nonfinite and not bool(jax.numpy.all(jax.numpy.isfinite(norm))):
             raise ValueError(f"the {norm_type}-norm of the gradients is {norm}: they are left as they were")
-        return self._outside(clipped), norm
+        return clipped if self.plan.pipe else self._outside(clipped), norm
 
     def _outside(self, params: PyTree) -> PyTree:
         """Parameters or gradients as users see them: without padding."""
