@@ -62,11 +62,13 @@ from axonml_jax.mesh.init import shutdown as shutdown
 from axonml_jax.mesh.shape import MeshShape as MeshShape
 from axonml_jax.mesh.shape import make_mesh as make_mesh
 from axonml_jax.mesh.spawn import spawn as spawn
+from axonml_jax.mesh.watchdog import Watchdog as Watchdog
 from axonml_jax.mesh.world import MockBackend as MockBackend
 from axonml_jax.mesh.world import World as World
-from axonml_jax.mesh.watchdog import Watchdog as Watchdog
 from axonml_jax.model.loss import WeightedMean as WeightedMean
 from axonml_jax.model.precision import Precision as Precision
+from axonml_jax.model.safetensors import load_safetensors as load_safetensors
+from axonml_jax.model.safetensors import save_safetensors as save_safetensors
 from axonml_jax.parallel.ddp import Replicate as Replicate
 from axonml_jax.parallel.fsdp import Shard as Shard
 from axonml_jax.parallel.fsdp import ShardingStrategy as ShardingStrategy

@@ -36,7 +36,7 @@ ON_ONE_RANK = {
     "raise": r"rank {rank} failed first: exit code 1(.|\n)*ValueError: a fault was asked for",
     "sleep": r"rank\(s\) \[{rank}\] are missing: rank {rank} has begun step \d+ only and is in before at fault_rank",
     "stop": r"rank\(s\) \[{rank}\] are missing",
-    "exit": r"rank\(s\) \[{rank}\] are missing: rank {rank} says nothing any more",
+    "exit": r"rank\(s\) \[{rank}\] are missing: rank {rank} says nothing any more|rank\(s\) \[{rank}\] had ended",
 }
 IN_THE_MAIN_PROCESS = ("kill-before-commit", "kill-at-commit", "kill-in-rotation", "disk-full")
 AT_A_SAVE = ("kill-in-save", *IN_THE_MAIN_PROCESS)
@@ -71,7 +71,8 @@ def draw(count: int, seed: int, only: list[str] | None = None) -> list[Fault]:
     numbers, kinds = random.Random(seed), only or [*ON_ONE_RANK, *OTHERS]
     faults = []
     for kind in (kinds[i % len(kinds)] for i in range(count)):
-        step = numbers.choice(range(6, STEPS, EVERY)) if kind in AT_A_SAVE else numbers.randrange(2, STEPS)
+        late = 6 if kind == "terminate-rank" else STEPS
+        step = numbers.choice(range(6, STEPS, EVERY)) if kind in AT_A_SAVE else numbers.randrange(2, late)
         rank = 0 if kind in IN_THE_MAIN_PROCESS else numbers.randrange(2)
         faults.append(Fault(kind, rank, step, numbers.choice(["data", "fsdp"])))
     return faults
@@ -162,7 +163,9 @@ def terminate(fault: Fault, job: Job) -> str:
     """SIGTERM to the launcher or to one rank: the run saves and stops, and goes on when started again."""
     if fault.kind == "terminate-rank":
         job.launch("terminate", fault.rank, fault.step)
-        return r"terminated=\d+(.|\n)*start=[1-9]"
+        return (
+            r"SIGTERM caught(.|\n)*(terminated=\d+(.|\n)*start=[1-9]|digest=)"  # the agreed step may be after the last
+        )
     sent = []
 
     def once(process, said):
@@ -177,7 +180,7 @@ def terminate(fault: Fault, job: Job) -> str:
 def damage(fault: Fault, job: Job) -> str:
     """Files of the newest checkpoint change: it is passed over, and the run goes on from the one before."""
     job.launch("kill", fault.rank, STEPS, restarts=0)
-    newest = sorted((job.folder / "checkpoints").glob("step_*"))[-1]
+    newest = sorted((job.folder / "checkpoints").glob("step_" + 8 * "[0-9]"))[-1]
     numbers = random.Random(f"{fault}")
     path = numbers.choice(sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size > 1))
     content = bytearray(path.read_bytes())

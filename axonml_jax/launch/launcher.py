@@ -14,7 +14,7 @@ from axonml_jax.launch.interrupts import Interrupts
 from axonml_jax.launch.launch_options import LaunchOptions, read_options, streams_of
 from axonml_jax.launch.leftovers import Guard
 from axonml_jax.launch.nodes import Nodes, Stopped
-from axonml_jax.launch.post_mortem import report
+from axonml_jax.launch.post_mortem import looks_like_a_consequence, report
 from axonml_jax.launch.supervise import Ended, Supervisor, print_note
 from axonml_jax.launch.worker import Worker
 from axonml_jax.launch.worker_environment import Attempt, count_workers, worker_environment
@@ -81,6 +81,11 @@ class _Job:
                 print_note(_stopped(ended))
             cause = self._nodes.verdict(ended.failure)
             print_note(report(cause) if cause else self._nodes.lost or "another machine's workers failed")
+            if cause and ended.early and looks_like_a_consequence(cause):
+                print_note(
+                    f"rank(s) {list(ended.early)} had ended with exit code 0 before, and others were still at work with them: "
+                    "most likely that is the cause"
+                )
             if restarts == self._options.max_restarts or self._nodes.lost:
                 return cause.exit_status if cause else 1
             restarts += 1

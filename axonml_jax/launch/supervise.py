@@ -53,12 +53,14 @@ class Ended:
       elsewhere: whether something else failed on another machine.
       received: the signal that asked for the end.
       stopped: ranks that were stopped because of it.
+      early: ranks that had ended well when others failed.
     """
 
     failure: Failure | None = None
     elsewhere: bool = False
     received: signal.Signals | None = None
     stopped: tuple[int, ...] = ()
+    early: tuple[int, ...] = ()
 
 
 class Supervisor:
@@ -123,9 +125,10 @@ class Supervisor:
             if len(failed) == len(self._workers) or not looks_like_a_consequence(failed[-1].failure()):
                 break
         stopped = self._running()
+        early = tuple(worker.rank for worker in self._workers if worker.returncode == 0)
         self._end_all(signal.SIGTERM, FAILURE_GRACE)
         self._drain()
-        return Ended(root_cause([worker.failure() for worker in failed]), stopped=stopped)
+        return Ended(root_cause([worker.failure() for worker in failed]), stopped=stopped, early=early)
 
     def _obey(self, received: signal.Signals) -> Ended:
         """Pass a signal on, and let the workers end by themselves for a while."""

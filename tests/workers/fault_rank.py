@@ -26,7 +26,7 @@ from axonml_jax.sharding.place import to_host
 from axonml_jax.training.agreement import check_same
 
 STEPS, EVERY, ROWS = 12, 3, 64
-STUCK_AFTER = float(os.environ.get("FAULT_STUCK_AFTER", "6"))
+STUCK_AFTER = float(os.environ.get("FAULT_STUCK_AFTER", "12"))
 TERMINATED = 143
 
 

@@ -1,0 +1,111 @@
+"""Arrays by name in `safetensors` files, the format in which weights are published, with names mapped on the way."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Rename = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str | None] | None
+"""Exact names by name, (regular expression, replacement) pairs applied in order, or a function (None leaves the array out)."""
+
+_INDEX = ".safetensors.index.json"
+
+
+def save_safetensors(
+    path: str | os.PathLike,
+    values: Mapping[str, Any],
+    *,
+    rename: Rename = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write whole arrays, such as a `state_dict`'s, to one file. One process writes.
+
+    Args:
+      path: the file.
+      values: arrays by name.
+      rename: from these names to the file's.
+      metadata: strings to keep in the file.
+
+    Raises:
+      ImportError: without the package safetensors.
+      ValueError: listing names that become the same.
+    """
+    from safetensors.numpy import save_file  # pyright: ignore[reportMissingImports]
+
+    arrays = {name: np.ascontiguousarray(np.asarray(value)) for name, value in renamed(values, rename).items()}
+    temporary = Path(f"{os.fspath(path)}.saving")
+    save_file(arrays, temporary, metadata=dict(metadata or {}))
+    temporary.replace(path)
+
+
+def load_safetensors(path: str | os.PathLike, *, rename: Rename = None) -> dict[str, np.ndarray]:
+    """Whole arrays by name, for `load_state_dict`.
+
+    Args:
+      path: a file, the index of several (`model.safetensors.index.json`), or a folder with either.
+      rename: from the file's names to those wanted.
+
+    Raises:
+      ImportError: without the package safetensors.
+      FileNotFoundError: when there is no such file.
+      ValueError: listing names that become the same.
+    """
+    from safetensors import safe_open  # pyright: ignore[reportMissingImports]
+
+    found: dict[str, np.ndarray] = {}
+    for file in _files(Path(path)):
+        with safe_open(file, framework="numpy") as opened:
+            found |= {name: opened.get_tensor(name) for name in list(opened.keys())}
+    return renamed(found, rename)
+
+
+def renamed(values: Mapping[str, Any], rename: Rename) -> dict[str, Any]:
+    """Values by their new names.
+
+    >>> renamed({"h.0.w": 1, "mask": 2}, lambda name: None if name == "mask" else name.replace(".", "/"))
+    {'h/0/w': 1}
+    >>> renamed({"layers.3.up": 1}, [(r"^layers\\\\.", "blocks/"), (r"\\\\.", "/")])
+    {'blocks/3/up': 1}
+    """
+    new, clashes = {}, []
+    for name, value in values.items():
+        if (other := _new_name(name, rename)) is None:
+            continue
+        if other in new:
+            clashes.append(f"{name} -> {other}")
+        new[other] = value
+    if clashes:
+        raise ValueError("rename gives several arrays the same name: " + ", ".join(clashes))
+    return new
+
+
+def _new_name(name: str, rename: Rename) -> str | None:
+    if rename is None:
+        return name
+    if callable(rename):
+        return rename(name)
+    if isinstance(rename, Mapping):
+        return rename.get(name, name)
+    for pattern, replacement in rename:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        indices = sorted(path.glob("*" + _INDEX))
+        return _files(indices[0]) if indices else _some(sorted(path.glob("*.safetensors")), path)
+    if path.name.endswith(_INDEX):
+        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+        return [path.parent / name for name in sorted(set(names))]
+    return _some([path] if path.is_file() else [], path)
+
+
+def _some(files: list[Path], path: Path) -> list[Path]:
+    if not files:
+        raise FileNotFoundError(f"no safetensors file at {path}")
+    return files

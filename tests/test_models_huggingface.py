@@ -1,0 +1,121 @@
+"""GPT-2 and Llama weights of Hugging Face, in and out, held against `transformers` where that is installed."""
+
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import axonml_jax as ax
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.huggingface import config_of, description_of, pretrained, read_pretrained, write_pretrained
+from axonml_jax.models.presets import GPT2
+from axonml_jax.models.transformer import Transformer
+
+SIZES = {"vocab_size": 11, "num_layers": 2, "hidden_size": 8, "num_heads": 2, "max_length": 6}
+CONFIGS = {
+    "gpt2": TransformerConfig(**GPT2 | SIZES),
+    "llama": TransformerConfig(**SIZES, num_kv_heads=1, mlp_hidden_size=12, rope_theta=500.0),
+    "llama, tied": TransformerConfig(**SIZES, mlp_hidden_size=12, tie_embeddings=True),
+}
+REFERENCE = Path(__file__).with_name("workers") / "hf_reference.py"
+PYTHON = os.environ.get("AXONML_TRANSFORMERS_PYTHON") or (
+    sys.executable if all(importlib.util.find_spec(name) for name in ("torch", "transformers")) else None
+)
+
+
+def values_of(model):
+    return ax.DDP(model, ax.make_mesh(data=1, devices=jax.devices()[:1])).state_dict()
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def model(request):
+    pytest.importorskip("safetensors")
+    return Transformer(CONFIGS[request.param], rngs=nnx.Rngs(3))
+
+
+def test_what_is_written_reads_back_the_same(model, tmp_path):
+    values = values_of(model)
+    write_pretrained(tmp_path, model.config, values)
+    config, back = read_pretrained(tmp_path)
+    assert config == dataclasses.replace(
+        model.config, mlp_hidden_size=model.config.mlp_size, num_kv_heads=config.num_kv_heads
+    )
+    assert config.kv_heads == model.config.kv_heads and back.keys() == values.keys()
+    for name, value in values.items():
+        np.testing.assert_array_equal(back[name], value, err_msg=name)
+    tokens = np.arange(10).reshape(2, 5)
+    np.testing.assert_array_equal(pretrained(tmp_path)(tokens), model(tokens))
+    fsdp = ax.FSDP(Transformer(config, rngs=nnx.Rngs(9)), ax.make_mesh(fsdp=3, devices=jax.devices()[:3]))
+    fsdp.load_state_dict(back)
+    np.testing.assert_array_equal(fsdp.state_dict()["blocks/1/mlp/up/kernel"], values["blocks/1/mlp/up/kernel"])
+
+
+def test_the_names_are_those_of_the_published_files(tmp_path):
+    pytest.importorskip("safetensors")
+    for name, wanted in (
+        ("gpt2", {"transformer.h.1.attn.c_attn.weight": (8, 24), "transformer.wte.weight": (11, 8)}),
+        ("llama", {"model.layers.0.self_attn.k_proj.weight": (4, 8), "lm_head.weight": (11, 8)}),
+    ):
+        write_pretrained(tmp_path / name, CONFIGS[name], values_of(Transformer(CONFIGS[name], rngs=nnx.Rngs(0))))
+        shapes = {key: value.shape for key, value in ax.load_safetensors(tmp_path / name).items()}
+        assert wanted.items() <= shapes.items()
+
+
+def test_arrays_that_lack_or_have_no_place_are_listed(tmp_path):
+    pytest.importorskip("safetensors")
+    write_pretrained(tmp_path, CONFIGS["gpt2"], values_of(Transformer(CONFIGS["gpt2"], rngs=nnx.Rngs(0))))
+    file = tmp_path / "model.safetensors"
+    ax.save_safetensors(file, ax.load_safetensors(file), rename={"transformer.ln_f.bias": "transformer.other"})
+    with pytest.raises(ValueError, match=r"\n  ln_f\.bias: missing\n  other: has no place here"):
+        read_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"model_type": "mistral"}, "model_type='mistral' is not known here"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope scaling"),
+        ({"attention_bias": True, "hidden_act": "gelu"}, "hidden_act='gelu'; attention_bias=True"),
+        ({"head_dim": 16}, r"head_dim=16 beside hidden_size / num_attention_heads = 4"),
+    ],
+)
+def test_what_the_transformer_here_is_not_is_refused(change, said):
+    described = description_of(CONFIGS["llama"]) | {"rope_parameters": None} | change
+    with pytest.raises(ValueError, match=said):
+        config_of(described)
+    with pytest.raises(ValueError, match=r"neither GPT-2 .* nor Llama"):
+        description_of(dataclasses.replace(CONFIGS["llama"], norm="layernorm"))
+
+
+def test_names_are_mapped_on_the_way(tmp_path):
+    pytest.importorskip("safetensors")
+    file = tmp_path / "it.safetensors"
+    ax.save_safetensors(file, {"a/w": np.ones(2), "b/w": np.zeros((), np.float32)}, rename=[("/", ".")])
+    assert sorted(ax.load_safetensors(file)) == ["a.w", "b.w"]
+    assert sorted(ax.load_safetensors(file, rename=lambda name: name if name[0] == "a" else None)) == ["a.w"]
+    with pytest.raises(ValueError, match=r"several arrays the same name: b.w -> a.w"):
+        ax.load_safetensors(file, rename={"b.w": "a.w"})
+    with pytest.raises(FileNotFoundError, match="no safetensors file at"):
+        ax.load_safetensors(tmp_path / "none")
+
+
+@pytest.mark.skipif(
+    PYTHON is None, reason="torch and transformers are not installed (AXONML_TRANSFORMERS_PYTHON names a Python)"
+)
+def test_logits_equal_those_of_transformers_and_files_go_back(tmp_path):
+    pytest.importorskip("safetensors")
+    subprocess.run([PYTHON, str(REFERENCE), str(tmp_path)], check=True, capture_output=True, timeout=300)
+    for kind in ("gpt2", "llama", "llama-tied"):
+        reference = np.load(tmp_path / kind / "reference.npz")
+        model = pretrained(tmp_path / kind, param_dtype="float64")
+        np.testing.assert_allclose(model(reference["tokens"]), reference["logits"], rtol=1e-6, atol=1e-6)
+        config, values = read_pretrained(tmp_path / kind)
+        write_pretrained(tmp_path / kind / "back", config, values)
+    subprocess.run([PYTHON, str(REFERENCE), str(tmp_path), "check"], check=True, capture_output=True, timeout=300)
