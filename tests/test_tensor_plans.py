@@ -9,6 +9,7 @@ from plan_models import F64, regression, tokens
 
 import axonml_jax as ax
 from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.compare import assert_trees_close
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
@@ -38,6 +39,10 @@ def vocabulary_loss(model, batch):
     losses = ax.vocab_parallel_cross_entropy(model(batch["x"]), batch["y"])
     kept = batch["keep"].astype(losses.dtype)
     return ax.WeightedMean(jnp.sum(losses * kept), jnp.sum(kept))
+
+
+def mean_loss(model, batch):
+    return jnp.mean(ax.vocab_parallel_cross_entropy(model(batch["x"]), batch["y"]))
 
 
 class Cube(nnx.Module):
@@ -119,9 +124,29 @@ def test_every_rank_holds_its_part_and_outputs_are_whole():
     }
     assert held["embed/embedding"] == (3, 8) and held["mlp/up/kernel"] == (8, 4)
     trained = model.trainer(optax.adamw(1e-2), vocabulary_loss)
-    with pytest.raises(ValueError, match=r"split by the model's own layers: .*embed/embedding"), model.no_sync():
-        model.value_and_grad(vocabulary_loss)(tokens(8))
+    _, synced = model.value_and_grad(mean_loss)(tokens(8))
+    with model.no_sync():
+        _, own = model.value_and_grad(mean_loss)(tokens(8))
+    assert own["embed"]["embedding"].shape == (2, 12, 8) and own["mlp"]["up"]["kernel"].sharding.spec[2] == "tensor"
+    assert_trees_close(model.sync_gradients(own), synced, "gradients")
     assert jnp.isfinite(trained.step(tokens(8))["loss"])
+
+
+def test_ranks_that_do_not_synchronize_train_models_of_their_own_split_over_tensor():
+    plan = ax.Plan(data=ax.Replicate(sync_strategy="no_sync"))
+    mesh = mesh_of(data=2, tensor=2)
+    assert_equals_single_device(
+        Language(), mean_loss, tokens(8), plan, mesh=mesh, tx=optax.adamw(1e-2), steps=2, max_grad_norm=0.1
+    )
+
+
+def test_own_gradients_of_what_ranks_along_depth_share_are_refused_by_name():
+    model = ax.parallelize(Cube(), mesh_of(data=1, row=2, depth=2))
+    with (
+        pytest.raises(ValueError, match=r"share these parameters: down/kernel, up/kernel\. Accumulate"),
+        model.no_sync(),
+    ):
+        model.value_and_grad(squares)(regression(4))
 
 
 def test_dims_that_do_not_divide_are_refused_by_path():

@@ -7,7 +7,7 @@ from axonml_jax._types import PyTree
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.stored import padded
-from axonml_jax.training.stacked import stacked
+from axonml_jax.training.stacked import stacked, stacked_specs
 from axonml_jax.training.update import clip, whole_norm
 
 
@@ -28,7 +28,7 @@ class Clip:
             norm = whole_norm(grads, self.norm_type)
             return clip(grads, norm, max_norm), norm
         grads = grads if independent else padded(grads, placement.params)
-        specs = placement.rank_spec if independent else placement.param_specs()
+        specs = stacked_specs(placement, placement.params) if independent else placement.param_specs()
         norm = placement.rank_spec if independent else PartitionSpec()
 
         def local(grads: PyTree, max_norm: jax.Array) -> tuple[PyTree, jax.Array]:

@@ -12,7 +12,6 @@ from axonml_jax.collectives.buckets import GradSyncStrategy
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.parallel.plan import LAYER_AXES
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.sharding.layout import is_layout
 from axonml_jax.training.buffers import first_ranks, sync_buffers
@@ -20,7 +19,7 @@ from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import gradients
 from axonml_jax.training.objective import Objective
 from axonml_jax.training.specs import variable_specs
-from axonml_jax.training.stacked import stack_variables, stacked, unstack_variables
+from axonml_jax.training.stacked import stack_variables, stacked, stacked_specs, unstack_variables
 from axonml_jax.training.step import forward_mode
 from axonml_jax.training.typed_errors import explain_typed_scan
 
@@ -37,7 +36,7 @@ class Differentiate:
         self.model, self.placement, self.mesh = model, placement, mesh
         self.sync = sync and not placement.plan.independent
         if not sync:
-            _refuse_split(placement)
+            _refuse_unstackable(placement)
         self.objective = Objective(model, loss_fn, forward_mode(placement, training))
         self._compiled = jax.jit(self._whole, compiler_options=compiler_options(placement, mesh))
 
@@ -54,7 +53,8 @@ class Differentiate:
     def _whole(self, variables: Variables, key: jax.Array, batch: PyTree):
         placement = self.placement
         specs, each = variable_specs(placement, variables), placement.rank_spec
-        means, grads = (PartitionSpec(), specs.params) if self.sync else (each, each)
+        own = lambda: stacked_specs(placement, placement.params)
+        means, grads = (PartitionSpec(), specs.params) if self.sync else (each, own())
         return jax.shard_map(
             self._local,
             mesh=self.mesh,
@@ -74,19 +74,13 @@ class Differentiate:
         return (*(own if self.sync else stacked(own, placement)), state)
 
 
-def _refuse_split(placement: Placement) -> None:
+def _refuse_unstackable(placement: Placement) -> None:
     if placement.stages is not None:
         raise ValueError(
-            "no_sync() gives every rank's own whole gradients, but along a pipeline ranks share one model: accumulate inside the "
-            "step instead (accumulate=, or more microbatches)"
+            "no_sync() gives every rank's own whole gradients, but along a pipeline ranks share one model: accumulate inside "
+            "the step instead (accumulate=, or more microbatches)"
         )
-    layouts = jax.tree_util.tree_leaves_with_path(placement.params, is_leaf=is_layout)
-    split = [path_name(path) for path, layout in layouts if set(layout.axes) & set(LAYER_AXES)]
-    if split:
-        raise ValueError(
-            "no_sync() gives every rank's own whole gradients, but these parameters are split by the model's own layers: "
-            f"{', '.join(split[:8])}{', ...' if len(split) > 8 else ''}. Accumulate inside the step (accumulate=) instead"
-        )
+    stacked_specs(placement, placement.params)
 
 
 class SyncStacked:
@@ -138,12 +132,13 @@ def _sync_program(placement: Placement, mesh: Mesh) -> Any:
         synced = treedef.unflatten(syncing.sync_buckets(means, layouts))
         return stacked(synced, placement) if placement.plan.independent else synced
 
-    specs = placement.rank_spec if placement.plan.independent else placement.param_specs()
+    given = stacked_specs(placement, placement.params)
+    specs = given if placement.plan.independent else placement.param_specs()
     return jax.jit(
         jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=placement.rank_spec,
+            in_specs=(given,),
             out_specs=specs,
             axis_names=placement.manual_axes,
             check_vma=placement.plan.check_vma,

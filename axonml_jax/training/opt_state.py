@@ -12,6 +12,7 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Layout, is_layout, shardings, specs
 from axonml_jax.sharding.memory import HOST, movable, to_device_memory
 from axonml_jax.sharding.stored import from_stored, map_layouts, to_stored
+from axonml_jax.training.stacked import stacked_specs
 
 
 def opt_layouts(placement: Placement, tx: optax.GradientTransformation) -> PyTree:
@@ -45,7 +46,7 @@ def opt_owners(placement: Placement, tx: optax.GradientTransformation) -> tuple[
 def opt_state_specs(placement: Placement, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
     """Specs of the optimizer's state."""
     if placement.plan.independent:
-        return jax.tree.map(lambda _: placement.rank_spec, opt_state)
+        return stacked_specs(placement, opt_layouts(placement, tx))
     return specs(opt_layouts(placement, tx))
 
 

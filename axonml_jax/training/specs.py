@@ -11,6 +11,7 @@ from axonml_jax.model.functional import Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import shardings
 from axonml_jax.training.opt_state import opt_state_specs
+from axonml_jax.training.stacked import stacked_specs
 from axonml_jax.training.staged import StagedOptimizer
 from axonml_jax.training.state import TrainState
 
@@ -20,7 +21,7 @@ def variable_specs(placement: Placement, variables: Variables) -> Variables:
     plan, stacked = placement.plan, placement.rank_spec
     params = placement.param_specs()
     if plan.independent:
-        params = jax.tree.map(lambda _: stacked, variables.params)
+        params = stacked_specs(placement, placement.params)
     state = jax.tree.map(lambda _: stacked if plan.local_buffers else PartitionSpec(), variables.state)
     return Variables(params, placement.frozen_specs(), state)
 

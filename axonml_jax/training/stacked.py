@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from axonml_jax._types import PyTree
+from axonml_jax._types import PyTree, path_name
 from axonml_jax.collectives.varying import vary
+from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES
 from axonml_jax.model.functional import Variables
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.layout import Layout, is_layout
 from axonml_jax.training.state import TrainState
 
 
@@ -51,3 +54,28 @@ def _change(variables: Variables, placement: Placement, change: Callable) -> Var
         variables.frozen,
         change(variables.state) if plan.local_buffers else variables.state,
     )
+
+
+def stacked_specs(placement: Placement, layouts: PyTree) -> PyTree:
+    """The specs of what is stacked by rank: dim 0 over the batch axes, the others as the model's layers split them.
+
+    Raises:
+      ValueError: listing parameters that are split over an axis that splits the batch too (`depth`): its ranks share one.
+    """
+    shared = [
+        path_name(path)
+        for path, layout in jax.tree_util.tree_leaves_with_path(layouts, is_leaf=is_layout)
+        if any(axis in BATCH_AXES for axis in layout.axes if axis in LAYER_AXES)
+    ]
+    if shared:
+        raise ValueError(
+            "every rank's own values are stacked along the batch axes, but ranks along depth, which splits the batch, share "
+            f"these parameters: {', '.join(shared[:8])}{', ...' if len(shared) > 8 else ''}. Accumulate inside the step "
+            "(accumulate=) instead"
+        )
+
+    def spec(layout: Layout) -> PartitionSpec:
+        axes = [tuple(axis for axis in layout.axes_of(dim) if axis in LAYER_AXES) for dim in range(len(layout.spec))]
+        return PartitionSpec(placement.batch_axes, *(entry[0] if len(entry) == 1 else entry or None for entry in axes))
+
+    return jax.tree.map(spec, layouts, is_leaf=is_layout)

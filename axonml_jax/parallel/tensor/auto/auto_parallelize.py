@@ -5,8 +5,9 @@ from typing import Any
 
 from flax import nnx
 
+from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.parallel.tensor.auto import swap
-from axonml_jax.parallel.tensor.auto.ground import LAYER_AXES, Ground
+from axonml_jax.parallel.tensor.auto.ground import Ground
 from axonml_jax.parallel.tensor.auto.making import making
 from axonml_jax.parallel.tensor.auto.pairing import Pairs, find_pairs
 from axonml_jax.parallel.tensor.auto.report import AutoReport, Entry

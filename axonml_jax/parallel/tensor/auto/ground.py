@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LAYER_AXES = ("depth", "row", "col", "tensor")
-
 
 @dataclass(frozen=True)
 class Ground:
