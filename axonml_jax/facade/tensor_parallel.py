@@ -35,6 +35,7 @@ class TensorParallel(ParallelModel):
     Raises:
       TypeError, ValueError: for anything that cannot work, with every offender, before anything is allocated.
 
+    >>> import jax
     >>> import axonml_jax as ax
     >>> from flax import nnx
     >>> from jax.sharding import PartitionSpec as P

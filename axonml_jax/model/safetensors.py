@@ -68,7 +68,7 @@ def renamed(values: Mapping[str, Any], rename: Rename) -> dict[str, Any]:
 
     >>> renamed({"h.0.w": 1, "mask": 2}, lambda name: None if name == "mask" else name.replace(".", "/"))
     {'h/0/w': 1}
-    >>> renamed({"layers.3.up": 1}, [(r"^layers\\\\.", "blocks/"), (r"\\\\.", "/")])
+    >>> renamed({"layers.3.up": 1}, [("layers[.]", "blocks/"), ("[.]", "/")])
     {'blocks/3/up': 1}
     """
     new, clashes = {}, []

@@ -45,6 +45,7 @@ def assign(
     Raises:
       ValueError: when there are more stages than blocks, or a path names nothing.
 
+    >>> import numpy as np
     >>> shapes = {name: np.ones((4, 4)) for name in ("embed/w", "blocks/0/w", "blocks/1/w", "head/w")}
     >>> assign(shapes, 2).stages
     (0, 0, 1, 1)
