@@ -1,4 +1,4 @@
-"""The command line: `axonml-jax train | launch | explain | schedule | devices`, also `python -m axonml_jax`."""
+"""The command line: `axonml-jax train | plan | launch | explain | schedule | devices`, also `python -m axonml_jax`."""
 
 import argparse
 import sys
@@ -53,13 +53,19 @@ def _dispatch(arguments: Sequence[str]) -> int:
         from axonml_jax.launch.schedule import schedule
 
         return schedule(arguments[1:])
+    if arguments[:1] == ["plan"]:
+        from axonml_jax.launch.plan import plan
+
+        return plan(arguments[1:])
     if arguments[:1] in (["train"], ["explain"]):
         # What follows is read by the configuration's own parser, made from the configuration's keys.
         from axonml_jax.launch import run
+        from axonml_jax.launch.budget import split_budget
         from axonml_jax.launch.read_config import read_config
 
         command = run.train if arguments[0] == "train" else run.explain
-        return command(read_config(arguments[0], arguments[1:]))
+        budget, rest = split_budget(arguments[0], arguments[1:])
+        return command(read_config(arguments[0], rest), budget)
     chosen = _parser().parse_args(arguments)
     from axonml_jax.launch.devices import devices
 
@@ -76,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train on text as a configuration file says", add_help=False)
     commands.add_parser("explain", help="print plan and ledger of a configuration, without training", add_help=False)
+    commands.add_parser("plan", help="find the best plan for a number of devices, without them", add_help=False)
     commands.add_parser("launch", help="start the processes of a job, as torchrun does", add_help=False)
     commands.add_parser("schedule", help="draw a pipeline's timetable, its bubble and memory", add_help=False)
     devices = commands.add_parser("devices", help="print what JAX sees on this machine")

@@ -11,6 +11,7 @@ from axonml_jax.ledger import collectives_in, difference, memory_difference, pre
 
 WHOLE = {"data": ax.Replicate(sync_strategy="synchronous")}
 SEQUENCE = {"sequence_parallel": True}
+PIPE = ax.Pipelined(num_microbatches=4)
 GRID = {"split": "grid", "num_kv_heads": 8}
 
 # (style, model options, degrees, plan options); batches are 8 sequences per microbatch.
@@ -28,6 +29,8 @@ ROWS = [
     (GPT, SEQUENCE, {"data": 1, "fsdp": 2, "tensor": 4}, {"remat": "full"}),
     (LLAMA, GRID, {"data": 1, "depth": 2, "row": 2, "col": 2}, {}),
     (GPT, {"split": "grid"}, {"data": 2, "depth": 4}, {"remat": "full"}),
+    (LLAMA, {"num_layers": 4}, {"data": 2, "pipe": 2}, {"pipe": PIPE, "accumulate": 2}),
+    (GPT, {"num_layers": 4}, {"data": 1, "pipe": 2, "fsdp": 4}, {"pipe": PIPE}),
     (GPT, {"split": "grid"}, {"data": 1, "fsdp": 2, "row": 2, "col": 2}, {"remat": "selective"}),
 ]  # fmt: skip
 
@@ -41,7 +44,7 @@ def name(row):
 def test_predicted_traffic_is_that_of_the_traced_program(row):
     style, options, degrees, plan_options = row
     model, plan = config(style, **options), ax.Plan(**plan_options)
-    batch = plan.accumulate * (10 if 5 in degrees.values() else 8)
+    batch = plan.microbatches * (10 if 5 in degrees.values() else 8)
     step, state, rows = step_of(model, plan, degrees, batch)
     prediction = predict(plan, model, degrees, global_batch=batch, length=LENGTH)
     assert difference(prediction, collectives_in(step, state, rows)) == []

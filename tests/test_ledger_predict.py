@@ -129,7 +129,7 @@ def test_a_pipeline_has_its_bubble_and_its_slots():
     pipe = Pipelined(num_microbatches=8)
     found = predicted(model, {"data": 2, "pipe": 4}, 64, pipe=pipe)
     assert found.bubble == pytest.approx(3 / 8) and found.ticks == 8 + 2 * 3
-    passing = [flow for flow in found.traffic if flow.axes == ("pipe",)]
+    passing = [flow for flow in found.traffic if flow.kind == "permute"]
     assert {flow.label for flow in passing} == {"activations", "cotangents"}
     assert all(flow.count == 14 and flow.elements == 4 * 32 * 32 for flow in passing)
     assert found.ratios["activations+cotangents"][2] == 14 / 8

@@ -84,6 +84,7 @@ class PlanConfig:
       precision: float32; bf16 or fp16 (compute in it, the rest in float32; fp16 scales the loss); null leaves the model's
         dtypes.
       accumulate: microbatches per update and rank.
+      remat: what the backward recomputes: full, selective (all but weight multiplications), or null for nothing.
       check_vma: let JAX check which values vary over which axes.
     """
 
@@ -98,6 +99,7 @@ class PlanConfig:
     offload: Literal["none", "params", "optimizer_states", "full"] = "none"
     precision: Literal["float32", "bf16", "fp16"] | None = None
     accumulate: int = 1
+    remat: Literal["full", "selective"] | None = None
     check_vma: bool = False
 
     def __post_init__(self):
@@ -120,6 +122,7 @@ class PlanConfig:
             precision=Precision.of(self.precision),
             offload=CPUOffload(self.offload),
             accumulate=self.accumulate,
+            remat=self.remat,
             check_vma=self.check_vma,
         )
 

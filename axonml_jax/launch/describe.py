@@ -19,7 +19,8 @@ from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.training.init import abstract_state
 from axonml_jax.training.step import TrainStep
 
-_MOMENTS = {"adamw": 2, "lion": 1}
+MOMENTS = {"adamw": 2, "lion": 1}
+"""Values that an optimizer keeps per parameter."""
 
 
 def describe(config: RunConfig, ground: Ground) -> str:
@@ -50,7 +51,7 @@ def price(config: RunConfig, ground: Ground) -> Report:
 def memory(config: RunConfig, ground: Ground) -> FSDPMemoryStats:
     """Bytes per device of parameters, gradients and optimizer state, by formula."""
     view, _, placement = _placed(config, ground)
-    return estimate(placement, _MOMENTS[config.optim.name], view)
+    return estimate(placement, MOMENTS[config.optim.name], view)
 
 
 def _placed(config: RunConfig, ground: Ground) -> tuple[Functional, Variables, Placement]:

@@ -16,6 +16,7 @@ from axonml_jax.checkpoint.team import Team
 from axonml_jax.data.text import TextSplit
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.facade.trainer import Trainer
+from axonml_jax.launch.budget import OVER_BUDGET, Budget, over_budget, predicted, require_fit
 from axonml_jax.launch.config import ConfigError, RunConfig
 from axonml_jax.launch.describe import describe, price
 from axonml_jax.launch.fit import Record, evaluate, fit
@@ -54,18 +55,27 @@ DIVERGED = 3
 """Exit status when too many updates in a row were not finite."""
 
 
-def explain(config: RunConfig) -> int:
-    """Print what a run would do and what its step would send. Nothing is trained or allocated.
+def explain(config: RunConfig, budget: Budget | None = None) -> int:
+    """Print what a run would do, hold and send. Nothing is trained or allocated.
+
+    Returns:
+      0; 4 when that costs more than the budget allows.
 
     Raises:
       ConfigError: for a mesh or a batch that does not fit the devices.
     """
     [ground] = all_or_refuse(partial(lay_ground, config))
     print0(describe(config, ground), price(config, ground), sep="\n\n")
-    return 0
+    if budget is None or budget == Budget():
+        return 0
+    [found] = all_or_refuse(partial(predicted, config, ground))
+    print0("", found, sep="\n")
+    wrong = over_budget(found, budget)
+    print0("", *(f"over budget: {line}" for line in wrong), sep="\n")
+    return OVER_BUDGET if wrong else 0
 
 
-def train(config: RunConfig) -> int:
+def train(config: RunConfig, budget: Budget | None = None) -> int:
     """Train, validate, sample, and leave records, checkpoints, configuration and picture in the run's folder.
 
     Returns:
@@ -80,6 +90,7 @@ def train(config: RunConfig) -> int:
     ground, text = all_or_refuse(partial(lay_ground, config), partial(read_text, config.data))
     all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
     [data] = all_or_refuse(partial(load_data, config, text, ground.mesh))
+    require_fit(config, ground, budget or Budget())
     print0(describe(config, ground), _about(config, data), "", price(config, ground), "", sep="\n", flush=True)
     trainer = _trainer(config, ground)
     if ground.world.num_processes > 1:

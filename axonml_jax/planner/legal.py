@@ -65,7 +65,9 @@ def legal_meshes(
     """
     seen = set()
     for family in FAMILIES:
-        for mesh in meshes(num_devices, tuple(axis for axis in family if axis in axes) or ("data",)):
+        if not (allowed := tuple(axis for axis in family if axis in axes)):
+            continue
+        for mesh in meshes(num_devices, allowed):
             degrees = {axis: mesh[axis] for axis in AXES if mesh.get(axis, 1) > 1}
             if (key := tuple(degrees.items())) in seen:
                 continue

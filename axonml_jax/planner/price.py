@@ -11,6 +11,9 @@ from axonml_jax.mesh.axes import AXES
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import Hardware
 
+JOINED_BYTES = 32 * 2**20
+"""What one launch of parameters or gradients carries at most, in the cost model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
@@ -101,8 +104,10 @@ def flow_seconds(flow: Flow, degrees: Mapping[str, int], hardware: Hardware) -> 
     seconds = 0.0
     for axis in flow.axes[:1]:  # a collective over several axes is limited by the outermost
         inner = inner_product(degrees, axis)
-        # XLA joins small neighbours: delays are paid per execution, not per array.
-        delays = flow.times * hardware.delay(flow.group_size, inner) * min(flow.launches, 64)
+        joined = flow.launches
+        if flow.label in (GRADIENTS, PARAMETERS):  # XLA joins neighbours into launches of some tens of MB
+            joined = -(-flow.elements * flow.itemsize // JOINED_BYTES)
+        delays = flow.times * hardware.delay(flow.group_size, inner) * joined
         seconds += float(flow.wire_bytes) / hardware.bandwidth(flow.group_size, inner) + delays
     return seconds
 

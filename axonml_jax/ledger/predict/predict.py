@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from axonml_jax.ledger.predict.activations import block_activations, compute_itemsize
-from axonml_jax.ledger.predict.decoder import DecoderLike, decoder_weights, layer_degrees, problems
+from axonml_jax.ledger.predict.decoder import LAYER_AXES, DecoderLike, decoder_weights, layer_degrees, problems
 from axonml_jax.ledger.predict.flow import EACH_TICK, Flow, merged
 from axonml_jax.ledger.predict.layer_flows import Layers, layer_flows
 from axonml_jax.ledger.predict.memory import Memory, batch_bytes, memory
@@ -74,7 +74,7 @@ def predict(
         tokens=global_batch * length,
         flops_per_token=flops,
         recomputed_flops_per_token=_recomputed(model, plan, length),
-        notes=_notes(plan, timetable, held),
+        notes=_notes(plan, degrees, timetable, held),
     )
 
 
@@ -215,11 +215,11 @@ def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:
     return ", ".join(words)
 
 
-def _notes(plan: Plan, timetable: Timetable | None, held: Memory) -> tuple[str, ...]:
+def _notes(plan: Plan, degrees: Mapping[str, int], timetable: Timetable | None, held: Memory) -> tuple[str, ...]:
     found = {
         "traffic of NO_SYNC is nothing: every rank trains a model of its own": plan.independent,
-        "a pipeline's parameters that several stages read are summed over pipe once per step: not counted here": (
-            timetable is not None
+        "what layers send is counted for the microbatches that a stage works on; a trace counts every tick's dearest branch": (
+            timetable is not None and any(degrees.get(axis, 1) > 1 for axis in LAYER_AXES)
         ),
         "the bubble is that of stages that all cost the same": timetable is not None,
         f"{held.host:,} bytes rest in host memory; the update brings them to the device": bool(held.host),

@@ -1,6 +1,7 @@
 """What parameters and their gradients send under a plan: gathers, reductions, the norm, the metrics."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -9,23 +10,31 @@ import jax.numpy as jnp
 from axonml_jax.ledger.label import GRADIENTS, PARAMETERS
 from axonml_jax.ledger.predict.flow import EACH_MICROBATCH, ONCE, Flow
 from axonml_jax.ledger.predict.weight import Placed
-from axonml_jax.mesh.axes import batch_axes
+from axonml_jax.mesh.axes import AXES, batch_axes
 from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.plan import Plan
 
 
-def weight_flows(placed: Iterable[Placed], microbatches: int) -> Iterator[Flow]:
+def weight_flows(placed: Sequence[Placed], microbatches: int) -> Iterator[Flow]:
     """Gathers of parameters and reductions of gradients along data, fsdp and depth.
 
     Args:
       placed: what a rank holds.
       microbatches: A; how often a rank reads its parameters under ZeRO-3.
     """
+    buffers = set()
     for each in placed:
-        if each.count:
-            yield from _gathers(each, microbatches)
-            if each.weight.trained:
-                yield from _reductions(each, microbatches)
+        if not each.count:
+            continue
+        yield from _gathers(each, microbatches)
+        # A pipeline's rank keeps everything that lies over the same axes in one buffer, which is reduced as one array.
+        packed = _pipelined(each) and each.layout.axes in buffers
+        buffers.add(each.layout.axes)
+        if each.weight.trained:
+            yield from _reductions(each, microbatches, 0 if packed else 1 if _pipelined(each) else each.count)
+        if _pipelined(each) and each.weight.place == "both ends":
+            yield from _sent_along(each)
 
 
 def reads_by_unit(plan: Plan) -> bool:
@@ -56,7 +65,17 @@ def _gathers(each: Placed, microbatches: int) -> Iterator[Flow]:
         yield make(microbatches, "backward")
 
 
-def _reductions(each: Placed, microbatches: int) -> Iterator[Flow]:
+def _pipelined(each: Placed) -> bool:
+    return dict(each.degrees).get(AXIS, 1) > 1
+
+
+def _sent_along(each: Placed) -> Iterator[Flow]:
+    """A weight that several stages read lives on one: it is sent to the others once per step, and its gradient back."""
+    for label, dtype, work in ((PARAMETERS, each.read_dtype, "forward"), ("", each.sum_dtype, "backward")):
+        yield _flow(each, label, "all_reduce", AXIS, each.read, dtype, 1, False, work)
+
+
+def _reductions(each: Placed, microbatches: int, launches: int) -> Iterator[Flow]:
     """From the innermost axis outwards, as `Placement.sync` goes."""
     plan, degrees = each.plan, dict(each.degrees)
     if plan.independent:
@@ -70,7 +89,8 @@ def _reductions(each: Placed, microbatches: int) -> Iterator[Flow]:
     for axis, strategy in (("fsdp", plan.fsdp), ("data", plan.data)):
         if degrees.get(axis, 1) > 1 and not isinstance(strategy, Shard):
             sent = jnp.dtype(strategy.comm_dtype or each.sum_dtype)
-            yield _flow(each, GRADIENTS, "all_reduce", axis, each.shard, sent, 1, False, "backward")
+            sums = _flow(each, GRADIENTS, "all_reduce", axis, each.shard, sent, 1, False, "backward")
+            yield replace(sums, launches=launches)
 
 
 def _flow(
@@ -100,7 +120,13 @@ def small_flows(placed: Sequence[Placed], loss_values: int) -> Iterator[Flow]:
     if not plan.independent and (axes := batch_axes(degrees)):
         ranks = _product(degrees, axes)
         yield Flow(label="metrics", axes=axes, group_size=ranks, elements=loss_values, **scalar)
-    for axes in {each.layout.axes for each in placed if each.weight.trained and each.count}:
+    piped = (AXIS,) if _pipelined(placed[0]) else ()
+    if piped:  # every stage but the last has none to add
+        yield Flow(label="", axes=piped, group_size=degrees[AXIS], elements=loss_values, launches=loss_values, **scalar)
+    groups = {each.layout.axes for each in placed if each.weight.trained and each.count}
+    if piped:  # by what splits them, in any order
+        groups = {tuple(axis for axis in AXES if axis in (*piped, *axes)) for axes in groups}
+    for axes in groups:
         if axes:
             yield Flow(label="norm", axes=axes, group_size=_product(degrees, axes), elements=1, **scalar)
 

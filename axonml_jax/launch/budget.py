@@ -1,0 +1,118 @@
+"""What a step may cost: `explain --check` and `--max-memory` for CI, and `train`'s refusal of what cannot fit."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from axonml_jax.launch.config import ConfigError, RunConfig
+from axonml_jax.launch.describe import MOMENTS
+from axonml_jax.launch.ground import Ground
+from axonml_jax.launch.plan import memory_size
+from axonml_jax.ledger.predict.predict import predict
+from axonml_jax.ledger.predict.prediction import Prediction
+
+OVER_BUDGET = 4
+"""Exit status of `explain` when a step costs more memory or traffic than it may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a step may cost.
+
+    Attributes:
+      check: a baseline that memory and traffic may not exceed.
+      tolerance: by which share they may.
+      max_memory: bytes of a device.
+      write_baseline: where to write a baseline.
+      force: train even what cannot fit.
+    """
+
+    check: Path | None = None
+    tolerance: float = 0.0
+    max_memory: float | None = None
+    write_baseline: Path | None = None
+    force: bool = False
+
+
+def split_budget(command: str, argv: Sequence[str]) -> tuple[Budget, list[str]]:
+    """The budget's flags, and the arguments that are left for the configuration."""
+    parser = argparse.ArgumentParser(prog=f"axonml-jax {command}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--max-memory", type=memory_size)
+    if command == "explain":
+        parser.add_argument("--check", type=Path)
+        parser.add_argument("--tolerance", type=float, default=0.0)
+        parser.add_argument("--write-baseline", type=Path)
+    else:
+        parser.add_argument("--force", action="store_true")
+    found, rest = parser.parse_known_args(list(argv))
+    return Budget(**vars(found)), rest
+
+
+def predicted(config: RunConfig, ground: Ground) -> Prediction:
+    """The ledger's prediction of a run's step."""
+    return predict(
+        ground.plan,
+        config.model,  # pyright: ignore[reportArgumentType]
+        dict(ground.mesh.shape),
+        global_batch=config.train.global_batch_size,
+        length=config.data.length,
+        moments=MOMENTS[config.optim.name],
+    )
+
+
+def over_budget(found: Prediction, budget: Budget) -> list[str]:
+    """What costs more than it may; writes the baseline where asked to.
+
+    Raises:
+      ConfigError: for a baseline that is not there or is none.
+    """
+    costs = {"memory": found.memory.total, "traffic": float(found.total_bytes)}
+    if budget.write_baseline is not None:
+        budget.write_baseline.write_text(json.dumps(costs, indent=2) + "\n", encoding="utf-8")
+    wrong = []
+    if budget.max_memory is not None and found.memory.total > budget.max_memory:
+        wrong.append(f"memory {found.memory.total:,} bytes per device, at most {budget.max_memory:,.0f} are allowed")
+    if budget.check is not None:
+        for name, allowed in _baseline(budget.check).items():
+            if costs[name] > allowed * (1 + budget.tolerance):
+                wrong.append(f"{name} {costs[name]:,.0f} bytes per device, {allowed:,.0f} in {budget.check}")
+    return wrong
+
+
+def _baseline(path: Path) -> dict[str, float]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        return {name: float(content[name]) for name in ("memory", "traffic")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--check {path}: no baseline ({error}); write one with axonml-jax explain CONFIG --write-baseline {path}"
+        ) from error
+
+
+def require_fit(config: RunConfig, ground: Ground, budget: Budget) -> None:
+    """Refuse a plan that a device's memory cannot hold, as far as the device says what it has.
+
+    Raises:
+      ConfigError: with the bytes by kind and the remedies, unless forced.
+    """
+    limit = budget.max_memory or device_memory()
+    if limit is None or budget.force:
+        return
+    found = predicted(config, ground)
+    if found.memory.total > limit:
+        kinds = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in found.memory.by_kind().items())
+        raise ConfigError(
+            f"this plan needs {found.memory.total / 2**20:,.1f} MiB on each device ({kinds}), and there are "
+            f"{limit / 2**20:,.1f} MiB: let axonml-jax plan find one that fits, take more microbatches (plan.accumulate), "
+            "plan.remat or mesh.fsdp, or add --force"
+        )
+
+
+def device_memory() -> float | None:
+    """Bytes that a device of this process has, where it says so (CPU devices do not)."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit")

@@ -1,0 +1,201 @@
+"""`axonml-jax plan`: the best plan for a number of devices, printed, drawn, and written as a configuration to train with."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from axonml_jax.launch.config import ConfigError, MeshConfig, PlanConfig, RunConfig
+from axonml_jax.launch.describe import MOMENTS
+from axonml_jax.launch.pipeline_config import PipelineConfig
+from axonml_jax.launch.read_config import as_dict, read_config
+from axonml_jax.mesh.axes import AXES
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.presets import PRESETS, preset
+from axonml_jax.planner.answer import Answer
+from axonml_jax.planner.assumptions import Assumptions
+from axonml_jax.planner.candidate import Candidate
+from axonml_jax.planner.hardware import HARDWARE
+from axonml_jax.planner.search import plan as find_plan
+
+_STAGES = {0: None, 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
+MEASURE = "measure"
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Plan from the command line. Starts no devices, but for `--hardware measure`.
+
+    Args:
+      arguments: of the command line, after `plan`.
+
+    Raises:
+      ConfigError: for wrong arguments, or when no plan fits; with the reasons.
+    """
+    chosen = _parser().parse_args(arguments)
+    try:
+        base, model, sizes = _subject(chosen)
+        answer = find_plan(
+            model,
+            num_devices=chosen.devices,
+            hardware=_hardware(chosen),
+            axes=tuple(chosen.axes),
+            max_memory=chosen.max_memory,
+            offload=chosen.offload,
+            assumptions=Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap),
+            **sizes,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    print(answer.to_json() if chosen.json else answer)
+    if chosen.ledger:
+        print("", answer.prediction, sep="\n")
+    if chosen.picture is not None:
+        answer.prediction.save_picture(chosen.picture)
+        print(f"\npicture   {chosen.picture}")
+    if chosen.write is not None:
+        chosen.write.write_text(config_text(answer, base), encoding="utf-8")
+        print(f"\nwritten   {chosen.write}: axonml-jax train {chosen.write}")
+    return _verified(chosen.verify, answer) if chosen.verify else 0
+
+
+def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerConfig, dict[str, Any]]:
+    """The model, and how much of it is trained at once: a preset's, or a configuration file's."""
+    sizes: dict[str, Any] = {"global_batch": chosen.batch, "length": chosen.length, "precision": chosen.precision}
+    if chosen.model in PRESETS:
+        if chosen.batch is None:
+            raise ValueError("give --batch, the sequences per update")
+        return None, preset(chosen.model), sizes
+    if not Path(chosen.model).suffix:
+        raise ValueError(f"model {chosen.model!r} is neither a configuration file nor one of {', '.join(PRESETS)}")
+    config = read_config("plan", [chosen.model])
+    sizes = {
+        "global_batch": chosen.batch or config.train.global_batch_size,
+        "length": chosen.length or config.data.length,
+        "precision": config.plan.precision if chosen.precision == "bf16" else chosen.precision,
+        "moments": MOMENTS[config.optim.name],
+    }
+    return config, config.model, sizes
+
+
+def _hardware(chosen: argparse.Namespace) -> Any:
+    if chosen.hardware != MEASURE:
+        return chosen.hardware
+    from axonml_jax.planner.measure import measure
+
+    found = measure(chosen.devices)
+    print(f"measured  {found}\n")
+    return found
+
+
+def _verified(topology: str, answer: Answer) -> int:
+    from axonml_jax.planner.verify import verify
+
+    try:
+        print("", verify(answer, topology), sep="\n")
+    except (RuntimeError, ValueError, ModuleNotFoundError) as error:
+        raise ConfigError(f"--verify {topology}: {error}") from error
+    return 0
+
+
+def config_text(answer: Answer, base: RunConfig | None = None) -> str:
+    """A configuration file that trains the answer's plan.
+
+    Args:
+      answer: the planner's.
+      base: settings to keep; None: the defaults, on the built-in text.
+    """
+    found, model = answer.best.candidate, answer.model
+    length = answer.asked.length
+    if base is None:
+        base = RunConfig(name="planned", model=replace(model, max_length=max(model.max_length, length)))
+    config = replace(
+        base,
+        devices=replace(base.devices, simulated=base.devices.simulated and answer.asked.num_devices),
+        model=model,
+        mesh=MeshConfig(**{axis: found.mesh.get(axis, 1) for axis in AXES}),
+        plan=_plan_config(base.plan, found, answer.asked.precision),
+        pipeline=_pipeline(found),
+        data=replace(base.data, length=length),
+        train=replace(base.train, global_batch_size=answer.asked.global_batch),
+    )
+    values = as_dict(config)
+    head = f"# {found}\n# found by axonml-jax plan for {answer.asked.num_devices} x {answer.asked.hardware.name}\n"
+    return head + yaml.safe_dump(values, sort_keys=False)
+
+
+def _plan_config(base: PlanConfig, found: Candidate, precision: Any) -> PlanConfig:
+    return replace(
+        base,
+        sharding_strategy=_STAGES[found.stage],  # pyright: ignore[reportArgumentType]
+        prefetch=base.prefetch if found.stage == 3 else 0,
+        precision=precision,
+        accumulate=1 if found.schedule else found.microbatches,
+        remat=found.remat,  # pyright: ignore[reportArgumentType]
+        offload=found.offload.value,
+    )
+
+
+def _pipeline(found: Candidate) -> PipelineConfig:
+    if found.schedule is None:
+        return PipelineConfig()
+    schedule: Any = found.schedule.value
+    return PipelineConfig(schedule=schedule, microbatches=found.microbatches, chunks=found.chunks)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="axonml-jax plan",
+        description="Find the fastest plan that fits, on paper: no devices are needed.",
+        epilog="axonml-jax plan llama3-8b --devices 512 --hardware v5p --batch 1024",
+    )
+    parser.add_argument("model", help=f"a configuration file, or {', '.join(PRESETS)}")
+    parser.add_argument("--devices", type=int, required=True, metavar="N")
+    names = ", ".join(HARDWARE)
+    parser.add_argument(
+        "--hardware", default="v5p", help=f"{names}, or {MEASURE}: this machine's devices (default: v5p)"
+    )
+    parser.add_argument("--batch", type=int, metavar="B", help="sequences per update (default: the configuration's)")
+    parser.add_argument(
+        "--length", type=int, metavar="S", help="of a sequence (default: the configuration's or the longest)"
+    )
+    parser.add_argument("--precision", choices=["float32", "bf16", "fp16"], default="bf16")
+    parser.add_argument("--max-memory", type=memory_size, metavar="SIZE", help="bytes of a device to use, as in 14GiB")
+    parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES, help="mesh axes to consider (default: all)")
+    parser.add_argument(
+        "--offload", action="store_true", help="optimizer states may rest on the host if nothing fits else"
+    )
+    parser.add_argument(
+        "--efficiency", type=float, default=Assumptions.efficiency, metavar="X", help="of the peak FLOP/s"
+    )
+    parser.add_argument(
+        "--overlap", type=float, default=Assumptions.overlap, metavar="X", help="share of compute that hides traffic"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--ledger", action="store_true", help="print the best plan's memory and traffic too")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the best plan's memory and traffic")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write a configuration that `axonml-jax train` runs")
+    parser.add_argument(
+        "--verify", metavar="TOPOLOGY", help="compile the step for TPU chips that need not be here, as v5p:8x8x8"
+    )
+    return parser
+
+
+def memory_size(text: str) -> float:
+    """Bytes of a size as people write it.
+
+    >>> memory_size("16GiB") == 16 * 2**30, memory_size("80GB"), memory_size("512")
+    (True, 80000000000.0, 512.0)
+
+    Raises:
+      argparse.ArgumentTypeError: for anything else.
+    """
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "": 1}
+    number = text.rstrip("KMGTiB ")
+    unit = text[len(number) :].strip()
+    try:
+        return float(number) * units[unit]
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 16GiB or 80GB") from None

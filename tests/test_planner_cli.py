@@ -1,0 +1,91 @@
+"""`axonml-jax plan` writes what `train` reads; `explain --check` and `train` keep to a budget of memory and traffic."""
+
+import json
+
+import pytest
+
+from axonml_jax.__main__ import main
+from axonml_jax.launch.plan import memory_size
+from axonml_jax.launch.read_config import read_config
+
+TINY = """
+name: tiny
+devices: {simulated: 8}
+mesh: {data: 2, fsdp: 4}
+plan: {remat: full}
+model: {vocab_size: 256, num_layers: 2, hidden_size: 32, num_heads: 4, max_length: 32}
+data: {length: 32}
+train: {global_batch_size: 16}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY, "utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "axes", [["data", "fsdp"], ["fsdp", "tensor"], ["pipe", "data"], ["row", "col", "depth"]], ids="-".join
+)
+def test_a_plan_is_written_as_a_configuration_that_trains_it(axes, tiny, tmp_path, capsys):
+    written, picture = tmp_path / "planned.yaml", tmp_path / "planned.svg"
+    flags = ["--hardware", "h100", "--axes", *axes, "--write", str(written), "--json"]
+    devices = "2" if "pipe" in axes else "8"
+    assert (
+        main(["plan", str(tiny), "--devices", devices, *flags, *["--picture", str(picture)][: 2 * (devices == "2")]])
+        == 0
+    )
+    best = json.loads(capsys.readouterr().out.split("\n\npicture")[0].split("\n\nwritten")[0])["best"]
+    config = read_config("train", [str(written)])
+    assert {axis: ranks for axis, ranks in config.mesh.degrees.items() if ranks > 1} == {
+        axis: ranks for axis, ranks in best["mesh"].items() if ranks > 1
+    }
+    assert config.model.split == ("grid" if "row" in axes else "tensor")
+    assert config.train.global_batch_size == 16 and config.devices.simulated == int(devices)
+
+
+def test_published_models_are_planned_by_name(capsys):
+    assert main(["plan", "gpt2-small", "--devices", "8", "--hardware", "a100", "--batch", "64", "--ledger"]) == 0
+    out = capsys.readouterr().out
+    assert "124,439,808 parameters" in out and "memory per device" in out and "if\n" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt2-small", "--devices", "8"], "give --batch"),
+        (["gpt9", "--devices", "8"], "neither a configuration file nor one of gpt2-small"),
+        (["llama3-8b", "--devices", "2", "--batch", "2", "--hardware", "v5e"], "no plan of 8,030,261,248 parameters"),
+        (["gpt2-small", "--devices", "2", "--batch", "2", "--hardware", "v9"], "not in the table"),
+    ],
+)
+def test_what_cannot_be_planned_exits_with_two(arguments, message, capsys):
+    assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_are_read_as_people_write_them():
+    assert [memory_size(text) for text in ("16GiB", "80 GB", "1.5MiB")] == [16 * 2**30, 80e9, 1.5 * 2**20]
+    with pytest.raises(Exception, match="must be a size such as 16GiB"):
+        memory_size("lots")
+
+
+def test_a_budget_fails_the_check_and_names_what_grew(tiny, tmp_path, capsys):
+    baseline = tmp_path / "baseline.json"
+    assert main(["explain", str(tiny), "--write-baseline", str(baseline)]) == 0
+    assert set(json.loads(baseline.read_text("utf-8"))) == {"memory", "traffic"}
+    assert main(["explain", str(tiny), "--check", str(baseline), "--max-memory", "1GiB"]) == 0
+    capsys.readouterr()
+    assert main(["explain", str(tiny), "--check", str(baseline), "--plan.accumulate", "2", "--max-memory", "1KiB"]) == 4
+    out = capsys.readouterr().out
+    assert "over budget: memory" in out and "at most 1,024 are allowed" in out and "over budget: traffic" in out
+    assert main(["explain", str(tiny), "--check", str(tmp_path / "none.json")]) == 2
+    assert "--write-baseline" in capsys.readouterr().err
+
+
+def test_training_refuses_what_cannot_fit(tiny, capsys):
+    assert main(["train", str(tiny), "--max-memory", "100KiB"]) == 2
+    error = capsys.readouterr().err
+    assert "this plan needs" in error and "activations" in error and "add --force" in error
