@@ -37,7 +37,8 @@ def checkpointer(processes: int) -> Any:
         active_processes=set(range(processes)) if processes > 1 else None,
         barrier_sync_key_prefix=f"axonml{next(_savers)}" if processes > 1 else None,
     )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=team)
+    # Weights hardly compress (8% of random ones), and trying takes longer than writing them.
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=team, use_compression=False)
     return ocp.AsyncCheckpointer(handler, multiprocessing_options=team)
 
 

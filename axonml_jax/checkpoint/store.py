@@ -1,5 +1,6 @@
 """`save` and `restore`: one checkpoint, whole, under any plan."""
 
+import functools
 import os
 from collections.abc import Collection, Mapping
 from contextlib import closing
@@ -153,6 +154,11 @@ def checked_manifest(folder: Path, team: Team) -> Manifest:
     return manifest
 
 
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in _PACKAGES}
+
+
 def manifest_of(
     state: Any,
     leaves: Mapping[str, Leaf],
@@ -165,11 +171,10 @@ def manifest_of(
     """What a checkpoint will say about itself."""
     model = getattr(state, "model", state)  # a trainer's
     plan = {"plan": str(model.plan), "mesh": dict(model.mesh.shape)} if hasattr(model, "plan") else {}
-    versions = {name: version(name) for name in _PACKAGES}
     return Manifest(
         step=step,
         entries={name: arrays.entry_of(leaf) for name, leaf in leaves.items()},
         data=dict(data.state_dict()) if data is not None else None,
         metrics={name: float(value) for name, value in (metrics or {}).items()},
-        about={**plan, "processes": jax.process_count(), "versions": versions, **(about or {})},
+        about={**plan, "processes": jax.process_count(), "versions": _versions(), **(about or {})},
     )
