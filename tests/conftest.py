@@ -27,10 +27,11 @@ def compiled_for_users():
 
 
 SHARED = (
-    "bad_input", "cli", "collectives_eager", "collectives_spmd", "collectives_traced", "config", "data_loader", "docs",
-    "examples", "facade_buffers", "facade_forward", "facade_gradients", "facade_module", "fit", "fsdp_facade",
-    "fsdp_program", "laws", "launcher_flags", "ledger_lowered", "ledger_traced", "models_mlp",
-    "models_transformer", "processes", "processes_ddp", "tensor_plans", "training_loss", "world_groups",
+    "bad_input", "checkpoint_manager", "checkpoint_plans", "cli", "collectives_eager", "collectives_spmd",
+    "collectives_traced", "config", "data_loader", "docs", "examples", "facade_buffers", "facade_forward",
+    "facade_gradients", "facade_module", "faults", "fit", "fsdp_facade", "fsdp_program", "launcher_flags",
+    "laws", "ledger_lowered", "ledger_traced", "models_huggingface", "models_mlp", "models_transformer",
+    "nonfinite", "processes", "processes_ddp", "tensor_plans", "training_loss", "world_groups",
 )  # fmt: skip
 
 
