@@ -1,0 +1,83 @@
+"""Does the planner rank plans as this machine does? Predicted against measured step times of randomly drawn plans.
+
+Run: PYTHONPATH=. python benchmarks/planner_rank.py [--plans 20] [--steps 5]; 8 simulated devices, which share this machine's
+cores. Plans are drawn with seed 0 from the whole enumeration for a small GPT; hardware is measured first. Shows both times of every plan,
+Spearman's rank correlation (bar: 0.8), and the measured time of the planner's choice over the best measured (bar: 1.1).
+"""
+
+import argparse
+import random
+import time
+
+import axonml_jax as ax
+
+DEVICES, BATCH, LENGTH = 8, 32, 64
+
+
+def measured(asked, one, rounds: int) -> float:
+    """Seconds of a step: the median after two warm-up steps."""
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    from axonml_jax.launch.text_task import loss_fn
+    from axonml_jax.models.transformer import Transformer
+
+    found = one.candidate
+    mesh = ax.make_mesh(**found.mesh)
+    model = Transformer(found.model(asked.model), rngs=nnx.Rngs(0))
+    trainer = ax.parallelize(model, mesh, found.plan(asked.precision)).trainer(optax.adamw(1e-3), loss_fn)
+    rows = np.random.default_rng(0).integers(0, asked.model.vocab_size, (BATCH, LENGTH + 1)).astype(np.int32)
+    batch, times = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}, []
+    for _ in range(rounds + 2):
+        started = time.perf_counter()
+        jax.block_until_ready(trainer.step(batch))
+        times.append(time.perf_counter() - started)
+    return float(np.median(times[2:]))
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    """Rank correlation."""
+    import numpy as np
+
+    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plans", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=5)
+    options = parser.parse_args()
+    ax.fake_devices(DEVICES)
+    from axonml_jax.models.config import TransformerConfig
+    from axonml_jax.planner.legal import candidates
+    from axonml_jax.planner.measure import measure
+    from axonml_jax.planner.search import exactly
+
+    sizes = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "vocab_size": 256, "max_length": LENGTH}
+    model = TransformerConfig(**sizes, norm="layernorm", activation="gelu", position="learned", tie_embeddings=True)
+    here = measure(DEVICES)
+    print(f"{here}\n")
+    answer = ax.plan(model, num_devices=DEVICES, hardware=here, global_batch=BATCH, length=LENGTH, precision=None)
+    every = list(candidates(model, DEVICES, global_batch=BATCH, length=LENGTH))
+    rng, drawn = random.Random(0), []
+    while len(drawn) < options.plans:
+        try:
+            drawn.append(exactly(answer.asked, rng.choice(every)))
+        except ValueError:
+            continue  # a size that its schedule refuses
+    rows = []
+    for one in [answer.best, *drawn]:
+        rows.append((one.price.time, measured(answer.asked, one, options.steps)))
+        print(
+            f"predicted {1e3 * rows[-1][0]:8.1f} ms  measured {1e3 * rows[-1][1]:8.1f} ms  {one.candidate}", flush=True
+        )
+    told, found = zip(*rows[1:], strict=True)
+    print(f"\n{len(every):,} legal plans; Spearman {spearman(told, found):.3f} (bar 0.8)")
+    print(f"the planner's choice takes {rows[0][1] / min(time for _, time in rows):.2f} of the best measured (bar 1.1)")
+
+
+if __name__ == "__main__":
+    main()
