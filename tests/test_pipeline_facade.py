@@ -11,10 +11,14 @@ from plan_models import F64, DropoutMLP, linear, mean_loss, regression, token_lo
 from plan_tables import this_end
 
 import axonml_jax as ax
+from axonml_jax.launch.text_task import loss_fn as text_loss
 from axonml_jax.ledger import collectives_in
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.pipeline.chain import LinenChain
 from axonml_jax.testing import assert_equals_single_device
 from axonml_jax.testing.compare import assert_trees_close
+from axonml_jax.training.init import abstract_state
 
 
 def mesh_of(**degrees):
@@ -86,6 +90,13 @@ def test_two_shifts_per_tick_and_data_once_per_step(pipe):
     assert len(gradients) == 1 and not gradients[0].in_loop
 
 
+def test_the_first_state_has_the_shapes_that_are_known_beforehand():
+    pipe = ax.Pipeline(Language(2, nnx.Rngs(0)), mesh_of(pipe=2), precision="bf16")
+    state = pipe.trainer(tx := optax.adam(1e-2), token_loss).state
+    known = abstract_state(pipe._functional.shapes, tx, pipe._placement)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), known) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+
+
 def test_modules_one_by_one_in_either_kind_and_stages_on_devices():
     rngs = nnx.Rngs(1)
     modules = [Hidden(5, 7, rngs), Hidden(7, 4, rngs), Head(4, rngs)]
@@ -119,6 +130,23 @@ def twice(model, batch):
     return both[0].value + jax.checkpoint(lambda w: both[1].value * w)(0.5) + 0.01 * decay
 
 
+def language_model(degrees, check_vma=False, **options):
+    """The reference transformer, tied, whose layers split over more axes."""
+    sizes = {
+        "vocab_size": 16,
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_heads": 2,
+        "mlp_hidden_size": 16,
+        "max_length": 4,
+    }
+    config = TransformerConfig(**sizes, tie_embeddings=True, param_dtype="float64", **options)
+    ids = np.random.default_rng(0).integers(0, 16, (16, 5)).astype(np.int32)
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+    plan = ax.Plan(pipe=PIPE, check_vma=check_vma)
+    return Transformer(config, rngs=nnx.Rngs(0)), text_loss, batch, plan, {"mesh": mesh_of(**degrees)}
+
+
 def matrices(params):
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
@@ -143,6 +171,8 @@ EQUAL = {
         ax.Plan(pipe=PIPE, update="whole"),
         {"tx": optax.chain(optax.clip_by_global_norm(0.1), optax.adafactor(0.01, min_dim_size_to_factor=2))},
     ),
+    "tensor": lambda: language_model({"data": 2, "pipe": 2, "tensor": 2}, check_vma=True),
+    "grid": lambda: language_model({"pipe": 2, "depth": 2, "row": 2}, split="grid"),
     "bf16": lambda: (chain(2), mean_loss, regression(8), ax.Plan(pipe=PIPE, precision="bf16"), {"max_grad_norm": 0.3}),
 }
 
@@ -150,7 +180,7 @@ EQUAL = {
 @pytest.mark.parametrize("case", this_end(EQUAL))
 def test_losses_optimizers_and_precisions_of_every_kind_equal_one_device(case):
     model, loss_fn, batch, plan, options = EQUAL[case]()
-    assert_equals_single_device(model, loss_fn, batch, plan, mesh=mesh_of(pipe=2), steps=2, **options)
+    assert_equals_single_device(model, loss_fn, batch, plan, **{"mesh": mesh_of(pipe=2), "steps": 2, **options})
 
 
 def test_optimizers_that_mix_elements_are_refused():

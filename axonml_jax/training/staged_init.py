@@ -77,7 +77,9 @@ def abstract_staged(
 ) -> tuple[Variables, PyTree]:
     """The shapes of both."""
     staging, staged = staging_of(placement), StagedOptimizer.of(tx, placement)
-    loose = staged.at_rest(jax.eval_shape(tx.init, placement.plan.precision.cast_param(shapes.params)), None)
+    loose = staged.at_rest(
+        jax.eval_shape(lambda params: tx.init(placement.plan.precision.cast_param(params)), shapes.params), None
+    )
     variables = Variables(staging.params.shapes(), staging.frozen.shapes(), shapes.state)
     return variables, {**loose, "stages": staged.store.shapes()}
 
