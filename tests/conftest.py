@@ -31,7 +31,8 @@ SHARED = (
     "collectives_traced", "config", "data_loader", "docs", "examples", "facade_buffers", "facade_forward",
     "facade_gradients", "facade_module", "faults", "fit", "fsdp_facade", "fsdp_program", "launcher_flags",
     "laws", "ledger_lowered", "ledger_traced", "models_huggingface", "models_mlp", "models_transformer",
-    "nonfinite", "processes", "processes_ddp", "tensor_plans", "training_loss", "world_groups",
+    "nonfinite", "processes", "processes_ddp", "tensor_auto", "tensor_partitioned", "tensor_plans", "training_loss",
+    "world_groups",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from axonml_jax.parallel.tensor.attend import KVCache, attend, rotate
 from axonml_jax.parallel.tensor.axes import degree
 from axonml_jax.parallel.tensor.dropout import ParallelDropout
 from axonml_jax.parallel.tensor.options import LinearOptions
-from axonml_jax.parallel.tensor.pair import PairAxes, check_pair, closing, opened, opening, split_axis
+from axonml_jax.parallel.tensor.pair import PairAxes, closing, opened, opening, pair_options, split_axis
 from axonml_jax.parallel.tensor.specs import Units
 
 
@@ -65,15 +65,8 @@ class TensorParallelAttention(nnx.Module):
         self.head_size = _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta)
         self.causal, self.rope_theta = causal, rope_theta
         self.kv_heads, self.split_axis = kv_heads, split_axis(axis)
-        check_pair("TensorParallelAttention", axis, sequence_parallel=sequence_parallel, ring=ring)
-        shared: dict[str, Any] = {
-            "use_bias": use_bias,
-            "sequence_parallel": sequence_parallel,
-            "ring": ring,
-            "axis": axis,
-            "rngs": rngs,
-            **options,
-        }
+        flags = {"sequence_parallel": sequence_parallel, "ring": ring}
+        shared = pair_options("TensorParallelAttention", axis, options, use_bias=use_bias, rngs=rngs, **flags)
 
         def heads(units: Units):
             return opening(hidden_size, units.count * self.head_size, units=units, **shared)

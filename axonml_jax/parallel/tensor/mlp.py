@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from axonml_jax.parallel.tensor.options import LinearOptions
-from axonml_jax.parallel.tensor.pair import PairAxes, check_pair, closing, opened, opening
+from axonml_jax.parallel.tensor.pair import PairAxes, closing, opened, opening, pair_options
 
 
 class ParallelMLP(nnx.Module):
@@ -48,15 +48,8 @@ class ParallelMLP(nnx.Module):
         if activation not in ("gelu", "swiglu"):
             raise ValueError(f"ParallelMLP: activation {activation!r} is not one of 'gelu', 'swiglu'")
 
-        check_pair("ParallelMLP", axis, sequence_parallel=sequence_parallel, ring=ring)
-        shared: dict[str, Any] = {
-            "use_bias": use_bias,
-            "sequence_parallel": sequence_parallel,
-            "ring": ring,
-            "axis": axis,
-            "rngs": rngs,
-            **options,
-        }
+        flags = {"sequence_parallel": sequence_parallel, "ring": ring}
+        shared = pair_options("ParallelMLP", axis, options, use_bias=use_bias, rngs=rngs, **flags)
         self.gate = opening(hidden_size, inner_size, **shared) if activation == "swiglu" else None
         self.up = opening(hidden_size, inner_size, **shared)
         out: dict[str, Any] = shared | ({"kernel_init": out_init} if out_init else {})

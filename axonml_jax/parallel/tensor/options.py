@@ -6,19 +6,24 @@ from typing import Any, TypedDict
 from flax import nnx
 
 
-class LinearOptions(TypedDict, total=False):
-    """Those of `nnx.Linear`, with its defaults and its meaning."""
+class WeightOptions(TypedDict, total=False):
+    """Those that `nnx.Linear` and `nnx.Conv` share."""
 
     dtype: Any
     param_dtype: Any
     precision: Any
     kernel_init: nnx.Initializer
     bias_init: nnx.Initializer
-    dot_general: Callable[..., Any]
     promote_dtype: Callable[..., Any]
     preferred_element_type: Any
     kernel_metadata: Mapping[str, Any]
     bias_metadata: Mapping[str, Any]
+
+
+class LinearOptions(WeightOptions, total=False):
+    """Those of `nnx.Linear`, with its defaults and its meaning."""
+
+    dot_general: Callable[..., Any]
 
 
 class EmbedOptions(TypedDict, total=False):
@@ -31,23 +36,14 @@ class EmbedOptions(TypedDict, total=False):
     embedding_metadata: Mapping[str, Any]
 
 
-class ConvOptions(TypedDict, total=False):
+class ConvOptions(WeightOptions, total=False):
     """Those of `nnx.Conv`, with its defaults and its meaning."""
 
     padding: Any
     input_dilation: Any
     kernel_dilation: Any
     mask: Any
-    dtype: Any
-    param_dtype: Any
-    precision: Any
-    kernel_init: nnx.Initializer
-    bias_init: nnx.Initializer
     conv_general_dilated: Callable[..., Any]
-    promote_dtype: Callable[..., Any]
-    preferred_element_type: Any
-    kernel_metadata: Mapping[str, Any]
-    bias_metadata: Mapping[str, Any]
 
 
 class NormOptions(TypedDict, total=False):

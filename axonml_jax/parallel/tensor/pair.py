@@ -1,6 +1,6 @@
 """Two linear layers between which features are split: over one axis (Megatron), or a pair of 3-D ones (AxoNN)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,17 +16,20 @@ PairAxes = str | tuple[str, str, str]
 Opening = ColumnParallelLinear | ParallelLinear
 
 
-def check_pair(layer: str, axis: PairAxes, *, sequence_parallel: bool, ring: bool) -> None:
-    """Refuse what 3-D layers do not do.
+def pair_options(
+    layer: str, axis: PairAxes, options: Mapping[str, Any], *, sequence_parallel: bool, ring: bool, **more: Any
+) -> dict[str, Any]:
+    """The options of every layer of a pair.
 
     Raises:
-      ValueError: naming the layer.
+      ValueError: for what 3-D layers do not do, naming the layer.
     """
     if not isinstance(axis, str) and (sequence_parallel or ring):
         raise ValueError(
             f"{layer}: sequence_parallel and ring belong to one axis, and axis={axis!r} names the three of 3-D layers: "
             "give axis='tensor', or leave them out"
         )
+    return {"axis": axis, "sequence_parallel": sequence_parallel, "ring": ring, **more, **options}
 
 
 def opening(
