@@ -103,8 +103,8 @@ class Job:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": self.environ}
         process = subprocess.Popen([*command, str(WORKER), str(self.folder), *map(str, fault)], **pipes)
         deadline = time.monotonic() + TIME_LIMIT
+        assert process.stdout is not None
         try:
-            assert process.stdout is not None
             for line in process.stdout:
                 self.said += line
                 if meanwhile:
@@ -115,6 +115,7 @@ class Job:
         finally:
             process.kill()
             process.wait()
+            process.stdout.close()
 
     @property
     def digests(self) -> list[str]:

@@ -1,6 +1,7 @@
 """`axonml-jax launch`: start the processes of a job on this machine, watch and restart them, say what went wrong."""
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -14,12 +15,17 @@ from axonml_jax.launch.interrupts import Interrupts
 from axonml_jax.launch.launch_options import LaunchOptions, read_options, streams_of
 from axonml_jax.launch.leftovers import Guard
 from axonml_jax.launch.nodes import Nodes, Stopped
-from axonml_jax.launch.post_mortem import looks_like_a_consequence, report
+from axonml_jax.launch.post_mortem import report
 from axonml_jax.launch.supervise import Ended, Supervisor, print_note
 from axonml_jax.launch.worker import Worker
 from axonml_jax.launch.worker_environment import Attempt, count_workers, worker_environment
 
 _PIPE_CLOSED = 128 + signal.SIGPIPE
+
+# What a process says that has waited in vain for one that ended well.
+_WAITING = re.compile(
+    r"Timed out while waiting|coordination service|CoordinationService|closed by peer|are missing|Socket closed"
+)
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -81,7 +87,7 @@ class _Job:
                 print_note(_stopped(ended))
             cause = self._nodes.verdict(ended.failure)
             print_note(report(cause) if cause else self._nodes.lost or "another machine's workers failed")
-            if cause and ended.early and looks_like_a_consequence(cause):
+            if cause and ended.early and _WAITING.search("\n".join(cause.lines)):
                 print_note(
                     f"rank(s) {list(ended.early)} had ended with exit code 0 before, and others were still at work with them: "
                     "most likely that is the cause"
