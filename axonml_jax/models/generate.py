@@ -119,8 +119,9 @@ def extended(model: Any, tokens: jax.Array, caches: Any, room: int) -> tuple[jax
     Sequence parallelism is switched off in the model given: one more position cannot be split. It changes no result.
     """
     for _, module in nnx.iter_graph(model):
-        if isinstance(module, nnx.Module) and getattr(module, "sequence_parallel", False):
-            module.sequence_parallel = module.ring = False
+        for switch in ("sequence_parallel", "ring"):
+            if isinstance(module, nnx.Module) and getattr(module, switch, False):
+                setattr(module, switch, False)
     model.split_sequence = False
     caches = model.empty_caches(tokens.shape[0], room) if caches is None else caches
     logits, caches = model.extend(tokens, caches)

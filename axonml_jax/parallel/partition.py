@@ -41,7 +41,7 @@ class Partition:
         Raises:
           TypeError, ValueError: listing every rule that is none.
         """
-        pairs = tuple(rules.items() if isinstance(rules, Mapping) else (tuple(rule) for rule in rules))
+        pairs: Any = tuple(rules.items() if isinstance(rules, Mapping) else (tuple(rule) for rule in rules))
         wrong = [problem for rule in pairs if (problem := _wrong(rule))]
         if wrong or not pairs:
             raise ValueError(
