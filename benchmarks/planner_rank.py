@@ -1,8 +1,8 @@
 """Does the planner rank plans as this machine does? Predicted against measured step times of randomly drawn plans.
 
 Run: PYTHONPATH=. python benchmarks/planner_rank.py [--plans 20] [--steps 5]; 8 simulated devices, which share this machine's
-cores. Plans are drawn with seed 0 from the whole enumeration for a small GPT; hardware is measured first. Shows both times of every plan,
-Spearman's rank correlation (bar: 0.8), and the measured time of the planner's choice over the best measured (bar: 1.1).
+cores. Plans are drawn with seed 0 from the whole enumeration for a small GPT; hardware is measured first. Shows both times of
+every plan, Spearman's rank correlation (bar: 0.8), and the measured time of the planner's choice over the best (bar: 1.1).
 """
 
 import argparse
