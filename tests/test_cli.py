@@ -105,7 +105,11 @@ def test_the_other_configurations_train(run, name):
         "--model.num_layers=2",
         "--train.steps=2",
         "--train.eval_batches=1",
-        "--sample.length=2",
+        "--model.hidden_size=32",
+        "--model.num_heads=2",
+        "--model.mlp_hidden_size=64",
+        "--data.max_bytes=200_000",
+        "--sample.count=0",
         "--output.plot=false",
     )
     status, out, err = run("train", str(CONFIGS / f"{name}.yaml"), *small)
