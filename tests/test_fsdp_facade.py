@@ -50,6 +50,16 @@ def test_offload_moves_what_it_says_and_changes_no_bit(mesh, offload, without_of
     assert estimate.host_bytes == rests + estimate.grad_bytes * offload.gradients
 
 
+@pytest.mark.parametrize("offload", [ax.CPUOffload.NONE, ax.CPUOffload.PARAMS])
+def test_sync_parameters_joins_copies_and_leaves_shards_alone(offload):
+    model = ax.FSDP(DropoutMLP(nnx.Rngs(0)), ax.make_mesh(data=2, fsdp=4), cpu_offload=offload)
+    before = model.state_dict()
+    kinds = [leaf.sharding for leaf in jax.tree.leaves(model.variables)]
+    model.sync_parameters()
+    assert all(np.array_equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [leaf.sharding for leaf in jax.tree.leaves(model.variables)] == kinds
+
+
 def test_float16_skips_an_overflow_halves_the_scale_and_then_learns(mesh):
     batch = jax.tree.map(np.float32, regression(12))
     model = ax.FSDP(

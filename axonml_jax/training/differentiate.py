@@ -9,11 +9,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax._types import LossFn, PyTree, named_leaves, path_name
 from axonml_jax.collectives.buckets import GradSyncStrategy
+from axonml_jax.mesh.axes import as_axes
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.sharding.layout import is_layout
+from axonml_jax.sharding.memory import to_device_memory
 from axonml_jax.training.buffers import first_ranks, sync_buffers
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import gradients
@@ -147,13 +149,22 @@ def _sync_program(placement: Placement, mesh: Mesh) -> Any:
 
 
 def equalize(variables: Variables, placement: Placement, mesh: Mesh) -> Variables:
-    """The first rank's variables on every rank, bit for bit (`sync_parameters`)."""
+    """The first rank's variables on every rank that holds the same part of them, bit for bit (`sync_parameters`)."""
     specs = variable_specs(placement, variables)
+    state = jax.tree.map(lambda _: PartitionSpec(), variables.state)
+    resting = Variables(placement.param_specs(), placement.frozen_specs(), state)
+
+    def first(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        split = {axis for entry in spec for axis in as_axes(entry or ())}
+        axes = tuple(axis for axis in placement.batch_axes if axis not in split)
+        return first_ranks(x, axes) if axes else x
 
     def local(variables: Variables) -> Variables:
-        own = unstack_variables(variables, placement)
-        return stack_variables(jax.tree.map(lambda x: first_ranks(x, placement.batch_axes), own), placement)
+        own = to_device_memory(unstack_variables(variables, placement), placement.plan.offload.params)
+        return stack_variables(jax.tree.map(first, own, resting), placement)
 
     manual = placement.manual_axes
     call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, axis_names=manual, check_vma=False)
-    return jax.jit(call)(variables)
+    synced = jax.jit(call)(variables)
+    where = jax.tree.map(lambda leaf: leaf.sharding, variables)
+    return jax.device_put(synced, where)  # what rests on the host goes back there
