@@ -90,10 +90,10 @@ def _gpu(name: str, flops: float, memory: float, memory_bandwidth: float, nvlink
 HARDWARE: dict[str, Hardware] = {
     each.name: each
     for each in (
-        _tpu("v4", 275 * TERA, 32 * 2**30, 1228 * GB, 45 * GB, 4096, 6.25 * GB),
+        _tpu("v4", 275 * TERA, 32 * 2**30, 1200 * GB, 45 * GB, 4096, 6.25 * GB),
         _tpu("v5e", 197 * TERA, 16 * 2**30, 819 * GB, 45 * GB, 256, 3.125 * GB),
         _tpu("v5p", 459 * TERA, 95 * GB, 2765 * GB, 90 * GB, 8960, 6.25 * GB),
-        _tpu("v6e", 918 * TERA, 32 * 2**30, 1640 * GB, 90 * GB, 256, 12.5 * GB),
+        _tpu("v6e", 918 * TERA, 32 * 2**30, 1638 * GB, 90 * GB, 256, 12.5 * GB),
         _gpu("a100", 312 * TERA, 80 * GB, 2039 * GB, 600 * GB, 25 * GB, "NVIDIA A100 80GB data sheet"),
         _gpu("h100", 989 * TERA, 80 * GB, 3350 * GB, 900 * GB, 50 * GB, "NVIDIA H100 data sheet"),
         _gpu("h200", 989 * TERA, 141 * GB, 4800 * GB, 900 * GB, 50 * GB, "NVIDIA H200 data sheet"),
