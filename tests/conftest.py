@@ -14,11 +14,6 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 @pytest.fixture(scope="module")
-def compiled_fast():
-    """What every module gets."""
-
-
-@pytest.fixture(scope="module")
 def compiled_for_users():
     """Programs compiled with all optimizations: for tests that read them."""
     jax.config.update("jax_disable_most_optimizations", False)
@@ -26,27 +21,27 @@ def compiled_for_users():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-SHARED = (
-    "bad_input", "checkpoint_manager", "checkpoint_plans", "cli", "collectives_eager", "collectives_spmd",
-    "collectives_traced", "config", "data_loader", "docs", "examples", "facade_buffers", "facade_forward",
-    "facade_gradients", "facade_module", "faults", "fit", "fsdp_facade", "fsdp_program", "launcher_flags",
-    "laws", "ledger_lowered", "ledger_traced", "models_huggingface", "models_mlp", "models_transformer",
-    "nonfinite", "processes", "processes_ddp", "tensor_auto", "tensor_partitioned", "tensor_plans", "training_loss",
-    "world_groups",
+BOTH = (
+    "architecture", "buckets", "collectives_pairs", "ddp_program", "init_environment", "ledger_published", "mesh_shape",
+    "migration", "pipeline_program", "pipeline_schedule", "random_plans", "spawn", "spawn_errors",
 )  # fmt: skip
+"""Modules that run whole at both ends of the JAX range: cheap ones, and those about what differs between versions."""
 
 
 def pytest_collection_modifyitems(config, items):
-    """Cases of a parametrized test are shared between the two ends of the JAX range, as `plan_tables.this_end` shares rows."""
+    """All other tests are shared between the two ends: CI runs each once, at the one end or the other.
+
+    Whoever names tests gets all of them, and so does AXONML_ALL_ROWS=1.
+    """
     if os.environ.get("AXONML_ALL_ROWS") or config.args_source is not config.ArgsSource.TESTPATHS:
-        return  # whoever names tests gets all of them
+        return
     old = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)
     counts, kept, dropped = collections.Counter(), [], []
     for item in items:
-        shared = item.module.__name__.removeprefix("test_") in SHARED and hasattr(item, "callspec")
-        key = (item.module.__name__, item.originalname)
-        counts[key] += shared
+        module = item.module.__name__
+        shared = module.removeprefix("test_") not in BOTH
+        counts[module] += shared
         # Thue and Morse's sequence: no option that alternates from case to case falls to one end alone.
-        (kept if not shared or counts[key].bit_count() % 2 == old else dropped).append(item)
+        (kept if not shared or counts[module].bit_count() % 2 == old else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept

@@ -1,10 +1,7 @@
 """Tables of plans: the whole product of a plan's options, and a seeded pairwise cover of it for CI."""
 
 import itertools
-import os
 import random
-
-import jax
 
 DDP = {
     "case": None,  # filled by the caller
@@ -48,14 +45,3 @@ def _pairs(row):
 def name(row):
     """A short test id."""
     return "-".join(str(value) for value in row.values())
-
-
-def this_end(rows):
-    """Every other row of a large table, the other half at the other end of the supported range of JAX.
-
-    CI runs both ends, so every row is run once; AXONML_ALL_ROWS=1 runs all of them here.
-    """
-    if os.environ.get("AXONML_ALL_ROWS"):
-        return list(rows)
-    old = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)
-    return list(rows)[0 if old else 1 :: 2]

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from plan_models import CASES
-from plan_tables import this_end
 
 import axonml_jax as ax
 from axonml_jax.ledger.agreement import agreement
@@ -37,7 +36,7 @@ TABLE = list(
 )
 
 
-@pytest.mark.parametrize(("name", "ranks", "strategy", "accumulate"), this_end(TABLE))
+@pytest.mark.parametrize(("name", "ranks", "strategy", "accumulate"), TABLE)
 def test_gradients_cost_two_p_times_n_minus_one_over_n_and_nothing_in_the_accumulation_loop(
     name, ranks, strategy, accumulate
 ):

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from plan_tables import this_end
 from predicted_steps import GPT, LENGTH, LLAMA, config, step_of
 
 import axonml_jax as ax
@@ -40,7 +39,7 @@ def name(row):
     return "-".join(["gpt" if style is GPT else "llama", *options, *(f"{a}{n}" for a, n in degrees.items()), *plan])
 
 
-@pytest.mark.parametrize("row", this_end(ROWS), ids=map(name, this_end(ROWS)))
+@pytest.mark.parametrize("row", ROWS, ids=name)
 def test_predicted_traffic_is_that_of_the_traced_program(row):
     style, options, degrees, plan_options = row
     model, plan = config(style, **options), ax.Plan(**plan_options)
@@ -65,8 +64,8 @@ def test_a_difference_says_what_and_by_how_much():
 
 @pytest.mark.parametrize(
     ("degrees", "options"),
-    this_end([({"data": 4}, {}), ({"data": 1, "fsdp": 4}, {"fsdp": ax.Shard(stage=2)})]),
-    ids=this_end(["ddp", "zero2"]),
+    [({"data": 4}, {}), ({"data": 1, "fsdp": 4}, {"fsdp": ax.Shard(stage=2)})],
+    ids=["ddp", "zero2"],
 )
 def test_predicted_memory_is_near_what_the_compiler_plans(degrees, options):
     """Arguments within 2%, temporaries within 25% (XLA:CPU, float32)."""

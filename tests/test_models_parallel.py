@@ -9,7 +9,6 @@ import optax
 import pytest
 from flax import nnx
 from fsdp_plans import mesh_of
-from plan_tables import this_end
 
 import axonml_jax as ax
 from axonml_jax.launch.text_task import loss_fn
@@ -17,8 +16,6 @@ from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.mlp import MLP
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.testing import assert_equals_single_device
-
-pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 LLAMA = TransformerConfig(
     vocab_size=16, num_layers=1, hidden_size=8, num_heads=4, num_kv_heads=2, max_length=8, mlp_hidden_size=16,
@@ -53,7 +50,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", this_end(ROWS))
+@pytest.mark.parametrize("name", ROWS)
 def test_the_transformer_trains_as_on_one_device(name):
     config, options, degrees, plan = ROWS[name]
     model = make(dataclasses.replace(config, **options))

@@ -8,7 +8,6 @@ import pytest
 from flax import linen, nnx
 from pipeline_models import Head, Hidden, Language, chain
 from plan_models import F64, DropoutMLP, linear, mean_loss, regression, token_loss, tokens
-from plan_tables import this_end
 
 import axonml_jax as ax
 from axonml_jax.launch.text_task import loss_fn as text_loss
@@ -177,7 +176,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.parametrize("case", this_end(EQUAL))
+@pytest.mark.parametrize("case", EQUAL)
 def test_losses_optimizers_and_precisions_of_every_kind_equal_one_device(case):
     model, loss_fn, batch, plan, options = EQUAL[case]()
     assert_equals_single_device(model, loss_fn, batch, plan, **{"mesh": mesh_of(pipe=2), "steps": 2, **options})

@@ -5,12 +5,10 @@ import math
 import jax
 import pytest
 from pipeline_models import MODELS
-from plan_tables import name, this_end
+from plan_tables import name
 
 import axonml_jax as ax
 from axonml_jax.testing import assert_equals_single_device
-
-pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 TABLE = {
     "model": ["chain", "linen", "language"],
@@ -78,6 +76,6 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", this_end(ROWS), ids=name)
+@pytest.mark.parametrize("row", ROWS, ids=name)
 def test_a_pipeline_equals_one_device(row):
     check(row)

@@ -18,8 +18,6 @@ from plan_models import F64, linear, mean_loss, regression, weighted_loss
 import axonml_jax as ax
 from axonml_jax.testing import assert_equals_single_device
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
-
 COUNT = int(os.environ.get("AXONML_RANDOM_PLANS", "12"))
 SETTINGS = dict(
     derandomize=True,

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from plan_tables import this_end
 from tensor_cases import EMBED, LINEAR, P, assert_equals_one_device, make_mesh, normal
 
 from axonml_jax.parallel.tensor.conv3d import ParallelConv
@@ -60,7 +59,7 @@ def split(sizes, lead, axis=None):
     return P(batch_of(sizes), *[None] * lead, axis if axis in sizes else None)
 
 
-@pytest.mark.parametrize(("grid", "use_bias", "lead", "check_vma"), this_end(CASES), ids=this_end(IDS))
+@pytest.mark.parametrize(("grid", "use_bias", "lead", "check_vma"), CASES, ids=IDS)
 def test_linear_layers_equal_one_device(grid, use_bias, lead, check_vma):
     sizes = GRIDS[grid]
     specs = {name: split(sizes, lead) for name in ("third", "easy")}

@@ -14,8 +14,6 @@ from ledger_steps import abstract_mesh
 import axonml_jax as ax
 from axonml_jax.testing import assert_equals_single_device
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
-
 F64 = {"param_dtype": jnp.float64}
 
 

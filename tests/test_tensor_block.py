@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from ledger_steps import abstract_mesh, floats
-from plan_tables import this_end
 from tensor_cases import EMBED, LINEAR, P, assert_equals_one_device, drawn, normal, on_one_device, step_on_mesh
 
 from axonml_jax.ledger import collectives_in
@@ -57,9 +56,7 @@ IDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kv_heads", "llama", "sequence", "shape", "check_vma"), this_end(CASES), ids=this_end(IDS)
-)
+@pytest.mark.parametrize(("ranks", "kv_heads", "llama", "sequence", "shape", "check_vma"), CASES, ids=IDS)
 def test_a_block_equals_one_device(ranks, kv_heads, llama, sequence, shape, check_vma):
     block = Block(kv_heads=kv_heads, llama=llama, sequence=sequence)
     assert_equals_one_device(block, normal(*shape, 8), {"tensor": ranks}, check_vma=check_vma)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
-from plan_tables import this_end
 from tensor_cases import EMBED, LINEAR, WHOLE, P, assert_equals_one_device, make_mesh, normal
 
 from axonml_jax.ledger import collectives_in
@@ -36,7 +35,7 @@ class Tied(nnx.Module):
         return {"embedded": embedded, "logits": logits, "loss": loss}
 
 
-@pytest.mark.parametrize(("ranks", "lead", "smoothing", "check_vma"), this_end(CASES), ids=this_end(IDS))
+@pytest.mark.parametrize(("ranks", "lead", "smoothing", "check_vma"), CASES, ids=IDS)
 def test_a_tied_model_and_its_loss_equal_one_device(ranks, lead, smoothing, check_vma):
     ids = np.random.default_rng(2).integers(-8, 8, SHAPES[lead])  # negative ids count from the end
     specs = {"embedded": P(), "logits": P(*[None] * lead, "tensor"), "loss": P()}

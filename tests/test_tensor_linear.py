@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from plan_tables import this_end
 from tensor_cases import LINEAR, P, assert_equals_one_device, make_mesh, normal, on_one_device
 
 from axonml_jax.parallel.tensor.column import ColumnParallelLinear
@@ -47,7 +46,7 @@ def y_specs(lead):
     return {"column": P(*[None] * lead, "tensor"), "gathered": P(), "row": P(), "row of whole": P()}
 
 
-@pytest.mark.parametrize(("ranks", "use_bias", "lead", "check_vma"), this_end(CASES), ids=this_end(IDS))
+@pytest.mark.parametrize(("ranks", "use_bias", "lead", "check_vma"), CASES, ids=IDS)
 def test_linear_layers_equal_one_device(ranks, use_bias, lead, check_vma):
     x = normal(*LEADS[lead], 5)
     assert_equals_one_device(Pairs(use_bias), x, {"tensor": ranks}, y_spec=y_specs(lead), check_vma=check_vma)

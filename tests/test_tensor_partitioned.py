@@ -17,8 +17,6 @@ from axonml_jax.ledger.partitioned import _axes
 from axonml_jax.parallel.partition import Partition
 from axonml_jax.testing import assert_equals_single_device
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
-
 F64 = {"param_dtype": jnp.float64}
 X = np.random.default_rng(0).normal(size=(8, 8))
 

@@ -11,8 +11,6 @@ import axonml_jax as ax
 from axonml_jax.testing import assert_equals_single_device
 from axonml_jax.testing.compare import assert_trees_close
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
-
 
 class Language(nnx.Module):
     """A block of attention and MLP between a tied vocabulary, all split over `tensor`."""

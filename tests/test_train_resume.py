@@ -66,7 +66,7 @@ def arrays(folder, step):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(place, compiled_fast):
+def uninterrupted(place):
     assert train(place, "--name=whole") == 0
     return place / "runs" / "whole"
 
