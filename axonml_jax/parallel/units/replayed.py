@@ -145,7 +145,7 @@ class _Run:
             leaving = {number: grads.pop(number) for number in segment.outputs if number in grads}
             if not leaving:
                 continue  # nothing of it reaches the loss
-            settled, leaving = _tied(list(before.values()), leaving)
+            settled, leaving = _settled(list(before.values()), leaving)
             done |= zip(before, settled, strict=True)
             before, now = now, {}
             due = [w for w in self._ahead(i, -1) if w not in held]
@@ -213,6 +213,16 @@ class _Run:
 
     def _number(self, weight: int) -> int:
         return self.cut.program.inputs[weight]
+
+
+def _settled(grads: list[Any], tie: Any) -> tuple[list[Any], Any]:
+    """Both behind a barrier: nothing is done with `tie` before the gradients are there.
+
+    Not in jax 0.10's typed mode, whose barrier would type reduced gradients as varying over what `tie` varies over.
+    """
+    tied, after = _tied(list(grads), tie)
+    same = all(varying_axes(new) == varying_axes(old) for new, old in zip(tied, grads, strict=True))
+    return (tied, after) if same else (grads, tie)
 
 
 def _tied(shards: list[Any], tie: Any) -> tuple[list[Any], Any]:
