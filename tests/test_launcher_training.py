@@ -70,15 +70,17 @@ def test_a_failure_between_collectives_stops_the_job_and_is_named():
 
 
 def test_train_on_two_processes_records_what_it_does_on_two_simulated_devices(tmp_path):
-    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 400)
-    (tmp_path / "b.txt").write_text("the dog sat on the log. " * 60)
-    config = ["train", str(ROOT / "configs" / "quickstart.yaml"), *SMALL, f"--data.path={tmp_path}"]
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("the cat sat on the mat. " * 400)
+    (text / "b.txt").write_text("the dog sat on the log. " * 60)
+    config = ["train", str(ROOT / "configs" / "quickstart.yaml"), *SMALL, f"--data.path={text}"]
     several = [*config, "--devices.simulated=null", f"--output.dir={tmp_path / 'several'}"]
     runs = {
         "several": axonml("launch", "--nproc-per-node=2", "--module", "axonml_jax", *several),
         "one": axonml(*config, "--devices.simulated=2", f"--output.dir={tmp_path / 'one'}"),
     }
-    assert [done.returncode for done in runs.values()] == [0, 0], runs["several"].stderr[-3000:]
+    assert [done.returncode for done in runs.values()] == [0, 0], [done.stderr[-3000:] for done in runs.values()]
     lines = own_lines(runs["several"])
     assert all(line.startswith("[rank 0] ") for line in lines) and "in 2 processes" in "".join(lines)
     records = {}
