@@ -1,6 +1,7 @@
 """Find a plan for Llama 3 8B on 512 TPU v5p chips, on a laptop, and read what a chip will hold and send.
 
 Run: python examples/plan_a_pod.py
+Shows: the search, the prediction of a chip's memory and traffic, and what is asserted of both.
 """
 
 import axonml_jax as ax
