@@ -1,5 +1,6 @@
 """The strict test world: simulated devices (pyproject's `fake_devices`), float64 allowed, warnings are errors."""
 
+import collections
 import os
 import zlib
 
@@ -44,11 +45,14 @@ def pytest_collection_modifyitems(config, items):
     if os.environ.get("AXONML_ALL_ROWS") or config.args_source is not config.ArgsSource.TESTPATHS:
         return
     old = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)
-    kept, dropped = [], []
+    counts, kept, dropped = collections.Counter(), [], []
     for item in items:
         module = item.module.__name__.removeprefix("test_")
-        parts = 4 if module in COVERS and hasattr(item, "callspec") else 2
-        mine = zlib.crc32(item.nodeid.encode()) % parts == (0 if old else 1)
-        (kept if mine or module in BOTH else dropped).append(item)
+        counts[module] += 1
+        # Thue and Morse's sequence: no option that alternates from case to case falls to one end alone.
+        mine = module in BOTH or counts[module].bit_count() % 2 == old
+        if module in COVERS and hasattr(item, "callspec"):
+            mine = mine and zlib.crc32(item.nodeid.encode()) % 2
+        (kept if mine else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept
