@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from axonml_jax.collectives.pairs import copy_to, gather_from
 from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.parallel.tensor.axes import bound, degree
+from axonml_jax.parallel.tensor.flat import flat_dot_general
 from axonml_jax.parallel.tensor.options import LinearOptions
 from axonml_jax.parallel.tensor.region import check_ring, entered
 from axonml_jax.parallel.tensor.specs import Units, check_shard, check_units, metadata
@@ -59,6 +60,7 @@ class ColumnParallelLinear(nnx.Linear):
             raise ValueError("ColumnParallelLinear: units may be held by several ranks, so gather_output must be False")
         options["kernel_metadata"] = metadata(PartitionSpec(None, axis), options.get("kernel_metadata"), units)
         options["bias_metadata"] = metadata(PartitionSpec(axis), options.get("bias_metadata"), units)
+        options.setdefault("dot_general", flat_dot_general)
         super().__init__(in_features, out_features, use_bias=use_bias, rngs=rngs, **options)
         self.gather_output, self.sequence_parallel, self.ring = gather_output, sequence_parallel, ring
         self.axis, self.units = axis, units

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from axonml_jax.collectives.pairs import gather_from
 from axonml_jax.parallel.tensor.axes import bound
+from axonml_jax.parallel.tensor.flat import logits_of
 from axonml_jax.parallel.tensor.lookup import own_rows, require_integers
 from axonml_jax.parallel.tensor.options import EmbedOptions
 from axonml_jax.parallel.tensor.region import entered, left
@@ -82,10 +83,13 @@ class VocabParallelEmbedding(nnx.Embed):
         Communicates: one all-reduce of the query backward, or what sequence parallelism makes of it.
         """
         axes = bound(self.axis)
-        if not axes:
+        if out_sharding is not None and not axes:
             return super().attend(query, out_sharding)
-        query, table = self.promote_dtype((query, self._shard()), dtype=self.dtype)
-        logits = entered(lambda x, rows: jnp.dot(x, rows.T), query, table, axes, sequence=self.sequence_parallel)
+        table = self._shard() if axes else self.embedding[...]
+        query, table = self.promote_dtype((query, table), dtype=self.dtype)
+        if not axes:
+            return logits_of(query, table)
+        logits = entered(logits_of, query, table, axes, sequence=self.sequence_parallel)
         return gather_from(logits, axes) if self.gather_output else logits
 
     def _shard(self) -> jax.Array:

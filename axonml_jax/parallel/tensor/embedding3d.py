@@ -9,6 +9,7 @@ from flax import nnx
 from axonml_jax.collectives.pairs import copy_to, gather_from, reduce_from, split_to
 from axonml_jax.collectives.primitives import gather_whole
 from axonml_jax.parallel.tensor.axes import bound
+from axonml_jax.parallel.tensor.flat import logits_of
 from axonml_jax.parallel.tensor.grid import Grid
 from axonml_jax.parallel.tensor.linear3d import ROW_COL_DEPTH
 from axonml_jax.parallel.tensor.lookup import own_rows, require_integers
@@ -103,7 +104,7 @@ class ParallelEmbedding(nnx.Embed):
         query = split_to(query, out) if out and self.scatter_input else query
         query = copy_to(query, into) if into else query
         with jax.named_scope("axonml.parameters"):
-            logits = regathered(lambda rows, x: jnp.dot(x, rows.T), table, query, bound(grid.depth), 0)
+            logits = regathered(lambda rows, x: logits_of(x, rows), table, query, bound(grid.depth), 0)
         logits = reduce_from(logits, out) if out else logits
         gathered = self.gather_output if gather_output is None else gather_output
         return gather_from(logits, into) if into and gathered else logits

@@ -6,6 +6,7 @@ from typing import Unpack
 import jax
 from flax import nnx
 
+from axonml_jax.parallel.tensor.flat import flat_dot_general
 from axonml_jax.parallel.tensor.grid import Grid
 from axonml_jax.parallel.tensor.options import LinearOptions
 from axonml_jax.parallel.tensor.specs import Units, check_shard, check_units, metadata
@@ -58,6 +59,7 @@ class ParallelLinear(nnx.Linear):
         self.grid = Grid.of(axes, transpose)
         options["kernel_metadata"] = metadata(self.grid.weight(), options.get("kernel_metadata"), units)
         options["bias_metadata"] = metadata(self.grid.bias, options.get("bias_metadata"), units)
+        options.setdefault("dot_general", flat_dot_general)
         super().__init__(in_features, out_features, use_bias=use_bias, rngs=rngs, **options)
         self.scatter_input, self.gather_output, self.units = scatter_input, gather_output, units
 

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 from axonml_jax.collectives.pairs import split_to
 from axonml_jax.parallel.tensor.axes import bound
+from axonml_jax.parallel.tensor.flat import flat_dot_general
 from axonml_jax.parallel.tensor.options import LinearOptions
 from axonml_jax.parallel.tensor.region import check_ring, outside, summed
 from axonml_jax.parallel.tensor.specs import check_shard, metadata
@@ -52,6 +53,7 @@ class RowParallelLinear(nnx.Linear):
     ):
         check_ring("RowParallelLinear", ring, sequence_parallel)
         options["kernel_metadata"] = metadata(PartitionSpec(axis, None), options.get("kernel_metadata"))
+        options.setdefault("dot_general", flat_dot_general)
         super().__init__(in_features, out_features, use_bias=use_bias, rngs=rngs, **options)
         self.input_is_parallel, self.sequence_parallel, self.ring = input_is_parallel, sequence_parallel, ring
         self.axis = axis
