@@ -1,8 +1,9 @@
-"""Every DDP plan of the tables in tests/plan_tables.py x every model, each held to the single-device run.
+"""Every plan of a table in tests/ x every model, each held to the single-device run.
 
-    python benchmarks/full_matrix.py [--jobs 2] [--every 1] [--out docs/full_matrix.md]
+    python benchmarks/full_matrix.py [--table ddp|fsdp] [--jobs 2] [--every 1] [--out docs/full_matrix.md]
 
-CI runs a pairwise cover of the same tables; this runs the whole product and writes the count per option value.
+CI runs a pairwise cover of the same tables; this runs the whole product of DDP's, and of FSDP's options the product of
+those that its guide names, with the others drawn per plan (seed 0). It writes how many plans of each value were equal.
 """
 
 import argparse
@@ -15,19 +16,32 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent / "tests"
+ORACLE = ("case", "ranks", "data", "fsdp", "accumulate", "max_grad_norm")
+"""What the single-device run depends on: plans that agree in these share one."""
+DRAWN = ("prefetch", "remat", "flat", "sync_strategy")
+"""Options of FSDP whose product with the others would take days."""
 
 
-def rows():
-    """The whole product, without typed mode for models whose scans start from plain zeros."""
+def rows(table):
+    """The plans of a table, without typed mode for models whose scans start from plain zeros."""
+    from fsdp_plans import FSDP, possible
     from plan_models import CASES
     from plan_tables import DDP, product
 
-    table = product(DDP | {"case": list(CASES)})
-    return [row for row in table if CASES[row["case"]].typed or not row["check_vma"]]
+    if table == "ddp":
+        plans = product(DDP | {"case": list(CASES)})
+        return [row for row in plans if CASES[row["case"]].typed or not row["check_vma"]]
+    rng = random.Random(0)
+    plans = product({name: values for name, values in FSDP.items() if name not in DRAWN})
+    return [row | {name: rng.choice(FSDP[name]) for name in DRAWN} for row in plans if possible(row)]
+
+
+def oracle_key(row):
+    return tuple(str(row.get(name)) for name in ORACLE)
 
 
 def start():
-    """One worker: simulated devices, float64, one thread for compiling."""
+    """One worker: simulated devices, float64, compiling without LLVM's optimizations as the tests do."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, str(TESTS))
     from axonml_jax.mesh.fake_devices import fake_devices
@@ -36,55 +50,89 @@ def start():
     import jax
 
     jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
-def check_row(row):
-    """None when the plan equals one device, else the first lines of what differs."""
-    from test_ddp_equality import check
+def remember_runs():
+    """Plans with one oracle run it once: Oracle.run returns what it returned to the plan before."""
+    from axonml_jax.testing import equality
+    from axonml_jax.testing.oracle import Oracle
 
-    try:
-        check(row)
-        return row, None
-    except Exception as error:
-        return row, f"{type(error).__name__}: {str(error)[:300]}"
+    known = {}
+
+    class Remembering(Oracle):
+        def run(self, variables, batches, key, first_shard=0):
+            which = (self.parts, len(batches), first_shard)
+            if which not in known:
+                known[which] = super().run(variables, batches, key, first_shard)
+            return known[which]
+
+    equality.Oracle = Remembering
 
 
-def summary(results, seconds):
+def check_group(group):
+    """Per plan of those with one oracle: None where it equals one device, else the first lines of what differs."""
+    from fsdp_plans import check as check_fsdp
+    from test_ddp_equality import check as check_ddp
+
+    remember_runs()
+    found = []
+    for row in group:
+        try:
+            (check_fsdp if "stage" in row else check_ddp)(row)
+            found.append((row, None))
+        except Exception as error:
+            found.append((row, f"{type(error).__name__}: {str(error)[:300]}"))
+    return found
+
+
+def summary(table, results, seconds):
     """A Markdown table: per option value how many plans were run and how many equal one device."""
     import jax
 
     bad = [(row, error) for row, error in results if error]
     equal = len(results) - len(bad)
-    lines = [f"{len(results)} plans, {equal} equal the single-device run (jax {jax.__version__}, {seconds:.0f} s)."]
+    lines = [
+        f"{table}: {len(results)} plans, {equal} equal the single-device run (jax {jax.__version__}, {seconds:.0f} s)."
+    ]
     lines += ["", "| option | value | plans | equal |", "| --- | --- | --- | --- |"]
     counts = collections.Counter((name, str(value)) for row, _ in results for name, value in row.items())
     wrong = collections.Counter((name, str(value)) for row, _ in bad for name, value in row.items())
-    lines += [f"| {name} | {value} | {n} | {n - wrong[name, value]} |" for (name, value), n in counts.items()]
+    lines += [f"| {name} | {value} | {n} | {n - wrong[name, value]} |" for (name, value), n in sorted(counts.items())]
     return "\n".join(lines + [f"\n- {row}: {error}" for row, error in bad])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", choices=["ddp", "fsdp"], default="ddp")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--every", type=int, default=1, help="take every n-th plan")
+    parser.add_argument("--every", type=int, default=1, help="take every n-th oracle and the plans held to it")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="append the table to this file")
     args = parser.parse_args()
     start()
-    todo = rows()
+    groups = collections.defaultdict(list)
+    for row in rows(args.table):
+        groups[oracle_key(row)].append(row)
+    todo = list(groups.values())
     random.Random(0).shuffle(todo)  # so that a part of it is a fair sample
     todo, begun, results = todo[:: args.every], time.time(), []
-    with multiprocessing.get_context("spawn").Pool(args.jobs, start, maxtasksperchild=60) as pool:
-        for result in pool.imap_unordered(check_row, todo):
-            results.append(result)
-            if result[1] or len(results) % 50 == 0:
-                print(f"{len(results)}/{len(todo)}", result[0] if result[1] else "", result[1] or "", flush=True)
+    total = sum(map(len, todo))
+    print(f"{total} plans, {len(todo)} single-device runs", flush=True)
+    with multiprocessing.get_context("spawn").Pool(args.jobs, start, maxtasksperchild=4) as pool:
+        for found in pool.imap_unordered(check_group, todo):
+            results += found
+            print(f"{len(results)}/{total}, {time.time() - begun:.0f} s", flush=True)
+            for row, error in found:
+                if error:
+                    print(row, error, flush=True)
             if time.time() - begun > args.seconds:
                 break
-    text = summary(results, time.time() - begun)
+    text = summary(args.table, results, time.time() - begun)
     print(text)
     if args.out:
-        args.out.write_text(text + "\n")
+        with args.out.open("a") as file:
+            file.write(text + "\n\n")
     sys.exit(any(error for _, error in results))
 
 
