@@ -1,102 +1,31 @@
 """Parallel training for any Flax model in JAX: sharding specs over a mesh, explicit collectives, PyTorch-like facades.
 
-This file is the register of public names.
+`__init__.pyi` is the register of public names. A name's module is imported when the name is first used (PEP 562), so that
+`import axonml_jax` costs little more than importing JAX.
 """
 
-from axonml_jax.checkpoint.manager import CheckpointManager as CheckpointManager
-from axonml_jax.checkpoint.manifest import DamagedCheckpoint as DamagedCheckpoint
-from axonml_jax.checkpoint.store import restore as restore
-from axonml_jax.checkpoint.store import save as save
-from axonml_jax.collectives.buckets import GradientBucket as GradientBucket
-from axonml_jax.collectives.buckets import GradSyncStrategy as GradSyncStrategy
-from axonml_jax.collectives.exchange import all_to_all as all_to_all
-from axonml_jax.collectives.exchange import send_recv as send_recv
-from axonml_jax.collectives.gather import all_gather as all_gather
-from axonml_jax.collectives.gather import gather as gather
-from axonml_jax.collectives.join import join as join
-from axonml_jax.collectives.objects import all_gather_object as all_gather_object
-from axonml_jax.collectives.objects import broadcast_object as broadcast_object
-from axonml_jax.collectives.ops import ReduceOp as ReduceOp
-from axonml_jax.collectives.point_to_point import barrier as barrier
-from axonml_jax.collectives.point_to_point import recv as recv
-from axonml_jax.collectives.point_to_point import send as send
-from axonml_jax.collectives.queries import get_rank as get_rank
-from axonml_jax.collectives.queries import get_world_size as get_world_size
-from axonml_jax.collectives.queries import is_main_process as is_main_process
-from axonml_jax.collectives.reduce import all_reduce as all_reduce
-from axonml_jax.collectives.reduce import all_reduce_max as all_reduce_max
-from axonml_jax.collectives.reduce import all_reduce_mean as all_reduce_mean
-from axonml_jax.collectives.reduce import all_reduce_min as all_reduce_min
-from axonml_jax.collectives.reduce import all_reduce_product as all_reduce_product
-from axonml_jax.collectives.reduce import all_reduce_sum as all_reduce_sum
-from axonml_jax.collectives.reduce_scatter import reduce_scatter as reduce_scatter
-from axonml_jax.collectives.reduce_scatter import reduce_scatter_mean as reduce_scatter_mean
-from axonml_jax.collectives.reduce_scatter import reduce_scatter_sum as reduce_scatter_sum
-from axonml_jax.collectives.scatter import broadcast as broadcast
-from axonml_jax.collectives.scatter import scatter as scatter
-from axonml_jax.collectives.spmd import spmd as spmd
-from axonml_jax.collectives.sync import sync_gradient as sync_gradient
-from axonml_jax.collectives.sync import sync_gradients as sync_gradients
-from axonml_jax.collectives.synchronizer import GradientSynchronizer as GradientSynchronizer
-from axonml_jax.data.loader import create_dataloader as create_dataloader
-from axonml_jax.data.sampler import DistributedSampler as DistributedSampler
-from axonml_jax.facade.ddp import DDP as DDP
-from axonml_jax.facade.fsdp import FSDP as FSDP
-from axonml_jax.facade.generate import generate as generate
-from axonml_jax.facade.memory import FSDPMemoryStats as FSDPMemoryStats
-from axonml_jax.facade.parallel_model import ParallelModel as ParallelModel
-from axonml_jax.facade.parallelize import make_train_step as make_train_step
-from axonml_jax.facade.parallelize import parallelize as parallelize
-from axonml_jax.facade.pipeline import Pipeline as Pipeline
-from axonml_jax.facade.tensor_parallel import TensorParallel as TensorParallel
-from axonml_jax.facade.trainer import Trainer as Trainer
-from axonml_jax.ledger.explain import explain as explain
-from axonml_jax.logging import logger as logger
-from axonml_jax.logging import print0 as print0
-from axonml_jax.logging import seed as seed
-from axonml_jax.mesh.backend import Backend as Backend
-from axonml_jax.mesh.fake_devices import fake_devices as fake_devices
-from axonml_jax.mesh.group import ProcessGroup as ProcessGroup
-from axonml_jax.mesh.init import init as init
-from axonml_jax.mesh.init import shutdown as shutdown
-from axonml_jax.mesh.shape import MeshShape as MeshShape
-from axonml_jax.mesh.shape import make_mesh as make_mesh
-from axonml_jax.mesh.spawn import spawn as spawn
-from axonml_jax.mesh.watchdog import Watchdog as Watchdog
-from axonml_jax.mesh.world import MockBackend as MockBackend
-from axonml_jax.mesh.world import World as World
-from axonml_jax.model.loss import WeightedMean as WeightedMean
-from axonml_jax.model.precision import Precision as Precision
-from axonml_jax.model.safetensors import load_safetensors as load_safetensors
-from axonml_jax.model.safetensors import save_safetensors as save_safetensors
-from axonml_jax.parallel.ddp import Replicate as Replicate
-from axonml_jax.parallel.fsdp import Shard as Shard
-from axonml_jax.parallel.fsdp import ShardingStrategy as ShardingStrategy
-from axonml_jax.parallel.offload import CPUOffload as CPUOffload
-from axonml_jax.parallel.pipeline.chain import PipelineStage as PipelineStage
-from axonml_jax.parallel.pipeline.memory_stats import PipelineMemoryStats as PipelineMemoryStats
-from axonml_jax.parallel.pipeline.policy import Pipelined as Pipelined
-from axonml_jax.parallel.pipeline.schedule import PipelineSchedule as PipelineSchedule
-from axonml_jax.parallel.plan import Plan as Plan
-from axonml_jax.parallel.strategy import AbstractStrategy as AbstractStrategy
-from axonml_jax.parallel.tensor.attention import TensorParallelAttention as TensorParallelAttention
-from axonml_jax.parallel.tensor.auto.auto_parallelize import auto_parallelize as auto_parallelize
-from axonml_jax.parallel.tensor.column import ColumnParallelLinear as ColumnParallelLinear
-from axonml_jax.parallel.tensor.conv3d import ParallelConv as ParallelConv
-from axonml_jax.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
-from axonml_jax.parallel.tensor.embedding import VocabParallelEmbedding as VocabParallelEmbedding
-from axonml_jax.parallel.tensor.embedding3d import ParallelEmbedding as ParallelEmbedding
-from axonml_jax.parallel.tensor.linear3d import ParallelLinear as ParallelLinear
-from axonml_jax.parallel.tensor.mlp import ParallelMLP as ParallelMLP
-from axonml_jax.parallel.tensor.row import RowParallelLinear as RowParallelLinear
-from axonml_jax.parallel.tensor.sequence import ParallelLayerNorm as ParallelLayerNorm
-from axonml_jax.parallel.tensor.sequence import ParallelRMSNorm as ParallelRMSNorm
-from axonml_jax.parallel.tensor.sequence import join_sequence as join_sequence
-from axonml_jax.parallel.tensor.sequence import split_sequence as split_sequence
-from axonml_jax.parallel.tensor.specs import tensor_specs as tensor_specs
-from axonml_jax.planner.hardware import Hardware as Hardware
-from axonml_jax.planner.search import plan as plan
-from axonml_jax.training.state import TrainState as TrainState
-from axonml_jax.training.step import TrainStep as TrainStep
+import importlib
+import pathlib
+import re
+from typing import Any
 
 __version__ = "0.1.0"
+
+_MODULES: dict[str, str] = {
+    name: module
+    for module, name in re.findall(
+        r"^from (\S+) import (\w+)", pathlib.Path(__file__).with_suffix(".pyi").read_text("utf-8"), re.MULTILINE
+    )
+}
+__all__ = [*_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
