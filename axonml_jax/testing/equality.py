@@ -71,24 +71,35 @@ def assert_equals_single_device(
     view, variables = functionalize(model, params, trainable)
     for each in batches:
         check_batch(each, parallel.mesh, plan.microbatches)
-    degree = batch_degree(parallel.mesh)
-    low = any(d in ("bfloat16", "float16") for d in (*vars(plan.precision).values(), plan.data.comm_dtype))
-    key, options = jax.random.key(seed), {"precision": plan.precision, "max_grad_norm": max_grad_norm}
-    if plan.independent:
-        oracle = Oracle(view, loss_fn, tx, Parts(1, plan.microbatches, "first"), **options)
-        rows = [[_rows_of(b, rank, degree) for b in batches] for rank in range(degree)]
-        runs = [_as_tree(oracle.run(variables, b, key, rank)) for rank, b in enumerate(rows)]
-        wanted = jax.tree.map(lambda *x: np.stack(x), *runs)
-        wanted["frozen"] = runs[0]["frozen"]
-    else:
-        buffers = "joined" if plan.batch_stats == "global" else "first"
-        oracle = Oracle(view, loss_fn, tx, Parts(degree, plan.microbatches, buffers), **options)
-        wanted = _as_tree(oracle.run(variables, batches, key))
+    wanted = _run_oracle(parallel, view, variables, loss_fn, batches, tx, max_grad_norm, seed)
     got = _run_parallel(parallel, loss_fn, batches, tx, max_grad_norm)
     if plan.local_buffers and not plan.independent:
         got["state"] = jax.tree.map(lambda x: x[0], got["state"])
+    low = any(d in ("bfloat16", "float16") for d in (*vars(plan.precision).values(), plan.data.comm_dtype))
     for what in wanted:
         assert_trees_close(got[what], wanted[what], what, low_precision=low)
+
+
+def _run_oracle(
+    parallel: Any,
+    view: Any,
+    variables: Variables,
+    loss_fn: LossFn,
+    batches: list,
+    tx: Any,
+    max_grad_norm: Any,
+    seed: int,
+) -> dict[str, Any]:
+    plan, degree = parallel.plan, batch_degree(parallel.mesh)
+    key, options = jax.random.key(seed), {"precision": plan.precision, "max_grad_norm": max_grad_norm}
+    if not plan.independent:
+        buffers = "joined" if plan.batch_stats == "global" else "first"
+        oracle = Oracle(view, loss_fn, tx, Parts(degree, plan.microbatches, buffers), **options)
+        return _as_tree(oracle.run(variables, batches, key))
+    oracle = Oracle(view, loss_fn, tx, Parts(1, plan.microbatches, "first"), **options)
+    rows = [[_rows_of(b, rank, degree) for b in batches] for rank in range(degree)]
+    runs = [_as_tree(oracle.run(variables, b, key, rank)) for rank, b in enumerate(rows)]
+    return jax.tree.map(lambda *x: np.stack(x), *runs) | {"frozen": runs[0]["frozen"]}
 
 
 def _run_parallel(
