@@ -23,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0; 2 for anything wrong with the arguments or the configuration, said in one message on stderr;
-      130 after Ctrl-C; 143 after SIGTERM.
+      130 after Ctrl-C; 143 after SIGTERM (a training run is saved after either).
     """
     status = _status(list(sys.argv[1:] if argv is None else argv))
-    if status not in (0, TERMINATED) and jax.distributed.is_initialized():
+    if status not in (0, TERMINATED, INTERRUPTED) and jax.distributed.is_initialized():
         leave_now(status)  # the other processes may be waiting for this one
     return status
 
@@ -39,6 +39,8 @@ def _status(arguments: Sequence[str]) -> int:
         return USAGE_ERROR
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
+        if jax.distributed.is_initialized():
+            leave_now(INTERRUPTED)
         return INTERRUPTED
     except SystemExit as stop:  # argparse's, after --help and --version or a usage error that it has printed
         return stop.code if isinstance(stop.code, int) else USAGE_ERROR

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -201,7 +202,7 @@ def test_unknown_commands_are_refused(run, capsys):
     assert main([]) == 2
 
 
-def test_ctrl_c_ends_cleanly_and_keeps_what_was_recorded(text, tmp_path):
+def test_ctrl_c_saves_ends_cleanly_and_keeps_what_was_recorded(text, tmp_path):
     runs = tmp_path / "runs"
     endless = ("--train.steps=1_000_000", "--train.log_every=1", f"--output.dir={runs}", f"--data.path={text}")
     with hearing_ctrl_c():
@@ -214,8 +215,10 @@ def test_ctrl_c_ends_cleanly_and_keeps_what_was_recorded(text, tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    assert "stopped by Ctrl-C after step" in out and "Traceback" not in err
-    assert len(records(metrics.parent)) > 3 and (metrics.parent / "loss.png").exists()
+    (step,) = re.findall(r"stopped by Ctrl-C after step (\d+); saved", out)
+    assert "Ctrl-C again ends it at once" in err and "Traceback" not in err
+    assert records(metrics.parent)[-1]["step"] == int(step) and (metrics.parent / "loss.png").exists()
+    assert (metrics.parent / "checkpoints" / f"step_{int(step):08d}" / "checkpoint.json").exists()
 
 
 def test_profile_writes_a_trace(text, tmp_path):

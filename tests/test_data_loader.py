@@ -274,7 +274,15 @@ def test_a_state_of_another_order_is_refused_with_every_difference():
         other.load_state_dict(state)
     for named in ("num_samples: saved 10, here 12", "seed: saved 1, here 2", "shuffle: saved True, here False"):
         assert named in str(caught.value)
-    same = create_dataloader(Squares(10), 2, mesh, seed=1)
+    same, known = create_dataloader(Squares(10), 2, mesh, seed=1), Squares(10)
+    known.fingerprint = "new"
+    with pytest.raises(ValueError, match=r"other data or another order\. fingerprint: saved old, here new"):
+        create_dataloader(known, 2, mesh, seed=1).load_state_dict(state | {"fingerprint": "old"})
+    for accepting, given in (
+        (same, state | {"fingerprint": "old"}),
+        (create_dataloader(known, 2, mesh, seed=1), state),
+    ):
+        accepting.load_state_dict(given)  # one of the two has none
     with pytest.raises(ValueError, match="lacks epoch"):
         same.load_state_dict({k: v for k, v in state.items() if k != "epoch"})
     with pytest.raises(ValueError, match="no position among 10 samples"):

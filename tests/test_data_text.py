@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from axonml_jax.data.text import ByteWindows, bigram_nats, load_text
+from axonml_jax.data.text import ByteWindows, TextSplit, bigram_nats, load_text
+from axonml_jax.launch.config import DataConfig
+from axonml_jax.launch.text_task import read_text
 
 
 @pytest.fixture
@@ -76,6 +78,27 @@ def test_a_folder_without_text_is_one_clear_error(tmp_path):
         load_text(tmp_path)
     with pytest.raises(ValueError, match=r"0 files ending in \.xyz"):
         load_text(suffixes=(".xyz",))
+
+
+def test_runs_written_into_the_folder_are_no_part_of_the_text(tmp_path):
+    (tmp_path / "a.txt").write_text("the cat")
+    (tmp_path / "b.txt").write_text("the dog")
+    before = load_text(tmp_path, without=tmp_path / "runs").fingerprint
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "launch.txt").write_text("a run")
+    assert load_text(tmp_path, without=tmp_path / "." / "runs").fingerprint == before
+    assert load_text(tmp_path).fingerprint != before
+    with pytest.raises(
+        ValueError, match=r"is output\.dir, the folder that runs are written to.* Give output\.dir another"
+    ):
+        read_text(DataConfig(path=str(tmp_path / "runs"), length=1), f"{tmp_path}/./runs")
+
+
+def test_windows_tell_their_text_from_another():
+    first, other = np.zeros(9, np.uint8), np.ones(9, np.uint8)
+    seen = {ByteWindows(data, length).fingerprint for data in (first, other) for length in (2, 4)}
+    assert len(seen) == 4 and ByteWindows(first, 2).fingerprint in seen
+    assert len({TextSplit(*parts).fingerprint for parts in ((first, other), (other, first), (first, first))}) == 3
 
 
 @pytest.mark.parametrize("kwargs", [{"max_bytes": 1}, {"valid_fraction": 0.0}, {"valid_fraction": 1.0}])

@@ -62,6 +62,11 @@ READ = {
         {"num_processes": 3},
         ("kubernetes", "node0:29500", 3, 2, None, None),
     ),
+    "kubernetes, all by variables": (
+        {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "3"} | ADDRESS,
+        {},
+        ("kubernetes", "node0:29500", 3, 2, None, None),
+    ),
 }
 
 REFUSED = {

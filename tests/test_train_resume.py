@@ -13,6 +13,7 @@ from axonml_jax.__main__ import main
 from axonml_jax.launch.config import ConfigError
 from axonml_jax.launch.fit import Record, fit
 from axonml_jax.launch.leftovers import MARK
+from axonml_jax.launch.preemption import Preemption
 from axonml_jax.launch.read_config import read_config
 from axonml_jax.launch.records import JsonLines, read_records
 from axonml_jax.launch.run_folder import choose_folder
@@ -103,6 +104,30 @@ def test_a_run_of_another_model_is_not_resumed(place, uninterrupted, capsys):
     assert train(place, "--name=other", f"--resume={uninterrupted}", "--model.num_layers=2") == 2
     error = capsys.readouterr().err
     assert "resume: " in error and "model/blocks/1/" in error and ": missing float32[" in error
+
+
+def test_a_run_of_another_text_is_not_resumed(place, uninterrupted, capsys):
+    other = place / "other"
+    shutil.copytree(place / "text", other)
+    text = (other / "b.txt").read_text()
+    (other / "b.txt").write_text(text.replace("dog", "fox"))
+    assert train(place, "--name=other", f"--resume={uninterrupted}", f"--data.path={other}") == 2
+    error = capsys.readouterr().err
+    assert "resume: " in error and "other data" in error and "fingerprint: saved " in error
+
+
+def test_the_first_ctrl_c_asks_and_the_second_ends_the_process():
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Preemption() as preemption:
+            assert not preemption.stop_after(1)
+            signal.raise_signal(signal.SIGINT)
+            assert preemption.interrupted and preemption.stop_after(2)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL  # the kernel's, which waits for no device
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_which_folder_a_run_gets(place, tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ ARRAYS = "arrays"
 
 FORMAT = 1
 _CHUNK = 1 << 24
+_READERS = 4  # reading and summing both leave Python's lock alone
 
 
 class DamagedCheckpoint(ValueError):
@@ -94,24 +96,28 @@ class Manifest:
 def checksums(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and CRC-32 of every file under a folder, by its path there."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != NAME)
-    return {path.relative_to(folder).as_posix(): _file_sum(path) for path in paths}
+    with ThreadPoolExecutor(_READERS) as pool:
+        return {
+            path.relative_to(folder).as_posix(): found
+            for path, found in zip(paths, pool.map(_file_sum, paths), strict=True)
+        }
 
 
 def damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
     """What is wrong with the named files of a checkpoint; each line names one."""
-    problems = []
-    for name in names:
+
+    def problem(name: str) -> str | None:
         size, crc = manifest.files[name]
         try:
             found, sum_ = _file_sum(folder / name)
         except OSError as error:
-            problems.append(f"{name}: {error.strerror}")
-            continue
+            return f"{name}: {error.strerror}"
         if found != size:
-            problems.append(f"{name}: {found} bytes instead of {size}")
-        elif sum_ != crc:
-            problems.append(f"{name}: its checksum is {sum_:08x} instead of {crc:08x}")
-    return problems
+            return f"{name}: {found} bytes instead of {size}"
+        return f"{name}: its checksum is {sum_:08x} instead of {crc:08x}" if sum_ != crc else None
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return [line for line in pool.map(problem, names) if line]
 
 
 def sync_folder(folder: Path) -> None:

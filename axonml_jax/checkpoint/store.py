@@ -97,7 +97,7 @@ def restore(
     Raises:
       FileNotFoundError: when there is no checkpoint.
       DamagedCheckpoint: naming every file that is not what was written.
-      ValueError: listing every array that is missing, unexpected or mismatched.
+      ValueError: listing every array that is missing, unexpected or mismatched; or when `data` is not what it was.
     """
     if wrong := [each for each in accept if each not in DIFFERENCES] + [accept] * isinstance(accept, str):
         raise ValueError(f"accept={wrong[0]!r}: give a collection of {', '.join(map(repr, DIFFERENCES))}")
@@ -131,13 +131,12 @@ def load(
         raise ValueError(f"{folder} holds no data position: leave data= out, or save with data=")
     if lines := listing(different):
         logger.warning("%s does not fit in all:\n%s", folder, "\n".join(lines))
+    if data is not None and manifest.data is not None:
+        data.load_state_dict(manifest.data)  # refuses other data before anything is read
     fitting = {n: leaf for n, leaf in wanted.items() if n in found and n not in different["mismatched"]}
     values = arrays.read(saver, folder / ARRAYS, fitting, found)
     values = {name.removeprefix(prefix): values.get(name, leaf.array) for name, leaf in wanted.items()}
-    result = step.state_of_leaves(like, values) if step is not None else filled(like, values)
-    if data is not None and manifest.data is not None:
-        data.load_state_dict(manifest.data)
-    return result
+    return step.state_of_leaves(like, values) if step is not None else filled(like, values)
 
 
 def checked_manifest(folder: Path, team: Team) -> Manifest:

@@ -3,29 +3,21 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from functools import lru_cache
-from typing import Any, Protocol
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.data.collate import local_rows, place_rows, stack_samples
-from axonml_jax.data.order import epoch_order, seed_offenders
+from axonml_jax.data.fetch import Fetch, FromStart, MapDataset
+from axonml_jax.data.order import seed_offenders
 from axonml_jax.data.position import Batching, Position
 from axonml_jax.mesh.axes import batch_axes
 
 ENDLESS = 2**62
 """More batches than any run draws."""
 END = object()
-
-
-class MapDataset(Protocol):
-    """What a dataset must have; `__getitems__(indices) -> list` is used when it is there too (PyTorch's protocol)."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def create_dataloader(
@@ -53,7 +45,8 @@ def create_dataloader(
     [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
     Args:
-      dataset: anything with `__len__` and `__getitem__`, a `torch.utils.data.Dataset` too.
+      dataset: anything with `__len__` and `__getitem__`, a `torch.utils.data.Dataset` too. A string `fingerprint` that it
+        has is kept with the position, and a position of other content is refused.
       global_batch_size: samples per step over all devices; divisible by the product of the mesh's batch axes.
       mesh: where batches live; a mesh without batch axes gets them replicated.
       shuffle: a new permutation every epoch, drawn from (seed, epoch), or the dataset's own order.
@@ -70,26 +63,28 @@ def create_dataloader(
       TypeError: the dataset lacks `__len__` or `__getitem__`.
       ValueError: lists every argument out of range, before anything is loaded.
     """
+    _check_dataset(dataset)
+    offenders = seed_offenders(seed)
+    offenders += _batch_offenders(global_batch_size, mesh, len(dataset), drop_last)
+    limits = {"num_workers": (num_workers, 0), "prefetch": (prefetch, 0), "num_epochs": (num_epochs, 1)}
+    offenders += [f"{k}={v}: must be at least {low}" for k, (v, low) in limits.items() if v is not None and v < low]
+    sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh.axis_names) or None))
+    rows = [] if offenders else local_rows(sharding, global_batch_size)
+    if not offenders and not len(rows):
+        offenders = ["this process holds no device of the mesh; call it on the mesh's processes only"]
+    if offenders:
+        raise ValueError("create_dataloader: " + "; ".join(offenders))
+    batching = Batching(len(dataset), global_batch_size, drop_last)
+    fetch = Fetch(dataset, batching, np.asarray(rows), shuffle, seed, collate or stack_samples)
+    return DataLoader(fetch, sharding, num_epochs=num_epochs, num_workers=num_workers, prefetch=prefetch)
+
+
+def _check_dataset(dataset: Any) -> None:
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if missing:
         raise TypeError(
             f"a dataset needs __len__ and __getitem__; {type(dataset).__name__} lacks {' and '.join(missing)}"
         )
-    offenders = seed_offenders(seed)
-    offenders += _batch_offenders(global_batch_size, mesh, len(dataset), drop_last)
-    limits = {"num_workers": (num_workers, 0), "prefetch": (prefetch, 0), "num_epochs": (num_epochs, 1)}
-    offenders += [f"{k}={v}: must be at least {low}" for k, (v, low) in limits.items() if v is not None and v < low]
-    if offenders:
-        raise ValueError("create_dataloader: " + "; ".join(offenders))
-    sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh.axis_names) or None))
-    batching = Batching(len(dataset), global_batch_size, drop_last)
-    rows = local_rows(sharding, global_batch_size)
-    if not len(rows):
-        raise ValueError(
-            "create_dataloader: this process holds no device of the mesh; call it on the mesh's processes only"
-        )
-    fetch = _Fetch(dataset, batching, rows, shuffle, seed, collate or stack_samples)
-    return DataLoader(fetch, sharding, num_epochs=num_epochs, num_workers=num_workers, prefetch=prefetch)
 
 
 class DataLoader:
@@ -100,7 +95,7 @@ class DataLoader:
     """
 
     def __init__(
-        self, fetch: "_Fetch", sharding: NamedSharding, *, num_epochs: int | None, num_workers: int, prefetch: int
+        self, fetch: Fetch, sharding: NamedSharding, *, num_epochs: int | None, num_workers: int, prefetch: int
     ):
         self.sharding = sharding
         self.num_epochs = num_epochs
@@ -133,7 +128,7 @@ class DataLoader:
         """Batches of this process's rows, in order; closing it stops the workers."""
         import grain  # half a second that `import axonml_jax` should not cost
 
-        batches = grain.MapDataset.range(count).map(_FromStart(self._fetch, start))
+        batches = grain.MapDataset.range(count).map(FromStart(self._fetch, start))
         inline = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # a dataset need not be thread-safe
         stream = batches.to_iter_dataset(inline)
         if self._num_workers:
@@ -145,26 +140,30 @@ class DataLoader:
         finally:
             iterator.close()
 
-    def state_dict(self) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, int | bool | str]:
         """The position, and what gives it meaning: small, plain values to keep in a checkpoint."""
         return asdict(self._position) | self._identity()
 
-    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+    def load_state_dict(self, state: dict[str, int | bool | str]) -> None:
         """Continue from a saved position, exactly; the mesh, the processes and the batch size may have changed.
 
         Raises:
-          ValueError: the state is incomplete, of another dataset length, seed or order, or out of range.
+          ValueError: the state is incomplete, of other samples (another number of them, or another `fingerprint` where the
+            dataset has one and had one), of another seed or order, or out of range.
         """
         identity = self._identity()
-        missing = sorted({"epoch", "samples", *identity} - set(state))
+        missing = sorted({"epoch", "samples", *identity} - set(state) - {"fingerprint"})
         if missing:
             raise ValueError(f"load_state_dict: the state lacks {', '.join(missing)}; give what state_dict() returned")
         changed = [
-            f"{name}: saved {state[name]}, here {value}" for name, value in identity.items() if state[name] != value
+            f"{name}: saved {state[name]}, here {value}"
+            for name, value in identity.items()
+            if state.get(name, value) != value
         ]
         if changed:
             raise ValueError(
-                "load_state_dict: the saved position is of another order of samples. " + "; ".join(changed)
+                f"load_state_dict: the saved position is of other data or another order. {'; '.join(changed)}. Give the "
+                "data that it was saved with, or leave the position out"
             )
         position, total = Position(int(state["epoch"]), int(state["samples"])), self._fetch.batching.num_samples
         if position.epoch < 0 or not 0 <= position.samples <= total:
@@ -173,36 +172,11 @@ class DataLoader:
         done = not self._fetch.batching.left(position.samples)
         self._position, self._finished = Position(position.epoch + 1) if done else position, False
 
-    def _identity(self) -> dict[str, int | bool]:
+    def _identity(self) -> dict[str, int | bool | str]:
         fetch = self._fetch
-        return {"num_samples": fetch.batching.num_samples, "shuffle": fetch.shuffle, "seed": fetch.seed}
-
-
-@dataclass(frozen=True)
-class _Fetch:
-    """Loads this process's rows of the batch at a position. Runs in worker processes, so it knows no devices."""
-
-    dataset: MapDataset
-    batching: Batching
-    rows: np.ndarray
-    shuffle: bool
-    seed: int
-    collate: Callable[[Sequence], Any]
-
-    def __call__(self, position: Position) -> Any:
-        order = _cached_order(self.batching.num_samples, self.shuffle, self.seed, position.epoch)
-        indices = order[self.batching.places(position)[self.rows]].tolist()
-        many = getattr(self.dataset, "__getitems__", None)
-        return self.collate(many(indices) if many else [self.dataset[index] for index in indices])
-
-
-@dataclass(frozen=True)
-class _FromStart:
-    fetch: _Fetch
-    start: Position
-
-    def __call__(self, index: int) -> Any:
-        return self.fetch(self.fetch.batching.advance(self.start, int(index)))
+        content = getattr(fetch.dataset, "fingerprint", None)
+        known = {} if content is None else {"fingerprint": str(content)}
+        return {"num_samples": fetch.batching.num_samples, "shuffle": fetch.shuffle, "seed": fetch.seed} | known
 
 
 def _settle_flags() -> None:
@@ -211,11 +185,6 @@ def _settle_flags() -> None:
 
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
-
-
-@lru_cache(maxsize=2)
-def _cached_order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> np.ndarray:
-    return epoch_order(num_samples, shuffle=shuffle, seed=seed, epoch=epoch)
 
 
 def _batch_offenders(size: int, mesh: Mesh, num_samples: int, drop_last: bool) -> list[str]:

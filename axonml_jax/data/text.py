@@ -1,6 +1,8 @@
 """Byte-level text: a folder of files as training and validation bytes, windows over them, and a bigram to beat."""
 
+import functools
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +27,11 @@ class TextSplit(NamedTuple):
     train: np.ndarray
     valid: np.ndarray
 
+    @property
+    def fingerprint(self) -> str:
+        """The CRC-32 of both parts: what tells this text from another."""
+        return f"{zlib.crc32(self.train):08x}-{zlib.crc32(self.valid):08x}"
+
 
 def load_text(
     path: str | os.PathLike | None = None,
@@ -32,6 +39,7 @@ def load_text(
     max_bytes: int | None = 8_000_000,
     valid_fraction: float = 0.1,
     suffixes: Sequence[str] | None = None,
+    without: str | os.PathLike | None = None,
     seed: int = 0,
 ) -> TextSplit:
     """Read a folder of text, split by file into training and validation bytes, the same on every machine and run.
@@ -42,15 +50,18 @@ def load_text(
       max_bytes: read no more than this, whole files in an order drawn from `seed`, the last one cut; None: everything.
       valid_fraction: share of the bytes to validate on, approached by whole files; a single file is cut near its end.
       suffixes: endings of the files to read; None: ".py" for the standard library, else `TEXT_SUFFIXES`.
+      without: a folder under `path` that is no part of the text, such as the one that runs are written to.
       seed: draws the files.
 
     Raises:
       ValueError: the folder is missing or has no text, fewer than two bytes, or a fraction or limit out of range.
     """
     _check_limits(max_bytes, valid_fraction)
-    files = (
-        _library_files(suffixes or (".py",)) if path is None else _folder_files(Path(path), suffixes or TEXT_SUFFIXES)
-    )
+    if path is None:
+        files = _library_files(suffixes or (".py",))
+    else:
+        runs = None if without is None else Path(without).resolve()
+        files = _folder_files(Path(path), suffixes or TEXT_SUFFIXES, runs)
     contents = _read(files, max_bytes, np.random.Generator(np.random.Philox(key=seed)))
     total = sum(map(len, contents))
     if total < 2:
@@ -72,12 +83,13 @@ class ByteWindows:
     Args:
       data: uint8 [n].
       length: bytes per window; n must be at least length + 1.
+      fingerprint: of the text that the data is a part of; None: the data's own checksum.
 
     Raises:
       ValueError: the data is not one-dimensional bytes or too short for one window.
     """
 
-    def __init__(self, data: np.ndarray, length: int):
+    def __init__(self, data: np.ndarray, length: int, fingerprint: str | None = None):
         if data.ndim != 1 or data.dtype != np.uint8 or length < 1 or len(data) <= length:
             raise ValueError(
                 f"ByteWindows of {data.dtype} {data.shape} with length={length}: give one-dimensional uint8 data of at "
@@ -85,6 +97,12 @@ class ByteWindows:
             )
         self.data = data
         self.length = length
+        self._text = fingerprint
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What tells these windows from others; checkpoints keep it."""
+        return f"{self._text or format(zlib.crc32(self.data), '08x')} by {self.length}"
 
     def __len__(self) -> int:
         return (len(self.data) - 1) // self.length
@@ -137,18 +155,24 @@ def _library_files(suffixes: Sequence[str]) -> list[Path]:
     return _walk(Path(os.__file__).parent, suffixes, SKIPPED_FOLDERS)
 
 
-def _folder_files(path: Path, suffixes: Sequence[str]) -> list[Path]:
+def _folder_files(path: Path, suffixes: Sequence[str], without: Path | None) -> list[Path]:
     if not path.exists():
         raise ValueError(
             f"no such folder: {str(path)!r}. Give an existing folder of text, or no path for the built-in one"
         )
-    return [path] if path.is_file() else _walk(path, suffixes, frozenset())
+    return [path] if path.is_file() else _walk(path, suffixes, frozenset(), without)
 
 
-def _walk(root: Path, suffixes: Sequence[str], skipped: frozenset[str]) -> list[Path]:
+def _walk(root: Path, suffixes: Sequence[str], skipped: frozenset[str], without: Path | None = None) -> list[Path]:
     found = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name not in skipped
+            and not name.startswith(".")
+            and (without is None or Path(folder, name).resolve() != without)
+        ]
         found += [Path(folder, name) for name in names if name.endswith(tuple(suffixes))]
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 

@@ -79,15 +79,14 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
     """Train, validate, sample, and leave records, checkpoints, configuration and picture in the run's folder.
 
     Returns:
-      0; 130 when stopped by Ctrl-C, 143 when by SIGTERM, 3 by updates that were not finite. What was recorded until then
-      is kept.
+      0; 130 when stopped by Ctrl-C, 143 when by SIGTERM, both after a step that is saved; 3 by updates that were not finite.
 
     Raises:
       ConfigError: with everything that cannot work, before anything is allocated.
     """
     if config.output.tensorboard:
         tensorboard_writer()
-    ground, text = all_or_refuse(partial(lay_ground, config), partial(read_text, config.data))
+    ground, text = all_or_refuse(partial(lay_ground, config), partial(read_text, config.data, config.output.dir))
     all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
     [data] = all_or_refuse(partial(load_data, config, text, ground.mesh))
     require_fit(config, ground, budget or Budget())
@@ -121,19 +120,13 @@ def _train(
     status = 0
     with Preemption() as preemption:
         saves = Saves(manager, trainer, data.train, config, preemption, folder / NONFINITE)
-        try:
-            _run(config, ground, data, trainer, mine, records, start, saves)
-            if manager is not None:
-                manager.wait()
-        except KeyboardInterrupt:
-            print0(
-                f"\nstopped by Ctrl-C after step {records[-1].step if records else start}; what was recorded is kept"
-            )
-            status = INTERRUPTED
-    if saves.terminated is not None:
+        _run(config, ground, data, trainer, mine, records, start, saves)
+        if manager is not None:
+            manager.wait()
+    if saves.stopped is not None:
+        cause, status = ("Ctrl-C", INTERRUPTED) if preemption.interrupted else ("SIGTERM", TERMINATED)
         kept = "saved; --resume auto goes on from here" if manager else "nothing was saved (checkpoint.every=null)"
-        print0(f"\nstopped by SIGTERM after step {saves.terminated}; {kept}", flush=True)
-        status = TERMINATED
+        print0(f"\nstopped by {cause} after step {saves.stopped}; {kept}", flush=True)
     if saves.diverged is not None:
         print0(f"\n{saves.diverged}", flush=True)
         status = DIVERGED

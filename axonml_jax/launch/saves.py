@@ -30,7 +30,7 @@ class Saves:
       inspection: where to save the first of too many updates in a row that were not finite.
 
     Attributes:
-      terminated: the step after which SIGTERM has stopped the run, else None.
+      stopped: the step after which SIGTERM or Ctrl-C has stopped the run, else None.
       diverged: why the run was stopped when its updates were not finite, else None.
     """
 
@@ -49,7 +49,7 @@ class Saves:
         self._positions: deque[tuple[int, dict[str, Any]]] = deque(
             maxlen=config.train.log_every + (self._limit or 0) + 2
         )
-        self.terminated: int | None = None
+        self.stopped: int | None = None
         self.diverged: str | None = None
 
     def __call__(self, step: int, metrics: dict[str, float]) -> bool:
@@ -63,8 +63,8 @@ class Saves:
           Whether to stop.
         """
         if self._preemption.stop_after(step):
-            self.terminated = step
-        last = step == self._steps or self.terminated is not None
+            self.stopped = step
+        last = step == self._steps or self.stopped is not None
         due = self._manager is not None and (last or self._manager.due(step))
         self._positions.append((step, self._loader.state_dict()))
         # Only where the host waits for the step anyway is it asked how the step went.
@@ -76,7 +76,7 @@ class Saves:
             if last or not in_a_row:
                 self._manager.save(step, self._trainer, data=self._loader, metrics=metrics, force=last)
             self._manager.check()
-        return self.terminated is not None or self.diverged is not None
+        return self.stopped is not None or self.diverged is not None
 
     def _in_a_row(self) -> int:
         guard = self._trainer.state.guard

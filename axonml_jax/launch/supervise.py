@@ -153,8 +153,7 @@ class Supervisor:
         while self._left() and time.monotonic() < deadline:
             signal_all(self._groups(), self._run_id, signal.SIGKILL)
             self._pump()
-        if self._left():
-            stuck = sorted(members(self._groups(), self._run_id))
+        if stuck := sorted(members(self._groups(), self._run_id)):
             print_note(f"process(es) {stuck} do not end even by SIGKILL: they wait for a device or a file system")
 
     def _groups(self) -> set[int]:

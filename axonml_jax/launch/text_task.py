@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -32,14 +33,24 @@ def build_model(config: TransformerConfig, seed: int) -> Transformer:
     return Transformer(config, rngs=nnx.Rngs(seed))
 
 
-def read_text(config: DataConfig) -> TextSplit:
+def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
     """The text that the section `data` names.
 
+    Args:
+      config: the section.
+      runs: the folder that runs are written to; it is no part of the text, which every run would change for the next.
+
     Raises:
-      ValueError: for a missing or empty folder, or too little text for one example on either side.
+      ValueError: for a missing or empty folder, one that runs are written to, or too little text for one example on either
+        side.
     """
+    if config.path and runs and Path(config.path).resolve() == Path(runs).resolve():
+        raise ValueError(
+            f"data.path={config.path} is output.dir, the folder that runs are written to: every run would change the text "
+            "for the next. Give output.dir another folder; one inside data.path is left out of the text"
+        )
     try:
-        split = load_text(config.path, max_bytes=config.max_bytes, valid_fraction=config.valid_fraction)
+        split = load_text(config.path, max_bytes=config.max_bytes, valid_fraction=config.valid_fraction, without=runs)
     except ValueError as error:
         raise ValueError(f"data: {error}") from error
     short = {name: len(part) for name, part in split._asdict().items() if len(part) <= config.length}
@@ -80,7 +91,8 @@ def load_data(config: RunConfig, text: TextSplit, mesh: Mesh) -> TextData:
       ValueError: when either part of the text fills no batch.
     """
     size, workers = config.train.global_batch_size, config.data.num_workers
-    windows = {name: ByteWindows(part, config.data.length) for name, part in text._asdict().items()}
+    parts, content = text._asdict(), text.fingerprint
+    windows = {name: ByteWindows(part, config.data.length, content) for name, part in parts.items()}
     few = {name: len(part) for name, part in windows.items() if len(part) < size}
     if few:
         counts = " and ".join(f"{count} examples to {name}" for name, count in few.items())

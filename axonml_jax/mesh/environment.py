@@ -38,7 +38,7 @@ def launch_environment(
     Args:
       environ: environment variables.
       coordinator: `host:port` where the launcher's variables do not say it (Kubernetes, Open MPI on several hosts).
-      num_processes: number of processes where they do not say it (Kubernetes).
+      num_processes: number of processes where they do not say it (Kubernetes without WORLD_SIZE).
 
     Raises:
       ValueError: naming every variable that is missing, malformed or contradicts another.
@@ -107,11 +107,12 @@ def _slurm(environ, coordinator, num_processes):
 
 
 def _kubernetes(environ, coordinator, num_processes):
-    values = _integers("a Kubernetes indexed job", environ, ["JOB_COMPLETION_INDEX"])
+    values = _integers("a Kubernetes indexed job", environ, ["JOB_COMPLETION_INDEX", "WORLD_SIZE"])
     coordinator = coordinator or _given_coordinator(environ)
+    num_processes = num_processes or values.get("WORLD_SIZE")
     if coordinator is None or num_processes is None:
         missing = [] if coordinator else ["coordinator='<host of index 0>:<port>' (or MASTER_ADDR and MASTER_PORT)"]
-        missing += [] if num_processes else ["num_processes=<completions of the job>"]
+        missing += [] if num_processes else ["num_processes=<completions of the job> (or WORLD_SIZE)"]
         raise ValueError(
             f"JOB_COMPLETION_INDEX={environ['JOB_COMPLETION_INDEX']}: a Kubernetes indexed job does not tell its "
             f"processes the rest; pass {' and '.join(missing)}, or num_processes=1 to run each alone"
@@ -132,7 +133,7 @@ def first_host(nodelist: str) -> str:
 
 _LAUNCHERS: tuple[tuple[Callable, Callable], ...] = (
     # A forgotten RANK would make every process train alone: MASTER_ADDR without any launcher is refused too.
-    (lambda env: "RANK" in env or "WORLD_SIZE" in env, _torchrun),
+    (lambda env: "RANK" in env or ("WORLD_SIZE" in env and "JOB_COMPLETION_INDEX" not in env), _torchrun),
     (lambda env: "OMPI_COMM_WORLD_SIZE" in env, _openmpi),
     # SLURM_NTASKS alone only says what sbatch reserved; a step's variables come from srun.
     (lambda env: "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env, _slurm),
@@ -195,5 +196,5 @@ _NAMES = {
     "torchrun": ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "openmpi": tuple(f"OMPI_COMM_WORLD_{word}" for word in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")),
     "slurm": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
-    "kubernetes": ("JOB_COMPLETION_INDEX",),
+    "kubernetes": ("WORLD_SIZE", "JOB_COMPLETION_INDEX"),
 }

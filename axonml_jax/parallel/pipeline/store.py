@@ -4,7 +4,7 @@ A rank holds the leaves of its own stages behind each other, padded to the longe
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from axonml_jax.parallel.pipeline.packing import Buffers, Group, Packing, Slot
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers, Stored
 from axonml_jax.sharding.layout import Layout
+from axonml_jax.sharding.place import to_host
 from axonml_jax.sharding.stored import from_stored, to_stored
 
 Named = dict[str, Any]
@@ -101,36 +102,41 @@ class StageStore:
         """Buffers by group. The inverse of `named`."""
         return {group: named[name] for name, group in self.groups.items()}
 
-    def place(self, leaves: Sequence[Any], mesh: Mesh) -> Named:
-        """The arrays that rest, from whole leaves in this process's memory (the same in every process).
+    def place(self, leaves: Iterable[Any], mesh: Mesh) -> Named:
+        """The arrays that rest, from whole leaves: the same in every process, or split over devices in any way.
 
-        No device ever holds more than its own part.
+        Leaves are taken one after the other. No device ever holds more than its own part, and no process more than the parts
+        of its devices and one leaf.
         """
-        sizes = self.buffers.sizes
-        stored = {i: np.asarray(to_stored(np.asarray(leaf), self.layouts[i])) for i, leaf in enumerate(leaves)}
-
-        def array(name: str, group: Group, shape: Any, spec: PartitionSpec) -> jax.Array:
-            def part(index: Any) -> np.ndarray:
-                number = (index[0].start or 0) // sizes[group] if sizes[group] else 0
-                return self._rank_buffer(group, np.unravel_index(number, self._grid(group)), stored)
-
-            return jax.make_array_from_callback(shape.shape, NamedSharding(mesh, spec), part)
-
-        groups, specs, shapes = self.groups, self.specs(), self.shapes()
-        return {name: array(name, groups[name], shapes[name], specs[name]) for name in groups}
+        shapes = {name: shape.shape for name, shape in self.shapes().items()}
+        places = {name: NamedSharding(mesh, spec) for name, spec in self.specs().items()}
+        parts: dict[str, dict[int, np.ndarray]] = {}
+        for name, group in self.groups.items():
+            here = places[name].addressable_devices_indices_map(shapes[name]).values()
+            parts[name] = {start: np.zeros(self.buffers.sizes[group], group.dtype) for start in map(_start, here)}
+        for i, leaf in enumerate(leaves):
+            self._fill(parts[group_name(self.slots[i].group)], i, to_host(leaf))
+        return {
+            # A copy: devices that hold the same part must not share this process's memory.
+            name: jax.make_array_from_callback(
+                shapes[name], places[name], lambda index, name=name: parts[name][_start(index)].copy()
+            )
+            for name in parts
+        }
 
     def whole(self, named: Named) -> list[Any]:
         """Every leaf, whole; of arrays over all ranks, NumPy's or JAX's."""
         return [self._join(i, named) for i in range(len(self.layouts))]
 
-    def _rank_buffer(self, group: Group, where: Sequence[Any], stored: Mapping[int, np.ndarray]) -> np.ndarray:
-        rank, along = int(where[0]), dict(zip(group.axes, map(int, where[1:]), strict=True))
-        buffer = np.zeros(self.buffers.sizes[group], group.dtype)
-        for i in self.leaves_of_rank(rank):
-            if (slot := self.slots[i]).group == group:
-                own = _shard(stored[i], self.layouts[i], along, self.degrees)
-                buffer[slot.offset : slot.offset + slot.size] = own.reshape(-1)
-        return buffer
+    def _fill(self, parts: Mapping[int, np.ndarray], leaf: int, whole: Any) -> None:
+        """Write a leaf into those of its group's parts that hold some of it; parts go by where they start."""
+        slot, layout = self.slots[leaf], self.layouts[leaf]
+        stored = np.asarray(to_stored(np.asarray(whole), layout))
+        for start, part in parts.items():
+            rank, *where = np.unravel_index(start // len(part) if len(part) else 0, self._grid(slot.group))
+            if rank == self.rank_of(leaf):
+                along = dict(zip(slot.group.axes, map(int, where), strict=True))
+                part[slot.offset : slot.offset + slot.size] = _shard(stored, layout, along, self.degrees).reshape(-1)
 
     def _join(self, leaf: int, named: Named) -> Any:
         slot, layout = self.slots[leaf], self.layouts[leaf]
@@ -165,6 +171,11 @@ def group_name(group: Group) -> str:
     ('float32', 'float32 over fsdp')
     """
     return group.dtype + (f" over {' '.join(group.axes)}" if group.axes else "")
+
+
+def _start(index: Any) -> int:
+    """The first element of a part of a flat array."""
+    return index[0].start or 0
 
 
 def _shard(stored: np.ndarray, layout: Layout, along: Mapping[str, int], degrees: Mapping[str, int]) -> np.ndarray:
