@@ -41,6 +41,7 @@ from axonml_jax.facade.ddp import DDP as DDP
 from axonml_jax.facade.fsdp import FSDP as FSDP
 from axonml_jax.facade.generate import generate as generate
 from axonml_jax.facade.memory import FSDPMemoryStats as FSDPMemoryStats
+from axonml_jax.facade.memory_plot import plot_memory as plot_memory
 from axonml_jax.facade.parallel_model import ParallelModel as ParallelModel
 from axonml_jax.facade.parallelize import make_train_step as make_train_step
 from axonml_jax.facade.parallelize import parallelize as parallelize
@@ -78,6 +79,7 @@ from axonml_jax.parallel.plan import Plan as Plan
 from axonml_jax.parallel.strategy import AbstractStrategy as AbstractStrategy
 from axonml_jax.parallel.tensor.attention import TensorParallelAttention as TensorParallelAttention
 from axonml_jax.parallel.tensor.auto.auto_parallelize import auto_parallelize as auto_parallelize
+from axonml_jax.parallel.tensor.chunked_cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from axonml_jax.parallel.tensor.column import ColumnParallelLinear as ColumnParallelLinear
 from axonml_jax.parallel.tensor.conv3d import ParallelConv as ParallelConv
 from axonml_jax.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy

@@ -7,7 +7,6 @@ import pytest
 
 import axonml_jax as ax
 from axonml_jax.facade.memory import MIB
-from axonml_jax.facade.memory_plot import plot_memory
 
 
 def stats(offload=ax.CPUOffload.NONE):
@@ -16,7 +15,7 @@ def stats(offload=ax.CPUOffload.NONE):
 
 def test_bars_are_labelled_with_what_a_device_holds(tmp_path):
     pytest.importorskip("matplotlib")
-    plot_memory({"kept": stats(), "moved": stats(ax.CPUOffload.FULL)}, tmp_path / "memory.svg")
+    ax.plot_memory({"kept": stats(), "moved": stats(ax.CPUOffload.FULL)}, tmp_path / "memory.svg")
     drawn = re.findall(r"<!-- (.*?) -->", (tmp_path / "memory.svg").read_text())
     assert {"kept", "moved", "15", "8", "parameters", "on the host", "MB per device"} <= set(drawn)
 
@@ -37,7 +36,7 @@ def test_small_estimates_print_in_kilobytes():
 
 def test_a_picture_without_bars_or_matplotlib_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="none was given"):
-        plot_memory({}, tmp_path / "memory.svg")
+        ax.plot_memory({}, tmp_path / "memory.svg")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"axonml-jax\[plots\]"):
-        plot_memory({"kept": stats()}, tmp_path / "memory.svg")
+        ax.plot_memory({"kept": stats()}, tmp_path / "memory.svg")
