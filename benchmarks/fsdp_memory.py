@@ -21,11 +21,10 @@ from deep_models import CASES, Case
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from paired import machine
-from tpu_schedule import Gathers, gathers
 
 import axonml_jax as ax
 from axonml_jax.facade.memory import FSDPMemoryStats, estimate
-from axonml_jax.facade.memory_plot import plot_memory
+from axonml_jax.ledger.schedule import Moved, moved
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.sharding.memory import HOST, movable
@@ -63,7 +62,7 @@ class Measured:
     temporaries: int
     peak: int
     flops: float
-    overlap: Gathers | None
+    overlap: Moved | None
 
 
 def measure(case: Case, plan: ax.Plan, mesh: Mesh) -> Measured:
@@ -82,7 +81,7 @@ def measure(case: Case, plan: ax.Plan, mesh: Mesh) -> Measured:
         temporaries=planned.temp_size_in_bytes,
         peak=planned.peak_memory_in_bytes if tpu else 0,
         flops=compiled.cost_analysis()["flops"],
-        overlap=gathers(compiled.as_text()) if tpu else None,
+        overlap=moved(compiled).get("all_gather") if tpu else None,
     )
 
 
@@ -171,7 +170,7 @@ def main():
     tables = {name: report(name, CASES[name](), mesh, options.plans) for name in options.models}
     if options.plot:
         first = next(iter(tables.values()))
-        plot_memory({plan: own.stats for plan, own in first.items()}, options.plot)
+        ax.plot_memory({plan: own.stats for plan, own in first.items()}, options.plot)
 
 
 if __name__ == "__main__":

@@ -70,4 +70,4 @@ def test_offload_leaves_only_the_batch_on_the_chip_between_steps(compiled):
 def test_half_of_the_gathered_bytes_travel_while_matrices_are_multiplied(compiled, name):
     _, plans = compiled
     overlap = plans[name].overlap
-    assert overlap.hidden_size >= 0.5 * overlap.size, overlap
+    assert overlap.hidden >= 0.5 * overlap.size, overlap

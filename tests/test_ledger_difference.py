@@ -10,6 +10,7 @@ from axonml_jax.ledger import collectives_in, difference, memory_difference, pre
 
 WHOLE = {"data": ax.Replicate(sync_strategy="synchronous")}
 SEQUENCE = {"sequence_parallel": True}
+SCAN = {"scan_layers": True, "loss_chunk": 24}
 PIPE = ax.Pipelined(num_microbatches=4)
 GRID = {"split": "grid", "num_kv_heads": 8}
 
@@ -20,13 +21,14 @@ ROWS = [
     (LLAMA, {}, {"data": 2, "fsdp": 4}, {"fsdp": ax.Shard(stage=1), "accumulate": 2, "precision": "bf16"}),
     (GPT, {}, {"data": 2, "fsdp": 4}, {"fsdp": ax.Shard(stage=2), "accumulate": 3, "remat": "full"}),
     (GPT, {}, {"data": 2, "fsdp": 4}, {"remat": "selective", "precision": "bf16"}),
-    (LLAMA, {}, {"data": 1, "fsdp": 8}, {"remat": "full", "accumulate": 2, **WHOLE}),
+    (LLAMA, SCAN, {"data": 1, "fsdp": 8}, {"remat": "full", "accumulate": 2, **WHOLE}),
     (LLAMA, {}, {"data": 2, "tensor": 4}, {}),  # fewer key and value heads than ranks
     (GPT, {}, {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full", "accumulate": 2}),
-    (GPT, SEQUENCE, {"data": 2, "fsdp": 2, "tensor": 2}, {"precision": "bf16"}),
+    (GPT, {**SEQUENCE, **SCAN}, {"data": 2, "fsdp": 2, "tensor": 2}, {"precision": "bf16"}),
     (LLAMA, SEQUENCE, {"data": 2, "tensor": 4}, {"remat": "selective"}),
     (GPT, SEQUENCE, {"data": 1, "fsdp": 2, "tensor": 4}, {"remat": "full"}),
-    (LLAMA, GRID, {"data": 1, "depth": 2, "row": 2, "col": 2}, {}),
+    (LLAMA, {**GRID, "scan_layers": True}, {"data": 1, "depth": 2, "row": 2, "col": 2}, {"remat": "full"}),
+    (LLAMA, SCAN, {"data": 2, "tensor": 2}, {"remat": "full", "fsdp": ax.Shard(stage=2)}),
     (GPT, {"split": "grid"}, {"data": 2, "depth": 4}, {"remat": "full"}),
     (LLAMA, {"num_layers": 4}, {"data": 2, "pipe": 2}, {"pipe": PIPE, "accumulate": 2}),
     (GPT, {"num_layers": 4}, {"data": 1, "pipe": 2, "fsdp": 4}, {"pipe": PIPE}),

@@ -41,10 +41,13 @@ def make(config, seed=0):
     return Transformer(config, rngs=nnx.Rngs(seed))
 
 
+SCAN = {"scan_layers": True, "num_layers": 2, "loss_chunk": 3}
+
 # (options, mesh, plan)
 ROWS = {
-    "tensor": (GPT2, {}, {"data": 2, "tensor": 4}, {"accumulate": 2, "check_vma": True}),
-    "sequence": (LLAMA, {"sequence_parallel": True}, {"fsdp": 2, "tensor": 4}, {"remat": "full"}),
+    "tensor": (GPT2, {"loss_chunk": 3}, {"data": 2, "tensor": 4}, {"accumulate": 2, "check_vma": True}),
+    "sequence": (LLAMA, {"sequence_parallel": True, **SCAN}, {"fsdp": 2, "tensor": 4}, {"remat": "full"}),
+    "scan": (LLAMA, SCAN, {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "selective", "check_vma": True}),
     "grid": (LLAMA, {"split": "grid"}, {"data": 1, "row": 2, "col": 2, "depth": 2}, {"check_vma": True}),
     "grid_tied": (GPT2, {"split": "grid"}, {"fsdp": 2, "row": 2, "col": 2}, {}),
 }

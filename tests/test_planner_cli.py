@@ -1,6 +1,8 @@
 """`axonml-jax plan` writes what `train` reads; `explain --check` and `train` keep to a budget of memory and traffic."""
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from axonml_jax.__main__ import main
 from axonml_jax.launch.plan import memory_size
 from axonml_jax.launch.read_config import read_config
 
+PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 TINY = """
 name: tiny
 devices: {simulated: 8}
@@ -89,3 +92,15 @@ def test_training_refuses_what_cannot_fit(tiny, capsys):
     assert main(["train", str(tiny), "--max-memory", "100KiB"]) == 2
     error = capsys.readouterr().err
     assert "this plan needs" in error and "activations" in error and "add --force" in error
+
+
+@pytest.mark.parametrize("path", sorted(PLANS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_committed_plans_are_what_the_planner_says(path, tmp_path, capsys):
+    text, written = path.read_text("utf-8"), tmp_path / path.name
+    (asked,) = [line for line in text.splitlines() if line.startswith("#   axonml-jax plan ")]
+    assert main([*shlex.split(asked)[2:], "--write", str(written)]) == 0
+    assert written.read_text("utf-8") == text
+    config = read_config("train", [str(path)])
+    assert config.model.scan_layers and config.model.words_at_once == 21_376
+    assert main(["plan", str(path), "--as-written", "--devices", str(config.mesh.fsdp * config.mesh.tensor)]) == 0
+    assert "ms/step" in capsys.readouterr().out

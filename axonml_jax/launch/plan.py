@@ -1,7 +1,8 @@
 """`axonml-jax plan`: the best plan for a number of devices, printed, drawn, and written as a configuration to train with."""
 
 import argparse
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,18 @@ from axonml_jax.launch.config import ConfigError, MeshConfig, PlanConfig, RunCon
 from axonml_jax.launch.describe import MOMENTS
 from axonml_jax.launch.pipeline_config import PipelineConfig
 from axonml_jax.launch.read_config import as_dict, read_config
+from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.mesh.axes import AXES
+from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.presets import PRESETS, preset
 from axonml_jax.planner.answer import Answer
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.candidate import Candidate
-from axonml_jax.planner.hardware import HARDWARE
+from axonml_jax.planner.hardware import HARDWARE, hardware
+from axonml_jax.planner.price import price
 from axonml_jax.planner.search import plan as find_plan
+from axonml_jax.planner.verify import verify, verify_plan
 
 _STAGES = {0: None, 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 MEASURE = "measure"
@@ -37,11 +42,14 @@ def plan(arguments: Sequence[str]) -> int:
     chosen = _parser().parse_args(arguments)
     try:
         base, model, sizes = _subject(chosen)
+        if chosen.as_written:
+            return _as_written(base, chosen)
         answer = find_plan(
             model,
             num_devices=chosen.devices,
             hardware=_hardware(chosen),
             axes=tuple(chosen.axes),
+            remats=[None if each == "none" else each for each in chosen.remat],
             max_memory=chosen.max_memory,
             offload=chosen.offload,
             assumptions=Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap),
@@ -56,9 +64,25 @@ def plan(arguments: Sequence[str]) -> int:
         answer.prediction.save_picture(chosen.picture)
         print(f"\npicture   {chosen.picture}")
     if chosen.write is not None:
-        chosen.write.write_text(config_text(answer, base), encoding="utf-8")
+        chosen.write.write_text(config_text(answer, base, arguments), encoding="utf-8")
         print(f"\nwritten   {chosen.write}: axonml-jax train {chosen.write}")
-    return _verified(chosen.verify, answer) if chosen.verify else 0
+    return _verified(chosen.verify, lambda: verify(answer, chosen.verify)) if chosen.verify else 0
+
+
+def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
+    """What a configuration's own mesh and plan cost, and what a compiler makes of them."""
+    if base is None:
+        raise ValueError("--as-written wants a configuration file, whose mesh and plan it takes")
+    shape = MeshShape(**base.mesh.degrees).resolve(chosen.devices)
+    own, batch, length = replace(base.build_plan(), mesh=shape), base.train.global_batch_size, base.data.length
+    kind = hardware(_hardware(chosen))
+    model: Any = base.model
+    sizes = {"global_batch": batch, "length": length, "moments": MOMENTS[base.optim.name], "platform": kind.platform}
+    found = predict(own, model, shape.degrees, **sizes)
+    cost = price(found, kind, Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap))
+    print(found, f"\n{1e3 * cost.time:,.1f} ms/step, MFU {cost.mfu:.1%} on {chosen.devices:,} x {kind.name}", sep="\n")
+    compiling = lambda: verify_plan(own, base.model, found, chosen.verify, batch, length)
+    return _verified(chosen.verify, compiling) if chosen.verify else 0
 
 
 def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerConfig, dict[str, Any]]:
@@ -90,22 +114,21 @@ def _hardware(chosen: argparse.Namespace) -> Any:
     return found
 
 
-def _verified(topology: str, answer: Answer) -> int:
-    from axonml_jax.planner.verify import verify
-
+def _verified(topology: str, compiling: Callable[[], Any]) -> int:
     try:
-        print("", verify(answer, topology), sep="\n")
+        print("", compiling(), sep="\n")
     except (RuntimeError, ValueError, ModuleNotFoundError) as error:
         raise ConfigError(f"--verify {topology}: {error}") from error
     return 0
 
 
-def config_text(answer: Answer, base: RunConfig | None = None) -> str:
+def config_text(answer: Answer, base: RunConfig | None = None, arguments: Sequence[str] = ()) -> str:
     """A configuration file that trains the answer's plan.
 
     Args:
       answer: the planner's.
       base: settings to keep; None: the defaults, on the built-in text.
+      arguments: of the command line that asked, noted at the head of the file without `--write` and `--verify`.
     """
     found, model = answer.best.candidate, answer.model
     length = answer.asked.length
@@ -122,8 +145,16 @@ def config_text(answer: Answer, base: RunConfig | None = None) -> str:
         train=replace(base.train, global_batch_size=answer.asked.global_batch),
     )
     values = as_dict(config)
-    head = f"# {found}\n# found by axonml-jax plan for {answer.asked.num_devices} x {answer.asked.hardware.name}\n"
+    head = f"# {found}\n# found for {answer.asked.num_devices:,} x {answer.asked.hardware.name}"
+    head += f" by:\n#   axonml-jax plan {shlex.join(_without_outputs(arguments))}\n" if arguments else "\n"
     return head + yaml.safe_dump(values, sort_keys=False)
+
+
+def _without_outputs(arguments: Sequence[str]) -> list[str]:
+    """The arguments that decide the answer."""
+    outputs = ("--write", "--verify", "--picture")
+    kept = [each for before, each in zip(("", *arguments), arguments, strict=False) if before not in outputs]
+    return [each for each in kept if each.split("=")[0] not in (*outputs, "--json", "--ledger")]
 
 
 def _plan_config(base: PlanConfig, found: Candidate, precision: Any) -> PlanConfig:
@@ -165,6 +196,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-memory", type=memory_size, metavar="SIZE", help="bytes of a device to use, as in 14GiB")
     parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES, help="mesh axes to consider (default: all)")
     parser.add_argument(
+        "--remat", nargs="+", choices=["none", "selective", "full"], default=["none", "selective", "full"],
+        help="kinds of recomputation to consider (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--as-written", action="store_true", help="take the configuration's own mesh and plan instead of searching"
+    )
+    parser.add_argument(
         "--offload", action="store_true", help="optimizer states may rest on the host if nothing fits else"
     )
     parser.add_argument(
@@ -173,6 +211,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--overlap", type=float, default=Assumptions.overlap, metavar="X", help="share of compute that hides traffic"
     )
+    _add_outputs(parser)
+    return parser
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--ledger", action="store_true", help="print the best plan's memory and traffic too")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the best plan's memory and traffic")
@@ -180,7 +223,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--verify", metavar="TOPOLOGY", help="compile the step for TPU chips that need not be here, as v5p:8x8x8"
     )
-    return parser
 
 
 def memory_size(text: str) -> float:

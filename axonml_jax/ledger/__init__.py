@@ -15,5 +15,7 @@ from axonml_jax.ledger.predict.predict import predict as predict
 from axonml_jax.ledger.predict.prediction import Prediction as Prediction
 from axonml_jax.ledger.report import Report as Report
 from axonml_jax.ledger.report import TrafficRow as TrafficRow
+from axonml_jax.ledger.schedule import Moved as Moved
+from axonml_jax.ledger.schedule import moved as moved
 from axonml_jax.ledger.traced import collectives_in as collectives_in
 from axonml_jax.ledger.wire import wire_elements as wire_elements

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_KINDS: dict[str, str] = {
+KINDS: dict[str, str] = {
     "all-reduce": "all_reduce",
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
@@ -18,6 +18,8 @@ _KINDS: dict[str, str] = {
     "collective-broadcast": "broadcast",
     "ragged-all-to-all": "ragged_all_to_all",
 }
+"""HLO's names of collectives -> the ledger's."""
+
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _OPCODE = re.compile(r"^(?:ROOT )?%?\S+ = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\(")
 _CALLEES = re.compile(r"\b(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
@@ -53,17 +55,16 @@ def collectives_in_compiled(program: Any) -> tuple[CompiledCollective, ...]:
     Raises:
       ValueError: when the text holds no entry computation, as StableHLO does not.
     """
-    text = program if isinstance(program, str) else program.as_text()
-    computations, entry = _computations(text)
-    if entry is None:
-        raise ValueError(
-            "no ENTRY computation: give optimized HLO (compiled.as_text()), not StableHLO (lowered.as_text())"
-        )
+    computations, entry = computations_of(program if isinstance(program, str) else program.as_text())
     return tuple(_walk(computations, entry, in_loop=False))
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
-    """Instruction lines by computation, and the entry's name."""
+def computations_of(text: str) -> tuple[dict[str, list[str]], str]:
+    """Instruction lines of an optimized program by computation, and the entry's name.
+
+    Raises:
+      ValueError: when the text holds no entry computation.
+    """
     computations: dict[str, list[str]] = {}
     entry, current = None, None
     for raw in text.splitlines():
@@ -75,6 +76,10 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
             entry = current if header.group(1) else entry
         elif current is not None and " = " in line:
             computations[current].append(re.sub(r"/\*.*?\*/", "", line))
+    if entry is None:
+        raise ValueError(
+            "no ENTRY computation: give optimized HLO (compiled.as_text()), not StableHLO (lowered.as_text())"
+        )
     return computations, entry
 
 
@@ -85,14 +90,15 @@ def _walk(computations: dict[str, list[str]], name: str, in_loop: bool) -> Itera
             continue
         result, opcode = match.groups()
         base = opcode.removesuffix("-start")
-        if base in _KINDS:
+        if base in KINDS:
             groups = _GROUPS.search(line)
-            yield CompiledCollective(_KINDS[base], in_loop, opcode != base, result, groups.group(1) if groups else "")
+            yield CompiledCollective(KINDS[base], in_loop, opcode != base, result, groups.group(1) if groups else "")
             continue
-        for callee in _callees(line):
+        for callee in callees(line):
             yield from _walk(computations, callee, in_loop or opcode == "while")
 
 
-def _callees(line: str) -> list[str]:
+def callees(line: str) -> list[str]:
+    """The computations that an instruction calls."""
     lists = [name.strip().lstrip("%") for group in _CALLEE_LISTS.findall(line) for name in group.split(",")]
     return [*_CALLEES.findall(line), *lists]

@@ -41,7 +41,7 @@ def explain(step: Any, *args: Any, minimum: Minimum | None = None, **kwargs: Any
       **kwargs: the step's keyword arguments. For a plan: `model`, a `TransformerConfig` (`models.presets` has published
         ones); `global_batch`, sequences per update; `length` of a sequence (None: the model's longest); `mesh`, degrees by
         axis, an `ax.MeshShape` or a mesh (None: the plan's own); `moments`, values that the optimizer keeps per parameter
-        (2 for Adam).
+        (2 for Adam); `platform`, "tpu" or "cuda", for kernels that hold no attention scores (None: count on none).
 
     Returns:
       A `Report` of a step, a `Prediction` of a plan; `print` either for its tables.

@@ -4,10 +4,14 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from axonml_jax.parallel.tensor.fused_attention import ATTENTIONS
+
 NORMS = ("rmsnorm", "layernorm")
 ACTIVATIONS = ("swiglu", "gelu")
 POSITIONS = ("rotary", "learned")
 SPLITS = ("tensor", "grid")
+LARGE_VOCABULARY = 16_384
+LITTLE_WORK = 0.03
 _POSITIVE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "max_length", "rope_theta", "norm_eps")
 
 
@@ -35,6 +39,12 @@ class TransformerConfig:
       split: over which mesh axes the layers split where those are bound: "tensor" (Megatron's) or "grid" (AxoNN's: row, col
         and depth). The parameters and their first values are the same.
       sequence_parallel: with "tensor", split the activations between the blocks along the sequence.
+      attention: what computes attention: "xla" (einsums), "splash" (JAX's kernel on TPU), "cudnn" (on GPU), or "auto": the
+        platform's kernel where it applies, else the einsums. A kernel named here is used or refused with the reason.
+      scan_layers: stack the blocks' parameters and run the blocks in one loop, so that tracing and compiling take the same
+        time for any number of them; without dropout. Parameters are then called blocks/layer/..., not blocks/0/...
+      loss_chunk: words whose logits `Transformer.loss` holds at once, which are then computed twice; 0: all. None: parts of
+        about 16,384 of a larger vocabulary, where computing them twice is at most 3% more work; else all.
       dtype: name of the compute dtype; None: that of the parameters.
       param_dtype: name of the parameters' dtype. Both take anything `jnp.dtype` takes and keep its name.
     """
@@ -56,6 +66,9 @@ class TransformerConfig:
     norm_eps: float = 1e-5
     split: str = "tensor"
     sequence_parallel: bool = False
+    attention: str = "auto"
+    scan_layers: bool = False
+    loss_chunk: int | None = None
     dtype: str | None = None
     param_dtype: str = "float32"
 
@@ -85,6 +98,16 @@ class TransformerConfig:
         return 4 * self.hidden_size if self.activation == "gelu" else -(-8 * self.hidden_size // (3 * 64)) * 64
 
     @property
+    def words_at_once(self) -> int:
+        """How many words' logits the loss holds at once; 0: those of all words."""
+        if self.loss_chunk is not None:
+            return 0 if self.loss_chunk >= self.vocab_size else self.loss_chunk
+        again = 2 * self.hidden_size * self.vocab_size / self.flops_per_token(self.max_length)
+        if self.vocab_size <= LARGE_VOCABULARY or again > LITTLE_WORK or self.split == "grid":
+            return 0
+        return even_chunk(self.vocab_size, LARGE_VOCABULARY)
+
+    @property
     def num_params(self) -> int:
         """Number of parameters; tied embeddings count once."""
         tables = 1 if self.tie_embeddings else 2
@@ -105,6 +128,17 @@ class TransformerConfig:
         looked_up += self.max_length if self.position == "learned" else 0
         multiplied = self.num_params - looked_up * self.hidden_size
         return 6 * multiplied + 6 * self.num_layers * self.num_heads * 2 * self.head_size * length
+
+
+def even_chunk(size: int, about: int) -> int:
+    """The chunk length nearest to `about` that cuts `size` evenly, in lanes of 128; where there is none, nearly evenly.
+
+    >>> even_chunk(128_256, 16_384), even_chunk(50_257, 16_384)
+    (21376, 12672)
+    """
+    if whole := [chunk for chunk in range(about // 2, 2 * about) if size % chunk == 0 and chunk % 128 == 0]:
+        return min(whole, key=lambda chunk: abs(chunk - about))
+    return -(-size // -(-size // about) // 128) * 128
 
 
 def _attention_params(config: TransformerConfig) -> int:
@@ -130,6 +164,12 @@ def _bad_sizes(config: TransformerConfig):
     for name in ("num_kv_heads", "mlp_hidden_size"):
         if (value := getattr(config, name)) is not None and value <= 0:
             yield f"{name}={value}: must be positive, or None for the default"
+    if config.loss_chunk is not None and config.loss_chunk < 0:
+        yield f"loss_chunk={config.loss_chunk}: must be a number of words, 0 for all, or None for the default"
+    if config.loss_chunk and config.split == "grid":
+        yield f"loss_chunk={config.loss_chunk} belongs to split='tensor': 3-D layers sum all logits over row; leave it out"
+    if config.scan_layers and config.dropout:
+        yield f"scan_layers=True draws no random masks, and dropout={config.dropout}: set dropout=0 or scan_layers=False"
     if not 0 <= config.dropout < 1:
         yield f"dropout={config.dropout}: must be at least 0 and below 1"
 
@@ -147,7 +187,14 @@ def _bad_heads(config: TransformerConfig):
 
 
 def _bad_choices(config: TransformerConfig):
-    for name, allowed in (("norm", NORMS), ("activation", ACTIVATIONS), ("position", POSITIONS), ("split", SPLITS)):
+    choices = {
+        "norm": NORMS,
+        "activation": ACTIVATIONS,
+        "position": POSITIONS,
+        "split": SPLITS,
+        "attention": ATTENTIONS,
+    }
+    for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
             yield f"{name}={getattr(config, name)!r}: must be one of {', '.join(allowed)}"
     if config.sequence_parallel and config.split == "grid":

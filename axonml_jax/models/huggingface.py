@@ -13,6 +13,7 @@ from flax import nnx
 from axonml_jax._types import named_leaves
 from axonml_jax.model.safetensors import load_safetensors, save_safetensors
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.stack import stacked, unstacked
 from axonml_jax.models.transformer import Transformer
 
 Values = dict[str, np.ndarray]
@@ -85,6 +86,7 @@ def write_pretrained(folder: str | os.PathLike, config: TransformerConfig, value
     described, folder = description_of(config), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
+    values = unstacked(values) if config.scan_layers else values
     there = {theirs: own(values) for theirs, own in _exported(described["model_type"], config).items()}
     save_safetensors(folder / "model.safetensors", there, metadata={"format": "pt"})
 
@@ -212,7 +214,7 @@ def values_of(kind: str, config: TransformerConfig, theirs: Mapping[str, np.ndar
     if missing or left:
         lines = [f"  {name}: missing" for name in missing] + [f"  {name}: has no place here" for name in left]
         raise ValueError(f"these are not the arrays of the {kind} that config.json describes:\n" + "\n".join(lines))
-    return values
+    return stacked(values, config.num_layers) if config.scan_layers else values
 
 
 def _places(kind: str, config: TransformerConfig) -> dict[str, tuple[str, Any]]:

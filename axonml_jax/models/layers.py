@@ -30,6 +30,7 @@ def make_attention(config: TransformerConfig, *, rngs) -> TensorParallelAttentio
         config.kv_heads,
         rope_theta=config.rope_theta if config.position == "rotary" else None,
         dropout=config.dropout,
+        kernel=config.attention,
         **_inner(config),
         rngs=rngs,
     )

@@ -11,7 +11,7 @@ GPT2 = {
     "tie_embeddings": True,
     "use_bias": True,
 }
-LLAMA3 = {"vocab_size": 128_256, "max_length": 8192, "num_kv_heads": 8, "rope_theta": 500_000.0}
+LLAMA3 = {"vocab_size": 128_256, "max_length": 8192, "num_kv_heads": 8, "rope_theta": 500_000.0, "scan_layers": True}
 
 PRESETS: dict[str, TransformerConfig] = {
     "gpt2-small": TransformerConfig(num_layers=12, hidden_size=768, num_heads=12, **GPT2),

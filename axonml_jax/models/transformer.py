@@ -1,11 +1,14 @@
 """A decoder-only transformer covering the Llama family and GPT-2, the same definition for one device and for every plan."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.layers import (
+    VOCABULARY_AXES,
     make_attention,
     make_dropout,
     make_head,
@@ -14,7 +17,10 @@ from axonml_jax.models.layers import (
     make_positions,
     make_vocabulary,
 )
+from axonml_jax.models.loss import cross_entropy
+from axonml_jax.models.stack import Stack
 from axonml_jax.parallel.tensor.attend import KVCache
+from axonml_jax.parallel.tensor.chunked_cross_entropy import chunked_cross_entropy
 from axonml_jax.parallel.tensor.embedding3d import ParallelEmbedding
 from axonml_jax.parallel.tensor.sequence import split_sequence
 
@@ -64,7 +70,11 @@ class Transformer(nnx.Module):
         self.embed = make_vocabulary(config, rngs=rngs)
         self.positions = make_positions(config, rngs=rngs) if config.position == "learned" else None
         self.dropout = make_dropout(config, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        block = partial(Block, config)
+        if config.scan_layers:
+            self.blocks = Stack(block, config.num_layers, rngs=rngs)
+        else:
+            self.blocks = nnx.List([block(rngs=rngs) for _ in range(config.num_layers)])
         self.norm = make_norm(config, rngs=rngs)
         self.head = None if config.tie_embeddings else make_head(config, rngs=rngs)
 
@@ -81,11 +91,36 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: the sequence is longer than `max_length`.
         """
-        self._check_length(tokens.shape[1])
-        x = self._embedded(tokens, 0)
-        for block in self.blocks:
-            x = block(x)
-        return self._logits(x)
+        return self._logits(self._hidden(tokens))
+
+    def loss(self, tokens: jax.Array, targets: jax.Array, ignore: int = -1) -> tuple[jax.Array, jax.Array]:
+        """Summed cross entropy of the next tokens in nats, and the number of targets; their quotient is the mean.
+
+        The same as `cross_entropy` of the logits; with `config.loss_chunk`, and by default with a large vocabulary, the
+        logits of all words are never there at once, which saves most of a step's memory there.
+
+        Args:
+          tokens: integer [b, s].
+          targets: integer [b, s]: the token after each position.
+          ignore: positions whose target is this value count for nothing.
+
+        Returns:
+          (total, weight): scalars in at least float32, as `ax.WeightedMean` takes them.
+
+        Raises:
+          ValueError: the sequence is longer than `max_length`.
+        """
+        chunk = self.config.words_at_once
+        if not chunk:
+            return cross_entropy(self(tokens), targets, ignore, axis=VOCABULARY_AXES)
+        x = self._hidden(tokens)
+        output, dim = (self.embed, 0) if self.head is None else (self.head, 1)
+        table = output.embedding if self.head is None else output.kernel
+        x, table = output.promote_dtype((self.norm(x), table[...]), dtype=output.dtype)
+        losses = chunked_cross_entropy(
+            x, table, targets, chunk=chunk, words_dim=dim, sequence_parallel=self.split_sequence, ignore_label=ignore
+        )
+        return jnp.sum(losses), jnp.sum(targets != ignore, dtype=losses.dtype)
 
     def extend(self, tokens: jax.Array, caches: list[KVCache]) -> tuple[jax.Array, list[KVCache]]:
         """Logits of positions after those in the caches, one cache per block; without sequence parallelism.
@@ -111,6 +146,15 @@ class Transformer(nnx.Module):
         """
         self._check_length(room)
         return [block.attention.empty_cache(batch, room) for block in self.blocks]
+
+    def _hidden(self, tokens: jax.Array) -> jax.Array:
+        self._check_length(tokens.shape[1])
+        x = self._embedded(tokens, 0)
+        if isinstance(self.blocks, Stack):
+            return self.blocks(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
 
     def _check_length(self, length: int) -> None:
         if length > self.config.max_length:

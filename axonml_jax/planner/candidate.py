@@ -64,7 +64,9 @@ class Candidate:
     def model(self, config: TransformerConfig) -> TransformerConfig:
         """The model with its layers split as this candidate needs."""
         grid = any(axis in ("row", "col", "depth") for axis, _ in self.degrees)
-        return replace(config, split="grid" if grid else "tensor", sequence_parallel=self.sequence_parallel)
+        chosen = {"split": "grid" if grid else "tensor", "sequence_parallel": self.sequence_parallel}
+        # A pipeline cuts between blocks, and a scan has no place between them.
+        return replace(config, scan_layers=config.scan_layers and self.schedule is None, **chosen)
 
     def __str__(self) -> str:
         words = [" x ".join(f"{axis} {ranks}" for axis, ranks in self.degrees) or "one device"]

@@ -23,6 +23,7 @@ class Hardware:
       cross: bytes per second of one device to other islands, when all of its island's devices send.
       latency: seconds that a collective of two devices takes however little it sends, inside an island.
       cross_latency: the same across islands.
+      platform: what JAX compiles for: "tpu", "cuda" or None (no kernels of its own).
       sources: where each figure is from, by attribute; what is not there is an assumption.
     """
 
@@ -35,6 +36,7 @@ class Hardware:
     cross: float
     latency: float = 1e-6
     cross_latency: float = 2e-5
+    platform: str | None = None
     sources: dict[str, str] = field(default_factory=dict, compare=False, hash=False)
 
     def bandwidth(self, ranks: int, inner: int) -> float:
@@ -68,7 +70,7 @@ def _tpu(name: str, flops: float, memory: float, memory_bandwidth: float, one_wa
     }
     return Hardware(
         name=name, flops=flops, memory=memory, memory_bandwidth=memory_bandwidth, link=2 * one_way, island=island,
-        cross=cross, sources=sources,
+        cross=cross, platform="tpu", sources=sources,
     )  # fmt: skip
 
 
@@ -83,7 +85,7 @@ def _gpu(name: str, flops: float, memory: float, memory_bandwidth: float, nvlink
     }
     return Hardware(
         name=name, flops=flops, memory=memory, memory_bandwidth=memory_bandwidth, link=nvlink / 2, island=8, cross=cross,
-        latency=5e-6, sources=sources,
+        latency=5e-6, platform="cuda", sources=sources,
     )  # fmt: skip
 
 

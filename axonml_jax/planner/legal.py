@@ -110,23 +110,31 @@ def candidate(degrees: dict[str, int], way: Way, offload: CPUOffload = CPUOffloa
     return Candidate(degrees=tuple(degrees.items()), offload=offload, **way._asdict())
 
 
-def ways_on(model: TransformerConfig, degrees: dict[str, int], global_batch: int, length: int) -> tuple[Way, ...]:
-    """Every way to run on a mesh; the same object for meshes that allow the same."""
+def ways_on(
+    model: TransformerConfig,
+    degrees: dict[str, int],
+    global_batch: int,
+    length: int,
+    remats: tuple[str | None, ...] = REMATS,
+) -> tuple[Way, ...]:
+    """Every way to run on a mesh, with these kinds of recomputation; the same object for meshes that allow the same."""
     rows = global_batch // math.prod(degrees[axis] for axis in batch_axes(degrees))
     tensor = degrees.get("tensor", 1)
     splits = tensor > 1 and length % tensor == 0
-    return _ways(model.num_layers, "fsdp" in degrees, splits, degrees.get("pipe", 1), rows)
+    return _ways(model.num_layers, "fsdp" in degrees, splits, degrees.get("pipe", 1), rows, remats)
 
 
 @lru_cache(maxsize=1024)
-def _ways(num_layers: int, sharded: bool, splits: bool, pipe: int, rows: int) -> tuple[Way, ...]:
+def _ways(
+    num_layers: int, sharded: bool, splits: bool, pipe: int, rows: int, remats: tuple[str | None, ...]
+) -> tuple[Way, ...]:
     stages, sequence = (1, 2, 3) if sharded else (0,), (False, True) if splits else (False,)
     orders = list(_orders(num_layers, pipe, rows))
     return tuple(
         Way(stage, split, remat, *order)
         for stage in stages
         for split in sequence
-        for remat in REMATS
+        for remat in remats
         for order in orders
     )
 

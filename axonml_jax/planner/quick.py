@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from axonml_jax.ledger.predict.activations import block_activations, compute_itemsize
+from axonml_jax.ledger.predict.activations import block_activations, compute_dtype
 from axonml_jax.ledger.predict.layer_flows import Layers, layer_flows
 from axonml_jax.mesh.axes import batch_axes
 from axonml_jax.models.config import TransformerConfig
@@ -50,8 +51,13 @@ class Question:
     @property
     def itemsize(self) -> int:
         """Bytes of an activation's element."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that activations have."""
         model: Any = self.model
-        return compute_itemsize(model, self.compute)
+        return compute_dtype(model, self.compute)
 
 
 class _Columns:
@@ -179,5 +185,5 @@ def _layers(
             inner = inner_product(sizes, flow.axes[0])
             seconds += float(flow.wire_bytes) / asked.hardware.bandwidth(flow.group_size, inner)
             delays += asked.hardware.delay(flow.group_size, inner) * flow.launches
-    kept = block_activations(model, sizes, length, length, asked.itemsize, remat)
+    kept = block_activations(model, sizes, length, length, asked.dtype, remat, asked.hardware.platform)
     return seconds / length, delays, kept.kept / length, max(kept.head, kept.rebuilt) / length

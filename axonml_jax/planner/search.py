@@ -2,6 +2,7 @@
 
 import heapq
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from axonml_jax.planner.answer import Answer, Priced
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.candidate import Candidate
 from axonml_jax.planner.hardware import Hardware, hardware
-from axonml_jax.planner.legal import candidate, legal_meshes, ways_on
+from axonml_jax.planner.legal import REMATS, candidate, legal_meshes, ways_on
 from axonml_jax.planner.price import price
 from axonml_jax.planner.quick import Question, quick
 
@@ -41,6 +42,7 @@ def plan(
     moments: int = 2,
     max_memory: float | None = None,
     axes: tuple[str, ...] = AXES,
+    remats: Sequence[str | None] = REMATS,
     offload: bool = False,
     runners_up: int = 5,
     assumptions: Assumptions | None = None,
@@ -61,6 +63,7 @@ def plan(
       moments: values that the optimizer keeps per parameter (Adam 2).
       max_memory: bytes that a device may use; None: the hardware's, less a margin.
       axes: mesh axes that may have more than one rank.
+      remats: kinds of recomputation to consider.
       offload: whether optimizer states may rest in host memory where nothing fits otherwise.
       runners_up: how many of the next best to keep.
       assumptions: of the cost model.
@@ -72,10 +75,12 @@ def plan(
       ValueError: when nothing is legal or nothing fits, with the reasons and what would help.
     """
     asked = _question(model, num_devices, hardware, global_batch, length, precision, moments, max_memory, assumptions)
-    illegal, dropped = Counter(), Counter()
-    found = _search(asked, axes, CPUOffload.NONE, illegal, dropped)
+    illegal, dropped, allowed = Counter(), Counter(), (axes, tuple(remats))
+    if unknown := set(remats) - set(REMATS):
+        raise ValueError(f"remats={list(remats)}: {unknown} is no kind of recomputation; there are {REMATS}")
+    found = _search(asked, *allowed, CPUOffload.NONE, illegal, dropped)
     if not found and offload:
-        found = _search(asked, axes, CPUOffload.OPTIMIZER_STATES, Counter(), dropped)
+        found = _search(asked, *allowed, CPUOffload.OPTIMIZER_STATES, Counter(), dropped)
     if not found:
         raise ValueError(_nothing(asked, illegal, dropped))
     best, *rest = found
@@ -108,7 +113,7 @@ def _question(model, num_devices, kind, global_batch, length, precision, moments
 
 
 def _search(
-    asked: Question, axes: tuple[str, ...], offload: CPUOffload, illegal: Counter, dropped: Counter
+    asked: Question, axes: tuple[str, ...], remats: tuple, offload: CPUOffload, illegal: Counter, dropped: Counter
 ) -> list[Priced]:
     """The exactly priced ways that fit, fastest first."""
     heap: list[tuple[float, str, Candidate]] = []
@@ -116,7 +121,7 @@ def _search(
     for degrees in legal_meshes(asked.model, asked.num_devices, axes=axes, illegal=illegal, **sizes):
         if offload is not CPUOffload.NONE and "pipe" in degrees:
             continue
-        ways = ways_on(asked.model, degrees, **sizes)
+        ways = ways_on(asked.model, degrees, remats=remats, **sizes)
         if not ways:
             illegal["fewer sequences than a pipeline needs"] += 1
             continue
@@ -151,7 +156,9 @@ def _exactly(asked: Question, ways: list[Candidate], dropped: Counter) -> list[P
             dropped[_TOO_LARGE] += 1
         else:
             found.append(one)
-    return sorted(found, key=lambda one: (one.price.time, one.price.memory))
+    # Of plans that take the same time the one that sends least: less hangs on what overlaps.
+    digits = lambda one: float(f"{one.price.time:.9g}")
+    return sorted(found, key=lambda one: (digits(one), one.prediction.total_bytes, one.price.memory))
 
 
 def exactly(asked: Question, found: Candidate) -> Priced:
@@ -163,8 +170,9 @@ def exactly(asked: Question, found: Candidate) -> Priced:
     model: Any = found.model(asked.model)
     own = found.plan(asked.precision)
     prediction = predict(
-        own, model, found.mesh, global_batch=asked.global_batch, length=asked.length, moments=asked.moments
-    )
+        own, model, found.mesh, global_batch=asked.global_batch, length=asked.length, moments=asked.moments,
+        platform=asked.hardware.platform,
+    )  # fmt: skip
     return Priced(found, prediction, price(prediction, asked.hardware, asked.assumptions))
 
 

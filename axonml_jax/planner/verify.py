@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +19,13 @@ from axonml_jax._types import PyTree
 from axonml_jax.ledger.compiled import collectives_in_compiled
 from axonml_jax.ledger.predict.difference import MemoryDifference, difference, memory_difference
 from axonml_jax.ledger.predict.prediction import Prediction
+from axonml_jax.ledger.schedule import Moved, moved, moved_table
 from axonml_jax.ledger.table import aligned
 from axonml_jax.ledger.traced import collectives_in
 from axonml_jax.mesh.axes import AXES
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.model.loss import WeightedMean
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.layers import VOCABULARY_AXES
-from axonml_jax.models.loss import cross_entropy
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.parallel.plan import Plan
@@ -47,6 +47,8 @@ class Verification:
       predicted_peak: as predicted.
       traffic: what the traced step sends otherwise than predicted; nothing where they agree.
       collectives: (kind, asynchronous, in a loop) -> instructions of the compiled program.
+      moved: kind -> what the compiled schedule moves per step, loops times their trips, and which share of it runs behind
+        compute.
       flops: of a step on one chip, a loop's body counted once.
       optimal_seconds: the compiler's own estimate of a step, a loop's body counted once; None where it has none.
       seconds: that tracing and compiling took.
@@ -58,6 +60,7 @@ class Verification:
     predicted_peak: int
     traffic: tuple[str, ...]
     collectives: dict[tuple[str, bool, bool], int]
+    moved: Mapping[str, Moved]
     flops: float
     optimal_seconds: float | None
     seconds: float
@@ -75,6 +78,8 @@ class Verification:
         parts.append(
             aligned(["compiled to", "how", "where", "instructions"], rows, left=3) if rows else "no collectives"
         )
+        if self.moved:
+            parts.append(moved_table(self.moved))
         parts.append(f"{self.flops:,.0f} FLOPs per chip{estimate} (a loop's body counted once)")
         agrees = "traffic of the traced step is what was predicted"
         return "\n\n".join([*parts, "\n".join(["traffic differs:", *self.traffic]) if self.traffic else agrees])
@@ -138,6 +143,7 @@ def verify_plan(
         predicted_peak=prediction.memory.total,
         traffic=tuple(map(str, difference(prediction, collectives_in(traced.jaxpr)))),
         collectives=dict(Counter((each.kind, each.asynchronous, each.in_loop) for each in found)),
+        moved=moved(compiled),
         flops=costs.get("flops", 0.0),
         optimal_seconds=costs.get("optimal_seconds"),
         seconds=seconds,
@@ -161,4 +167,4 @@ def abstract_step(
 
 
 def _loss(model: Any, batch: PyTree) -> WeightedMean:
-    return WeightedMean(*cross_entropy(model(batch["tokens"]), batch["targets"], axis=VOCABULARY_AXES))
+    return WeightedMean(*model.loss(batch["tokens"], batch["targets"]))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from axonml_jax.ledger.predict.decoder import DecoderLike, layer_degrees
+from axonml_jax.parallel.tensor.fused_attention import PLATFORMS, kernel_of, shape_obstacles
 
 
 @dataclass(frozen=True)
@@ -25,28 +26,37 @@ class BlockActivations:
 
 
 def block_activations(
-    config: DecoderLike, degrees: dict[str, int], tokens: int, length: int, itemsize: int, remat: str | None
+    config: DecoderLike,
+    degrees: dict[str, int],
+    tokens: int,
+    length: int,
+    compute: str,
+    remat: str | None,
+    platform: str | None = None,
 ) -> BlockActivations:
     """What XLA keeps of the reference transformer, written as the tensors it is made of.
 
     Per token, with h features, f inner ones, a heads of d, k key and value heads, s positions: the attention's weights in
-    float32 and as read, a*s each; query, key, value and the mixed heads; the inner features before and after their
-    activation; the residual stream and the norms' inputs. Splitting over `tensor` divides what is inside a layer;
-    sequence parallelism the rest too.
+    float32 and as read, a*s each (with a fused kernel one number per head instead); query, key, value and the mixed heads; the
+    inner features before and after their activation; the residual stream and the norms' inputs. Splitting over `tensor`
+    divides what is inside a layer; sequence parallelism the rest too.
 
     Args:
       config: the model.
       degrees: of the mesh.
       tokens: of one microbatch on one rank, whole sequences.
       length: of a sequence.
-      itemsize: of the compute dtype.
+      compute: name of the activations' dtype.
       remat: what the backward recomputes.
+      platform: what is compiled for, "tpu" or "cuda"; None: no kernel of attention is counted on.
     """
     inside, outside = _cuts(config, degrees)
-    size, inner, wide = config.hidden_size, config.mlp_size, 4
+    size, inner, wide, itemsize = config.hidden_size, config.mlp_size, 4, jnp.dtype(compute).itemsize
     kv, gated = 2 * config.kv_heads * config.head_size, config.activation == "swiglu"
     boundary = tokens * size * itemsize // outside
-    within = config.num_heads * length * (wide + itemsize)  # attention weights as the softmax leaves and as it is read
+    fused = fuses_attention(config, length, compute, platform)
+    # Attention weights as the softmax leaves and as it is read.
+    within = config.num_heads * (wide if fused else length * (wide + itemsize))
     within += (2 * size + kv) * itemsize + inner * (5 if gated else 3) * itemsize
     between = 3 * size * itemsize + 4 * size * wide  # beside the block's input; what the norms make is in float32
     products = (size + kv + inner * (2 if gated else 1)) * itemsize
@@ -56,8 +66,16 @@ def block_activations(
     selective = boundary + tokens * products // inside + tokens * closing // outside
     kept = {None: whole, "full": boundary, "selective": selective}[remat]
     words = config.vocab_size // _vocabulary_cut(config, degrees)
-    kept = {None: whole, "full": boundary, "selective": boundary + products}[remat]
+    words = min(config.words_at_once or words, words)
     return BlockActivations(kept, whole if remat else 0, boundary, tokens * words * (2 * wide + itemsize))
+
+
+def fuses_attention(config: DecoderLike, length: int, compute: str, platform: str | None) -> bool:
+    """Whether attention runs in a kernel that holds no scores, on a platform (None: one that has none)."""
+    kernel = kernel_of(platform) if config.attention == "auto" else config.attention
+    if kernel is None or kernel not in PLATFORMS or config.dropout:
+        return False
+    return not any(shape_obstacles(kernel, compute, length, length, config.head_size))
 
 
 def _cuts(config: DecoderLike, degrees: dict[str, int]) -> tuple[int, int]:
@@ -73,6 +91,6 @@ def _vocabulary_cut(config: DecoderLike, degrees: dict[str, int]) -> int:
     return own["col"] if config.split == "grid" else own["tensor"]
 
 
-def compute_itemsize(config: DecoderLike, compute: str | None) -> int:
-    """Bytes of an activation's element."""
-    return jnp.dtype(compute or config.dtype or config.param_dtype).itemsize
+def compute_dtype(config: DecoderLike, compute: str | None) -> str:
+    """Name of the activations' dtype, where a policy asks for `compute`."""
+    return jnp.dtype(compute or config.dtype or config.param_dtype).name

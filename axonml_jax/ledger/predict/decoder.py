@@ -1,6 +1,7 @@
 """The weights of a decoder-only transformer from its configuration, whole, tensor-parallel or on a 3-D grid."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from axonml_jax.ledger.predict.weight import Place, Weight
@@ -24,6 +25,8 @@ class DecoderLike(Protocol):
     dropout: float
     split: str
     sequence_parallel: bool
+    attention: str
+    scan_layers: bool
     dtype: str | None
     param_dtype: str
 
@@ -40,6 +43,11 @@ class DecoderLike(Protocol):
     @property
     def mlp_size(self) -> int:
         """Inner width of the feed-forward part."""
+        ...
+
+    @property
+    def words_at_once(self) -> int:
+        """Words whose logits the loss holds at once; 0: all."""
         ...
 
     @property
@@ -106,12 +114,19 @@ def decoder_weights(config: DecoderLike, degrees: Mapping[str, int] | None = Non
     return _Decoder(config, layer_degrees(config, degrees or {})).weights()
 
 
+def _stacks(block: Sequence[Weight]) -> list[Weight]:
+    """A block's weights as `models.Stack` holds them."""
+    return [replace(each.stacked(), name=each.name.replace("blocks/", "blocks/layer/")) for each in block]
+
+
 class _Decoder:
     """A configuration on a mesh."""
 
     def __init__(self, config: DecoderLike, own: dict[str, int]):
         self.config, self.tensor, self.grid = config, own.get("tensor", 1), config.split == "grid"
         self.outside = ("tensor",) if config.sequence_parallel and self.tensor > 1 else ()
+        # What a unit adds last, and what is looked up before the first one, recomputation may leave out.
+        self.rebuilds_ends = not (self.outside or config.scan_layers)
 
     def weights(self) -> tuple[Weight, ...]:
         config, block = self.config, []
@@ -127,19 +142,19 @@ class _Decoder:
         for name in ("gate", "up") if config.activation == "swiglu" else ("up",):
             block += self._linear(f"blocks/mlp/{name}", size, inner, "column")
         block += self._linear("blocks/mlp/down", inner, size, "row")
-        return tuple(self._ends() + block)
+        return tuple(self._ends() + (_stacks(block) if config.scan_layers else block))
 
     def _ends(self) -> list[Weight]:
         config, tied = self.config, self.config.tie_embeddings
         shape, place = (config.vocab_size, config.hidden_size), "both ends" if tied else "first"
         found = [
             self._one(
-                "embed/embedding", shape, place, splits=self._table(), again=tied, rebuilds=tied or not self.outside
+                "embed/embedding", shape, place, splits=self._table(), again=tied, rebuilds=tied or self.rebuilds_ends
             )
         ]
         if config.position == "learned":
-            positions, kept = (config.max_length, config.hidden_size), not self.outside
-            found.append(self._one("positions/embedding", positions, "first", again=False, rebuilds=kept))
+            positions = (config.max_length, config.hidden_size)
+            found.append(self._one("positions/embedding", positions, "first", again=False, rebuilds=self.rebuilds_ends))
         found += self._norm("norm", place="last", count=1)
         if not tied:
             # On a grid the head is transposed, so that its logits are split over col as those of a tied table are.
@@ -175,8 +190,7 @@ class _Decoder:
         found = [self._one(f"{name}/kernel", (fan_in, fan_out), splits=kernel, summed=replicated, **shared)]
         if self.config.use_bias:
             summed = replicated or (self.outside if split == "row" else ())
-            # What a unit adds last, recomputation may leave out (see `_sequence` in layer_flows.py).
-            more = {"again": False, "rebuilds": not (self.outside and name.endswith("down"))}
+            more = {"again": False, "rebuilds": self.rebuilds_ends or not name.endswith("down")}
             found.append(self._one(f"{name}/bias", (fan_out,), splits=bias, summed=summed, **more, **shared))
         return found
 

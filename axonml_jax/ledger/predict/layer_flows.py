@@ -78,8 +78,10 @@ def _tensor(layers: Layers, placed: Sequence[Placed]) -> Iterator[Flow]:
     whole = layers.tokens * layers.config.hidden_size
     make = lambda work, calls: layers.flow(SUM, "tensor", whole, work, calls=calls)
     yield make("forward", 2 * layers.blocks + layers.first)
-    again = bool(layers.remat)  # recomputing repeats every sum of the forward
-    yield make("backward", (2 + 2 * again) * layers.blocks + again * layers.first + layers.last)
+    # Recomputing repeats every sum of the forward; in a scan, whose trips end with their units, not what a unit ends with.
+    again, scan = bool(layers.remat), layers.config.scan_layers
+    repeated = again * (1 if scan else 2) * layers.blocks + again * (layers.first and not scan)
+    yield make("backward", 2 * layers.blocks + repeated + layers.last)
     yield from _loss(layers, "tensor")
     yield from _summed(layers, placed)
 
@@ -113,7 +115,8 @@ def _summed(layers: Layers, placed: Sequence[Placed]) -> Iterator[Flow]:
     """Gradients of parameters that every rank of `tensor` holds and of which each computes a part."""
     for each in placed:
         if "tensor" in each.weight.summed and each.count:
-            yield layers.flow(SUM, "tensor", each.read, "backward", calls=each.count, dtype=each.read_dtype.name)
+            one, calls = each.read // each.weight.layers, each.count * each.weight.layers
+            yield layers.flow(SUM, "tensor", one, "backward", calls=calls, dtype=each.read_dtype.name)
 
 
 def _grid(layers: Layers, placed: Sequence[Placed]) -> Iterator[Flow]:
@@ -132,15 +135,17 @@ def _grid(layers: Layers, placed: Sequence[Placed]) -> Iterator[Flow]:
         yield layers.flow(GATHER, "col", tokens * size, "backward", calls=blocks)
         # The transposed layer after them: summed over row, its features joined over col.
         yield layers.flow(SUM, "row", tokens * size // col, "forward", calls=blocks)
-        yield layers.flow(SUM, "row", tokens * size // col, "backward", calls=blocks * again)
+        ends = again and not (config.scan_layers and half == 1)  # a trip's last product is not repeated
+        yield layers.flow(SUM, "row", tokens * size // col, "backward", calls=blocks * ends)
         yield layers.flow(GATHER, "col", tokens * size, "forward", calls=blocks)
-        yield layers.flow(GATHER, "col", tokens * size, "backward", calls=blocks * again)
+        yield layers.flow(GATHER, "col", tokens * size, "backward", calls=blocks * ends)
         yield layers.flow(SUM, "col", tokens * closed // row, "backward", calls=blocks)
     if layers.first:
         yield layers.flow(SUM, "col", tokens * size // row, "forward")
         yield layers.flow(GATHER, "row", tokens * size, "forward")
-        yield layers.flow(SUM, "col", tokens * size // row, "backward", calls=int(again))
-        yield layers.flow(GATHER, "row", tokens * size, "backward", calls=int(again))
+        looked_up_again = int(again and not config.scan_layers)
+        yield layers.flow(SUM, "col", tokens * size // row, "backward", calls=looked_up_again)
+        yield layers.flow(GATHER, "row", tokens * size, "backward", calls=looked_up_again)
     if layers.last:
         yield layers.flow(GATHER, "row", tokens * size, "backward")
         yield layers.flow(SUM, "col", tokens * size // row, "backward")
@@ -154,13 +159,16 @@ def _weights_over_depth(layers: Layers, placed: Sequence[Placed]) -> Iterator[Fl
     for each in placed:
         if not each.count or "depth" not in each.layout.axes:
             continue
-        block, looked_up = each.read * layers.degrees["depth"], not each.weight.again
+        stack, looked_up = each.weight.layers, not each.weight.again
+        block, count = each.read // stack * layers.degrees["depth"], each.count * stack
         dtype, tied = each.read_dtype.name, each.weight.place == "both ends"
         reads = 2 if tied else 1
         make = lambda kind, label, work, calls, block=block, dtype=dtype: layers.flow(
             kind, "depth", block, work, calls=calls, label=label, dtype=dtype
         )
-        yield make(GATHER, PARAMETERS, "forward", each.count * reads)
-        again = (not looked_up) + reads * bool(layers.remat)
-        yield make(GATHER, PARAMETERS, "backward", each.count * again)
-        yield make(SCATTER, GRADIENTS, "backward", each.count * reads)
+        yield make(GATHER, PARAMETERS, "forward", count * reads)
+        once_more = reads if not layers.config.scan_layers else reads - (looked_up or each.weight.place == "both ends")
+        ends = layers.config.scan_layers and each.weight.name.endswith("down/kernel")
+        again = (not looked_up) + bool(layers.remat) * (0 if ends else once_more)
+        yield make(GATHER, PARAMETERS, "backward", count * again)
+        yield make(SCATTER, GRADIENTS, "backward", count * reads)

@@ -87,10 +87,10 @@ def gathered(placed: Sequence[Placed]) -> int:
         return sum(each.count * each.read * each.read_dtype.itemsize for each in placed)
     units: dict[str, list[int]] = {}
     for each in placed:
-        sizes = units.setdefault(each.weight.unit or "outside", [0, 0])
-        one = 1 if each.weight.unit else each.count
-        sizes[0] += one * each.read * each.read_dtype.itemsize
-        sizes[1] += one * each.read * each.sum_dtype.itemsize
+        sizes = units.setdefault(each.weight.unit or each.weight.name, [0, 0])
+        one = (1 if each.weight.unit else each.count) * each.read // each.slices
+        sizes[0] += one * each.read_dtype.itemsize
+        sizes[1] += one * each.sum_dtype.itemsize
     weights = max(size for size, _ in units.values())
     return (1 + plan.fsdp.prefetch) * weights + max(size for _, size in units.values())
 

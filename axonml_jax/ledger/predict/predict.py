@@ -7,7 +7,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from axonml_jax.ledger.predict.activations import block_activations, compute_itemsize
+import jax.numpy as jnp
+
+from axonml_jax.ledger.predict.activations import block_activations, compute_dtype
 from axonml_jax.ledger.predict.decoder import LAYER_AXES, DecoderLike, decoder_weights, layer_degrees, problems
 from axonml_jax.ledger.predict.flow import EACH_TICK, Flow, merged
 from axonml_jax.ledger.predict.layer_flows import Layers, layer_flows
@@ -36,6 +38,7 @@ def predict(
     global_batch: int,
     length: int | None = None,
     moments: int = 2,
+    platform: str | None = None,
 ) -> Prediction:
     """Memory, traffic, bubble and FLOPs of a training step, from shapes alone.
 
@@ -46,6 +49,7 @@ def predict(
       global_batch: sequences per update.
       length: of a sequence; None: the longest the model takes.
       moments: values that the optimizer keeps per parameter (Adam 2, Lion 1, SGD 0).
+      platform: what it will be compiled for, "tpu" or "cuda", whose kernels of attention hold no scores; None: neither.
 
     Raises:
       ValueError: with everything that cannot work.
@@ -56,9 +60,9 @@ def predict(
     stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)
     ranks = held_by_ranks(model, plan, degrees, stages)
     fullest = max(range(stages.num_ranks), key=lambda rank: sum(each.count * each.read for each in ranks[rank]))
-    itemsize = compute_itemsize(model, plan.precision.compute)
+    compute = compute_dtype(model, plan.precision.compute)
     tokens = rows // plan.microbatches * length
-    block = block_activations(model, degrees, tokens, length, itemsize, plan.remat)
+    block = block_activations(model, degrees, tokens, length, compute, plan.remat, platform)
     held = memory(ranks, plan, stages, timetable, block, moments=moments, batch=batch_bytes(rows, length))
     flows = _flows(plan, model, degrees, stages, timetable, ranks[fullest], fullest, tokens, length)
     flops = model.flops_per_token(length)
@@ -178,7 +182,8 @@ def _minimum(
 ) -> dict[str, Amount]:
     """What theory allows, by label."""
     found: dict[str, Amount] = {"gradients+parameters": exact(minimum_traffic(placed, plan.microbatches))}
-    item, whole = compute_itemsize(model, plan.precision.compute), tokens * model.hidden_size
+    item = jnp.dtype(compute_dtype(model, plan.precision.compute)).itemsize
+    whole = tokens * model.hidden_size
     tensor = layer_degrees(model, degrees).get("tensor", 1)
     if tensor > 1:
         # Megatron: four all-reduces of [b, s, h] per block and microbatch.
@@ -191,11 +196,15 @@ def _minimum(
 
 
 def _recomputed(model: DecoderLike, plan: Plan, length: int) -> int:
-    """A third of forward and backward again; only attention's own products where weight products are kept."""
+    """A third of forward and backward again; only attention's own products where weight products are kept.
+
+    A loss that holds some words' logits at a time computes them once more.
+    """
+    logits = 2 * model.hidden_size * model.vocab_size if model.words_at_once else 0
     if plan.remat is None:
-        return 0
+        return logits
     attention = 6 * model.num_layers * model.num_heads * 2 * model.head_size * length
-    return (model.flops_per_token(length) if plan.remat == "full" else attention) // 3
+    return (model.flops_per_token(length) if plan.remat == "full" else attention) // 3 + logits
 
 
 def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:

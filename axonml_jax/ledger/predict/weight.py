@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.layout import Layout
 
@@ -30,6 +31,7 @@ class Weight:
       place: where in a pipeline it is; "block" is spread over all stages.
       trained: whether it gets gradients.
       summed: mesh axes of the model's layers over which they sum its gradient themselves.
+      layers: of a stack of layers in one array, along dim 0, how many.
     """
 
     name: str
@@ -43,6 +45,12 @@ class Weight:
     place: Place = "block"
     trained: bool = True
     summed: tuple[str, ...] = ()
+    layers: int = 1
+
+    def stacked(self) -> "Weight":
+        """All of them in one array, as a model that scans its layers holds them."""
+        splits = tuple((axes, dim + 1) for axes, dim in self.splits)
+        return replace(self, shape=(self.count, *self.shape), count=1, splits=splits, layers=self.count)
 
     @property
     def size(self) -> int:
@@ -89,6 +97,23 @@ class Placed:
     def sharded(self) -> bool:
         """Whether `fsdp` splits it."""
         return self.layout.dim_of("fsdp") is not None
+
+    @property
+    def slices(self) -> int:
+        """In how many parts it is gathered along `fsdp`: ZeRO-3 gathers one layer of a stack per trip of its scan."""
+        return self.weight.layers if self._by_unit and self.layout.dim_of("fsdp") not in (None, 0) else 1
+
+    def reductions(self, axis: str) -> int:
+        """How often a step reduces its gradient along an axis: a stack's layer by layer, where that overlaps the backward."""
+        if self._by_unit:
+            return self.slices if axis == "fsdp" else 1
+        whole = bool(self.layout.parts) and self.layout.parts[0] > 1
+        return 1 if whole or not self.plan.overlapped else self.weight.layers
+
+    @property
+    def _by_unit(self) -> bool:
+        strategy = self.plan.fsdp
+        return isinstance(strategy, Shard) and strategy.when_used and dict(self.degrees).get("fsdp", 1) > 1
 
     @property
     def padding(self) -> int:

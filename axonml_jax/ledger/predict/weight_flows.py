@@ -81,7 +81,9 @@ def _reductions(each: Placed, microbatches: int, launches: int) -> Iterator[Flow
     if plan.independent:
         return
     if degrees.get("depth", 1) > 1 and "depth" not in each.layout.axes:
-        yield _flow(each, GRADIENTS, "all_reduce", "depth", each.gathered, each.sum_dtype, 1, False, "backward")
+        scattered = isinstance(plan.fsdp, Shard) and plan.fsdp.each_microbatch
+        size = each.shard if scattered else each.gathered
+        yield _flow(each, GRADIENTS, "all_reduce", "depth", size, each.sum_dtype, 1, False, "backward")
     if each.sharded and isinstance(plan.fsdp, Shard):
         often = reduces_each(plan)
         times = microbatches if often else 1
@@ -90,7 +92,7 @@ def _reductions(each: Placed, microbatches: int, launches: int) -> Iterator[Flow
         if degrees.get(axis, 1) > 1 and not isinstance(strategy, Shard):
             sent = jnp.dtype(strategy.comm_dtype or each.sum_dtype)
             sums = _flow(each, GRADIENTS, "all_reduce", axis, each.shard, sent, 1, False, "backward")
-            yield replace(sums, launches=launches)
+            yield replace(sums, launches=launches * each.reductions(axis))
 
 
 def _flow(
@@ -106,7 +108,7 @@ def _flow(
         itemsize=dtype.itemsize,
         elements=each.count * elements,
         padding=each.count * padding,
-        launches=each.count,
+        launches=each.count * (each.reductions(axis) if label == GRADIENTS else each.slices),
         times=times,
         where=EACH_MICROBATCH if often and times > 1 else ONCE,
         work=work,

@@ -9,6 +9,7 @@ from flax import nnx
 from axonml_jax.parallel.tensor.attend import KVCache, attend, rotate
 from axonml_jax.parallel.tensor.axes import degree
 from axonml_jax.parallel.tensor.dropout import ParallelDropout
+from axonml_jax.parallel.tensor.fused_attention import ATTENTIONS, attention_kernel, fused_attention
 from axonml_jax.parallel.tensor.options import LinearOptions
 from axonml_jax.parallel.tensor.pair import PairAxes, closing, opened, opening, pair_options, split_axis
 from axonml_jax.parallel.tensor.specs import Units
@@ -29,6 +30,8 @@ class TensorParallelAttention(nnx.Module):
       sequence_parallel: input and output are this rank's part of the sequence.
       ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
       dropout: rate on the attention weights in train mode; masks do not depend on the degree.
+      kernel: what computes the attention itself: "xla" (two einsums), "splash" (JAX's kernel on TPU), "cudnn" (on GPU), or
+        "auto": the kernel of the platform where it applies, else the einsums.
       out_init: initializer of the last layer's kernel; None: that of the others.
       axis: the mesh axis; three of them (row, col, depth) make it of AxoNN's 3-D layers, heads split over row. There key
         and value heads must divide too.
@@ -36,7 +39,8 @@ class TensorParallelAttention(nnx.Module):
       **options: those of `nnx.Linear`, for every linear layer.
 
     Raises:
-      ValueError: for sizes that do not fit each other; in the call, when heads do not divide over the ranks.
+      ValueError: for sizes that do not fit each other; in the call, when heads do not divide over the ranks, or a kernel
+        asked for by name does not apply.
 
     Communicates: one all-reduce of [..., h] forward and one backward; with sequence parallelism an all-gather and a
     reduce-scatter each way, and one more all-gather backward. Replicated key and value weights: an all-reduce of their
@@ -56,14 +60,17 @@ class TensorParallelAttention(nnx.Module):
         sequence_parallel: bool = False,
         ring: bool = False,
         dropout: float = 0.0,
+        kernel: str = "auto",
         out_init: nnx.Initializer | None = None,
         axis: PairAxes = "tensor",
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if kernel not in ATTENTIONS:
+            raise ValueError(f"TensorParallelAttention: kernel={kernel!r} must be one of {', '.join(ATTENTIONS)}")
         self.head_size = _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta)
-        self.causal, self.rope_theta = causal, rope_theta
+        self.causal, self.rope_theta, self.kernel = causal, rope_theta, kernel
         self.kv_heads, self.split_axis = kv_heads, split_axis(axis)
         flags = {"sequence_parallel": sequence_parallel, "ring": ring}
         shared = pair_options("TensorParallelAttention", axis, options, use_bias=use_bias, rngs=rngs, **flags)
@@ -81,9 +88,15 @@ class TensorParallelAttention(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., s, h] -> [..., s, h], the same on every rank; [..., s/n, h] with `sequence_parallel`."""
-        query, key, value = self._heads(x, 0)
-        mixed = attend(query, key, value, causal=self.causal, weights_fn=self.dropout)
+        mixed = self._mixed(*self._heads(x, 0))
         return self.out(mixed.reshape(*mixed.shape[:-2], -1))
+
+    def _mixed(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        drops = self.dropout.rate > 0 and not self.dropout.deterministic
+        kernel = attention_kernel(self.kernel, query, key, drops=drops)
+        if kernel == "xla":
+            return attend(query, key, value, causal=self.causal, weights_fn=self.dropout)
+        return fused_attention(kernel, query, key, value, causal=self.causal)
 
     def empty_cache(self, batch: int, room: int) -> KVCache:
         """A cache of this rank's key and value heads with room for so many positions."""

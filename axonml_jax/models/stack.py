@@ -1,0 +1,69 @@
+"""`Stack`: equal layers whose parameters lie along a first dim, run in one loop."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from axonml_jax.parallel.tensor.specs import SPEC
+
+
+class Stack(nnx.Module):
+    """`layers` of one kind, one after the other, as a scan: traced and compiled once, however many they are.
+
+    Its parameters are those of one layer with the layers along dim 0, under the names of a layer's own.
+
+    Args:
+      make: a function of `rngs` that makes a layer without random state.
+      count: how many layers.
+      rngs: stream `params`.
+    """
+
+    def __init__(self, make: Callable[..., nnx.Module], count: int, *, rngs: nnx.Rngs):
+        keys = jax.random.split(rngs.params(), count)
+        layer = nnx.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
+        for _, variable in nnx.iter_graph(layer):
+            if isinstance(variable, nnx.Param) and (spec := variable.get_metadata().get(SPEC)) is not None:
+                variable.set_metadata(**{SPEC: PartitionSpec(None, *spec)})
+        self.count, self.layer = count, layer
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x through all layers."""
+        graph, state = nnx.split(self.layer)
+        return jax.lax.scan(lambda x, own: (nnx.merge(graph, own)(x), None), x, state)[0]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        """The layers, each with its slice of the parameters."""
+        graph, state = nnx.split(self.layer)
+        for i in range(self.count):
+            yield nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state))
+
+
+def stacked(values: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Arrays of numbered layers (`blocks/0/norm/scale`) as a stack of so many holds them (`blocks/layer/norm/scale`)."""
+    found = {}
+    for name, value in values.items():
+        parts = re.fullmatch(r"blocks/(\d+)/(.*)", name)
+        if parts is None:
+            found[name] = value
+        elif parts[1] == "0":
+            found[f"blocks/layer/{parts[2]}"] = np.stack([values[f"blocks/{i}/{parts[2]}"] for i in range(count)])
+    return found
+
+
+def unstacked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `stacked`."""
+    found = {}
+    for name, value in values.items():
+        if name.startswith("blocks/layer/"):
+            found |= {name.replace("/layer/", f"/{i}/", 1): part for i, part in enumerate(np.asarray(value))}
+        else:
+            found[name] = value
+    return found

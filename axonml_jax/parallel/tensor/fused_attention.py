@@ -1,0 +1,160 @@
+"""Attention kernels that hold no scores: JAX's splash attention on TPU, cuDNN's on GPU; which of them applies where."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from axonml_jax.collectives.varying import varying_axes
+
+ATTENTIONS = ("auto", "xla", "splash", "cudnn")
+"""What a configuration may ask for: the best that applies, the einsum form, or one of the kernels."""
+
+PLATFORMS = {"splash": "tpu", "cudnn": "cuda"}
+"""Which platform each kernel is for."""
+
+_LANES = 128
+_BLOCK = 512
+
+
+def attention_kernel(asked: str, query: jax.Array, key: jax.Array, *, drops: bool) -> str:
+    """Which form of attention runs: "xla", "splash" or "cudnn".
+
+    Args:
+      asked: one of `ATTENTIONS`. "auto" takes the kernel of the platform that is compiled for where it applies.
+      query: [..., s, n, d] (s sequence, n heads, d head size).
+      key: [..., t, k, d].
+      drops: whether attention weights are dropped out.
+
+    Raises:
+      ValueError: where a kernel was asked for by name and does not apply, with every reason.
+    """
+    if asked == "auto":
+        name = kernel_of(target_platform())
+        return name if name is not None and not any(_obstacles(name, query, key, drops)) else "xla"
+    if asked in PLATFORMS and (reasons := list(_obstacles(asked, query, key, drops))):
+        raise ValueError(
+            f"attention={asked!r} does not apply here: {'; '.join(reasons)}. Leave attention='auto' to use the kernel where it "
+            "applies and the einsum form elsewhere"
+        )
+    return asked
+
+
+def kernel_of(platform: str | None) -> str | None:
+    """The kernel for a platform, if there is one."""
+    return next((name for name, own in PLATFORMS.items() if own == platform), None)
+
+
+def shape_obstacles(name: str, dtype: Any, length: int, positions: int, size: int) -> Iterator[str]:
+    """What of dtype, queries, keys and head size a kernel does not take; nothing where it takes them."""
+    yield from (_splash_shapes if name == "splash" else _cudnn_shapes)(dtype, length, positions, size)
+
+
+def target_platform(mesh: Mesh | None = None) -> str:
+    """What is compiled for: a mesh's platform, or that of the mesh around this code, else the default backend.
+
+    JAX's "gpu" reads "cuda" here.
+    """
+    around = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
+    device = None if around.empty else around.abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return "cuda" if platform == "gpu" else platform
+
+
+def fused_attention(kernel: str, query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool) -> jax.Array:
+    """Attention by "splash" or "cudnn"; what is kept for the backward grows with s, not with s * t.
+
+    Args:
+      kernel: see `attention_kernel`, which has to be asked first.
+      query: [..., s, n, d].
+      key: [..., t, k, d]; n is a multiple of k.
+      value: [..., t, k, d].
+      causal: a position sees none after it; the last query is at the last key.
+
+    Returns:
+      [..., s, n, d].
+    """
+    joined = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
+    out = _splash(*joined, causal=causal) if kernel == "splash" else _cudnn(*joined, causal=causal)
+    return out.reshape(query.shape)
+
+
+def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool) -> jax.Array:
+    return jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation="cudnn")
+
+
+def _splash(query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool, interpret: bool = False) -> jax.Array:
+    """[b, s, n, d] -> [b, s, n, d]. The kernel does not scale scores, so that the query is scaled before."""
+    query = (query * query.shape[-1] ** -0.5).astype(query.dtype)
+    heads_first = [x.swapaxes(1, 2) for x in (query, key, value)]
+    kernel = _splash_kernel(query.shape[2], query.shape[1], key.shape[1], causal, interpret)
+    return jax.vmap(kernel)(*heads_first).swapaxes(1, 2).astype(query.dtype)
+
+
+@lru_cache(maxsize=8)
+def _splash_kernel(heads: int, length: int, positions: int, causal: bool, interpret: bool) -> Any:
+    """Splash attention for one shape. Its tables of blocks are made once, as NumPy arrays: no trace may keep them."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    shape = (length, positions)
+    one = masks.CausalMask(shape, offset=positions - length) if causal else masks.FullMask(shape)
+    rows, columns = _block(length), _block(positions)
+    sizes = splash.BlockSizes(
+        block_q=rows, block_kv=columns, block_kv_compute=columns, block_q_dkv=rows, block_kv_dkv=columns,
+        block_kv_dkv_compute=columns, block_q_dq=rows, block_kv_dq=columns,
+    )  # fmt: skip
+    with jax.ensure_compile_time_eval():
+        kernel = splash.make_splash_mha(
+            masks.MultiHeadMask([one] * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
+        )
+    return jax.tree.map(np.asarray, kernel)
+
+
+def _block(length: int) -> int:
+    """The largest block of at most 512 positions, a multiple of the lanes, that divides a sequence."""
+    return next(size for size in range(_BLOCK, 0, -_LANES) if length % size == 0)
+
+
+def _obstacles(name: str, query: jax.Array, key: jax.Array, drops: bool) -> Iterator[str]:
+    """Why a kernel does not apply."""
+    platform, wanted = target_platform(), PLATFORMS[name]
+    if platform != wanted:
+        yield f"it is a kernel for {wanted}, and this is compiled for {platform}"
+    if drops:
+        yield "it drops no attention weights (dropout must be 0 in train mode)"
+    if varying_axes(query):
+        yield "it has no varying types (check_vma must be False)"
+    if not _alone():
+        yield "the partitioner would have to split it (every mesh axis of size above 1 must be bound by shard_map)"
+    yield from shape_obstacles(name, query.dtype, query.shape[-3], key.shape[-3], query.shape[-1])
+
+
+def _splash_shapes(dtype: Any, length: int, positions: int, size: int) -> Iterator[str]:
+    if length % _LANES or positions % _LANES:
+        yield f"{length} queries and {positions} keys must be multiples of {_LANES}"
+    if size % _LANES:
+        yield f"the head size {size} must be a multiple of {_LANES}"
+    if jnp.dtype(dtype).itemsize > 4:
+        yield f"{jnp.dtype(dtype).name} is wider than 32 bits"
+
+
+def _cudnn_shapes(dtype: Any, length: int, positions: int, size: int) -> Iterator[str]:
+    if jnp.dtype(dtype).name not in ("bfloat16", "float16"):
+        yield f"it computes in bfloat16 or float16, not in {jnp.dtype(dtype).name}"
+    if size % 8 or size > 128:
+        yield f"the head size {size} must be a multiple of 8, at most 128"
+    if length % 2 or positions % 2:
+        yield f"{length} queries and {positions} keys must be even"
+
+
+def _alone() -> bool:
+    """Whether this code runs on one device's part of everything: no axis is left to the partitioner."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    return all(size == 1 or axis in mesh.manual_axes for axis, size in mesh.shape.items())

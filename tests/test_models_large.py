@@ -1,0 +1,129 @@
+"""What keeps large models small: layers in one loop, a loss without all logits, attention without scores."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import axonml_jax as ax
+from axonml_jax.models.config import TransformerConfig, even_chunk
+from axonml_jax.models.generate import generate
+from axonml_jax.models.loss import cross_entropy
+from axonml_jax.models.presets import preset
+from axonml_jax.models.stack import stacked, unstacked
+from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.tensor import fused_attention as fused
+from axonml_jax.parallel.tensor.attend import attend
+from axonml_jax.parallel.tensor.chunked_cross_entropy import chunked_cross_entropy
+
+TINY = TransformerConfig(
+    vocab_size=23, num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=1, max_length=6, param_dtype="float64"
+)
+IDS = np.random.default_rng(0).integers(0, 23, (2, 7)).astype(np.int32)
+TOKENS, TARGETS = IDS[:, :-1], np.where(IDS[:, 1:] % 5 == 0, -1, IDS[:, 1:])
+
+
+def gradients(model, loss):
+    """(loss, gradients by name) of a function of the model."""
+    graph, state = nnx.split(model)
+    value, grads = jax.jit(jax.value_and_grad(lambda state: loss(nnx.merge(graph, state))))(state)
+    return value, {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(grads)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"loss_chunk": 10, "scan_layers": True}, {"loss_chunk": 6, "tie_embeddings": True}],
+    ids=["scan", "tied"],
+)
+def test_a_scan_and_a_chunked_loss_change_no_number(options):
+    plain = Transformer(dataclasses.replace(TINY, **{**options, "scan_layers": False}), rngs=nnx.Rngs(0))
+    whole, expected = gradients(plain, lambda model: cross_entropy(model(TOKENS), TARGETS)[0])
+    model = Transformer(dataclasses.replace(TINY, **options), rngs=nnx.Rngs(1))
+    values = {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(plain))}
+    values = stacked(values, 2) if model.config.scan_layers else values
+    nnx.update(model, nnx.from_flat_state({tuple(_path(name)): nnx.Param(value) for name, value in values.items()}))
+    chunked, found = gradients(model, lambda model: model.loss(TOKENS, TARGETS)[0])
+    np.testing.assert_allclose(chunked, whole, rtol=1e-12)
+    for name, grad in (unstacked(found) if model.config.scan_layers else found).items():
+        np.testing.assert_allclose(grad, expected[name], atol=1e-12, err_msg=name)
+    assert model.loss(TOKENS, TARGETS)[1] == np.sum(TARGETS != -1)
+    if model.config.scan_layers:  # token by token, layer by layer
+        texts = [generate(each, TOKENS[:, :2], 3, jax.random.key(0), temperature=0) for each in (plain, model)]
+        np.testing.assert_array_equal(*texts)
+
+
+def _path(name):
+    return (int(part) if part.isdigit() else part for part in name.split("/"))
+
+
+def test_no_array_of_the_loss_holds_all_words():
+    words, make = 4096, lambda *shape: jax.ShapeDtypeStruct(shape, "bfloat16")
+    loss = partial(chunked_cross_entropy, chunk=512, words_dim=1)
+    grad = jax.grad(lambda x, table, targets: loss(x, table, targets).sum(), argnums=(0, 1))
+    text = str(jax.make_jaxpr(grad)(make(128, 16), make(16, words), jax.ShapeDtypeStruct((128,), "int32")))
+    assert "[128,512]" in text and f"[128,{words}]" not in text
+
+
+def test_vocabularies_are_cut_evenly_and_only_large_ones():
+    assert [even_chunk(size, 16_384) for size in (128_256, 50_257, 32_000)] == [21_376, 12_672, 16_000]
+    config = preset("llama3-8b")
+    assert config.words_at_once == 21_376 and TINY.words_at_once == preset("gpt2-small").words_at_once == 0
+    assert dataclasses.replace(config, loss_chunk=0).words_at_once == 0
+    assert dataclasses.replace(config, split="grid").words_at_once == 0
+    with pytest.raises(ValueError, match=r"loss_chunk=8 belongs to split='tensor'"):
+        dataclasses.replace(config, loss_chunk=8, split="grid")
+    with pytest.raises(ValueError, match=r"scan_layers=True draws no random masks"):
+        dataclasses.replace(config, scan_layers=True, dropout=0.1)
+    with pytest.raises(ValueError, match="chunk=0 must be a positive number"):
+        chunked_cross_entropy(jnp.ones((2, 4)), jnp.ones((4, 8)), jnp.zeros(2, int), chunk=0, words_dim=1)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_splash_kernel_equals_the_einsums(kv_heads):
+    """Interpreted: the kernel's own code, one block at a time, on CPU."""
+    draw = np.random.default_rng(0).normal
+    make = lambda heads: jnp.asarray(draw(size=(1, 256, heads, 128)), jnp.float32)
+    query, key, value = make(2), make(kv_heads), make(kv_heads)
+    kernel = partial(fused._splash, causal=True, interpret=True)
+    total = lambda attention: lambda *arrays: jnp.sum(jnp.sin(attention(*arrays)))
+    with jax.enable_x64(False):
+        found = jax.jit(jax.value_and_grad(total(kernel), argnums=(0, 1, 2)))(query, key, value)
+        expected = jax.value_and_grad(total(partial(attend, causal=True)), argnums=(0, 1, 2))(query, key, value)
+    for own, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(own, right, rtol=2e-3, atol=2e-3)
+
+
+def test_a_kernel_is_chosen_where_it_applies_and_refused_by_name_elsewhere(monkeypatch):
+    make = lambda length, size, dtype="bfloat16": jax.ShapeDtypeStruct((2, length, 4, size), dtype)
+    choose = lambda asked, x, drops=False: fused.attention_kernel(asked, x, x, drops=drops)
+    assert choose("auto", make(256, 128)) == "xla"  # this is a CPU
+    monkeypatch.setattr(fused, "varying_axes", lambda x: frozenset())
+    monkeypatch.setattr(fused, "_alone", lambda: True)
+    monkeypatch.setattr(fused, "target_platform", lambda: "tpu")
+    assert choose("auto", make(256, 128)) == choose("splash", make(256, 128)) == "splash"
+    assert choose("auto", make(256, 64)) == choose("auto", make(200, 128)) == choose("xla", make(256, 128)) == "xla"
+    assert choose("auto", make(256, 128), drops=True) == "xla"
+    monkeypatch.setattr(fused, "target_platform", lambda: "cuda")
+    assert choose("auto", make(256, 64)) == "cudnn" and choose("auto", make(256, 64, "float32")) == "xla"
+    with pytest.raises(ValueError, match="head size 65 must be a multiple of 8, at most 128; 7 queries and 7 keys"):
+        choose("cudnn", make(7, 65))
+    with pytest.raises(
+        ValueError, match="kernel for tpu, and this is compiled for cuda; it drops no attention weights"
+    ):
+        choose("splash", make(256, 128), drops=True)
+    monkeypatch.setattr(fused, "_alone", lambda: False)
+    assert choose("auto", make(256, 64)) == "xla"
+    with pytest.raises(ValueError, match="attention='flash': must be one of auto, xla, splash, cudnn"):
+        dataclasses.replace(TINY, attention="flash")
+
+
+def test_the_ledger_counts_no_scores_where_a_kernel_runs():
+    model = dataclasses.replace(TINY, max_length=256, hidden_size=256, num_kv_heads=2, param_dtype="float32")
+    sizes = {"model": model, "mesh": {"data": 1}, "global_batch": 4}
+    held = {kind: ax.explain(ax.Plan(), **sizes, platform=kind).memory.activations for kind in (None, "tpu", "cuda")}
+    scores = 2 * 4 * 256 * 2 * 256 * (4 + 4)
+    assert held[None] == held["cuda"] and scores * 0.9 < held[None] - held["tpu"] < scores  # cuDNN takes no float32
