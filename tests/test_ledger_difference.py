@@ -49,8 +49,7 @@ def test_predicted_traffic_is_that_of_the_traced_program(row):
     step, state, rows = step_of(model, plan, degrees, batch)
     prediction = predict(plan, model, degrees, global_batch=batch, length=LENGTH)
     assert difference(prediction, collectives_in(step, state, rows)) == []
-    if plan.pipe is None:  # of a pipeline the prediction's is that of the fullest rank, the step's that of the model
-        assert prediction.minimum["gradients+parameters"] == step.minimum_traffic()
+    assert prediction.minimum["gradients+parameters"] == step.minimum_traffic()
 
 
 def test_a_difference_says_what_and_by_how_much():

@@ -77,6 +77,13 @@ def test_a_device_holds_its_own_stages_and_padding(pipe):
         sizes[pipe.stage_of[name]] += leaf.size
     (resting,) = jax.tree.leaves(pipe.variables.params)
     assert resting.addressable_shards[0].data.size == max(sizes.values())
+    held = pipe.memory_estimate()
+    assert (held.param_bytes, held.grad_bytes, held.optim_bytes) == tuple(
+        8 * n * max(sizes.values()) for n in (1, 1, 2)
+    )
+    assert pipe.peak_activations.allocated == 3 and pipe.peak_activations.classic == (2, 1)
+    for leaf in jax.tree.leaves(pipe.parameters()):  # nor is any array whole on a device where it can be split
+        assert leaf.size < 16 or leaf.addressable_shards[0].data.size < leaf.size
 
 
 def test_two_shifts_per_tick_and_data_once_per_step(pipe):

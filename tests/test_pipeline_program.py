@@ -1,7 +1,6 @@
 """What the compiled pipeline costs: memory that 1F1B keeps flat, a program that does not grow, two shifts per tick."""
 
 import functools
-import time
 from typing import NamedTuple
 
 import jax
@@ -129,18 +128,6 @@ def test_the_program_does_not_grow_with_microbatches(schedule, chunks):
         step, arguments = step_of(Shape(schedule, m, chunks=chunks), abstract_mesh(1))
         sizes.append(equations(step.trace(*arguments).jaxpr.jaxpr))
     assert sizes[0] == sizes[1] > 0
-
-
-def test_compiling_takes_no_longer_with_more_microbatches():
-    times = {8: [], 64: []}
-    for _ in range(2):
-        for m, spent in times.items():
-            mesh = Mesh(np.array(jax.devices()[:RANKS]).reshape(1, RANKS), ("data", "pipe"))
-            step, arguments = step_of(Shape(microbatches=m), mesh)
-            start = time.process_time()  # other programs share the machine's cores
-            step.lower(*arguments).compile()
-            spent.append(time.process_time() - start)
-    assert min(times[64]) <= 1.2 * min(times[8])
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1)])

@@ -14,7 +14,7 @@ from axonml_jax.parallel.pipeline.interleaved import Interleaved
 from axonml_jax.parallel.pipeline.one_f_one_b import OneFOneB
 from axonml_jax.parallel.pipeline.rows import make_timetable
 from axonml_jax.parallel.pipeline.slots import colour
-from axonml_jax.parallel.pipeline.table import make_table
+from axonml_jax.parallel.pipeline.table import make_table, turns
 from axonml_jax.parallel.pipeline.timetable import Timetable
 from axonml_jax.parallel.pipeline.zero_bubble import ZeroBubble
 
@@ -130,6 +130,7 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches_and_gpipes_does():
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), max_size=40))
+@settings(deadline=None)
 def test_colouring_overlaps_nothing_and_needs_no_more_than_live_at_once(drawn):
     intervals = [(first, first + length) for first, length in drawn]
     slots = colour(intervals)
@@ -198,3 +199,19 @@ def test_long_drawings_are_broken_into_blocks():
     text = draw_grid({"a": [f"x{i}" for i in range(30)], "b": ["y"]}, ruler="t", width=40)
     assert max(map(len, text.splitlines())) <= 40
     assert text.count("\n\n") == 3 and "x29" in text
+
+
+def test_a_rank_turns_to_each_of_its_stages_once_per_group_of_microbatches():
+    """What `gather="chunk"` gathers: forward and backward alike, every turn is left before the next one begins."""
+    schedule = Interleaved(3, 7, 2)
+    table = make_table(make_timetable(schedule), with_turns=True)
+    for begun in (table.turns.forward, table.turns.backward, table.turns.left):
+        assert ((begun != 6).sum(0) == 2 * 3).all()  # chunks x groups of 3 microbatches, the last one of 1
+    stage, (begins, ends) = table.backward.stage, turns(table.backward.stage, 6)
+    for rank in range(3):
+        busy = [(begins[t, rank], stage[t, rank], ends[t, rank]) for t in range(len(stage)) if stage[t, rank] != 6]
+        now = None
+        for begin, own, end in busy:
+            now = begin if begin != 6 else now
+            assert now == own
+            now = None if end != 6 else now

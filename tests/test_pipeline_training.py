@@ -16,7 +16,7 @@ TABLE = {
     "ranks": [2, 3, 4],
     "microbatches": ["S-1", "S", "2S+1"],
     "mesh": ["", "data", "fsdp", "data fsdp"],
-    "gather": ["step", "tick"],
+    "gather": ["step", "chunk", "tick"],
     "accumulate": [1, 2],
     "remat": [None, "full", "selective"],
     "check_vma": [False, True],
@@ -48,11 +48,11 @@ def check(row, steps=5):
     assert_equals_single_device(model, loss_fn, batches, plan, **options)
 
 
-# A hand-picked cover: every value with every schedule or model; benchmarks/pipeline_matrix.py has the pairwise one.
+# A hand-picked cover: every value with every schedule or model; benchmarks/full_matrix.py has pairwise ones.
 COVER = """
 chain    1f1b        4 2S+1 data      step 1 None      True  0.3
 linen    gpipe       2 S-1  data+fsdp step 2 selective False None
-language interleaved 2 S    fsdp      tick 1 None      True  0.3
+language interleaved 2 S    fsdp      chunk 1 None     True  0.3
 chain    zero-bubble 2 2S+1 data+fsdp tick 1 full      True  None
 language 1f1b        3 S-1  fsdp      step 2 selective False 0.3
 chain    interleaved 3 S-1  data      step 1 None      False None

@@ -1,6 +1,7 @@
 """Memory of a sharded model: by formula before anything runs, and measured."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,30 +122,40 @@ def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemor
 
 
 def _of_stages(placement: Placement, moments: int) -> FSDPMemoryStats:
-    """The same along a pipeline, where what rests are buffers."""
-    stages, reduce = placement.stages, placement.plan.precision.reduce_dtype
+    """The same along a pipeline, where what rests are buffers of the fullest rank."""
+    stages, plan = placement.stages, placement.plan
     assert stages is not None
-    trained, frozen = (list(store.buffers.sizes.items()) for store in (stages.params, stages.frozen))
-    rests = lambda sizes: sum(size * jnp.dtype(group.dtype).itemsize for group, size in sizes)
-    ranks = ([i for i, p in enumerate(stages.stages) if p % stages.num_ranks == r] for r in range(stages.num_ranks))
-    reads = [
-        sum(
-            math.prod(placement.read_shape(stages.layouts[i])) * placement.read_itemsize(stages.layouts[i])
-            for i in leaves
-        )
-        for leaves in ranks
-    ]
-    split = any("fsdp" in layout.axes for layout in stages.layouts) and stages.policy.gather == "step"
-    cast = placement.plan.precision.compute is not None
+    reduce, trained = plan.precision.reduce_dtype, stages.params.layouts
+    rests = [list(store.buffers.sizes.items()) for store in (stages.params, stages.frozen)]
+    params, frozen = (sum(size * jnp.dtype(group.dtype).itemsize for group, size in sizes) for sizes in rests)
+    grads = sum(size * jnp.dtype(reduce(group.dtype)).itemsize for group, size in rests[0])
+    elements = [math.prod(placement.read_shape(layout)) for layout in stages.layouts]
+    read = [n * placement.read_itemsize(layout) for n, layout in zip(elements, stages.layouts, strict=True)]
+    sums = [n * reduce(layout.dtype).itemsize for n, layout in zip(elements, trained, strict=False)]
+    ranks = [stage % stages.num_ranks for stage in stages.stages]
+    split, whole = any("fsdp" in layout.axes for layout in stages.layouts), 0
+    if stages.policy.in_ticks:  # a forward's stage, a backward's, and one's gradients
+        whole = 2 * _most(read, stages.stages) + _most(sums, stages.stages)
+    elif split or plan.precision.compute is not None:
+        whole, grads = _most(read, ranks), max(grads, _most(sums, ranks))
     bytes_of = lambda layouts: sum(layout.size * layout.dtype.itemsize for layout in layouts)
     return FSDPMemoryStats(
         total_params=sum(layout.size for layout in stages.layouts),
-        param_bytes=rests(trained) + rests(frozen),
-        grad_bytes=sum(size * jnp.dtype(reduce(group.dtype)).itemsize for group, size in trained),
-        optim_bytes=moments * rests(trained),
-        gathered_bytes=max(reads) if split or cast else 0,
-        replicated_bytes=bytes_of(stages.layouts) + (1 + moments) * bytes_of(stages.params.layouts),
+        param_bytes=params + frozen,
+        grad_bytes=grads,
+        optim_bytes=moments * params,
+        gathered_bytes=whole,
+        replicated_bytes=bytes_of(stages.layouts) + (1 + moments) * bytes_of(trained),
+        offload=plan.offload,
     )
+
+
+def _most(sizes: Sequence[int], places: Sequence[int]) -> int:
+    """The largest sum of sizes at one place."""
+    totals: dict[int, int] = {}
+    for size, place in zip(sizes, places, strict=False):  # frozen parameters are last, and have no gradients
+        totals[place] = totals.get(place, 0) + size
+    return max(totals.values(), default=0)
 
 
 def _resting(layouts: list[Layout]) -> int:

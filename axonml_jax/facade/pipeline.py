@@ -7,6 +7,7 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 
 from axonml_jax._types import PyTree
+from axonml_jax.facade.memory import FSDPMemoryStats, estimate
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.mesh.as_mesh import as_mesh
 from axonml_jax.mesh.group import ProcessGroup
@@ -16,6 +17,7 @@ from axonml_jax.model.functional import Trainable
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.pipeline.chain import Chain, LinenChain, PipelineStage, join_variables
+from axonml_jax.parallel.pipeline.memory_stats import PipelineMemoryStats
 from axonml_jax.parallel.pipeline.policy import AXIS, Pipelined
 from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
 from axonml_jax.parallel.pipeline.timetable import Timetable
@@ -35,7 +37,8 @@ class Pipeline(ParallelModel):
       schedule: an `ax.PipelineSchedule` or its name.
       chunks: stages per device; None: 2 for the interleaved schedule, else 1; of modules as many as there are.
       split: module paths at which the second and later stages begin; None: by balanced cost.
-      gather: with `fsdp`, "step" gathers a device's stages once per step, "tick" whenever one is used.
+      gather: with `fsdp`, "step" gathers a device's stages once per step, "chunk" when a device turns to another of its
+        stages, "tick" whenever one is used.
       params: a Linen module's variables; of Linen modules given one by one a list of them.
       precision, remat, trainable, check_vma, seed: see `ax.DDP`.
       update: see `ax.FSDP`.
@@ -54,7 +57,7 @@ class Pipeline(ParallelModel):
         schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B,
         chunks: int | None = None,
         split: Sequence[str] | None = None,
-        gather: Literal["step", "tick"] = "step",
+        gather: Literal["step", "chunk", "tick"] = "step",
         params: PyTree | None = None,
         precision: Precision | str | None = None,
         remat: Remat = None,
@@ -121,6 +124,20 @@ class Pipeline(ParallelModel):
     def timetable(self) -> Timetable:
         """What a training step executes; it prints as a table of ticks."""
         return self.policy.timetable(self.mesh.shape[AXIS], self.plan.microbatches)
+
+    @property
+    def peak_activations(self) -> PipelineMemoryStats:
+        """Activations that ranks keep in a training step: as papers count them, as executed, and as allocated."""
+        shape = (self.mesh.shape[AXIS], self.plan.microbatches, self.policy.chunks)
+        return PipelineMemoryStats.of(self.schedule, *shape)
+
+    def memory_estimate(self, moments: int = 2) -> FSDPMemoryStats:
+        """Bytes per device of model states, padding included, without activations (see `peak_activations`).
+
+        Args:
+          moments: arrays the optimizer keeps per parameter: 2 for Adam, 1 for momentum or Lion, 0 for SGD.
+        """
+        return estimate(self._placement, moments, self._functional)
 
     @property
     def stage_of(self) -> dict[str, int]:

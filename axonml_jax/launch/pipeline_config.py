@@ -18,13 +18,14 @@ class PipelineConfig:
       schedule: gpipe, 1f1b, interleaved or zero-bubble.
       microbatches: into how many parts the rows of a batch shard are cut.
       chunks: stages per device; interleaved wants at least 2.
-      gather: with mesh.fsdp, gather a device's stages once per step, or whenever one is used (tick).
+      gather: with mesh.fsdp, gather a device's stages once per step, when it turns to another (chunk), or whenever one is
+        used (tick).
     """
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     microbatches: int = 8
     chunks: int = 1
-    gather: Literal["step", "tick"] = "step"
+    gather: Literal["step", "chunk", "tick"] = "step"
 
     def __post_init__(self):
         try:

@@ -83,6 +83,11 @@ class Precision:
         """Floating leaves of `tree` in the `output` dtype."""
         return cast_floating(tree, self.output)
 
+    def read_dtype(self, param_dtype) -> Any:
+        """The dtype in which the model reads a parameter of `param_dtype`, and in which it is gathered."""
+        floating = jnp.issubdtype(param_dtype, jnp.floating)
+        return jnp.dtype(self.compute if self.compute and floating else param_dtype)
+
     def reduce_dtype(self, param_dtype) -> Any:
         """The dtype in which the gradient of a parameter of `param_dtype` is accumulated and reduced."""
         return jnp.dtype(self.reduce or param_dtype)

@@ -132,9 +132,7 @@ class Placement:
 
     def read_itemsize(self, layout: Layout) -> int:
         """Bytes per element of a parameter as it is gathered and read."""
-        compute = self.plan.precision.compute
-        floating = jnp.issubdtype(layout.dtype, jnp.floating)
-        return jnp.dtype(compute if compute and floating else layout.dtype).itemsize
+        return self.plan.precision.read_dtype(layout.dtype).itemsize
 
     def wire_itemsize(self, layout: Layout) -> int:
         """Bytes per element of a parameter's gradient as the replicated axes reduce it."""

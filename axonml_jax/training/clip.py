@@ -24,7 +24,7 @@ class Clip:
 
     def _whole(self, grads: PyTree, max_norm: jax.Array) -> tuple[PyTree, jax.Array]:
         placement, independent = self.placement, self.placement.plan.independent
-        if placement.stages is not None:  # gradients outside a pipeline are whole on every device
+        if placement.stages is not None:  # gradients outside a pipeline are the model's own tree, split anyhow
             norm = whole_norm(grads, self.norm_type)
             return clip(grads, norm, max_norm), norm
         grads = grads if independent else padded(grads, placement.params)

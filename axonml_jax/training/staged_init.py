@@ -16,20 +16,23 @@ from axonml_jax.parallel.pipeline.staging import Staging
 from axonml_jax.parallel.pipeline.store import StageStore, on_own_rank
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import shardings
-from axonml_jax.sharding.place import replicated, to_host
+from axonml_jax.sharding.memory import offloaded, to_device_memory
+from axonml_jax.sharding.place import replicated
 from axonml_jax.training.staged import StagedOptimizer
 
 
 def place_staged(variables: Variables, placement: Placement, mesh: Mesh) -> Variables:
-    """Whole variables (the same in every process) as they rest; no device holds more than its own part."""
-    frozen = placement.plan.precision.cast_param(to_host(variables.frozen))
+    """Whole variables (the same in every process, or split over devices) as they rest; see `StageStore.place`."""
+    frozen = placement.plan.precision.cast_param(variables.frozen)
     params = place_staged_params(variables.params, placement, mesh)
-    return Variables(params, staging_of(placement).place_frozen(frozen, mesh), replicated(variables.state, mesh))
+    kept = offloaded(staging_of(placement).place_frozen(frozen, mesh), placement.plan.offload.params)
+    return Variables(params, kept, replicated(variables.state, mesh))
 
 
 def place_staged_params(params: PyTree, placement: Placement, mesh: Mesh) -> PyTree:
     """The same of trained parameters alone."""
-    return staging_of(placement).place_params(placement.plan.precision.cast_param(to_host(params)), mesh)
+    placed = staging_of(placement).place_params(placement.plan.precision.cast_param(params), mesh)
+    return offloaded(placed, placement.plan.offload.params)
 
 
 def create_staged(model: Functional, placement: Placement, mesh: Mesh) -> Variables:
@@ -51,7 +54,8 @@ def create_staged(model: Functional, placement: Placement, mesh: Mesh) -> Variab
         return staging.params.named(params), staging.frozen.named(frozen)
 
     specs = (staging.params.specs(), staging.frozen.specs())
-    params, frozen = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
+    made = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
+    params, frozen = offloaded(made, placement.plan.offload.params)
     state = jax.jit(lambda: create().state)()
     return Variables(params, frozen, replicated(state, mesh))
 
@@ -61,15 +65,15 @@ def first_staged_opt_state(
 ) -> PyTree:
     """The optimizer's first state at rest."""
     staged = StagedOptimizer.of(tx, placement)
-    specs = staged.specs()
+    specs, kept = staged.specs(), placement.plan.offload
     mapped = jax.shard_map(
-        staged.first,
+        lambda params: staged.first(to_device_memory(params, kept.params)),
         mesh=mesh,
         in_specs=(placement.param_specs(),),
         out_specs=specs,
         check_vma=placement.plan.check_vma,
     )
-    return jax.jit(mapped, out_shardings=shardings(specs, mesh))(params)
+    return offloaded(jax.jit(mapped, out_shardings=shardings(specs, mesh))(params), kept.optimizer)
 
 
 def abstract_staged(

@@ -13,7 +13,8 @@ from axonml_jax._types import PyTree
 from axonml_jax.model.functional import Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.leaf import dividing
-from axonml_jax.sharding.place import replicated, to_host
+from axonml_jax.sharding.memory import offloaded, to_device_memory
+from axonml_jax.sharding.place import replicated
 from axonml_jax.training.staged import StagedOptimizer
 from axonml_jax.training.staged_init import place_staged, staging_of
 
@@ -37,8 +38,8 @@ class StagedTrees:
         return Variables(params, self._spread("frozen", staging.whole_frozen, variables.frozen), variables.state)
 
     def resting_variables(self, whole: Variables) -> Variables:
-        """The inverse. Every process has the whole arrays in its memory for a moment, no device has."""
-        return place_staged(to_host(whole), self.placement, _mesh_of(whole))
+        """The inverse. No device holds more than its own part, no process more than that and one array."""
+        return place_staged(whole, self.placement, _mesh_of(whole))
 
     def whole_opt_state(self, resting: PyTree) -> PyTree:
         """The optimizer's own tree."""
@@ -47,8 +48,9 @@ class StagedTrees:
     def resting_opt_state(self, whole: PyTree) -> PyTree:
         """The inverse of `whole_opt_state`."""
         mesh, leaves = _mesh_of(whole), jax.tree.leaves(whole)
-        owned = [to_host(leaves[i]) for i in self._optimizer.owned]
-        return replicated_loose(self._optimizer.at_rest(whole, self._optimizer.store.place(owned, mesh)), mesh)
+        owned = [leaves[i] for i in self._optimizer.owned]
+        resting = replicated_loose(self._optimizer.at_rest(whole, self._optimizer.store.place(owned, mesh)), mesh)
+        return offloaded(resting, self.placement.plan.offload.optimizer)
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
@@ -68,10 +70,14 @@ class StagedTrees:
         if not jax.tree.leaves(resting):
             return run(resting)
         if name not in self._programs:
-            mesh = _mesh_of(resting)
-            place = lambda leaf: NamedSharding(mesh, dividing(leaf.shape, mesh.axis_names, mesh))
-            self._programs[name] = jax.jit(run, out_shardings=jax.tree.map(place, jax.eval_shape(run, resting)))
+            wanted = spread(jax.eval_shape(run, resting), _mesh_of(resting))
+            self._programs[name] = jax.jit(lambda resting: run(to_device_memory(resting)), out_shardings=wanted)
         return self._programs[name](resting)
+
+
+def spread(shapes: PyTree, mesh: Mesh) -> PyTree:
+    """Shardings of whole arrays that are split over the devices as far as their dims divide."""
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, dividing(leaf.shape, mesh.axis_names, mesh)), shapes)
 
 
 def replicated_loose(resting: PyTree, mesh: Mesh) -> PyTree:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from axonml_jax.ledger.predict.activations import BlockActivations
 from axonml_jax.ledger.predict.stages import Stages
 from axonml_jax.ledger.predict.weight import Placed
-from axonml_jax.ledger.predict.weight_flows import reads_by_unit, reduces_each
 from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.pipeline.timetable import Timetable
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.theory import rounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,8 @@ class Memory:
       gradients: at their fullest.
       activations: kept for the backward, and the head's and loss's at their fullest.
       gathered: whole parameters beside resting ones, and unreduced gradients of a unit.
-      pipeline: buffers of a pipeline's activations and cotangents on their way, and slots for idle ticks.
+      pipeline: buffers of a pipeline's activations and cotangents on their way, slots for idle ticks, and what one tick of a
+        stage holds beside the slots.
       padding: zeros that make leaves divide, in parameters and optimizer.
       batch: the rank's rows.
       host: bytes of all these that rest in host memory instead.
@@ -48,9 +49,12 @@ class Memory:
     def temporaries(self) -> int:
         """What a step needs more, at its fullest moment.
 
-        Gradients grow while activations go: the fullest moment is the beginning of the backward or its end.
+        Gradients grow while activations go: the fullest moment is the beginning of the backward or its end. A pipeline
+        accumulates gradients while others of its microbatches are under way: it holds both.
         """
-        return max(self.activations + self.pipeline, self.gradients) + self.gathered
+        if self.pipeline:
+            return self.activations + self.pipeline + self.gradients + self.gathered
+        return max(self.activations, self.gradients) + self.gathered
 
     @property
     def total(self) -> int:
@@ -66,13 +70,13 @@ def states(placed: Sequence[Placed], moments: int) -> dict[str, int]:
     """Parameters, optimizer, gradients and padding that one rank rests with."""
     total: dict[str, int] = {"parameters": 0, "optimizer": 0, "gradients": 0, "padding": 0}
     for each in placed:
-        count, item, plan = each.count, each.rest_dtype.itemsize, each.plan
+        count, item, plan = each.count * (not each.copied), each.rest_dtype.itemsize, each.plan
         kept = 1 + moments * each.weight.trained
         total["parameters"] += count * (each.shard - each.padding) * item
         total["optimizer"] += count * (each.shard - each.padding) * item * moments * each.weight.trained
         total["padding"] += count * each.padding * item * kept
         if each.weight.trained:
-            accumulates_whole = plan.microbatches > 1 and not reduces_each(plan)
+            accumulates_whole = plan.microbatches > 1 and rounds(plan, dict(each.degrees)).scatters == 1
             own = each.read if accumulates_whole else each.shard
             total["gradients"] += count * own * each.sum_dtype.itemsize
     return total
@@ -83,7 +87,7 @@ def gathered(placed: Sequence[Placed]) -> int:
     plan = placed[0].plan
     if not isinstance(plan.fsdp, Shard) or not any(each.sharded for each in placed):
         return 0
-    if not reads_by_unit(plan):
+    if not rounds(plan, dict(placed[0].degrees)).backward:
         return sum(each.count * each.read * each.read_dtype.itemsize for each in placed)
     units: dict[str, list[int]] = {}
     for each in placed:
@@ -118,20 +122,43 @@ def memory(
     """
     each = [states(placed, moments) for placed in ranks]
     most = {kind: max(own[kind] for own in each) for kind in each[0]}
-    whole = max(gathered(placed) for placed in ranks)
-    pipeline = 0
+    whole, pipeline = max(gathered(placed) for placed in ranks), 0
     if timetable is None:
         activations = stages.blocks[0] * block.kept + max(block.head, block.rebuilt)
     else:
-        deepest = max(stages.blocks)
-        slots = timetable.residuals.size
-        activations = slots * deepest * block.kept + max(block.head, block.rebuilt)
-        passing = timetable.activations.size + timetable.cotangents.size + 2
-        pipeline = deepest * block.kept + passing * block.boundary
+        activations, pipeline = _of_ticks(plan, max(stages.blocks), timetable, block)
+        whole = max(_read_by_stages(placed, plan) for placed in ranks)
     offload, host = plan.offload, 0
     host += offload.params * most["parameters"] + offload.optimizer * most["optimizer"]
     host += offload.gradients * most["gradients"]
     return Memory(**most, activations=activations, gathered=whole, pipeline=pipeline, batch=batch, host=host)
+
+
+def _of_ticks(plan: Plan, blocks: int, timetable: Timetable, block: BlockActivations) -> tuple[int, int]:
+    """Slots of a pipeline, and what passes between ranks and through one tick.
+
+    A stage is recomputed as a whole: "full" keeps what enters it, "selective" that and its products.
+    """
+    inside = 0 if plan.remat == "full" else blocks * (block.kept - block.boundary * (plan.remat is not None))
+    slot = inside + block.boundary * (plan.remat is not None)
+    tick = blocks * (block.rebuilt or block.kept) + block.head
+    passing = timetable.activations.size + timetable.cotangents.size + 2
+    return timetable.residuals.size * slot, slot + tick + passing * block.boundary
+
+
+def _read_by_stages(placed: Sequence[Placed], plan: Plan) -> int:
+    """What a pipeline's rank reads beside what rests: all of its stages, or those that it is busy with and one's gradients.
+
+    Weights that are read as they rest are read where they are.
+    """
+    here = [each for each in placed if each.count]
+    as_they_rest = all(each.read_dtype == each.rest_dtype and not each.sharded for each in here)
+    if as_they_rest and not any(each.weight.place == "both ends" for each in placed):
+        return 0
+    assert plan.pipe is not None
+    reads = sum(each.count * each.read * each.read_dtype.itemsize for each in here)
+    sums = sum(each.count * each.read * each.sum_dtype.itemsize for each in here if each.weight.trained)
+    return (2 * reads + sums) // plan.pipe.chunks if plan.pipe.in_ticks else reads
 
 
 def batch_bytes(rows: int, length: int) -> int:

@@ -63,4 +63,4 @@ def _traffic(axes: Any, prediction: "Prediction") -> None:
     axes.set(title="sent per rank and step, by mesh axis", xlabel="GiB")
     axes.invert_yaxis()
     if names:
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", loc="lower right")

@@ -15,7 +15,7 @@ from axonml_jax.ledger.predict.flow import EACH_TICK, Flow, merged
 from axonml_jax.ledger.predict.layer_flows import Layers, layer_flows
 from axonml_jax.ledger.predict.memory import Memory, batch_bytes, memory
 from axonml_jax.ledger.predict.prediction import Prediction
-from axonml_jax.ledger.predict.stages import Stages, bubble, stages_of, timetable_of
+from axonml_jax.ledger.predict.stages import Stages, bubble, stage_costs, stages_of, timetable_of
 from axonml_jax.ledger.predict.weight import Placed, place
 from axonml_jax.ledger.predict.weight_flows import minimum_traffic, small_flows, weight_flows
 from axonml_jax.ledger.wire import Amount, exact
@@ -71,8 +71,8 @@ def predict(
         plan=in_words(plan, degrees, model),
         memory=held,
         traffic=flows,
-        minimum=_minimum(plan, model, degrees, stages, timetable, ranks[fullest], fullest, tokens),
-        bubble=bubble(timetable),
+        minimum=_minimum(plan, model, degrees, stages, timetable, ranks, fullest, tokens),
+        bubble=bubble(timetable, stage_costs(model, plan, stages, length)),
         ticks=0 if timetable is None else timetable.num_ticks,
         params=model.num_params,
         tokens=global_batch * length,
@@ -111,7 +111,8 @@ def held_by_ranks(
             "last": lambda each, rank=rank: each.count * stages.last(rank),
             "both ends": lambda each, rank=rank: each.count * (stages.first(rank) or stages.last(rank)),
         }
-        found.append(tuple(each.times(here[each.weight.place](each)) for each in placed))
+        away = lambda each, rank=rank: each.weight.place == "both ends" and not stages.first(rank)
+        found.append(tuple(each.times(here[each.weight.place](each), away(each)) for each in placed))
     return found
 
 
@@ -152,7 +153,7 @@ def _flows(
         times=microbatches,
         remat=plan.remat,
     )
-    flows = [*weight_flows(placed, microbatches), *small_flows(placed, LOSS_VALUES), *layer_flows(layers, placed)]
+    flows = [*weight_flows(placed), *small_flows(placed, LOSS_VALUES), *layer_flows(layers, placed)]
     if timetable is not None:
         flows += _passing(timetable, degrees, layers)
     return merged(flows)
@@ -176,12 +177,12 @@ def _minimum(
     degrees: dict[str, int],
     stages: Stages,
     timetable: Timetable | None,
-    placed: Sequence[Placed],
+    ranks: Sequence[Sequence[Placed]],
     rank: int,
     tokens: int,
 ) -> dict[str, Amount]:
     """What theory allows, by label."""
-    found: dict[str, Amount] = {"gradients+parameters": exact(minimum_traffic(placed, plan.microbatches))}
+    found: dict[str, Amount] = {"gradients+parameters": exact(max(map(minimum_traffic, ranks)))}
     item = jnp.dtype(compute_dtype(model, plan.precision.compute)).itemsize
     whole = tokens * model.hidden_size
     tensor = layer_degrees(model, degrees).get("tensor", 1)
@@ -230,7 +231,7 @@ def _notes(plan: Plan, degrees: Mapping[str, int], timetable: Timetable | None, 
         "what layers send is counted for the microbatches that a stage works on; a trace counts every tick's dearest branch": (
             timetable is not None and any(degrees.get(axis, 1) > 1 for axis in LAYER_AXES)
         ),
-        "the bubble is that of stages that all cost the same": timetable is not None,
+        "the bubble is that of the stages' matrix products, the head's on the last": timetable is not None,
         f"{held.host:,} bytes rest in host memory; the update brings them to the device": bool(held.host),
     }
     return tuple(note for note, holds in found.items() if holds)

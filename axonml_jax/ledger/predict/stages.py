@@ -60,11 +60,41 @@ def stages_of(config: DecoderLike, plan: Plan, degrees: dict[str, int]) -> Stage
     count = plan.pipe.num_stages(ranks)
     if config.num_layers < count:
         raise ValueError(f"{config.num_layers} blocks cannot be cut into {count} stages (pipe={ranks})")
+    head = 0.0 if config.tie_embeddings else _head(config)
+    return Stages(ranks, _cut(config.num_layers, _block(config), head, count))
+
+
+def stage_costs(config: DecoderLike, plan: Plan, stages: Stages, length: int) -> StageCosts:
+    """What the stages' work costs, in multiplications per token: of their blocks, and of the head on the last one.
+
+    The embedding is looked up and costs nothing; a tied one multiplies as the head, though it lives on the first stage.
+
+    Args:
+      config: the model.
+      plan: says what the backward recomputes.
+      stages: blocks by stage.
+      length: of a sequence.
+    """
+    attention = 2.0 * config.num_heads * config.head_size * length
+    forward = [count * (_block(config) + attention) for count in stages.blocks]
+    again = [0.0] * len(forward)
+    if plan.remat is not None:
+        again = [count * attention for count in stages.blocks] if plan.remat == "selective" else list(forward)
+    forward[-1] += _head(config)
+    again[-1] += _head(config) * (plan.remat == "full")
+    back = tuple(own + more for own, more in zip(forward, again, strict=True))
+    return StageCosts(tuple(forward), back, tuple(forward))
+
+
+def _block(config: DecoderLike) -> float:
+    """Multiplications of a block's matrices per token."""
     size, kv = config.hidden_size, config.kv_heads * config.head_size
     inward = 2 if config.activation == "swiglu" else 1
-    block = 2.0 * size * (size + kv) + (inward + 1.0) * size * config.mlp_size
-    head = 0.0 if config.tie_embeddings else float(size * config.vocab_size)
-    return Stages(ranks, _cut(config.num_layers, block, head, count))
+    return 2.0 * size * (size + kv) + (inward + 1.0) * size * config.mlp_size
+
+
+def _head(config: DecoderLike) -> float:
+    return float(config.hidden_size * config.vocab_size)
 
 
 @lru_cache(maxsize=1024)

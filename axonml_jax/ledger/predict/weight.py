@@ -68,6 +68,7 @@ class Placed:
       plan: the plan.
       degrees: of the mesh.
       count: how many of them a rank has a part of (a pipeline's rank only has its stage's).
+      copied: whether it lives on another stage, which sends it here once per step.
     """
 
     weight: Weight
@@ -75,6 +76,7 @@ class Placed:
     plan: Plan
     degrees: tuple[tuple[str, int], ...]
     count: int
+    copied: bool = False
 
     @cached_property
     def shard(self) -> int:
@@ -128,17 +130,16 @@ class Placed:
     @property
     def read_dtype(self) -> Any:
         """As the model reads it."""
-        compute = self.plan.precision.compute
-        return jnp.dtype(compute if compute and jnp.issubdtype(self.rest_dtype, jnp.floating) else self.rest_dtype)
+        return self.plan.precision.read_dtype(self.rest_dtype)
 
     @property
     def sum_dtype(self) -> Any:
         """Of its gradient while it is accumulated and reduced."""
         return self.plan.precision.reduce_dtype(self.rest_dtype)
 
-    def times(self, count: int) -> "Placed":
+    def times(self, count: int, copied: bool = False) -> "Placed":
         """The same on a rank that has `count` of them."""
-        return replace(self, count=count)
+        return replace(self, count=count, copied=copied)
 
 
 def place(weight: Weight, plan: Plan, degrees: dict[str, int]) -> Placed:

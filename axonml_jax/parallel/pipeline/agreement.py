@@ -16,6 +16,7 @@ def refuse_disagreement(
     num_ranks: int,
     buffers: Mapping[str, tuple[StageBuffers, Buffers]],
     microbatches: Mapping[str, PyTree],
+    keep_read: bool,
 ) -> None:
     """Name everything that does not fit the timetable.
 
@@ -25,6 +26,7 @@ def refuse_disagreement(
       num_ranks: size of the pipeline's axis.
       buffers: by name a layout and this rank's buffers.
       microbatches: by name a tree whose leaves are [M, ...].
+      keep_read: whether weights are kept while a rank stays with a stage.
 
     Raises:
       ValueError: with all of it.
@@ -42,6 +44,8 @@ def refuse_disagreement(
         found += [
             f"{name} {path or 'leaf'} of shape {shape} must begin with M = {count}" for path, shape in wrong.items()
         ]
+    if keep_read and timetable.weight is not None:
+        found.append("keep_read=True takes whole backwards, and the timetable splits them: read in every tick")
     if found:
         raise ValueError("the pipeline does not fit its timetable: " + "; ".join(found))
 

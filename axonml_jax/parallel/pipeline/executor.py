@@ -13,6 +13,7 @@ from axonml_jax.parallel.pipeline.agreement import refuse_disagreement
 from axonml_jax.parallel.pipeline.line import Held, Line, trace_line
 from axonml_jax.parallel.pipeline.outputs import outputs_of
 from axonml_jax.parallel.pipeline.packing import Buffers
+from axonml_jax.parallel.pipeline.reading import EachTick, EachTurn, Kept
 from axonml_jax.parallel.pipeline.rings import nothing, shift_ring, slots, store
 from axonml_jax.parallel.pipeline.shared import sum_shared
 from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers
@@ -53,6 +54,7 @@ class _Carry(NamedTuple):
     outputs: Buffers
     loss: jax.Array
     aux: tuple[jax.Array, ...]
+    kept: Kept | None
 
 
 def run_pipeline(
@@ -69,6 +71,7 @@ def run_pipeline(
     seed: Any = None,
     remat: bool | Transform = False,
     grad_dtype: Callable[[str], Any] | None = None,
+    keep_read: bool = False,
 ) -> PipelineResult:
     """Run all microbatches through all stages, inside `shard_map` with `axis` bound.
 
@@ -87,6 +90,8 @@ def run_pipeline(
       remat: True keeps a stage's inputs alone and computes it again in the backward; a function such as `jax.checkpoint`
         with a policy says what is kept.
       grad_dtype: of the accumulated gradients, from a parameter's dtype; None: the parameter's.
+      keep_read: keep what `Stage.read` gives until the rank turns to another of its stages, and call `Stage.sync` when it
+        leaves one; False: both in every tick.
 
     Raises:
       ValueError: when sizes do not agree; everything that does not is named.
@@ -97,12 +102,12 @@ def run_pipeline(
     states_layout = states_layout or StageBuffers.of([None] * len(stages), layout.num_ranks)
     states = {} if states is None else states
     buffers = {"weights": (layout, weights), "states": (states_layout, states)}
-    refuse_disagreement(timetable, len(stages), axis_size(axis), buffers, {"batch": batch, "keys": keys})
+    refuse_disagreement(timetable, len(stages), axis_size(axis), buffers, {"batch": batch, "keys": keys}, keep_read)
     given, given_tree = jax.tree.flatten((batch, keys))
     held = Held(layout, states_layout, vary(weights, axis), vary(states, axis), given, given_tree, axis)
     transform = None if timetable.backward is None else _transform(remat)
-    run = _Run(timetable, trace_line(stages, held, transform), held, transform, seed, grad_dtype)
-    return run.all_ticks()
+    line = trace_line(stages, held, transform)
+    return _Run(timetable, line, held, transform, seed, grad_dtype, keep_read).all_ticks()
 
 
 def _transform(remat: bool | Transform) -> Transform:
@@ -115,18 +120,28 @@ class _Run:
     """One pipeline on one rank."""
 
     def __init__(
-        self, timetable: Timetable, line: Line, held: Held, transform: Transform | None, seed: Any, grad_dtype: Any
+        self,
+        timetable: Timetable,
+        line: Line,
+        held: Held,
+        transform: Transform | None,
+        seed: Any,
+        grad_dtype: Any,
+        keep_read: bool,
     ):
         self.timetable, self.line, self.held, self.transform = timetable, line, held, transform
         self.seed = 1 / timetable.num_microbatches if seed is None else seed
         self.grad_dtype = grad_dtype or (lambda dtype: dtype)
+        self.no_gradients = {} if timetable.backward is None else self._no_gradients()
+        self.reading = EachTurn(line, held, self.no_gradients) if keep_read else EachTick(held)
+        self.table = make_table(timetable, keep_read)
 
     def all_ticks(self) -> PipelineResult:
         """The scan, and what is done once after it."""
         rank = axis_index(self.held.axis)
         mine = jax.tree.map(
             lambda grid: jax.lax.dynamic_index_in_dim(jnp.asarray(grid), rank, 1, keepdims=False),
-            make_table(self.timetable),
+            self.table,
         )
         end, _ = jax.lax.scan(lambda carry, table: (self._tick(carry, table), None), self._start(), mine)
         last, axis = self.line.members[-1], self.held.axis
@@ -146,11 +161,12 @@ class _Run:
             slots(line.activations, timetable.activations.size),
             slots(line.cotangents, timetable.cotangents.size) if differentiates else {},
             slots(line.residuals, timetable.residuals.size) if differentiates else {},
-            self._no_gradients() if differentiates else {},
+            self.no_gradients,
             self.held.states,
             slots(line.outputs, timetable.num_microbatches),
             line.loss_like,
             line.aux_like,
+            self.reading.start(),
         )
 
     def _no_gradients(self) -> Buffers:
@@ -162,14 +178,14 @@ class _Run:
 
     def _tick(self, carry: _Carry, table: Table) -> _Carry:
         """The steps that `Table` lists."""
-        line, timetable, held = self.line, self.timetable, self.held
-        made = forward(line, held, carry.activations, carry.states, table.forward, self.transform)
+        line, timetable, held, reading = self.line, self.timetable, self.held, self.reading
+        kept = reading.turned(carry.kept, table)
+        read = reading.forward(kept)
+        made = forward(line, held, carry.activations, carry.states, table.forward, self.transform, read)
         is_output = table.forward.stage == timetable.num_stages - 1
         row = jnp.where(is_output, table.forward.microbatch, timetable.num_microbatches)
         residuals = store(carry.residuals, made.residuals, table.forward.slot) if carry.residuals else {}
-        sent, grads = self._backward(carry, residuals, table.backward, "both" if table.weight is None else "input")
-        if table.weight is not None:
-            _, grads = self._backward(carry._replace(grads=grads), residuals, table.weight, "weight")
+        sent, grads, kept = self._backwards(carry._replace(residuals=residuals, kept=kept), table)
         wraps = timetable.num_stages > timetable.num_ranks
         came = shift_ring(made.y, held.axis, timetable.num_ranks, 1, wraps)
         cotangents = carry.cotangents
@@ -185,9 +201,23 @@ class _Run:
             store(carry.outputs, made.output, row),
             carry.loss + made.loss,
             tuple(total + one for total, one in zip(carry.aux, made.aux, strict=True)),
+            kept,
         )
 
-    def _backward(self, carry: _Carry, residuals: Buffers, work: Work | None, part: Part) -> tuple[Buffers, Buffers]:
-        if work is None:
-            return nothing({}), carry.grads
-        return backward(self.line, self.held, residuals, carry.cotangents, carry.grads, work, self.seed, part)
+    def _backwards(self, carry: _Carry, table: Table) -> tuple[Buffers, Buffers, Any]:
+        """The gradient to send, the rank's gradients and what is kept, after the tick's backward or both its parts."""
+        if table.backward is None:
+            return nothing({}), carry.grads, carry.kept
+        reading, kept = self.reading, carry.kept
+
+        def run(grads: Buffers, work: Work, part: Part) -> tuple[Buffers, Buffers]:
+            received, ways = (carry.residuals, carry.cotangents), (reading.backward(kept), reading.accumulate)
+            return backward(self.line, self.held, *received, grads, work, self.seed, part, *ways)
+
+        sent, added = run(
+            reading.adding(kept, carry.grads), table.backward, "both" if table.weight is None else "input"
+        )
+        if table.weight is not None:
+            _, added = run(added, table.weight, "weight")
+        grads, kept = reading.added(kept, carry.grads, added, table)
+        return sent, grads, kept

@@ -26,6 +26,7 @@ class Member:
       stage: the stage as given.
       traced: its program.
       weights, state: where its leaves lie on its rank.
+      read: how the weights that it reads are packed.
       x: how the activations it receives are packed; empty on the first stage.
       y: how those that it sends are packed.
       residuals: how what it keeps for its backward is packed; None when nothing is differentiated.
@@ -36,6 +37,7 @@ class Member:
     traced: TracedStage
     weights: Packing
     state: Packing
+    read: Packing
     x: Packing
     y: Packing
     residuals: Packing | None = None
@@ -79,6 +81,11 @@ class Line:
     def residuals(self) -> Sizes:
         """Of what is kept."""
         return largest(member.residuals.sizes for member in self.members if member.residuals is not None)
+
+    @property
+    def read(self) -> Sizes:
+        """Of the weights that a stage reads."""
+        return largest(member.read.sizes for member in self.members)
 
     @property
     def outputs(self) -> Sizes:
@@ -150,7 +157,7 @@ def _member(number: int, stage: Stage, held: Held, before: Member | None, transf
     traced = trace_stage(stage, inputs, _arguments(number, held, before), trained, varied)
     _check_state(number, traced, inputs.state)
     y = Packing.of((traced.aval(atom) for atom in traced.places.y), held.axis)
-    member = Member(stage, traced, weights, state, x, y)
+    member = Member(stage, traced, weights, state, Packing.of(read, held.axis), x, y)
     if transform is None:
         return member
     kept: list[Saved] = []

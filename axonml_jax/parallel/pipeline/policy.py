@@ -28,8 +28,9 @@ class Pipelined:
       chunks: stages per rank; stage p lies on rank p mod S.
       split: module paths at which the second and later stages begin, in order; None: between repeated blocks, by balanced
         cost.
-      gather: along `fsdp`: "step" gathers a rank's stages once per step (their memory is that of the whole stages), "tick"
-        in every forward and backward (a stage at a time).
+      gather: along `fsdp`: "step" gathers a rank's stages once per step (their memory is that of the whole stages), "chunk"
+        whenever a rank turns to another of its stages (two are whole, a forward's and a backward's, and one's gradients;
+        with one stage per rank the same as "step"), "tick" in every forward and backward.
 
     Raises:
       ValueError: with everything that is wrong.
@@ -39,7 +40,7 @@ class Pipelined:
     num_microbatches: int = 8
     chunks: int = 1
     split: tuple[str, ...] | None = None
-    gather: Literal["step", "tick"] = "step"
+    gather: Literal["step", "chunk", "tick"] = "step"
 
     def __post_init__(self):
         problems = list(self._problems())
@@ -58,14 +59,34 @@ class Pipelined:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 yield f"{name}={value!r} must be a positive whole number"
-        if self.gather not in ("step", "tick"):
-            yield f"gather={self.gather!r} must be 'step' or 'tick'"
+        if self.gather not in ("step", "chunk", "tick"):
+            yield f"gather={self.gather!r} must be 'step', 'chunk' or 'tick'"
         if self.split is not None and (isinstance(self.split, str) or not all(isinstance(s, str) for s in self.split)):
             yield f"split={self.split!r} must be module paths such as ('blocks/2', 'blocks/4')"
 
     def num_stages(self, num_ranks: int) -> int:
         """Stages of the whole model on so many ranks."""
         return num_ranks * self.chunks
+
+    @property
+    def turns(self) -> bool:
+        """Whether weights are gathered when a rank turns to another of its stages."""
+        return self.gather == "chunk" and self.chunks > 1
+
+    @property
+    def in_ticks(self) -> bool:
+        """Whether weights are gathered in the loop over ticks, not before it."""
+        return self.gather == "tick" or self.turns
+
+    def gathers(self, num_ranks: int, num_microbatches: int) -> int | None:
+        """How often a step gathers all stages of a rank for forwards, and again for backwards; None: once for both.
+
+        >>> Pipelined(schedule="interleaved", chunks=2, gather="chunk").gathers(4, 10)
+        3
+        """
+        if self.gather == "tick":
+            return num_microbatches
+        return -(-num_microbatches // num_ranks) if self.turns else None
 
     def timetable(self, num_ranks: int, num_microbatches: int) -> Timetable:
         """What is executed.

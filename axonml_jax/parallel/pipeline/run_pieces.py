@@ -98,6 +98,7 @@ class _Run:
             seed=1.0,
             remat=False if remat is None else transform_of(remat),
             grad_dtype=self.running.grad_dtype,
+            keep_read=self.staging.policy.turns,
         )
         grads = {} if timetable.backward is None else self.running.grads_at_rest(result.grads)
         return Piped(result.aux, result.outputs, grads, self._new_state(layout, result))

@@ -23,6 +23,7 @@ from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers, Stored
 from axonml_jax.parallel.pipeline.stages import Stage, StageFunction
 from axonml_jax.parallel.pipeline.staging import Staging
 from axonml_jax.parallel.pipeline.store import Named, on_own_rank
+from axonml_jax.sharding.memory import to_device_memory
 
 if TYPE_CHECKING:
     from axonml_jax.parallel.placement import Placement
@@ -47,9 +48,9 @@ class Running:
         return self.placement.stages
 
     @property
-    def each_tick(self) -> bool:
-        """Whether parameters are gathered in every tick, not once before all."""
-        return self.staging.policy.gather == "tick"
+    def in_ticks(self) -> bool:
+        """Whether parameters are gathered in ticks, not once before all."""
+        return self.staging.policy.in_ticks
 
     @cached_property
     def held(self) -> list[list[int]]:
@@ -70,13 +71,14 @@ class Running:
 
         Communicates: what the plan's strategies do to gather, and one all-reduce over `pipe` per copied parameter.
         """
+        params, frozen = to_device_memory((params, frozen), self.placement.plan.offload.params)
         resting = self.staging.resting(params, frozen)
         if self._as_they_rest:
             return self._varied(resting)
 
         def own(rank: int) -> Buffers:
             values = self._resting_leaves(resting, rank)
-            if not self.each_tick and values:
+            if not self.in_ticks and values:
                 layouts = [self.staging.layouts[i] for i in values]
                 values = dict(zip(values, self.placement.read(list(values.values()), layouts), strict=True))
             slots = self._slots(rank)
@@ -89,7 +91,7 @@ class Running:
 
     def stage(self, number: int, apply: StageFunction) -> Stage:
         """A stage of the program, with its gathers where they belong in its ticks."""
-        if not self.each_tick:
+        if not self.in_ticks:
             return Stage(apply)
         layouts = [self.staging.layouts[i] for i in self.held[number]]
 
@@ -116,7 +118,7 @@ class Running:
         Communicates: what the plan's strategies do to synchronize; over `data` one all-reduce per group and bucket.
         """
         store = self.staging.params
-        done = self.each_tick or all(self.placement.degrees[axis] == 1 for axis in self._inner_axes)
+        done = self.in_ticks or all(self.placement.degrees[axis] == 1 for axis in self._inner_axes)
         if self._as_they_rest and done:
             own = self._reduced({group: grads[group] for group in store.buffers.sizes})
         else:
@@ -127,7 +129,7 @@ class Running:
         store, slots = self.staging.params, self._slots(rank)
         leaves = store.leaves_of_rank(rank)
         values = Packing(tuple(slots[i] for i in leaves)).unpack(grads)
-        if not self.each_tick and leaves:
+        if not self.in_ticks and leaves:
             layouts = [store.layouts[i] for i in leaves]
             values = self.placement.sync(values, layouts, rank, axes=self._inner_axes)
         packed = self._reduced(store.pack(dict(zip(leaves, values, strict=True))))
@@ -176,14 +178,14 @@ class Running:
 
     def _stored(self, leaf: int, shared: str | None) -> Stored:
         layout, frozen = self.staging.layouts[leaf], leaf >= len(self.staging.params.layouts)
-        if self.each_tick:
+        if self.in_ticks:
             return Stored(layout.shard, layout.dtype, layout.axes, frozen, shared)
         axes = tuple(axis for axis in layout.axes if axis in LAYER_AXES)
         return Stored(self.placement.read_shape(layout), self._read_dtype(leaf), axes, frozen, shared)
 
     def _read_dtype(self, leaf: int) -> Any:
         layout = self.staging.layouts[leaf]
-        compute = None if self.each_tick else self.placement.plan.precision.compute
+        compute = None if self.in_ticks else self.placement.plan.precision.compute
         return cast_floating(jnp.zeros((), layout.dtype), compute).dtype
 
     def _varied(self, buffers: Buffers) -> Buffers:

@@ -24,6 +24,19 @@ class Work(NamedTuple):
     slot: np.ndarray
 
 
+class Turns(NamedTuple):
+    """Where ranks turn to another of their stages, each field int32 [tick, rank]; `num_stages` where they do not.
+
+    Attributes:
+      forward, backward: the stage that forwards, or backwards, begin; None: forwards only.
+      left: the stage that backwards leave.
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray | None
+    left: np.ndarray | None
+
+
 class Table(NamedTuple):
     """What every rank does at every tick. A buffer's trash slot is the one behind its last, index `Buffer.size`.
 
@@ -37,6 +50,7 @@ class Table(NamedTuple):
       weight: gradients of weights; None where backwards are whole.
       activation_arrival: slot for what comes from the previous rank, int32 [tick, rank]; trash for what nobody awaits.
       cotangent_arrival: slot for what comes from the next rank; None: forwards only.
+      turns: where ranks change stages; None where nobody asks.
     """
 
     forward: Work
@@ -44,18 +58,54 @@ class Table(NamedTuple):
     weight: Work | None
     activation_arrival: np.ndarray
     cotangent_arrival: np.ndarray | None
+    turns: Turns | None = None
 
 
-def make_table(timetable: Timetable) -> Table:
-    """The table of a timetable."""
+def make_table(timetable: Timetable, with_turns: bool = False) -> Table:
+    """The table of a timetable.
+
+    Args:
+      timetable: the timetable.
+      with_turns: also where ranks turn to another stage.
+    """
     ticks, activations, cotangents = timetable.ticks, timetable.activations, timetable.cotangents
+    forward = _work(timetable, ticks.forward, activations)
+    backward = None if ticks.backward is None else _work(timetable, ticks.backward, cotangents)
+    there = (None, None) if backward is None else turns(backward.stage, timetable.num_stages)
     return Table(
-        _work(timetable, ticks.forward, activations),
-        None if ticks.backward is None else _work(timetable, ticks.backward, cotangents),
+        forward,
+        backward,
         None if ticks.weight is None else _work(timetable, ticks.weight, cotangents),
         _arrivals(timetable, ticks.forward, activations, step=1),
         None if ticks.backward is None else _arrivals(timetable, ticks.backward, cotangents, step=-1),
+        Turns(turns(forward.stage, timetable.num_stages)[0], *there) if with_turns else None,
     )
+
+
+def turns(stage: np.ndarray, num_stages: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where every rank turns to another of its stages, and where it leaves one.
+
+    Args:
+      stage: `Work.stage`.
+      num_stages: what stands for idle there, and in the results for neither.
+
+    Returns:
+      The stage that a rank begins in a tick, and the one it has done for the last time before another, [tick, rank].
+
+    >>> begins, ends = turns(np.array([[0], [0], [4], [0], [2], [2]]), 4)
+    >>> begins[:, 0].tolist(), ends[:, 0].tolist()
+    ([0, 4, 4, 4, 2, 4], [4, 4, 4, 0, 4, 2])
+    """
+
+    def begins(grid: np.ndarray) -> np.ndarray:
+        found, before = np.full_like(grid, num_stages), np.full(grid.shape[1], num_stages)
+        for tick, row in enumerate(grid):
+            new = (row != num_stages) & (row != before)
+            found[tick, new] = row[new]
+            before = np.where(row != num_stages, row, before)
+        return found
+
+    return begins(stage), begins(stage[::-1])[::-1]
 
 
 def _work(timetable: Timetable, tick: np.ndarray, received: Buffer) -> Work:

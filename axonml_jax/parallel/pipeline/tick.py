@@ -15,6 +15,12 @@ from axonml_jax.parallel.pipeline.table import Work
 from axonml_jax.parallel.pipeline.traced_stage import Inputs
 from axonml_jax.parallel.units.body import Transform
 
+Read = Callable[[Member], Sequence[jax.Array]]
+"""The weights that a stage reads, in its own branch."""
+
+Accumulate = Callable[[Member, Buffers, Sequence[Any]], Buffers]
+"""`accumulate(member, grads, gradients of what it read) -> grads`, in its own branch."""
+
 Part = Literal["both", "input", "weight"]
 """Of a backward: both gradients, that of the input alone, or that of the weights alone."""
 
@@ -39,7 +45,7 @@ class Made(NamedTuple):
 
 
 def forward(
-    line: Line, held: Held, activations: Buffers, states: Buffers, work: Work, transform: Transform | None
+    line: Line, held: Held, activations: Buffers, states: Buffers, work: Work, transform: Transform | None, read: Read
 ) -> Made:
     """One forward, of the stage that `work` names.
 
@@ -50,6 +56,7 @@ def forward(
       states: the rank's.
       work: what to do, a number in each field.
       transform: what recomputation makes of a stage; None: nothing is kept for a backward.
+      read: gives its weights.
     """
 
     def idle() -> Made:
@@ -64,7 +71,7 @@ def forward(
 
     def run(member: Member) -> Made:
         inputs = Inputs(
-            list(member.stage.read(member.weights.unpack(held.weights))),
+            list(read(member)),
             held.microbatch(work.microbatch),
             member.x.unpack(activations, work.source),
             member.state.unpack(states),
@@ -90,7 +97,16 @@ def forward(
 
 
 def backward(
-    line: Line, held: Held, residuals: Buffers, cotangents: Buffers, grads: Buffers, work: Work, seed: Any, part: Part
+    line: Line,
+    held: Held,
+    residuals: Buffers,
+    cotangents: Buffers,
+    grads: Buffers,
+    work: Work,
+    seed: Any,
+    part: Part,
+    read: Read,
+    accumulate: Accumulate,
 ) -> tuple[Buffers, Buffers]:
     """One backward, of the stage that `work` names.
 
@@ -103,6 +119,8 @@ def backward(
       work: what to do, a number in each field.
       seed: the gradient of every microbatch's loss.
       part: which gradients.
+      read: gives its weights.
+      accumulate: adds their gradients.
 
     Returns:
       The gradient of the stage's input for the stage before, and the gradients so far with this one's added.
@@ -113,23 +131,15 @@ def backward(
 
     def run(member: Member) -> tuple[Buffers, Buffers]:
         assert member.residuals is not None and member.saved is not None
-        weights = list(member.stage.read(member.weights.unpack(held.weights)))
-        inputs = Inputs(weights, held.microbatch(work.microbatch), (), ())
+        inputs = Inputs(list(read(member)), held.microbatch(work.microbatch), (), ())
         saved = replace(member.saved, residuals=member.residuals.unpack(residuals, work.slot))
         last = member is line.members[-1]
         dy = [_zero(member, i) for i in member.traced.varied_y] if last else member.dy.unpack(cotangents, work.source)
         dx, of_weights = member.traced.backward(saved, inputs, dy, seed)
         sent = nothing(line.cotangents) if part == "weight" else member.dx.pack(dx, line.cotangents)
-        return sent, grads if part == "input" else _accumulate(member, grads, of_weights)
+        return sent, grads if part == "input" else accumulate(member, grads, of_weights)
 
     return _switch(line, work, run, idle)
-
-
-def _accumulate(member: Member, grads: Buffers, of_weights: Sequence[Any]) -> Buffers:
-    stored = member.stage.sync(of_weights)
-    trained = [i for i, slot in enumerate(member.weights.slots) if slot.group in grads and stored[i] is not None]
-    packing = replace(member.weights, slots=tuple(member.weights.slots[i] for i in trained))
-    return packing.add(grads, [stored[i] for i in trained])
 
 
 def _zero(member: Member, place: int) -> jax.Array:
