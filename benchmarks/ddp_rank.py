@@ -1,4 +1,4 @@
-"""Our side of `torch_ddp.py` and `torch_fsdp.py`: the training of `torch_rank.py`, as one rank of many or on simulated devices.
+"""Our side of `torch_ddp.py` and its like: the training of `torch_rank.py`, as one rank of many or on simulated devices.
 
 Started by them. Prints the seconds of every step and the first losses as JSON.
 """
@@ -22,10 +22,11 @@ def main():
     parser.add_argument("warmup", type=int)
     parser.add_argument("steps", type=int)
     parser.add_argument("--devices", type=int, help="simulated devices in this process, instead of one rank of many")
-    parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp")
+    parser.add_argument("--strategy", choices=("ddp", "fsdp", "pipeline"), default="ddp")
+    parser.add_argument("--microbatches", type=int, default=8, help="of a pipeline")
     parser.add_argument("--write", metavar="FILE", help="write weights and batch for torch_rank.py, and stop")
     options = parser.parse_args()
-    shape = config(options.layers, options.width)
+    shape = config(options.layers, options.width, tied=options.strategy != "pipeline")
     batch = make_batch(options.rows, shape)
     if options.write:
         weights = ax.DDP(make_model(shape)).state_dict()
@@ -35,8 +36,9 @@ def main():
         return
     if options.devices:
         ax.fake_devices(options.devices)
-    world, facade = ax.init(), {"ddp": ax.DDP, "fsdp": ax.FSDP}[options.strategy]
-    trainer = facade(make_model(shape), world).trainer(optimizer(), loss_fn)
+    world, facade = ax.init(), {"ddp": ax.DDP, "fsdp": ax.FSDP, "pipeline": ax.Pipeline}[options.strategy]
+    own = {"num_microbatches": options.microbatches} if options.strategy == "pipeline" else {}
+    trainer = facade(make_model(shape), world, **own).trainer(optimizer(), loss_fn)
     losses, times = [], []
     for _ in range(options.warmup + options.steps):
         start = time.perf_counter()

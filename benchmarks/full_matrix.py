@@ -1,9 +1,10 @@
 """Every plan of a table in tests/ x every model, each held to the single-device run.
 
-    python benchmarks/full_matrix.py [--table ddp|fsdp] [--jobs 2] [--every 1] [--out docs/full_matrix.md]
+    python benchmarks/full_matrix.py [--table ddp|fsdp|pipeline] [--jobs 2] [--every 1] [--out docs/full_matrix.md]
 
-CI runs a pairwise cover of the same tables; this runs the whole product of DDP's, and of FSDP's options the product of
-those that its guide names, with the others drawn per plan (seed 0). It writes how many plans of each value were equal.
+CI runs a pairwise cover of the same tables, of pipelines a dozen rows; this runs the whole product of DDP's, of FSDP's options
+the product of those that its guide names, with the others drawn per plan, and of pipelines a pairwise cover (drawn by --seed).
+It writes how many plans of each value were equal.
 """
 
 import argparse
@@ -16,22 +17,27 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent / "tests"
-ORACLE = ("case", "ranks", "data", "fsdp", "accumulate", "max_grad_norm")
+ORACLE = ("case", "model", "schedule", "ranks", "microbatches", "mesh", "data", "fsdp", "accumulate", "max_grad_norm")
 """What the single-device run depends on: plans that agree in these share one."""
 DRAWN = ("prefetch", "remat", "flat", "sync_strategy")
 """Options of FSDP whose product with the others would take days."""
 
 
-def rows(table):
+def rows(table, seed):
     """The plans of a table, without typed mode for models whose scans start from plain zeros."""
     from fsdp_plans import FSDP, possible
     from plan_models import CASES
-    from plan_tables import DDP, product
+    from plan_tables import DDP, pairwise, product
 
+    if table == "pipeline":
+        from test_pipeline_training import TABLE
+        from test_pipeline_training import possible as fits
+
+        return [row for row in pairwise(TABLE, seed) if fits(row)]
     if table == "ddp":
         plans = product(DDP | {"case": list(CASES)})
         return [row for row in plans if CASES[row["case"]].typed or not row["check_vma"]]
-    rng = random.Random(0)
+    rng = random.Random(seed)
     plans = product({name: values for name, values in FSDP.items() if name not in DRAWN})
     return [row | {name: rng.choice(FSDP[name]) for name in DRAWN} for row in plans if possible(row)]
 
@@ -74,12 +80,13 @@ def check_group(group):
     """Per plan of those with one oracle: None where it equals one device, else the first lines of what differs."""
     from fsdp_plans import check as check_fsdp
     from test_ddp_equality import check as check_ddp
+    from test_pipeline_training import check as check_pipeline
 
     remember_runs()
     found = []
     for row in group:
         try:
-            (check_fsdp if "stage" in row else check_ddp)(row)
+            (check_fsdp if "stage" in row else check_pipeline if "schedule" in row else check_ddp)(row)
             found.append((row, None))
         except Exception as error:
             found.append((row, f"{type(error).__name__}: {str(error)[:300]}"))
@@ -104,18 +111,19 @@ def summary(table, results, seconds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", choices=["ddp", "fsdp"], default="ddp")
+    parser.add_argument("--table", choices=["ddp", "fsdp", "pipeline"], default="ddp")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--every", type=int, default=1, help="take every n-th oracle and the plans held to it")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn, and of the order")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long")
     parser.add_argument("--out", type=Path, help="append the table to this file")
     args = parser.parse_args()
     start()
     groups = collections.defaultdict(list)
-    for row in rows(args.table):
+    for row in rows(args.table, args.seed):
         groups[oracle_key(row)].append(row)
     todo = list(groups.values())
-    random.Random(0).shuffle(todo)  # so that a part of it is a fair sample
+    random.Random(args.seed).shuffle(todo)  # so that a part of it is a fair sample
     todo, begun, results = todo[:: args.every], time.time(), []
     total = sum(map(len, todo))
     print(f"{total} plans, {len(todo)} single-device runs", flush=True)

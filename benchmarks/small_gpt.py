@@ -17,9 +17,9 @@ from axonml_jax.parallel.tensor.cross_entropy import vocab_parallel_cross_entrop
 LEARNING_RATE = 1e-3
 
 
-def config(layers: int, width: int, length: int = 128) -> TransformerConfig:
-    """GPT-2's architecture over bytes, with heads of 32."""
-    style = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tie_embeddings": True, "use_bias": True}
+def config(layers: int, width: int, length: int = 128, *, tied: bool = True) -> TransformerConfig:
+    """GPT-2's architecture over bytes, with heads of 32; `tied`: the embedding is the head too."""
+    style = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tie_embeddings": tied, "use_bias": True}
     sizes = {"num_layers": layers, "hidden_size": width, "num_heads": width // 32, "max_length": length}
     return TransformerConfig(vocab_size=256, **sizes, **style)
 

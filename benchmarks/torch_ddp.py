@@ -18,6 +18,7 @@ from ranks import run_ranks
 from small_gpt import LEARNING_RATE
 
 HERE = Path(__file__).parent
+RANKS = {"ddp": 2, "fsdp": 2, "pipeline": 4}
 ONEDNN = "--xla_cpu_experimental_onednn_custom_call=true"
 
 
@@ -29,6 +30,7 @@ def parse(words: str | None):
     parser.add_argument("--layers", type=int, default=6, help="transformer blocks")
     parser.add_argument("--width", type=int, default=256, help="width of the residual stream")
     parser.add_argument("--rows", type=int, default=16, help="sequences in the global batch")
+    parser.add_argument("--microbatches", type=int, default=8, help="of a pipeline")
     parser.add_argument(
         "--only", nargs="*", help="names of the sides to run, as the table shows them; torch always runs"
     )
@@ -44,22 +46,24 @@ def flag_exists(flag: str) -> bool:
 
 def sides(options, file: str, strategy: str) -> dict:
     """Every side as a call that starts fresh processes and returns what rank 0 measured."""
-    torch = [options.torch_python, str(HERE / "torch_rank.py"), file, "4", str(options.steps), strategy]
+    ranks, count = RANKS[strategy], str(options.microbatches)
+    torch = [options.torch_python, str(HERE / "torch_rank.py"), file, "4", str(options.steps), strategy, count]
     ours = [sys.executable, str(HERE / "ddp_rank.py"), *map(str, (options.layers, options.width, options.rows)), "4"]
-    ours = [*ours, str(options.steps), "--strategy", strategy]
-    simulated, rate, cores = [*ours, "--devices", "2"], str(LEARNING_RATE), sorted(os.sched_getaffinity(0))[:2]
+    ours = [*ours, str(options.steps), "--strategy", strategy, "--microbatches", count]
+    simulated, rate = [*ours, "--devices", str(ranks)], str(LEARNING_RATE)
+    cores = sorted(os.sched_getaffinity(0))[:2] * (ranks // 2)
     named = {
-        "torch": lambda: run_ranks(torch, 2, OMP_NUM_THREADS="1", LEARNING_RATE=rate),
-        "torch, pinned": lambda: run_ranks(torch, 2, cores=cores, OMP_NUM_THREADS="1", LEARNING_RATE=rate),
+        "torch": lambda: run_ranks(torch, ranks, OMP_NUM_THREADS="1", LEARNING_RATE=rate),
+        "torch, pinned": lambda: run_ranks(torch, ranks, cores=cores, OMP_NUM_THREADS="1", LEARNING_RATE=rate),
         "simulated": lambda: run_ranks(simulated, 1),
-        "processes": lambda: run_ranks(ours, 2),
-        "processes, pinned": lambda: run_ranks(ours, 2, cores=cores),
+        "processes": lambda: run_ranks(ours, ranks),
+        "processes, pinned": lambda: run_ranks(ours, ranks, cores=cores),
     }
     if flag_exists(ONEDNN):
         named |= {
             "simulated, oneDNN": lambda: run_ranks(simulated, 1, XLA_FLAGS=ONEDNN),
-            "processes, oneDNN": lambda: run_ranks(ours, 2, XLA_FLAGS=ONEDNN),
-            "processes, pinned, oneDNN": lambda: run_ranks(ours, 2, cores=cores, XLA_FLAGS=ONEDNN),
+            "processes, oneDNN": lambda: run_ranks(ours, ranks, XLA_FLAGS=ONEDNN),
+            "processes, pinned, oneDNN": lambda: run_ranks(ours, ranks, cores=cores, XLA_FLAGS=ONEDNN),
         }
     else:
         print(f"this jaxlib does not know {ONEDNN}")
@@ -72,7 +76,7 @@ def main(strategy: str = "ddp", words: str | None = __doc__):
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder) / "weights.npz")
         shape = list(map(str, (options.layers, options.width, options.rows)))
-        write = [sys.executable, str(HERE / "ddp_rank.py"), *shape, "0", "0", "--write", file]
+        write = [sys.executable, str(HERE / "ddp_rank.py"), *shape, "0", "0", "--strategy", strategy, "--write", file]
         parameters = run_ranks(write, 1)
         running = sides(options, file, strategy)
         for round_ in range(options.rounds):

@@ -1,4 +1,4 @@
-"""PyTorch's side of `torch_ddp.py` and `torch_fsdp.py`: one rank over gloo, on weights and a batch read from a file.
+"""PyTorch's side of `torch_ddp.py` and its like: one rank over gloo, on weights and a batch read from a file.
 
 Started by them with torchrun's launch variables; needs torch and numpy only. Prints the seconds of every step
 and the first losses as JSON.
@@ -49,29 +49,40 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The same architecture as `axonml_jax.models.Transformer` with GPT-2's options."""
+    """The same architecture as `axonml_jax.models.Transformer` with GPT-2's options, or one of several stages of it."""
 
-    def __init__(self, layers, width, heads, vocabulary, length):
+    def __init__(self, layers, width, heads, vocabulary, length, *, tied=True, stage=0, stages=1):
         super().__init__()
-        self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
+        self.first, self.last, self.tied = stage == 0, stage == stages - 1, tied
+        if self.first:
+            self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        own = range(stage * layers // stages, (stage + 1) * layers // stages)
+        self.blocks = nn.ModuleDict({str(i): Block(width, heads) for i in own})
+        if self.last:
+            self.norm = nn.LayerNorm(width)
+            self.head = None if tied else nn.Linear(width, vocabulary, bias=False)
 
-    def forward(self, tokens):
-        x = self.embed(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
+    def forward(self, x):
+        if self.first:
+            x = self.embed(x) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks.values():
             x = block(x)
-        return self.norm(x) @ self.embed.weight.T
+        if not self.last:
+            return x
+        return self.norm(x) @ self.embed.weight.T if self.tied else self.head(self.norm(x))
 
 
 def load(model: nn.Module, arrays) -> None:
-    """Copy Flax's parameters by path name: kernels are transposed, scales and embeddings are called weight here."""
+    """Copy Flax's parameters by path name: kernels are transposed, scales and embeddings are called weight here.
+
+    Those of other stages are left out.
+    """
     own = dict(model.named_parameters())
     for name, value in arrays.items():
         path, last = name.replace("/", ".").rsplit(".", 1)
-        value = torch.from_numpy(value.T.copy() if last == "kernel" else value)
-        target = own.pop(f"{path}.{'bias' if last == 'bias' else 'weight'}")
-        target.data.copy_(value)
+        target = own.pop(f"{path}.{'bias' if last == 'bias' else 'weight'}", None)
+        if target is not None:
+            target.data.copy_(torch.from_numpy(value.T.copy() if last == "kernel" else value))
     assert not own, f"parameters without a counterpart: {list(own)}"
 
 
@@ -83,38 +94,77 @@ def wrapped(model: nn.Module, strategy: str) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
+    for block in model.blocks.values():
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def main(path: str, warmup: int, steps: int):
+def data_parallel(model, tokens, targets, strategy: str):
+    """`backward() -> loss`, the mean over ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tokens, targets = (x.chunk(ranks)[rank] for x in (tokens, targets))
+    parallel = wrapped(model, strategy)
+
+    def backward():
+        loss = F.cross_entropy(parallel(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        # The gradient norm, which the other side reports.
+        torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return mean / ranks
+
+    return backward
+
+
+def pipelined(model, tokens, targets, microbatches: int):
+    """`backward() -> loss` of one stage, under 1F1B."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    loss_of = lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    stage = PipelineStage(model, rank, ranks, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=loss_of)
+
+    def backward():
+        losses: list = []
+        given = (tokens,) if model.first else ()
+        schedule.step(*given, **({"target": targets, "losses": losses} if model.last else {}))
+        squares = sum((p.grad.square().sum() for p in model.parameters()), torch.zeros(()))
+        mean = torch.stack([x.detach() for x in losses]).mean() if model.last else torch.zeros(())
+        both = torch.stack([mean, squares])  # the loss, and the gradient norm, which the other side reports
+        dist.all_reduce(both)
+        return both[0]
+
+    return backward
+
+
+def main(path: str, warmup: int, steps: int, strategy: str, microbatches: int):
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with np.load(path) as file:
         data = dict(file)
     layers, width, heads = (int(data.pop(name)) for name in ("layers", "width", "heads"))
-    tokens, targets = (torch.from_numpy(np.array_split(data.pop(name), ranks)[rank]).long() for name in ("x", "y"))
-    model = Transformer(layers, width, heads, len(data["embed/embedding"]), tokens.shape[1])
+    tokens, targets = (torch.from_numpy(data.pop(name)).long() for name in ("x", "y"))
+    place = {"stage": rank, "stages": ranks} if strategy == "pipeline" else {}
+    shape = (layers, width, heads, len(data["embed/embedding"]), tokens.shape[1])
+    model = Transformer(*shape, tied="head/kernel" not in data, **place)
     load(model, data)
-    parallel = wrapped(model, sys.argv[4])
+    if strategy == "pipeline":
+        backward = pipelined(model, tokens, targets, microbatches)
+    else:
+        backward = data_parallel(model, tokens, targets, strategy)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=float(os.environ["LEARNING_RATE"]), weight_decay=0.01, fused=True
     )
     losses, times = [], []
     for _ in range(warmup + steps):
         start = time.perf_counter()
-        loss = F.cross_entropy(parallel(tokens).flatten(0, 1), targets.flatten())
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(
-            model.parameters(), float("inf")
-        )  # the gradient norm, which the other side reports
+        loss = backward()
         optimizer.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(float(mean) / ranks)
+        losses.append(float(loss))
         times.append(time.perf_counter() - start)
     if rank == 0:
         print(json.dumps({"losses": losses[:5], "times": times[warmup:], "version": torch.__version__}))
@@ -122,4 +172,4 @@ def main(path: str, warmup: int, steps: int):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
