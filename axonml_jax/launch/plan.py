@@ -3,7 +3,7 @@
 import argparse
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +144,23 @@ def config_text(answer: Answer, base: RunConfig | None = None, arguments: Sequen
         data=replace(base.data, length=length),
         train=replace(base.train, global_batch_size=answer.asked.global_batch),
     )
-    values = as_dict(config)
+    values = _changed(config, as_dict(config))
     head = f"# {found}\n# found for {answer.asked.num_devices:,} x {answer.asked.hardware.name}"
     head += f" by:\n#   axonml-jax plan {shlex.join(_without_outputs(arguments))}\n" if arguments else "\n"
     return head + yaml.safe_dump(values, sort_keys=False)
+
+
+def _changed(config: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """What of a configuration's values is not as it is by default."""
+    kept = {}
+    for field in fields(config):
+        value, default = getattr(config, field.name), field.default
+        if is_dataclass(value):
+            if inside := _changed(value, values[field.name]):
+                kept[field.name] = inside
+        elif default is MISSING or value != default:
+            kept[field.name] = values[field.name]
+    return kept
 
 
 def _without_outputs(arguments: Sequence[str]) -> list[str]:

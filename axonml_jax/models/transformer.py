@@ -114,8 +114,10 @@ class Transformer(nnx.Module):
         if not chunk:
             return cross_entropy(self(tokens), targets, ignore, axis=VOCABULARY_AXES)
         x = self._hidden(tokens)
-        output, dim = (self.embed, 0) if self.head is None else (self.head, 1)
-        table = output.embedding if self.head is None else output.kernel
+        if self.head is None:
+            output, table, dim = self.embed, self.embed.embedding, 0
+        else:
+            output, table, dim = self.head, self.head.kernel, 1
         x, table = output.promote_dtype((self.norm(x), table[...]), dtype=output.dtype)
         losses = chunked_cross_entropy(
             x, table, targets, chunk=chunk, words_dim=dim, sequence_parallel=self.split_sequence, ignore_label=ignore
