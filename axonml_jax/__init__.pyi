@@ -87,6 +87,7 @@ from axonml_jax.parallel.tensor.embedding import VocabParallelEmbedding as Vocab
 from axonml_jax.parallel.tensor.embedding3d import ParallelEmbedding as ParallelEmbedding
 from axonml_jax.parallel.tensor.linear3d import ParallelLinear as ParallelLinear
 from axonml_jax.parallel.tensor.mlp import ParallelMLP as ParallelMLP
+from axonml_jax.parallel.tensor.ordered import Prefetch as Prefetch
 from axonml_jax.parallel.tensor.row import RowParallelLinear as RowParallelLinear
 from axonml_jax.parallel.tensor.sequence import ParallelLayerNorm as ParallelLayerNorm
 from axonml_jax.parallel.tensor.sequence import ParallelRMSNorm as ParallelRMSNorm

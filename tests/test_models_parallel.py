@@ -42,13 +42,19 @@ def make(config, seed=0):
 
 
 SCAN = {"scan_layers": True, "num_layers": 2, "loss_chunk": 3}
+AHEAD = {"prefetch": True, "overlap": True}
 
 # (options, mesh, plan)
 ROWS = {
-    "tensor": (GPT2, {"loss_chunk": 3}, {"data": 2, "tensor": 4}, {"accumulate": 2, "check_vma": True}),
-    "sequence": (LLAMA, {"sequence_parallel": True, **SCAN}, {"fsdp": 2, "tensor": 4}, {"remat": "full"}),
+    "tensor": (
+        GPT2,
+        {"loss_chunk": 3, "overlap": True},
+        {"data": 2, "tensor": 4},
+        {"accumulate": 2, "check_vma": True},
+    ),
+    "sequence": (LLAMA, {"sequence_parallel": True, "ring": True, **SCAN}, {"fsdp": 2, "tensor": 4}, {"remat": "full"}),
     "scan": (LLAMA, SCAN, {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "selective", "check_vma": True}),
-    "grid": (LLAMA, {"split": "grid"}, {"data": 1, "row": 2, "col": 2, "depth": 2}, {"check_vma": True}),
+    "grid": (LLAMA, {"split": "grid", **AHEAD}, {"data": 1, "row": 2, "col": 2, "depth": 2}, {"check_vma": True}),
     "grid_tied": (GPT2, {"split": "grid"}, {"fsdp": 2, "row": 2, "col": 2}, {}),
 }
 
@@ -107,5 +113,7 @@ def test_a_split_that_does_not_exist_and_sequence_parallelism_of_a_grid_are_refu
         dataclasses.replace(LLAMA, split="rows")
     with pytest.raises(ValueError, match="sequence_parallel=True belongs to split='tensor'"):
         dataclasses.replace(LLAMA, split="grid", sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"set sequence_parallel=True too\n.*choose one\n.*set split='grid'"):
+        dataclasses.replace(LLAMA, ring=True, overlap=True, prefetch=True)
     with pytest.raises(ValueError, match=r"ParallelMLP: sequence_parallel and ring belong to one axis"):
         ax.ParallelMLP(4, 8, axis=("row", "col", "depth"), sequence_parallel=True, rngs=nnx.Rngs(0))

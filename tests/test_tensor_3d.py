@@ -12,6 +12,7 @@ from tensor_cases import EMBED, LINEAR, P, assert_equals_one_device, make_mesh, 
 from axonml_jax.parallel.tensor.conv3d import ParallelConv
 from axonml_jax.parallel.tensor.embedding3d import ParallelEmbedding
 from axonml_jax.parallel.tensor.linear3d import ParallelLinear
+from axonml_jax.parallel.tensor.ordered import Prefetch
 from axonml_jax.parallel.tensor.specs import tensor_specs
 
 GRIDS = {
@@ -28,21 +29,24 @@ GRIDS = {
 class Laid(nnx.Module):
     """A chain in which every layer takes its input as the one before left it; the transposed layout alternates."""
 
-    def __init__(self, use_bias):
-        options = {"use_bias": use_bias, "rngs": nnx.Rngs(0), **LINEAR}
+    def __init__(self, use_bias, overlap, prefetch):
+        options = {"use_bias": use_bias, "overlap": overlap, "rngs": nnx.Rngs(0), **LINEAR}
+        self.prefetch = prefetch
         self.first = ParallelLinear(8, 16, gather_output=False, **options)
         self.second = ParallelLinear(16, 8, transpose=True, scatter_input=False, gather_output=False, **options)
         self.third = ParallelLinear(8, 8, scatter_input=False, **options)
         self.easy = ParallelLinear(8, 4, transpose=True, **options)
 
     def __call__(self, x):
-        first = jnp.tanh(self.first(x))
-        second = jnp.tanh(self.second(first))
-        third = self.third(second)
-        return {"first": first, "second": second, "third": third, "easy": self.easy(jnp.tanh(third))}
+        order = Prefetch() if self.prefetch else None
+        first = jnp.tanh(self.first(x, prefetch=order))
+        second = jnp.tanh(self.second(first, prefetch=order))
+        third = self.third(second, prefetch=order)
+        easy = self.easy(jnp.tanh(third), prefetch=order)
+        return {"first": first, "second": second, "third": third, "easy": order.last(easy) if order else easy}
 
 
-# (grid, bias, leading dims of one example, check_vma)
+# (grid, bias, leading dims of one example, check_vma); reductions overlap where there is a bias, weights are prefetched in 2d
 CASES = [
     ("1x1x1", True, 0, True), ("2x2x2", True, 1, True), ("2x2x2", False, 2, False), ("4x1x2", True, 0, False),
     ("4x1x2", False, 1, True), ("1x2x4", True, 2, True), ("row 4", True, 1, False), ("data 2 x 2x2x1", False, 0, True),
@@ -65,7 +69,8 @@ def test_linear_layers_equal_one_device(grid, use_bias, lead, check_vma):
     specs = {name: split(sizes, lead) for name in ("third", "easy")}
     specs |= {"first": split(sizes, lead, "row"), "second": split(sizes, lead, "col")}
     x = normal(4, *LEADS[lead], 8)
-    assert_equals_one_device(Laid(use_bias), x, sizes, x_spec=split(sizes, lead), y_spec=specs, check_vma=check_vma)
+    model = Laid(use_bias, overlap=use_bias, prefetch=lead == 1)
+    assert_equals_one_device(model, x, sizes, x_spec=split(sizes, lead), y_spec=specs, check_vma=check_vma)
 
 
 class Tied(nnx.Module):
@@ -76,7 +81,7 @@ class Tied(nnx.Module):
             16, 8, transpose=True, scatter_input=False, gather_output=False, rngs=nnx.Rngs(0), **EMBED
         )
         self.mix = ParallelLinear(8, 8, scatter_input=False, rngs=nnx.Rngs(1), **LINEAR)
-        self.easy = ParallelEmbedding(16, 8, rngs=nnx.Rngs(2), **EMBED)
+        self.easy = ParallelEmbedding(16, 8, overlap=True, rngs=nnx.Rngs(2), **EMBED)
 
     def __call__(self, ids):
         laid, easy = self.laid(ids), self.easy(ids)
@@ -103,7 +108,7 @@ class Convs(nnx.Module):
         options = {"use_bias": use_bias, "rngs": nnx.Rngs(0), **LINEAR}
         kernel = (3, 2, 1)[:rank]
         mask = normal(*kernel, 8, 16) > 0
-        self.first = ParallelConv(4, 8, kernel, strides=2, gather_output=False, **options)
+        self.first = ParallelConv(4, 8, kernel, strides=2, gather_output=False, overlap=use_bias, **options)
         self.second = ParallelConv(
             8, 16, kernel, padding="CIRCULAR", kernel_dilation=2, mask=mask, transpose=True, scatter_input=False,
             gather_output=False, **options,
@@ -113,8 +118,9 @@ class Convs(nnx.Module):
         self.easy = ParallelConv(16, 8, kernel, padding="VALID", feature_group_count=2, transpose=True, **options)
 
     def __call__(self, x):
-        first = jnp.tanh(self.first(x))
-        second = jnp.tanh(self.second(first))
+        order = Prefetch()
+        first = jnp.tanh(self.first(x, prefetch=order))
+        second = jnp.tanh(self.second(first, prefetch=order))
         easy = self.easy(jnp.concatenate([x, x**2, jnp.sin(x), jnp.cos(x)], -1))
         return {"first": first, "second": second, "grouped": self.grouped(second), "easy": easy}
 

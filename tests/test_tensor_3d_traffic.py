@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.extend.core import Literal
 from ledger_steps import abstract_mesh, floats
 from tensor_cases import P
 
 from axonml_jax.ledger import collectives_in
+from axonml_jax.parallel.tensor.auto.flow import plain_call
 from axonml_jax.parallel.tensor.linear3d import ParallelLinear
+from axonml_jax.parallel.tensor.ordered import Prefetch
 from axonml_jax.parallel.tensor.specs import tensor_specs
 
 BF16 = jnp.bfloat16
@@ -107,3 +110,78 @@ def test_the_gathered_weight_is_not_kept_for_the_backward():
     )
     jax.eval_shape(mapped, nnx.to_pure_dict(params), x)
     assert (16, 64) in kept and (64, 64) not in kept
+
+
+@MODES
+def test_overlap_sends_the_same_and_reduces_the_inputs_gradient_before_the_weights(check_vma):
+    sizes, laid = (
+        dict(depth=2, row=2, col=2),
+        dict(x_axis="col", y_axis="row", scatter_input=False, gather_output=False),
+    )
+    plain, overlapped = (
+        counted(sizes, check_vma, tokens=8, k=16, n=32, overlap=overlap, **laid) for overlap in (False, True)
+    )
+    order = [(entry.kind, entry.axes) for entry in overlapped]
+    assert order[-2:] == [("all_reduce", ("row",)), ("reduce_scatter", ("depth",))]
+    assert sorted(order) == sorted((entry.kind, entry.axes) for entry in plain)
+
+
+class Chain(nnx.Module):
+    """Three products, with or without an order in which their weights are gathered."""
+
+    def __init__(self, prefetch):
+        self.layers = nnx.List([ParallelLinear(8, 8, use_bias=False, rngs=nnx.Rngs(0)) for _ in range(3)])
+        self.prefetch = prefetch
+
+    def __call__(self, x):
+        order = Prefetch() if self.prefetch else None
+        for layer in self.layers:
+            x = layer(x, prefetch=order)
+        return order.last(x) if order else x
+
+
+def products_before_gathers(jaxpr, known, found):
+    """How many products each gather of a program waits for, in order; `known` are those that each variable waits for."""
+    waited = lambda v: frozenset() if isinstance(v, Literal) else known.get(v, frozenset())
+    for eqn in jaxpr.eqns:
+        before = frozenset().union(*(waited(v) for v in eqn.invars))
+        inner = eqn.params["jaxpr"] if eqn.primitive.name == "shard_map" else plain_call(eqn)
+        if inner is not None:
+            inner = getattr(inner, "jaxpr", inner)
+            known.update({var: waited(v) for var, v in zip(inner.invars, eqn.invars, strict=True)})
+            products_before_gathers(inner, known, found)
+            known.update({out: waited(v) for out, v in zip(eqn.outvars, inner.outvars, strict=True)})
+            continue
+        if eqn.primitive.name == "dot_general":
+            before |= {id(eqn)}
+        if eqn.primitive.name.startswith("all_gather"):
+            found.append(len(before))
+        known.update(dict.fromkeys(eqn.outvars, before))
+    return found
+
+
+@MODES
+def test_prefetch_lets_a_gather_wait_for_the_neighbours_start_and_no_longer(check_vma):
+    def waits(prefetch):
+        model = Chain(prefetch)
+        graphdef, params = nnx.split(model)
+
+        def per_rank(params, x, dy):
+            y, vjp = jax.vjp(lambda params, x: nnx.merge(graphdef, params, copy=True)(x), params, x)
+            return y, *vjp(dy)
+
+        specs, x = tensor_specs(model, dict(depth=2)), P("depth")
+        mapped = jax.shard_map(
+            per_rank,
+            mesh=abstract_mesh(depth=2),
+            in_specs=(specs, x, x),
+            out_specs=(x, specs, x),
+            check_vma=check_vma,
+        )
+        traced = jax.make_jaxpr(mapped)(nnx.to_pure_dict(params), floats(4, 8), floats(4, 8))
+        return products_before_gathers(traced.jaxpr, {}, [])
+
+    # Forward first to third, then backward third to first. Unordered, a gather of the backward waits for all before it,
+    # and nothing holds those of the forward back: they may all be whole at once.
+    assert waits(False) == [0, 0, 0, 0, 1, 2]
+    assert waits(True) == [0, 0, 1, 0, 0, 1]

@@ -35,13 +35,15 @@ class Everything(nnx.Module):
         self.mlp = Gated(rngs)
         self.einsum = nnx.Einsum("bsh,hnd->bsnd", (8, 4, 2), (4, 2), rngs=rngs, **F64)
         self.general = nnx.LinearGeneral((4, 2), 8, axis=(-2, -1), rngs=rngs, **F64)
+        self.out = nnx.Einsum("bsnd,ndh->bsh", (4, 2, 8), (8,), rngs=rngs, **F64)
         self.conv = nnx.Conv(8, 4, (3,), rngs=rngs, **F64)
         self.head = nnx.Linear(4, 3, rngs=rngs, **F64)
 
     def __call__(self, ids):
         x = self.embed(ids)
         x = x + self.mlp(self.norm(x))
-        return self.head(self.conv(x + self.general(self.einsum(x))))
+        heads = nnx.gelu(self.einsum(x))
+        return self.head(self.conv(x + self.general(heads) + self.out(heads)))
 
 
 def squares(model, batch):
@@ -58,7 +60,7 @@ def test_every_layer_is_swapped_in_place_and_trains_as_on_one_device(degrees):
     report = ax.auto_parallelize(model, mesh, example=IDS)
     assert all(getattr(model, name) is layer for name, layer in layers.items())
     assert isinstance(model.embed, nnx.Embed) and type(model.embed) is not nnx.Embed
-    assert {"embed", "einsum", "general", "conv", "mlp/up"} <= set(report.swapped)
+    assert {"embed", "einsum", "general", "out", "conv", "mlp/up"} <= set(report.swapped)
     assert report.left["norm"] == "no layer that is split"
     np.testing.assert_array_equal(model(IDS), wanted)
     assert_equals_single_device(model, squares, IDS, mesh=mesh, tx=optax.adamw(1e-2), steps=1)
@@ -69,7 +71,10 @@ def test_the_report_says_what_was_paired_and_why_a_layer_was_left():
     assert report.swapped["mlp/gate"] == report.swapped["mlp/up"] == "ColumnParallelLinear"
     assert report.swapped["mlp/down"] == report.swapped["head"] == "RowParallelLinear"
     text = str(report)
-    assert "auto_parallelize over tensor=2: 8 of 9 layers" in text and "rows, takes a split input" in text
+    assert "auto_parallelize over tensor=2: 9 of 10 layers" in text and "rows, takes a split input" in text
+    how = {entry.path: entry.why for entry in report.entries}
+    assert how["einsum"] == "letter n, output stays split" and how["out"] == "letter n, takes a split input"
+    assert how["general"] == "rows, takes a split input"
     left = ax.auto_parallelize(Everything(nnx.Rngs(0)), abstract_mesh(tensor=5)).left
     assert left["head"] == "neither 4 input nor 3 output features divide over 5 ranks"
     assert left["embed"] == "12 num_embeddings do not divide over 5 ranks"
@@ -122,6 +127,60 @@ def test_a_layer_whose_parameters_others_read_is_left():
     assert set(ax.auto_parallelize(shared, abstract_mesh(tensor=2)).left) >= {"first", "third"}
 
 
+class Attention(nnx.Module):
+    """Heads by `LinearGeneral` and `Einsum`; how they are mixed is given."""
+
+    def __init__(self, mix):
+        rngs, self.mix = nnx.Rngs(0), mix
+        self.query, self.key = (nnx.LinearGeneral(8, (4, 2), rngs=rngs) for _ in range(2))
+        self.value, self.flat = nnx.Einsum("bsh,hnd->bsnd", (8, 4, 2), (4, 2), rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+        self.out = nnx.LinearGeneral((4, 2), 8, axis=(-2, -1), rngs=rngs)
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.mix(self, x)
+        return self.down(nnx.relu(self.up(x)))
+
+
+def flax_attention(m, x):
+    mask = nnx.make_causal_mask(x[..., 0])
+    return m.out(nnx.dot_product_attention(m.query(x), m.key(x), m.value(x), mask=mask))
+
+
+def rotated(m, x):
+    turn = lambda y: jnp.concatenate([-y[..., 1:], y[..., :1]], axis=-1) * jnp.cos(jnp.arange(4.0))[:, None, None]
+    scores = jax.nn.softmax(jnp.einsum("bqnd,bknd->bnqk", turn(m.query(x)), turn(m.key(x))))
+    return m.flat(jnp.einsum("bnqk,bknd->bqnd", scores, m.value(x)).reshape(*x.shape[:2], -1))
+
+
+def by_configuration(m, x):
+    return m.flat(nnx.dot_product_attention(m.query(x), m.key(x), m.value(x)).reshape(*x.shape[:2], 8))
+
+
+def over_heads(m, x):
+    return m.out(m.value(x) - m.value(x).mean(axis=2, keepdims=True))
+
+
+# What mixes heads, and which of the projections stay split; besides, one of the last layers does.
+MIXES = {
+    flax_attention: {"query", "key", "value"},
+    rotated: {"query", "key", "value"},
+    by_configuration: set(),
+    over_heads: set(),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.__name__)
+def test_attention_of_general_layers_stays_split_between_them(mix):
+    model, x = Attention(mix), np.random.default_rng(0).normal(size=(2, 4, 8)).astype(np.float32)
+    wanted = model(x)
+    report = ax.auto_parallelize(model, abstract_mesh(tensor=2), example=x)
+    stay = {entry.path for entry in report.entries if "output stays split" in entry.why}
+    assert stay & {"query", "key", "value"} == MIXES[mix] and len(stay) == len(MIXES[mix]) + 1
+    if mix is flax_attention:
+        np.testing.assert_allclose(ax.parallelize(model, mesh_of(data=1, tensor=2))(x), wanted, atol=1e-5)
+
+
 class Heads(nnx.Module):
     def __init__(self, **options):
         self.attention = nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0), **options)
@@ -156,6 +215,24 @@ def test_the_context_swaps_what_its_own_thread_makes_and_is_gone_after_an_except
     assert isinstance(linear, ax.ColumnParallelLinear) and linear.gather_output
     assert list(report.swapped.values()) == ["SplitHeadsAttention", "ColumnParallelLinear"]
     assert ax.tensor_specs(inside, {"tensor": 2})["attention"]["out"]["kernel"][0] == "tensor"
+
+
+def test_a_model_of_another_package_equals_itself_on_one_device():
+    """Mamba-2 of mamba2-jax: products of states between its layers, parameters of its convolution read elsewhere."""
+    package = pytest.importorskip("mamba2_jax", reason="needs mamba2-jax (the extra `test`)")
+    sizes = {"vocab_size": 12, "hidden_size": 8, "state_size": 4, "head_dim": 8, "num_hidden_layers": 1}
+    config = package.Mamba2Config(**sizes, chunk_size=4, tie_word_embeddings=False)
+    model, mesh = package.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0)), mesh_of(data=2, tensor=2)
+    loss_fn = lambda model, ids: jnp.mean(jnp.square(model(ids)["logits"]))
+    wanted, own = nnx.jit(nnx.value_and_grad(loss_fn))(model, IDS)
+    report = ax.auto_parallelize(model, mesh, example=IDS)
+    assert "read outside its own call" in report.left["backbone/layers/0/mixer/conv1d/conv"]
+    split = ("backbone/embedder", "backbone/layers/0/mixer/in_proj", "backbone/layers/0/mixer/out_proj", "lm_head")
+    assert set(report.swapped) == set(split)
+    loss, grads = ax.parallelize(model, mesh).value_and_grad(loss_fn)(IDS)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, grads, nnx.to_pure_dict(own))
 
 
 def test_what_cannot_be_split_over_is_refused():

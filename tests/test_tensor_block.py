@@ -25,13 +25,13 @@ class Block(nnx.Module):
     """A pre-norm transformer block, [..., s, 8] -> [..., s, 8]."""
 
     def __init__(
-        self, *, kv_heads=None, llama=False, sequence=False, hidden=8, heads=4, inner=12, options=LINEAR, ring=False
+        self, *, kv_heads=None, llama=False, sequence=False, hidden=8, heads=4, inner=12, options=LINEAR, **switches
     ):
         shared = {"sequence_parallel": sequence, "rngs": nnx.Rngs(0)}
         norm = ParallelRMSNorm if llama else partial(ParallelLayerNorm, bias_init=options["bias_init"])
         norm = partial(norm, scale_init=options["bias_init"], param_dtype=options["param_dtype"], **shared)
         self.norm1, self.norm2 = norm(hidden), norm(hidden)
-        linear = {"use_bias": not llama, "ring": ring, **shared, **options}
+        linear = {"use_bias": not llama, **switches, **shared, **options}
         self.attention = TensorParallelAttention(
             hidden, heads, kv_heads, causal=not sequence, rope_theta=1e4 if llama else None, **linear
         )
@@ -45,7 +45,7 @@ class Block(nnx.Module):
         return join_sequence(x) if self.ends else x
 
 
-# (ranks, kv heads, Llama options, sequence parallel, shape before the hidden size, check_vma)
+# (ranks, kv heads, Llama options, sequence parallel, shape before the hidden size, check_vma); overlap where ranks are 2
 CASES = [
     (1, 2, True, True, (4,), True), (2, None, True, False, (2, 1, 4), True), (2, 1, False, True, (2, 4), False),
     (4, 1, True, True, (2, 1, 4), True), (4, 2, False, False, (4,), False), (4, None, False, True, (2, 4), True),
@@ -58,7 +58,7 @@ IDS = [
 
 @pytest.mark.parametrize(("ranks", "kv_heads", "llama", "sequence", "shape", "check_vma"), CASES, ids=IDS)
 def test_a_block_equals_one_device(ranks, kv_heads, llama, sequence, shape, check_vma):
-    block = Block(kv_heads=kv_heads, llama=llama, sequence=sequence)
+    block = Block(kv_heads=kv_heads, llama=llama, sequence=sequence, overlap=ranks == 2)
     assert_equals_one_device(block, normal(*shape, 8), {"tensor": ranks}, check_vma=check_vma)
 
 
@@ -231,6 +231,25 @@ def test_rings_change_the_schedule_and_not_the_result(ranks, check_vma):
     assert_equals_one_device(Split(mlp), normal(2, 4, 8), {"tensor": ranks}, check_vma=check_vma)
 
 
+@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
+def test_overlap_issues_an_inputs_gradient_and_its_reduction_before_the_weights_gradients(sequence):
+    """In the lowered program, and kept there by a barrier: what sums the input's gradient does not wait for other products."""
+
+    def order(overlap):
+        mlp = ParallelMLP(
+            8, 12, use_bias=False, sequence_parallel=sequence, overlap=overlap, rngs=nnx.Rngs(0), **LINEAR
+        )
+        model, x = (Split(mlp) if sequence else mlp), floats(2, 4, 8, dtype=jnp.float64)
+        step = step_on_mesh(model, {"tensor": 2}, x, mesh=abstract_mesh(tensor=2))
+        lowered = step.trace(nnx.to_pure_dict(nnx.state(model, nnx.Param)), x, [x]).lower(lowering_platforms=("tpu",))
+        names = ("dot_general", "all_reduce", "reduce_scatter", "optimization_barrier")
+        return [name for line in lowered.as_text().splitlines() for name in names if f"stablehlo.{name}" in line]
+
+    reduction = "reduce_scatter" if sequence else "all_reduce"
+    assert order(True)[-4:] == ["dot_general", "optimization_barrier", reduction, "dot_general"]
+    assert order(False)[-2:] == ["dot_general", reduction]
+
+
 def test_a_ring_sends_the_same_bytes_in_hops_between_the_products():
     plain, ring = (counted(Split(Stack(1, sequence=True, ring=ring)), RANKS, B, S, H) for ring in (False, True))
     hops = [entry for entry in ring if entry.kind == "permute"]
@@ -243,3 +262,6 @@ def test_a_ring_sends_the_same_bytes_in_hops_between_the_products():
 def test_a_ring_without_sequence_parallelism_is_refused(kind):
     with pytest.raises(ValueError, match="set sequence_parallel=True too"):
         kind(8, 8, ring=True, rngs=nnx.Rngs(0))
+    if kind is not RowParallelLinear:
+        with pytest.raises(ValueError, match="choose one"):
+            kind(8, 8, ring=True, overlap=True, sequence_parallel=True, rngs=nnx.Rngs(0))

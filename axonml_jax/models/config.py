@@ -39,6 +39,9 @@ class TransformerConfig:
       split: over which mesh axes the layers split where those are bound: "tensor" (Megatron's) or "grid" (AxoNN's: row, col
         and depth). The parameters and their first values are the same.
       sequence_parallel: with "tensor", split the activations between the blocks along the sequence.
+      ring: with `sequence_parallel`, cut the blocks' gathers and scatters into hops between partial products.
+      overlap: issue the reductions of inputs' gradients before the weights' gradients, to run behind them; not with `ring`.
+      prefetch: with "grid", gather each layer's weights over depth while the layer before it computes.
       attention: what computes attention: "xla" (einsums), "splash" (JAX's kernel on TPU), "cudnn" (on GPU), or "auto": the
         platform's kernel where it applies, else the einsums. A kernel named here is used or refused with the reason.
       scan_layers: stack the blocks' parameters and run the blocks in one loop, so that tracing and compiling take the same
@@ -66,6 +69,9 @@ class TransformerConfig:
     norm_eps: float = 1e-5
     split: str = "tensor"
     sequence_parallel: bool = False
+    ring: bool = False
+    overlap: bool = False
+    prefetch: bool = False
     attention: str = "auto"
     scan_layers: bool = False
     loss_chunk: int | None = None
@@ -199,6 +205,12 @@ def _bad_choices(config: TransformerConfig):
             yield f"{name}={getattr(config, name)!r}: must be one of {', '.join(allowed)}"
     if config.sequence_parallel and config.split == "grid":
         yield "sequence_parallel=True belongs to split='tensor': the 3-D layers of split='grid' do without"
+    if config.ring and not config.sequence_parallel:
+        yield "ring=True cuts the gathers and scatters of sequence parallelism into hops: set sequence_parallel=True too"
+    if config.ring and config.overlap:
+        yield "ring=True and overlap=True hide the same reductions: choose one"
+    if config.prefetch and (config.split != "grid" or config.scan_layers):
+        yield "prefetch=True gathers ahead what depth splits, from block to block: set split='grid' and scan_layers=False"
 
 
 def _bad_dtypes(config: TransformerConfig):

@@ -44,7 +44,8 @@ def make_mlp(config: TransformerConfig, *, rngs) -> ParallelMLP:
 
 def make_vocabulary(config: TransformerConfig, *, rngs) -> VocabParallelEmbedding | ParallelEmbedding:
     """The table of token embeddings, whose rows are split."""
-    options: dict[str, Any] = {"embedding_init": nnx.initializers.normal(INIT_STD), **_dtypes(config)}
+    options: dict[str, Any] = {"embedding_init": nnx.initializers.normal(INIT_STD), "overlap": config.overlap}
+    options |= _dtypes(config)
     if config.split == "grid":
         return _as_read(ParallelEmbedding(config.vocab_size, config.hidden_size, rngs=rngs, **options), config)
     sequence = {"sequence_parallel": config.sequence_parallel}
@@ -61,7 +62,10 @@ def make_positions(config: TransformerConfig, *, rngs) -> nnx.Embed:
 
 def make_head(config: TransformerConfig, *, rngs) -> ColumnParallelLinear | ParallelLinear:
     """The output layer, whose logits are split over the vocabulary."""
-    sizes, options = (config.hidden_size, config.vocab_size), {"use_bias": False, **_linear(config)}
+    sizes, options = (
+        (config.hidden_size, config.vocab_size),
+        {"use_bias": False, "overlap": config.overlap, **_linear(config)},
+    )
     if config.split == "grid":  # transposed: its output is split over col, as the tied table's is
         return ParallelLinear(*sizes, transpose=True, gather_output=False, rngs=rngs, **options)
     return ColumnParallelLinear(*sizes, sequence_parallel=config.sequence_parallel, rngs=rngs, **options)
@@ -88,6 +92,8 @@ def _inner(config: TransformerConfig) -> dict[str, Any]:
         "use_bias": config.use_bias,
         "out_init": nnx.initializers.normal(INIT_STD / (2 * config.num_layers) ** 0.5),
         "sequence_parallel": config.sequence_parallel,
+        "ring": config.ring,
+        "overlap": config.overlap,
         "axis": axis,
         **_linear(config),
     }

@@ -22,6 +22,8 @@ from axonml_jax.models.stack import Stack
 from axonml_jax.parallel.tensor.attend import KVCache
 from axonml_jax.parallel.tensor.chunked_cross_entropy import chunked_cross_entropy
 from axonml_jax.parallel.tensor.embedding3d import ParallelEmbedding
+from axonml_jax.parallel.tensor.linear3d import ParallelLinear
+from axonml_jax.parallel.tensor.ordered import Prefetch
 from axonml_jax.parallel.tensor.sequence import split_sequence
 
 
@@ -40,18 +42,18 @@ class Block(nnx.Module):
         self.mlp = make_mlp(config, rngs=rngs)
         self.dropout = make_dropout(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *, prefetch: Prefetch | None = None) -> jax.Array:
         """[b, s, h] -> [b, s, h] (b batch, s sequence, h hidden size); of s its part with sequence parallelism."""
-        return self._joined(x, self.attention(self.attention_norm(x)))
+        return self._joined(x, self.attention(self.attention_norm(x), prefetch=prefetch), prefetch)
 
     def extend(self, x: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """The same for positions after those in a cache."""
         mixed, cache = self.attention.extend(self.attention_norm(x), cache)
         return self._joined(x, mixed), cache
 
-    def _joined(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+    def _joined(self, x: jax.Array, mixed: jax.Array, prefetch: Prefetch | None = None) -> jax.Array:
         x = x + self.dropout(mixed)
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x), prefetch=prefetch))
 
 
 class Transformer(nnx.Module):
@@ -91,7 +93,9 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: the sequence is longer than `max_length`.
         """
-        return self._logits(self._hidden(tokens))
+        prefetch = Prefetch() if self.config.prefetch else None
+        logits = self._logits(self._hidden(tokens, prefetch), prefetch)
+        return logits if prefetch is None else prefetch.last(logits)
 
     def loss(self, tokens: jax.Array, targets: jax.Array, ignore: int = -1) -> tuple[jax.Array, jax.Array]:
         """Summed cross entropy of the next tokens in nats, and the number of targets; their quotient is the mean.
@@ -149,13 +153,13 @@ class Transformer(nnx.Module):
         self._check_length(room)
         return [block.attention.empty_cache(batch, room) for block in self.blocks]
 
-    def _hidden(self, tokens: jax.Array) -> jax.Array:
+    def _hidden(self, tokens: jax.Array, prefetch: Prefetch | None = None) -> jax.Array:
         self._check_length(tokens.shape[1])
         x = self._embedded(tokens, 0)
         if isinstance(self.blocks, Stack):
             return self.blocks(x)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, prefetch=prefetch)
         return x
 
     def _check_length(self, length: int) -> None:
@@ -172,12 +176,12 @@ class Transformer(nnx.Module):
             x = x + (split_sequence(own) if self.split_sequence else own)
         return self.dropout(x)
 
-    def _logits(self, x: jax.Array) -> jax.Array:
+    def _logits(self, x: jax.Array, prefetch: Prefetch | None = None) -> jax.Array:
         x = self.norm(x)
+        if isinstance(self.head, ParallelLinear):
+            return self.head(x, prefetch=prefetch)
         if self.head is not None:
             return self.head(x)
-        return (
-            self.embed.attend(x, gather_output=False)
-            if isinstance(self.embed, ParallelEmbedding)
-            else self.embed.attend(x)
-        )
+        if isinstance(self.embed, ParallelEmbedding):
+            return self.embed.attend(x, gather_output=False, prefetch=prefetch)
+        return self.embed.attend(x)

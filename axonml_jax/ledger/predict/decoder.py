@@ -25,6 +25,7 @@ class DecoderLike(Protocol):
     dropout: float
     split: str
     sequence_parallel: bool
+    ring: bool
     attention: str
     scan_layers: bool
     dtype: str | None

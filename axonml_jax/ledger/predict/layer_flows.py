@@ -89,12 +89,19 @@ def _tensor(layers: Layers, placed: Sequence[Placed]) -> Iterator[Flow]:
 def _sequence(layers: Layers, placed: Sequence[Placed]) -> Iterator[Flow]:
     """Korthikanti et al. 2022: a gather and a scatter per half block each way, and the gathered input again."""
     whole, blocks, again = layers.tokens * layers.config.hidden_size, layers.blocks, bool(layers.remat)
-    make = lambda kind, work, calls: layers.flow(kind, "tensor", whole, work, calls=calls)
-    yield make(GATHER, "forward", 2 * blocks + layers.last)
-    yield make(SCATTER, "forward", 2 * blocks + layers.first)
+
+    def make(kind: str, work: str, calls: int, ends: int) -> Iterator[Flow]:
+        """`calls` of the blocks, which a ring cuts into hops, and those of what stands before and after the blocks."""
+        ranks, ring = layers.degrees["tensor"], layers.config.ring
+        if ring:
+            yield layers.flow("permute", "tensor", whole // ranks, work, calls=calls * (ranks - 1))
+        yield layers.flow(kind, "tensor", whole, work, calls=ends if ring else calls + ends)
+
+    yield from make(GATHER, "forward", 2 * blocks, layers.last)
+    yield from make(SCATTER, "forward", 2 * blocks, layers.first)
     # Recomputing repeats what leads to the last product of a unit, not the scatter after it.
-    yield make(GATHER, "backward", (4 + 2 * again) * blocks + layers.first + (1 + again) * layers.last)
-    yield make(SCATTER, "backward", (2 + again) * blocks + layers.last)
+    yield from make(GATHER, "backward", (4 + 2 * again) * blocks, layers.first + (1 + again) * layers.last)
+    yield from make(SCATTER, "backward", (2 + again) * blocks, layers.last)
     if layers.first and layers.config.position == "learned":
         yield layers.flow(GATHER, "tensor", layers.length * layers.config.hidden_size, "backward")
     yield from _loss(layers, "tensor")

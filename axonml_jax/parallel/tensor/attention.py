@@ -11,7 +11,8 @@ from axonml_jax.parallel.tensor.axes import degree
 from axonml_jax.parallel.tensor.dropout import ParallelDropout
 from axonml_jax.parallel.tensor.fused_attention import ATTENTIONS, attention_kernel, fused_attention
 from axonml_jax.parallel.tensor.options import LinearOptions
-from axonml_jax.parallel.tensor.pair import PairAxes, closing, opened, opening, pair_options, split_axis
+from axonml_jax.parallel.tensor.ordered import Prefetch
+from axonml_jax.parallel.tensor.pair import PairAxes, closed, closing, opened, opening, pair_options, split_axis
 from axonml_jax.parallel.tensor.specs import Units
 
 
@@ -29,6 +30,7 @@ class TensorParallelAttention(nnx.Module):
       use_bias: whether the linear layers have biases.
       sequence_parallel: input and output are this rank's part of the sequence.
       ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
+      overlap: issue each reduction of an input's gradient before the weights' gradients, to run behind them; not with `ring`.
       dropout: rate on the attention weights in train mode; masks do not depend on the degree.
       kernel: what computes the attention itself: "xla" (two einsums), "splash" (JAX's kernel on TPU), "cudnn" (on GPU), or
         "auto": the kernel of the platform where it applies, else the einsums.
@@ -59,6 +61,7 @@ class TensorParallelAttention(nnx.Module):
         use_bias: bool = True,
         sequence_parallel: bool = False,
         ring: bool = False,
+        overlap: bool = False,
         dropout: float = 0.0,
         kernel: str = "auto",
         out_init: nnx.Initializer | None = None,
@@ -72,7 +75,7 @@ class TensorParallelAttention(nnx.Module):
         self.head_size = _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta)
         self.causal, self.rope_theta, self.kernel = causal, rope_theta, kernel
         self.kv_heads, self.split_axis = kv_heads, split_axis(axis)
-        flags = {"sequence_parallel": sequence_parallel, "ring": ring}
+        flags = {"sequence_parallel": sequence_parallel, "ring": ring, "overlap": overlap}
         shared = pair_options("TensorParallelAttention", axis, options, use_bias=use_bias, rngs=rngs, **flags)
 
         def heads(units: Units):
@@ -86,10 +89,18 @@ class TensorParallelAttention(nnx.Module):
         self.out = closing(num_heads * self.head_size, hidden_size, **out)
         self.dropout = ParallelDropout(dropout, dim=-3, axis=split_axis(axis), rngs=rngs if dropout else None)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., s, h] -> [..., s, h], the same on every rank; [..., s/n, h] with `sequence_parallel`."""
-        mixed = self._mixed(*self._heads(x, 0))
-        return self.out(mixed.reshape(*mixed.shape[:-2], -1))
+    def __call__(self, x: jax.Array, *, prefetch: Prefetch | None = None) -> jax.Array:
+        """Attend.
+
+        Args:
+          x: [..., s, h], the same on every rank; [..., s/n, h] with `sequence_parallel`.
+          prefetch: of 3-D layers: the order in which weights are gathered over depth, each while the layer before computes.
+
+        Returns:
+          As x.
+        """
+        mixed = self._mixed(*self._heads(x, 0, prefetch))
+        return closed(self.out, mixed.reshape(*mixed.shape[:-2], -1), prefetch=prefetch)
 
     def _mixed(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         drops = self.dropout.rate > 0 and not self.dropout.deterministic
@@ -120,8 +131,8 @@ class TensorParallelAttention(nnx.Module):
         mixed = attend(query, cache.key, cache.value, causal=True, start=start)
         return self.out(mixed.reshape(*mixed.shape[:-2], -1)), cache
 
-    def _heads(self, x: jax.Array, start: int | jax.Array):
-        outputs = opened([self.query, self.key, self.value], x)
+    def _heads(self, x: jax.Array, start: int | jax.Array, prefetch: Prefetch | None = None):
+        outputs = opened([self.query, self.key, self.value], x, prefetch=prefetch)
         # How many heads there are is read off the projections: on a rank they are its own.
         query, key, value = (y.reshape(*y.shape[:-1], -1, self.head_size) for y in outputs)
         if self.rope_theta is not None:

@@ -29,6 +29,7 @@ class ColumnParallelLinear(nnx.Linear):
       gather_output: True returns the whole output on every rank.
       sequence_parallel: the input is this rank's part [..., s/n, i] of the sequence.
       ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
+      overlap: issue the reduction of x's gradient before the product of the kernel's, to run behind it; not with `ring`.
       axis: the mesh axis.
       units: parts of the output features that are not cut (attention heads); None: any cut will do.
       rngs: stream `params`.
@@ -36,7 +37,7 @@ class ColumnParallelLinear(nnx.Linear):
 
     Raises:
       ValueError: in the call, when o does not divide; from the constructor, for `units` with `gather_output` and for
-        `ring` without sequence parallelism.
+        `ring` without sequence parallelism or with `overlap`.
 
     Communicates: see `column_outputs`; with `gather_output` one all-gather of y more.
     """
@@ -50,12 +51,13 @@ class ColumnParallelLinear(nnx.Linear):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         ring: bool = False,
+        overlap: bool = False,
         axis: str = "tensor",
         units: Units | None = None,
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        check_ring("ColumnParallelLinear", ring, sequence_parallel)
+        check_ring("ColumnParallelLinear", ring, sequence_parallel, overlap)
         if units is not None and gather_output:
             raise ValueError("ColumnParallelLinear: units may be held by several ranks, so gather_output must be False")
         options["kernel_metadata"] = metadata(PartitionSpec(None, axis), options.get("kernel_metadata"), units)
@@ -63,7 +65,7 @@ class ColumnParallelLinear(nnx.Linear):
         options.setdefault("dot_general", flat_dot_general)
         super().__init__(in_features, out_features, use_bias=use_bias, rngs=rngs, **options)
         self.gather_output, self.sequence_parallel, self.ring = gather_output, sequence_parallel, ring
-        self.axis, self.units = axis, units
+        self.overlap, self.axis, self.units = overlap, axis, units
 
     def __call__(self, x: jax.Array, out_sharding=None) -> jax.Array:
         """Apply the layer.
@@ -121,5 +123,6 @@ def column_outputs(layers: Sequence[ColumnParallelLinear], x: jax.Array) -> tupl
     def products(x, kernels):
         return tuple(linear(layer, x, kernel) for layer, kernel in zip(layers, kernels, strict=True))
 
-    outputs = entered(products, x, tuple(kernels), axes, sequence=first.sequence_parallel, ring=first.ring)
+    flags = {"sequence": first.sequence_parallel, "ring": first.ring, "overlap": first.overlap}
+    outputs = entered(products, x, tuple(kernels), axes, **flags)
     return tuple(add_bias(y, bias) for y, bias in zip(outputs, biases, strict=True))

@@ -11,6 +11,7 @@ from axonml_jax.parallel.tensor.axes import bound, degree
 from axonml_jax.parallel.tensor.grid import Grid
 from axonml_jax.parallel.tensor.linear3d import ROW_COL_DEPTH
 from axonml_jax.parallel.tensor.options import ConvOptions
+from axonml_jax.parallel.tensor.ordered import Prefetch
 from axonml_jax.parallel.tensor.specs import Units, check_shard, check_units, metadata
 from axonml_jax.parallel.tensor.substitute import add_bias, substitute
 
@@ -31,12 +32,14 @@ class ParallelConv(nnx.Conv):
       scatter_input: the input is whole over row and col; False: it is this rank's channels [..., i/col] already. With
         groups those are gathered first, because a group's channels do not lie together then.
       gather_output: return the output whole over row and col; False: this rank's channels [..., o/row].
+      overlap: issue the all-reduce of x's gradient before the convolution of the kernel's, to run behind it; not with groups,
+        whose input's gradient is not reduced.
       axes: the names of row, col and depth; those that are not bound do not split anything.
       rngs: stream `params`.
       **options: those of `nnx.Conv`.
 
     Raises:
-      ValueError: in the call, when sizes or groups do not divide.
+      ValueError: in the call, when sizes or groups do not divide; from the constructor, for `overlap` with groups.
 
     Communicates: what `ParallelLinear` does. With groups the input's gradient is all-gathered over row and over col
     instead of all-reduced over row.
@@ -54,10 +57,16 @@ class ParallelConv(nnx.Conv):
         transpose: bool = False,
         scatter_input: bool = True,
         gather_output: bool = True,
+        overlap: bool = False,
         axes: tuple[str, str, str] = ROW_COL_DEPTH,
         rngs: nnx.Rngs,
         **options: Unpack[ConvOptions],
     ):
+        if overlap and feature_group_count > 1:
+            raise ValueError(
+                f"ParallelConv: overlap=True hides the all-reduce of the input's gradient, and with {feature_group_count} "
+                "groups there is none: leave it out"
+            )
         self.grid = Grid.of(axes, transpose)
         ndim = (1 if isinstance(kernel_size, int) else len(kernel_size)) + 2
         groups = Units(feature_group_count, "groups") if feature_group_count > 1 else None
@@ -73,14 +82,15 @@ class ParallelConv(nnx.Conv):
             rngs=rngs,
             **options,
         )
-        self.scatter_input, self.gather_output = scatter_input, gather_output
+        self.scatter_input, self.gather_output, self.overlap = scatter_input, gather_output, overlap
 
-    def __call__(self, x: jax.Array, out_sharding=None) -> jax.Array:
+    def __call__(self, x: jax.Array, out_sharding=None, *, prefetch: Prefetch | None = None) -> jax.Array:
         """Apply the layer.
 
         Args:
           x: [..., spatial..., i], the same over row and col; [..., spatial..., i/col] without `scatter_input`.
           out_sharding: as `nnx.Conv`; only where no axis is bound.
+          prefetch: the order in which weights are gathered over depth, each while the layer before computes.
 
         Returns:
           [..., spatial..., o], the same over row and col; [..., spatial..., o/row] without `gather_output`.
@@ -93,9 +103,11 @@ class ParallelConv(nnx.Conv):
         grouped = self.feature_group_count > 1
         if grouped:
             x = self._own_groups(x if self.scatter_input else grid.gather_input(x))
-        else:
-            x = grid.entered(grid.scatter_input(x) if self.scatter_input else x)
-        y = add_bias(grid.product(self._convolve, x, kernel), bias)
+        elif self.scatter_input:
+            x = grid.scatter_input(x)
+        options = {"entering": not grouped, "overlap": self.overlap, "prefetch": prefetch}
+        (y,) = grid.products(self._convolve, x, [kernel], **options)
+        y = add_bias(y, bias)
         return grid.gather_output(y) if self.gather_output else y
 
     def _kernel(self) -> jax.Array:
@@ -111,11 +123,10 @@ class ParallelConv(nnx.Conv):
             mask = own_slice(mask, bound(axes), mask.ndim + dim) if bound(axes) else mask
         return kernel * mask
 
-    def _convolve(self, kernel: jax.Array, x: jax.Array) -> jax.Array:
+    def _convolve(self, x: jax.Array, kernels: Sequence[jax.Array]) -> tuple[jax.Array]:
         groups = self.feature_group_count // degree(self.grid.out) if self.feature_group_count > 1 else 1
-        return nnx.Conv.__call__(
-            substitute(self, kernel=kernel, bias=None, use_bias=False, mask=None, feature_group_count=groups), x
-        )
+        own = {"kernel": kernels[0], "bias": None, "use_bias": False, "mask": None, "feature_group_count": groups}
+        return (nnx.Conv.__call__(substitute(self, **own), x),)
 
     def _own_groups(self, x: jax.Array) -> jax.Array:
         """[..., i] -> [..., i/(into out)]: of this rank's groups the channels that its kernel block reads."""

@@ -26,6 +26,7 @@ class VocabParallelEmbedding(nnx.Embed):
       features: f.
       sequence_parallel: the result is this rank's part [..., s/n, f] of the sequence, and so is `attend`'s query.
       gather_output: `attend` returns all logits on every rank instead of this rank's.
+      overlap: `attend` issues the reduction of the query's gradient before the product of the table's, to run behind it.
       axis: the mesh axis.
       rngs: stream `params`.
       **options: those of `nnx.Embed`.
@@ -43,13 +44,15 @@ class VocabParallelEmbedding(nnx.Embed):
         *,
         sequence_parallel: bool = False,
         gather_output: bool = False,
+        overlap: bool = False,
         axis: str = "tensor",
         rngs: nnx.Rngs,
         **options: Unpack[EmbedOptions],
     ):
         options["embedding_metadata"] = metadata(PartitionSpec(axis, None), options.get("embedding_metadata"))
         super().__init__(num_embeddings, features, rngs=rngs, **options)
-        self.sequence_parallel, self.gather_output, self.axis = sequence_parallel, gather_output, axis
+        self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
+        self.overlap, self.axis = overlap, axis
 
     def __call__(self, ids: jax.Array, out_sharding=None) -> jax.Array:
         """Look rows up.
@@ -89,7 +92,8 @@ class VocabParallelEmbedding(nnx.Embed):
         query, table = self.promote_dtype((query, table), dtype=self.dtype)
         if not axes:
             return logits_of(query, table)
-        logits = entered(logits_of, query, table, axes, sequence=self.sequence_parallel)
+        split = {"sequence": self.sequence_parallel, "overlap": self.overlap}
+        logits = entered(logits_of, query, table, axes, **split)
         return gather_from(logits, axes) if self.gather_output else logits
 
     def _shard(self) -> jax.Array:

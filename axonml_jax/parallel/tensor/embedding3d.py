@@ -1,12 +1,13 @@
 """`ParallelEmbedding`: an embedding table over a row x col x depth grid of ranks (AxoNN)."""
 
+from dataclasses import replace
 from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axonml_jax.collectives.pairs import copy_to, gather_from, reduce_from, split_to
+from axonml_jax.collectives.pairs import gather_from, reduce_from, split_to
 from axonml_jax.collectives.primitives import gather_whole
 from axonml_jax.parallel.tensor.axes import bound
 from axonml_jax.parallel.tensor.flat import logits_of
@@ -14,7 +15,7 @@ from axonml_jax.parallel.tensor.grid import Grid
 from axonml_jax.parallel.tensor.linear3d import ROW_COL_DEPTH
 from axonml_jax.parallel.tensor.lookup import own_rows, require_integers
 from axonml_jax.parallel.tensor.options import EmbedOptions
-from axonml_jax.parallel.tensor.rerun import regathered
+from axonml_jax.parallel.tensor.ordered import Prefetch
 from axonml_jax.parallel.tensor.specs import check_shard, metadata
 
 
@@ -29,6 +30,7 @@ class ParallelEmbedding(nnx.Embed):
       transpose: swaps row and col; a `ParallelLinear` after it has the other value.
       scatter_input: `attend`'s query is whole over row and col; False: it is this rank's features [..., f/row].
       gather_output: results are whole over row and col; False: this rank's part.
+      overlap: `attend` issues the all-reduce of the query's gradient before the product of the table's, to run behind it.
       axes: the names of row, col and depth; those that are not bound do not split anything.
       rngs: stream `params`.
       **options: those of `nnx.Embed`.
@@ -48,6 +50,7 @@ class ParallelEmbedding(nnx.Embed):
         transpose: bool = False,
         scatter_input: bool = True,
         gather_output: bool = True,
+        overlap: bool = False,
         axes: tuple[str, str, str] = ROW_COL_DEPTH,
         rngs: nnx.Rngs,
         **options: Unpack[EmbedOptions],
@@ -55,7 +58,7 @@ class ParallelEmbedding(nnx.Embed):
         self.grid = Grid.of(axes, transpose)
         options["embedding_metadata"] = metadata(self.grid.weight(), options.get("embedding_metadata"))
         super().__init__(num_embeddings, features, rngs=rngs, **options)
-        self.scatter_input, self.gather_output = scatter_input, gather_output
+        self.scatter_input, self.gather_output, self.overlap = scatter_input, gather_output, overlap
 
     def __call__(self, ids: jax.Array, out_sharding=None) -> jax.Array:
         """Look rows up.
@@ -83,13 +86,21 @@ class ParallelEmbedding(nnx.Embed):
         rows = reduce_from(rows, into) if into else rows
         return grid.gather_output(rows) if self.gather_output else rows
 
-    def attend(self, query: jax.Array, out_sharding=None, *, gather_output: bool | None = None) -> jax.Array:
+    def attend(
+        self,
+        query: jax.Array,
+        out_sharding=None,
+        *,
+        gather_output: bool | None = None,
+        prefetch: Prefetch | None = None,
+    ) -> jax.Array:
         """Logits of every row by its product with the query: the tied output layer.
 
         Args:
           query: [..., f], the same over row and col; [..., f/row] without `scatter_input`.
           out_sharding: as `nnx.Embed.attend`; only where no axis is bound.
           gather_output: whether these logits are whole; None: as all results of the layer.
+          prefetch: the order in which weights are gathered over depth, each while the layer before computes.
 
         Returns:
           [..., v], the same over row and col; [..., v/col] without `gather_output`.
@@ -102,10 +113,9 @@ class ParallelEmbedding(nnx.Embed):
         query, table = self.promote_dtype((query, self._shard()), dtype=self.dtype)
         out, into = bound(grid.out), bound(grid.into)
         query = split_to(query, out) if out and self.scatter_input else query
-        query = copy_to(query, into) if into else query
-        with jax.named_scope("axonml.parameters"):
-            logits = regathered(lambda rows, x: logits_of(x, rows), table, query, bound(grid.depth), 0)
-        logits = reduce_from(logits, out) if out else logits
+        swapped = replace(grid, into=grid.out, out=grid.into)
+        products = lambda x, rows: (logits_of(x, rows[0]),)
+        (logits,) = swapped.products(products, query, [table], overlap=self.overlap, prefetch=prefetch)
         gathered = self.gather_output if gather_output is None else gather_output
         return gather_from(logits, into) if into and gathered else logits
 

@@ -1,6 +1,6 @@
 """The three axes of AxoNN's 3-D tensor parallelism (Singh et al. 2024), and the product every 3-D layer is built on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -8,7 +8,10 @@ from jax.sharding import PartitionSpec
 
 from axonml_jax.collectives.pairs import copy_to, gather_from, reduce_from, split_to
 from axonml_jax.parallel.tensor.axes import bound
-from axonml_jax.parallel.tensor.rerun import regathered
+from axonml_jax.parallel.tensor.ordered import Border, Prefetch, ordered
+
+WEIGHT_DIM = -2
+"""The dim of weights [..., i, o] that `depth` splits."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +63,36 @@ class Grid:
         axes = bound(self.out)
         return gather_from(y_shard, axes) if axes else y_shard
 
-    def entered(self, x: jax.Array) -> jax.Array:
-        """x read by every rank of `out`. Communicates: one all-reduce of its gradient over `out`."""
-        out = bound(self.out)
-        return copy_to(x, out) if out else x
-
-    def product(self, fn: Callable, x: jax.Array, weight_shard: jax.Array) -> jax.Array:
-        """`fn(weight, x)` with the weight whole over `depth`, summed over `into`.
+    def products(
+        self,
+        fn: Callable,
+        x: jax.Array,
+        weights: Sequence[jax.Array],
+        *,
+        entering: bool = True,
+        overlap: bool = False,
+        prefetch: Prefetch | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """`fn(x, weights)` with the weights whole over `depth`, each result summed over `into`.
 
         Args:
-          fn: the layer's arithmetic on a rank's block of the weight and of x.
-          x: this rank's input features, `entered`.
-          weight_shard: [..., i/(into depth), o/out].
+          fn: the layers' arithmetic on a rank's features of x and its blocks of the weights: as many results.
+          x: this rank's input features, the same on every rank of `out`.
+          weights: [..., i/(into depth), o/out] each.
+          entering: False: x is another on every rank of `out`.
+          overlap: issue the all-reduce of x's gradient before the products of the weights'.
+          prefetch: gather the weights ahead of these products.
 
-        Communicates: forward one all-gather of the weight's block over `depth` and one all-reduce of y over `into`;
-        backward that all-gather again and one reduce-scatter of the block over `depth`.
+        Communicates: forward one all-gather of each weight's block over `depth` and one all-reduce of each result over
+        `into`; backward those all-gathers again, one all-reduce of x's gradient over `out` and one reduce-scatter of each
+        block over `depth`.
         """
-        into = bound(self.into)
-        with jax.named_scope("axonml.parameters"):
-            y = regathered(fn, weight_shard, x, bound(self.depth), weight_shard.ndim - 2)
-        return reduce_from(y, into) if into else y
+        out, into = bound(self.out) if entering else (), bound(self.into)
+        depth, weights = bound(self.depth), tuple(weights)
+        prefetch = prefetch if depth else None  # otherwise nothing is gathered
+        if depth or overlap:
+            blocks = Border(depth, WEIGHT_DIM)
+            results = ordered(fn, x, weights, Border(out), blocks, overlap=overlap, prefetch=prefetch)
+        else:
+            results = fn(copy_to(x, out) if out else x, weights)
+        return tuple(reduce_from(y, into) if into else y for y in results)

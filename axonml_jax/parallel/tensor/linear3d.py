@@ -9,6 +9,7 @@ from flax import nnx
 from axonml_jax.parallel.tensor.flat import flat_dot_general
 from axonml_jax.parallel.tensor.grid import Grid
 from axonml_jax.parallel.tensor.options import LinearOptions
+from axonml_jax.parallel.tensor.ordered import Prefetch
 from axonml_jax.parallel.tensor.specs import Units, check_shard, check_units, metadata
 from axonml_jax.parallel.tensor.substitute import add_bias, linear
 
@@ -29,6 +30,7 @@ class ParallelLinear(nnx.Linear):
       scatter_input: the input is whole over row and col, and each rank takes its features ("easy" mode); False: it is this
         rank's [..., i/col] already.
       gather_output: return the output whole over row and col; False: this rank's [..., o/row].
+      overlap: issue the all-reduce of x's gradient before the product of the kernel's, to run behind it.
       axes: the names of row, col and depth; those that are not bound do not split anything.
       units: parts of the output features that are not cut (attention heads); None: any cut will do.
       rngs: stream `params`.
@@ -51,6 +53,7 @@ class ParallelLinear(nnx.Linear):
         transpose: bool = False,
         scatter_input: bool = True,
         gather_output: bool = True,
+        overlap: bool = False,
         axes: tuple[str, str, str] = ROW_COL_DEPTH,
         units: Units | None = None,
         rngs: nnx.Rngs,
@@ -61,21 +64,23 @@ class ParallelLinear(nnx.Linear):
         options["bias_metadata"] = metadata(self.grid.bias, options.get("bias_metadata"), units)
         options.setdefault("dot_general", flat_dot_general)
         super().__init__(in_features, out_features, use_bias=use_bias, rngs=rngs, **options)
-        self.scatter_input, self.gather_output, self.units = scatter_input, gather_output, units
+        self.scatter_input, self.gather_output = scatter_input, gather_output
+        self.overlap, self.units = overlap, units
 
-    def __call__(self, x: jax.Array, out_sharding=None) -> jax.Array:
+    def __call__(self, x: jax.Array, out_sharding=None, *, prefetch: Prefetch | None = None) -> jax.Array:
         """Apply the layer.
 
         Args:
           x: [..., i], the same over row and col; [..., i/col] without `scatter_input`.
           out_sharding: as `nnx.Linear`; only where no axis is bound.
+          prefetch: the order in which weights are gathered over depth, each while the layer before computes.
 
         Returns:
           [..., o], the same over row and col; [..., o/row] without `gather_output`.
         """
         if not self.grid.is_bound:
             return super().__call__(x, out_sharding)
-        (y,) = grid_outputs([self], x)
+        (y,) = grid_outputs([self], x, prefetch=prefetch)
         return self.grid.gather_output(y) if self.gather_output else y
 
     def checked(self) -> tuple[jax.Array, jax.Array | None]:
@@ -87,20 +92,23 @@ class ParallelLinear(nnx.Linear):
         return kernel, bias
 
 
-def grid_outputs(layers: Sequence[ParallelLinear], x: jax.Array) -> tuple[jax.Array, ...]:
+def grid_outputs(
+    layers: Sequence[ParallelLinear], x: jax.Array, *, prefetch: Prefetch | None = None
+) -> tuple[jax.Array, ...]:
     """Each rank's output features of several layers on one grid that read the same x, which enters once.
 
-    Communicates: per layer what `Grid.product` does; once for all an all-reduce of x's gradient over row, and with
-    `scatter_input` an all-gather of it over col.
+    Communicates: what `Grid.products` does, and with `scatter_input` an all-gather of x's gradient over col.
     """
     first, grid = layers[0], layers[0].grid
     if not grid.is_bound:
         return tuple(layer(x) for layer in layers)
     # Cast before anything is gathered: half the bytes in reduced precision.
     blocks = [layer.promote_dtype((x, *layer.checked()), dtype=layer.dtype) for layer in layers]
-    x = blocks[0][0]
-    x = grid.entered(grid.scatter_input(x) if first.scatter_input else x)
-    return tuple(
-        add_bias(grid.product(lambda block, x, layer=layer: linear(layer, x, block), x, kernel), bias)
-        for layer, (_, kernel, bias) in zip(layers, blocks, strict=True)
-    )
+    x = grid.scatter_input(blocks[0][0]) if first.scatter_input else blocks[0][0]
+
+    def products(x, kernels):
+        return tuple(linear(layer, x, kernel) for layer, kernel in zip(layers, kernels, strict=True))
+
+    kernels = [kernel for _, kernel, _ in blocks]
+    outputs = grid.products(products, x, kernels, overlap=first.overlap, prefetch=prefetch)
+    return tuple(add_bias(y, bias) for y, (_, _, bias) in zip(outputs, blocks, strict=True))

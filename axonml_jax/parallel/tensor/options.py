@@ -47,21 +47,16 @@ class ConvOptions(WeightOptions, total=False):
 
 
 class NormOptions(TypedDict, total=False):
-    """Those of `nnx.RMSNorm`, with its defaults and its meaning."""
+    """Those of `nnx.LayerNorm`, with its defaults and its meaning; all but the bias's are `nnx.RMSNorm`'s too."""
 
     epsilon: float
     dtype: Any
     param_dtype: Any
+    use_bias: bool
     use_scale: bool
+    bias_init: nnx.Initializer
     scale_init: nnx.Initializer
     use_fast_variance: bool
     promote_dtype: Callable[..., Any]
-    scale_metadata: Mapping[str, Any]
-
-
-class LayerNormOptions(NormOptions, total=False):
-    """Those of `nnx.LayerNorm`, with its defaults and its meaning."""
-
-    use_bias: bool
-    bias_init: nnx.Initializer
     bias_metadata: Mapping[str, Any]
+    scale_metadata: Mapping[str, Any]

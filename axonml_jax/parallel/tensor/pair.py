@@ -7,6 +7,7 @@ import jax
 
 from axonml_jax.parallel.tensor.column import ColumnParallelLinear, column_outputs
 from axonml_jax.parallel.tensor.linear3d import ParallelLinear, grid_outputs
+from axonml_jax.parallel.tensor.ordered import Prefetch
 from axonml_jax.parallel.tensor.row import RowParallelLinear
 from axonml_jax.parallel.tensor.specs import Units
 
@@ -17,7 +18,13 @@ Opening = ColumnParallelLinear | ParallelLinear
 
 
 def pair_options(
-    layer: str, axis: PairAxes, options: Mapping[str, Any], *, sequence_parallel: bool, ring: bool, **more: Any
+    layer: str,
+    axis: PairAxes,
+    options: Mapping[str, Any],
+    *,
+    sequence_parallel: bool,
+    ring: bool,
+    **more: Any,
 ) -> dict[str, Any]:
     """The options of every layer of a pair.
 
@@ -46,21 +53,48 @@ def opening(
 def closing(in_features: int, out_features: int, *, axis: PairAxes, **options: Any):
     """The layer that takes each rank's part and leaves the features whole."""
     if isinstance(axis, str):
+        options.pop("overlap", None)  # of these only a column layer reduces its input's gradient
         return RowParallelLinear(in_features, out_features, axis=axis, **options)
     own = _without_sequence(options)
     return ParallelLinear(in_features, out_features, axes=axis, transpose=True, scatter_input=False, **own)
 
 
-def opened(layers: Sequence[Opening], x: jax.Array) -> tuple[jax.Array, ...]:
-    """The outputs of opening layers of one kind that read the same x, which enters the region once."""
+def opened(layers: Sequence[Opening], x: jax.Array, *, prefetch: Prefetch | None = None) -> tuple[jax.Array, ...]:
+    """The outputs of opening layers of one kind that read the same x, which enters the region once.
+
+    Raises:
+      ValueError: for `prefetch` where one axis splits the layers.
+    """
     if isinstance(layers[0], ParallelLinear):
-        return grid_outputs([layer for layer in layers if isinstance(layer, ParallelLinear)], x)
+        own = [layer for layer in layers if isinstance(layer, ParallelLinear)]
+        return grid_outputs(own, x, prefetch=prefetch)
+    _refuse_prefetch(prefetch, layers[0])
     return column_outputs([layer for layer in layers if isinstance(layer, ColumnParallelLinear)], x)
+
+
+def closed(layer: RowParallelLinear | ParallelLinear, x: jax.Array, *, prefetch: Prefetch | None = None) -> jax.Array:
+    """The output of a closing layer.
+
+    Raises:
+      ValueError: for `prefetch` where one axis splits the layer.
+    """
+    if isinstance(layer, ParallelLinear):
+        return layer(x, prefetch=prefetch)
+    _refuse_prefetch(prefetch, layer)
+    return layer(x)
 
 
 def split_axis(axis: PairAxes) -> str:
     """The mesh axis that splits features, or heads, inside the pair."""
     return axis if isinstance(axis, str) else axis[0]
+
+
+def _refuse_prefetch(prefetch: Prefetch | None, layer: Any) -> None:
+    if prefetch is not None:
+        raise ValueError(
+            f"{type(layer).__name__} gathers no weights, so there is nothing to prefetch: leave prefetch out, or split over "
+            "the three axes of 3-D layers"
+        )
 
 
 def _without_sequence(options: dict[str, Any]) -> dict[str, Any]:

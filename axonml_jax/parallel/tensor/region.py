@@ -11,7 +11,7 @@ import jax
 
 from axonml_jax.collectives.pairs import copy_to, reduce_from
 from axonml_jax.collectives.primitives import scatter_sum
-from axonml_jax.parallel.tensor.rerun import regathered
+from axonml_jax.parallel.tensor.ordered import Border, ordered
 from axonml_jax.parallel.tensor.ring import ring_gathered, ring_scattered
 
 SEQUENCE_DIM = -2
@@ -19,7 +19,14 @@ SEQUENCE_DIM = -2
 
 
 def entered(
-    fn: Callable[..., Any], x: jax.Array, weights: Any, axes: tuple[str, ...], *, sequence: bool, ring: bool = False
+    fn: Callable[..., Any],
+    x: jax.Array,
+    weights: Any,
+    axes: tuple[str, ...],
+    *,
+    sequence: bool,
+    ring: bool = False,
+    overlap: bool = False,
 ) -> Any:
     """`fn(x, weights)` with x read by every rank of `axes`.
 
@@ -30,14 +37,19 @@ def entered(
       axes: bound mesh axes of total size n.
       sequence: whether x is split along the sequence.
       ring: whether its gathers and the scatter are cut into hops between the products (`ring.py`).
+      overlap: whether the reduction of x's gradient is issued before the products of the weights' gradients.
 
     Communicates: nothing forward and one all-reduce of x backward; with `sequence` one all-gather forward, an all-gather
     and a reduce-scatter backward.
     """
     if sequence and axes:
         _require_sequence(x)
-        return (ring_gathered if ring else regathered)(fn, x, weights, axes, SEQUENCE_DIM)
-    return fn(copy_to(x, axes) if axes else x, weights)
+        if ring:
+            return ring_gathered(fn, x, weights, axes, SEQUENCE_DIM)
+    elif not (overlap and axes):
+        return fn(copy_to(x, axes) if axes else x, weights)
+    border = Border(axes, SEQUENCE_DIM if sequence else None)
+    return ordered(fn, x, weights, border, Border(), overlap=overlap)
 
 
 def left(y: jax.Array, axes: tuple[str, ...], *, sequence: bool) -> jax.Array:
@@ -74,8 +86,8 @@ def outside(parameter: jax.Array | None, axes: tuple[str, ...], *, sequence: boo
     return copy_to(parameter, axes) if sequence and axes and parameter is not None else parameter
 
 
-def check_ring(layer: str, ring: bool, sequence_parallel: bool) -> None:
-    """Refuse a ring where there is no gather and no scatter to cut.
+def check_ring(layer: str, ring: bool, sequence_parallel: bool, overlap: bool = False) -> None:
+    """Refuse a ring where there is no gather and no scatter to cut, and two ways to hide one reduction.
 
     Raises:
       ValueError: naming the layer.
@@ -84,6 +96,11 @@ def check_ring(layer: str, ring: bool, sequence_parallel: bool) -> None:
         raise ValueError(
             f"{layer}: ring=True cuts the gathers and scatters of sequence parallelism into hops, and there are none: "
             "set sequence_parallel=True too"
+        )
+    if ring and overlap:
+        raise ValueError(
+            f"{layer}: ring=True runs the reduction of the input's gradient between parts of the products, overlap=True behind "
+            "the weights' gradients: choose one"
         )
 
 

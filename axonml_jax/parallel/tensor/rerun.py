@@ -1,4 +1,4 @@
-"""Functions that communicate are run again in the backward, so that what they gathered is not kept (see `regathered`)."""
+"""Functions that communicate are run again in the backward, so that what they gathered is not kept."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from axonml_jax.collectives.primitives import gather_whole
 from axonml_jax.parallel.tensor.axes import vary_alike
 
 
@@ -37,23 +36,3 @@ def _backward(fn, saved, ct):
 
 
 _rerun.defvjp(lambda fn, shard, others: (fn(shard, others), (shard, others)), _backward)
-
-
-def regathered(fn: Callable[..., Any], shard: jax.Array, others: Any, axes: tuple[str, ...], dim: int) -> Any:
-    """`fn(whole, others)`, where `whole` is every rank's `shard` concatenated along `dim`.
-
-    Used for weights that are split over `depth` too (AxoNN) and for activations that are split along the sequence
-    (Korthikanti et al. 2022): what one rank keeps for the backward is its shard.
-
-    Args:
-      fn: a function of the whole array and `others`; what it closes over gets no gradient.
-      shard: [..., d/n, ...], this rank's part.
-      others: a pytree of arrays.
-      axes: bound mesh axes of total size n; none at all calls `fn` as it is.
-      dim: the dim that is split, counted from either end.
-
-    Communicates: one all-gather forward; an all-gather and a reduce-scatter backward.
-    """
-    if not axes:
-        return fn(shard, others)
-    return rerun(lambda part, rest: fn(gather_whole(part, axes, dim, invarying=False), rest), shard, others)

@@ -15,7 +15,7 @@ from axonml_jax.parallel.tensor.rerun import rerun
 
 
 def ring_gathered(fn: Callable[..., Any], x_shard: jax.Array, weights: Any, axes: tuple[str, ...], dim: int) -> Any:
-    """What `regathered` computes, for an `fn` that treats every position of `dim` alike.
+    """What `ordered` computes with a gathered x, for an `fn` that treats every position of `dim` alike.
 
     Args:
       fn: a function of some positions of x and the weights, such as a product over x's last dim.

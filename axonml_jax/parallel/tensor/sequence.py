@@ -1,18 +1,43 @@
 """Norms with sequence parallelism, and the two ends of a model that runs with it (Korthikanti et al. 2022)."""
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 from flax import nnx
 
 from axonml_jax.collectives.pairs import gather_from, split_to
 from axonml_jax.parallel.tensor.axes import bound
-from axonml_jax.parallel.tensor.options import LayerNormOptions, NormOptions
+from axonml_jax.parallel.tensor.options import NormOptions
 from axonml_jax.parallel.tensor.region import SEQUENCE_DIM, outside
 from axonml_jax.parallel.tensor.substitute import substitute
 
 
-class ParallelLayerNorm(nnx.LayerNorm):
+class _PerPosition:
+    """What a Flax norm over the features needs where every rank has seen a part of the sequence. Mixed in before it."""
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        sequence_parallel: bool = False,
+        axis: str = "tensor",
+        rngs: nnx.Rngs,
+        **options: Unpack[NormOptions],
+    ):
+        super().__init__(num_features, rngs=rngs, **options)  # pyright: ignore[reportCallIssue]  # the Flax norm's
+        self.sequence_parallel, self.axis = sequence_parallel, axis
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """[..., h] -> [..., h]; a mask as the Flax norm takes it."""
+        norm, axes = self, bound(self.axis)
+        if axes and self.sequence_parallel:
+            names = [name for name in ("scale", "bias") if getattr(self, name, None) is not None]
+            summed = {name: outside(getattr(self, name)[...], axes, sequence=True) for name in names}
+            norm: Any = substitute(self, **summed)  # pyright: ignore[reportArgumentType]
+        return super(_PerPosition, norm).__call__(x, mask=mask)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class ParallelLayerNorm(_PerPosition, nnx.LayerNorm):
     """`nnx.LayerNorm` over the features, which every rank of `axis` has whole.
 
     Args:
@@ -25,28 +50,8 @@ class ParallelLayerNorm(nnx.LayerNorm):
     Communicates: nothing; with sequence parallelism one all-reduce of the gradients of scale and bias.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        sequence_parallel: bool = False,
-        axis: str = "tensor",
-        rngs: nnx.Rngs,
-        **options: Unpack[LayerNormOptions],
-    ):
-        super().__init__(
-            num_features,
-            rngs=rngs,
-            **options,
-        )
-        self.sequence_parallel, self.axis = sequence_parallel, axis
 
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """[..., h] -> [..., h]; a mask as `nnx.LayerNorm` takes it."""
-        return nnx.LayerNorm.__call__(_with_summed_gradients(self), x, mask=mask)
-
-
-class ParallelRMSNorm(nnx.RMSNorm):
+class ParallelRMSNorm(_PerPosition, nnx.RMSNorm):
     """`nnx.RMSNorm` over the features, which every rank of `axis` has whole.
 
     Args:
@@ -58,22 +63,6 @@ class ParallelRMSNorm(nnx.RMSNorm):
 
     Communicates: nothing; with sequence parallelism one all-reduce of the scale's gradient.
     """
-
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        sequence_parallel: bool = False,
-        axis: str = "tensor",
-        rngs: nnx.Rngs,
-        **options: Unpack[NormOptions],
-    ):
-        super().__init__(num_features, rngs=rngs, **options)
-        self.sequence_parallel, self.axis = sequence_parallel, axis
-
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """[..., h] -> [..., h]; a mask as `nnx.RMSNorm` takes it."""
-        return nnx.RMSNorm.__call__(_with_summed_gradients(self), x, mask=mask)
 
 
 def split_sequence(x: jax.Array, axis: str = "tensor", dim: int = SEQUENCE_DIM) -> jax.Array:
@@ -111,12 +100,3 @@ def join_sequence(x_shard: jax.Array, axis: str = "tensor", dim: int = SEQUENCE_
     """
     axes = bound(axis)
     return gather_from(x_shard, axes, dim) if axes else x_shard
-
-
-def _with_summed_gradients(norm):
-    """The norm reading parameters whose gradients are summed over the ranks: each has seen a part of the sequence."""
-    axes = bound(norm.axis)
-    if not (axes and norm.sequence_parallel):
-        return norm
-    names = [name for name in ("scale", "bias") if getattr(norm, name, None) is not None]
-    return substitute(norm, **{name: outside(getattr(norm, name)[...], axes, sequence=True) for name in names})

@@ -10,6 +10,7 @@ from axonml_jax.parallel.tensor.auto import swap
 from axonml_jax.parallel.tensor.auto.ground import Ground
 from axonml_jax.parallel.tensor.auto.making import making
 from axonml_jax.parallel.tensor.auto.pairing import Pairs, find_pairs
+from axonml_jax.parallel.tensor.auto.ports import port
 from axonml_jax.parallel.tensor.auto.report import AutoReport, Entry
 
 Path = tuple[Any, ...]
@@ -21,9 +22,10 @@ def auto_parallelize(*args: Any, mesh: Any = None, example: Any = None) -> Any:
     `auto_parallelize(model, mesh)` swaps the layers of a model that exists; `with auto_parallelize(mesh) as report:` those of
     every model made in the block, by this thread. `Linear`, `LinearGeneral`, `Einsum`, `Embed`, `Conv` and
     `MultiHeadAttention` (their own types, not subclasses) keep their parameters, names and results; where no axis is bound
-    they stay the plain layers. A layer alone gathers its output. With `example`, the model's program is traced and a linear
-    layer whose output reaches other linear layers through element-wise operations alone is paired with them (Megatron's
-    column and row): nothing is gathered between. The result never depends on any of this.
+    they stay the plain layers. A layer alone gathers its output. With `example`, the model's program is traced, and linear
+    layers (`Linear`, `LinearGeneral`, `Einsum`) whose outputs reach other ones through operations that treat all parts alike,
+    such as activations, or attention of heads, are paired with them (Megatron's column and row): nothing is gathered between.
+    The result never depends on any of this.
 
     Args:
       model: an `nnx.Module`, on arrays or on shapes.
@@ -69,7 +71,7 @@ def _swap_all(model: nnx.Module, mesh: Any, example: Any) -> AutoReport:
         found = _paired(model, modules, changes, ground, args)
         for path in found.read:
             _leave(changes, reasons, path, "its parameters are read outside its own call")
-    elif sum(change[0].__name__ == "ColumnParallelLinear" for change in changes.values()) > 1:
+    elif sum(bool(change[1].get("gather_output")) for change in changes.values()) > 1 and not ground.is_grid:
         report.entries.append(Entry("(all)", "", None, "give example= to pair linear layers that feed each other"))
     for path, change in changes.items():
         swap.apply(modules[path], change)
@@ -143,12 +145,15 @@ def _leave(changes: dict[Path, swap.Change], reasons: dict[Path, str], path: Pat
 
 def _paired(model: nnx.Module, modules: Mapping[Path, Any], changes: dict, ground: Ground, example: tuple) -> Pairs:
     """Pair linear layers: `changes` gets the columns that stay split and the rows that take them."""
-    pairable = () if ground.is_grid else [path for path in changes if type(modules[path]) is nnx.Linear]
-    sizes = {path: (modules[path].in_features, modules[path].out_features) for path in pairable}
-    others = {path for path in changes if path not in sizes and type(modules[path]) is not nnx.MultiHeadAttention}
-    found = find_pairs(model, sizes, others, example, ground.ranks)
+    inside = {path for path in changes if path[:-1] in changes and path}  # of an attention layer split by heads
+    found_ports = {path: port(modules[path], ground.axis, ground.ranks) for path in changes if path not in inside}
+    ports = {path: each for path, each in found_ports.items() if each is not None and not ground.is_grid}
+    others = {path for path in changes if path not in ports and type(modules[path]) is not nnx.MultiHeadAttention}
+    found = find_pairs(model, ports, others, example, ground.ranks)
     for path in found.columns:
-        changes[path] = swap.column(ground.axis, gather_output=False)
-    for path in found.rows:
-        changes[path] = swap.row(ground.axis, input_is_parallel=True)
+        changes[path] = ports[path].opens()
+    for path, where in found.rows.items():
+        change = ports[path].takes(*where)
+        assert change is not None
+        changes[path] = change
     return found

@@ -40,17 +40,21 @@ class SplitLinearGeneral(nnx.LinearGeneral):
 
 
 class SplitEinsum(nnx.Einsum):
-    """`nnx.Einsum` with one of the kernel's output letters split; it returns the whole. Made by `auto_parallelize`.
+    """`nnx.Einsum` with one of the kernel's letters split; made by `auto_parallelize`.
 
     Attributes:
       mesh_axis: the mesh axis.
       letter: the letter.
+      part: "column": only the kernel and the result have it; "row": it is summed over, and the input is this rank's part.
+      gather_output: whether a column returns the whole.
 
-    Communicates: an all-gather of y forward, an all-reduce of x backward.
+    Communicates: a column an all-reduce of x backward and, gathering, an all-gather of y; a row an all-reduce of y.
     """
 
     mesh_axis: str
     letter: str
+    part: str
+    gather_output: bool
 
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding=None) -> jax.Array:
         """Arguments as `nnx.Einsum` takes them."""
@@ -59,9 +63,22 @@ class SplitEinsum(nnx.Einsum):
             return super().__call__(inputs, einsum_str, out_sharding)
         if self.einsum_str is None:
             raise ValueError(f"SplitEinsum was split by the letter {self.letter!r} of its own equation, which is gone")
-        x, kernel = copy_to(inputs, axes), self.kernel[...]
-        y = nnx.Einsum.__call__(substitute(self, kernel_shape=kernel.shape), x, einsum_str)
-        return gather_from(y, axes, result_dim(self.einsum_str, self.letter))
+        ours = {"kernel_shape": self.kernel[...].shape}
+        if self.part == "row":
+            y = nnx.Einsum.__call__(substitute(self, bias=None, **ours), inputs, einsum_str)
+            return self._with_bias(reduce_from(y, axes))
+        y = nnx.Einsum.__call__(substitute(self, **ours), copy_to(inputs, axes), einsum_str)
+        return gather_from(y, axes, result_dim(self.einsum_str, self.letter)) if self.gather_output else y
+
+    def _with_bias(self, y: jax.Array) -> jax.Array:
+        if self.bias is None or self.einsum_str is None:
+            return y
+        _, kernel, result = letters_of(self.einsum_str)
+        before, _, after = result.partition("...")
+        sizes = dict(zip([c for c in before + after if c in kernel], self.bias.shape, strict=True))
+        dots = [1] * (y.ndim - len(before) - len(after))
+        shape = [*(sizes.get(c, 1) for c in before), *dots, *(sizes.get(c, 1) for c in after)]
+        return y + self.bias[...].astype(y.dtype).reshape(shape)
 
 
 class SplitHeadsAttention(nnx.MultiHeadAttention):
@@ -89,9 +106,20 @@ def result_dim(equation: str, letter: str) -> int:
     >>> result_dim("...a,ab->...b", "b"), result_dim("ab,bc->c...", "c")
     (-1, 0)
     """
-    result = equation.replace(" ", "").partition("->")[2]
+    _, _, result = letters_of(equation)
     before, dots, after = result.partition("...")
     if dots and letter in before:
         return before.index(letter)
     tail = after if dots else result
     return tail.index(letter) - len(tail)
+
+
+def letters_of(equation: str) -> tuple[str, str, str]:
+    """The letters of an einsum's input, kernel and result.
+
+    >>> letters_of("bsh, hnd -> bsnd")
+    ('bsh', 'hnd', 'bsnd')
+    """
+    operands, _, result = equation.replace(" ", "").partition("->")
+    given, kernel = operands.split(",")
+    return given, kernel, result

@@ -1,7 +1,7 @@
 """A model's forward traced with every layer of interest as one named call, on whole activations or on a rank's."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,19 @@ from flax import nnx
 PREFIX = "axonml_layer_"
 
 
-def traced(model: nnx.Module, paths: Mapping[tuple, str | None], example: tuple, ranks: int) -> tuple[Any, dict]:
+class Part(NamedTuple):
+    """What of a layer is only a rank's: of a "column" the output, of a "row" the input, along `dim`."""
+
+    kind: str
+    dim: int
+
+
+def traced(model: nnx.Module, paths: Mapping[tuple, Part | None], example: tuple, ranks: int) -> tuple[Any, dict]:
     """The jaxpr of a call of the model, and whose parameter each of its first inputs is.
 
     Args:
       model: the model; a copy of it is traced.
-      paths: the layers of interest: None as it is; "column": its output is only a rank's features; "row": its input is.
+      paths: the layers of interest; None: as it is.
       example: arguments of the call, arrays or shapes.
       ranks: into how many parts features are split.
 
@@ -43,7 +50,7 @@ def traced(model: nnx.Module, paths: Mapping[tuple, str | None], example: tuple,
     return jaxpr, owners
 
 
-def _probe(kind: type, name: str, part: str | None, ranks: int) -> type:
+def _probe(kind: type, name: str, part: Part | None, ranks: int) -> type:
     """A subclass whose calls are named ones."""
 
     def named(fn: Callable) -> Callable:
@@ -55,10 +62,12 @@ def _probe(kind: type, name: str, part: str | None, ranks: int) -> type:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         def whole(x: jax.Array) -> jax.Array:
-            if part == "row":  # the values do not matter here, only what is done with them
-                x = jnp.concatenate([x] * ranks, axis=-1)
+            if part is not None and part.kind == "row":  # the values do not matter here, only what is done with them
+                x = jnp.concatenate([x] * ranks, axis=part.dim)
             y = kind.__call__(self, x, *args[1:], **kwargs)
-            return y[..., : y.shape[-1] // ranks] if part == "column" else y
+            if part is not None and part.kind == "column":
+                return jax.lax.slice_in_dim(y, 0, y.shape[part.dim] // ranks, axis=part.dim)
+            return y
 
         return named(whole)(args[0])
 

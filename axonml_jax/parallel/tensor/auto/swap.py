@@ -6,7 +6,12 @@ from typing import Any
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from axonml_jax.parallel.tensor.auto.general import SplitEinsum, SplitHeadsAttention, SplitLinearGeneral
+from axonml_jax.parallel.tensor.auto.general import (
+    SplitEinsum,
+    SplitHeadsAttention,
+    SplitLinearGeneral,
+    letters_of,
+)
 from axonml_jax.parallel.tensor.auto.ground import Ground
 from axonml_jax.parallel.tensor.column import ColumnParallelLinear
 from axonml_jax.parallel.tensor.conv3d import ParallelConv
@@ -21,6 +26,8 @@ Change = tuple[type, dict[str, Any], dict[str, PartitionSpec], str]
 """The new class, its attributes, the specs of its parameters, and how it communicates."""
 
 GATHERS = "columns, gathers its output"
+EASY = {"scatter_input": True, "gather_output": True, "overlap": False}
+"""Of every 3-D layer: activations are whole between layers."""
 
 
 class Left(Exception):  # not an error: the answer "no", with its reason
@@ -33,7 +40,7 @@ def linear(layer: nnx.Linear, ground: Ground) -> Change:
         grid = Grid.of(ground.axes, False)
         sizes = {"in_features": (layer.in_features, ground.into), "out_features": (layer.out_features, ground.ranks)}
         _divide(sizes)
-        attributes = {"grid": grid, "scatter_input": True, "gather_output": True, "units": None}
+        attributes = {**EASY, "grid": grid, "units": None}
         return ParallelLinear, attributes, {"kernel": grid.weight(), "bias": grid.bias}, "3-D, whole input and output"
     if layer.out_features % ground.ranks == 0:
         return column(ground.axis, gather_output=True)
@@ -51,6 +58,7 @@ def column(axis: str, *, gather_output: bool) -> Change:
         "gather_output": gather_output,
         "sequence_parallel": False,
         "ring": False,
+        "overlap": False,
         "units": None,
     }
     how = GATHERS if gather_output else "columns, output stays split"
@@ -69,10 +77,10 @@ def embed(layer: nnx.Embed, ground: Ground) -> Change:
     if ground.is_grid:
         grid = Grid.of(ground.axes, False)
         _divide({"num_embeddings": (layer.num_embeddings, ground.into), "features": (layer.features, ground.ranks)})
-        attributes: dict[str, Any] = {"grid": grid, "scatter_input": True, "gather_output": True}
+        attributes: dict[str, Any] = {**EASY, "grid": grid}
         return ParallelEmbedding, attributes, {"embedding": grid.weight()}, "3-D, whole output"
     _divide({"num_embeddings": (layer.num_embeddings, ground.ranks)})
-    attributes = {"axis": ground.axis, "sequence_parallel": False, "gather_output": True}
+    attributes = {"axis": ground.axis, "sequence_parallel": False, "gather_output": True, "overlap": False}
     return VocabParallelEmbedding, attributes, {"embedding": PartitionSpec(ground.axis, None)}, "rows of the table"
 
 
@@ -87,7 +95,7 @@ def conv(layer: nnx.Conv, ground: Ground) -> Change:
     )
     if groups > 1:
         _divide({"groups": (groups, ground.ranks)})
-    attributes = {"grid": grid, "scatter_input": True, "gather_output": True}
+    attributes = {**EASY, "grid": grid}
     specs = {"kernel": grid.weight(len(layer.kernel_shape)), "bias": grid.bias}
     return ParallelConv, attributes, specs, "channels, gathers its output"
 
@@ -119,21 +127,46 @@ def einsum(layer: nnx.Einsum, ground: Ground) -> Change:
     """By the first letter of the kernel that the result keeps and that divides."""
     if layer.einsum_str is None:
         raise Left("its equation is given with every call")
-    operands, _, result = layer.einsum_str.replace(" ", "").partition("->")
-    given, kernel = operands.split(",")
-    letters = [c for c in result if c.isalpha() and c in kernel]
-    free = [c for c in letters if c not in given and layer.kernel_shape[kernel.index(c)] % ground.ranks == 0]
-    if "..." in kernel or not free:
+    free = free_letters(layer, ground.ranks)
+    if not free:
         raise Left(
             f"no letter of the kernel in {layer.einsum_str!r} that only the result has divides over {ground.ranks}"
         )
-    letter, specs = free[0], {}
-    specs["kernel"] = PartitionSpec(*(ground.axis if c == letter else None for c in kernel))
+    return einsum_column(layer, ground.axis, free[0], gather_output=True)
+
+
+def free_letters(layer: nnx.Einsum, ranks: int) -> list[str]:
+    """The letters of the kernel that only the result has besides, and that divide."""
+    given, kernel, result = letters_of(layer.einsum_str or ",->")
+    if "..." in kernel:
+        return []
+    free = [c for c in result if c.isalpha() and c in kernel and c not in given]
+    return [c for c in free if layer.kernel_shape[kernel.index(c)] % ranks == 0]
+
+
+def einsum_column(layer: nnx.Einsum, axis: str, letter: str, *, gather_output: bool) -> Change:
+    """A letter of the result split."""
+    attributes = {"mesh_axis": axis, "letter": letter, "part": "column", "gather_output": gather_output}
+    how = f"letter {letter}, " + ("gathers its output" if gather_output else "output stays split")
+    return SplitEinsum, attributes, _letter_specs(layer, axis, letter), how
+
+
+def einsum_row(layer: nnx.Einsum, axis: str, letter: str) -> Change:
+    """A letter that is summed over split, as the input is."""
+    attributes = {"mesh_axis": axis, "letter": letter, "part": "row", "gather_output": False}
+    return SplitEinsum, attributes, _letter_specs(layer, axis, letter), f"letter {letter}, takes a split input"
+
+
+def _letter_specs(layer: nnx.Einsum, axis: str, letter: str) -> dict[str, PartitionSpec]:
+    _, kernel, result = letters_of(layer.einsum_str or "")
+    split = lambda letters: PartitionSpec(*(axis if c == letter else None for c in letters))
+    specs = {"kernel": split(kernel)}
     if layer.bias_shape is not None:
+        letters = [c for c in result if c.isalpha() and c in kernel]
         if len(layer.bias_shape) != len(letters):
             raise Left(f"the dims of its bias {tuple(layer.bias_shape)} are not the letters {letters} of its result")
-        specs["bias"] = PartitionSpec(*(ground.axis if c == letter else None for c in letters))
-    return SplitEinsum, {"mesh_axis": ground.axis, "letter": letter}, specs, f"letter {letter}, gathers its output"
+        specs["bias"] = split(letters)
+    return specs
 
 
 def attention(layer: nnx.MultiHeadAttention, ground: Ground) -> dict[str, Change]:

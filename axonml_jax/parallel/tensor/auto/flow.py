@@ -1,0 +1,151 @@
+"""One walk through a model's program: which layers' outputs may stay split until other layers take them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal, Var
+
+from axonml_jax.parallel.tensor.auto.carry import Mark, Split, Uniform, carried
+from axonml_jax.parallel.tensor.auto.ports import Port
+from axonml_jax.parallel.tensor.auto.probe import PREFIX
+
+Path = tuple
+CALLS = frozenset(
+    ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"]
+)
+"""Primitives that call their body once, on the same operands."""
+
+
+class Flow:
+    """A walk with a guess of which layers leave their output split; `broken` are the wrong guesses.
+
+    Attributes:
+      broken: layers whose output must be whole.
+      rows: layers that take a split input: along which of how many dims.
+      opened: layers whose output is split: along which dim.
+      steps: what the program does: see `doing`, and the sizes that a rank may see in each dim of each result.
+    """
+
+    def __init__(self, names: list[Path], ports: Mapping[Path, Port], columns: set[Path], ranks: int):
+        self.names, self.ports, self.columns, self.ranks = names, ports, columns, ranks
+        self.broken: set[Path] = set()
+        self.rows: dict[Path, tuple[int, int]] = {}
+        self.opened: dict[Path, int] = {}
+        self.steps: list[tuple] = []
+        self.taken: list[tuple[Path, frozenset[Path]]] = []
+        self._whole: set[Path] = set()
+        self._marks: dict[Var, Mark] = {}
+
+    def run(self, jaxpr: Jaxpr, given: Mapping[Var, Mark]) -> None:
+        """Walk; `given` marks the inputs."""
+        self._marks |= given
+        for eqn in jaxpr.eqns:
+            marks = [None if isinstance(v, Literal) else self._marks.get(v) for v in eqn.invars]
+            self._marks |= dict.fromkeys(eqn.outvars)  # a body may be walked again with other inputs
+            number = len(self.steps)
+            if (path := self._layer(eqn)) is not None:
+                self._at_layer(path, eqn, marks)
+            elif (inner := plain_call(eqn)) is not None:
+                self.run(inner, dict(zip(inner.invars, marks, strict=True)))
+                for outer, var in zip(eqn.outvars, inner.outvars, strict=True):
+                    self._marks[outer] = None if isinstance(var, Literal) else self._marks.get(var)
+            else:
+                self._at(eqn, marks)
+            self.steps.insert(number, (*doing(eqn), [self._sizes(v) for v in eqn.outvars]))
+
+    def end(self, jaxpr: Jaxpr) -> None:
+        """What leaves the program is whole; so is the output of a column that no row takes, and every input of a layer."""
+        for var in jaxpr.outvars:
+            self._refuse([None if isinstance(var, Literal) else self._marks.get(var)])
+        mixed = self.rows.keys() & self._whole
+        self.broken |= {source for path, sources in self.taken if path in mixed for source in sources}
+        used = self.used()
+        self.broken |= {path for path in self.columns if path not in used and path not in self.rows}
+        self.broken |= self.rows.keys() & used & self.columns  # a row's own output is whole
+
+    def used(self) -> set[Path]:
+        """The layers whose split output a row takes."""
+        return {source for _, sources in self.taken for source in sources}
+
+    def _layer(self, eqn: Any) -> Path | None:
+        name = eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else None
+        return self.names[int(name[len(PREFIX) :])] if isinstance(name, str) and name.startswith(PREFIX) else None
+
+    def _at_layer(self, path: Path, eqn: Any, marks: list[Mark]) -> None:
+        split = [(mark, v.aval.ndim) for mark, v in zip(marks, eqn.invars, strict=True) if isinstance(mark, Split)]
+        if not split:
+            self._whole.add(path)
+            if path in self.columns:
+                dim = self.opened[path] = self.ports[path].out_dim(eqn.outvars[0].aval.ndim)
+                self._marks[eqn.outvars[0]] = Split(dim, frozenset([path]))
+            return
+        mark, ndim = split[0]
+        where = mark.dim, ndim
+        able = path in self.ports and path not in self.used() and self.ports[path].takes(*where) is not None
+        if able and self.rows.setdefault(path, where) == where:
+            self.taken.append((path, mark.sources))
+        else:
+            self.broken |= mark.sources
+
+    def _at(self, eqn: Any, marks: list[Mark]) -> None:
+        found = carried(eqn, marks, self.ranks)
+        if isinstance(found, bool):
+            self._refuse(marks)
+        else:
+            self._marks |= dict.fromkeys(eqn.outvars, found)
+
+    def _sizes(self, var: Any) -> list[tuple[int, ...]]:
+        mark, shape = self._marks.get(var), _shape(var)
+        sizes: list[tuple[int, ...]] = [(size,) for size in shape]
+        if isinstance(mark, Split):
+            sizes[mark.dim] = (shape[mark.dim] // self.ranks,)
+        if isinstance(mark, Uniform):
+            sizes = [(size, size // self.ranks) if d in mark.dims else (size,) for d, size in enumerate(shape)]
+        return sizes
+
+    def same_on_a_rank(self, jaxpr: Jaxpr) -> bool:
+        """Whether a program, traced with a rank's parts, does the same step by step."""
+        theirs = list(_steps(jaxpr))
+        same = (
+            mine[:-1] == other[:-1] and _fit(mine[-1], other[-1])
+            for mine, other in zip(self.steps, theirs, strict=False)
+        )
+        return len(theirs) == len(self.steps) and all(same)
+
+    def _refuse(self, marks: list[Mark]) -> None:
+        self.broken |= {source for mark in marks if isinstance(mark, Split) for source in mark.sources}
+
+
+def plain_call(eqn: Any) -> Jaxpr | None:
+    """The body of an equation that calls it once on the same operands."""
+    if eqn.primitive.name not in CALLS:
+        return None
+    inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
+    inner = getattr(inner, "jaxpr", inner)  # a closed one
+    return inner if isinstance(inner, Jaxpr) and len(inner.invars) == len(eqn.invars) else None
+
+
+def doing(eqn: Any) -> tuple:
+    """What an equation does, whatever the sizes: its primitive, its name and the constants in it."""
+    literals = tuple(str(v.val) for v in eqn.invars if isinstance(v, Literal))
+    return eqn.primitive.name, str(eqn.params.get("name", "")), literals
+
+
+def _steps(jaxpr: Jaxpr) -> Iterator[tuple]:
+    """What a program does with the shapes of the results; bodies of calls after the call, layers not opened."""
+    for eqn in jaxpr.eqns:
+        yield (*doing(eqn), [_shape(v) for v in eqn.outvars])
+        if not str(eqn.params.get("name", "")).startswith(PREFIX) and (inner := plain_call(eqn)) is not None:
+            yield from _steps(inner)
+
+
+def _fit(allowed: list[list[tuple[int, ...]]], shapes: list[tuple[int, ...]]) -> bool:
+    """Whether results have allowed sizes in all dims."""
+    if [len(sizes) for sizes in allowed] != [len(shape) for shape in shapes]:
+        return False
+    pairs = (pair for sizes, shape in zip(allowed, shapes, strict=True) for pair in zip(sizes, shape, strict=True))
+    return all(size in may for may, size in pairs)
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return tuple(getattr(var.aval, "shape", ()))
