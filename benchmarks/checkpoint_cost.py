@@ -1,8 +1,9 @@
 """What a checkpoint costs: how long an asynchronous save blocks, and bytes per second beside raw writes of the same size.
 
-    python benchmarks/checkpoint_cost.py [--mb 256] [--devices 4] [--rounds 5] [--folder DIR]
+    python benchmarks/checkpoint_cost.py [--mb 256] [--devices 4] [--rounds 5] [--folder DIR] [--odd]
 
-The state is that of adam over one big layer, split over simulated devices (FSDP). Raw is the same bytes from one NumPy array in
+The state is that of adam over one big layer, split over simulated devices (FSDP); `--odd` gives it a width that does not
+divide, so that every array rests with padding, which is cut off before it is written. Raw is the same bytes from one NumPy array in
 one file, with fsync. Rounds alternate between the two; medians are printed. Checksums are part of a save: every file is read
 back once after it was written.
 """
@@ -42,10 +43,12 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=256, help="size of the state in MiB")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--odd", action="store_true", help="a width that does not divide by the devices")
     parser.add_argument("--folder", help="where to write; None: the folder for temporary files")
     options = parser.parse_args()
     ax.fake_devices(options.devices)
     width = int((options.mb * 2**20 / 4 / 3) ** 0.5)  # parameters and adam's two moments in float32
+    width = width // options.devices * options.devices + options.odd
     model = ax.FSDP(nnx.Linear(width, width, use_bias=False, rngs=nnx.Rngs(0)), ax.make_mesh(fsdp=options.devices))
     trainer = model.trainer(optax.adam(1e-3), lambda model, batch: jnp.mean(model(batch) ** 2))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state) if hasattr(leaf, "nbytes"))

@@ -1,16 +1,15 @@
 """A seeded campaign of faults against real processes: nothing is lost, nothing is left behind, every message names the cause.
 
-    python benchmarks/fault_campaign.py --faults 54 --seed 0 [--only kill sleep]
+    python benchmarks/fault_campaign.py --faults 54 --seed 0 [--only kill sleep] [--jobs 2] [--stuck-after 12]
 
 Every fault hits a small training of two processes under `axonml-jax launch`; the run is restarted by the launcher or, where
 that was stopped too, started again by hand, and must end bit for bit like a run that nothing happened to. Prints a line per
-fault and the table of docs/reliability.md; the exit status is the number of faults that were not survived.
+fault and the table of docs/reliability.md; the exit status is the number of faults that were not survived. What cannot be tried
+here (a full disk needs root, for a small file system of its own) is skipped with the reason.
 """
 
 import argparse
 import collections
-import contextlib
-import os
 import random
 import re
 import signal
@@ -19,28 +18,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-WORKER = ROOT / "tests" / "workers" / "fault_rank.py"
-STEPS, EVERY, TIME_LIMIT = 12, 3, 300
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fault_job import TIME_LIMIT, WORKER, Job, Skipped, small_disk
+
+STEPS, EVERY = 12, 3
 ON_ONE_RANK = {
     "kill": r"rank {rank} failed first: signal 9 \(SIGKILL\)",
     "kill-in-save": r"rank {rank} failed first: signal 9 \(SIGKILL\)",
     "kill-before-commit": r"rank 0 failed first: signal 9 \(SIGKILL\)",
     "kill-at-commit": r"rank 0 failed first: signal 9 \(SIGKILL\)",
     "kill-in-rotation": r"rank 0 failed first: signal 9 \(SIGKILL\)",
-    "disk-full": r"rank \d failed first: exit code 1(.|\n)*saving .* failed: .*No space left on device",
+    "no-space-at-commit": r"rank \d failed first: exit code 1(.|\n)*saving .* failed: .*No space left on device",
+    "file-too-large": r"rank {rank} failed first: exit code 1(.|\n)*saving .* failed: (.|\n)*File too large",
     "raise": r"rank {rank} failed first: exit code 1(.|\n)*ValueError: a fault was asked for",
     "sleep": r"rank\(s\) \[{rank}\] are missing: rank {rank} has begun step \d+ only and is in before at fault_rank",
     "stop": r"rank\(s\) \[{rank}\] are missing",
     "exit": r"rank\(s\) \[{rank}\] are missing: rank {rank} says nothing any more|rank\(s\) \[{rank}\] had ended",
 }
-IN_THE_MAIN_PROCESS = ("kill-before-commit", "kill-at-commit", "kill-in-rotation", "disk-full")
-AT_A_SAVE = ("kill-in-save", *IN_THE_MAIN_PROCESS)
+IN_THE_MAIN_PROCESS = (
+    "kill-before-commit", "kill-at-commit", "kill-in-rotation", "no-space-at-commit", "file-too-large",
+)  # fmt: skip
+AT_A_SAVE = ("kill-in-save", "disk-full", *IN_THE_MAIN_PROCESS)
 OTHERS = (
+    "disk-full",
+    "interrupt-launcher",
     "terminate-launcher",
     "terminate-rank",
     "flip",
@@ -78,66 +85,6 @@ def draw(count: int, seed: int, only: list[str] | None = None) -> list[Fault]:
     return faults
 
 
-class Job:
-    """Launches of one training in one folder."""
-
-    def __init__(self, folder: Path, axis: str):
-        self.folder, self.said = folder, ""
-        unwanted = ("XLA_", "JAX_", "NPROC", "PET_", "SLURM", "OMPI", "FAULT_")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
-        quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        own = {"FAULT_AXIS": axis, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick, "PYTHONPATH": str(ROOT)}
-        self.environ = kept | own
-
-    def launch(self, *fault, restarts=1, flags=(), meanwhile: Callable | None = None) -> int:
-        """Run to the end; what was said is kept. `meanwhile(process, lines so far)` sees every line as it comes."""
-        command = [
-            sys.executable,
-            "-m",
-            "axonml_jax",
-            "launch",
-            "--nproc-per-node=2",
-            f"--max-restarts={restarts}",
-            *flags,
-        ]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": self.environ}
-        process = subprocess.Popen([*command, str(WORKER), str(self.folder), *map(str, fault)], **pipes)
-        deadline = time.monotonic() + TIME_LIMIT
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                self.said += line
-                if meanwhile:
-                    meanwhile(process, self.said)
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"over {TIME_LIMIT} s")
-            return process.wait(60)
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-
-    @property
-    def digests(self) -> list[str]:
-        """Of the final states that rank 0 has printed."""
-        return re.findall(r"digest=(\w+)", self.said)
-
-    @property
-    def losses(self) -> str:
-        """All records."""
-        return (self.folder / "metrics.jsonl").read_text()
-
-    def leftovers(self) -> list[str]:
-        """Processes and unfinished checkpoints that should not be there."""
-        found = [p.name for p in (self.folder / "checkpoints").glob("*.saving")]
-        found += [p.name for p in (self.folder / "checkpoints").glob("*.replaced")]
-        for entry in Path("/proc").iterdir() if Path("/proc/self").exists() else ():
-            with contextlib.suppress(OSError, ValueError):
-                if int(entry.name) != os.getpid() and str(self.folder).encode() in (entry / "cmdline").read_bytes():
-                    found.append(f"process {entry.name}")
-        return found
-
-
 def suffer(fault: Fault, job: Job) -> str:
     """Make it happen, and go on until the training has ended.
 
@@ -147,35 +94,33 @@ def suffer(fault: Fault, job: Job) -> str:
     if fault.kind in ON_ONE_RANK:
         job.launch(fault.kind, fault.rank, fault.step)
         return ON_ONE_RANK[fault.kind].format(rank=fault.rank)
-    return {"terminate": terminate, "damage": damage, "refused": refused}[_family(fault.kind)](fault, job)
+    return FAMILIES.get(fault.kind, refused)(fault, job)
 
 
-def _family(kind: str) -> str:
-    return (
-        "terminate"
-        if kind.startswith("terminate")
-        else "damage"
-        if kind in ("flip", "truncate", "empty")
-        else "refused"
-    )
+def full(fault: Fault, job: Job) -> str:
+    """The disk is full at a save: the run ends, and goes on when there is room again."""
+    job.launch("disk-full", fault.rank, fault.step, restarts=0)
+    (job.folder / "filler").unlink()
+    job.launch()
+    return r"rank \d failed first: exit code 1(.|\n)*saving .* failed: (.|\n)*No space left on device"
 
 
 def terminate(fault: Fault, job: Job) -> str:
-    """SIGTERM to the launcher or to one rank: the run saves and stops, and goes on when started again."""
+    """SIGTERM or Ctrl-C to the launcher, or SIGTERM to one rank: the run saves and stops, and goes on when started again."""
     if fault.kind == "terminate-rank":
         job.launch("terminate", fault.rank, fault.step)
         return (
             r"SIGTERM caught(.|\n)*(terminated=\d+(.|\n)*start=[1-9]|digest=)"  # the agreed step may be after the last
         )
-    sent = []
+    number, sent = signal.SIGINT if fault.kind == "interrupt-launcher" else signal.SIGTERM, []
 
     def once(process, said):
         if "start=0" in said and not sent:
-            sent.append(process.send_signal(signal.SIGTERM))
+            sent.append(process.send_signal(number))
 
     job.launch(meanwhile=once)
     job.launch()
-    return r"stopped by SIGTERM(.|\n)*digest="
+    return rf"(terminated=\d+(.|\n)*)?stopped by {number.name}(.|\n)*digest="
 
 
 def damage(fault: Fault, job: Job) -> str:
@@ -221,14 +166,31 @@ def refused(fault: Fault, job: Job) -> str:
     return r"process\(es\) \[1, 2\] never arrived within 5 s" if size == "3" else r"process\(es\) \[0\] never arrived"
 
 
-def survive(fault: Fault, wanted: tuple[str, str]) -> tuple[list[str], float, str]:
-    """What went wrong, if anything, after how many seconds, and what was said."""
+FAMILIES = {
+    "disk-full": full,
+    **dict.fromkeys(("interrupt-launcher", "terminate-launcher", "terminate-rank"), terminate),
+    **dict.fromkeys(("flip", "truncate", "empty"), damage),
+}
+
+
+def survive(fault: Fault, wanted: tuple[str, str] | None = None, **environ: str) -> tuple[list[str], float, str]:
+    """What went wrong, if anything, after how many seconds, and what was said.
+
+    Args:
+      fault: what happens.
+      wanted: digest and records of an undisturbed run; None: of one that the last processes make themselves.
+      environ: more variables of the training.
+
+    Raises:
+      Skipped: when the fault cannot be tried here.
+    """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder), fault.axis)
-        problems = []
+    with small_disk() if fault.kind == "disk-full" else tempfile.TemporaryDirectory() as folder:
+        job, problems = Job(Path(folder), fault.axis), []
+        job.environ |= environ | ({} if wanted else {"FAULT_UNDISTURBED": "1"})
         try:
             pattern = suffer(fault, job)
+            wanted = wanted or job.undisturbed
             if not re.search(pattern, job.said):
                 problems.append(f"no message like {pattern}")
             if job.digests[-1:] != [wanted[0]]:
@@ -236,8 +198,8 @@ def survive(fault: Fault, wanted: tuple[str, str]) -> tuple[list[str], float, st
             elif job.losses != wanted[1]:
                 problems.append("its records have a gap, a double or another loss")
             problems += job.leftovers()
-        except (TimeoutError, subprocess.TimeoutExpired, OSError) as error:
-            problems.append(str(error))
+        except (TimeoutError, subprocess.TimeoutExpired, OSError, IndexError) as error:
+            problems.append(f"{type(error).__name__}: {error}")
         return problems, time.monotonic() - start, job.said
 
 
@@ -250,27 +212,39 @@ def undisturbed(axis: str) -> tuple[str, str]:
         return job.digests[0], job.losses
 
 
+def report(number: int, fault: Fault, wanted: dict[str, tuple[str, str]], stuck_after: str) -> bool | None:
+    """Try one fault and print what came of it: whether it was survived; None: it could not be tried."""
+    try:
+        problems, seconds, said = survive(fault, wanted[fault.axis], FAULT_STUCK_AFTER=stuck_after)
+    except Skipped as reason:
+        print(f"{number:3} {fault}: skipped: {reason}", flush=True)
+        return None
+    lines = [f"{number:3} {fault}: {'; '.join(problems) or 'survived'} ({seconds:.0f} s)"]
+    lines += [f"      {line}" for line in said.splitlines()[-40:]] if problems else []
+    print("\n".join(lines), flush=True)
+    return not problems
+
+
 def main() -> int:
     """Run a campaign."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=54)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--jobs", type=int, default=1, help="faults tried at the same time")
+    parser.add_argument("--stuck-after", default="12", help="seconds without progress; more on a busy machine")
     options = parser.parse_args()
-    faults = draw(options.faults, options.seed, options.only)
+    faults, start = draw(options.faults, options.seed, options.only), time.monotonic()
     wanted = {axis: undisturbed(axis) for axis in sorted({fault.axis for fault in faults})}
-    survived, tried, lost = collections.Counter(), collections.Counter(), 0
-    for number, fault in enumerate(faults, 1):
-        problems, seconds, said = survive(fault, wanted[fault.axis])
-        tried[fault.kind] += 1
-        survived[fault.kind] += not problems
-        lost += bool(problems)
-        print(f"{number:3} {fault}: {'; '.join(problems) or 'survived'} ({seconds:.0f} s)", flush=True)
-        if problems:
-            print("\n".join(f"      {line}" for line in said.splitlines()[-40:]), flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        attempt = partial(report, wanted=wanted, stuck_after=options.stuck_after)
+        outcomes = list(pool.map(attempt, range(1, len(faults) + 1), faults))
+    tried = collections.Counter(f.kind for f, outcome in zip(faults, outcomes, strict=True) if outcome is not None)
+    survived = collections.Counter(f.kind for f, outcome in zip(faults, outcomes, strict=True) if outcome)
     print("\n| Fault | tried | survived |\n| --- | --- | --- |")
     print("\n".join(f"| {kind} | {count} | {survived[kind]} |" for kind, count in tried.items()))
-    return lost
+    print(f"| all | {tried.total()} | {survived.total()} |\n\nin {time.monotonic() - start:.0f} s")
+    return tried.total() - survived.total()
 
 
 if __name__ == "__main__":

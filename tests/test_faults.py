@@ -26,8 +26,6 @@ def test_a_campaign_is_the_same_for_the_same_seed_and_tries_every_kind(campaign)
     assert all(fault.rank == 0 for fault in drawn if fault.kind in campaign.IN_THE_MAIN_PROCESS)
 
 
-@pytest.mark.parametrize("kind, rank, step", [("sleep", 1, 8)])
-def test_a_fault_is_named_and_survived(campaign, kind, rank, step):
-    fault = campaign.Fault(kind, rank, step, "fsdp")
-    problems, _, said = campaign.survive(fault, campaign.undisturbed("fsdp"))
+def test_a_rank_that_hangs_is_named_and_the_restarted_run_ends_as_it_should(campaign):
+    problems, _, said = campaign.survive(campaign.Fault("sleep", 1, 8, "fsdp"))
     assert not problems, said[-4000:]

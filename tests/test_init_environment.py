@@ -51,6 +51,11 @@ READ = {
     "mpirun with a coordinator": (MPI, {"coordinator": "c:1"}, ("openmpi", "c:1", 4, 3, 1, 2)),
     "mpirun inside Slurm": (SLURM | MPI | ADDRESS, {}, ("openmpi", "node0:29500", 4, 3, 1, 2)),
     "srun": (SLURM, {}, ("slurm", "gpu007:61441", 8, 5, 1, None)),
+    "srun, with the tasks of every node": (
+        SLURM | {"SLURM_STEP_TASKS_PER_NODE": "6,2", "SLURM_NODEID": "1"},
+        {},
+        ("slurm", "gpu007:61441", 8, 5, 1, 2),
+    ),
     "srun with an address": (SLURM | ADDRESS, {}, ("slurm", "node0:29500", 8, 5, 1, None)),
     "kubernetes": (
         {"JOB_COMPLETION_INDEX": "2"},

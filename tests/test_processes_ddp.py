@@ -1,4 +1,7 @@
-"""DDP on real processes (jax.distributed, gloo) equals one device, and every part of the face works there."""
+"""DDP on two real processes (jax.distributed, gloo) equals one device, and every part of the face works there.
+
+Four processes, and the other kinds of parallelism, are in test_launcher_hosts.py.
+"""
 
 import functools
 import json
@@ -7,7 +10,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from workers.ddp_rank import BATCHES, RUNS, TX, plan_of, runs_of
+from workers.ddp_rank import BATCHES, RUNS, TX, plan_of
 from workers.launch import launch
 
 from axonml_jax.model.functionalize import functionalize
@@ -15,33 +18,33 @@ from axonml_jax.testing.oracle import Oracle, Parts
 
 SCRIPT = pathlib.Path(__file__).parent / "workers" / "ddp_rank.py"
 TIME_LIMIT = 240
-SIZES = [2, 4]
+PROCESSES = 2
 
 
 @functools.cache
-def outcomes(num_processes):
+def outcomes():
     """What each process printed."""
-    ends = launch(str(SCRIPT), num_processes, TIME_LIMIT)
-    assert [code for code, _, _ in ends] == [0] * num_processes, "\n".join(error[-3000:] for _, _, error in ends)
+    ends = launch(str(SCRIPT), PROCESSES, TIME_LIMIT)
+    assert [code for code, _, _ in ends] == [0] * PROCESSES, "\n".join(error[-3000:] for _, _, error in ends)
     return [json.loads(out.splitlines()[-1]) for _, out, _ in ends]
 
 
 @functools.cache
-def wanted(name, ranks):
+def wanted(name):
     """The same run on one device; for independent models a list of runs."""
     make, loss_fn, _, accumulate = RUNS[name]
     view, variables = functionalize(make())
     plan, key = plan_of(name), jax.random.key(0)
-    parts = Parts(1 if plan.independent else ranks, accumulate)
+    parts = Parts(1 if plan.independent else PROCESSES, accumulate)
     oracle = Oracle(view, loss_fn, TX, parts, precision=plan.precision)
     if not plan.independent:
         return [oracle.run(variables, BATCHES, key)]
 
     def rows(batch, rank):
-        each = len(batch["x"]) // ranks
+        each = len(batch["x"]) // PROCESSES
         return jax.tree.map(lambda x: x[rank * each : (rank + 1) * each] if np.ndim(x) else x, batch)
 
-    return [oracle.run(variables, [rows(batch, rank) for batch in BATCHES], key, rank) for rank in range(ranks)]
+    return [oracle.run(variables, [rows(batch, rank) for batch in BATCHES], key, rank) for rank in range(PROCESSES)]
 
 
 def close(got, want):
@@ -50,10 +53,10 @@ def close(got, want):
     jax.tree.map(lambda w, g: np.testing.assert_allclose(np.asarray(g), w, rtol=1e-9, atol=1e-9), want, got)
 
 
-@pytest.mark.parametrize("name, ranks", [(n, size) for size in SIZES for n in runs_of(size) if n != "independent"])
-def test_five_steps_equal_one_device(name, ranks):
-    (want,) = wanted(name, ranks)
-    for seen in (process[name] for process in outcomes(ranks)):
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "independent"])
+def test_five_steps_equal_one_device(name):
+    (want,) = wanted(name)
+    for seen in (process[name] for process in outcomes()):
         close({"a": seen["loss"], "b": seen["grad_norm"]}, {"a": np.stack(want.losses), "b": np.stack(want.norms)})
         close(seen["gradients"], want.grads)
         close(seen["parameters"], want.variables.params)
@@ -61,30 +64,28 @@ def test_five_steps_equal_one_device(name, ranks):
         close(seen["first_loss"], want.losses[0])
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-def test_independent_models_equal_independent_runs_until_synchronized(ranks):
-    runs = wanted("independent", ranks)
-    seen = [process["independent"] for process in outcomes(ranks)]
+def test_independent_models_equal_independent_runs_until_synchronized():
+    runs = wanted("independent")
+    seen = [process["independent"] for process in outcomes()]
     for each in seen:
         close(each["loss"], np.stack([run.losses for run in runs], 1))
         close(each["parameters"], jax.tree.map(lambda *x: np.stack(x), *(run.variables.params for run in runs)))
-    bits = [process["bits"] for process in outcomes(ranks)]
-    assert len({tuple(each["own"]) for each in bits}) == ranks
+    bits = [process["bits"] for process in outcomes()]
+    assert len({tuple(each["own"]) for each in bits}) == PROCESSES
     assert {tuple(each["synced"]) for each in bits} == {tuple(bits[0]["own"])}
 
 
-@pytest.mark.parametrize("ranks", SIZES)
-def test_rows_loaded_by_each_process_train_as_whole_batches_do(ranks):
-    for process in outcomes(ranks):
-        close(process["loader"], np.stack(wanted("overlapped", ranks)[0].losses))
+def test_rows_loaded_by_each_process_train_as_whole_batches_do():
+    for process in outcomes():
+        close(process["loader"], np.stack(wanted("overlapped")[0].losses))
 
 
-def test_evaluation_outputs_and_state_dict_equal_one_device(ranks=2):
+def test_evaluation_outputs_and_state_dict_equal_one_device():
     make, loss_fn, _, _ = RUNS["accumulated"]
-    model = functionalize(make())[0].module(wanted("accumulated", ranks)[0].variables)
+    model = functionalize(make())[0].module(wanted("accumulated")[0].variables)
     model.eval()
     loss = loss_fn(model, BATCHES[0])
-    for process in outcomes(ranks):
+    for process in outcomes():
         close(process["face"]["evaluation"], loss.value)
         close(process["face"]["outputs"], model(BATCHES[0]["x"]))
         assert set(process["face"]["state_dict"]) >= {"first/kernel", "norm/mean"}

@@ -103,6 +103,7 @@ def _slurm(environ, coordinator, num_processes):
         values["SLURM_STEP_NUM_TASKS"],
         values["SLURM_PROCID"],
         values["SLURM_LOCALID"],
+        tasks_on_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), environ.get("SLURM_NODEID", "")),
     )
 
 
@@ -129,6 +130,17 @@ def first_host(nodelist: str) -> str:
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     assert first is not None
     return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first.group())
+
+
+def tasks_on_node(tasks_per_node: str, node: str) -> int | None:
+    """A Slurm step's tasks on one of its nodes, as its variables say; None where they do not.
+
+    >>> tasks_on_node("4(x2),3", "1"), tasks_on_node("4(x2),3", "2"), tasks_on_node("", "0")
+    (4, 3, None)
+    """
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node)
+    counts = [int(count) for count, times in found for _ in range(int(times or 1))]
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
 
 
 _LAUNCHERS: tuple[tuple[Callable, Callable], ...] = (

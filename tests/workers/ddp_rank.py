@@ -45,11 +45,6 @@ RUNS = {  # name: (model, loss function, options of the data strategy, microbatc
 }
 
 
-def runs_of(num_processes):
-    """Two processes do every run; more share the same two cores, so they leave one out."""
-    return [name for name in RUNS if num_processes == 2 or name != "accumulated"]
-
-
 def plan_of(name):
     _, _, options, accumulate = RUNS[name]
     return ax.Plan(data=ax.Replicate(**options), accumulate=accumulate)
@@ -128,7 +123,7 @@ def main(port, num_processes, process_id):
     jax.config.update("jax_enable_x64", True)
     world = ax.init(coordinator=f"127.0.0.1:{port}", num_processes=num_processes, process_id=process_id, timeout=60)
     seen = {}
-    for name in runs_of(num_processes):
+    for name in RUNS:
         model, trainer, start, seen[name] = train(name, world)
         if name == "overlapped":
             seen["loader"] = by_loader(trainer, start, world)

@@ -1,10 +1,13 @@
 """A small resumable training, one process of it, in which one fault happens: `python fault_rank.py FOLDER [FAULT RANK STEP]`.
 
-The fault happens once: a file in FOLDER says that it has. Prints a digest of the final state on rank 0.
+The fault happens once: a file in FOLDER says that it has. Prints a digest of the final state on rank 0; with FAULT_UNDISTURBED
+set, that of a second training too, from the first state on and without checkpoints.
 """
 
+import contextlib
 import hashlib
 import os
+import resource
 import signal
 import sys
 import time
@@ -28,6 +31,8 @@ from axonml_jax.training.agreement import check_same
 STEPS, EVERY, ROWS = 12, 3, 64
 STUCK_AFTER = float(os.environ.get("FAULT_STUCK_AFTER", "12"))
 TERMINATED = 143
+ROOM = 1 << 13
+LARGEST = 2048  # records are shorter, what a process writes of a checkpoint is not
 
 
 class Net(nnx.Module):
@@ -48,6 +53,19 @@ def loss_fn(model, batch):
 def die(number=signal.SIGKILL):
     os.kill(os.getpid(), number)
     time.sleep(60)
+
+
+def fill(path):
+    """Leave next to nothing of the file system that a file is on."""
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12):
+            try:
+                while file.write(bytes(size)):
+                    pass
+            except OSError:
+                continue
+        # What a line of records needs is left.
+        file.truncate(max(0, file.tell() - ROOM))
 
 
 class Fault:
@@ -81,6 +99,10 @@ class Fault:
 
     def arm(self, rank, step):
         """Inside the save of a step."""
+        if self.due(rank, step, "disk-full"):
+            fill(self._happened.with_name("filler"))
+        if self.due(rank, step, "file-too-large"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, LARGEST))
 
         def patch(room, name, *kinds):
             real = getattr(room, name)
@@ -95,7 +117,7 @@ class Fault:
             setattr(room, name, faulty)
 
         patch(saving.arrays, "start_writing", "kill-in-save")
-        patch(saving, "checksums", "kill-before-commit", "disk-full")
+        patch(saving, "checksums", "kill-before-commit", "no-space-at-commit")
         patch(saving, "put_in_place", "kill-at-commit")
         patch(manager_room, "remove", "kill-in-rotation")
 
@@ -109,39 +131,74 @@ def digest(trainer):
     return total.hexdigest()[:16]
 
 
+def prepare(axis, rate):
+    """A trainer and its data."""
+    model = ax.parallelize(Net(), ax.make_mesh(**{axis: -1}))
+    rows = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
+    return model.trainer(optax.adam(rate), loss_fn), ax.create_dataloader(rows, 8, model.mesh, seed=1)
+
+
+def nothing(*args):
+    """What happens around the steps of an undisturbed training."""
+
+
+def train(trainer, loader, start, records, before=nothing, began=nothing, after=nothing):
+    """From a step to the last, or to where `after` says so."""
+    for step, batch in zip(range(start + 1, STEPS + 1), loader, strict=False):
+        before(step)
+        loss = trainer.step(batch)["loss"]
+        began(step, loss)
+        if records:
+            records.write(Record(step, {"loss": float(loss)}))
+        if after(step):
+            return step
+    return None
+
+
 def main(folder, *fault):
-    folder = Path(folder)
-    world = ax.init(timeout=float(os.environ.get("FAULT_INIT_TIMEOUT", "60")))
-    fault = Fault(folder, *fault)
+    folder, seconds = Path(folder), float(os.environ.get("FAULT_INIT_TIMEOUT", "60"))
+    world, fault = ax.init(timeout=seconds), Fault(folder, *fault)
     rate = 0.02 if fault.due(world.rank, 0, "other-configuration") else 0.01
     check_same("configuration", {"optim.learning_rate": rate}, world)
-    axis = os.environ.get("FAULT_AXIS", "data")
-    model = ax.parallelize(Net(), ax.make_mesh(**{axis: -1}))
-    trainer = model.trainer(optax.adam(rate), loss_fn)
-    rows = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
-    loader = ax.create_dataloader(rows, 8, model.mesh, seed=1)
+    trainer, loader = prepare(os.environ.get("FAULT_AXIS", "data"), rate)
+    first, beginning = to_host(trainer.state), loader.state_dict()
+    opened = lambda name, start: JsonLines(folder / name, start) if world.is_main_process else None
+
+    def before(step):
+        fault.before(world.rank, step)
+        if step == fault.step:
+            fault.arm(world.rank, step)
+
     with ax.CheckpointManager(folder / "checkpoints", every=EVERY, keep=2) as manager, Preemption() as preemption:
         restored = manager.restore(trainer, data=loader)
         start = restored.step if restored else 0
         ax.print0(f"start={start}", flush=True)
-        records = JsonLines(folder / "metrics.jsonl", start) if world.is_main_process else None
-        with ax.Watchdog(STUCK_AFTER) as watchdog:
-            for step, batch in zip(range(start + 1, STEPS + 1), loader, strict=False):
-                fault.before(world.rank, step)
-                if step == fault.step:
-                    fault.arm(world.rank, step)
-                metrics = trainer.step(batch)
-                watchdog.began(step, metrics["loss"])
-                if records:
-                    records.write(Record(step, {"loss": float(metrics["loss"])}))
+        with contextlib.ExitStack() as stack:
+            watchdog = None
+
+            def began(step, loss):
+                nonlocal watchdog
+                watchdog = watchdog or stack.enter_context(ax.Watchdog(STUCK_AFTER))  # once all is compiled
+                watchdog.began(step, loss)
+
+            def after(step):
                 stop = preemption.stop_after(step)
                 manager.save(step, trainer, data=loader, force=stop)
-                if stop:
-                    manager.wait()
-                    ax.print0(f"terminated={step}", flush=True)
-                    return TERMINATED
+                return stop
+
+            stopped = train(trainer, loader, start, opened("metrics.jsonl", start), before, began, after)
+        if stopped is not None:
+            manager.wait()
+            ax.print0(f"terminated={stopped}", flush=True)
+            return TERMINATED
     said = digest(trainer)
     ax.print0(f"digest={said}", flush=True)
+    if os.environ.get("FAULT_UNDISTURBED"):  # the same training again, to which nothing happens
+        trainer.state = first
+        loader.load_state_dict(beginning)
+        train(trainer, loader, 0, opened("undisturbed.jsonl", 0))
+        said = digest(trainer)
+        ax.print0(f"undisturbed={said}", flush=True)
     return 0
 
 

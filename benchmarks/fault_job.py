@@ -1,0 +1,101 @@
+"""A small training under `axonml-jax launch`, run again and again in one folder: what the fault campaign breaks."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKER = ROOT / "tests" / "workers" / "fault_rank.py"
+TIME_LIMIT = 300
+DISK = "4m"
+"""Size of the small disk: some checkpoints of the training, no more."""
+
+
+class Skipped(Exception):
+    """Why a fault cannot be tried on this machine."""
+
+
+@contextlib.contextmanager
+def small_disk() -> Iterator[Path]:
+    """A folder that is a file system of its own with little room (Linux, root).
+
+    Raises:
+      Skipped: where it cannot be had.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", folder], capture_output=True, text=True, check=False
+        )
+        if made.returncode:
+            raise Skipped(f"no small file system here: {made.stderr.strip()}")
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", folder], check=True)
+
+
+class Job:
+    """Launches of one training in one folder."""
+
+    def __init__(self, folder: Path, axis: str):
+        self.folder, self.said = folder, ""
+        unwanted = ("XLA_", "JAX_", "NPROC", "PET_", "SLURM", "OMPI", "FAULT_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+        quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        own = {"FAULT_AXIS": axis, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick, "PYTHONPATH": str(ROOT)}
+        self.environ = kept | own
+
+    def launch(self, *fault, restarts=1, flags=(), meanwhile: Callable | None = None) -> int:
+        """Run to the end; what was said is kept. `meanwhile(process, lines so far)` sees every line as it comes."""
+        launch = [sys.executable, "-m", "axonml_jax", "launch", "--nproc-per-node=2", f"--max-restarts={restarts}"]
+        command = [*launch, *flags, str(WORKER), str(self.folder), *map(str, fault)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": self.environ}
+        process, start = subprocess.Popen(command, **pipes), time.monotonic()
+        assert process.stdout is not None
+        limit = threading.Timer(TIME_LIMIT, process.terminate)
+        limit.start()
+        try:
+            for line in process.stdout:
+                self.said += line
+                if meanwhile:
+                    meanwhile(process, self.said)
+            if time.monotonic() > start + TIME_LIMIT:
+                raise TimeoutError(f"over {TIME_LIMIT} s")
+            return process.wait(60)
+        finally:
+            limit.cancel()
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+    @property
+    def digests(self) -> list[str]:
+        """Of the final states that rank 0 has printed."""
+        return re.findall(r"\bdigest=(\w+)", self.said)
+
+    @property
+    def undisturbed(self) -> tuple[str, str]:
+        """Digest and records of the training to which nothing happened, where FAULT_UNDISTURBED asked for one."""
+        return re.findall(r"undisturbed=(\w+)", self.said)[-1], (self.folder / "undisturbed.jsonl").read_text()
+
+    @property
+    def losses(self) -> str:
+        """All records."""
+        return (self.folder / "metrics.jsonl").read_text()
+
+    def leftovers(self) -> list[str]:
+        """Processes and unfinished checkpoints that should not be there."""
+        found = [p.name for p in (self.folder / "checkpoints").glob("*.saving")]
+        found += [p.name for p in (self.folder / "checkpoints").glob("*.replaced")]
+        for entry in Path("/proc").iterdir() if Path("/proc/self").exists() else ():
+            with contextlib.suppress(OSError, ValueError):
+                if int(entry.name) != os.getpid() and str(self.folder).encode() in (entry / "cmdline").read_bytes():
+                    found.append(f"process {entry.name}")
+        return found
