@@ -3,9 +3,9 @@
     python benchmarks/checkpoint_cost.py [--mb 256] [--devices 4] [--rounds 5] [--folder DIR] [--odd]
 
 The state is that of adam over one big layer, split over simulated devices (FSDP); `--odd` gives it a width that does not
-divide, so that every array rests with padding, which is cut off before it is written. Raw is the same bytes from one NumPy array in
-one file, with fsync. Rounds alternate between the two; medians are printed. Checksums are part of a save: every file is read
-back once after it was written.
+divide, so that every array rests with padding, which is cut off before it is written. Raw is the same bytes from one NumPy
+array in one file, with fsync. Rounds alternate between the two; medians are printed. Checksums are part of a save: every file
+is read back once after it was written.
 """
 
 import argparse
