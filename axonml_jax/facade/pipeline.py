@@ -16,6 +16,7 @@ from axonml_jax.mesh.world import World
 from axonml_jax.model.functional import Trainable
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.chain import Chain, LinenChain, PipelineStage, join_variables
 from axonml_jax.parallel.pipeline.memory_stats import PipelineMemoryStats
 from axonml_jax.parallel.pipeline.policy import AXIS, Pipelined
@@ -43,6 +44,7 @@ class Pipeline(ParallelModel):
       precision, remat, trainable, check_vma, seed: see `ax.DDP`.
       update: see `ax.FSDP`.
       accumulate: that many times more microbatches per update, in one pass.
+      cpu_offload: what rests in host memory (see `ax.CPUOffload`).
 
     Raises:
       TypeError, ValueError: for anything that cannot work, before anything is allocated.
@@ -63,6 +65,7 @@ class Pipeline(ParallelModel):
         remat: Remat = None,
         update: Literal["shards", "whole"] = "shards",
         accumulate: int = 1,
+        cpu_offload: CPUOffload | str = CPUOffload.NONE,
         trainable: Trainable = None,
         check_vma: bool = False,
         seed: int = 0,
@@ -88,6 +91,7 @@ class Pipeline(ParallelModel):
             remat=remat,
             update=update,
             accumulate=accumulate,
+            offload=cpu_offload,  # pyright: ignore[reportArgumentType]  # Plan checks and converts names
             check_vma=check_vma,
         )
         super().__init__(model, mesh, plan, params=params, trainable=trainable, seed=seed)

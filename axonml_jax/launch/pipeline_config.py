@@ -60,8 +60,6 @@ class PipelineConfig:
         for setting, name in ((config.plan.sync_strategy == "no_sync", "sync_strategy=no_sync"),):
             if setting:
                 yield f"plan.{name} trains a model per rank, but mesh.pipe={ranks} splits one model"
-        if config.plan.offload != "none":
-            yield f"plan.offload={config.plan.offload} is not there for the stages of mesh.pipe={ranks}: set it to none"
         try:
             self.build().timetable(ranks, self.microbatches * config.plan.accumulate)
         except ValueError as error:

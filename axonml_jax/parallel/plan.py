@@ -103,9 +103,6 @@ class Plan:
             "broadcast_buffers=False keeps buffers apart, and a pipeline's stages each hold some: leave it True": (
                 self.local_buffers and not self.independent
             ),
-            f"offload={self.offload.value!r} is not there for stages: use CPUOffload.NONE": (
-                self.offload is not CPUOffload.NONE
-            ),
         }
         return [f"pipe: {rule}" for rule, broken in rules.items() if broken]
 
