@@ -20,8 +20,8 @@ plan.sharding_strategy plan.prefetch plan.offload plan.precision plan.accumulate
 pipeline.schedule pipeline.microbatches pipeline.chunks pipeline.gather
 model.vocab_size model.num_layers model.hidden_size model.num_heads model.max_length model.num_kv_heads
 model.mlp_hidden_size model.norm model.activation model.position model.rope_theta model.tie_embeddings model.use_bias
-model.dropout model.norm_eps model.split model.sequence_parallel model.attention model.scan_layers model.loss_chunk
-model.dtype model.param_dtype
+model.dropout model.norm_eps model.split model.sequence_parallel model.ring model.overlap
+model.prefetch model.attention model.scan_layers model.loss_chunk model.dtype model.param_dtype
 data.path data.length data.max_bytes data.valid_fraction data.num_workers
 optim.name optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.betas optim.max_grad_norm
 train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed
