@@ -135,6 +135,7 @@ def _grid(layers: Layers, placed: Sequence[Placed]) -> Iterator[Flow]:
     openings = [[size, kv, kv], [inner] * (2 if config.activation == "swiglu" else 1)]
     for half, outs in enumerate(openings):
         closed, blocks = (size, inner)[half], layers.blocks
+        ends = again and not (config.scan_layers and half == 1)  # a trip's last product is not repeated
         for out in outs:  # column-like layers: split input, partial outputs summed over col
             yield layers.flow(SUM, "col", tokens * out // row, "forward", calls=blocks)
             yield layers.flow(SUM, "col", tokens * out // row, "backward", calls=blocks * again)
@@ -142,7 +143,6 @@ def _grid(layers: Layers, placed: Sequence[Placed]) -> Iterator[Flow]:
         yield layers.flow(GATHER, "col", tokens * size, "backward", calls=blocks)
         # The transposed layer after them: summed over row, its features joined over col.
         yield layers.flow(SUM, "row", tokens * size // col, "forward", calls=blocks)
-        ends = again and not (config.scan_layers and half == 1)  # a trip's last product is not repeated
         yield layers.flow(SUM, "row", tokens * size // col, "backward", calls=blocks * ends)
         yield layers.flow(GATHER, "col", tokens * size, "forward", calls=blocks)
         yield layers.flow(GATHER, "col", tokens * size, "backward", calls=blocks * ends)
