@@ -17,7 +17,7 @@ _MODULES: dict[str, str] = {
         r"^from (\S+) import (\w+)", pathlib.Path(__file__).with_suffix(".pyi").read_text("utf-8"), re.MULTILINE
     )
 }
-__all__ = [*_MODULES]
+__all__ = [*_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
