@@ -3,7 +3,6 @@
 import ast
 import doctest
 import importlib
-import inspect
 import os
 import re
 import subprocess
