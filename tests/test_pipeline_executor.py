@@ -66,8 +66,8 @@ def test_what_idle_ticks_write_and_send_reaches_nothing(check_vma, monkeypatch):
 def test_a_table_with_wrong_slots_would_be_noticed(monkeypatch):
     real = executor.make_table
 
-    def wrong(timetable):
-        table = real(timetable)
+    def wrong(timetable, with_turns):
+        table = real(timetable, with_turns)
         return table._replace(backward=table.backward._replace(slot=np.minimum(table.backward.slot + 1, 2)))
 
     monkeypatch.setattr(executor, "make_table", wrong)
