@@ -14,7 +14,7 @@ from axonml_jax.parallel.pipeline.line import Held, Line, trace_line
 from axonml_jax.parallel.pipeline.outputs import outputs_of
 from axonml_jax.parallel.pipeline.packing import Buffers
 from axonml_jax.parallel.pipeline.reading import EachTick, EachTurn, Kept
-from axonml_jax.parallel.pipeline.rings import nothing, shift_ring, slots, store
+from axonml_jax.parallel.pipeline.rings import IN_PLACE, lend, nothing, shift_ring, slots, store, take_back
 from axonml_jax.parallel.pipeline.shared import sum_shared
 from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers
 from axonml_jax.parallel.pipeline.stages import Stage
@@ -158,12 +158,12 @@ class _Run:
         line, timetable = self.line, self.timetable
         differentiates = timetable.backward is not None
         return _Carry(
-            slots(line.activations, timetable.activations.size),
-            slots(line.cotangents, timetable.cotangents.size) if differentiates else {},
-            slots(line.residuals, timetable.residuals.size) if differentiates else {},
+            slots(line.activations, timetable.activations.size + 1),
+            slots(line.cotangents, timetable.cotangents.size + 1) if differentiates else {},
+            slots(line.residuals, timetable.residuals.size + (not IN_PLACE)) if differentiates else {},
             self.no_gradients,
             self.held.states,
-            slots(line.outputs, timetable.num_microbatches),
+            slots(line.outputs, timetable.num_microbatches + 1),
             line.loss_like,
             line.aux_like,
             self.reading.start(),
@@ -181,10 +181,13 @@ class _Run:
         line, timetable, held, reading = self.line, self.timetable, self.held, self.reading
         kept = reading.turned(carry.kept, table)
         read = reading.forward(kept)
-        made = forward(line, held, carry.activations, carry.states, table.forward, self.transform, read)
+        residuals, slot = lend(carry.residuals, table.forward.slot)
+        made = forward(
+            line, held, carry.activations, residuals, slot, carry.states, table.forward, self.transform, read
+        )
+        residuals = take_back(carry.residuals, made.residuals, table.forward.slot)
         is_output = table.forward.stage == timetable.num_stages - 1
         row = jnp.where(is_output, table.forward.microbatch, timetable.num_microbatches)
-        residuals = store(carry.residuals, made.residuals, table.forward.slot) if carry.residuals else {}
         sent, grads, kept = self._backwards(carry._replace(residuals=residuals, kept=kept), table)
         wraps = timetable.num_stages > timetable.num_ranks
         came = shift_ring(made.y, held.axis, timetable.num_ranks, 1, wraps)

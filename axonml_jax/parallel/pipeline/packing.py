@@ -116,6 +116,21 @@ class Packing:
         """Flat buffers with the arrays added in their places."""
         return self._changed(buffers, arrays, lambda buffer, start, value: buffer.at[start].add(value))
 
+    def store(self, buffers: Buffers, arrays: Sequence[Any], row: ArrayLike) -> Buffers:
+        """Buffers with slots, [slots, n], with the arrays in their places of one row and everything else as it was."""
+        buffers = dict(buffers)
+        for group in {slot.group: None for slot in self.slots}:
+            own = [
+                (slot, _data(array)[0]) for slot, array in zip(self.slots, arrays, strict=True) if slot.group == group
+            ]
+            # All at once, so that XLA does not compute what makes an array again in the loop that stores it.
+            values = jax.lax.optimization_barrier([value for _, value in own])
+            for (slot, _), value in zip(own, values, strict=True):
+                flat = vary_like(jnp.ravel(value), buffers[group])
+                at = (row, jnp.zeros_like(row) + slot.offset)
+                buffers[group] = jax.lax.dynamic_update_slice(buffers[group], flat[None], at)
+        return buffers
+
     def _changed(self, buffers: Buffers, arrays: Sequence[Any], change) -> Buffers:
         buffers = dict(buffers)
         for slot, array in zip(self.slots, arrays, strict=True):

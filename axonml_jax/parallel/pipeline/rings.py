@@ -14,9 +14,13 @@ def nothing(sizes: Sizes) -> Buffers:
     return {group: vary(jnp.zeros(size, group.dtype), group.axes) for group, size in sizes.items()}
 
 
+IN_PLACE = jax.__version_info__ >= (0, 11)
+"""Whether XLA lets a branch write into a buffer of the loop around it; before, it copies the whole buffer in every tick."""
+
+
 def slots(sizes: Sizes, count: int) -> Buffers:
-    """Empty buffers of `count` slots and a trash slot, [count + 1, n]."""
-    return {group: vary(jnp.zeros((count + 1, size), group.dtype), group.axes) for group, size in sizes.items()}
+    """Empty buffers of `count` slots, [count, n]; where idle ranks write, the last one is for trash."""
+    return {group: vary(jnp.zeros((count, size), group.dtype), group.axes) for group, size in sizes.items()}
 
 
 def store(buffers: Buffers, values: Buffers, slot: ArrayLike) -> Buffers:
@@ -24,6 +28,18 @@ def store(buffers: Buffers, values: Buffers, slot: ArrayLike) -> Buffers:
     return {
         group: jax.lax.dynamic_update_index_in_dim(buffer, values[group], slot, 0) for group, buffer in buffers.items()
     }
+
+
+def lend(buffers: Buffers, slot: ArrayLike) -> tuple[Buffers, ArrayLike]:
+    """What a branch writes one slot of, and which: the buffers themselves, or an empty slot of its own."""
+    if IN_PLACE:
+        return buffers, slot
+    return slots({group: buffer.shape[1] for group, buffer in buffers.items()}, 1), jnp.zeros_like(slot)
+
+
+def take_back(buffers: Buffers, written: Buffers, slot: ArrayLike) -> Buffers:
+    """The buffers after a branch wrote to what was lent to it."""
+    return written if IN_PLACE else store(buffers, {group: one[0] for group, one in written.items()}, slot)
 
 
 def shift_ring(values: Buffers, axis: str, num_ranks: int, step: int, wraps: bool) -> Buffers:

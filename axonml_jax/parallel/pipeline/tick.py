@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from axonml_jax.collectives.varying import vary_like
 from axonml_jax.parallel.pipeline.line import Held, Line, Member
@@ -31,7 +32,7 @@ class Made(NamedTuple):
     Attributes:
       y: for the next stage.
       output: what the last stage returns.
-      residuals: for the backward.
+      residuals: the slots for backwards, with this forward's stored.
       states: the rank's states.
       loss, aux: of this microbatch.
     """
@@ -45,7 +46,15 @@ class Made(NamedTuple):
 
 
 def forward(
-    line: Line, held: Held, activations: Buffers, states: Buffers, work: Work, transform: Transform | None, read: Read
+    line: Line,
+    held: Held,
+    activations: Buffers,
+    residuals: Buffers,
+    slot: ArrayLike,
+    states: Buffers,
+    work: Work,
+    transform: Transform | None,
+    read: Read,
 ) -> Made:
     """One forward, of the stage that `work` names.
 
@@ -53,6 +62,8 @@ def forward(
       line: the stages.
       held: this rank's weights and batch.
       activations: received, by slot.
+      residuals: what forwards keep for backwards, by slot. A stage writes there itself: nothing is packed and copied.
+      slot: where it writes.
       states: the rank's.
       work: what to do, a number in each field.
       transform: what recomputation makes of a stage; None: nothing is kept for a backward.
@@ -63,7 +74,7 @@ def forward(
         return Made(
             nothing(line.activations),
             nothing(line.outputs),
-            nothing(line.residuals),
+            residuals,
             states,
             line.loss_like,
             line.aux_like,
@@ -76,10 +87,11 @@ def forward(
             member.x.unpack(activations, work.source),
             member.state.unpack(states),
         )
-        result, residuals = member.traced.apply(inputs), nothing(line.residuals)
-        if transform is not None and member.residuals is not None:
+        if transform is None or member.residuals is None:
+            result, kept = member.traced.apply(inputs), residuals
+        else:
             result, saved = member.traced.forward(inputs, transform)
-            residuals = member.residuals.pack(saved.residuals, line.residuals)
+            kept = member.residuals.store(residuals, saved.residuals, slot)
         last = member is line.members[-1]
         aux = line.aux_like
         if last:
@@ -87,7 +99,7 @@ def forward(
         return Made(
             nothing(line.activations) if last else member.y.pack(result.y, line.activations),
             member.y.pack(result.y, line.outputs) if last else nothing(line.outputs),
-            residuals,
+            kept,
             member.state.write(states, result.state),
             vary_like(result.loss.astype(line.loss_like.dtype), line.loss_like),
             tuple(aux),

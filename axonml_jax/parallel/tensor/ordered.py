@@ -120,12 +120,15 @@ def ordered(
     Communicates: forward what `read` does, backward the same again and what `back` does.
     """
     rules = _Rules(fn, x_border, weights_border, overlap)
-    if prefetch is None:
-        return _ordered(rules, x, weights, None)[0]
     # Before jax 0.11 a barrier types all of its results as varying over what any operand varies over.
     axes = varying_axes(x).union(*(varying_axes(leaf) for leaf in jax.tree.leaves(weights)))
-    token = vary(prefetch.token, (*sorted(axes), *x_border.axes))
-    y, prefetch.token = _ordered(rules, x, weights, token)
+    summed = x_border.axes if x_border.dim is None else ()  # over these `back` sums the gradient of x
+    x = vary(x, tuple(sorted(axes.difference(summed))))
+    axes = tuple(sorted(axes.union(x_border.axes)))
+    weights = vary(weights, axes)
+    if prefetch is None:
+        return _ordered(rules, x, weights, None)[0]
+    y, prefetch.token = _ordered(rules, x, weights, vary(prefetch.token, axes))
     return y
 
 
