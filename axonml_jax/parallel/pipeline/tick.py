@@ -71,14 +71,8 @@ def forward(
     """
 
     def idle() -> Made:
-        return Made(
-            nothing(line.activations),
-            nothing(line.outputs),
-            residuals,
-            states,
-            line.loss_like,
-            line.aux_like,
-        )
+        sent, output = nothing(line.activations), nothing(line.outputs)
+        return Made(sent, output, residuals, states, line.loss_like, line.aux_like)
 
     def run(member: Member) -> Made:
         inputs = Inputs(
