@@ -28,6 +28,7 @@ ROWS = [
     (LLAMA, {**SEQUENCE, "overlap": True}, {"data": 2, "tensor": 4}, {"remat": "selective"}),
     (GPT, {**SEQUENCE, "ring": True}, {"data": 1, "fsdp": 2, "tensor": 4}, {"remat": "full"}),
     (LLAMA, {**GRID, "scan_layers": True}, {"data": 1, "depth": 2, "row": 2, "col": 2}, {"remat": "full"}),
+    (GPT, {"split": "grid", "scan_layers": True}, {"data": 1, "fsdp": 2, "row": 2, "col": 2}, {}),
     (LLAMA, SCAN, {"data": 2, "tensor": 2}, {"remat": "full", "fsdp": ax.Shard(stage=2)}),
     (GPT, {"split": "grid", "prefetch": True}, {"data": 2, "depth": 4}, {"remat": "full"}),
     (LLAMA, {"num_layers": 4}, {"data": 2, "pipe": 2}, {"pipe": PIPE, "accumulate": 2}),

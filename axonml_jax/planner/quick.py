@@ -155,7 +155,8 @@ class _Mesh:
     def layers(self, asked: Question, sequence: bool, remat: str | None) -> tuple[float, float, float, float]:
         """Per token of a rank: seconds of what layers send; per microbatch their delays; bytes kept per block, and at most."""
         own = tuple((axis, self.degrees[axis]) for axis in LAYER_AXES if axis in self.degrees)
-        block, ends = (_layers(own, blocks, sequence, remat, asked) for blocks in (True, False))
+        apart = self.pipe > 1 or asked.model.scan_layers
+        block, ends = (_layers(own, blocks, sequence, remat, apart, asked) for blocks in (True, False))
         return block[0] * self.blocks + ends[0], block[1] * self.blocks + ends[1], *block[2:]
 
     def held(self, asked: Question, stage: np.ndarray, count: np.ndarray, activations: np.ndarray) -> np.ndarray:
@@ -169,7 +170,7 @@ class _Mesh:
 
 @lru_cache(maxsize=8192)
 def _layers(
-    degrees: tuple[tuple[str, int], ...], blocks: bool, sequence: bool, remat: str | None, asked: Question
+    degrees: tuple[tuple[str, int], ...], blocks: bool, sequence: bool, remat: str | None, apart: bool, asked: Question
 ) -> tuple[float, float, float, float]:
     """The same of one block, or of embedding and head. The axes of layers are the innermost: no others matter."""
     sizes, length = dict(degrees), asked.length
@@ -185,5 +186,5 @@ def _layers(
             inner = inner_product(sizes, flow.axes[0])
             seconds += float(flow.wire_bytes) / asked.hardware.bandwidth(flow.group_size, inner)
             delays += asked.hardware.delay(flow.group_size, inner) * flow.launches
-    kept = block_activations(model, sizes, length, length, asked.dtype, remat, asked.hardware.platform)
+    kept = block_activations(model, sizes, length, length, asked.dtype, remat, asked.hardware.platform, apart=apart)
     return seconds / length, delays, kept.kept / length, max(kept.head, kept.rebuilt) / length

@@ -91,7 +91,9 @@ def topology_devices(topology: str) -> list[Any]:
     Raises:
       ModuleNotFoundError: without libtpu, which the `tpu` extra installs.
     """
+    # No chip is touched: nothing to ask the cloud about, and nothing that a second process could not do meanwhile.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")
     from importlib.util import find_spec
 

@@ -11,18 +11,9 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from axonml_jax._types import PyTree
+from axonml_jax.model.elementwise import ELEMENTWISE
 from axonml_jax.model.trace import Literal, trace
 
-_ELEMENTWISE = frozenset(
-    (
-        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-        "bitcast_convert_type", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p",
-        "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
-        "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul",
-        "ne", "neg", "nextafter", "not", "or", "pcast", "pow", "pvary", "real", "reduce_precision", "rem", "round",
-        "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-    )
-)  # fmt: skip
 _CALLS = frozenset(
     (
         "jit",
@@ -90,6 +81,6 @@ def _equation(eqn: Any, given: list[bool]) -> tuple[list[bool], str | None]:
     shapes = {var.aval.shape for var, own in zip(eqn.invars, given, strict=True) if own}
     same = all(var.aval.shape in shapes for var in eqn.outvars) and len(shapes) == 1
     spread = name == "broadcast_in_dim"  # of an array to its own shape
-    if same and (name in _ELEMENTWISE or spread):
+    if same and (name in ELEMENTWISE or spread):
         return [True] * len(eqn.outvars), None
     return [], name

@@ -33,6 +33,8 @@ def block_activations(
     compute: str,
     remat: str | None,
     platform: str | None = None,
+    *,
+    apart: bool = False,
 ) -> BlockActivations:
     """What XLA keeps of the reference transformer, written as the tensors it is made of.
 
@@ -49,6 +51,7 @@ def block_activations(
       compute: name of the activations' dtype.
       remat: what the backward recomputes.
       platform: what is compiled for, "tpu" or "cuda"; None: no kernel of attention is counted on.
+      apart: whether the backward is in another loop than the forward, which then keeps products alone, all of them.
     """
     inside, outside = _cuts(config, degrees)
     size, inner, wide, itemsize = config.hidden_size, config.mlp_size, 4, jnp.dtype(compute).itemsize
@@ -64,10 +67,13 @@ def block_activations(
     # Of what is between the layers: both closing products, and with biases the first of them before its bias.
     closing = size * itemsize * (3 if config.use_bias else 2)
     selective = boundary + tokens * products // inside + tokens * closing // outside
+    scores = config.num_heads * (wide if fused else length * wide) + size * itemsize  # and the mixed heads
     kept = {None: whole, "full": boundary, "selective": selective}[remat]
+    if apart and remat is None:
+        kept = selective + tokens * scores // inside
     words = config.vocab_size // _vocabulary_cut(config, degrees)
     words = min(config.words_at_once or words, words)
-    return BlockActivations(kept, whole if remat else 0, boundary, tokens * words * (2 * wide + itemsize))
+    return BlockActivations(kept, whole if remat or apart else 0, boundary, tokens * words * (2 * wide + itemsize))
 
 
 def fuses_attention(config: DecoderLike, length: int, compute: str, platform: str | None) -> bool:

@@ -168,10 +168,12 @@ class _Decoder:
             return ((("col", "depth"), 0), (("row",), 1))
         return ((("tensor",), 0),) if self.tensor > 1 else ()
 
-    def _one(self, name, shape, place, splits=(), again=True, rebuilds=True, summed=(), count=1, unit="") -> Weight:
+    def _one(
+        self, name, shape, place, splits=(), again=True, rebuilds=True, redone=True, summed=(), count=1, unit=""
+    ) -> Weight:
         return Weight(
             name=name, shape=shape, count=count, dtype=self.config.param_dtype, unit=unit, splits=splits, again=again,
-            rebuilds=rebuilds, place=place, summed=summed,
+            rebuilds=rebuilds, redone=redone, place=place, summed=summed,
         )  # fmt: skip
 
     def _norm(self, name: str, place: Place = "block", count: int | None = None) -> list[Weight]:
@@ -192,6 +194,8 @@ class _Decoder:
         if self.config.use_bias:
             summed = replicated or (self.outside if split == "row" else ())
             more = {"again": False, "rebuilds": self.rebuilds_ends or not name.endswith("down")}
+            # A grid gathers what comes out of a pair of layers, its bias added: that is kept.
+            more["redone"] = not (self.grid and name.endswith("out"))
             found.append(self._one(f"{name}/bias", (fan_out,), splits=bias, summed=summed, **more, **shared))
         return found
 

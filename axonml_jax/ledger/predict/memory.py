@@ -126,7 +126,7 @@ def memory(
     if timetable is None:
         activations = stages.blocks[0] * block.kept + max(block.head, block.rebuilt)
     else:
-        activations, pipeline = _of_ticks(plan, max(stages.blocks), timetable, block)
+        activations, pipeline = _of_ticks(max(stages.blocks), timetable, block)
         whole = max(_read_by_stages(placed, plan) for placed in ranks)
     offload, host = plan.offload, 0
     host += offload.params * most["parameters"] + offload.optimizer * most["optimizer"]
@@ -134,13 +134,12 @@ def memory(
     return Memory(**most, activations=activations, gathered=whole, pipeline=pipeline, batch=batch, host=host)
 
 
-def _of_ticks(plan: Plan, blocks: int, timetable: Timetable, block: BlockActivations) -> tuple[int, int]:
+def _of_ticks(blocks: int, timetable: Timetable, block: BlockActivations) -> tuple[int, int]:
     """Slots of a pipeline, and what passes between ranks and through one tick.
 
-    A stage is recomputed as a whole: "full" keeps what enters it, "selective" that and its products.
+    A stage is recomputed as a whole: what enters it is kept, and of its blocks what the policy keeps, but not what enters them.
     """
-    inside = 0 if plan.remat == "full" else blocks * (block.kept - block.boundary * (plan.remat is not None))
-    slot = inside + block.boundary * (plan.remat is not None)
+    slot = blocks * (block.kept - block.boundary) + block.boundary
     tick = blocks * (block.rebuilt or block.kept) + block.head
     passing = timetable.activations.size + timetable.cotangents.size + 2
     return timetable.residuals.size * slot, slot + tick + passing * block.boundary

@@ -62,7 +62,8 @@ def predict(
     fullest = max(range(stages.num_ranks), key=lambda rank: sum(each.count * each.read for each in ranks[rank]))
     compute = compute_dtype(model, plan.precision.compute)
     tokens = rows // plan.microbatches * length
-    block = block_activations(model, degrees, tokens, length, compute, plan.remat, platform)
+    apart = timetable is not None or (model.scan_layers and any(each.slices > 1 for each in ranks[fullest]))
+    block = block_activations(model, degrees, tokens, length, compute, plan.remat, platform, apart=apart)
     held = memory(ranks, plan, stages, timetable, block, moments=moments, batch=batch_bytes(rows, length))
     flows = _flows(plan, model, degrees, stages, timetable, ranks[fullest], fullest, tokens, length)
     flops = model.flops_per_token(length)

@@ -28,6 +28,7 @@ class Weight:
       splits: (mesh axes, dim) pairs: how the model's own layers split it.
       again: whether the backward reads it.
       rebuilds: whether recomputing activations reads it.
+      redone: whether redoing elementwise work, as the backward of a scan does, reads it.
       place: where in a pipeline it is; "block" is spread over all stages.
       trained: whether it gets gradients.
       summed: mesh axes of the model's layers over which they sum its gradient themselves.
@@ -42,6 +43,7 @@ class Weight:
     splits: tuple[tuple[tuple[str, ...], int], ...] = ()
     again: bool = True
     rebuilds: bool = True
+    redone: bool = True
     place: Place = "block"
     trained: bool = True
     summed: tuple[str, ...] = ()

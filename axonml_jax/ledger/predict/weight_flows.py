@@ -42,7 +42,8 @@ def _gathers(each: Placed) -> Iterator[Flow]:
         each, PARAMETERS, "all_gather", "fsdp", each.gathered, each.read_dtype, times, work
     )
     yield make(often.forward, "forward")
-    again = each.weight.again or (each.weight.rebuilds and each.plan.remat is not None) or _pipelined(each)
+    recomputes = each.plan.remat is not None or (each.weight.layers > 1 and each.weight.redone)
+    again = each.weight.again or (each.weight.rebuilds and recomputes) or _pipelined(each)
     if each.weight.trained and again:
         yield make(often.backward, "backward")
 

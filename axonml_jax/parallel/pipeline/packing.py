@@ -110,11 +110,12 @@ class Packing:
 
     def write(self, buffers: Buffers, arrays: Sequence[Any]) -> Buffers:
         """Flat buffers with the arrays in their places and everything else as it was."""
-        return self._changed(buffers, arrays, lambda buffer, start, value: buffer.at[start].set(value))
+        return self._changed(buffers, arrays, lambda old, value: value)
 
     def add(self, buffers: Buffers, arrays: Sequence[Any]) -> Buffers:
         """Flat buffers with the arrays added in their places."""
-        return self._changed(buffers, arrays, lambda buffer, start, value: buffer.at[start].add(value))
+        # Apart from the write: one fusion that reads and writes a part of a buffer writes all of it on CPU.
+        return self._changed(buffers, arrays, lambda old, value: jax.lax.optimization_barrier(old + value))
 
     def store(self, buffers: Buffers, arrays: Sequence[Any], row: ArrayLike) -> Buffers:
         """Buffers with slots, [slots, n], with the arrays in their places of one row and everything else as it was."""
@@ -136,7 +137,7 @@ class Packing:
         for slot, array in zip(self.slots, arrays, strict=True):
             buffer, place = buffers[slot.group], slice(slot.offset, slot.offset + slot.size)
             value = vary_like(jnp.ravel(_data(array)[0]).astype(buffer.dtype), buffer)
-            buffers[slot.group] = change(buffer, place, value)
+            buffers[slot.group] = buffer.at[place].set(change(buffer[place], value))
         return buffers
 
 

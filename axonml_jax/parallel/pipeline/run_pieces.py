@@ -83,7 +83,6 @@ class _Run:
     def run(self, timetable: Timetable) -> Piped:
         """All ticks, and what is done once around them."""
         stages = [self.running.stage(p, self._stage(p)) for p in range(self.staging.num_stages)]
-        remat = self.placement.plan.remat
         layout = self._states_layout()
         result = run_pipeline(
             stages,
@@ -96,7 +95,7 @@ class _Run:
             states=self._states_of_rank(layout),
             axis=AXIS,
             seed=1.0,
-            remat=False if remat is None else transform_of(remat),
+            remat=transform_of(self.placement.plan.remat, apart=True),
             grad_dtype=self.running.grad_dtype,
             keep_read=self.staging.policy.turns,
         )

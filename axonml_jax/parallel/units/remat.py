@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax
 
 from axonml_jax._types import PyTree, named_leaves
+from axonml_jax.model.elementwise import all_but_elementwise
 from axonml_jax.model.functional import Functional
 from axonml_jax.model.program import PRODUCTS
 from axonml_jax.model.segments import cut
@@ -23,12 +24,19 @@ def checked_remat(remat: Any) -> str | None:
     return None if remat in (None, "full", "selective") else f"remat={remat!r} must be None, 'full' or 'selective'"
 
 
-def transform_of(remat: Remat) -> Callable[[Callable], Callable]:
-    """What a policy makes of the function of a unit."""
-    if remat is None:
+def transform_of(remat: Remat, *, apart: bool = False) -> Callable[[Callable], Callable]:
+    """What a policy makes of the function of a unit.
+
+    Args:
+      remat: the policy.
+      apart: whether the backward is in another branch or loop than the forward. Then every value between them is an array in
+        memory, and even with None elementwise work is redone, as XLA does by itself where it sees both.
+    """
+    if remat is None and not apart:
         return lambda work: work
-    policy = jax.checkpoint_policies.save_only_these_names(PRODUCTS) if remat == "selective" else None
-    return lambda work: jax.checkpoint(work, policy=policy)
+    products = jax.checkpoint_policies.save_only_these_names(PRODUCTS)
+    policy = {None: all_but_elementwise, "selective": products, "full": None}[remat]
+    return lambda work: jax.checkpoint(work, policy=policy, prevent_cse=not apart)
 
 
 def recomputed(loss: Callable, model: Functional, wrap: Wrap, remat: Remat, params: PyTree, args: tuple) -> Callable:
@@ -52,7 +60,7 @@ def recomputed(loss: Callable, model: Functional, wrap: Wrap, remat: Remat, para
 
     groups = lambda: list(units(names, wrap, model.module_types()).values())
     pieces = cut(flat, leaves, args, units=groups, trained=len(leaves), sliceable=range(len(leaves)))
-    parts, transform = [part_of(segment, pieces) for segment in pieces.segments], transform_of(remat)
+    parts = [part_of(segment, pieces) for segment in pieces.segments]
     whole = Slices(lambda weights, shards, tie: (list(shards), tie), lambda weights, grads: list(grads))
     number = pieces.program.inputs
 
@@ -63,6 +71,7 @@ def recomputed(loss: Callable, model: Functional, wrap: Wrap, remat: Remat, para
         for segment, part in zip(pieces.segments, parts, strict=True):
             own = {number[w]: weights[w] for w in segment.weights}
             inputs = {n: env[n] for n in segment.inputs}
+            transform = transform_of(remat, apart=isinstance(part, Loop))
             if isinstance(part, Loop):
                 stacks = {w: weights[w] for w in segment.scanned.values()}
                 env |= part.apply(own, inputs, stacks, whole, transform)

@@ -105,13 +105,14 @@ class _Run:
     def forward(self, keep: bool) -> tuple[Any, list[Any]]:
         """The results, and per segment what its backward needs."""
         env, held, saved = dict(self.inputs), {}, []
-        transform = transform_of(self.placement.plan.remat)
+        remat = self.placement.plan.remat
         for i, (segment, part) in enumerate(zip(self.cut.segments, self.parts, strict=True)):
             entering = {number: env[number] for number in segment.inputs}
             due = [w for w in self._ahead(i, 1) if w not in held]
             read, entering = self._read(due, entering)
             held |= read
             weights = self._weights(segment, held)
+            transform = transform_of(remat, apart=isinstance(part, Loop))
             if isinstance(part, Loop):
                 own = {w: self.shards[w] for w in segment.scanned.values()}
                 if keep:

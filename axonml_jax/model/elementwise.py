@@ -1,0 +1,34 @@
+"""Operations that treat every element alike: an optimizer of these is right on shards, and redoing them is cheap."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+ELEMENTWISE = frozenset(
+    (
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
+        "bitcast_convert_type", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "copy_p",
+        "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
+        "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul",
+        "ne", "neg", "nextafter", "not", "one_minus_square", "or", "pcast", "pow", "pvary", "real", "reduce_precision",
+        "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan",
+        "tanh", "xor",
+    )
+)  # fmt: skip
+"""Names of primitives whose results have an element for every element of their operands."""
+
+_PLACING = frozenset(
+    ("broadcast_in_dim", "dynamic_slice", "expand_dims", "iota", "name", "reshape", "slice", "squeeze", "transpose")
+)
+_COMPARING = frozenset(("eq", "ge", "gt", "le", "lt", "ne"))
+
+
+def all_but_elementwise(prim: Any, *avals: Any, **params: Any) -> bool:
+    """Whether a result is kept for the backward, as `jax.checkpoint` asks: whatever is not elementwise or moved about.
+
+    Products, sums, random bits, lookups and collectives are never done twice. Comparisons of floats are kept, a byte each:
+    dropout's mask instead of the bits it is made of.
+    """
+    if prim.name in _COMPARING:
+        return any(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
+    return prim.name not in ELEMENTWISE and prim.name not in _PLACING
