@@ -164,7 +164,7 @@ class Case(NamedTuple):
     chunks: int = 1
     data: int = 1
     check_vma: bool = False
-    remat: bool = False
+    remat: str | None = None
     rows: str = "fused"
     forward_only: bool = False
 

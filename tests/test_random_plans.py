@@ -1,6 +1,6 @@
 """Random plans and bad inputs: each equals the single-device run, or is refused by an error that names the offender.
 
-12 of them in CI; AXONML_RANDOM_PLANS=200 runs the full campaign. What is drawn is the same in every run.
+20 of them in CI; AXONML_RANDOM_PLANS=200 runs the full campaign. What is drawn is the same in every run.
 """
 
 import os
@@ -18,7 +18,7 @@ from plan_models import F64, linear, mean_loss, regression, weighted_loss
 import axonml_jax as ax
 from axonml_jax.testing import assert_equals_single_device
 
-COUNT = int(os.environ.get("AXONML_RANDOM_PLANS", "12"))
+COUNT = int(os.environ.get("AXONML_RANDOM_PLANS", "20"))
 SETTINGS = dict(
     derandomize=True,
     deadline=None,

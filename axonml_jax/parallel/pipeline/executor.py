@@ -22,6 +22,7 @@ from axonml_jax.parallel.pipeline.table import Table, Work, make_table
 from axonml_jax.parallel.pipeline.tick import Part, backward, forward
 from axonml_jax.parallel.pipeline.timetable import Timetable
 from axonml_jax.parallel.units.body import Transform
+from axonml_jax.parallel.units.remat import Remat, transform_of
 
 
 class PipelineResult(NamedTuple):
@@ -69,7 +70,7 @@ def run_pipeline(
     states: Buffers | None = None,
     axis: str = "pipe",
     seed: Any = None,
-    remat: bool | Transform = False,
+    remat: Remat = None,
     grad_dtype: Callable[[str], Any] | None = None,
     keep_read: bool = False,
 ) -> PipelineResult:
@@ -87,8 +88,8 @@ def run_pipeline(
       states: this rank's states.
       axis: the pipeline's mesh axis, of S ranks.
       seed: what a microbatch's loss counts in `loss`; None: 1/M.
-      remat: True keeps a stage's inputs alone and computes it again in the backward; a function such as `jax.checkpoint`
-        with a policy says what is kept.
+      remat: what a backward recomputes of its stage: None, what is elementwise; "selective", all but weight multiplications;
+        "full", everything from the stage's inputs.
       grad_dtype: of the accumulated gradients, from a parameter's dtype; None: the parameter's.
       keep_read: keep what `Stage.read` gives until the rank turns to another of its stages, and call `Stage.sync` when it
         leaves one; False: both in every tick.
@@ -105,15 +106,9 @@ def run_pipeline(
     refuse_disagreement(timetable, len(stages), axis_size(axis), buffers, {"batch": batch, "keys": keys}, keep_read)
     given, given_tree = jax.tree.flatten((batch, keys))
     held = Held(layout, states_layout, vary(weights, axis), vary(states, axis), given, given_tree, axis)
-    transform = None if timetable.backward is None else _transform(remat)
+    transform = None if timetable.backward is None else transform_of(remat, apart=True)
     line = trace_line(stages, held, transform)
     return _Run(timetable, line, held, transform, seed, grad_dtype, keep_read).all_ticks()
-
-
-def _transform(remat: bool | Transform) -> Transform:
-    if callable(remat):
-        return remat
-    return jax.checkpoint if remat else lambda work: work
 
 
 class _Run:

@@ -23,7 +23,6 @@ from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers, Stored
 from axonml_jax.parallel.pipeline.stages import StageOutput
 from axonml_jax.parallel.pipeline.store import Named, on_own_rank
 from axonml_jax.parallel.pipeline.timetable import Timetable
-from axonml_jax.parallel.units.remat import transform_of
 
 if TYPE_CHECKING:
     from axonml_jax.parallel.placement import Placement
@@ -95,7 +94,7 @@ class _Run:
             states=self._states_of_rank(layout),
             axis=AXIS,
             seed=1.0,
-            remat=transform_of(self.placement.plan.remat, apart=True),
+            remat=self.placement.plan.remat,
             grad_dtype=self.running.grad_dtype,
             keep_read=self.staging.policy.turns,
         )

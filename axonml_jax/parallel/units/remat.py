@@ -15,8 +15,9 @@ from axonml_jax.parallel.units.parts import part_of
 from axonml_jax.parallel.units.wrap import Wrap, units
 
 Remat = Literal["full", "selective"] | None
-"""What the backward recomputes: nothing; all of a unit from its inputs; or all but the results of weight multiplications,
-which are most of the work and a small part of the memory (Korthikanti et al. 2022)."""
+"""What the backward recomputes: nothing (in scans and pipelines, where it lies apart from its forward, what is elementwise);
+all of a unit from its inputs; or all but the results of weight multiplications, which are most of the work and a small part
+of the memory (Korthikanti et al. 2022)."""
 
 
 def checked_remat(remat: Any) -> str | None:
