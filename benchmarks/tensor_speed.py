@@ -86,13 +86,15 @@ def memory(options):
         f"{machine('jax', 'libtpu')}; {options.topology}, MiB of one chip, {options.layers} blocks of {options.width}, bf16"
     )
     for sequence in (False, True):
-        shape = TransformerConfig(
-            **{**vars(config(options.layers, options.width, 1024)), "sequence_parallel": sequence}
-        )
+        # Heads of 128 and attention weights in memory, as the formulas have them.
+        own = {"num_heads": options.width // 128, "attention": "xla", "sequence_parallel": sequence}
+        shape = dataclasses.replace(config(options.layers, options.width, 1024), **own)
         plan = ax.Plan(precision="bf16")
         compiled, prediction = compile_step(shape, mesh, plan, options.rows)
+        peak = compiled.memory_analysis().peak_memory_in_bytes
         told = korthikanti(shape, options.rows // options.data, options.tensor, sequence)
         print(f"sequence parallelism {'on' if sequence else 'off'}\n{memory_difference(prediction, compiled)}")
+        print(f"peak         predicted {prediction.memory.total / 2**20:,.1f} MiB, planned {peak / 2**20:,.1f} MiB")
         print(f"activations  predicted {prediction.memory.activations / 2**20:,.1f}, Korthikanti {told / 2**20:,.1f}")
 
 
