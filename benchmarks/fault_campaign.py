@@ -34,8 +34,8 @@ ON_ONE_RANK = {
     "kill-before-commit": r"rank 0 failed first: signal 9 \(SIGKILL\)",
     "kill-at-commit": r"rank 0 failed first: signal 9 \(SIGKILL\)",
     "kill-in-rotation": r"rank 0 failed first: signal 9 \(SIGKILL\)",
-    "no-space-at-commit": r"rank \d failed first: exit code 1(.|\n)*saving .* failed: .*No space left on device",
-    "file-too-large": r"rank {rank} failed first: exit code 1(.|\n)*saving .* failed: (.|\n)*File too large",
+    "no-space-at-commit": r"rank (0 failed first(.|\n)*|\d failed first(.|\n)*on process 0: .*)No space left on device",
+    "file-too-large": r"rank ({rank} failed first(.|\n)*|\d failed first(.|\n)*on process {rank}: .*)File too large",
     "raise": r"rank {rank} failed first: exit code 1(.|\n)*ValueError: a fault was asked for",
     "sleep": r"rank\(s\) \[{rank}\] are missing: rank {rank} has begun step \d+ only and is in before at fault_rank",
     "stop": r"rank\(s\) \[{rank}\] are missing",
@@ -113,12 +113,14 @@ def terminate(fault: Fault, job: Job) -> str:
             r"SIGTERM caught(.|\n)*(terminated=\d+(.|\n)*start=[1-9]|digest=)"  # the agreed step may be after the last
         )
     number, sent = signal.SIGINT if fault.kind == "interrupt-launcher" else signal.SIGTERM, []
+    job.environ["FAULT_STEP_SECONDS"] = "0.5"  # or twelve steps may be over before what they print is read
 
     def once(process, said):
         if "start=0" in said and not sent:
             sent.append(process.send_signal(number))
 
     job.launch(meanwhile=once)
+    del job.environ["FAULT_STEP_SECONDS"]
     job.launch()
     return rf"(terminated=\d+(.|\n)*)?stopped by {number.name}(.|\n)*digest="
 

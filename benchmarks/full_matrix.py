@@ -19,7 +19,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent.parent / "tests"
 ORACLE = ("case", "model", "schedule", "ranks", "microbatches", "mesh", "data", "fsdp", "accumulate", "max_grad_norm")
 """What the single-device run depends on: plans that agree in these share one."""
-DRAWN = ("prefetch", "remat", "flat", "sync_strategy")
+DRAWN = ("prefetch", "remat", "flat", "hops", "sync_strategy")
 """Options of FSDP whose product with the others would take days."""
 
 

@@ -8,6 +8,7 @@ ledger's prediction (bar 1.25) and Korthikanti's formula for the activations of 
 """
 
 import argparse
+import dataclasses
 
 import jax
 import numpy as np

@@ -19,6 +19,7 @@ FSDP = {
     "prefetch": [0, 2],
     "remat": [None, "full", "selective"],
     "flat": [False, True],
+    "hops": [False, True],
     "sync_strategy": ["overlapped", "synchronous"],
     "max_grad_norm": [None, 0.3],
     "check_vma": [False, True],
@@ -34,7 +35,8 @@ def possible(row):
 def plan_of(row):
     """The plan of a row."""
     prefetch = row["prefetch"] if row["stage"] == 3 else 0  # refused elsewhere
-    shard = ax.Shard(stage=row["stage"], wrap=WRAPS[row["wrap"]], prefetch=prefetch, flat=row["flat"])
+    hops = {"gather_hop": 2, "scatter_hop": 4} if row["hops"] and row["fsdp"] == 8 else {}
+    shard = ax.Shard(stage=row["stage"], wrap=WRAPS[row["wrap"]], prefetch=prefetch, flat=row["flat"], **hops)
     return ax.Plan(
         data=ax.Replicate(sync_strategy=row["sync_strategy"], bucket_size_mb=0.0003),
         fsdp=shard,

@@ -12,6 +12,7 @@ WHOLE = {"data": ax.Replicate(sync_strategy="synchronous")}
 SEQUENCE = {"sequence_parallel": True}
 SCAN = {"scan_layers": True, "loss_chunk": 24}
 PIPE = ax.Pipelined(num_microbatches=4)
+HOPS = ax.Shard(gather_hop=2, scatter_hop=4)
 GRID = {"split": "grid", "num_kv_heads": 8}
 
 # (style, model options, degrees, plan options); batches are 8 sequences per microbatch.
@@ -22,6 +23,9 @@ ROWS = [
     (GPT, {}, {"data": 2, "fsdp": 4}, {"fsdp": ax.Shard(stage=2), "accumulate": 3, "remat": "full"}),
     (GPT, {}, {"data": 2, "fsdp": 4}, {"remat": "selective", "precision": "bf16"}),
     (LLAMA, SCAN, {"data": 1, "fsdp": 8}, {"remat": "full", "accumulate": 2, **WHOLE}),
+    (GPT, {}, {"data": 1, "fsdp": 8}, {"fsdp": HOPS, "accumulate": 2}),
+    (LLAMA, SCAN, {"data": 1, "fsdp": 8}, {"fsdp": HOPS, "precision": "bf16"}),
+    (GPT, {}, {"data": 2, "fsdp": 4}, {"fsdp": ax.Shard(stage=2, scatter_hop=2)}),
     (LLAMA, {}, {"data": 2, "tensor": 4}, {}),  # fewer key and value heads than ranks
     (GPT, {}, {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full", "accumulate": 2}),
     (GPT, {**SEQUENCE, **SCAN}, {"data": 2, "fsdp": 2, "tensor": 2}, {"precision": "bf16"}),

@@ -119,7 +119,7 @@ class Saving:
         if not self._team.leads:
             said = coordinator_client().blocking_key_value_get(self._key, int(1000 * self._team.timeout))
             if said:
-                raise rebuilt(said.split(":", 1))
+                raise OSError(f"on process 0: {rebuilt(said.split(':', 1))}")
 
     def _abandon(self) -> None:
         if self._team.leads:

@@ -54,7 +54,12 @@ def all_reduce_leaves(
 
 
 def gather_leaves(
-    shards: Sequence[jax.Array], axes: AxisNames, dims: Sequence[int | None], *, flat: bool
+    shards: Sequence[jax.Array],
+    axes: AxisNames,
+    dims: Sequence[int | None],
+    *,
+    flat: bool,
+    among: Sequence[Sequence[int]] | None = None,
 ) -> list[jax.Array]:
     """Concatenate the ranks' shards of each leaf along its dim, all of them as one all-gather.
 
@@ -63,6 +68,7 @@ def gather_leaves(
       axes: the mesh axes to gather over.
       dims: the split dim of each leaf; None: every rank has the whole leaf already.
       flat: False gathers the leaves side by side; True copies them into one array per dtype and gathers that.
+      among: groups of positions along the axes, each of which gathers for itself; None: all together.
 
     Returns:
       The whole leaves, typed as varying over `axes`: their transpose is `scatter_sum_leaves`.
@@ -74,11 +80,12 @@ def gather_leaves(
     split = {i: dim for i, dim in enumerate(dims) if dim is not None}
     if not flat:
         for i, dim in split.items():
-            wholes[i] = jax.lax.all_gather(wholes[i], names, axis=dim, tiled=True)
+            wholes[i] = jax.lax.all_gather(wholes[i], names, axis=dim, tiled=True, axis_index_groups=among)
         return wholes
     for group in flat_groups([wholes[i] for i in split]):
         indices = [list(split)[k] for k in group]
-        whole = jax.lax.all_gather(jnp.concatenate([wholes[i].ravel() for i in indices]), names)
+        one = jnp.concatenate([wholes[i].ravel() for i in indices])
+        whole = jax.lax.all_gather(one, names, axis_index_groups=among)
         ends = np.cumsum([wholes[i].size for i in indices])[:-1]
         for i, part in zip(indices, jnp.split(whole, ends, axis=1), strict=True):
             stacked = jnp.moveaxis(part.reshape(part.shape[0], *wholes[i].shape), 0, split[i])
@@ -87,7 +94,12 @@ def gather_leaves(
 
 
 def scatter_sum_leaves(
-    leaves: Sequence[jax.Array], axes: AxisNames, dims: Sequence[int | None], *, flat: bool
+    leaves: Sequence[jax.Array],
+    axes: AxisNames,
+    dims: Sequence[int | None],
+    *,
+    flat: bool,
+    among: Sequence[Sequence[int]] | None = None,
 ) -> list[jax.Array]:
     """Sum each leaf over `axes` and keep this rank's part of its dim, all of them as one reduce-scatter.
 
@@ -96,6 +108,7 @@ def scatter_sum_leaves(
       axes: the mesh axes to sum over, of total size n.
       dims: the dim of each leaf to split, which must divide by n; None: the rank keeps the whole sum.
       flat: False reduces the leaves side by side; True copies them into one array per dtype and reduces that.
+      among: groups of n positions along the axes, each of which reduces what it splits for itself; None: all together.
 
     Communicates: one reduce-scatter of all leaves (and one all-reduce of those that are not split).
     """
@@ -107,9 +120,9 @@ def scatter_sum_leaves(
     split = {i: dim for i, dim in enumerate(dims) if dim is not None}
     if not flat:
         for i, dim in split.items():
-            sums[i] = jax.lax.psum_scatter(sums[i], names, scatter_dimension=dim, tiled=True)
+            sums[i] = jax.lax.psum_scatter(sums[i], names, scatter_dimension=dim, tiled=True, axis_index_groups=among)
         return sums
-    count = int(jax.lax.axis_size(names))
+    count = len(among[0]) if among else int(jax.lax.axis_size(names))
     for group in flat_groups([sums[i] for i in split]):
         indices = [list(split)[k] for k in group]
         parts = []
@@ -118,7 +131,7 @@ def scatter_sum_leaves(
             apart = sums[i].reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
             parts.append(jnp.moveaxis(apart, dim, 0))
         whole = jnp.concatenate([part.reshape(count, -1) for part in parts], axis=1)
-        total = jax.lax.psum_scatter(whole, names, scatter_dimension=0, tiled=False)
+        total = jax.lax.psum_scatter(whole, names, scatter_dimension=0, tiled=False, axis_index_groups=among)
         ends = np.cumsum([part.size // count for part in parts])[:-1]
         for i, part, shard in zip(indices, parts, jnp.split(total, ends), strict=True):
             sums[i] = shard.reshape(part.shape[1:])

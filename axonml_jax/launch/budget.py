@@ -14,6 +14,7 @@ from axonml_jax.launch.ground import Ground
 from axonml_jax.launch.plan import memory_size
 from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.ledger.predict.prediction import Prediction
+from axonml_jax.parallel.hops import torus_of
 from axonml_jax.parallel.tensor.fused_attention import target_platform
 
 OVER_BUDGET = 4
@@ -63,6 +64,7 @@ def predicted(config: RunConfig, ground: Ground) -> Prediction:
         length=config.data.length,
         moments=MOMENTS[config.optim.name],
         platform=target_platform(ground.mesh),
+        torus=torus_of(list(ground.mesh.devices.flat)),
     )
 
 

@@ -41,7 +41,8 @@ def explain(step: Any, *args: Any, minimum: Minimum | None = None, **kwargs: Any
       **kwargs: the step's keyword arguments. For a plan: `model`, a `TransformerConfig` (`models.presets` has published
         ones); `global_batch`, sequences per update; `length` of a sequence (None: the model's longest); `mesh`, degrees by
         axis, an `ax.MeshShape` or a mesh (None: the plan's own); `moments`, values that the optimizer keeps per parameter
-        (2 for Adam); `platform`, "tpu" or "cuda", for kernels that hold no attention scores (None: count on none).
+        (2 for Adam); `platform`, "tpu" or "cuda", for kernels that hold no attention scores (None: count on none);
+        `torus`, the dims of the torus that TPUs form, for the hops of FSDP's collectives (0: none).
 
     Returns:
       A `Report` of a step, a `Prediction` of a plan; `print` either for its tables.

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax.mesh.axes import LAYER_AXES, as_axes
 from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.parallel.hops import torus_of
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.plan import Plan
 
@@ -38,13 +39,14 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
 
 
 def decided(plan: Plan, mesh: Mesh) -> Plan:
-    """Flat buffers on gloo, where many small reductions are slow; elsewhere XLA's combiner needs no copy."""
-    devices = mesh.devices.flat
+    """Flat buffers on gloo, where many small reductions are slow (elsewhere XLA's combiner needs no copy); hops on a torus."""
+    devices, degrees = mesh.devices.flat, dict(mesh.shape)
     gloo = devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
 
     def decide(strategy: Replicate | Shard) -> Replicate | Shard:
         if isinstance(strategy, Shard):
-            return replace(strategy, flat=gloo) if strategy.flat is None else strategy
+            hopping = strategy.hopping(torus_of(list(devices)), degrees.get("fsdp", 1), mesh.size)
+            return replace(hopping, flat=gloo) if strategy.flat is None else hopping
         if strategy.gradient_as_bucket_view is not None or strategy.comm_hook is not None:
             return strategy
         return replace(strategy, gradient_as_bucket_view=not gloo)

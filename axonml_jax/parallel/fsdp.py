@@ -4,7 +4,7 @@ import enum
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from axonml_jax.collectives.bucketed import gather_leaves, scatter_sum_leaves
 from axonml_jax.collectives.primitives import axis_size
 from axonml_jax.parallel.ddp import Replicate
+from axonml_jax.parallel.hops import best_hops, groups
 from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.parallel.units.wrap import Wrap, checked_wrap
 from axonml_jax.sharding.layout import Layout
@@ -66,12 +67,17 @@ class Shard(AbstractStrategy):
         path patterns, or a predicate of module paths (see `units/wrap.py`).
       prefetch: how many units ahead weights are gathered (stage 3). Each costs one more unit of memory.
       flat: whether leaves that travel together are copied into one flat buffer; None takes what is fastest on the backend.
+      gather_hop: gathers go in two hops, among so many neighbouring ranks first and then across; 1: in one. The bytes are
+        the same. None takes what the compiler of the mesh's devices keeps a gather (see `hops.py`).
+      scatter_hop: the same of reduce-scatters, which go across first.
     """
 
     stage: int = 3
     wrap: Wrap = None
     prefetch: int = 0
     flat: bool | None = None
+    gather_hop: int | None = None
+    scatter_hop: int | None = None
 
     def __post_init__(self):
         problems = []
@@ -85,9 +91,23 @@ class Shard(AbstractStrategy):
             )
         if self.flat not in (None, True, False):
             problems.append(f"flat={self.flat!r} must be True, False or None")
+        for name in ("gather_hop", "scatter_hop"):
+            hop = getattr(self, name)
+            if hop is not None and (isinstance(hop, bool) or not isinstance(hop, int) or hop < 1):
+                problems.append(f"{name}={hop!r} must be a number of ranks, 1 or more, or None")
         if problems:
             raise ValueError("; ".join(problems))
         object.__setattr__(self, "wrap", checked_wrap(self.wrap))
+
+    def hopping(self, torus: int, ranks: int, devices: int) -> "Shard":
+        """With hops decided, for an axis of `ranks` on a mesh of `devices` that form a torus of so many dims."""
+        gather, scatter = best_hops(torus, ranks, devices)
+        chosen = {"gather_hop": self.gather_hop or gather, "scatter_hop": self.scatter_hop or scatter}
+        if wrong := {name: hop for name, hop in chosen.items() if ranks % hop}:
+            raise ValueError(
+                f"{wrong}: the {ranks} ranks of the axis do not divide into hops of so many; use a divisor"
+            )
+        return replace(self, **chosen)
 
     def spec(self, layout: Layout, axis: str, axis_size: int) -> Layout:
         """One dim split over the axis: the one that needs the least padding.
@@ -116,18 +136,30 @@ class Shard(AbstractStrategy):
         return self.sync_bucket([grad], [layout], axis)[0]
 
     def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: str) -> list[jax.Array]:
-        """One all-gather for the whole bucket."""
+        """One all-gather for the whole bucket, or one among neighbours and one across."""
         dims = [layout.dim_of(axis) for layout in layouts]
+        near, far = groups(axis_size(axis), self.gather_hop) or (None, None)
+        if near:
+            with jax.named_scope("axonml.parameters"):
+                shards = gather_leaves(shards, axis, dims, flat=bool(self.flat), among=near)
         with _padding("axonml.parameters", layouts, dims, axis):
-            wholes = gather_leaves(shards, axis, dims, flat=bool(self.flat))
+            wholes = gather_leaves(shards, axis, dims, flat=bool(self.flat), among=far)
         return [_cut(whole, layout, axis, dim) for whole, layout, dim in zip(wholes, layouts, dims, strict=True)]
 
     def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: str) -> list[jax.Array]:
-        """One reduce-scatter for the whole bucket."""
+        """One reduce-scatter for the whole bucket, or one across and one among neighbours."""
         dims = [layout.dim_of(axis) for layout in layouts]
         padded = [_pad(grad, layout, axis, dim) for grad, layout, dim in zip(grads, layouts, dims, strict=True)]
+        near, far = groups(axis_size(axis), self.scatter_hop) or (None, None)
         with _padding("axonml.gradients", layouts, dims, axis):
-            return scatter_sum_leaves(padded, axis, dims, flat=bool(self.flat))
+            sums = scatter_sum_leaves(padded, axis, dims, flat=bool(self.flat), among=far)
+        split = [i for i, dim in enumerate(dims) if dim is not None]
+        if near and split:
+            own = [sums[i] for i in split], axis, [dims[i] for i in split]
+            with jax.named_scope("axonml.gradients"):
+                shards = scatter_sum_leaves(*own, flat=bool(self.flat), among=near)
+            sums = [dict(zip(split, shards, strict=True)).get(i, total) for i, total in enumerate(sums)]
+        return sums
 
     @property
     def each_microbatch(self) -> bool:

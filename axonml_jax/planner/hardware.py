@@ -24,6 +24,7 @@ class Hardware:
       latency: seconds that a collective of two devices takes however little it sends, inside an island.
       cross_latency: the same across islands.
       platform: what JAX compiles for: "tpu", "cuda" or None (no kernels of its own).
+      torus: dims of the torus that the chips of a pod form; 0: none.
       sources: where each figure is from, by attribute; what is not there is an assumption.
     """
 
@@ -37,6 +38,7 @@ class Hardware:
     latency: float = 1e-6
     cross_latency: float = 2e-5
     platform: str | None = None
+    torus: int = 0
     sources: dict[str, str] = field(default_factory=dict, compare=False, hash=False)
 
     def bandwidth(self, ranks: int, inner: int) -> float:
@@ -59,7 +61,16 @@ class Hardware:
         return hops * (self.latency if ranks * inner <= self.island else self.cross_latency)
 
 
-def _tpu(name: str, flops: float, memory: float, memory_bandwidth: float, one_way: float, island: int, cross: float):
+def _tpu(
+    name: str,
+    flops: float,
+    memory: float,
+    memory_bandwidth: float,
+    one_way: float,
+    island: int,
+    cross: float,
+    torus: int,
+):
     sources = {
         "flops": f"{_CLOUD}; {_BOOK}",
         "memory": _CLOUD,
@@ -67,10 +78,11 @@ def _tpu(name: str, flops: float, memory: float, memory_bandwidth: float, one_wa
         "link": f"{_BOOK}: twice the one-way bandwidth of a link, as a ring over a torus dim uses both directions",
         "island": f"{_CLOUD}: chips of the largest pod",
         "cross": f"{_BOOK}: data-center network, per chip",
+        "torus": _CLOUD,
     }
     return Hardware(
         name=name, flops=flops, memory=memory, memory_bandwidth=memory_bandwidth, link=2 * one_way, island=island,
-        cross=cross, platform="tpu", sources=sources,
+        cross=cross, platform="tpu", torus=torus, sources=sources,
     )  # fmt: skip
 
 
@@ -92,10 +104,10 @@ def _gpu(name: str, flops: float, memory: float, memory_bandwidth: float, nvlink
 HARDWARE: dict[str, Hardware] = {
     each.name: each
     for each in (
-        _tpu("v4", 275 * TERA, 32 * 2**30, 1200 * GB, 45 * GB, 4096, 6.25 * GB),
-        _tpu("v5e", 197 * TERA, 16 * 2**30, 819 * GB, 45 * GB, 256, 3.125 * GB),
-        _tpu("v5p", 459 * TERA, 95 * GB, 2765 * GB, 90 * GB, 8960, 6.25 * GB),
-        _tpu("v6e", 918 * TERA, 32 * 2**30, 1638 * GB, 90 * GB, 256, 12.5 * GB),
+        _tpu("v4", 275 * TERA, 32 * 2**30, 1200 * GB, 45 * GB, 4096, 6.25 * GB, 3),
+        _tpu("v5e", 197 * TERA, 16 * 2**30, 819 * GB, 45 * GB, 256, 3.125 * GB, 2),
+        _tpu("v5p", 459 * TERA, 95 * GB, 2765 * GB, 90 * GB, 8960, 6.25 * GB, 3),
+        _tpu("v6e", 918 * TERA, 32 * 2**30, 1638 * GB, 90 * GB, 256, 12.5 * GB, 2),
         _gpu("a100", 312 * TERA, 80 * GB, 2039 * GB, 600 * GB, 25 * GB, "NVIDIA A100 80GB data sheet"),
         _gpu("h100", 989 * TERA, 80 * GB, 3350 * GB, 900 * GB, 50 * GB, "NVIDIA H100 data sheet"),
         _gpu("h200", 989 * TERA, 141 * GB, 4800 * GB, 900 * GB, 50 * GB, "NVIDIA H200 data sheet"),

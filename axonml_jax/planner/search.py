@@ -171,7 +171,7 @@ def exactly(asked: Question, found: Candidate) -> Priced:
     own = found.plan(asked.precision)
     prediction = predict(
         own, model, found.mesh, global_batch=asked.global_batch, length=asked.length, moments=asked.moments,
-        platform=asked.hardware.platform,
+        platform=asked.hardware.platform, torus=asked.hardware.torus,
     )  # fmt: skip
     return Priced(found, prediction, price(prediction, asked.hardware, asked.assumptions))
 

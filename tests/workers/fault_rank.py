@@ -30,6 +30,7 @@ from axonml_jax.training.agreement import check_same
 
 STEPS, EVERY, ROWS = 12, 3, 64
 STUCK_AFTER = float(os.environ.get("FAULT_STUCK_AFTER", "12"))
+STEP_SECONDS = float(os.environ.get("FAULT_STEP_SECONDS", "0"))  # what a step takes at least
 TERMINATED = 143
 ROOM = 1 << 13
 LARGEST = 2048  # records are shorter, what a process writes of a checkpoint is not
@@ -165,6 +166,7 @@ def main(folder, *fault):
     opened = lambda name, start: JsonLines(folder / name, start) if world.is_main_process else None
 
     def before(step):
+        time.sleep(STEP_SECONDS)
         fault.before(world.rank, step)
         if step == fault.step:
             fault.arm(world.rank, step)

@@ -64,7 +64,7 @@ def merged(flows: Iterable[Flow]) -> tuple[Flow, ...]:
     for flow in flows:
         if flow.group_size == 1 or not flow.times or not flow.elements:
             continue
-        key = (flow.label, flow.kind, flow.axes, flow.dtype, flow.where, flow.work, flow.times)
+        key = (flow.label, flow.kind, flow.axes, flow.group_size, flow.dtype, flow.where, flow.work, flow.times)
         old = joined.get(key)
         joined[key] = flow if old is None else _joined(old, flow)
     return tuple(sorted(joined.values(), key=lambda flow: -flow.wire_bytes))

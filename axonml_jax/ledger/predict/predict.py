@@ -39,6 +39,7 @@ def predict(
     length: int | None = None,
     moments: int = 2,
     platform: str | None = None,
+    torus: int = 0,
 ) -> Prediction:
     """Memory, traffic, bubble and FLOPs of a training step, from shapes alone.
 
@@ -50,11 +51,15 @@ def predict(
       length: of a sequence; None: the longest the model takes.
       moments: values that the optimizer keeps per parameter (Adam 2, Lion 1, SGD 0).
       platform: what it will be compiled for, "tpu" or "cuda", whose kernels of attention hold no scores; None: neither.
+      torus: dims of the torus that the devices form, which decides on the hops of FSDP's collectives; 0: none.
 
     Raises:
       ValueError: with everything that cannot work.
     """
     degrees = {axis: degrees[axis] for axis in AXES if axis in degrees}
+    if isinstance(plan.fsdp, Shard):
+        devices = math.prod(degrees.values())
+        plan = replace(plan, fsdp=plan.fsdp.hopping(torus, degrees.get("fsdp", 1), devices))
     length = model.max_length if length is None else length
     rows = _rows(plan, model, degrees, global_batch, length)
     stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)

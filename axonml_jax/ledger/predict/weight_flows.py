@@ -37,15 +37,16 @@ def weight_flows(placed: Sequence[Placed]) -> Iterator[Flow]:
 def _gathers(each: Placed) -> Iterator[Flow]:
     if not isinstance(each.plan.fsdp, Shard) or not each.sharded:
         return
-    often = rounds(each.plan, dict(each.degrees))
-    make = lambda times, work: _flow(
-        each, PARAMETERS, "all_gather", "fsdp", each.gathered, each.read_dtype, times, work
+    often, hop = rounds(each.plan, dict(each.degrees)), each.plan.fsdp.gather_hop
+    make = lambda times, work: _in_hops(
+        _flow(each, PARAMETERS, "all_gather", "fsdp", each.gathered, each.read_dtype, times, work),
+        hop,
     )
-    yield make(often.forward, "forward")
+    yield from make(often.forward, "forward")
     recomputes = each.plan.remat is not None or (each.weight.layers > 1 and each.weight.redone)
     again = each.weight.again or (each.weight.rebuilds and recomputes) or _pipelined(each)
     if each.weight.trained and again:
-        yield make(often.backward, "backward")
+        yield from make(often.backward, "backward")
 
 
 def _pipelined(each: Placed) -> bool:
@@ -69,12 +70,23 @@ def _reductions(each: Placed, launches: int) -> Iterator[Flow]:
         yield _flow(each, GRADIENTS, "all_reduce", "depth", size, each.sum_dtype, 1, "backward")
     if each.sharded and isinstance(plan.fsdp, Shard):
         times = rounds(plan, degrees).scatters
-        yield _flow(each, GRADIENTS, "reduce_scatter", "fsdp", each.gathered, each.sum_dtype, times, "backward")
+        sums = _flow(each, GRADIENTS, "reduce_scatter", "fsdp", each.gathered, each.sum_dtype, times, "backward")
+        yield from _in_hops(sums, plan.fsdp.scatter_hop)
     for axis, strategy in (("fsdp", plan.fsdp), ("data", plan.data)):
         if degrees.get(axis, 1) > 1 and not isinstance(strategy, Shard):
             sent = jnp.dtype(strategy.comm_dtype or each.sum_dtype)
             sums = _flow(each, GRADIENTS, "all_reduce", axis, each.shard, sent, 1, "backward")
             yield replace(sums, launches=launches * each.reductions(axis))
+
+
+def _in_hops(flow: Flow, hop: int | None) -> Iterator[Flow]:
+    """A gather or reduce-scatter as it goes: across the groups of `hop` neighbours, where it is whole, and among them."""
+    if hop is None or hop in (1, flow.group_size):
+        yield flow
+        return
+    across = flow.group_size // hop
+    yield replace(flow, group_size=across)
+    yield replace(flow, group_size=hop, elements=flow.elements // across, padding=0)
 
 
 def _flow(each: Placed, label: str, kind: str, axis: str, elements: int, dtype: Any, times: int, work: str) -> Flow:

@@ -1,0 +1,50 @@
+"""Gathers and reduce-scatters in two hops, neighbours and then across: what keeps XLA:TPU from all-reducing (docs/adr/0010)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+Groups = list[list[int]]
+"""Positions along an axis, by group."""
+
+NEIGHBOURS = 8
+"""Ranks of the near hop: small, so that most bytes pass the links once, as in one hop."""
+
+
+def groups(ranks: int, hop: int | None) -> tuple[Groups, Groups] | None:
+    """Groups of `hop` neighbours, and groups of the ranks that have one place among their neighbours; None: one hop is all.
+
+    >>> groups(4, 2)
+    ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    """
+    if hop is None or hop in (1, ranks):
+        return None
+    near = [list(range(start, start + hop)) for start in range(0, ranks, hop)]
+    return near, [list(group) for group in zip(*near, strict=True)]
+
+
+def best_hops(torus: int, ranks: int, devices: int) -> tuple[int, int]:
+    """Ranks of the near hop of a gather and of a reduce-scatter along an axis; 1: in one hop.
+
+    XLA:TPU makes an all-reduce, of twice the bytes, of every reduce-scatter over all chips of a slice of more than eight,
+    and where the torus has three dims of every gather too. Over a part of the chips it does not
+    (docs/maintainers/jax-facts.md).
+
+    Args:
+      torus: dims of the torus that the chips form; 0 for other devices.
+      ranks: of the axis.
+      devices: of the mesh.
+
+    >>> best_hops(3, 512, 512), best_hops(2, 256, 256), best_hops(3, 256, 512), best_hops(0, 64, 64)
+    ((8, 8), (1, 8), (1, 1), (1, 1))
+    """
+    if torus < 2 or ranks < devices or ranks <= NEIGHBOURS or ranks % NEIGHBOURS:
+        return 1, 1
+    return (NEIGHBOURS if torus > 2 else 1), NEIGHBOURS
+
+
+def torus_of(devices: Sequence[Any]) -> int:
+    """Dims of the torus that TPU chips form; 0 for other devices."""
+    places = [getattr(device, "coords", None) for device in devices]
+    if not places or any(place is None for place in places):
+        return 0
+    return sum(len(set(along)) > 1 for along in zip(*places, strict=True))
