@@ -236,6 +236,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="faults tried at the same time")
     parser.add_argument("--stuck-after", default="12", help="seconds without progress; more on a busy machine")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their children, ignore it
     faults, start = draw(options.faults, options.seed, options.only), time.monotonic()
     wanted = {axis: undisturbed(axis) for axis in sorted({fault.axis for fault in faults})}
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -14,6 +14,7 @@ from flax import nnx
 
 import axonml_jax as ax
 from axonml_jax.checkpoint import saving
+from axonml_jax.checkpoint.team import describe, rebuilt
 
 
 class Weights(nnx.Module):
@@ -93,6 +94,14 @@ DAMAGE = {
     "an emptied file": ("_METADATA", lambda content: b""),
     "a flipped bit in the list itself": ("checkpoint.json", flip),
 }
+
+
+@pytest.mark.parametrize("kind", [ax.DamagedCheckpoint, FileExistsError, FileNotFoundError, ValueError, OSError])
+def test_an_error_of_the_main_process_is_of_its_kind_in_the_others(kind):
+    """A damaged list of files was any ValueError there: the others ended where the main process fell back."""
+    heard = rebuilt(describe(kind("why")))
+    assert type(heard) is kind and str(heard) == "why"
+    assert type(rebuilt(describe(PermissionError("why")))) is OSError
 
 
 @pytest.mark.parametrize("kind", DAMAGE)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from axonml_jax.checkpoint.manifest import DamagedCheckpoint
 from axonml_jax.mesh.process_engine import coordinator_client
 
 TIMEOUT = 600.0
@@ -84,14 +85,15 @@ class Team:
         return things[self.rank :: self.size]
 
 
+_KINDS = {kind.__name__: kind for kind in (DamagedCheckpoint, FileExistsError, FileNotFoundError, ValueError, OSError)}
+"""Errors that are the same in every process, so that all of them handle one alike."""
+
+
 def describe(error: BaseException) -> list[str]:
-    """An error as plain values."""
-    kinds = ("FileExistsError", "FileNotFoundError", "ValueError")
-    kind = next((each.__name__ for each in type(error).__mro__ if each.__name__ in kinds), "OSError")
-    return [kind, str(error)]
+    """An error as plain values: its kind, or the nearest that others know, and its text."""
+    return [next((each.__name__ for each in type(error).__mro__ if each.__name__ in _KINDS), "OSError"), str(error)]
 
 
 def rebuilt(said: Sequence[str]) -> Exception:
     """The error that another process described."""
-    kinds = {each.__name__: each for each in (FileExistsError, FileNotFoundError, ValueError, OSError)}
-    return kinds[said[0]](said[1])
+    return _KINDS[said[0]](said[1])

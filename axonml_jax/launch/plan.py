@@ -77,8 +77,8 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     own, batch, length = replace(base.build_plan(), mesh=shape), base.train.global_batch_size, base.data.length
     kind = hardware(_hardware(chosen))
     model: Any = base.model
-    sizes = {"global_batch": batch, "length": length, "moments": MOMENTS[base.optim.name], "platform": kind.platform}
-    found = predict(own, model, shape.degrees, **sizes)
+    sizes = {"global_batch": batch, "length": length, "moments": MOMENTS[base.optim.name]}
+    found = predict(own, model, shape.degrees, **sizes, platform=kind.platform, torus=kind.torus)
     cost = price(found, kind, Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap))
     print(found, f"\n{1e3 * cost.time:,.1f} ms/step, MFU {cost.mfu:.1%} on {chosen.devices:,} x {kind.name}", sep="\n")
     compiling = lambda: verify_plan(own, base.model, found, chosen.verify, batch, length)
