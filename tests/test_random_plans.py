@@ -99,7 +99,8 @@ FLAWS = {  # option: (values that cannot work, what the error must say)
     "max_grad_norm": ([0, -0.5, float("nan"), "1"], "max_grad_norm="),
     "trainable": (["^nothing$", ["("], []], "trainable="),
     "extra_rows": ([1, -1], "does not split evenly"),
-    "axis": (["tensor", "pipe", "row"], "no strategy"),
+    "axis": (["tensor", "row"], "no strategy"),
+    "stages": ([2], "says nothing about stages"),
     "degrees": ([{"data": 5}, {"tensor": 2}], "MeshShape"),
 }
 SEEN = Counter()
@@ -124,7 +125,9 @@ def cases(draw):
 def train(options):
     """Hold these options to the single-device run."""
     ranks, taken = options["ranks"], {name: options[name] for name in (*REPLICATE, "comm_dtype") if name in options}
-    axes = {"data": ranks} if "axis" not in options else {"data": 1, options["axis"]: 2}
+    more = {options["axis"]: 2} if "axis" in options else {}
+    more |= {"pipe": options["stages"]} if "stages" in options else {}
+    axes = {"data": 1, **more} if more else {"data": ranks}
     size = int(np.prod(list(axes.values())))
     mesh = ax.make_mesh(devices=jax.devices()[:size], **axes)
     plan = ax.Plan(
