@@ -2,6 +2,7 @@
 
 import itertools
 from fractions import Fraction
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from axonml_jax.ledger.lowered import collectives_in_lowered
 from axonml_jax.ledger.traced import collectives_in
 from axonml_jax.model.functional import Mode
 from axonml_jax.model.functionalize import functionalize
+from axonml_jax.parallel.hops import torus_of
 from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.training.init import abstract_state
 from axonml_jax.training.step import TrainStep
@@ -93,6 +95,25 @@ def test_hybrid_splits_as_theory_says():
     assert {c.kind for c in inside} == {"all_gather", "reduce_scatter"} and {c.kind for c in across} == {"all_reduce"}
     stored = sum(leaf.size for leaf in jax.tree.leaves(model.variables.params))
     assert sum(c.wire_bytes for c in across) == Fraction(2 * 8 * stored, 4 * 2)  # 2 (N-1)/N of a rank's part
+
+
+def test_two_hops_send_the_bytes_of_one():
+    """Among neighbours and across, as on a torus of three dims, where it is decided by the chips' coordinates."""
+    places = [SimpleNamespace(coords=(x, y, z)) for x in range(2) for y in range(4) for z in range(8)]
+    assert [torus_of(places), torus_of(places[:32]), torus_of(jax.devices())] == [3, 2, 0]
+    decided = ax.Shard().hopping(3, 64, 64)
+    assert (decided.gather_hop, decided.scatter_hop) == (8, 8)
+    with pytest.raises(ValueError, match=r"\{'gather_hop': 3\}: the 8 ranks of the axis do not divide"):
+        lower(fsdp=ax.Shard(gather_hop=3))
+    sent = [
+        ax.explain(*lower(fsdp=ax.Shard(**hops))[:3]).collectives for hops in ({}, {"gather_hop": 2, "scatter_hop": 4})
+    ]
+    large = [[c for c in each if c.label in ("gradients", "parameters") and c.group_size > 1] for each in sent]
+    assert sum(c.step_wire_bytes for c in large[0]) == sum(c.step_wire_bytes for c in large[1])
+    assert {(c.kind, c.group_size) for c in large[0]} == {("all_gather", 8), ("reduce_scatter", 8)}
+    assert {(c.kind, c.group_size) for c in large[1]} == {
+        (k, n) for k in ("all_gather", "reduce_scatter") for n in (2, 4)
+    }
 
 
 def test_bf16_gathers_half_the_bytes():

@@ -6,8 +6,8 @@ from typing import Any
 Groups = list[list[int]]
 """Positions along an axis, by group."""
 
-NEIGHBOURS = 8
-"""Ranks of the near hop: small, so that most bytes pass the links once, as in one hop."""
+NEIGHBOURS, ACROSS = 8, 128
+"""Ranks of the near hop at least, and of the far hop at most: over 256 of 2,048 chips some shapes became all-reduces again."""
 
 
 def groups(ranks: int, hop: int | None) -> tuple[Groups, Groups] | None:
@@ -34,12 +34,15 @@ def best_hops(torus: int, ranks: int, devices: int) -> tuple[int, int]:
       ranks: of the axis.
       devices: of the mesh.
 
-    >>> best_hops(3, 512, 512), best_hops(2, 256, 256), best_hops(3, 256, 512), best_hops(0, 64, 64)
-    ((8, 8), (1, 8), (1, 1), (1, 1))
+    >>> best_hops(3, 512, 512), best_hops(3, 2048, 2048), best_hops(2, 256, 256), best_hops(3, 256, 512), best_hops(0, 64, 64)
+    ((8, 8), (16, 16), (1, 8), (1, 1), (1, 1))
     """
     if torus < 2 or ranks < devices or ranks <= NEIGHBOURS or ranks % NEIGHBOURS:
         return 1, 1
-    return (NEIGHBOURS if torus > 2 else 1), NEIGHBOURS
+    near = NEIGHBOURS
+    while ranks // near > ACROSS and ranks % (2 * near) == 0:
+        near *= 2
+    return (near if torus > 2 else 1), near
 
 
 def torus_of(devices: Sequence[Any]) -> int:
