@@ -7,10 +7,7 @@ temporaries of FULL_SHARD at most activations + gradient shards + 2.5 units. Not
 """
 
 import argparse
-import os
 from dataclasses import dataclass, replace
-
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 import jax
 
@@ -18,7 +15,6 @@ jax.config.update("jax_platforms", "cpu")
 
 import optax
 from deep_models import CASES, Case
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from paired import machine
 
@@ -27,6 +23,7 @@ from axonml_jax.facade.memory import FSDPMemoryStats, estimate
 from axonml_jax.ledger.schedule import Moved, moved
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.planner.verify import topology_devices
 from axonml_jax.sharding.memory import HOST, movable
 from axonml_jax.training.init import abstract_state
 from axonml_jax.training.specs import state_specs
@@ -161,7 +158,7 @@ def main():
     parser.add_argument("--plot", metavar="FILE", help="draw the first model's estimates")
     options = parser.parse_args()
     if options.topology:
-        devices = topologies.get_topology_desc(topology_name=options.topology, platform="tpu").devices
+        devices = topology_devices(options.topology)
     else:
         ax.fake_devices(8)
         devices = jax.devices()

@@ -8,11 +8,8 @@ pipe 4 x data 4, predicted and planned. Nothing is allocated.
 """
 
 import argparse
-import os
 import time
 from typing import NamedTuple
-
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 import jax
 

@@ -12,7 +12,6 @@ import dataclasses
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from paired import alternate, machine, ratio, table, verdict
 from small_gpt import Stepping, config, hand_written, loss_fn, make_batch, make_model, optimizer
@@ -22,6 +21,7 @@ from axonml_jax.ledger.predict.difference import memory_difference
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.planner.verify import topology_devices
 from axonml_jax.training.init import abstract_state
 from axonml_jax.training.step import TrainStep
 
@@ -81,7 +81,7 @@ def korthikanti(shape: TransformerConfig, rows: int, ranks: int, sequence: bool)
 
 
 def memory(options):
-    devices = topologies.get_topology_desc(topology_name=options.topology, platform="tpu").devices
+    devices = topology_devices(options.topology)
     mesh = Mesh(np.array(devices).reshape(options.data, options.tensor), ("data", "tensor"))
     print(
         f"{machine('jax', 'libtpu')}; {options.topology}, MiB of one chip, {options.layers} blocks of {options.width}, bf16"

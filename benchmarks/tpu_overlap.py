@@ -7,9 +7,6 @@ its schedule moves and which share of them with products scheduled between a col
 """
 
 import argparse
-import os
-
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 import jax
 
@@ -17,7 +14,6 @@ jax.config.update("jax_platforms", "cpu")
 
 import optax
 from flax import nnx
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 import axonml_jax as ax
@@ -27,6 +23,7 @@ from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.loss import cross_entropy
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.planner.verify import topology_devices
 from axonml_jax.training.init import abstract_state
 
 OPTIONS = {"xla_enable_async_all_reduce": "true", "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true"}
@@ -57,8 +54,8 @@ def main():
     parser.add_argument("--bucket-mb", type=float, default=25)
     parser.add_argument("--dump", help="write the programs' texts under this prefix")
     args = parser.parse_args()
-    topology = topologies.get_topology_desc(topology_name=args.topology, platform="tpu")
-    mesh = Mesh(topology.devices, ("data",), axis_types=(AxisType.Auto,))
+    devices = topology_devices(args.topology)
+    mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
     print(f"jax {jax.__version__}, {args.topology}, {args.layers} layers")
     for options in ({}, OPTIONS):
         for strategy in ("overlapped", "synchronous"):

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import axonml_jax as ax
+from axonml_jax.planner.verify import topology_devices
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (pip install 'axonml-jax[tpu]')"
@@ -25,13 +26,11 @@ PLANS = {
 def compiled():
     """(the model, what the compiler plans by plan) for 8 chips of a v5e."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
         patch.setattr(sys, "path", [str(Path(__file__).resolve().parents[1] / "benchmarks"), *sys.path])
         from deep_models import mlp
         from fsdp_memory import measure
-        from jax.experimental import topologies
 
-        devices = topologies.get_topology_desc(topology_name="v5e:2x4", platform="tpu").devices
+        devices = topology_devices("v5e:2x4")
         mesh, case = Mesh(devices, ("fsdp",), axis_types=(AxisType.Auto,)), mlp(width=1024, blocks=3, rows=256)
         with jax.enable_x64(False):
             yield case, {name: measure(case, plan, mesh) for name, plan in PLANS.items()}
