@@ -1,14 +1,16 @@
 """Every plan of a table in tests/ x every model, each held to the single-device run.
 
-    python benchmarks/full_matrix.py [--table ddp|fsdp|pipeline] [--jobs 2] [--every 1] [--out docs/full_matrix.md]
+    python benchmarks/full_matrix.py [--table ddp|fsdp|pipeline] [--jobs 2] [--every 1] [--done FILE] [--out FILE]
 
 CI runs a pairwise cover of the same tables, of pipelines a dozen rows; this runs the whole product of DDP's, of FSDP's options
 the product of those that its guide names, with the others drawn per plan, and of pipelines a pairwise cover (drawn by --seed).
-It writes how many plans of each value were equal.
+It writes how many plans of each value were equal. `--done` keeps what has been run, so that a product of hours can be run in
+pieces: plans that the file holds are not run again and count.
 """
 
 import argparse
 import collections
+import json
 import multiprocessing
 import os
 import random
@@ -93,6 +95,24 @@ def check_group(group):
     return found
 
 
+def remembered(file, table):
+    """What earlier runs found out about a table's plans."""
+    if file is None or not file.exists():
+        return []
+    lines = map(json.loads, file.read_text("utf-8").splitlines())
+    return [(line["plan"], line["error"]) for line in lines if line["table"] == table]
+
+
+def remember(file, table, found):
+    if file is not None:
+        with file.open("a", encoding="utf-8") as out:
+            out.writelines(as_text({"table": table, "plan": row, "error": error}) + "\n" for row, error in found)
+
+
+def as_text(row):
+    return json.dumps(row, default=str)
+
+
 def summary(table, results, seconds):
     """A Markdown table: per option value how many plans were run and how many equal one device."""
     import jax
@@ -100,7 +120,7 @@ def summary(table, results, seconds):
     bad = [(row, error) for row, error in results if error]
     equal = len(results) - len(bad)
     lines = [
-        f"{table}: {len(results)} plans, {equal} equal the single-device run (jax {jax.__version__}, {seconds:.0f} s)."
+        f"{table}: {len(results)} plans, {equal} equal the single-device run (jax {jax.__version__}, {seconds:.0f} s at last)."
     ]
     lines += ["", "| option | value | plans | equal |", "| --- | --- | --- | --- |"]
     counts = collections.Counter((name, str(value)) for row, _ in results for name, value in row.items())
@@ -116,6 +136,7 @@ def main():
     parser.add_argument("--every", type=int, default=1, help="take every n-th oracle and the plans held to it")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn, and of the order")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long")
+    parser.add_argument("--done", type=Path, help="a JSON line per plan: read first, added to")
     parser.add_argument("--out", type=Path, help="append the table to this file")
     args = parser.parse_args()
     start()
@@ -124,12 +145,15 @@ def main():
         groups[oracle_key(row)].append(row)
     todo = list(groups.values())
     random.Random(args.seed).shuffle(todo)  # so that a part of it is a fair sample
-    todo, begun, results = todo[:: args.every], time.time(), []
-    total = sum(map(len, todo))
-    print(f"{total} plans, {len(todo)} single-device runs", flush=True)
+    todo, begun = todo[:: args.every], time.time()
+    total, results = sum(map(len, todo)), remembered(args.done, args.table)
+    known = {as_text(row) for row, _ in results}
+    todo = [left for group in todo if (left := [row for row in group if as_text(row) not in known])]
+    print(f"{total} plans, {len(results)} of them known, {len(todo)} single-device runs", flush=True)
     with multiprocessing.get_context("spawn").Pool(args.jobs, start, maxtasksperchild=4) as pool:
         for found in pool.imap_unordered(check_group, todo):
             results += found
+            remember(args.done, args.table, found)
             print(f"{len(results)}/{total}, {time.time() - begun:.0f} s", flush=True)
             for row, error in found:
                 if error:

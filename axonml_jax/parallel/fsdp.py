@@ -153,12 +153,14 @@ class Shard(AbstractStrategy):
         near, far = groups(axis_size(axis), self.scatter_hop) or (None, None)
         with _padding("axonml.gradients", layouts, dims, axis):
             sums = scatter_sum_leaves(padded, axis, dims, flat=bool(self.flat), among=far)
-        split = [i for i, dim in enumerate(dims) if dim is not None]
+        split = {i: dim for i, dim in enumerate(dims) if dim is not None}
         if near and split:
-            own = [sums[i] for i in split], axis, [dims[i] for i in split]
             with jax.named_scope("axonml.gradients"):
-                shards = scatter_sum_leaves(*own, flat=bool(self.flat), among=near)
-            sums = [dict(zip(split, shards, strict=True)).get(i, total) for i, total in enumerate(sums)]
+                own = scatter_sum_leaves(
+                    [sums[i] for i in split], axis, list(split.values()), flat=bool(self.flat), among=near
+                )
+            for i, shard in zip(split, own, strict=True):
+                sums[i] = shard
         return sums
 
     @property
