@@ -99,8 +99,9 @@ def test_hybrid_splits_as_theory_says():
 
 def test_two_hops_send_the_bytes_of_one():
     """Among neighbours and across, as on a torus of three dims, where it is decided by the chips' coordinates."""
-    places = [SimpleNamespace(coords=(x, y, z)) for x in range(2) for y in range(4) for z in range(8)]
-    assert [torus_of(places), torus_of(places[:32]), torus_of(jax.devices())] == [3, 2, 0]
+    places = [(x, y, z) for x in range(2) for y in range(4) for z in range(8)]
+    chips, others = ([SimpleNamespace(platform=name, coords=place) for place in places] for name in ("tpu", "gpu"))
+    assert [torus_of(devices) for devices in (chips, chips[:32], others, jax.devices())] == [3, 2, 0, 0]
     decided = ax.Shard().hopping(3, 64, 64)
     assert (decided.gather_hop, decided.scatter_hop) == (8, 8)
     with pytest.raises(ValueError, match=r"\{'gather_hop': 3\}: the 8 ranks of the axis do not divide"):

@@ -47,7 +47,6 @@ def best_hops(torus: int, ranks: int, devices: int) -> tuple[int, int]:
 
 def torus_of(devices: Sequence[Any]) -> int:
     """Dims of the torus that TPU chips form; 0 for other devices."""
-    places = [getattr(device, "coords", None) for device in devices]
-    if not places or any(place is None for place in places):
+    if any(device.platform != "tpu" for device in devices):  # other devices may have coordinates of another meaning
         return 0
-    return sum(len(set(along)) > 1 for along in zip(*places, strict=True))
+    return sum(len(set(along)) > 1 for along in zip(*(device.coords for device in devices), strict=True))
