@@ -1,6 +1,7 @@
 """The command line: `axonml-jax train | plan | launch | explain | schedule | devices`, also `python -m axonml_jax`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -13,6 +14,7 @@ from axonml_jax.mesh.leave import leave_now
 USAGE_ERROR = 2
 INTERRUPTED = 130
 TERMINATED = 143
+CLOSED_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0; 2 for anything wrong with the arguments or the configuration, said in one message on stderr;
-      130 after Ctrl-C; 143 after SIGTERM (a training run is saved after either).
+      130 after Ctrl-C; 143 after SIGTERM (a training run is saved after either); 141 when the reader of its output is gone.
     """
     status = _status(list(sys.argv[1:] if argv is None else argv))
     if status not in (0, TERMINATED, INTERRUPTED) and jax.distributed.is_initialized():
@@ -37,6 +39,9 @@ def _status(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"axonml-jax: error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except BrokenPipeError:  # whoever read the output has enough, as in `axonml-jax plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more is written to it at the exit
+        return CLOSED_PIPE
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         if jax.distributed.is_initialized():
@@ -62,12 +67,18 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if arguments[:1] in (["train"], ["explain"]):
         # What follows is read by the configuration's own parser, made from the configuration's keys.
         from axonml_jax.launch import run
-        from axonml_jax.launch.budget import split_budget
+        from axonml_jax.launch.budget import Budget, budget_parser
+        from axonml_jax.launch.estimate import Estimate, estimate_parser
+        from axonml_jax.launch.own_flags import help_of, split_flags
         from axonml_jax.launch.read_config import read_config
 
-        command = run.train if arguments[0] == "train" else run.explain
-        budget, rest = split_budget(arguments[0], arguments[1:])
-        return command(read_config(arguments[0], rest), budget)
+        command, *rest = arguments
+        parsers = [budget_parser(command), *([estimate_parser()] if command == "explain" else [])]
+        [budget, *estimate], rest = split_flags(parsers, rest)
+        config = read_config(command, rest, help_of(parsers))
+        if command == "train":
+            return run.train(config, Budget(**budget))
+        return run.explain(config, Budget(**budget), Estimate(**estimate[0]))
     chosen = _parser().parse_args(arguments)
     from axonml_jax.launch.devices import devices
 

@@ -104,3 +104,14 @@ def test_committed_plans_are_what_the_planner_says(path, tmp_path, capsys):
     assert config.model.scan_layers and config.model.words_at_once == 21_376
     assert main(["plan", str(path), "--as-written", "--devices", str(config.mesh.fsdp * config.mesh.tensor)]) == 0
     assert "ms/step" in capsys.readouterr().out
+
+
+def test_explain_prices_a_configuration_and_draws_it(tiny, tmp_path, capsys):
+    picture, flags = tmp_path / "run.svg", ["explain", str(tiny)]
+    assert main([*flags, "--hardware", "v5e", "--picture", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "ms/step, MFU" in out and f"picture   {picture}" in out and picture.stat().st_size > 1000
+    assert main([*flags, "--picture", str(tmp_path / "no" / "x.svg")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert main(["explain", "--help"]) == 0
+    assert "--hardware NAME: price a step" in " ".join(capsys.readouterr().out.split())

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.parallel.hops import torus_of
 from axonml_jax.parallel.tensor.fused_attention import target_platform
+from axonml_jax.planner.hardware import Hardware
 
 OVER_BUDGET = 4
 """Exit status of `explain` when a step costs more memory or traffic than it may."""
@@ -40,22 +40,25 @@ class Budget:
     force: bool = False
 
 
-def split_budget(command: str, argv: Sequence[str]) -> tuple[Budget, list[str]]:
-    """The budget's flags, and the arguments that are left for the configuration."""
+def budget_parser(command: str) -> argparse.ArgumentParser:
+    """The budget's flags of `train` or `explain`."""
     parser = argparse.ArgumentParser(prog=f"axonml-jax {command}", add_help=False, allow_abbrev=False)
-    parser.add_argument("--max-memory", type=memory_size)
-    if command == "explain":
-        parser.add_argument("--check", type=Path)
-        parser.add_argument("--tolerance", type=float, default=0.0)
-        parser.add_argument("--write-baseline", type=Path)
-    else:
-        parser.add_argument("--force", action="store_true")
-    found, rest = parser.parse_known_args(list(argv))
-    return Budget(**vars(found)), rest
+    of_device = "bytes that a device may hold, as in 16GiB"
+    if command == "train":
+        parser.add_argument(
+            "--max-memory", type=memory_size, metavar="SIZE", help=f"{of_device}: refuse what needs more"
+        )
+        parser.add_argument("--force", action="store_true", help="train even what does not fit")
+        return parser
+    parser.add_argument("--max-memory", type=memory_size, metavar="SIZE", help=f"{of_device}: exit with 4 beyond it")
+    parser.add_argument("--check", type=Path, metavar="FILE", help="a baseline: exit with 4 when a step costs more")
+    parser.add_argument("--tolerance", type=float, default=0.0, metavar="X", help="by which share it may (default: 0)")
+    parser.add_argument("--write-baseline", type=Path, metavar="FILE", help="write what a step costs as a baseline")
+    return parser
 
 
-def predicted(config: RunConfig, ground: Ground) -> Prediction:
-    """The ledger's prediction of a run's step."""
+def predicted(config: RunConfig, ground: Ground, kind: Hardware | None = None) -> Prediction:
+    """The ledger's prediction of a run's step, on the mesh's devices or on others of a kind."""
     return predict(
         ground.plan,
         config.model,  # pyright: ignore[reportArgumentType]
@@ -63,8 +66,8 @@ def predicted(config: RunConfig, ground: Ground) -> Prediction:
         global_batch=config.train.global_batch_size,
         length=config.data.length,
         moments=MOMENTS[config.optim.name],
-        platform=target_platform(ground.mesh),
-        torus=torus_of(list(ground.mesh.devices.flat)),
+        platform=target_platform(ground.mesh) if kind is None else kind.platform,
+        torus=torus_of(list(ground.mesh.devices.flat)) if kind is None else kind.torus,
     )
 
 

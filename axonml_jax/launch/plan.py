@@ -22,8 +22,10 @@ from axonml_jax.planner.answer import Answer
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.candidate import Candidate
 from axonml_jax.planner.hardware import HARDWARE, hardware
+from axonml_jax.planner.picture import draw
 from axonml_jax.planner.price import price
 from axonml_jax.planner.search import plan as find_plan
+from axonml_jax.planner.timeline import timeline
 from axonml_jax.planner.verify import verify, verify_plan
 
 _STAGES = {0: None, 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
@@ -59,9 +61,9 @@ def plan(arguments: Sequence[str]) -> int:
         raise ConfigError(str(error)) from error
     print(answer.to_json() if chosen.json else answer)
     if chosen.ledger:
-        print("", answer.prediction, sep="\n")
+        print("", answer.prediction, "", answer.timeline, sep="\n")
     if chosen.picture is not None:
-        answer.prediction.save_picture(chosen.picture)
+        answer.save_picture(chosen.picture)
         print(f"\npicture   {chosen.picture}")
     if chosen.write is not None:
         chosen.write.write_text(config_text(answer, base, arguments), encoding="utf-8")
@@ -79,8 +81,14 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     model: Any = base.model
     sizes = {"global_batch": batch, "length": length, "moments": MOMENTS[base.optim.name]}
     found = predict(own, model, shape.degrees, **sizes, platform=kind.platform, torus=kind.torus)
-    cost = price(found, kind, Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap))
+    given = Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap)
+    cost = price(found, kind, given)
+    line = timeline(found, kind, given)
     print(found, f"\n{1e3 * cost.time:,.1f} ms/step, MFU {cost.mfu:.1%} on {chosen.devices:,} x {kind.name}", sep="\n")
+    print("", line, sep="\n")
+    if chosen.picture is not None:
+        draw(found, line, chosen.picture)
+        print(f"\npicture   {chosen.picture}")
     compiling = lambda: verify_plan(own, base.model, found, chosen.verify, batch, length)
     return _verified(chosen.verify, compiling) if chosen.verify else 0
 
@@ -230,8 +238,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--ledger", action="store_true", help="print the best plan's memory and traffic too")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the best plan's memory and traffic")
+    parser.add_argument("--ledger", action="store_true", help="print the best plan's memory, traffic and timeline too")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the best plan's memory, traffic and timeline"
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write a configuration that `axonml-jax train` runs")
     parser.add_argument(
         "--verify", metavar="TOPOLOGY", help="compile the step for TPU chips that need not be here, as v5p:8x8x8"

@@ -19,18 +19,19 @@ from axonml_jax.launch.config import ConfigError, RunConfig
 _NOT_SETTINGS = ("help", "print_config", "config")
 
 
-def read_config(command: str, argv: Sequence[str]) -> RunConfig:
+def read_config(command: str, argv: Sequence[str], more: str = "") -> RunConfig:
     """The configuration of `axonml-jax COMMAND CONFIG [--section.key value ...]`; the command line wins over the file.
 
     Args:
       command: the subcommand, for its usage text.
       argv: what follows it.
+      more: text below the help, of flags that are not keys of a configuration.
 
     Raises:
       ConfigError: for a missing or broken file, unknown keys (each with the nearest known one), wrong types and values.
       SystemExit: after `--help`.
     """
-    parser = config_parser(command)
+    parser = config_parser(command, more)
     if not argv or argv[0].startswith("-"):
         if {"-h", "--help"} & set(argv):
             parser.parse_args(["--help"])
@@ -49,12 +50,13 @@ def as_dict(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config)))
 
 
-def config_parser(command: str) -> ArgumentParser:
+def config_parser(command: str, more: str = "") -> ArgumentParser:
     """The parser with one flag for every configuration key, its help taken from the docstrings."""
     parser = ArgumentParser(
         prog=f"axonml-jax {command}",
         usage=f"axonml-jax {command} CONFIG [--section.key value ...]",
         description="CONFIG is a YAML file; every key of it can be given as a flag, which wins over the file.",
+        epilog=more,
         exit_on_error=False,
     )
     parser.add_argument("--config", action="config", help=SUPPRESS)

@@ -19,6 +19,7 @@ from axonml_jax.facade.trainer import Trainer
 from axonml_jax.launch.budget import OVER_BUDGET, Budget, over_budget, predicted, require_fit
 from axonml_jax.launch.config import ConfigError, RunConfig
 from axonml_jax.launch.describe import describe, price
+from axonml_jax.launch.estimate import Estimate, show
 from axonml_jax.launch.fit import Record, evaluate, fit
 from axonml_jax.launch.ground import Ground, all_or_refuse, lay_ground
 from axonml_jax.launch.optimizer import make_optimizer
@@ -55,21 +56,27 @@ DIVERGED = 3
 """Exit status when too many updates in a row were not finite."""
 
 
-def explain(config: RunConfig, budget: Budget | None = None) -> int:
+def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate | None = None) -> int:
     """Print what a run would do, hold and send. Nothing is trained or allocated.
+
+    Args:
+      config: the run's.
+      budget: what a step may cost.
+      estimate: what else to say of it: its time on a kind of hardware, a picture.
 
     Returns:
       0; 4 when that costs more than the budget allows.
 
     Raises:
-      ConfigError: for a mesh or a batch that does not fit the devices.
+      ConfigError: for a mesh or a batch that does not fit the devices, or a picture that cannot be drawn.
     """
+    budget, estimate = budget or Budget(), estimate or Estimate()
     [ground] = all_or_refuse(partial(lay_ground, config))
     print0(describe(config, ground), price(config, ground), sep="\n\n")
-    if budget is None or budget == Budget():
+    if budget == Budget() and estimate == Estimate():
         return 0
-    [found] = all_or_refuse(partial(predicted, config, ground))
-    print0("", found, sep="\n")
+    [found] = all_or_refuse(partial(predicted, config, ground, estimate.kind))
+    print0("", found, show(found, estimate), sep="\n")
     wrong = over_budget(found, budget)
     print0("", *(f"over budget: {line}" for line in wrong), sep="\n")
     return OVER_BUDGET if wrong else 0

@@ -10,8 +10,10 @@ from axonml_jax.ledger.table import aligned
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.planner.candidate import Candidate
+from axonml_jax.planner.picture import draw
 from axonml_jax.planner.price import Price
 from axonml_jax.planner.quick import Question
+from axonml_jax.planner.timeline import Timeline, timeline
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,28 @@ class Answer:
         """What the best plan holds and sends."""
         return self.best.prediction
 
+    @property
+    def timeline(self) -> Timeline:
+        """The best plan's step on a line of time."""
+        return timeline(self.prediction, self.asked.hardware, self.asked.assumptions)
+
+    def save_picture(self, path: Any) -> None:
+        """Draw the best plan's memory, traffic and timeline; needs the `plots` extra.
+
+        Args:
+          path: of the file; its suffix chooses the format (.svg, .png, .pdf).
+
+        Raises:
+          ModuleNotFoundError: without matplotlib.
+        """
+        draw(self.prediction, self.timeline, path)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
         return {
             "devices": self.asked.num_devices,
             "hardware": self.asked.hardware.name,
-            "best": _plain(self.best),
+            "best": _plain(self.best) | {"timeline": self.timeline.to_dict()},
             "runners_up": [_plain(one) for one in self.runners_up],
             "illegal": dict(self.illegal),
             "dropped": dict(self.dropped),

@@ -17,7 +17,7 @@ from axonml_jax.parallel.plan import LAYER_AXES
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import Hardware
 from axonml_jax.planner.legal import Way
-from axonml_jax.planner.price import inner_product
+from axonml_jax.planner.phases import inner_product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +90,29 @@ def quick(degrees: dict[str, int], ways: tuple[Way, ...], asked: Question) -> tu
     whole = mesh.pipe > 1
     ticks = count + (mesh.pipe - 1) / of_way.chunks
     bubble = compute * (ticks / count * mesh.uneven - 1)
-    gathers = np.where((stage == 3) & (not whole), 2 * count, 1)
-    scatters = np.where((stage >= 2) & (not whole), count, 1)
-    weights = mesh.weights_seconds(asked, gathers, scatters)
     layers = seconds * mesh.rows * asked.length + delays * count
     layers = layers + mesh.depth_seconds(asked) * count * (1 + of_way.remat / 3)
     tokens = mesh.rows * asked.length / count
     passing = mesh.pipe_seconds(asked, tokens) * 2 * (count * of_way.chunks + mesh.pipe)
-    exposed = weights - np.minimum(weights, asked.assumptions.overlap * compute) + layers + passing
+    exposed = _exposed(mesh, asked, of_way, compute) + layers + passing
     slots = np.where(of_way.gpipe, count, np.minimum(count, 2 * mesh.pipe - 1)) + 1 if whole else 1.0
     activations = slots * kept * tokens * mesh.blocks + fullest * tokens
     return compute + bubble + exposed, mesh.held(asked, stage, count, activations)
+
+
+def _exposed(mesh: "_Mesh", asked: Question, of_way: "_Columns", compute: np.ndarray) -> np.ndarray:
+    """What of parameters and gradients nothing hides, phase by phase (see `phases`)."""
+    count, stage, share = of_way.count, of_way.stage, asked.assumptions.overlap
+    gather, scatter, across = mesh.weights_seconds(asked)
+    if mesh.pipe > 1:
+        return np.full_like(compute, gather + scatter + across)
+    used, summed = stage == 3, stage >= 2
+    forward = share * mesh.compute / 3 / count
+    backward = share * compute / count - forward
+    last = across + np.where(summed, 0.0, scatter)
+    each = np.where(used, gather, 0.0) + np.where(summed, scatter, 0.0)
+    exposed = np.maximum(0.0, gather - forward) + np.where(used, (count - 1) * np.maximum(0.0, gather - forward), 0.0)
+    return exposed + (count - 1) * np.maximum(0.0, each - backward) + np.maximum(0.0, each + last - backward)
 
 
 @dataclass(frozen=True)
@@ -139,11 +151,12 @@ class _Mesh:
         ranks = self.degrees.get(axis, 1)
         return sent / asked.hardware.bandwidth(ranks, inner_product(self.degrees, axis)) if ranks > 1 else 0.0 * sent
 
-    def weights_seconds(self, asked: Question, sums: np.ndarray, scatters: np.ndarray) -> np.ndarray:
+    def weights_seconds(self, asked: Question) -> tuple[float, float, float]:
+        """Of one gather and one reduce-scatter of all weights along fsdp, and of their reduction along data."""
         fsdp, data = self.degrees.get("fsdp", 1), self.degrees.get("data", 1)
-        inside = (fsdp - 1) / fsdp * self.params * (sums * asked.itemsize + scatters * 4.0)
-        outside = 2 * (data - 1) / data * self.params / fsdp * 4.0
-        return self._seconds(asked, "fsdp", inside) + self._seconds(asked, "data", outside * np.ones_like(inside))
+        inside, outside = (fsdp - 1) / fsdp * self.params, 2 * (data - 1) / data * self.params / fsdp * 4.0
+        own = lambda axis, sent: self._seconds(asked, axis, sent)
+        return own("fsdp", inside * asked.itemsize), own("fsdp", inside * 4.0), own("data", outside)
 
     def depth_seconds(self, asked: Question) -> float:
         depth = self.degrees.get("depth", 1)

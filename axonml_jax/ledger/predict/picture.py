@@ -1,4 +1,4 @@
-"""A prediction as a picture: memory by kind, bytes by axis, and where the time between a step's two ends goes."""
+"""A prediction as a picture: memory by kind and bytes by axis."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,15 +19,29 @@ def draw(prediction: "Prediction", path: str | Path) -> None:
     Raises:
       ModuleNotFoundError: without matplotlib, which the `plots` extra installs.
     """
+    figure = new_figure(9, 4)
+    panels(figure, prediction)
+    figure.savefig(path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches.
+
+    Raises:
+      ModuleNotFoundError: without matplotlib, which the `plots` extra installs.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("pictures need matplotlib: pip install 'axonml-jax[plots]'") from error
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def panels(figure: Any, prediction: "Prediction") -> None:
+    """Draw memory and traffic side by side on a figure, or on a part of one."""
     memory, traffic = figure.subplots(1, 2, width_ratios=(1, 2))
     _memory(memory, prediction)
     _traffic(traffic, prediction)
-    figure.savefig(path)
 
 
 def _memory(axes: Any, prediction: "Prediction") -> None:

@@ -71,20 +71,23 @@ def predict(
     block = block_activations(model, degrees, tokens, length, compute, plan.remat, platform, apart=apart)
     held = memory(ranks, plan, stages, timetable, block, moments=moments, batch=batch_bytes(rows, length))
     flows = _flows(plan, model, degrees, stages, timetable, ranks[fullest], fullest, tokens, length)
-    flops = model.flops_per_token(length)
+    flops, costs = model.flops_per_token(length), stage_costs(model, plan, stages, length)
     return Prediction(
         degrees={axis: ranks for axis, ranks in degrees.items() if ranks > 1},
         plan=in_words(plan, degrees, model),
         memory=held,
         traffic=flows,
         minimum=_minimum(plan, model, degrees, stages, timetable, ranks, fullest, tokens),
-        bubble=bubble(timetable, stage_costs(model, plan, stages, length)),
+        bubble=bubble(timetable, costs),
         ticks=0 if timetable is None else timetable.num_ticks,
+        microbatches=plan.microbatches,
         params=model.num_params,
         tokens=global_batch * length,
         flops_per_token=flops,
         recomputed_flops_per_token=_recomputed(model, plan, length),
         notes=_notes(plan, degrees, timetable, held),
+        timetable=timetable,
+        stage_costs=None if timetable is None else costs,
     )
 
 

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from axonml_jax.ledger.predict.flow import Flow
 from axonml_jax.ledger.predict.memory import Memory
 from axonml_jax.ledger.table import aligned, number
 from axonml_jax.ledger.wire import Amount, exact
+from axonml_jax.parallel.pipeline.costs import StageCosts
+from axonml_jax.parallel.pipeline.timetable import Timetable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +26,14 @@ class Prediction:
         (pipeline), layers (Megatron, Korthikanti et al., AxoNN).
       bubble: idle time of a pipeline's ranks over useful time.
       ticks: rows of the pipeline's timetable; 0 without one.
+      microbatches: of one update, on one batch shard.
       params: parameters of the whole model.
       tokens: of one update, over all devices.
       flops_per_token: of forward and backward, recomputation left out.
       recomputed_flops_per_token: what recomputation adds.
       notes: what the numbers leave open.
+      timetable: what the pipeline runs when; None without one.
+      stage_costs: multiplications per token of the timetable's stages.
     """
 
     degrees: Mapping[str, int]
@@ -38,11 +43,14 @@ class Prediction:
     minimum: Mapping[str, Amount]
     bubble: float
     ticks: int
+    microbatches: int
     params: int
     tokens: int
     flops_per_token: int
     recomputed_flops_per_token: int
     notes: tuple[str, ...] = ()
+    timetable: Timetable | None = field(default=None, repr=False)
+    stage_costs: StageCosts | None = field(default=None, repr=False)
 
     @property
     def total_bytes(self) -> Amount:
@@ -88,6 +96,7 @@ class Prediction:
             },
             "bubble": self.bubble,
             "ticks": self.ticks,
+            "microbatches": self.microbatches,
             "params": self.params,
             "tokens": self.tokens,
             "flops_per_token": self.flops_per_token,

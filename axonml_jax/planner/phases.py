@@ -1,0 +1,158 @@
+"""A step as phases: what runs, what is sent meanwhile, and how much of the sending nothing hides."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from axonml_jax.ledger.label import GRADIENTS, PARAMETERS
+from axonml_jax.ledger.predict.flow import ONCE, Flow
+from axonml_jax.ledger.predict.prediction import Prediction
+from axonml_jax.mesh.axes import AXES
+from axonml_jax.planner.assumptions import Assumptions
+from axonml_jax.planner.hardware import Hardware
+
+JOINED_BYTES = 32 * 2**20
+"""What one launch of parameters or gradients carries at most, in the cost model."""
+
+START, FORWARD, BACKWARD, TICKS, END = "start", "forward", "backward", "ticks", "end"
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """One flow while a phase runs once.
+
+    Attributes:
+      axes: mesh axes, joined by commas.
+      name: what it moves: parameters, gradients, layers, ...
+      kind: "weights" hides behind `overlap` of the phase's compute, "layers" behind `layer_overlap`, "passing" (a pipeline's
+        permutes, which end a tick) behind nothing.
+      seconds: on the network.
+    """
+
+    axes: str
+    name: str
+    kind: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A stretch of a step.
+
+    Attributes:
+      name: forward, backward or end; of a pipeline start, ticks (all of them) or end.
+      times: how often it runs in a step.
+      compute: seconds of products of one run.
+      every: what each run sends.
+      once: what only one of the runs sends besides: a forward the first, a backward the last.
+      assumptions: say what hides.
+    """
+
+    name: str
+    times: int
+    compute: float
+    every: tuple[Sending, ...]
+    once: tuple[Sending, ...]
+    assumptions: Assumptions
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of all runs that nothing hides."""
+        return (self.times - 1) * self.waits(self.every) + self.waits((*self.every, *self.once))
+
+    def waits(self, sent: tuple[Sending, ...]) -> float:
+        """Seconds that one run takes longer for sending this."""
+        given = self.assumptions
+        weights, layers, passing = (
+            sum(each.seconds for each in sent if each.kind == kind) for kind in ("weights", "layers", "passing")
+        )
+        hidden = min(weights, given.overlap * self.compute) + min(layers, given.layer_overlap * self.compute)
+        return weights + layers + passing - hidden
+
+
+def phases(found: Prediction, hardware: Hardware, given: Assumptions) -> tuple[Phase, ...]:
+    """The phases of a predicted step, in order.
+
+    Without a pipeline every microbatch has a forward and a backward, which take one and two thirds of the products and the
+    backward what is recomputed. What a step sends once hides behind one microbatch alone: gathers behind the first forward,
+    reductions behind the last backward. A pipeline's ticks are one phase, before and after which its rank sends what it sends
+    once, behind nothing.
+    """
+    devices = math.prod(found.degrees.values())
+    seconds = lambda flops: found.tokens * flops / devices / (hardware.flops * given.efficiency)
+    products, again = seconds(found.flops_per_token), seconds(found.recomputed_flops_per_token)
+    if found.timetable is not None:
+        runs = {START: (1, 0.0), TICKS: (1, products + again), END: (1, 0.0)}
+    else:
+        times = found.microbatches
+        runs = {
+            FORWARD: (times, products / 3 / times),
+            BACKWARD: (times, (products * 2 / 3 + again) / times),
+            END: (1, 0.0),
+        }
+    every: dict[str, list[Sending]] = {name: [] for name in runs}
+    once: dict[str, list[Sending]] = {name: [] for name in runs}
+    for flow in sorted(found.traffic, key=_place):
+        name = _phase_of(flow, runs)
+        times = runs[name][0]
+        sent = flow_seconds(flow, found.degrees, hardware)
+        single = flow.where == ONCE and times > 1
+        own = Sending(",".join(flow.axes), flow.label or "layers", _kind(flow), sent if single else sent / times)
+        (once if single else every)[name].append(own)
+    return tuple(
+        Phase(
+            name=name, times=times, compute=compute, every=tuple(every[name]), once=tuple(once[name]), assumptions=given
+        )
+        for name, (times, compute) in runs.items()
+    )
+
+
+def _place(flow: Flow) -> int:
+    """Parameters are sent before what is computed with them, gradients after it."""
+    return {PARAMETERS: 0, GRADIENTS: 2}.get(flow.label, 1)
+
+
+def _phase_of(flow: Flow, runs: Mapping[str, object]) -> str:
+    if flow.work in runs:
+        return flow.work
+    if flow.where == ONCE:
+        return START if flow.work == FORWARD else END
+    return TICKS
+
+
+def _kind(flow: Flow) -> str:
+    if flow.label in (GRADIENTS, PARAMETERS) and "depth" not in flow.axes:
+        return "weights"
+    return "passing" if flow.kind == "permute" else "layers"
+
+
+def network_by_axes(run: tuple[Phase, ...]) -> dict[str, float]:
+    """Seconds on the network by mesh axes, hidden or not."""
+    found: dict[str, float] = {}
+    for times, each in _sendings(run):
+        found[each.axes] = found.get(each.axes, 0.0) + times * each.seconds
+    return found
+
+
+def _sendings(run: tuple[Phase, ...]) -> Iterator[tuple[int, Sending]]:
+    for phase in run:
+        yield from ((phase.times, each) for each in phase.every)
+        yield from ((1, each) for each in phase.once)
+
+
+def flow_seconds(flow: Flow, degrees: Mapping[str, int], hardware: Hardware) -> float:
+    """Seconds that a flow keeps the network busy in a step, on its slowest axis."""
+    seconds = 0.0
+    for axis in flow.axes[:1]:  # a collective over several axes is limited by the outermost
+        inner = inner_product(degrees, axis)
+        joined = flow.launches
+        if flow.label in (GRADIENTS, PARAMETERS):  # XLA joins neighbours into launches of some tens of MB
+            joined = -(-flow.elements * flow.itemsize // JOINED_BYTES)
+        delays = flow.times * hardware.delay(flow.group_size, inner) * joined
+        seconds += float(flow.wire_bytes) / hardware.bandwidth(flow.group_size, inner) + delays
+    return seconds
+
+
+def inner_product(degrees: Mapping[str, int], axis: str) -> int:
+    """Product of the degrees of the axes inside one: how far apart its neighbours are."""
+    return math.prod(degrees.get(name, 1) for name in AXES[AXES.index(axis) + 1 :])
