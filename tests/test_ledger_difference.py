@@ -24,7 +24,7 @@ ROWS = [
     (GPT, {}, {"data": 2, "fsdp": 4}, {"remat": "selective", "precision": "bf16"}),
     (LLAMA, SCAN, {"data": 1, "fsdp": 8}, {"remat": "full", "accumulate": 2, **WHOLE}),
     (GPT, {}, {"data": 1, "fsdp": 8}, {"fsdp": HOPS, "accumulate": 2}),
-    (LLAMA, SCAN, {"data": 1, "fsdp": 8}, {"fsdp": HOPS, "precision": "bf16"}),
+    (LLAMA, SCAN, {"data": 1, "fsdp": 8}, {"fsdp": replace(HOPS, prefetch=1), "precision": "bf16"}),
     (GPT, {}, {"data": 2, "fsdp": 4}, {"fsdp": ax.Shard(stage=2, scatter_hop=2)}),
     (LLAMA, {}, {"data": 2, "tensor": 4}, {}),  # fewer key and value heads than ranks
     (GPT, {}, {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full", "accumulate": 2}),

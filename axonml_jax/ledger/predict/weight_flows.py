@@ -39,7 +39,7 @@ def _gathers(each: Placed) -> Iterator[Flow]:
         return
     often, hop = rounds(each.plan, dict(each.degrees)), each.plan.fsdp.gather_hop
     make = lambda times, work: _in_hops(
-        _flow(each, PARAMETERS, "all_gather", "fsdp", each.gathered, each.read_dtype, times, work),
+        _trips_more(each, _flow(each, PARAMETERS, "all_gather", "fsdp", each.gathered, each.read_dtype, times, work)),
         hop,
     )
     yield from make(often.forward, "forward")
@@ -47,6 +47,15 @@ def _gathers(each: Placed) -> Iterator[Flow]:
     again = each.weight.again or (each.weight.rebuilds and recomputes) or _pipelined(each)
     if each.weight.trained and again:
         yield from make(often.backward, "backward")
+
+
+def _trips_more(each: Placed, flow: Flow) -> Flow:
+    """Slices that a scan gathers ahead: the last trips gather as many in vain (see `units/loop.py`)."""
+    slices, ahead = each.slices, each.plan.fsdp.prefetch if isinstance(each.plan.fsdp, Shard) else 0
+    if slices == 1 or not ahead:
+        return flow
+    more = lambda count: count * (slices + min(ahead, slices)) // slices
+    return replace(flow, elements=more(flow.elements), padding=more(flow.padding), launches=more(flow.launches))
 
 
 def _pipelined(each: Placed) -> bool:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from axonml_jax.collectives.varying import vary_like
@@ -14,18 +13,7 @@ from axonml_jax.model.replay import Saved
 from axonml_jax.model.segments import Segment, depends_on
 from axonml_jax.model.trace import scan_parts, scope_of
 from axonml_jax.parallel.units.body import Body, Prelude, Transform, Values, add
-
-
-class Slices(NamedTuple):
-    """How slices of stacked weights are read and their gradients reduced.
-
-    Attributes:
-      read: `(weights, shards, tie) -> (whole slices, tie)`: gathers nothing before `tie` is there.
-      sync: `(weights, gradients of whole slices) -> gradients of the shards`.
-    """
-
-    read: Callable[[Sequence[int], Sequence[Any], Any], tuple[list[Any], Any]]
-    sync: Callable[[Sequence[int], Sequence[Any]], list[Any]]
+from axonml_jax.parallel.units.gathered import Gathered, Slices
 
 
 class LoopSaved(NamedTuple):
@@ -77,14 +65,12 @@ class Loop:
         """The results; each trip's work as `transform` makes it."""
         given = self._given(inputs, self.prelude.apply(weights))
 
-        def trip(carry, xs):
-            own, rest = xs
-            read, carry = self._read(slices, own, carry)
+        def trip(carry, rest, read):
             env = self._env(given, carry, rest, read)
             carry, out = self._return(env, transform(self.body.apply)(self._weights(env), self._inputs(env)))
             return carry, (out, None)
 
-        return self._scan(trip, given, shards)[0]
+        return self._scan(trip, given, shards, slices)[0]
 
     def forward(
         self, weights: Values, inputs: Values, shards: Values, slices: Slices, transform: Transform
@@ -92,16 +78,14 @@ class Loop:
         """The results, and what the backward needs beside the weights."""
         given, traced = self._given(inputs, self.prelude.apply(weights)), []
 
-        def trip(carry, xs):
-            own, rest = xs
-            read, carry = self._read(slices, own, carry)
+        def trip(carry, rest, read):
             env = self._env(given, carry, rest, read)
             made, saved = self.body.forward(self._weights(env), env, self._again, transform)
             traced.append(saved)
             carry, out = self._return(env, made)
             return carry, (out, saved.residuals)
 
-        results, residuals = self._scan(trip, given, shards)
+        results, residuals = self._scan(trip, given, shards, slices)
         kept = {k: v for k, v in given.items() if k not in self._carry and self.operands[k] not in self.prelude.derived}
         return results, LoopSaved(Saved(residuals, traced[-1].treedef, traced[-1].places), kept)
 
@@ -115,11 +99,10 @@ class Loop:
         carried = zip(range(self.num_carry), self._carry, strict=True)
         start = {k: self.body.cotangent(self.inner[k], ends.pop(i, None)) for i, k in carried if self._varies(k)}
         totals = {k: self.body.cotangent(self.inner[k]) for k in range(self.num_consts) if self._varies(k)}
-        xs = (self._shards(shards), {k: given[k] for k in self._stacked}, saved.trips.residuals, ends)
+        xs = ({k: given[k] for k in self._stacked}, saved.trips.residuals, ends)
 
-        def trip(state, xs):
-            (ct_carry, totals), (own, rest, residuals, ct_outs) = state, xs
-            read, ct_carry = self._read(slices, own, ct_carry)
+        def trip(state, xs, read):
+            (ct_carry, totals), (rest, residuals, ct_outs) = state, xs
             env = self._env(given, None, rest, read)
             trips = Saved(residuals, saved.trips.treedef, saved.trips.places)
             grads = self._trip_backward(trips, env, ct_carry, ct_outs)
@@ -131,8 +114,8 @@ class Loop:
             )
 
         params = dict(self.params) | {"reverse": not self.params["reverse"]}
-        with self.scope():
-            (first, totals), (stacked, own) = jax.lax.scan(trip, (start, totals), xs, **params)
+        gathered = Gathered(slices, self.scanned, shards, self.scope)
+        (first, totals), (stacked, own) = gathered.scan(trip, (start, totals), xs, params)
         grads: Values = {}
         for k, grad in (first | totals | stacked).items():
             if isinstance(self.operands[k], int):
@@ -165,17 +148,11 @@ class Loop:
     def _trained(self) -> list[int]:
         return [weight for k, weight in self.scanned.items() if self._varies(k)]
 
-    def _scan(self, trip: Callable, given: dict[int, Any], shards: Values) -> tuple[Values, Any]:
-        carry = [given[k] for k in self._carry]
-        xs = (self._shards(shards), {k: given[k] for k in self._stacked})
-        with self.scope():
-            carry, rest = jax.lax.scan(trip, carry, xs, **self.params)
-        out, extra = rest
+    def _scan(self, trip: Callable, given: dict[int, Any], shards: Values, slices: Slices) -> tuple[Values, Any]:
+        carry, xs = [given[k] for k in self._carry], {k: given[k] for k in self._stacked}
+        gathered = Gathered(slices, self.scanned, shards, self.scope)
+        carry, (out, extra) = gathered.scan(trip, carry, xs, self.params)
         return dict(zip(self.results, [*carry, *out], strict=True)), extra
-
-    def _read(self, slices: Slices, own: dict[int, Any], tie: Any) -> tuple[dict[int, Any], Any]:
-        read, tie = slices.read([self.scanned[k] for k in own], list(own.values()), tie)
-        return dict(zip(own, read, strict=True)), tie
 
     def _given(self, inputs: Values, prepared: Values) -> dict[int, Any]:
         values = inputs | prepared
@@ -197,9 +174,6 @@ class Loop:
         values = env | made
         out = [values[atom] if isinstance(atom, int) else atom.val for atom in self.returned]
         return out[: self.num_carry], out[self.num_carry :]
-
-    def _shards(self, shards: Values) -> dict[int, Any]:
-        return {k: shards[weight] for k, weight in self.scanned.items()}
 
     @property
     def _again(self) -> list[int]:

@@ -10,7 +10,8 @@ from axonml_jax.model.elementwise import all_but_elementwise
 from axonml_jax.model.functional import Functional
 from axonml_jax.model.program import PRODUCTS
 from axonml_jax.model.segments import cut
-from axonml_jax.parallel.units.loop import Loop, Slices
+from axonml_jax.parallel.units.gathered import Slices
+from axonml_jax.parallel.units.loop import Loop
 from axonml_jax.parallel.units.parts import part_of
 from axonml_jax.parallel.units.wrap import Wrap, units
 

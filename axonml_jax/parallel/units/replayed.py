@@ -14,7 +14,8 @@ from axonml_jax.model.functional import Functional
 from axonml_jax.model.segments import Cut, Segment, cut
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units.body import Values, add
-from axonml_jax.parallel.units.loop import Loop, Slices
+from axonml_jax.parallel.units.gathered import Slices
+from axonml_jax.parallel.units.loop import Loop
 from axonml_jax.parallel.units.parts import part_of
 from axonml_jax.parallel.units.remat import transform_of
 from axonml_jax.parallel.units.wrap import units
@@ -78,7 +79,7 @@ class _Run:
         self.prefetch = placement.by_unit.prefetch
         self.inputs = dict(cut.program.constants) | dict(zip(cut.program.inputs[len(shards) :], args, strict=True))
         self.parts = [part_of(segment, cut) for segment in cut.segments]
-        self.slices = Slices(self._read_slices, self._sync_slices)
+        self.slices = Slices(self._read_slices, self._sync_slices, self.prefetch)
 
     @staticmethod
     def of(replayed: Replayed, fun: Callable, params: PyTree, frozen: PyTree, args: tuple) -> "_Run":
