@@ -77,7 +77,7 @@ def test_every_plan_writes_the_tokens_of_one_device(name):
 
 
 def test_other_models_are_called_on_a_window():
-    parallel = ax.parallelize(Plain(make(GPT2)), mesh_of(data=2, tensor=2))
+    parallel = ax.parallelize(Plain(make(GPT2)), mesh_of(data=3, tensor=2))
     one = generate(parallel.module, PROMPTS, 3, jax.random.key(0))
     np.testing.assert_array_equal(ax.generate(parallel, PROMPTS, 3, jax.random.key(0)), one)
     assert parallel.is_training

@@ -1,5 +1,6 @@
 """`generate`: text from a causal model, on one device or under any plan that splits it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,9 +53,19 @@ def generate(
         return models.continued(after, text, length, key, temperature)
     before, model._mode = model._mode, False
     try:
-        return models.continued(models.Windowed(model, width), text, length, key, temperature)
+        return models.continued(models.Windowed(_even(model), width), text, length, key, temperature)
     finally:
         model._mode = before
+
+
+def _even(model: ParallelModel) -> Callable[[np.ndarray], jax.Array]:
+    """The model's call for any number of prompts: as many more as divide over the batch axes, which are dropped again."""
+
+    def logits(tokens: np.ndarray) -> jax.Array:
+        more = -len(tokens) % model._placement.batch_degree
+        return model(np.pad(tokens, ((0, more), (0, 0)), mode="edge"))[: len(tokens)]
+
+    return logits
 
 
 class _Extend:

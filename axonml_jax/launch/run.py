@@ -287,7 +287,7 @@ def _report(config: RunConfig, data: TextData, records: list[Record], folder: Pa
 def _print_samples(config: RunConfig, model: ParallelModel) -> None:
     if not config.sample.count:
         return
-    texts = write_samples(model.module, config.sample, config.data.length, config.train.seed)
+    texts = write_samples(model, config.sample, config.data.length, config.train.seed)
     for number, text in enumerate(texts, start=1):
         print0(f"\n--- sample {number} " + "-" * 60)
         print0(text)

@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 from axonml_jax._types import PyTree
 from axonml_jax.data.loader import DataLoader, create_dataloader
 from axonml_jax.data.text import ByteWindows, TextSplit, bigram_nats, load_text
+from axonml_jax.facade.generate import generate
+from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.launch.config import DataConfig, RunConfig, SampleConfig
 from axonml_jax.model.loss import WeightedMean
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.generate import generate
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.sharding.place import to_host
 
 
 def loss_fn(model: Any, batch: PyTree) -> WeightedMean:
@@ -112,20 +112,17 @@ def valid_batches(data: TextData):
     return islice(data.valid, data.valid_batches)
 
 
-def write_samples(model: Transformer, config: SampleConfig, window: int, seed: int) -> list[str]:
-    """Texts that a model writes, on one device of this process.
+def write_samples(model: ParallelModel, config: SampleConfig, window: int, seed: int) -> list[str]:
+    """Texts that a model writes, on the devices and under the plan that it was trained with; every process must call this.
 
     Args:
-      model: with whole parameters; every process must call this.
+      model: the trainer's.
       config: the section `sample`.
       window: bytes the model sees at most.
       seed: of the draws.
     """
-    graph, state = nnx.split(model)
-    with jax.default_device(jax.local_devices()[0]):
-        single = nnx.merge(graph, to_host(state))
-        prompt = np.frombuffer(config.prompt.encode(), np.uint8)
-        prompts = np.tile(prompt.astype(np.int32), (config.count, 1))
-        key = jax.random.key(seed)
-        texts = generate(single, prompts, config.length, key, temperature=config.temperature, window=window)
+    prompt = np.frombuffer(config.prompt.encode(), np.uint8)
+    prompts = np.tile(prompt.astype(np.int32), (config.count, 1))
+    key = jax.random.key(seed)
+    texts = generate(model, prompts, config.length, key, temperature=config.temperature, window=window)
     return [bytes(text.astype(np.uint8)).decode(errors="replace") for text in texts]

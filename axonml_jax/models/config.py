@@ -40,7 +40,8 @@ class TransformerConfig:
         and depth). The parameters and their first values are the same.
       sequence_parallel: with "tensor", split the activations between the blocks along the sequence.
       ring: with `sequence_parallel`, cut the blocks' gathers and scatters into hops between partial products.
-      overlap: issue the reductions of inputs' gradients before the weights' gradients, to run behind them; not with `ring`.
+      overlap: issue the reductions of inputs' gradients before the weights' gradients, to run behind them; not with `ring`, and
+        not in a loss of chunks of words, whose loop makes both.
       prefetch: with "grid", gather each layer's weights over depth while the layer before it computes.
       attention: what computes attention: "xla" (einsums), "splash" (JAX's kernel on TPU), "cudnn" (on GPU), or "auto": the
         platform's kernel where it applies, else the einsums. A kernel named here is used or refused with the reason.
