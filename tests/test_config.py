@@ -122,7 +122,7 @@ WRONG_TYPES = {
     "train.eval_every=x: must be a whole number, or null": ("--train.eval_every", "x"),
     "optim.name=adam: must be one of adamw, lion": ("--optim.name", "adam"),
     "optim.betas=3: must be a list such as [0.9, 0.9]": ("--optim.betas", "3"),
-    "plan.precision=bf17: must be one of float32, bf16, fp16, or null": ("--plan.precision", "bf17"),
+    "plan.precision=bf17: must be one of float32, bf16, bf16-reduce, fp16, or null": ("--plan.precision", "bf17"),
     "output.plot=maybe: must be true or false": ("--output.plot", "maybe"),
 }
 

@@ -81,8 +81,8 @@ class PlanConfig:
       sharding_strategy: what is split along mesh.fsdp during a step; null is full_shard.
       prefetch: units whose parameters are gathered ahead (full_shard and hybrid_shard); each costs a unit of memory.
       offload: what rests in host memory between its uses.
-      precision: float32; bf16 or fp16 (compute in it, the rest in float32; fp16 scales the loss); null leaves the model's
-        dtypes.
+      precision: float32; bf16 or fp16 (compute in it, the rest in float32; fp16 scales the loss); bf16-reduce (gradients
+        travel in bfloat16 too); null leaves the model's dtypes.
       accumulate: microbatches per update and rank.
       remat: what the backward recomputes: full, selective (all but weight multiplications), or null for nothing.
       check_vma: let JAX check which values vary over which axes.
@@ -97,7 +97,7 @@ class PlanConfig:
     )
     prefetch: int = 0
     offload: Literal["none", "params", "optimizer_states", "full"] = "none"
-    precision: Literal["float32", "bf16", "fp16"] | None = None
+    precision: Literal["float32", "bf16", "bf16-reduce", "fp16"] | None = None
     accumulate: int = 1
     remat: Literal["full", "selective"] | None = None
     check_vma: bool = False

@@ -213,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--length", type=int, metavar="S", help="of a sequence (default: the configuration's or the longest)"
     )
-    parser.add_argument("--precision", choices=["float32", "bf16", "fp16"], default="bf16")
+    parser.add_argument("--precision", choices=["float32", "bf16", "bf16-reduce", "fp16"], default="bf16")
     parser.add_argument("--max-memory", type=memory_size, metavar="SIZE", help="bytes of a device to use, as in 14GiB")
     parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES, help="mesh axes to consider (default: all)")
     parser.add_argument(

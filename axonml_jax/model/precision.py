@@ -51,9 +51,10 @@ class Precision:
     def of(policy: "Precision | str | None") -> "Precision":
         """A policy from itself, from None (change nothing), or from the name of a common one.
 
-        `"float32"`: everything in float32. `"bf16"`: compute in bfloat16, the rest in float32. `"fp16"`: compute in
-        float16, the rest in float32; a trainer's step then scales its loss (see `training/loss_scale.py`), which
-        `value_and_grad` does not.
+        `"float32"`: everything in float32. `"bf16"`: compute in bfloat16, the rest in float32. `"bf16-reduce"`: gradients are
+        accumulated and reduced in bfloat16 too, as PyTorch's FSDP2 does where `reduce_dtype` is not given and MaxText always
+        does: half the bytes, and sums of 8 bits of precision. `"fp16"`: compute in float16, the rest in float32; a trainer's
+        step then scales its loss (see `training/loss_scale.py`), which `value_and_grad` does not.
 
         Raises:
           ValueError: for any other name.
@@ -109,5 +110,6 @@ def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
 _NAMED = {
     "float32": Precision(param="float32", compute="float32", reduce="float32", output="float32"),
     "bf16": Precision(param="float32", compute="bfloat16", reduce="float32", output="float32"),
+    "bf16-reduce": Precision(param="float32", compute="bfloat16", reduce="bfloat16", output="float32"),
     "fp16": Precision(param="float32", compute="float16", reduce="float32", output="float32"),
 }

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -28,6 +28,28 @@ from axonml_jax.parallel.plan import Plan
 
 LOSS_VALUES = 2
 """A weighted mean: the total and its weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A step of which is predicted: how it runs, on how much, and what its ranks hold.
+
+    Attributes:
+      tokens: of a rank's microbatch.
+      length: of a sequence.
+      ranks: weights by rank of the pipe axis.
+      fullest: the rank that holds most, whose traffic is told.
+    """
+
+    plan: Plan
+    model: DecoderLike
+    degrees: dict[str, int]
+    stages: Stages
+    timetable: Timetable | None
+    tokens: int
+    length: int
+    ranks: Sequence[tuple[Placed, ...]]
+    fullest: int
 
 
 def predict(
@@ -70,14 +92,17 @@ def predict(
     apart = timetable is not None or (model.scan_layers and any(each.slices > 1 for each in ranks[fullest]))
     block = block_activations(model, degrees, tokens, length, compute, plan.remat, platform, apart=apart)
     held = memory(ranks, plan, stages, timetable, block, moments=moments, batch=batch_bytes(rows, length))
-    flows = _flows(plan, model, degrees, stages, timetable, ranks[fullest], fullest, tokens, length)
+    step = _Step(
+        plan=plan, model=model, degrees=degrees, stages=stages, timetable=timetable, tokens=tokens, length=length, ranks=ranks,
+        fullest=fullest,
+    )  # fmt: skip
     flops, costs = model.flops_per_token(length), stage_costs(model, plan, stages, length)
     return Prediction(
         degrees={axis: ranks for axis, ranks in degrees.items() if ranks > 1},
         plan=in_words(plan, degrees, model),
         memory=held,
-        traffic=flows,
-        minimum=_minimum(plan, model, degrees, stages, timetable, ranks, fullest, tokens),
+        traffic=_flows(step),
+        minimum=_minimum(step),
         bubble=bubble(timetable, costs),
         ticks=0 if timetable is None else timetable.num_ticks,
         microbatches=plan.microbatches,
@@ -137,34 +162,24 @@ def _layouts(model: Any, fsdp: Any, param: str | None, degrees: tuple[tuple[str,
     return tuple(place(weight, plan, dict(degrees)) for weight in decoder_weights(model, dict(degrees)))
 
 
-def _flows(
-    plan: Plan,
-    model: DecoderLike,
-    degrees: dict[str, int],
-    stages: Stages,
-    timetable: Timetable | None,
-    placed: Sequence[Placed],
-    rank: int,
-    tokens: int,
-    length: int,
-) -> tuple[Flow, ...]:
-    """The traffic of one rank."""
-    microbatches = plan.microbatches
+def _flows(step: _Step) -> tuple[Flow, ...]:
+    """The traffic of the fullest rank."""
+    model, stages, rank, placed = step.model, step.stages, step.fullest, step.ranks[step.fullest]
     layers = Layers(
         config=model,
-        degrees=degrees,
-        tokens=tokens,
-        length=length,
+        degrees=step.degrees,
+        tokens=step.tokens,
+        length=step.length,
         dtype=placed[0].read_dtype.name if model.dtype is None else model.dtype,
         blocks=stages.on_rank(rank),
         first=stages.first(rank),
         last=stages.last(rank),
-        times=microbatches,
-        remat=plan.remat,
+        times=step.plan.microbatches,
+        remat=step.plan.remat,
     )
     flows = [*weight_flows(placed), *small_flows(placed, LOSS_VALUES), *layer_flows(layers, placed)]
-    if timetable is not None:
-        flows += _passing(timetable, degrees, layers)
+    if step.timetable is not None:
+        flows += _passing(step.timetable, step.degrees, layers)
     return merged(flows)
 
 
@@ -180,26 +195,18 @@ def _passing(timetable: Timetable, degrees: dict[str, int], layers: Layers) -> l
     return [make("activations", "forward"), make("cotangents", "backward")]
 
 
-def _minimum(
-    plan: Plan,
-    model: DecoderLike,
-    degrees: dict[str, int],
-    stages: Stages,
-    timetable: Timetable | None,
-    ranks: Sequence[Sequence[Placed]],
-    rank: int,
-    tokens: int,
-) -> dict[str, Amount]:
+def _minimum(step: _Step) -> dict[str, Amount]:
     """What theory allows, by label."""
-    found: dict[str, Amount] = {"gradients+parameters": exact(max(map(minimum_traffic, ranks)))}
+    plan, model = step.plan, step.model
+    found: dict[str, Amount] = {"gradients+parameters": exact(max(map(minimum_traffic, step.ranks)))}
     item = jnp.dtype(compute_dtype(model, plan.precision.compute)).itemsize
-    whole = tokens * model.hidden_size
-    tensor = layer_degrees(model, degrees).get("tensor", 1)
+    whole = step.tokens * model.hidden_size
+    tensor = layer_degrees(model, step.degrees).get("tensor", 1)
     if tensor > 1:
         # Megatron: four all-reduces of [b, s, h] per block and microbatch.
-        calls = 4 * stages.on_rank(rank) * plan.microbatches
+        calls = 4 * step.stages.on_rank(step.fullest) * plan.microbatches
         found["layers"] = exact(Fraction(calls * 2 * whole * item * (tensor - 1), tensor))
-    if timetable is not None and plan.pipe is not None:
+    if step.timetable is not None and plan.pipe is not None:
         boundaries = plan.pipe.chunks * plan.microbatches
         found["activations+cotangents"] = 2 * boundaries * whole * item // (tensor if model.sequence_parallel else 1)
     return found
