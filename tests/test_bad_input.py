@@ -91,7 +91,10 @@ OPTIONS = {
         ["broadcast_buffers='no'"],
     ),
     "a check that is no flag": (lambda: ddp(check_vma="off"), ["check_vma='off'", "True or False"]),
-    "a misspelled policy": (lambda: ddp(precision="bf61"), ["'bf61'", "['bf16', 'bf16-reduce', 'float32', 'fp16']", "ax.Precision"]),
+    "a misspelled policy": (
+        lambda: ddp(precision="bf61"),
+        ["'bf61'", "['bf16', 'bf16-reduce', 'float32', 'fp16']", "ax.Precision"],
+    ),
     "a policy that is none": (lambda: ddp(precision=16), ["precision 16", "ax.Precision"]),
     "misspelled dtypes": (
         lambda: ax.Precision(param="float23", compute="int8"),

@@ -1,5 +1,6 @@
 """The planner without devices: every legal plan, prices that follow theory, what fits, and what is said of the rest."""
 
+import contextlib
 import json
 import math
 from dataclasses import replace
@@ -13,6 +14,7 @@ from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import HARDWARE, Hardware, hardware
 from axonml_jax.planner.legal import candidates, divisors, meshes
+from axonml_jax.planner.search import exactly
 
 TINY = Hardware(
     name="tiny",
@@ -83,6 +85,23 @@ def test_what_does_not_fit_is_dropped_and_nothing_at_all_says_why():
         ValueError, match=r"no plan of 8,030,261,248 .* does not fit in a device's memory.*Use more devices"
     ):
         ax.plan(model, num_devices=8, hardware="v5e", global_batch=8)
+
+
+@pytest.mark.parametrize("axes", [("fsdp", "tensor"), ("data", "pipe")], ids="-".join)
+def test_however_little_memory_the_best_of_all_plans_is_found(axes):
+    """Against every legal plan priced exactly, from what the leanest needs upwards."""
+    model = config(GPT, hidden_size=64, mlp_hidden_size=256, num_heads=4, num_layers=4, vocab_size=512, max_length=64)
+    given = {"num_devices": 4, "hardware": replace(TINY, memory=2**40), "global_batch": 8, "axes": axes}
+    asked, found = ax.plan(model, **given).asked, []
+    for each in candidates(model, 4, global_batch=8, length=64, axes=axes):
+        with contextlib.suppress(ValueError):  # a schedule that refuses these sizes
+            found.append(exactly(asked, each))
+    held = sorted(one.price.memory for one in found)
+    assert len(found) > 40
+    for limit in (held[0], held[len(held) // 50 + 1], held[len(held) // 10], held[len(held) // 3]):
+        best = min(one.price.time for one in found if one.price.memory <= limit)
+        chosen = ax.plan(model, max_memory=limit, **given).best.price
+        assert chosen.memory <= limit and chosen.time <= 1.02 * best
 
 
 def test_slow_links_between_islands_make_plans_that_send_less_across():

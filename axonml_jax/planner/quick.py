@@ -10,10 +10,12 @@ import numpy as np
 
 from axonml_jax.ledger.predict.activations import block_activations, compute_dtype
 from axonml_jax.ledger.predict.layer_flows import Layers, layer_flows
+from axonml_jax.ledger.predict.stages import stage_costs, stages_of
 from axonml_jax.mesh.axes import batch_axes
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
-from axonml_jax.parallel.plan import LAYER_AXES
+from axonml_jax.parallel.plan import LAYER_AXES, Plan
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import Hardware
 from axonml_jax.planner.legal import Way
@@ -70,6 +72,8 @@ class _Columns:
         self.full = column((way.remat == "full" for way in ways), bool)
         self.stage, self.chunks = column(way.stage for way in ways), column(way.chunks for way in ways)
         self.gpipe = column((way.schedule is PipelineSchedule.GPIPE for way in ways), bool)
+        self.cuts = sorted({(way.chunks, way.remat or "") for way in ways})
+        self.cut = column((self.cuts.index((way.chunks, way.remat or "")) for way in ways), int)
         self.kinds = sorted({(way.sequence_parallel, way.remat or "") for way in ways})
         self.kind = column((self.kinds.index((way.sequence_parallel, way.remat or "")) for way in ways), int)
 
@@ -82,30 +86,71 @@ def _columns(ways: tuple[Way, ...]) -> _Columns:
 def quick(degrees: dict[str, int], ways: tuple[Way, ...], asked: Question) -> tuple[np.ndarray, np.ndarray]:
     """(seconds, bytes) of ways on one mesh."""
     mesh, of_way = _Mesh.of(degrees, asked), _columns(ways)
-    count, stage = of_way.count, of_way.stage
+    count, chunks = of_way.count, of_way.chunks
     each = np.array([mesh.layers(asked, sequence, remat or None) for sequence, remat in of_way.kinds]).T
-    seconds, delays, kept, fullest = each[:, of_way.kind]
+    seconds, delays, *kept = each[:, of_way.kind]
     again = np.where(of_way.full, 1 / 3, np.where(of_way.remat, mesh.attention / 3, 0.0))
     compute = mesh.compute * (1 + again)
-    whole = mesh.pipe > 1
-    ticks = count + (mesh.pipe - 1) / of_way.chunks
-    bubble = compute * (ticks / count * mesh.uneven - 1)
     layers = seconds * mesh.rows * asked.length + delays * count
     layers = layers + mesh.depth_seconds(asked) * count * (1 + of_way.remat / 3)
     tokens = mesh.rows * asked.length / count
-    passing = mesh.pipe_seconds(asked, tokens) * 2 * (count * of_way.chunks + mesh.pipe)
-    exposed = _exposed(mesh, asked, of_way, compute) + layers + passing
-    slots = np.where(of_way.gpipe, count, np.minimum(count, 2 * mesh.pipe - 1)) + 1 if whole else 1.0
-    activations = slots * kept * tokens * mesh.blocks + fullest * tokens
-    return compute + bubble + exposed, mesh.held(asked, stage, count, activations)
+    if mesh.pipe == 1:
+        held = _held(mesh, asked, of_way, [each * tokens for each in kept])
+        return compute + _exposed(mesh, asked, of_way, compute) + layers, held
+    cuts = np.array([_cut(asked.model, mesh.pipe, *key, asked.length) for key in of_way.cuts]).T[:, of_way.cut]
+    slowest, stage, blocks = cuts
+    # Every tick waits for its slowest stage; the first and the last ticks fill and drain.
+    spent = (count * slowest + (mesh.pipe - 1) / (mesh.pipe * chunks)) * mesh.pipe / count
+    passing = mesh.pipe_seconds(asked, tokens) * 2 * (count * chunks + mesh.pipe)
+    held = _held_by_ticks(mesh, asked, of_way, [each * tokens for each in kept], stage, blocks)
+    return compute * spent + sum(mesh.weights_seconds(asked)) + layers + passing, held
+
+
+@lru_cache(maxsize=4096)
+def _cut(model: TransformerConfig, pipe: int, chunks: int, remat: str, length: int) -> tuple[float, float, float]:
+    """Of a cut into pipe x chunks stages: the slowest stages' part of all work, the most blocks of a stage, and of a rank."""
+    decoder: Any = model
+    policy = Pipelined(schedule=PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, num_microbatches=pipe, chunks=chunks)
+    if chunks == 1:
+        policy = Pipelined(num_microbatches=pipe)
+    plan: Any = Plan(pipe=policy, remat=remat or None)  # pyright: ignore[reportArgumentType]
+    stages = stages_of(decoder, plan, {"pipe": pipe})
+    costs = stage_costs(decoder, plan, stages, length).tables(len(stages.blocks))
+    work = np.add(costs["F"], costs["B"]).reshape(chunks, pipe)
+    most = max(stages.on_rank(rank) for rank in range(pipe))
+    return float(work.max(axis=1).sum() / work.sum()), float(max(stages.blocks)), float(most)
+
+
+def _held(mesh: "_Mesh", asked: Question, of_way: "_Columns", kept: list[np.ndarray]) -> np.ndarray:
+    """Bytes of everything without a pipeline; gradients grow while activations go."""
+    own, rebuilt, _, head = kept
+    fsdp, count, stage = mesh.degrees.get("fsdp", 1), of_way.count, of_way.stage
+    grads = mesh.params * 4 * np.where((count > 1) & (stage < 2), 1.0, 1 / fsdp)
+    activations = mesh.blocks * own + np.maximum(head, rebuilt)
+    gathered = np.where(stage == 3, mesh.unit * (asked.itemsize + 4), mesh.params * asked.itemsize)
+    return mesh.resting(asked, mesh.params) + np.maximum(activations, grads) + gathered * (fsdp > 1)
+
+
+def _held_by_ticks(
+    mesh: "_Mesh", asked: Question, of_way: "_Columns", kept: list[np.ndarray], stage: np.ndarray, blocks: np.ndarray
+) -> np.ndarray:
+    """The same of a pipeline: slots of stages, and what passes through a tick."""
+    own, rebuilt, boundary, head = kept
+    pipe, count, chunks = mesh.pipe, of_way.count, of_way.chunks
+    params = mesh.block * blocks + mesh.table
+    classic = 2 * (pipe - 1) + (chunks - 1) * pipe + 1  # as in docs/guides/pipeline-schedules.md
+    slots = np.where(of_way.gpipe, count, np.minimum(count * chunks, classic))
+    slot = stage * (own - boundary) + boundary
+    tick = stage * np.where(rebuilt > 0, rebuilt, own) + head
+    fsdp = mesh.degrees.get("fsdp", 1)
+    read = params * asked.itemsize * (fsdp > 1 or asked.itemsize < 4)
+    return mesh.resting(asked, params) + params * 4 + (slots + 1) * slot + tick + 4 * boundary + read
 
 
 def _exposed(mesh: "_Mesh", asked: Question, of_way: "_Columns", compute: np.ndarray) -> np.ndarray:
     """What of parameters and gradients nothing hides, phase by phase (see `phases`)."""
     count, stage, share = of_way.count, of_way.stage, asked.assumptions.overlap
     gather, scatter, across = mesh.weights_seconds(asked)
-    if mesh.pipe > 1:
-        return np.full_like(compute, gather + scatter + across)
     used, summed = stage == 3, stage >= 2
     forward = share * mesh.compute / 3 / count
     backward = share * compute / count - forward
@@ -123,11 +168,11 @@ class _Mesh:
     rows: int
     pipe: int
     blocks: float
+    block: float
+    table: float
     params: float
-    unit: float
     compute: float
     attention: float
-    uneven: float
 
     @classmethod
     def of(cls, degrees: dict[str, int], asked: Question) -> "_Mesh":
@@ -142,10 +187,17 @@ class _Mesh:
         compute = asked.global_batch * asked.length * flops / asked.num_devices
         compute /= asked.hardware.flops * asked.assumptions.efficiency
         attention = 6 * model.num_layers * model.num_heads * 2 * model.head_size * asked.length / flops
-        uneven = blocks * size("pipe") / model.num_layers
-        return cls(
-            degrees, rows, size("pipe"), blocks, blocks * block + ends, max(block, ends), compute, attention, uneven
-        )
+        table = tables / cut
+        return cls(degrees, rows, size("pipe"), blocks, block, table, blocks * block + ends, compute, attention)
+
+    @property
+    def unit(self) -> float:
+        """Parameters of the largest unit that is whole at once: a block, or a table of words."""
+        return max(self.block, self.table)
+
+    def resting(self, asked: Question, params: float | np.ndarray) -> Any:
+        """Bytes of parameters and optimizer between steps."""
+        return params * 4 * (1 + asked.moments) / self.degrees.get("fsdp", 1)
 
     def _seconds(self, asked: Question, axis: str, sent: Any) -> Any:
         ranks = self.degrees.get(axis, 1)
@@ -165,27 +217,22 @@ class _Mesh:
     def pipe_seconds(self, asked: Question, tokens: np.ndarray) -> np.ndarray:
         return self._seconds(asked, "pipe", tokens * asked.model.hidden_size * asked.itemsize)
 
-    def layers(self, asked: Question, sequence: bool, remat: str | None) -> tuple[float, float, float, float]:
-        """Per token of a rank: seconds of what layers send; per microbatch their delays; bytes kept per block, and at most."""
+    def layers(self, asked: Question, sequence: bool, remat: str | None) -> tuple[float, ...]:
+        """Per token of a rank: seconds of what layers send; per microbatch their delays; and the bytes of `_layers`."""
         own = tuple((axis, self.degrees[axis]) for axis in LAYER_AXES if axis in self.degrees)
         apart = self.pipe > 1 or asked.model.scan_layers
         block, ends = (_layers(own, blocks, sequence, remat, apart, asked) for blocks in (True, False))
         return block[0] * self.blocks + ends[0], block[1] * self.blocks + ends[1], *block[2:]
 
-    def held(self, asked: Question, stage: np.ndarray, count: np.ndarray, activations: np.ndarray) -> np.ndarray:
-        """Bytes of everything; gradients grow while activations go."""
-        fsdp, whole = self.degrees.get("fsdp", 1), self.pipe > 1
-        resting = self.params * 4 * (1 + asked.moments) / fsdp
-        grads = self.params * 4 * np.where((count > 1) & ((stage < 2) | whole), 1.0, 1 / fsdp)
-        gathered = np.where((stage == 3) & (not whole), self.unit * (asked.itemsize + 4), self.params * asked.itemsize)
-        return resting + np.maximum(activations, grads) + gathered * (fsdp > 1)
-
 
 @lru_cache(maxsize=8192)
 def _layers(
     degrees: tuple[tuple[str, int], ...], blocks: bool, sequence: bool, remat: str | None, apart: bool, asked: Question
-) -> tuple[float, float, float, float]:
-    """The same of one block, or of embedding and head. The axes of layers are the innermost: no others matter."""
+) -> tuple[float, ...]:
+    """The same of one block, or of embedding and head; and bytes per token of a block: kept, rebuilt, its boundary, the head's.
+
+    The axes of layers are the innermost: no others matter.
+    """
     sizes, length = dict(degrees), asked.length
     grid = any(axis in sizes for axis in ("row", "col", "depth"))
     model: Any = replace(asked.model, split="grid" if grid else "tensor", sequence_parallel=sequence)
@@ -200,4 +247,5 @@ def _layers(
             seconds += float(flow.wire_bytes) / asked.hardware.bandwidth(flow.group_size, inner)
             delays += asked.hardware.delay(flow.group_size, inner) * flow.launches
     kept = block_activations(model, sizes, length, length, asked.dtype, remat, asked.hardware.platform, apart=apart)
-    return seconds / length, delays, kept.kept / length, max(kept.head, kept.rebuilt) / length
+    held = (kept.kept, kept.rebuilt, kept.boundary, kept.head)
+    return seconds / length, delays, *(size / length for size in held)

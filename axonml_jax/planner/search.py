@@ -25,8 +25,8 @@ EXACTLY = 48
 """How many ways the ledger prices exactly, of those that the first price finds best."""
 
 PER_MESH = 3
-MARGIN = 1.25
-"""The first price is rough: what it finds this much too large may still fit."""
+MARGINS = {False: 1.02, True: 1.12}
+"""The first price is rough: what it finds this much too large may still fit, without a pipeline and with one."""
 
 _TOO_LARGE = "does not fit in a device's memory"
 
@@ -126,7 +126,7 @@ def _search(
             illegal["fewer sequences than a pipeline needs"] += 1
             continue
         seconds, held = quick(degrees, ways, asked)
-        limit = np.inf if offload.optimizer else MARGIN * asked.memory
+        limit = np.inf if offload.optimizer else MARGINS["pipe" in degrees] * asked.memory
         dropped[_TOO_LARGE] += int((held > limit).sum())
         seconds = np.where(held > limit, np.inf, seconds)
         for i in np.argsort(seconds)[:PER_MESH]:
