@@ -71,6 +71,7 @@ class _Columns:
         self.remat = column((way.remat is not None for way in ways), bool)
         self.full = column((way.remat == "full" for way in ways), bool)
         self.stage, self.chunks = column(way.stage for way in ways), column(way.chunks for way in ways)
+        self.sequence = column((way.sequence_parallel for way in ways), bool)
         self.gpipe = column((way.schedule is PipelineSchedule.GPIPE for way in ways), bool)
         self.cuts = sorted({(way.chunks, way.remat or "") for way in ways})
         self.cut = column((self.cuts.index((way.chunks, way.remat or "")) for way in ways), int)
@@ -101,7 +102,8 @@ def quick(degrees: dict[str, int], ways: tuple[Way, ...], asked: Question) -> tu
     slowest, stage, blocks = cuts
     # Every tick waits for its slowest stage; the first and the last ticks fill and drain.
     spent = (count * slowest + (mesh.pipe - 1) / (mesh.pipe * chunks)) * mesh.pipe / count
-    passing = mesh.pipe_seconds(asked, tokens) * 2 * (count * chunks + mesh.pipe)
+    ticks = np.where(of_way.gpipe, 2 * count + 2 * mesh.pipe - 3, count * chunks + _depth(mesh, of_way) - 1)
+    passing = 2 * ticks * mesh.pipe_seconds(asked, tokens / np.where(of_way.sequence, mesh.degrees.get("tensor", 1), 1))
     held = _held_by_ticks(mesh, asked, of_way, [each * tokens for each in kept], stage, blocks)
     return compute * spent + sum(mesh.weights_seconds(asked)) + layers + passing, held
 
@@ -121,6 +123,11 @@ def _cut(model: TransformerConfig, pipe: int, chunks: int, remat: str, length: i
     return float(work.max(axis=1).sum() / work.sum()), float(max(stages.blocks)), float(most)
 
 
+def _depth(mesh: "_Mesh", of_way: "_Columns") -> np.ndarray:
+    """Activations that a schedule other than GPipe keeps of long runs (docs/guides/pipeline-schedules.md)."""
+    return 2 * (mesh.pipe - 1) + (of_way.chunks - 1) * mesh.pipe + 1
+
+
 def _held(mesh: "_Mesh", asked: Question, of_way: "_Columns", kept: list[np.ndarray]) -> np.ndarray:
     """Bytes of everything without a pipeline; gradients grow while activations go."""
     own, rebuilt, _, head = kept
@@ -136,10 +143,9 @@ def _held_by_ticks(
 ) -> np.ndarray:
     """The same of a pipeline: slots of stages, and what passes through a tick."""
     own, rebuilt, boundary, head = kept
-    pipe, count, chunks = mesh.pipe, of_way.count, of_way.chunks
+    count, chunks = of_way.count, of_way.chunks
     params = mesh.block * blocks + mesh.table
-    classic = 2 * (pipe - 1) + (chunks - 1) * pipe + 1  # as in docs/guides/pipeline-schedules.md
-    slots = np.where(of_way.gpipe, count, np.minimum(count * chunks, classic))
+    slots = np.where(of_way.gpipe, count, np.minimum(count * chunks, _depth(mesh, of_way)))
     slot = stage * (own - boundary) + boundary
     tick = stage * np.where(rebuilt > 0, rebuilt, own) + head
     fsdp = mesh.degrees.get("fsdp", 1)
@@ -215,7 +221,8 @@ class _Mesh:
         return self._seconds(asked, "depth", 3.0 * (depth - 1) * self.params * asked.itemsize)
 
     def pipe_seconds(self, asked: Question, tokens: np.ndarray) -> np.ndarray:
-        return self._seconds(asked, "pipe", tokens * asked.model.hidden_size * asked.itemsize)
+        sent = self._seconds(asked, "pipe", tokens * asked.model.hidden_size * asked.itemsize)
+        return sent + asked.hardware.delay(self.pipe, inner_product(self.degrees, "pipe"))
 
     def layers(self, asked: Question, sequence: bool, remat: str | None) -> tuple[float, ...]:
         """Per token of a rank: seconds of what layers send; per microbatch their delays; and the bytes of `_layers`."""
