@@ -1,6 +1,7 @@
 """What keeps large models small: layers in one loop, a loss without all logits, attention without scores."""
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from predicted_steps import step_of
 
 import axonml_jax as ax
 from axonml_jax.models.config import TransformerConfig, even_chunk
@@ -119,6 +121,24 @@ def test_a_kernel_is_chosen_where_it_applies_and_refused_by_name_elsewhere(monke
     assert choose("auto", make(256, 64)) == "xla"
     with pytest.raises(ValueError, match="attention='flash': must be one of auto, xla, splash, cudnn"):
         dataclasses.replace(TINY, attention="flash")
+
+
+@pytest.mark.parametrize("degrees", [{"fsdp": 4}, {"data": 2, "tensor": 2}], ids=["fsdp", "tensor"])
+def test_a_step_lowered_for_gpus_has_cudnns_kernels_and_no_scores(degrees, monkeypatch):
+    """Lowered, not run: what JAX asks of the GPU's libraries is answered here."""
+    pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    place = "jax._src.cudnn.fused_attention_stablehlo"
+    monkeypatch.setattr(f"{place}.check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(f"{place}.check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(f"{place}.is_cuda_compute_capability_equal", lambda capability: capability == "9.0")
+    monkeypatch.setattr(fused, "target_platform", lambda mesh=None: "cuda")
+    sizes = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "max_length": 128, "param_dtype": "float32"}
+    model = dataclasses.replace(TINY, vocab_size=24, **sizes)
+    step, state, batch = step_of(model, ax.Plan(precision="bf16"), degrees, 4, length=128)
+    text = step.trace(state, batch).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"stablehlo.custom_call @(__cudnn[\w$]+)", text)
+    assert sorted(set(calls)) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"] and len(calls) == 4
+    assert "x128x128x" not in text
 
 
 def test_the_ledger_counts_no_scores_where_a_kernel_runs():
