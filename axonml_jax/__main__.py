@@ -35,11 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _status(arguments: Sequence[str]) -> int:
     try:
-        return _dispatch(arguments)
+        status = _dispatch(arguments)
+        if arguments[:1] != ["train"]:
+            sys.stdout.flush()
+        return status
     except ConfigError as error:
         print(f"axonml-jax: error: {error}", file=sys.stderr)
         return USAGE_ERROR
     except BrokenPipeError:  # whoever read the output has enough, as in `axonml-jax plan ... | head`
+        if arguments[:1] in (["train"], ["launch"]):
+            raise  # it may be another pipe's
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more is written to it at the exit
         return CLOSED_PIPE
     except KeyboardInterrupt:

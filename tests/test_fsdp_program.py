@@ -117,9 +117,14 @@ def test_two_hops_send_the_bytes_of_one():
     }
 
 
-def test_bf16_gathers_half_the_bytes():
-    bytes_of = lambda policy: traffic(*lower(fsdp=ax.Shard(stage=1), precision=policy)[:3])
-    assert bytes_of("float32")["parameters"] == 2 * bytes_of("bf16")["parameters"]
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_gathers_half_the_bytes_and_bf16_reduce_reduces_half_of_them(stage):
+    full, gathered, reduced = (
+        traffic(*lower(fsdp=ax.Shard(stage=stage), precision=policy)[:3])
+        for policy in ("float32", "bf16", "bf16-reduce")
+    )
+    assert full["parameters"] == 2 * gathered["parameters"] == 2 * reduced["parameters"]
+    assert full["gradients"] == gathered["gradients"] == 2 * reduced["gradients"]
 
 
 @pytest.mark.parametrize(("name", "stage"), [("scanned", 3), ("tied", 3), ("scanned", 2)])

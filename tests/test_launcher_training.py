@@ -21,7 +21,8 @@ TIME_LIMIT = 240
 SMALL = (
     *("--model.num_layers=1", "--model.hidden_size=16", "--model.num_heads=2", "--model.mlp_hidden_size=32"),
     *("--data.length=16", "--data.max_bytes=20_000", "--data.valid_fraction=0.1", "--train.steps=3"),
-    *("--train.eval_every=null", "--train.log_every=1", "--sample.count=0", "--output.plot=false"),
+    *("--train.eval_every=null", "--train.log_every=1", "--output.plot=false"),
+    *("--sample.count=3", "--sample.length=8", "--sample.temperature=0"),
 )
 
 
@@ -83,6 +84,9 @@ def test_train_on_two_processes_records_what_it_does_on_two_simulated_devices(tm
     assert [done.returncode for done in runs.values()] == [0, 0], [done.stderr[-3000:] for done in runs.values()]
     lines = own_lines(runs["several"])
     assert all(line.startswith("[rank 0] ") for line in lines) and "in 2 processes" in "".join(lines)
+    told = [[line.removeprefix("[rank 0] ") for line in own_lines(done)] for done in runs.values()]
+    samples = [[line for line in each[each.index("--- sample 1 " + "-" * 60) :] if line] for each in told]
+    assert samples[0] == samples[1] and len(samples[0]) >= 6  # three headings and their texts
     records = {}
     for name in runs:
         (folder,) = (tmp_path / name).iterdir()  # the main process alone writes

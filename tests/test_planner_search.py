@@ -13,8 +13,11 @@ from axonml_jax.models.presets import preset
 from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import HARDWARE, Hardware, hardware
-from axonml_jax.planner.legal import candidates, divisors, meshes
+from axonml_jax.planner.legal import candidate, candidates, divisors, legal_meshes, meshes, ways_on
+from axonml_jax.planner.quick import quick
 from axonml_jax.planner.search import exactly
+
+SMALL = config(GPT, hidden_size=64, mlp_hidden_size=256, num_heads=4, num_layers=4, vocab_size=512, max_length=64)
 
 TINY = Hardware(
     name="tiny",
@@ -87,21 +90,49 @@ def test_what_does_not_fit_is_dropped_and_nothing_at_all_says_why():
         ax.plan(model, num_devices=8, hardware="v5e", global_batch=8)
 
 
-@pytest.mark.parametrize("axes", [("fsdp", "tensor"), ("data", "pipe")], ids="-".join)
+@pytest.mark.parametrize(
+    ("axes", "precision", "layer_overlap"),
+    [
+        (("data", "fsdp", "tensor"), "float32", 0.6),
+        (("data", "fsdp", "pipe"), "bf16-reduce", 0.0),
+        (("depth", "row", "col"), "bf16", 0.6),
+    ],
+)
+def test_the_first_price_is_near_the_ledgers(axes, precision, layer_overlap):
+    """Seconds and bytes of every way, so that what is best by the first price is best, or nearly."""
+    given = {"num_devices": 8, "hardware": replace(TINY, memory=2**40), "global_batch": 16, "axes": axes}
+    assumptions = Assumptions(layer_overlap=layer_overlap)
+    asked = ax.plan(SMALL, assumptions=assumptions, precision=precision, **given).asked
+    for degrees in legal_meshes(SMALL, 8, global_batch=16, length=64, axes=axes):
+        ways = ways_on(SMALL, degrees, 16, 64)
+        for way, seconds, held in zip(ways, *quick(degrees, ways, asked), strict=True):
+            with contextlib.suppress(ValueError):  # a schedule that refuses these sizes
+                found = exactly(asked, candidate(degrees, way)).price
+                assert 0.9 < seconds / found.time < 1.03 and 0.88 < held / found.memory < 1.01, (degrees, way)
+
+
+@pytest.mark.parametrize("axes", [("fsdp", "tensor"), ("data", "pipe"), ("fsdp", "pipe")], ids="-".join)
 def test_however_little_memory_the_best_of_all_plans_is_found(axes):
     """Against every legal plan priced exactly, from what the leanest needs upwards."""
-    model = config(GPT, hidden_size=64, mlp_hidden_size=256, num_heads=4, num_layers=4, vocab_size=512, max_length=64)
     given = {"num_devices": 4, "hardware": replace(TINY, memory=2**40), "global_batch": 8, "axes": axes}
-    asked, found = ax.plan(model, **given).asked, []
-    for each in candidates(model, 4, global_batch=8, length=64, axes=axes):
+    asked, found = ax.plan(SMALL, **given).asked, []
+    for each in candidates(SMALL, 4, global_batch=8, length=64, axes=axes):
         with contextlib.suppress(ValueError):  # a schedule that refuses these sizes
             found.append(exactly(asked, each))
     held = sorted(one.price.memory for one in found)
     assert len(found) > 40
-    for limit in (held[0], held[len(held) // 50 + 1], held[len(held) // 10], held[len(held) // 3]):
+    for limit in (held[0], held[1], held[5], held[len(held) // 50 + 1], held[len(held) // 10], held[len(held) // 3]):
         best = min(one.price.time for one in found if one.price.memory <= limit)
-        chosen = ax.plan(model, max_memory=limit, **given).best.price
-        assert chosen.memory <= limit and chosen.time <= 1.02 * best
+        chosen = ax.plan(SMALL, max_memory=limit, **given).best.price
+        assert chosen.memory <= limit and chosen.time <= 1.03 * best
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-reduce", ax.Precision(param="bfloat16", reduce="bfloat16")])
+def test_a_plan_that_just_fits_is_found_in_every_precision(precision):
+    given = {"num_devices": 1, "hardware": replace(TINY, memory=2**40), "global_batch": 1, "precision": precision}
+    needed = ax.plan(config(GPT), **given).best.price.memory
+    least = min(needed, *(one.price.memory for one in ax.plan(config(GPT), **given).runners_up))
+    assert ax.plan(config(GPT), max_memory=least, **given).best.price.memory == least
 
 
 def test_slow_links_between_islands_make_plans_that_send_less_across():

@@ -82,7 +82,7 @@ class PlanConfig:
       prefetch: units whose parameters are gathered ahead (full_shard and hybrid_shard); each costs a unit of memory.
       offload: what rests in host memory between its uses.
       precision: float32; bf16 or fp16 (compute in it, the rest in float32; fp16 scales the loss); bf16-reduce (gradients
-        travel in bfloat16 too); null leaves the model's dtypes.
+        are summed and sent in bfloat16 too); null leaves the model's dtypes.
       accumulate: microbatches per update and rank.
       remat: what the backward recomputes: full, selective (all but weight multiplications), or null for nothing.
       check_vma: let JAX check which values vary over which axes.

@@ -9,7 +9,7 @@ from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.planner.hardware import HARDWARE, Hardware
 from axonml_jax.planner.picture import draw
 from axonml_jax.planner.price import price
-from axonml_jax.planner.timeline import timeline
+from axonml_jax.planner.timeline import Timeline, timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +54,21 @@ def show(found: Prediction, asked: Estimate) -> str:
         cost = price(found, kind)
         lines += [f"{1e3 * cost.time:,.1f} ms/step, MFU {cost.mfu:.1%} on {kind.name}", str(line)]
     if asked.picture is not None:
-        try:
-            if line is None:
-                found.save_picture(asked.picture)
-            else:
-                draw(found, line, asked.picture)
-        except (ModuleNotFoundError, OSError, ValueError) as error:
-            raise ConfigError(f"--picture {asked.picture}: {error}") from error
-        lines.append(f"picture   {asked.picture}")
+        lines.append(drawn(found, line, asked.picture))
     return "\n\n".join(lines)
+
+
+def drawn(found: Prediction, line: Timeline | None, path: Path) -> str:
+    """Draw a prediction, with its timeline where there is one, and say where.
+
+    Raises:
+      ConfigError: for a picture that cannot be drawn.
+    """
+    try:
+        if line is None:
+            found.save_picture(path)
+        else:
+            draw(found, line, path)
+    except (ModuleNotFoundError, OSError, ValueError) as error:
+        raise ConfigError(f"--picture {path}: {error}") from error
+    return f"picture   {path}"

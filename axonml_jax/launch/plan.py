@@ -11,6 +11,7 @@ import yaml
 
 from axonml_jax.launch.config import ConfigError, MeshConfig, PlanConfig, RunConfig
 from axonml_jax.launch.describe import MOMENTS
+from axonml_jax.launch.estimate import drawn
 from axonml_jax.launch.pipeline_config import PipelineConfig
 from axonml_jax.launch.read_config import as_dict, read_config
 from axonml_jax.ledger.predict.predict import predict
@@ -22,7 +23,6 @@ from axonml_jax.planner.answer import Answer
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.candidate import Candidate
 from axonml_jax.planner.hardware import HARDWARE, hardware
-from axonml_jax.planner.picture import draw
 from axonml_jax.planner.price import price
 from axonml_jax.planner.search import plan as find_plan
 from axonml_jax.planner.timeline import timeline
@@ -63,8 +63,7 @@ def plan(arguments: Sequence[str]) -> int:
     if chosen.ledger:
         print("", answer.prediction, "", answer.timeline, sep="\n")
     if chosen.picture is not None:
-        answer.save_picture(chosen.picture)
-        print(f"\npicture   {chosen.picture}")
+        print("", drawn(answer.prediction, answer.timeline, chosen.picture), sep="\n")
     if chosen.write is not None:
         chosen.write.write_text(config_text(answer, base, arguments), encoding="utf-8")
         print(f"\nwritten   {chosen.write}: axonml-jax train {chosen.write}")
@@ -87,8 +86,7 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     print(found, f"\n{1e3 * cost.time:,.1f} ms/step, MFU {cost.mfu:.1%} on {chosen.devices:,} x {kind.name}", sep="\n")
     print("", line, sep="\n")
     if chosen.picture is not None:
-        draw(found, line, chosen.picture)
-        print(f"\npicture   {chosen.picture}")
+        print("", drawn(found, line, chosen.picture), sep="\n")
     compiling = lambda: verify_plan(own, base.model, found, chosen.verify, batch, length)
     return _verified(chosen.verify, compiling) if chosen.verify else 0
 

@@ -124,5 +124,6 @@ def write_samples(model: ParallelModel, config: SampleConfig, window: int, seed:
     prompt = np.frombuffer(config.prompt.encode(), np.uint8)
     prompts = np.tile(prompt.astype(np.int32), (config.count, 1))
     key = jax.random.key(seed)
-    texts = generate(model, prompts, config.length, key, temperature=config.temperature, window=window)
+    writer = model.module if model.plan.independent else model  # of models that are not one, the first rank's
+    texts = generate(writer, prompts, config.length, key, temperature=config.temperature, window=window)
     return [bytes(text.astype(np.uint8)).decode(errors="replace") for text in texts]

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from axonml_jax.sharding.place import to_host
+
 Extend = Callable[[np.ndarray, Any], tuple[jax.Array, Any]]
 """(tokens [b, s], caches or None to begin) -> (logits of the token after the last [b, v], caches)."""
 
@@ -61,7 +63,7 @@ def continued(
     for step in range(length):
         draw = jax.random.fold_in(key, step)
         chosen = _sample(after(text), draw, temperature, greedy=temperature == 0)
-        text = np.concatenate([text, np.asarray(chosen)[:, None]], axis=1)
+        text = np.concatenate([text, to_host(chosen)[:, None]], axis=1)
     return text
 
 

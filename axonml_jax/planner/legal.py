@@ -142,6 +142,8 @@ def _ways(
 def _refused(model: TransformerConfig, degrees: dict[str, int], global_batch: int, length: int) -> str:
     """Why a mesh does not go with a model; empty when it does."""
     grid = any(axis in degrees for axis in ("depth", "row", "col"))
+    if grid and model.loss_chunk:
+        return "a loss of chunks of words does not go with the grid"
     split: Any = replace(model, split="grid" if grid else "tensor", sequence_parallel=False)
     if problems(split, degrees, length):
         return f"layers do not divide over {'the grid' if grid else 'tensor'}"

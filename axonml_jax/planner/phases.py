@@ -15,6 +15,7 @@ JOINED_BYTES = 32 * 2**20
 """What one launch of parameters or gradients carries at most, in the cost model."""
 
 START, FORWARD, BACKWARD, TICKS, END = "start", "forward", "backward", "ticks", "end"
+"""A step's parts: what comes before the first microbatch, its passes or a pipeline's ticks, and what comes after the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,8 @@ class Sending:
     Attributes:
       axes: mesh axes, joined by commas.
       name: what it moves: parameters, gradients, layers, ...
-      kind: "weights" hides behind `overlap` of the phase's compute, "layers" behind `layer_overlap`, "passing" (a pipeline's
-        permutes, which end a tick) behind nothing.
+      kind: "weights" hides behind `overlap` of the phase's compute, "layers" behind `layer_overlap`, "passing" (permutes: a
+        pipeline's end a tick, a ring's lie between products) behind nothing.
       seconds: on the network.
     """
 

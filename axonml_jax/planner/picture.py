@@ -18,7 +18,10 @@ COLOURS: dict[str, str] = {
     "activations": "#86cdb6",
     "cotangents": "#247660",
 }
+"""Of a lane's parts, by name: compute in blues, what is sent in warm and green colours."""
+
 OTHER = "#c9a9d6"
+"""Of a part with any other name."""
 
 
 def draw(prediction: Prediction, timeline: Timeline, path: str | Path) -> None:

@@ -12,6 +12,7 @@ from axonml_jax.ledger.predict.activations import block_activations, compute_dty
 from axonml_jax.ledger.predict.layer_flows import Layers, layer_flows
 from axonml_jax.ledger.predict.stages import stage_costs, stages_of
 from axonml_jax.mesh.axes import batch_axes
+from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
@@ -56,6 +57,17 @@ class Question:
         return jnp.dtype(self.dtype).itemsize
 
     @property
+    def resting(self) -> int:
+        """Bytes of a parameter between steps."""
+        return jnp.dtype(Precision.of(self.precision).param or self.model.param_dtype).itemsize
+
+    @property
+    def summed(self) -> int:
+        """Bytes of a gradient while it is accumulated and reduced."""
+        policy = Precision.of(self.precision)
+        return policy.reduce_dtype(policy.param or self.model.param_dtype).itemsize
+
+    @property
     def dtype(self) -> str:
         """The dtype that activations have."""
         model: Any = self.model
@@ -94,6 +106,7 @@ def quick(degrees: dict[str, int], ways: tuple[Way, ...], asked: Question) -> tu
     compute = mesh.compute * (1 + again)
     layers = seconds * mesh.rows * asked.length + delays * count
     layers = layers + mesh.depth_seconds(asked) * count * (1 + of_way.remat / 3)
+    layers = np.maximum(0.0, layers - asked.assumptions.layer_overlap * compute)
     tokens = mesh.rows * asked.length / count
     if mesh.pipe == 1:
         held = _held(mesh, asked, of_way, [each * tokens for each in kept])
@@ -105,7 +118,7 @@ def quick(degrees: dict[str, int], ways: tuple[Way, ...], asked: Question) -> tu
     ticks = np.where(of_way.gpipe, 2 * count + 2 * mesh.pipe - 3, count * chunks + _depth(mesh, of_way) - 1)
     passing = 2 * ticks * mesh.pipe_seconds(asked, tokens / np.where(of_way.sequence, mesh.degrees.get("tensor", 1), 1))
     held = _held_by_ticks(mesh, asked, of_way, [each * tokens for each in kept], stage, blocks)
-    return compute * spent + sum(mesh.weights_seconds(asked)) + layers + passing, held
+    return compute * spent + sum(mesh.weights_seconds(asked)) + mesh.tied_seconds(asked) + layers + passing, held
 
 
 @lru_cache(maxsize=4096)
@@ -132,9 +145,9 @@ def _held(mesh: "_Mesh", asked: Question, of_way: "_Columns", kept: list[np.ndar
     """Bytes of everything without a pipeline; gradients grow while activations go."""
     own, rebuilt, _, head = kept
     fsdp, count, stage = mesh.degrees.get("fsdp", 1), of_way.count, of_way.stage
-    grads = mesh.params * 4 * np.where((count > 1) & (stage < 2), 1.0, 1 / fsdp)
+    grads = mesh.params * asked.summed * np.where((count > 1) & (stage < 2), 1.0, 1 / fsdp)
     activations = mesh.blocks * own + np.maximum(head, rebuilt)
-    gathered = np.where(stage == 3, mesh.unit * (asked.itemsize + 4), mesh.params * asked.itemsize)
+    gathered = np.where(stage == 3, mesh.unit * (asked.itemsize + asked.summed), mesh.params * asked.itemsize)
     return mesh.resting(asked, mesh.params) + np.maximum(activations, grads) + gathered * (fsdp > 1)
 
 
@@ -149,8 +162,8 @@ def _held_by_ticks(
     slot = stage * (own - boundary) + boundary
     tick = stage * np.where(rebuilt > 0, rebuilt, own) + head
     fsdp = mesh.degrees.get("fsdp", 1)
-    read = params * asked.itemsize * (fsdp > 1 or asked.itemsize < 4)
-    return mesh.resting(asked, params) + params * 4 + (slots + 1) * slot + tick + 4 * boundary + read
+    read = params * asked.itemsize * (fsdp > 1 or asked.itemsize != asked.resting)
+    return mesh.resting(asked, params) + params * asked.summed + (slots + 1) * slot + tick + 4 * boundary + read
 
 
 def _exposed(mesh: "_Mesh", asked: Question, of_way: "_Columns", compute: np.ndarray) -> np.ndarray:
@@ -186,9 +199,10 @@ class _Mesh:
         rows = asked.global_batch // math.prod(degrees[axis] for axis in batch_axes(degrees))
         cut = math.prod(size(axis) for axis in ("tensor", "row", "col", "depth"))
         tables = model.vocab_size * model.hidden_size
-        block = (model.num_params - tables * (1 if model.tie_embeddings else 2)) / model.num_layers / cut
+        places = model.max_length * model.hidden_size * (model.position == "learned")
+        block = (model.num_params - places - tables * (1 if model.tie_embeddings else 2)) / model.num_layers / cut
         blocks = -(-model.num_layers // size("pipe"))
-        ends = tables * (1 if model.tie_embeddings or size("pipe") > 1 else 2) / cut
+        ends = (places + tables * (1 if model.tie_embeddings or size("pipe") > 1 else 2)) / cut
         flops = model.flops_per_token(asked.length)
         compute = asked.global_batch * asked.length * flops / asked.num_devices
         compute /= asked.hardware.flops * asked.assumptions.efficiency
@@ -203,7 +217,7 @@ class _Mesh:
 
     def resting(self, asked: Question, params: float | np.ndarray) -> Any:
         """Bytes of parameters and optimizer between steps."""
-        return params * 4 * (1 + asked.moments) / self.degrees.get("fsdp", 1)
+        return params * asked.resting * (1 + asked.moments) / self.degrees.get("fsdp", 1)
 
     def _seconds(self, asked: Question, axis: str, sent: Any) -> Any:
         ranks = self.degrees.get(axis, 1)
@@ -212,9 +226,14 @@ class _Mesh:
     def weights_seconds(self, asked: Question) -> tuple[float, float, float]:
         """Of one gather and one reduce-scatter of all weights along fsdp, and of their reduction along data."""
         fsdp, data = self.degrees.get("fsdp", 1), self.degrees.get("data", 1)
-        inside, outside = (fsdp - 1) / fsdp * self.params, 2 * (data - 1) / data * self.params / fsdp * 4.0
+        inside, outside = (fsdp - 1) / fsdp * self.params, 2 * (data - 1) / data * self.params / fsdp * asked.summed
         own = lambda axis, sent: self._seconds(asked, axis, sent)
-        return own("fsdp", inside * asked.itemsize), own("fsdp", inside * 4.0), own("data", outside)
+        return own("fsdp", inside * asked.itemsize), own("fsdp", inside * asked.summed), own("data", outside)
+
+    def tied_seconds(self, asked: Question) -> float:
+        """Of a table of words that the first and the last stage share: its gradients are summed, its parameters sent."""
+        sent = 2 * (self.pipe - 1) / self.pipe * self.table * (asked.summed + asked.itemsize)
+        return self._seconds(asked, "pipe", sent * asked.model.tie_embeddings)
 
     def depth_seconds(self, asked: Question) -> float:
         depth = self.degrees.get("depth", 1)

@@ -21,11 +21,14 @@ from axonml_jax.planner.legal import REMATS, candidate, legal_meshes, ways_on
 from axonml_jax.planner.price import price
 from axonml_jax.planner.quick import Question, quick
 
-EXACTLY = 48
-"""How many ways the ledger prices exactly, of those that the first price finds best."""
+EXACTLY, DOUBTFUL, LEAN = 48, 24, 8
+"""How many ways the ledger prices exactly: the fastest that fit by the first price, of those that it finds slightly too
+large, and those that need least memory."""
 
 PER_MESH = 3
-MARGINS = {False: 1.02, True: 1.12}
+"""How many of them at most are of one mesh."""
+
+MARGINS = {False: 1.02, True: 1.13}
 """The first price is rough: what it finds this much too large may still fit, without a pipeline and with one."""
 
 _TOO_LARGE = "does not fit in a device's memory"
@@ -116,7 +119,7 @@ def _search(
     asked: Question, axes: tuple[str, ...], remats: tuple, offload: CPUOffload, illegal: Counter, dropped: Counter
 ) -> list[Priced]:
     """The exactly priced ways that fit, fastest first."""
-    heap: list[tuple[float, str, Candidate]] = []
+    fitting, doubtful, lean = _Best(EXACTLY), _Best(DOUBTFUL), _Best(LEAN)
     sizes = {"global_batch": asked.global_batch, "length": asked.length}
     for degrees in legal_meshes(asked.model, asked.num_devices, axes=axes, illegal=illegal, **sizes):
         if offload is not CPUOffload.NONE and "pipe" in degrees:
@@ -126,22 +129,47 @@ def _search(
             illegal["fewer sequences than a pipeline needs"] += 1
             continue
         seconds, held = quick(degrees, ways, asked)
-        limit = np.inf if offload.optimizer else MARGINS["pipe" in degrees] * asked.memory
+        memory = np.inf if offload.optimizer else asked.memory
+        limit = MARGINS["pipe" in degrees] * memory
         dropped[_TOO_LARGE] += int((held > limit).sum())
-        seconds = np.where(held > limit, np.inf, seconds)
-        for i in np.argsort(seconds)[:PER_MESH]:
-            if np.isfinite(seconds[i]):
-                _keep(heap, float(seconds[i]), candidate(degrees, ways[int(i)], offload))
-    return _exactly(asked, [each for _, _, each in heap], dropped)
+        make = lambda i, degrees=degrees, ways=ways: candidate(degrees, ways[i], offload)
+        for best, among in ((fitting, held <= memory), (doubtful, (held > memory) & (held <= limit))):
+            for i in _fastest(np.flatnonzero(among), seconds, held):
+                best.keep(float(seconds[i]), make(i))
+        leanest = int(held.argmin())
+        if held[leanest] <= limit:
+            lean.keep(float(held[leanest]), make(leanest))
+    return _exactly(asked, list(dict.fromkeys([*fitting.found, *doubtful.found, *lean.found])), dropped)
 
 
-def _keep(heap: list, seconds: float, found: Candidate) -> None:
-    """Among the best so far; names decide between equals."""
-    entry = (-seconds, str(found), found)
-    if len(heap) < EXACTLY:
-        heapq.heappush(heap, entry)
-    else:
-        heapq.heappushpop(heap, entry)
+def _fastest(among: np.ndarray, seconds: np.ndarray, held: np.ndarray) -> list[int]:
+    """The fastest of these ways, one of those that time and memory cannot tell apart."""
+    found: dict[tuple[float, float], int] = {}
+    for i in among[np.argsort(seconds[among], kind="stable")].tolist():
+        found.setdefault((float(f"{seconds[i]:.6g}"), float(f"{held[i]:.6g}")), i)
+        if len(found) == PER_MESH:
+            break
+    return list(found.values())
+
+
+class _Best:
+    """The smallest by a measure, so many of them; names decide between equals."""
+
+    def __init__(self, count: int):
+        self.count, self._heap = count, []
+
+    def keep(self, measure: float, found: Candidate) -> None:
+        """Among the best so far."""
+        entry = (-measure, str(found), found)
+        if len(self._heap) < self.count:
+            heapq.heappush(self._heap, entry)
+        else:
+            heapq.heappushpop(self._heap, entry)
+
+    @property
+    def found(self) -> list[Candidate]:
+        """All that are kept."""
+        return [found for _, _, found in self._heap]
 
 
 def _exactly(asked: Question, ways: list[Candidate], dropped: Counter) -> list[Priced]:

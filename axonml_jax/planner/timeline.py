@@ -22,6 +22,7 @@ HARDLY = 0.02
 """A printed part that is taken for less is shown as idle."""
 
 WORDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+"""What a pipeline's slots are called (see `parallel/pipeline/schedule.py`)."""
 
 
 class Span(NamedTuple):

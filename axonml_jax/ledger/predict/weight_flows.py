@@ -50,7 +50,7 @@ def _gathers(each: Placed) -> Iterator[Flow]:
 
 
 def _trips_more(each: Placed, flow: Flow) -> Flow:
-    """Slices that a scan gathers ahead: the last trips gather as many in vain (see `units/loop.py`)."""
+    """Slices that a scan gathers ahead: the last trips gather as many in vain (see `units/gathered.py`)."""
     slices, ahead = each.slices, each.plan.fsdp.prefetch if isinstance(each.plan.fsdp, Shard) else 0
     if slices == 1 or not ahead:
         return flow
