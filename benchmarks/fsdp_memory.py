@@ -7,7 +7,7 @@ temporaries of FULL_SHARD at most activations + gradient shards + 2.5 units. Not
 """
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 
@@ -15,18 +15,18 @@ jax.config.update("jax_platforms", "cpu")
 
 import optax
 from deep_models import CASES, Case
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from paired import machine
 
 import axonml_jax as ax
 from axonml_jax.facade.memory import FSDPMemoryStats, estimate
+from axonml_jax.ledger.compiled import device_peak
 from axonml_jax.ledger.schedule import Moved, moved
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.planner.verify import topology_devices
-from axonml_jax.sharding.memory import HOST, movable
 from axonml_jax.training.init import abstract_state
-from axonml_jax.training.specs import state_specs
+from axonml_jax.training.specs import resting_shapes
 
 MIB = 2**20
 PLANS = {
@@ -35,7 +35,8 @@ PLANS = {
     "ZeRO-2": ax.Plan(fsdp=ax.Shard(stage=2)),
     "ZeRO-3": ax.Plan(fsdp=ax.Shard(stage=3)),
     "ZeRO-3, prefetch": ax.Plan(fsdp=ax.Shard(stage=3, prefetch=1)),
-    "ZeRO-3, offload": ax.Plan(fsdp=ax.Shard(stage=3), offload=ax.CPUOffload.FULL),
+    "ZeRO-3, optimizer offloaded": ax.Plan(fsdp=ax.Shard(stage=3), offload=ax.CPUOffload.OPTIMIZER_STATES),
+    "ZeRO-3, all offloaded": ax.Plan(fsdp=ax.Shard(stage=3), offload=ax.CPUOffload.FULL),
 }
 
 
@@ -48,7 +49,7 @@ class Measured:
       arguments: resting arrays on the device, the batch not counted.
       host: resting arrays in host memory, where the compiler counts them apart.
       temporaries: what the step needs more.
-      peak: at the fullest moment, where the compiler says (0 elsewhere).
+      peak: on the device at the fullest moment, where the compiler says (0 elsewhere).
       flops: of a step, on one device.
       overlap: gathers behind compute in the schedule, on TPU.
     """
@@ -67,7 +68,7 @@ def measure(case: Case, plan: ax.Plan, mesh: Mesh) -> Measured:
     view, shapes = functionalize(case.model)
     placement, tx = bind_plan(plan, shapes, mesh), optax.adam(1e-3)
     step = ax.TrainStep(view, placement, mesh, case.loss, tx)
-    state = resting(abstract_state(shapes, tx, placement), step)
+    state = resting_shapes(abstract_state(shapes, tx, placement), placement, tx, mesh)
     compiled = step.lower(state, case.batch(case.rows * mesh.size)).compile()
     batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(case.batch(case.rows)))
     planned, tpu = compiled.memory_analysis(), mesh.devices.flat[0].platform == "tpu"
@@ -76,28 +77,10 @@ def measure(case: Case, plan: ax.Plan, mesh: Mesh) -> Measured:
         arguments=planned.argument_size_in_bytes - batch,
         host=planned.host_argument_size_in_bytes,
         temporaries=planned.temp_size_in_bytes,
-        peak=planned.peak_memory_in_bytes if tpu else 0,
+        peak=device_peak(compiled) if tpu else 0,
         flops=compiled.cost_analysis()["flops"],
         overlap=moved(compiled).get("all_gather") if tpu else None,
     )
-
-
-def resting(state: ax.TrainState, step: ax.TrainStep) -> ax.TrainState:
-    """Shapes with their shardings and memory kinds: what is offloaded rests in host memory."""
-    offload = step.placement.plan.offload
-
-    def rests(host: bool):
-        def on(leaf, spec):
-            sharding = NamedSharding(step.mesh, spec, memory_kind=HOST if host and movable(leaf) else "device")
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-        return on
-
-    specs = state_specs(step.placement, step.tx, state)
-    placed = jax.tree.map(rests(False), state, specs)
-    params = jax.tree.map(rests(offload.params), state.params, specs.params)
-    opt_state = jax.tree.map(rests(offload.optimizer), state.opt_state, specs.opt_state)
-    return replace(placed, variables=replace(placed.variables, params=params), opt_state=opt_state)
 
 
 def paper(name: str, params: int, ranks: int) -> float:

@@ -18,6 +18,7 @@ MIB = 2**20
 PLANS = {
     "plain": ax.Plan(fsdp=ax.Shard()),
     "prefetch": ax.Plan(fsdp=ax.Shard(prefetch=1)),
+    "optimizer": ax.Plan(fsdp=ax.Shard(), offload=ax.CPUOffload.OPTIMIZER_STATES),
     "offload": ax.Plan(fsdp=ax.Shard(), offload=ax.CPUOffload.FULL),
 }
 
@@ -55,6 +56,14 @@ def test_temporaries_are_activations_gradient_shards_and_two_and_a_half_units(co
     case, plans = compiled
     own, unit = plans["plain"], 4 * (8 * 1024**2 + 5 * 1024)
     assert own.temporaries <= case.residual_bytes() + own.stats.grad_bytes + 2.5 * unit
+
+
+@pytest.mark.parametrize("name", ["optimizer", "offload"])
+def test_offload_lowers_the_peak_by_what_it_moved(compiled, name):
+    case, plans = compiled
+    plain, own = plans["plain"], plans[name]
+    assert plain.peak - own.peak >= 0.9 * own.host
+    assert own.peak <= 1.25 * (own.stats.total_bytes + case.residual_bytes())
 
 
 def test_offload_leaves_only_the_batch_on_the_chip_between_steps(compiled):

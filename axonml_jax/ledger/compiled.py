@@ -46,6 +46,16 @@ class CompiledCollective:
     groups: str = ""
 
 
+def device_peak(compiled: Any) -> int:
+    """Bytes on one device at the program's fullest moment, as XLA:TPU plans it.
+
+    XLA counts what rests in host memory, before and after, as if it were on the device.
+    """
+    planned = compiled.memory_analysis()
+    host = planned.host_argument_size_in_bytes + planned.host_output_size_in_bytes - planned.host_alias_size_in_bytes
+    return planned.peak_memory_in_bytes - host
+
+
 def collectives_in_compiled(program: Any) -> tuple[CompiledCollective, ...]:
     """Every collective instruction that a compiled program reaches from its entry.
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 
 from axonml_jax._types import PyTree
-from axonml_jax.ledger.compiled import collectives_in_compiled
+from axonml_jax.ledger.compiled import collectives_in_compiled, device_peak
 from axonml_jax.ledger.predict.difference import MemoryDifference, difference, memory_difference
 from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.ledger.schedule import Moved, moved, moved_table
@@ -32,7 +32,7 @@ from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.planner.answer import Answer
 from axonml_jax.training.init import abstract_state
-from axonml_jax.training.specs import state_specs
+from axonml_jax.training.specs import resting_shapes
 from axonml_jax.training.step import TrainStep
 
 
@@ -141,7 +141,7 @@ def verify_plan(
     return Verification(
         topology=topology,
         memory=memory_difference(prediction, compiled),
-        peak=compiled.memory_analysis().peak_memory_in_bytes,
+        peak=device_peak(compiled),
         predicted_peak=prediction.memory.total,
         traffic=tuple(map(str, difference(prediction, collectives_in(traced.jaxpr)))),
         collectives=dict(Counter((each.kind, each.asynchronous, each.in_loop) for each in found)),
@@ -161,9 +161,7 @@ def abstract_step(
     placement = bind_plan(plan, shapes, mesh, tensor_specs(module, mesh.shape))
     tx = optax.adamw(1e-3)
     step = TrainStep(view, placement, mesh, _loss, tx)
-    state = abstract_state(shapes, tx, placement)
-    on = lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-    state = jax.tree.map(on, state, state_specs(placement, tx, state))
+    state = resting_shapes(abstract_state(shapes, tx, placement), placement, tx, mesh)
     rows = jax.ShapeDtypeStruct((global_batch, length), jnp.int32)
     return step, state, {"tokens": rows, "targets": rows}
 

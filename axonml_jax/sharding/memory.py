@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from axonml_jax._types import PyTree
@@ -13,7 +14,7 @@ HOST = "pinned_host"
 
 def movable(leaf: Any) -> bool:
     """Whether a leaf is worth moving; a scalar that changed its memory kind would only force a recompile."""
-    return leaf.ndim > 0 and not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return leaf.ndim > 0 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def to_host_memory(tree: PyTree, when: bool = True) -> PyTree:

@@ -15,7 +15,7 @@ from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.sharding.layout import is_layout
-from axonml_jax.sharding.memory import to_device_memory
+from axonml_jax.sharding.memory import to_device_memory, to_host_memory
 from axonml_jax.training.buffers import first_ranks, sync_buffers
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import gradients
@@ -72,7 +72,8 @@ class Differentiate:
         result = gradients(self.objective, placement, variables, key, batch, sync=self.sync)
         state = sync_buffers(result.state, placement, self.model.synchronized())
         state = stack_variables(Variables(variables.params, variables.frozen, state), placement).state
-        own = (result.loss, result.metrics, result.grads)
+        grads = to_host_memory(result.grads, placement.plan.offload.gradients)
+        own = (result.loss, result.metrics, grads)
         return (*(own if self.sync else stacked(own, placement)), state)
 
 

@@ -11,7 +11,6 @@ from axonml_jax.model.functional import Variables
 from axonml_jax.model.loss import Loss
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import is_layout
-from axonml_jax.sharding.memory import to_host_memory
 from axonml_jax.training.accumulate import accumulate
 from axonml_jax.training.loss_scale import unscaled
 from axonml_jax.training.objective import Objective, Parts, shard_key
@@ -84,7 +83,6 @@ def _finished(placement, like, grads, layouts, losses, count, sync, scale, state
         grads = [grad / weight.astype(grad.dtype) for grad in grads]
     if scale is not None:
         grads = unscaled(grads, scale)
-    grads = to_host_memory(grads, placement.plan.offload.gradients)
     return Gradients(treedef.unflatten(grads), loss, metrics, state)
 
 

@@ -17,7 +17,7 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.theory import minimum_traffic
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.sharding.leaf import Leaf
-from axonml_jax.sharding.memory import to_device_memory, to_host_memory
+from axonml_jax.sharding.memory import to_host_memory
 from axonml_jax.sharding.place import is_deleted
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.compiler import compiler_options
@@ -29,6 +29,7 @@ from axonml_jax.training.specs import at_rest, state_specs
 from axonml_jax.training.stacked import stack_state, stacked, unstack_state
 from axonml_jax.training.staged_names import StagedTrees
 from axonml_jax.training.state import TrainState
+from axonml_jax.training.streamed import streamed
 from axonml_jax.training.typed_errors import explain_typed_scan
 from axonml_jax.training.update import clip, update
 
@@ -132,18 +133,21 @@ class TrainStep:
         offload = placement.plan.offload
         factor = None if state.loss_scale is None else state.loss_scale.scale
         result = gradients(self.objective, placement, state.variables, step_key(state), batch, scale=factor)
-        grads = to_device_memory(result.grads, offload.gradients)
-        norm = placement.norm(grads, self.norm_type)
-        if self.max_grad_norm is not None:
-            grads = clip(grads, norm, self.max_grad_norm)
-        old = to_device_memory(state.params, offload.params), to_device_memory(state.opt_state, offload.optimizer)
-        new = update(self.tx, grads, old[1], old[0], result.loss, placement)
-        buffers = sync_buffers(result.state, placement, self.model.synchronized())
-        (new, buffers), scale, guard, counts = skip_nonfinite(
-            state, (new, buffers), (old, state.variables.state), result.loss, norm, self.max_nonfinite
-        )
+        norm = placement.norm(result.grads, self.norm_type)
+
+        def updated(grads: PyTree, params: PyTree, opt_state: PyTree):
+            if self.max_grad_norm is not None:
+                grads = clip(grads, norm, self.max_grad_norm)
+            new = update(self.tx, grads, opt_state, params, result.loss, placement)
+            buffers = sync_buffers(result.state, placement, self.model.synchronized())
+            old = (params, opt_state), state.variables.state
+            kept, *counts = skip_nonfinite(state, (new, buffers), old, result.loss, norm, self.max_nonfinite)
+            return *kept[0], (kept[1], *counts)
+
+        held = to_host_memory(result.grads, offload.gradients), state.params, state.opt_state
+        params, opt_state, others = streamed(updated, held, offload, norm)
+        buffers, scale, guard, counts = others
         metrics = {**result.metrics, "loss": result.loss, "grad_norm": norm, **counts}
-        params, opt_state = to_host_memory(new[0], offload.params), to_host_memory(new[1], offload.optimizer)
         variables = Variables(params, state.variables.frozen, buffers)
         new = TrainState(state.step + 1, variables, opt_state, state.key, scale, guard)
         if placement.plan.independent:

@@ -12,6 +12,7 @@ from axonml_jax.collectives.varying import varying_axes
 from axonml_jax.mesh.axes import BATCH_AXES
 from axonml_jax.model.functional import Functional
 from axonml_jax.model.segments import Cut, Segment, cut
+from axonml_jax.parallel.loading import load, moment
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units.body import Values, add
 from axonml_jax.parallel.units.gathered import Slices
@@ -180,6 +181,9 @@ class _Run:
         if not (due := list(dict.fromkeys(due))):
             return {}, tie
         shards, tie = _tied([self.shards[w] for w in due], tie)
+        if self.placement.plan.offload.params:
+            at = moment(tie)
+            shards = [load(shard, at) for shard in shards]
         return dict(zip(due, self.placement.read(shards, [self.layouts[w] for w in due]), strict=True)), tie
 
     def _read_slices(self, weights: Sequence[int], shards: Sequence[Any], tie: Any) -> tuple[list[Any], Any]:
