@@ -1,8 +1,10 @@
 """Operations that treat every element alike: an optimizer of these is right on shards, and redoing them is cheap."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 ELEMENTWISE = frozenset(
     (
@@ -18,8 +20,14 @@ ELEMENTWISE = frozenset(
 """Names of primitives whose results have an element for every element of their operands."""
 
 _PLACING = frozenset(
-    ("broadcast_in_dim", "dynamic_slice", "expand_dims", "iota", "name", "reshape", "slice", "squeeze", "transpose")
-)
+    (
+        "broadcast_in_dim", "concatenate", "dynamic_slice", "expand_dims", "iota", "name", "reshape", "rev", "slice", "split",
+        "squeeze", "transpose",
+    )
+)  # fmt: skip
+LITTLE = 16
+"""A slice that leaves no more than this part of an array is kept in the array's place."""
+
 _COMPARING = frozenset(("eq", "ge", "gt", "le", "lt", "ne"))
 
 
@@ -27,8 +35,12 @@ def all_but_elementwise(prim: Any, *avals: Any, **params: Any) -> bool:
     """Whether a result is kept for the backward, as `jax.checkpoint` asks: whatever is not elementwise or moved about.
 
     Products, sums, random bits, lookups and collectives are never done twice. Comparisons of floats are kept, a byte each:
-    dropout's mask instead of the bits it is made of.
+    dropout's mask instead of the bits it is made of. So is what little is taken of a large array: the one column that counts
+    of the 128 that an attention kernel writes.
     """
+    if prim.name in ("slice", "dynamic_slice"):
+        taken = params.get("slice_sizes") or np.subtract(params["limit_indices"], params["start_indices"])
+        return math.prod(map(int, taken)) * LITTLE <= avals[0].size
     if prim.name in _COMPARING:
         return any(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
     return prim.name not in ELEMENTWISE and prim.name not in _PLACING

@@ -31,6 +31,11 @@ def called_jaxpr(eqn) -> Any | None:
     return eqn.params["jaxpr"] if eqn.primitive.name in ("jit", "pjit") else None
 
 
+def acts(eqn) -> bool:
+    """Whether an equation does something besides making its results, such as printing."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 class ScanParts(NamedTuple):
     """How a scan's operands divide: constants, then the carry, then what is scanned over."""
 

@@ -4,6 +4,9 @@ XLA:TPU copies arguments that rest in host memory to the device when the program
 `device_put`. It cannot copy slices before it knows where they begin: so they begin at a zero that comes out of a barrier.
 """
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -35,13 +38,21 @@ def load(leaf: jax.Array, at: jax.Array) -> jax.Array:
     return jnp.concatenate(to_device_memory(parts))
 
 
-def slices(leaf: jax.Array, size: int) -> int:
+@functools.cache
+def slices(shape: tuple[int, ...], itemsize: int, size: int) -> int:
     """The least number of equal slices along dim 0 of which none is over `size` bytes and all begin with a tile.
 
     As many as there can be where all are over it.
+
+    Args:
+      shape: of an array.
+      itemsize: bytes of an element.
+      size: bytes of a slice.
     """
-    if leaf.ndim == 0 or leaf.size * leaf.dtype.itemsize <= size:
+    elements, tile = math.prod(shape), TILE_ROWS.get(len(shape), 1)
+    if not shape or elements * itemsize <= size or shape[0] % tile:
         return 1
-    rows, tile = leaf.shape[0], TILE_ROWS.get(leaf.ndim, 1)
-    counts = [n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or rows // n % tile == 0)]
-    return next((n for n in counts if leaf.size // n * leaf.dtype.itemsize <= size), counts[-1])
+    tiles = shape[0] // tile
+    small = [n for n in range(1, math.isqrt(tiles) + 1) if tiles % n == 0]
+    counts = sorted({*small, *(tiles // n for n in small)})
+    return next((n for n in counts if elements // n * itemsize <= size), counts[-1])

@@ -145,7 +145,8 @@ class TrainStep:
             return *kept[0], (kept[1], *counts)
 
         held = to_host_memory(result.grads, offload.gradients), state.params, state.opt_state
-        params, opt_state, others = streamed(updated, held, offload, norm)
+        sliced = placement.plan.update == "shards" and placement.stages is None and placement.at_rest is None
+        params, opt_state, others = streamed(updated, held, offload, norm, sliced=sliced)
         buffers, scale, guard, counts = others
         metrics = {**result.metrics, "loss": result.loss, "grad_norm": norm, **counts}
         variables = Variables(params, state.variables.frozen, buffers)

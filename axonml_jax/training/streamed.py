@@ -13,11 +13,11 @@ import jax
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.varying import vary_like, varying_axes
 from axonml_jax.model.program import Equation, Program, flatten, look, numbered, run
-from axonml_jax.model.trace import trace
+from axonml_jax.model.trace import acts, trace
 from axonml_jax.parallel.loading import load, moment, slices
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.sharding.memory import movable, to_device_memory, to_host_memory
-from axonml_jax.training.elementwise import first_mixing, operations
+from axonml_jax.training.alike import alike
 
 PIECE = 2**22
 """Bytes up to which leaves are loaded together, and above which a leaf is updated slice by slice."""
@@ -41,7 +41,9 @@ class Piece(NamedTuple):
     results: tuple[int, ...]
 
 
-def streamed(update: Update, held: tuple[PyTree, PyTree, PyTree], offload: CPUOffload, after: jax.Array) -> tuple:
+def streamed(
+    update: Update, held: tuple[PyTree, PyTree, PyTree], offload: CPUOffload, after: jax.Array, *, sliced: bool = True
+) -> tuple:
     """`update(*held)`, inside a compiled program, of arguments of which some rest in host memory.
 
     Which results need which arguments is seen in the traced program. An optimizer that mixes leaves on the host (a norm over
@@ -52,16 +54,30 @@ def streamed(update: Update, held: tuple[PyTree, PyTree, PyTree], offload: CPUOf
       held: its arguments, where the plan keeps them.
       offload: which of them rest in host memory; parameters and optimizer's state go back there.
       after: nothing is loaded before this is there.
+      sliced: large leaves may be updated slice by slice, where that is the same.
     """
     on_host = offload.gradients, offload.params, offload.optimizer
     if not any(on_host):
         return update(*held)
     leaves, treedef = jax.tree.flatten(held)
-    trips = _trips(update, leaves, treedef)
-    traced = trace(update, *treedef.unflatten(_first_slices(leaves, trips)))
-    program = flatten(traced.jaxpr)
     rests = [flag and movable(x) for tree, flag in zip(held, on_host, strict=True) for x in jax.tree.leaves(tree)]
-    grads = len(jax.tree.leaves(held[0]))
+    grads, whole = len(jax.tree.leaves(held[0])), [1] * len(leaves)
+    stream, out_tree = _traced(update, leaves, treedef, rests, grads, whole)
+    if sliced and (trips := _trips(leaves)) != whole:
+        try:
+            other, _ = _traced(update, leaves, treedef, rests, grads, trips)
+        except Exception:  # the optimizer's own Python code, on shapes that do not fit each other any more
+            other = stream
+        if alike(stream.program, other.program) and other.is_sound():
+            stream = other
+    return out_tree.unflatten(stream.run(after))
+
+
+def _traced(update: Update, leaves: Sequence[jax.Array], treedef: Any, rests: Any, grads: int, trips: Sequence[int]):
+    """The update as a stream, and the structure of its results. Nobody reads the first slices that it is traced with."""
+    first = [leaf if n == 1 else leaf[: len(leaf) // n] for leaf, n in zip(leaves, trips, strict=True)]
+    traced = trace(update, *treedef.unflatten(to_device_memory(first)))
+    program = flatten(traced.jaxpr)
     stream = _Stream(
         program=program,
         leaves=dict(zip(program.inputs, leaves, strict=True)),
@@ -69,26 +85,15 @@ def streamed(update: Update, held: tuple[PyTree, PyTree, PyTree], offload: CPUOf
         trips=dict(zip(program.inputs, trips, strict=True)),
         replaced=dict(enumerate(program.inputs[grads:])),
     )
-    return traced.out_tree.unflatten(stream.run(after))
+    return stream, traced.out_tree
 
 
-def _trips(update: Update, leaves: Sequence[jax.Array], treedef: Any) -> list[int]:
-    """In how many slices each leaf is updated: 1 for all where the update of slices is not the slices of the update."""
-    trips = [slices(leaf, PIECE) for leaf in leaves]
-    whole = [1] * len(leaves)
-    if trips == whole:
-        return trips
-    given = [treedef.unflatten(_first_slices(leaves, each)) for each in (whole, trips)]
-    marks = treedef.unflatten([movable(leaf) for leaf in leaves])
-    same = first_mixing(update, given[1], marks) is None and operations(update, *given[0]) == operations(
-        update, *given[1]
-    )
-    return trips if same else whole
-
-
-def _first_slices(leaves: Sequence[jax.Array], trips: Sequence[int]) -> list[jax.Array]:
-    """In device memory: to trace with, for nobody reads them."""
-    return [to_device_memory(leaf if n == 1 else leaf[: len(leaf) // n]) for leaf, n in zip(leaves, trips, strict=True)]
+def _trips(leaves: Sequence[jax.Array]) -> list[int]:
+    """In how many slices each leaf is updated: leaves of a shape in as many, however wide their elements."""
+    widest: dict[tuple[int, ...], int] = {}
+    for leaf in leaves:
+        widest[leaf.shape] = max(widest.get(leaf.shape, 1), leaf.dtype.itemsize if movable(leaf) else 1)
+    return [slices(leaf.shape, widest[leaf.shape], PIECE) if movable(leaf) else 1 for leaf in leaves]
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,16 @@ class _Stream:
         left = [i for i in range(len(self.program.outputs)) if i not in done]
         done |= self._results(left, env)
         return [done[i] for i in sorted(done)]
+
+    def is_sound(self) -> bool:
+        """Whether every result that takes the place of a sliced argument is made, of arguments sliced like it alone."""
+        made: dict[int, Piece] = {i: piece for piece in self._pieces(self._needs()) for i in piece.results}
+        for i, number in self.replaced.items():
+            piece = made.get(i)
+            kinds = {(self.leaves[n].shape, self.trips[n]) for n in (*(piece.needed if piece else ()), number)}
+            if self.trips[number] > 1 and (piece is None or len(kinds) > 1):
+                return False
+        return all(i in self.replaced for i, piece in made.items() if self._count(piece) > 1)
 
     def _at_once(
         self, piece: Piece, equations: list[Equation], env: Mapping[int, Any], at: Any
@@ -173,18 +188,24 @@ class _Stream:
         return needs
 
     def _pieces(self, needs: Mapping[int, frozenset[int]]) -> list[Piece]:
-        """The smallest that share nothing, in the order of the results."""
+        """The smallest that share nothing, in the order of the results; what acts on several makes them one."""
+        nothing: frozenset[int] = frozenset()
+        results: list[tuple[int, ...]] = [(i,) for i in range(len(self.program.outputs))]
+        wanted = [needs.get(n, nothing) if isinstance(n, int) else nothing for n in self.program.outputs]
+        for each in self.program.equations:
+            if acts(each.eqn):
+                results.append(())
+                wanted.append(nothing.union(*(needs.get(number, nothing) for number in each.read)))
         pieces: dict[int, Piece] = {}
         owner: dict[int, int] = {}
-        for i, number in enumerate(self.program.outputs):
-            wanted = needs.get(number) if isinstance(number, int) else None
-            if not wanted:
-                continue
-            touched = [pieces.pop(k) for k in sorted({owner[n] for n in wanted if n in owner})]
-            needed = wanted.union(*(piece.needed for piece in touched))
-            first = touched[0].results[0] if touched else i
-            pieces[first] = Piece(needed, tuple(sorted(sum((piece.results for piece in touched), (i,)))))
-            owner |= dict.fromkeys(needed, first)
+        for i, (made, needed) in enumerate(zip(results, wanted, strict=True)):
+            if needed:
+                touched = sorted({owner[n] for n in needed if n in owner})
+                parts = [pieces.pop(k) for k in touched] + [Piece(needed, made)]
+                first = min([*touched, i])
+                together = nothing.union(*(part.needed for part in parts))
+                pieces[first] = Piece(together, tuple(sorted(sum((part.results for part in parts), ()))))
+                owner |= dict.fromkeys(together, first)
         return [pieces[first] for first in sorted(pieces)]
 
     def _joined(self, pieces: Sequence[Piece]) -> list[Piece]:
@@ -207,8 +228,8 @@ class _Stream:
         owner = {number: k for k, piece in enumerate(pieces) for number in piece.needed}
         shared, own, wanted = [], [[] for _ in pieces], set(numbered(self.program.outputs))
         for each in reversed(self.program.equations):
-            if wanted.intersection(each.outputs):
+            if wanted.intersection(each.outputs) or acts(each.eqn):
                 wanted.update(each.read)
-                found = needs.get(each.outputs[0])
+                found = next((needs[number] for number in each.read if number in needs), None)
                 (own[owner[next(iter(found))]] if found else shared).append(each)
         return shared[::-1], [equations[::-1] for equations in own]

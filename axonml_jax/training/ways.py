@@ -15,6 +15,7 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units.remat import recomputed
 from axonml_jax.parallel.units.replayed import Replayed
 from axonml_jax.sharding.layout import is_layout
+from axonml_jax.sharding.memory import to_device_memory
 from axonml_jax.training.objective import Objective, Parts
 
 
@@ -61,7 +62,7 @@ class AtOnce(Way):
         args, placement = (state, key, batch), self.placement
         seen = placement.read_tree(self.params, placement.params) if self.read is None else self.read
         hooked = overlapped(self._loss(seen, args), placement, self.params, self.read, args, axes)
-        leaves, treedef = jax.tree.flatten(self.params)
+        leaves, treedef = jax.tree.flatten(to_device_memory(self.params, placement.plan.offload.params))
         unreduced = () if axes is None else [axis for axis in placement.axes if axis not in axes]
         carriers = vary(treedef.unflatten(map(placement.to_reduce, leaves, self.layouts)), unreduced)
         more = None if accumulated is None else treedef.unflatten(accumulated)
