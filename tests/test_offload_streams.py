@@ -91,6 +91,7 @@ TABLE = np.linspace(0, 1, 4 * 16 * 128).reshape(4, 16, 128)
 SLICED = {
     "adamw": (lambda: ADAMW, 5),
     "momentum": (lambda: optax.sgd(0.1, momentum=0.9), 5),
+    "nothing on the host": (lambda: optax.sgd(0.1), 0),
     "two dtypes": (lambda: optax.adamw(1e-2, mu_dtype=jnp.bfloat16), 5),
     "clipped": (lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)), 0),
     "lamb": (lambda: optax.lamb(1e-2), 0),

@@ -21,10 +21,10 @@ ELEMENTWISE = frozenset(
 
 _PLACING = frozenset(
     (
-        "broadcast_in_dim", "concatenate", "dynamic_slice", "expand_dims", "iota", "name", "reshape", "rev", "slice", "split",
-        "squeeze", "transpose",
+        "broadcast_in_dim", "concatenate", "expand_dims", "iota", "name", "reshape", "rev", "split", "squeeze", "transpose",
     )
 )  # fmt: skip
+
 LITTLE = 16
 """A slice that leaves no more than this part of an array is kept in the array's place."""
 

@@ -63,7 +63,7 @@ def streamed(
     rests = [flag and movable(x) for tree, flag in zip(held, on_host, strict=True) for x in jax.tree.leaves(tree)]
     grads, whole = len(jax.tree.leaves(held[0])), [1] * len(leaves)
     stream, out_tree = _traced(update, leaves, treedef, rests, grads, whole)
-    if sliced and (trips := _trips(leaves)) != whole:
+    if sliced and (trips := _trips(leaves, rests)) != whole:
         try:
             other, _ = _traced(update, leaves, treedef, rests, grads, trips)
         except Exception:  # the optimizer's own Python code, on shapes that do not fit each other any more
@@ -88,12 +88,14 @@ def _traced(update: Update, leaves: Sequence[jax.Array], treedef: Any, rests: An
     return stream, traced.out_tree
 
 
-def _trips(leaves: Sequence[jax.Array]) -> list[int]:
-    """In how many slices each leaf is updated: leaves of a shape in as many, however wide their elements."""
+def _trips(leaves: Sequence[jax.Array], rests: Sequence[bool]) -> list[int]:
+    """In how many slices each leaf is updated: leaves of a shape in as many, if one of them rests on the host."""
     widest: dict[tuple[int, ...], int] = {}
-    for leaf in leaves:
-        widest[leaf.shape] = max(widest.get(leaf.shape, 1), leaf.dtype.itemsize if movable(leaf) else 1)
-    return [slices(leaf.shape, widest[leaf.shape], PIECE) if movable(leaf) else 1 for leaf in leaves]
+    for leaf, host in zip(leaves, rests, strict=True):
+        if host:
+            widest[leaf.shape] = max(widest.get(leaf.shape, 1), leaf.dtype.itemsize)
+    sliced = lambda leaf: movable(leaf) and leaf.shape in widest
+    return [slices(leaf.shape, widest[leaf.shape], PIECE) if sliced(leaf) else 1 for leaf in leaves]
 
 
 @dataclass(frozen=True)

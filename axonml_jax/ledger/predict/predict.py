@@ -248,6 +248,7 @@ def _notes(plan: Plan, degrees: Mapping[str, int], timetable: Timetable | None, 
             timetable is not None and any(degrees.get(axis, 1) > 1 for axis in LAYER_AXES)
         ),
         "the bubble is that of the stages' matrix products, the head's on the last": timetable is not None,
-        f"{held.host:,} bytes rest in host memory; the update takes them through the device": bool(held.host),
+        f"{held.host:,} bytes rest in host memory; the update brings them to the device "
+        + ("in pieces" if timetable is None else "at once"): bool(held.host),
     }
     return tuple(note for note, holds in found.items() if holds)
