@@ -1,6 +1,7 @@
 """Text as bytes: what is read, how it is split, windows over it, and the bigram's entropy."""
 
 import os
+import socket
 from itertools import pairwise
 from pathlib import Path
 
@@ -78,6 +79,65 @@ def test_a_folder_without_text_is_one_clear_error(tmp_path):
         load_text(tmp_path)
     with pytest.raises(ValueError, match=r"0 files ending in \.xyz"):
         load_text(suffixes=(".xyz",))
+
+
+def not_regular(folder):
+    """A name of every kind that is no regular file, and what is said of it."""
+    (folder / "gone.txt").symlink_to("nowhere.txt")
+    (folder / "round.txt").symlink_to("round.txt")
+    os.mkfifo(folder / "pipe.txt")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(os.path.relpath(folder / "ear.txt"))
+    (folder / "null.txt").symlink_to(os.devnull)
+    (folder / "elsewhere").symlink_to(folder / "part0", target_is_directory=True)
+    links = {"gone.txt": "a dangling link", "round.txt": "a dangling link", "elsewhere": "a link to a folder"}
+    return {**links, "pipe.txt": "a FIFO", "ear.txt": "a socket", "null.txt": "a device"}
+
+
+def test_only_regular_files_are_read_and_what_is_passed_over_is_said(folder, caplog):
+    before, expected = load_text(folder).fingerprint, not_regular(folder)
+    assert not caplog.messages
+    assert load_text(folder).fingerprint == before
+    [message] = caplog.messages
+    first, *lines = message.splitlines()
+    assert first == f"passed over in {str(folder)!r}, for only regular files are read:"
+    assert dict(line.strip().split(": ") for line in lines) == expected
+
+
+def test_a_link_to_a_file_is_read_as_the_file(folder):
+    before = load_text(folder).fingerprint
+    (folder / "part0" / "00.txt").rename(folder / "00.bytes")
+    (folder / "part0" / "00.txt").symlink_to(folder / "00.bytes")
+    assert load_text(folder).fingerprint == before
+
+
+def test_what_may_not_be_read_is_passed_over(folder, caplog):
+    for name in ("part0", "part1/01.txt"):
+        (folder / name).chmod(0)
+    if os.access(folder / "part0", os.R_OK):
+        pytest.skip("this user may read everything")
+    train, valid = load_text(folder)
+    (folder / "part0").chmod(0o700)
+    assert len(train) + len(valid) == 12 * 50
+    assert "part0: a folder that cannot be listed: Permission denied" in caplog.text
+    assert "part1/01.txt: cannot be read: Permission denied" in caplog.text
+
+
+def test_many_names_that_are_passed_over_are_ten_lines_and_a_count(folder, caplog):
+    for i in range(30):
+        (folder / f"gone{i:02d}.txt").symlink_to("nowhere")
+    load_text(folder)
+    lines = caplog.messages[0].splitlines()
+    assert len(lines) == 12 and lines[-1] == "  and 20 more"
+
+
+def test_a_path_that_is_no_file_says_what_it_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"no text in .*pipe'(.|\n)*pipe: a FIFO"):
+        load_text(tmp_path / "pipe")
+    (tmp_path / "gone").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"no such folder: .*gone"):
+        load_text(tmp_path / "gone")
 
 
 def test_runs_written_into_the_folder_are_no_part_of_the_text(tmp_path):

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from axonml_jax.data.folder import Folder
+
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".tex", ".html", ".c", ".h", ".cpp", ".rs", ".go", ".js", ".ts", ".java")
 """File names that count as text in a folder of your own."""
 
@@ -46,7 +48,8 @@ def load_text(
 
     Args:
       path: a folder, searched with its subfolders, or one file; None: the source text of the standard library of the
-        running Python, without its tests.
+        running Python, without its tests. Only regular files are read; what is passed over (dangling links, links to
+        folders, FIFOs, sockets, devices, what may not be read) is logged by name.
       max_bytes: read no more than this, whole files in an order drawn from `seed`, the last one cut; None: everything.
       valid_fraction: share of the bytes to validate on, approached by whole files; a single file is cut near its end.
       suffixes: endings of the files to read; None: ".py" for the standard library, else `TEXT_SUFFIXES`.
@@ -57,19 +60,17 @@ def load_text(
       ValueError: the folder is missing or has no text, fewer than two bytes, or a fraction or limit out of range.
     """
     _check_limits(max_bytes, valid_fraction)
-    if path is None:
-        files = _library_files(suffixes or (".py",))
-    else:
-        runs = None if without is None else Path(without).resolve()
-        files = _folder_files(Path(path), suffixes or TEXT_SUFFIXES, runs)
-    contents = _read(files, max_bytes, np.random.Generator(np.random.Philox(key=seed)))
+    folder = _library(suffixes or (".py",)) if path is None else _given(Path(path), suffixes or TEXT_SUFFIXES, without)
+    contents = _read(folder, max_bytes, np.random.Generator(np.random.Philox(key=seed)))
     total = sum(map(len, contents))
     if total < 2:
         where = "the standard library" if path is None else f"{os.fspath(path)!r}"
         endings = ", ".join(suffixes or TEXT_SUFFIXES)
         raise ValueError(
-            f"no text in {where}: {len(files)} files ending in {endings}, {total} bytes. Give a folder of text"
+            f"no text in {where}: {len(folder.files)} files ending in {endings}, {total} bytes. Give a folder of text"
+            + (f"; {words}" if (words := folder.words()) else "")
         )
+    folder.warn()
     return _split(contents, int(total * valid_fraction))
 
 
@@ -151,36 +152,25 @@ def _check_limits(max_bytes: int | None, valid_fraction: float) -> None:
         raise ValueError(f"valid_fraction={valid_fraction}: give a share between 0 and 1, such as 0.1")
 
 
-def _library_files(suffixes: Sequence[str]) -> list[Path]:
-    return _walk(Path(os.__file__).parent, suffixes, SKIPPED_FOLDERS)
+def _library(suffixes: Sequence[str]) -> Folder:
+    return Folder(Path(os.__file__).parent, suffixes, SKIPPED_FOLDERS)
 
 
-def _folder_files(path: Path, suffixes: Sequence[str], without: Path | None) -> list[Path]:
-    if not path.exists():
+def _given(path: Path, suffixes: Sequence[str], without: str | os.PathLike | None) -> Folder:
+    try:
+        path.stat()
+    except OSError as error:
+        wrong = "no such folder" if isinstance(error, FileNotFoundError) else error.strerror
         raise ValueError(
-            f"no such folder: {str(path)!r}. Give an existing folder of text, or no path for the built-in one"
-        )
-    return [path] if path.is_file() else _walk(path, suffixes, frozenset(), without)
+            f"{wrong}: {str(path)!r}. Give an existing folder of text, or no path for the built-in one"
+        ) from error
+    return Folder(path, suffixes, without=None if without is None else Path(without).resolve())
 
 
-def _walk(root: Path, suffixes: Sequence[str], skipped: frozenset[str], without: Path | None = None) -> list[Path]:
-    found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [
-            name
-            for name in subfolders
-            if name not in skipped
-            and not name.startswith(".")
-            and (without is None or Path(folder, name).resolve() != without)
-        ]
-        found += [Path(folder, name) for name in names if name.endswith(tuple(suffixes))]
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
-
-
-def _read(files: list[Path], max_bytes: int | None, rng: np.random.Generator) -> list[bytes]:
+def _read(folder: Folder, max_bytes: int | None, rng: np.random.Generator) -> list[bytes]:
     contents, left = [], max_bytes
-    for i in rng.permutation(len(files)):
-        content = files[i].read_bytes()[:left]
+    for i in rng.permutation(len(folder.files)):
+        content = folder.read(folder.files[i], left)
         contents.append(content)
         if left is not None and (left := left - len(content)) <= 0:
             break
