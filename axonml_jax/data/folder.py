@@ -28,9 +28,7 @@ class Folder:
       passed_over: why a name that was asked for is not read, by path.
     """
 
-    def __init__(
-        self, root: Path, suffixes: Sequence[str], skipped: Collection[str] = (), without: Path | None = None
-    ):
+    def __init__(self, root: Path, suffixes: Sequence[str], skipped: Collection[str] = (), without: Path | None = None):
         self.root, self.passed_over = root, {}
         self.files: list[Path] = []
         if root.is_dir():
@@ -54,7 +52,9 @@ class Folder:
             return ""
         lines = [f"  {path}: {reason}" for path, reason in sorted(self.passed_over.items())]
         more = [f"  and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
-        return "\n".join([f"passed over in {str(self.root)!r}, for only regular files are read:", *lines[:_SHOWN], *more])
+        return "\n".join(
+            [f"passed over in {str(self.root)!r}, for only regular files are read:", *lines[:_SHOWN], *more]
+        )
 
     def warn(self) -> None:
         """Log what was passed over."""
