@@ -12,6 +12,11 @@ LossFn = Callable[[Any, Any], Any]
 """`loss_fn(model, batch) -> loss` or `(loss, metrics)`."""
 
 
+def is_array(x: Any) -> bool:
+    """Whether a leaf has a shape and a dtype: numbers, flags and strings have not."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
 def path_name(path: tuple) -> str:
     """A key path as users write it: `blocks/0/attention/kernel`.
 

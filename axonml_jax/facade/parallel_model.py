@@ -67,7 +67,7 @@ class ParallelModel(SavedModel):
         self.mesh = mesh
         self._functional, whole = functionalize(model, params, trainable)
         split = tensor_specs(self._functional.abstract_module, self.mesh.shape)
-        stages = None if plan.pipe is None else stage_assigner(model, plan.pipe)
+        stages = None if plan.pipe is None else stage_assigner(model, self._functional, plan.pipe)
         self._placement = bind_plan(plan, whole, self.mesh, split, stages)
         check_units(self._placement, self._functional)
         self.variables: Variables = first_variables(self._functional, whole, self._placement, self.mesh)

@@ -54,10 +54,13 @@ class Functional(abc.ABC):
 
     Attributes:
       param_prefix: what path names of parameters start with in a `state_dict`.
+      order: of every variable's path a sort key of its place in the model as its author wrote it; None where only names tell
+        (a Linen module).
       create: makes the model's variables, under `jit` too, where the user gave a function in the place of arrays; else None.
     """
 
     param_prefix: str = ""
+    order: Mapping[str, tuple] | None = None
     create: Callable[[], Variables] | None = None
 
     @property

@@ -48,12 +48,9 @@ def functionalize(
                 "a model is a flax.nnx.Module, or a function without arguments that makes one, but a function was given that "
                 f"cannot be called so: {error}"
             ) from None
-        made: Any = nnx.eval_shape(make)
-        if isinstance(made, nnx.Module):
-            if params is not None:
-                raise ValueError(f"{type(made).__name__} is an NNX module and makes its own arrays: leave params= out")
-            return deferred_nnx(make, trainable)
-        raise TypeError(f"the function given as a model made a {type(made).__name__}: it must return a flax.nnx.Module")
+        if params is not None:
+            raise ValueError("a function that makes an NNX module makes its arrays too: leave params= out")
+        return deferred_nnx(make, trainable)
     raise TypeError(
         "a model is a flax.nnx.Module, a function without arguments that makes one, or a flax.linen.Module with params=, but "
         f"{f'the class {model.__name__}' if isinstance(model, type) else f'a {type(model).__name__}'} was given"

@@ -10,6 +10,7 @@ from flax import nnx
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.batch_norm import synchronize_nnx
 from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
+from axonml_jax.model.order import definition_order
 from axonml_jax.model.precision import Precision
 from axonml_jax.model.trainable import merge, partition
 
@@ -23,12 +24,30 @@ def nnx_functional(model: nnx.Module, trainable: Trainable = None) -> tuple["NNX
         select = wanted.__contains__
     trained, frozen = partition(nnx.to_pure_dict(params), select, given=trainable)
     variables = Variables(trained, frozen, _without_intermediates(state))
-    return NNXFunctional(graphdef, nnx.to_pure_dict(streams), abstract(variables)), variables
+    view = NNXFunctional(graphdef, nnx.to_pure_dict(streams), abstract(variables))
+    view.order = definition_order(model)
+    return view, variables
 
 
 def deferred_nnx(make: Callable[[], nnx.Module], trainable: Trainable = None) -> tuple["NNXFunctional", Variables]:
-    """The pure view of the NNX module that `make` will make, and the shapes of its arrays."""
-    view, shapes = nnx_functional(nnx.eval_shape(make), trainable)
+    """The pure view of the NNX module that `make` will make, and the shapes of its arrays.
+
+    Raises:
+      TypeError: when it makes something else.
+    """
+    orders: list[dict[str, tuple]] = []
+
+    def noted() -> nnx.Module:
+        made = make()
+        if not isinstance(made, nnx.Module):
+            raise TypeError(
+                f"the function given as a model made a {type(made).__name__}: it must return a flax.nnx.Module"
+            )
+        orders.append(definition_order(made))  # `eval_shape` returns attributes in alphabetical order
+        return made
+
+    view, shapes = nnx_functional(nnx.eval_shape(noted), trainable)
+    view.order = orders[-1]
     view.create = lambda: nnx_functional(make(), trainable)[1]
     # Streams are a few words; jit drops the rest of the model.
     view._make_streams = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make(), nnx.RngState)))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from axonml_jax._types import PyTree
+from axonml_jax._types import PyTree, is_array
 from axonml_jax.collectives.primitives import axis_index, sum_over
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Mode, Variables
@@ -40,10 +40,10 @@ class Forward:
     def __call__(self, variables: Variables, key: jax.Array, args: tuple, kwargs: dict) -> tuple[PyTree, PyTree]:
         """Run the model; arguments that are no arrays (flags, strings) are passed as they are."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
+        arrays = [leaf if is_array(leaf) else None for leaf in leaves]
         named = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
-        check_batch(jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, named), self.mesh)
-        static = (treedef, tuple(None if _is_array(leaf) else leaf for leaf in leaves))
+        check_batch(jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, named), self.mesh)
+        static = (treedef, tuple(None if is_array(leaf) else leaf for leaf in leaves))
         with explain_typed_scan(self.placement.plan.check_vma):
             return bound_run_ahead(self._compiled(variables, key, place_batch(arrays, self.mesh), static=static))
 
@@ -145,10 +145,6 @@ class Forward:
             f"the model returned an array of shape {out.shape} and dtype {out.dtype} without a batch dim: it may differ from "
             "rank to rank and has no mean. Return it as a float, or call the model through a loss_fn"
         )
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _growing_dim(small: Any, large: Any) -> int:

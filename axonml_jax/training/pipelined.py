@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axonml_jax._types import PyTree
+from axonml_jax._types import PyTree, is_array
 from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.model.functional import Variables
 from axonml_jax.model.loss import Loss
@@ -62,20 +62,23 @@ def pipelined_call(
 ) -> tuple[PyTree, PyTree]:
     """`call(variables, key, arrays) -> (outputs, state)` microbatch by microbatch.
 
-    Outputs keep the dim that grows with the rows; floating ones without such a dim are averaged over microbatches.
+    Outputs keep the dim that grows with the rows; floating ones without such a dim are averaged over microbatches. Numbers
+    that are no arrays are the same in every microbatch and stay what they are.
     """
-    count, dims = _common(placement, arrays), None
+    count, dims, whole = _common(placement, arrays), [], (jax.tree.structure(None), [])
 
     def fun(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, arrays: PyTree):
-        nonlocal dims
+        nonlocal dims, whole
         own = Variables(params, frozen, state)
-        outputs = lambda rows: call(own, key, rows)[0]
-        dims = _growing_dims(outputs, arrays)
+        dims = _growing_dims(lambda rows: _arrays_of(call(own, key, rows)[0]), arrays)
         out, state = call(own, key, arrays)
-        return jnp.zeros(()), None, out, state
+        leaves, treedef = jax.tree.flatten(out)
+        whole = treedef, [None if is_array(x) else x for x in leaves]
+        return jnp.zeros(()), None, _arrays_of(out), state
 
     _, _, state, stacked = _run(fun, placement, variables, key, arrays, count, backward=False)
-    return jax.tree.map(_merged, stacked, dims), state
+    merged, (treedef, numbers) = iter(map(_merged, stacked, dims)), whole
+    return treedef.unflatten(next(merged) if x is None else x for x in numbers), state
 
 
 def _run(
@@ -114,7 +117,11 @@ def _microbatches(batch: PyTree, count: int) -> PyTree:
     return jax.tree.map(split, batch)
 
 
-def _growing_dims(outputs: Callable, arrays: PyTree) -> PyTree:
+def _arrays_of(outputs: PyTree) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(outputs) if is_array(x)]
+
+
+def _growing_dims(outputs: Callable, arrays: PyTree) -> list[int]:
     """For every output the dim that grows with the rows, or -1."""
 
     def shapes(factor: int) -> PyTree:
