@@ -3,12 +3,13 @@
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 
 import jax
 
-from axonml_jax.launch.config import ConfigError
+from axonml_jax.launch.refusals import TRACEBACK, refusal, traceback_wanted
 from axonml_jax.mesh.leave import leave_now
 
 USAGE_ERROR = 2
@@ -24,8 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; None: those of this process.
 
     Returns:
-      The exit status: 0; 2 for anything wrong with the arguments or the configuration, said in one message on stderr;
-      130 after Ctrl-C; 143 after SIGTERM (a training run is saved after either); 141 when the reader of its output is gone.
+      The exit status: 0; 2 for anything wrong with the arguments or the configuration, said in one message on stderr (see
+      launch/refusals.py); 130 after Ctrl-C; 143 after SIGTERM (a training run is saved after either); 141 when the reader of
+      its output is gone.
     """
     status = _status(list(sys.argv[1:] if argv is None else argv))
     if status not in (0, TERMINATED, INTERRUPTED) and jax.distributed.is_initialized():
@@ -39,9 +41,6 @@ def _status(arguments: Sequence[str]) -> int:
         if arguments[:1] != ["train"]:
             sys.stdout.flush()
         return status
-    except ConfigError as error:
-        print(f"axonml-jax: error: {error}", file=sys.stderr)
-        return USAGE_ERROR
     except BrokenPipeError:  # whoever read the output has enough, as in `axonml-jax plan ... | head`
         if arguments[:1] in (["train"], ["launch"]):
             raise  # it may be another pipe's
@@ -54,6 +53,13 @@ def _status(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     except SystemExit as stop:  # argparse's, after --help and --version or a usage error that it has printed
         return stop.code if isinstance(stop.code, int) else USAGE_ERROR
+    except Exception as error:
+        if (said := refusal(error)) is None:
+            raise
+        if traceback_wanted():
+            traceback.print_exception(error)
+        print(f"axonml-jax: error: {said}", file=sys.stderr)
+        return USAGE_ERROR
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
@@ -94,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="axonml-jax",
         description="Train any Flax model on many devices.",
-        epilog="`axonml-jax train --help` lists every key.",
+        epilog=f"`axonml-jax train --help` lists every key. {TRACEBACK}=1 shows where an error was raised.",
     )
     parser.add_argument("--version", action="version", version=version("axonml-jax"))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -103,7 +103,7 @@ def test_the_picture_holds_every_action_once_and_overlaps_nothing(draw, tmp_path
         (("--stages", "0", "--microbatches", "6"), "--stages=0 must be a positive whole number"),
         (("--stages", "4", "--microbatches", "6", "--chunks", "2"), "--chunks=2 must be 1"),
         (("--schedule", "foo", "--stages", "4", "--microbatches", "6"), "schedule='foo' is none of GPIPE ('gpipe')"),
-        (("--stages", "4", "--microbatches", "6", "--times=-1,1,1"), "forward=-1.0 has a negative time"),
+        (("--stages", "4", "--microbatches", "6", "--times=-1,1,1"), "forward=-1.0: a time is a finite number, 0 or more"),
         (("--stages", "4", "--microbatches", "6", "--times", "1,1"), "'1,1' must be three numbers"),
         (("--stages", "4", "--microbatches", "6", "--times", "1,1,x"), "'1,1,x' must be three numbers"),
         (("--stages", "4", "--microbatches", "6", "--variant", "H2"), "fused rows have none"),

@@ -62,7 +62,7 @@ def test_axes_that_the_models_layers_do_not_split_are_named_with_the_remedy(writ
         write({"mesh": {"row": 2, "tensor": 2}, "data": {"length": 127}}, MODEL | {"sequence_parallel": True})
     )
     assert "mesh.row=2 splits nothing while model.split=tensor: set model.split=grid" in message
-    assert "data.length=127 does not divide over mesh.tensor=2" in message
+    assert "127 positions do not divide over tensor=2" in message
 
 
 def test_every_key_has_help_that_says_what_it_is():

@@ -184,7 +184,7 @@ def test_stages_of_different_cost_set_the_pace():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: StageCosts(-1), "forward=-1 has a negative time"),
+        (lambda: StageCosts(-1), "forward=-1: a time is a finite number, 0 or more"),
         (lambda: StageCosts(1, (1, -2)), "input_gradient"),
         (lambda: StageCosts((1, 2), (1, 2, 3)), "must have one time per stage each"),
         (lambda: simulate(OneFOneB(2, 2).orders, StageCosts((1, 2, 3))), "times for 3 stages, the pipeline has 2"),

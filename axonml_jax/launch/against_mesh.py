@@ -1,5 +1,6 @@
 """What of a configuration does not go with the degrees of its mesh."""
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,16 @@ if TYPE_CHECKING:
 
 _SPLIT_BY = {"tensor": ("tensor",), "grid": ("row", "col", "depth")}
 """The mesh axes over which a model's layers split, by `model.split`."""
+
+_SIZES = {
+    "query heads": "model.num_heads",
+    "key and value heads": "model.num_kv_heads",
+    "features": "model.hidden_size",
+    "inner features": "model.mlp_hidden_size",
+    "words": "model.vocab_size",
+    "positions": "data.length",
+}
+"""The settings of the sizes that must divide."""
 
 
 def against_mesh(config: "RunConfig") -> Iterator[str]:
@@ -33,5 +44,23 @@ def _against_split(config: "RunConfig") -> Iterator[str]:
         for axis in axes:
             if other != split and degrees.get(axis, 1) > 1:
                 yield f"mesh.{axis}={degrees[axis]} splits nothing while model.split={split}: set model.split={other}"
-    if config.model.sequence_parallel and (parts := degrees.get("tensor", 1)) > 1 and config.data.length % parts:
-        yield f"data.length={config.data.length} does not divide over mesh.tensor={parts}, as model.sequence_parallel asks"
+    own = {axis: ranks for axis in _SPLIT_BY[split] if (ranks := degrees.get(axis, 1)) > 1}
+    if own:
+        yield from _indivisible(config, own)
+
+
+def _indivisible(config: "RunConfig", own: dict[str, int]) -> Iterator[str]:
+    """The sizes of the model that the axes it splits over do not divide, and the degrees that they may have."""
+    from axonml_jax.ledger.predict.decoder import problems
+
+    over = lambda degrees: problems(config.model, degrees, config.data.length)
+    if not (found := over(own)):
+        return
+    legal = {
+        axis: " or ".join(str(other) for other in range(1, 2 * ranks) if not over({**own, axis: other}))
+        for axis, ranks in own.items()
+    }
+    remedies = [f"mesh.{axis} {degrees}, or" for axis, degrees in legal.items() if degrees]
+    sizes = [setting for word, setting in _SIZES.items() if re.search(rf"\d {word} ", "; ".join(found))]
+    given = ", ".join(f"mesh.{axis}={ranks}" for axis, ranks in own.items())
+    yield f"{given}: {'; '.join(found)}: use {' '.join(remedies)} other values of {' and '.join(sizes)}"

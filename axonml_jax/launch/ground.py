@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from axonml_jax.launch.config import ConfigError, RunConfig
+from axonml_jax.launch.refusals import refusal
 from axonml_jax.mesh.environment import launch_environment
 from axonml_jax.mesh.fake_devices import fake_devices
 from axonml_jax.mesh.init import init
@@ -68,7 +69,7 @@ def start_devices(simulated: int | None) -> World:
     """The world of simulated CPU devices, or of those that JAX finds.
 
     Raises:
-      ValueError: for simulated devices in one of several launched processes.
+      ValueError: for simulated devices in one of several launched processes, or a platform that JAX does not have.
     """
     if simulated is not None:
         launched = launch_environment(os.environ)
@@ -79,21 +80,28 @@ def start_devices(simulated: int | None) -> World:
                 "axonml-jax train without a launcher"
             )
         fake_devices(simulated)
-    return init()
+    try:
+        return init()
+    except RuntimeError as error:
+        if "Unable to initialize backend" not in str(error):
+            raise
+        raise ValueError(f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: {error}") from error
 
 
 def all_or_refuse(*attempts: Callable[[], Any]) -> list[Any]:
     """The results of all attempts.
 
     Raises:
-      ConfigError: with the problems of every attempt that raised a ValueError.
+      ConfigError: with every attempt's refusal (see refusals.py).
     """
-    results, problems = [], []
+    results, problems = [], {}
     for attempt in attempts:
         try:
             results.append(attempt())
-        except ValueError as error:
-            problems.append(error)
+        except Exception as error:
+            if (said := refusal(error)) is None:
+                raise
+            problems[said] = error
     if problems:
-        raise ConfigError("\n".join(map(str, problems))) from problems[0]
+        raise ConfigError("\n".join(problems)) from next(iter(problems.values()))
     return results

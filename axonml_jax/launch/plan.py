@@ -39,26 +39,23 @@ def plan(arguments: Sequence[str]) -> int:
       arguments: of the command line, after `plan`.
 
     Raises:
-      ConfigError: for wrong arguments, or when no plan fits; with the reasons.
+      ValueError: for wrong arguments, or when no plan fits; with the reasons.
     """
     chosen = _parser().parse_args(arguments)
-    try:
-        base, model, sizes = _subject(chosen)
-        if chosen.as_written:
-            return _as_written(base, chosen)
-        answer = find_plan(
-            model,
-            num_devices=chosen.devices,
-            hardware=_hardware(chosen),
-            axes=tuple(chosen.axes),
-            remats=[None if each == "none" else each for each in chosen.remat],
-            max_memory=chosen.max_memory,
-            offload=chosen.offload,
-            assumptions=Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap),
-            **sizes,
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(str(error)) from error
+    base, model, sizes = _subject(chosen)
+    if chosen.as_written:
+        return _as_written(base, chosen)
+    answer = find_plan(
+        model,
+        num_devices=chosen.devices,
+        hardware=_hardware(chosen),
+        axes=tuple(chosen.axes),
+        remats=[None if each == "none" else each for each in chosen.remat],
+        max_memory=chosen.max_memory,
+        offload=chosen.offload,
+        assumptions=Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap),
+        **sizes,
+    )
     print(answer.to_json() if chosen.json else answer)
     if chosen.ledger:
         print("", answer.prediction, "", answer.timeline, sep="\n")

@@ -18,6 +18,7 @@ from axonml_jax.parallel.pipeline.timetable import Timetable
 from axonml_jax.parallel.pipeline.trace import Event, tick_times, trace_orders, trace_ticks
 
 FASTEST = "fastest"
+NARROWEST = 20
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ def schedule(arguments: Sequence[str]) -> int:
       ConfigError: for a size that the schedule refuses, or a picture that cannot be written.
     """
     chosen = _parser().parse_args(arguments)
+    if chosen.width < NARROWEST:
+        raise ConfigError(f"--width {chosen.width}: a line has at least {NARROWEST} characters")
     try:
         costs = StageCosts(*chosen.times, communication=chosen.communication)
         drawing = _fastest(chosen, costs) if chosen.schedule == FASTEST else _chosen(chosen, costs)

@@ -98,8 +98,8 @@ def _question(model, num_devices, kind, global_batch, length, precision, moments
     if not isinstance(config, TransformerConfig):
         raise TypeError(f"model={type(model).__name__}: give a TransformerConfig, or a model that has one as `config`")
     given, chosen = assumptions or Assumptions(), hardware(kind)
-    problems = {"num_devices": num_devices, "global_batch": global_batch}
-    if wrong := {name: value for name, value in problems.items() if value < 1}:
+    sizes = {"num_devices": num_devices, "global_batch": global_batch, "length": 1 if length is None else length}
+    if wrong := ", ".join(f"{name}={value}" for name, value in sizes.items() if value < 1):
         raise ValueError(f"{wrong}: each must be at least 1")
     return Question(
         model=config,

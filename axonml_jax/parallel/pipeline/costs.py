@@ -1,5 +1,6 @@
 """What a pipeline's actions cost: times per stage of F, I, W and of sending."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,8 +30,8 @@ class StageCosts:
             value = getattr(self, name)
             if isinstance(value, Sequence):
                 object.__setattr__(self, name, tuple(value))
-            if any(time < 0 for time in (value if isinstance(value, Sequence) else [value])):
-                problems.append(f"{name}={value!r} has a negative time")
+            if not all(0 <= time < math.inf for time in (value if isinstance(value, Sequence) else [value])):
+                problems.append(f"{name}={value!r}: a time is a finite number, 0 or more")
         if len({len(times) for times in self._sequences()}) > 1:
             given = {name: len(times) for name, times in vars(self).items() if isinstance(times, tuple)}
             problems.append(f"{given} must have one time per stage each")

@@ -1,0 +1,118 @@
+"""No refusal leaves the command line as a traceback, whatever raised it; a bug leaves it as nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from axonml_jax import __main__ as command_line
+from axonml_jax.__main__ import main
+from axonml_jax.launch.refusals import TRACEBACK, refusal
+from axonml_jax.mesh.shape import MeshShape
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+QUICKSTART = str(CONFIGS / "quickstart.yaml")
+FILES = {
+    "binary.yaml": b"\xff\xfe\x00",
+    "list.yaml": b"- 1\n",
+    "empty.yaml": b"",
+    "half.yaml": b"name: [a",
+    "it.py": b"",
+}
+SMALL = ("gpt2-small", "--devices", "8", "--batch", "8")
+
+WRONG = {
+    "train": [
+        ((), "give a configuration file first"),
+        (("none.yaml",), "no such configuration file: none.yaml"),
+        (("binary.yaml",), "binary.yaml is not YAML"),
+        (("list.yaml",), "list.yaml holds no keys"),
+        (("empty.yaml",), "empty.yaml holds no keys"),
+        (("half.yaml",), "half.yaml is not YAML"),
+        ((QUICKSTART, "--mesh.tensor", "2"), "mesh.tensor=2: 3 query heads do not divide over tensor=2"),
+        ((QUICKSTART, "--mesh.tensor", "2"), "use mesh.tensor 1, or other values of model.num_heads"),
+        ((QUICKSTART, "--mesh.tensor", "0"), "tensor=0: a degree is an int >= 1"),
+        ((QUICKSTART, "--plan.comm_dtype", "foo"), "comm_dtype='foo' must be a floating dtype"),
+        ((QUICKSTART, "--data.path", "none"), "no such folder: 'none'"),
+    ],
+    "explain": [
+        ((QUICKSTART, "--mesh.tensor", "2"), "use mesh.tensor 1, or other values of model.num_heads"),
+        ((QUICKSTART, "--model.split", "grid", "--mesh.row", "2"), "use mesh.row 1 or 3, or other values of model.num_heads"),
+        ((QUICKSTART, "--model.attention", "splash"), "attention='splash' does not apply here"),
+        ((QUICKSTART, "--write-baseline", "none/baseline.json"), "none/baseline.json"),
+        ((QUICKSTART, "--hardware", "v9"), "invalid choice: 'v9'"),
+    ],
+    "plan": [
+        ((), "required"),
+        (("half.yaml", "--devices", "8"), "half.yaml is not YAML"),
+        ((*SMALL, "--length", "0"), "length=0: each must be at least 1"),
+        ((*SMALL, "--devices", "0"), "num_devices=0: each must be at least 1"),
+        ((*SMALL, "--efficiency", "2"), "shares lie between 0 and 1"),
+        ((*SMALL, "--axes", "data", "--write", "none/x.yaml"), "none/x.yaml"),
+    ],
+    "schedule": [
+        (("--stages", "2", "--microbatches", "2", "--times", "nan,1,1"), "forward=nan: a time is a finite number"),
+        (("--stages", "2", "--microbatches", "2", "--communication", "inf"), "communication=inf: a time is a finite"),
+        (("--stages", "2", "--microbatches", "2", "--width", "0"), "--width 0: a line has at least 20 characters"),
+    ],
+    "devices": [(("--simulated", "0"), "must be at least 1"), (("--simulated", "few"), "invalid int value: 'few'")],
+    "launch": [
+        (("none.py",), "no such script: none.py"),
+        (("--nnodes", "two", "it.py"), "--nnodes two: must be a positive number"),
+        (("--log-dir", "it.py", "it.py"), "--log-dir it.py"),
+        (("--master-addr", "nowhere.invalid", "--master-port", "3333", "it.py"), "cannot listen on nowhere.invalid:3333"),
+    ],
+    "tarin": [((), "invalid choice: 'tarin'")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "words"), [(name, *case) for name, cases in WRONG.items() for case in cases]
+)
+def test_a_wrong_command_line_is_refused_in_one_message(command, flags, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    assert main([command, *flags]) == 2
+    err = capsys.readouterr().err
+    assert words in err and "Traceback" not in err
+
+
+def ours():
+    return MeshShape(data=0)
+
+
+def other_code():
+    return int("two")
+
+
+def an_assertion():
+    raise AssertionError("ours alone to mend")
+
+
+def a_missing_file():
+    return Path("none.txt").read_text()
+
+
+def error_of(wrong) -> BaseException:
+    with pytest.raises(BaseException) as caught:
+        wrong()
+    return caught.value
+
+
+def test_what_the_library_raises_is_a_refusal_and_what_it_trips_over_is_a_bug():
+    assert "data=0: a degree is an int" in (refusal(error_of(ours)) or "")
+    assert refusal(error_of(a_missing_file)) == "none.txt: No such file or directory"
+    assert refusal(error_of(other_code)) is None and refusal(error_of(an_assertion)) is None
+
+
+@pytest.mark.parametrize("wrong", [ours, other_code], ids=["refusal", "bug"])
+def test_a_bug_keeps_its_traceback_and_a_refusal_shows_one_when_asked(wrong, monkeypatch, capsys):
+    monkeypatch.setattr(command_line, "_dispatch", lambda arguments: wrong())
+    monkeypatch.setenv(TRACEBACK, "1")
+    if wrong is other_code:
+        with pytest.raises(ValueError, match="invalid literal"):
+            main(["devices"])
+        return
+    assert main(["devices"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err and err.rstrip().splitlines()[-1].startswith("axonml-jax: error: mesh degrees data=0")
