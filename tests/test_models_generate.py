@@ -83,3 +83,29 @@ def test_other_models_are_called_on_a_window():
     assert parallel.is_training
     with pytest.raises(ValueError, match="length=-1 is negative"):
         ax.generate(parallel, PROMPTS, -1, jax.random.key(0))
+
+
+# What is generated from, by how it holds the model.
+WRITERS = {
+    "module": lambda model: model,
+    "wrapped": lambda model: ax.DDP(Plain(model), mesh_of(data=2)),
+    "tensor": lambda model: ax.parallelize(model, mesh_of(data=1, tensor=2)),
+    "pipeline": lambda model: ax.Pipeline(model, mesh_of(pipe=2), num_microbatches=2),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_text_past_the_models_length_is_one_error_everywhere_and_its_remedies_work(name):
+    config = dataclasses.replace(LLAMA, max_length=4, num_layers=1 + (name == "pipeline"), param_dtype="float32")
+    model, key = WRITERS[name](make(config)), jax.random.key(0)
+    with pytest.raises(
+        ValueError, match=r"generate: prompts of 3 tokens and length=3 make 6, .* max_length=4: "
+    ) as past:
+        ax.generate(model, PROMPTS, 3, key)
+    assert str(past.value).endswith("see the last 4 tokens of longer texts, length=1 stays within it")
+    assert ax.generate(model, PROMPTS, 3, key, window=4).shape == (2, 6)
+    assert ax.generate(model, PROMPTS, 1, key).shape == (2, 4)
+    with pytest.raises(ValueError, match="generate: window=5 is longer than the model's max_length=4: window=4 makes"):
+        ax.generate(model, PROMPTS, 1, key, window=5)
+    with pytest.raises(ValueError, match=r"prompts of 4 tokens and length=1 .* of longer texts$"):
+        ax.generate(model, [[1] * 4], 1, key)

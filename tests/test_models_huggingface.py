@@ -94,18 +94,6 @@ def test_what_the_transformer_here_is_not_is_refused(change, said):
         description_of(dataclasses.replace(CONFIGS["llama"], norm="layernorm"))
 
 
-def test_names_are_mapped_on_the_way(tmp_path):
-    pytest.importorskip("safetensors")
-    file = tmp_path / "it.safetensors"
-    ax.save_safetensors(file, {"a/w": np.ones(2), "b/w": np.zeros((), np.float32)}, rename=[("/", ".")])
-    assert sorted(ax.load_safetensors(file)) == ["a.w", "b.w"]
-    assert sorted(ax.load_safetensors(file, rename=lambda name: name if name[0] == "a" else None)) == ["a.w"]
-    with pytest.raises(ValueError, match=r"several arrays the same name: b.w -> a.w"):
-        ax.load_safetensors(file, rename={"b.w": "a.w"})
-    with pytest.raises(FileNotFoundError, match="no safetensors file at"):
-        ax.load_safetensors(tmp_path / "none")
-
-
 @pytest.mark.skipif(
     PYTHON is None, reason="torch and transformers are not installed (AXONML_TRANSFORMERS_PYTHON names a Python)"
 )

@@ -1,7 +1,7 @@
 """Global batches from any dataset: the same samples in the same order whatever the mesh or the number of processes."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.data.collate import local_rows, place_rows, stack_samples
+from axonml_jax.data.columns import as_dataset
 from axonml_jax.data.fetch import Fetch, FromStart, MapDataset
 from axonml_jax.data.order import seed_offenders
 from axonml_jax.data.position import Batching, Position
@@ -21,7 +22,7 @@ END = object()
 
 
 def create_dataloader(
-    dataset: MapDataset,
+    dataset: MapDataset | Mapping[str, Any],
     global_batch_size: int,
     mesh: Mesh,
     *,
@@ -45,7 +46,8 @@ def create_dataloader(
     [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
     Args:
-      dataset: anything with `__len__` and `__getitem__`, a `torch.utils.data.Dataset` too. A string `fingerprint` that it
+      dataset: anything with `__len__` and `__getitem__`, a `torch.utils.data.Dataset` too, or a dict of arrays
+        [samples, ...], whose rows are the samples. A string `fingerprint` that it
         has is kept with the position, and a position of other content is refused.
       global_batch_size: samples per step over all devices; divisible by the product of the mesh's batch axes.
       mesh: where batches live; a mesh without batch axes gets them replicated.
@@ -61,8 +63,9 @@ def create_dataloader(
 
     Raises:
       TypeError: the dataset lacks `__len__` or `__getitem__`.
-      ValueError: lists every argument out of range, before anything is loaded.
+      ValueError: lists every argument out of range, or every array of a dict when lengths differ, before anything is loaded.
     """
+    dataset = as_dataset(dataset)
     _check_dataset(dataset)
     offenders = seed_offenders(seed)
     offenders += _batch_offenders(global_batch_size, mesh, len(dataset), drop_last)

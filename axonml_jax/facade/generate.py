@@ -42,11 +42,12 @@ def generate(
       int32 [b, p + length], prompts included.
 
     Raises:
-      ValueError: for prompts or options that cannot work.
+      ValueError: for prompts or options that cannot work, such as more positions at once than the model's `max_length`.
     """
     if not isinstance(model, ParallelModel):
         return models.generate(model, tokens, length, key, temperature=temperature, window=window)
-    text = models.checked_prompts(tokens, length, temperature, window)
+    most = models.longest(model._functional.abstract_module)
+    text = models.checked_prompts(tokens, length, temperature, window, most)
     width = window or text.shape[1] + length
     if hasattr(model._functional.abstract_module, "extend") and model._placement.stages is None:
         after = models.Cached(_Extend(model, width), width)

@@ -7,19 +7,14 @@ import numpy as np
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.functional import Functional, Variables
+from axonml_jax.model.named import named_variables
 from axonml_jax.sharding.place import cast, is_deleted, to_host
 
 
 def state_dict(model: Functional, variables: Variables) -> dict[str, Any]:
     """Whole NumPy arrays by path name, parameters first."""
     host = to_host(variables)
-    return dict(_named(model, host))
-
-
-def _named(model: Functional, variables: Variables) -> list[tuple[str, Any]]:
-    prefix = model.param_prefix
-    params = [(prefix + n, x) for tree in (variables.params, variables.frozen) for n, x in named_leaves(tree).items()]
-    return params + list(named_leaves(variables.state).items())
+    return named_variables(model, host)
 
 
 def load_state_dict(
@@ -33,7 +28,7 @@ def load_state_dict(
     Raises:
       ValueError: listing every name whose shape differs and, when strict, every missing and unexpected one.
     """
-    wanted = dict(_named(model, variables))
+    wanted = named_variables(model, variables)
     missing = [name for name in wanted if name not in values]
     unexpected = [name for name in values if name not in wanted]
     wrong = _wrong_shapes(values, wanted)

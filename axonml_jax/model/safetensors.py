@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax import nnx
+
+from axonml_jax.model.named import named_arrays
 
 Rename = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str | None] | None
 """Exact names by name, (regular expression, replacement) pairs applied in order, or a function (None leaves the array out)."""
@@ -17,7 +20,7 @@ _INDEX = ".safetensors.index.json"
 
 def save_safetensors(
     path: str | os.PathLike,
-    values: Mapping[str, Any],
+    values: nnx.Module | Mapping[str, Any],
     *,
     rename: Rename = None,
     metadata: Mapping[str, str] | None = None,
@@ -26,17 +29,23 @@ def save_safetensors(
 
     Args:
       path: the file.
-      values: arrays by name.
+      values: an NNX module, a Linen module's variables, a nested state (of dicts, or an `nnx.State`), or arrays by name.
+        Names are those of `state_dict`: paths such as `blocks/0/norm/scale`.
       rename: from these names to the file's.
       metadata: strings to keep in the file.
 
     Raises:
       ImportError: without the package safetensors.
+      TypeError: for anything else, such as a parallel model (give its `state_dict()`), or leaves that are no arrays.
       ValueError: listing names that become the same.
     """
     from safetensors.numpy import save_file  # pyright: ignore[reportMissingImports]
 
-    arrays = {name: np.ascontiguousarray(np.asarray(value)) for name, value in renamed(values, rename).items()}
+    try:
+        named = named_arrays(values)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"save_safetensors: {error}") from error
+    arrays = {name: np.ascontiguousarray(np.asarray(value)) for name, value in renamed(named, rename).items()}
     temporary = Path(f"{os.fspath(path)}.saving")
     save_file(arrays, temporary, metadata=dict(metadata or {}))
     temporary.replace(path)

@@ -43,9 +43,10 @@ def generate(
       int32 [b, p + length], prompts included.
 
     Raises:
-      ValueError: an empty prompt, or a negative length or temperature, or a window below 1.
+      ValueError: an empty prompt, a negative length or temperature, a window below 1, or more positions at once than the
+        model's `max_length`.
     """
-    text = checked_prompts(tokens, length, temperature, window)
+    text = checked_prompts(tokens, length, temperature, window, longest(model))
     width = window or text.shape[1] + length
     if not isinstance(model, nnx.Module):
         after = Windowed(model, width)
@@ -96,11 +97,20 @@ class Windowed:
         return self.logits_of(padded)[:, seen.shape[1] - 1]
 
 
-def checked_prompts(tokens: Any, length: int, temperature: float, window: int | None) -> np.ndarray:
+def longest(model: Any) -> int | None:
+    """The longest sequence that an NNX model takes, as it or a module in it says (`max_length`); None where none does."""
+    modules = (module for _, module in nnx.iter_graph(model)) if isinstance(model, nnx.Module) else ()
+    limits = [getattr(module, "max_length", None) for module in modules if isinstance(module, nnx.Module)]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
+
+
+def checked_prompts(
+    tokens: Any, length: int, temperature: float, window: int | None, max_length: int | None
+) -> np.ndarray:
     """The prompts as int32 [b, p].
 
     Raises:
-      ValueError: listing everything that is wrong.
+      ValueError: listing everything that is wrong, before the model is called.
     """
     text = np.asarray(tokens, np.int32)
     problems = {
@@ -112,7 +122,20 @@ def checked_prompts(tokens: Any, length: int, temperature: float, window: int | 
     }
     if offenders := [problem for problem, present in problems.items() if present]:
         raise ValueError("generate: " + "; ".join(offenders))
+    if max_length is not None and (window or text.shape[1] + length) > max_length:
+        raise ValueError(f"generate: {_too_long(text.shape[1], length, window, max_length)}")
     return text
+
+
+def _too_long(prompt: int, length: int, window: int | None, most: int) -> str:
+    slides = f"window={most} makes the model see the last {most} tokens of longer texts"
+    if window is not None:
+        return f"window={window} is longer than the model's max_length={most}: {slides}"
+    shorter = f", length={most - prompt} stays within it" if most > prompt else ""
+    return (
+        f"prompts of {prompt} tokens and length={length} make {prompt + length}, longer than the model's "
+        f"max_length={most}: {slides}{shorter}"
+    )
 
 
 def extended(model: Any, tokens: jax.Array, caches: Any, room: int) -> tuple[jax.Array, Any]:

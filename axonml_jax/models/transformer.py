@@ -80,6 +80,11 @@ class Transformer(nnx.Module):
         self.norm = make_norm(config, rngs=rngs)
         self.head = None if config.tie_embeddings else make_head(config, rngs=rngs)
 
+    @property
+    def max_length(self) -> int:
+        """The longest sequence that a call takes."""
+        return self.config.max_length
+
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits of the token after each position, which sees itself and everything before it.
 
@@ -163,9 +168,9 @@ class Transformer(nnx.Module):
         return x
 
     def _check_length(self, length: int) -> None:
-        if length > self.config.max_length:
+        if length > self.max_length:
             raise ValueError(
-                f"a sequence of {length} tokens is longer than max_length={self.config.max_length}: "
+                f"a sequence of {length} tokens is longer than max_length={self.max_length}: "
                 "shorten it or build the model with a larger max_length"
             )
 
