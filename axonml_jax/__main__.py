@@ -1,4 +1,7 @@
-"""The command line: `axonml-jax train | plan | launch | explain | schedule | devices`, also `python -m axonml_jax`."""
+"""The command line: `axonml-jax train | plan | launch | explain | schedule | devices`, also `python -m axonml_jax`.
+
+Every command reads its arguments before it imports what it needs: help and refusals do not wait for JAX.
+"""
 
 import argparse
 import os
@@ -7,10 +10,8 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 
-import jax
-
 from axonml_jax.launch.refusals import TRACEBACK, refusal, traceback_wanted
-from axonml_jax.mesh.leave import leave_now
+from axonml_jax.mesh.leave import joined, leave_now
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       its output is gone.
     """
     status = _status(list(sys.argv[1:] if argv is None else argv))
-    if status not in (0, TERMINATED, INTERRUPTED) and jax.distributed.is_initialized():
+    if status not in (0, TERMINATED, INTERRUPTED) and joined():
         leave_now(status)  # the other processes may be waiting for this one
     return status
 
@@ -48,7 +49,7 @@ def _status(arguments: Sequence[str]) -> int:
         return CLOSED_PIPE
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
-        if jax.distributed.is_initialized():
+        if joined():
             leave_now(INTERRUPTED)
         return INTERRUPTED
     except SystemExit as stop:  # argparse's, after --help and --version or a usage error that it has printed
@@ -72,28 +73,37 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
         return schedule(arguments[1:])
     if arguments[:1] == ["plan"]:
-        from axonml_jax.launch.plan import plan
-
-        return plan(arguments[1:])
+        return _plan(arguments[1:])
     if arguments[:1] in (["train"], ["explain"]):
-        # What follows is read by the configuration's own parser, made from the configuration's keys.
-        from axonml_jax.launch import run
-        from axonml_jax.launch.budget import Budget, budget_parser
-        from axonml_jax.launch.estimate import Estimate, estimate_parser
-        from axonml_jax.launch.own_flags import help_of, split_flags
-        from axonml_jax.launch.read_config import read_config
-
-        command, *rest = arguments
-        parsers = [budget_parser(command), *([estimate_parser()] if command == "explain" else [])]
-        [budget, *estimate], rest = split_flags(parsers, rest)
-        config = read_config(command, rest, help_of(parsers))
-        if command == "train":
-            return run.train(config, Budget(**budget))
-        return run.explain(config, Budget(**budget), Estimate(**estimate[0]))
+        return _run(*arguments)
     chosen = _parser().parse_args(arguments)
     from axonml_jax.launch.devices import devices
 
     return devices(chosen.simulated)
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    from axonml_jax.launch.plan_flags import plan_parser
+
+    chosen = plan_parser().parse_args(arguments)
+    from axonml_jax.launch.plan import plan
+
+    return plan(chosen, arguments)
+
+
+def _run(command: str, *arguments: str) -> int:
+    # What follows is read by the configuration's own parser, made from the configuration's keys.
+    from axonml_jax.launch.own_flags import Budget, Estimate, budget_parser, estimate_parser, help_of, split_flags
+    from axonml_jax.launch.read_config import read_config
+
+    parsers = [budget_parser(command), *([estimate_parser()] if command == "explain" else [])]
+    [budget, *estimate], rest = split_flags(parsers, arguments)
+    config = read_config(command, rest, help_of(parsers))
+    from axonml_jax.launch import run
+
+    if command == "train":
+        return run.train(config, Budget(**budget))
+    return run.explain(config, Budget(**budget), Estimate(**estimate[0]))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from axonml_jax.__main__ import main
-from axonml_jax.launch.plan import memory_size
+from axonml_jax.launch.memory_size import memory_size
 from axonml_jax.launch.read_config import read_config
 
 PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from axonml_jax.launch.config import RunConfig
@@ -53,7 +53,8 @@ def _indivisible(config: "RunConfig", own: dict[str, int]) -> Iterator[str]:
     """The sizes of the model that the axes it splits over do not divide, and the degrees that they may have."""
     from axonml_jax.ledger.predict.decoder import problems
 
-    over = lambda degrees: problems(config.model, degrees, config.data.length)
+    model: Any = config.model
+    over = lambda degrees: problems(model, degrees, config.data.length)
     if not (found := over(own)):
         return
     legal = {

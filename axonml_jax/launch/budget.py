@@ -1,8 +1,6 @@
 """What a step may cost: `explain --check` and `--max-memory` for CI, and `train`'s refusal of what cannot fit."""
 
-import argparse
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -10,7 +8,7 @@ import jax
 from axonml_jax.launch.config import ConfigError, RunConfig
 from axonml_jax.launch.describe import MOMENTS
 from axonml_jax.launch.ground import Ground
-from axonml_jax.launch.plan import memory_size
+from axonml_jax.launch.own_flags import Budget
 from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.parallel.hops import torus_of
@@ -19,42 +17,6 @@ from axonml_jax.planner.hardware import Hardware
 
 OVER_BUDGET = 4
 """Exit status of `explain` when a step costs more memory or traffic than it may."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """What a step may cost.
-
-    Attributes:
-      check: a baseline that memory and traffic may not exceed.
-      tolerance: by which share they may.
-      max_memory: bytes of a device.
-      write_baseline: where to write a baseline.
-      force: train even what cannot fit.
-    """
-
-    check: Path | None = None
-    tolerance: float = 0.0
-    max_memory: float | None = None
-    write_baseline: Path | None = None
-    force: bool = False
-
-
-def budget_parser(command: str) -> argparse.ArgumentParser:
-    """The budget's flags of `train` or `explain`."""
-    parser = argparse.ArgumentParser(prog=f"axonml-jax {command}", add_help=False, allow_abbrev=False)
-    of_device = "bytes that a device may hold, as in 16GiB"
-    if command == "train":
-        parser.add_argument(
-            "--max-memory", type=memory_size, metavar="SIZE", help=f"{of_device}: refuse what needs more"
-        )
-        parser.add_argument("--force", action="store_true", help="train even what does not fit")
-        return parser
-    parser.add_argument("--max-memory", type=memory_size, metavar="SIZE", help=f"{of_device}: exit with 4 beyond it")
-    parser.add_argument("--check", type=Path, metavar="FILE", help="a baseline: exit with 4 when a step costs more")
-    parser.add_argument("--tolerance", type=float, default=0.0, metavar="X", help="by which share it may (default: 0)")
-    parser.add_argument("--write-baseline", type=Path, metavar="FILE", help="write what a step costs as a baseline")
-    return parser
 
 
 def predicted(config: RunConfig, ground: Ground, kind: Hardware | None = None) -> Prediction:

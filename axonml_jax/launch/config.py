@@ -1,19 +1,19 @@
-"""What a training run is made of, as frozen values: the sections and keys of a configuration file."""
+"""What a training run is made of, as frozen values: the sections and keys of a configuration file.
+
+Nothing here imports JAX, so that help and wrong keys are answered at once.
+"""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from axonml_jax.collectives.buckets import GradSyncStrategy
 from axonml_jax.launch.against_mesh import against_mesh
 from axonml_jax.launch.checkpoint_config import CheckpointConfig
 from axonml_jax.launch.lowest import at_least
 from axonml_jax.launch.pipeline_config import PipelineConfig
-from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.parallel.ddp import Replicate
-from axonml_jax.parallel.fsdp import Shard, ShardingStrategy
-from axonml_jax.parallel.offload import CPUOffload
-from axonml_jax.parallel.plan import Plan
+
+if TYPE_CHECKING:
+    from axonml_jax.parallel.plan import Plan
 
 BYTES = 256
 """Token ids of byte-level text."""
@@ -108,30 +108,11 @@ class PlanConfig:
         except (TypeError, ValueError) as error:
             raise ValueError(f"plan: {error}") from error
 
-    def build(self) -> Plan:
+    def build(self) -> "Plan":
         """The plan."""
-        data = Replicate(
-            sync_strategy=GradSyncStrategy(self.sync_strategy),
-            bucket_size_mb=self.bucket_size_mb,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            comm_dtype=self.comm_dtype,
-        )
-        return Plan(
-            data=data,
-            fsdp=self._sharding(),
-            precision=Precision.of(self.precision),
-            offload=CPUOffload(self.offload),
-            accumulate=self.accumulate,
-            remat=self.remat,
-            check_vma=self.check_vma,
-        )
+        from axonml_jax.launch.build_plan import build_plan
 
-    def _sharding(self) -> Shard | Replicate:
-        view = self.gradient_as_bucket_view
-        strategy = ShardingStrategy(self.sharding_strategy or "full_shard")
-        if strategy is ShardingStrategy.NO_SHARD:
-            return strategy.on_axis(prefetch=self.prefetch)
-        return strategy.on_axis(prefetch=self.prefetch, flat=None if view is None else not view)
+        return build_plan(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +275,7 @@ class RunConfig:
         if problems:
             raise ValueError("; ".join(problems))
 
-    def build_plan(self) -> Plan:
+    def build_plan(self) -> "Plan":
         """The plan of the run."""
         plan = self.plan.build()
         return plan if self.mesh.pipe == 1 else replace(plan, pipe=self.pipeline.build())

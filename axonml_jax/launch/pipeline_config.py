@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from axonml_jax.parallel.pipeline.policy import Pipelined
-
 if TYPE_CHECKING:
     from axonml_jax.launch.config import RunConfig
+    from axonml_jax.parallel.pipeline.policy import Pipelined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +32,10 @@ class PipelineConfig:
         except ValueError as error:
             raise ValueError(f"pipeline: {error}") from error
 
-    def build(self) -> Pipelined:
+    def build(self) -> "Pipelined":
         """The plan's part."""
+        from axonml_jax.parallel.pipeline.policy import Pipelined
+
         return Pipelined(
             schedule=self.schedule,  # pyright: ignore[reportArgumentType]  # Pipelined converts names
             num_microbatches=self.microbatches,

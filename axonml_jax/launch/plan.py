@@ -13,6 +13,7 @@ from axonml_jax.launch.config import ConfigError, MeshConfig, PlanConfig, RunCon
 from axonml_jax.launch.describe import MOMENTS
 from axonml_jax.launch.estimate import drawn
 from axonml_jax.launch.pipeline_config import PipelineConfig
+from axonml_jax.launch.plan_flags import MEASURE
 from axonml_jax.launch.read_config import as_dict, read_config
 from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.mesh.axes import AXES
@@ -22,26 +23,25 @@ from axonml_jax.models.presets import PRESETS, preset
 from axonml_jax.planner.answer import Answer
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.candidate import Candidate
-from axonml_jax.planner.hardware import HARDWARE, hardware
+from axonml_jax.planner.hardware import hardware
 from axonml_jax.planner.price import price
 from axonml_jax.planner.search import plan as find_plan
 from axonml_jax.planner.timeline import timeline
 from axonml_jax.planner.verify import verify, verify_plan
 
 _STAGES = {0: None, 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
-MEASURE = "measure"
 
 
-def plan(arguments: Sequence[str]) -> int:
+def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Plan from the command line. Starts no devices, but for `--hardware measure`.
 
     Args:
+      chosen: the flags' values.
       arguments: of the command line, after `plan`.
 
     Raises:
       ValueError: for wrong arguments, or when no plan fits; with the reasons.
     """
-    chosen = _parser().parse_args(arguments)
     base, model, sizes = _subject(chosen)
     if chosen.as_written:
         return _as_written(base, chosen)
@@ -190,72 +190,3 @@ def _pipeline(found: Candidate) -> PipelineConfig:
         return PipelineConfig()
     schedule: Any = found.schedule.value
     return PipelineConfig(schedule=schedule, microbatches=found.microbatches, chunks=found.chunks)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="axonml-jax plan",
-        description="Find the fastest plan that fits, on paper: no devices are needed.",
-        epilog="axonml-jax plan llama3-8b --devices 512 --hardware v5p --batch 1024",
-    )
-    parser.add_argument("model", help=f"a configuration file, or {', '.join(PRESETS)}")
-    parser.add_argument("--devices", type=int, required=True, metavar="N")
-    names = ", ".join(HARDWARE)
-    parser.add_argument(
-        "--hardware", default="v5p", help=f"{names}, or {MEASURE}: this machine's devices (default: v5p)"
-    )
-    parser.add_argument("--batch", type=int, metavar="B", help="sequences per update (default: the configuration's)")
-    parser.add_argument(
-        "--length", type=int, metavar="S", help="of a sequence (default: the configuration's or the longest)"
-    )
-    parser.add_argument("--precision", choices=["float32", "bf16", "bf16-reduce", "fp16"], default="bf16")
-    parser.add_argument("--max-memory", type=memory_size, metavar="SIZE", help="bytes of a device to use, as in 14GiB")
-    parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES, help="mesh axes to consider (default: all)")
-    parser.add_argument(
-        "--remat", nargs="+", choices=["none", "selective", "full"], default=["none", "selective", "full"],
-        help="kinds of recomputation to consider (default: all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--as-written", action="store_true", help="take the configuration's own mesh and plan instead of searching"
-    )
-    parser.add_argument(
-        "--offload", action="store_true", help="optimizer states may rest on the host if nothing fits else"
-    )
-    parser.add_argument(
-        "--efficiency", type=float, default=Assumptions.efficiency, metavar="X", help="of the peak FLOP/s"
-    )
-    parser.add_argument(
-        "--overlap", type=float, default=Assumptions.overlap, metavar="X", help="share of compute that hides traffic"
-    )
-    _add_outputs(parser)
-    return parser
-
-
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--ledger", action="store_true", help="print the best plan's memory, traffic and timeline too")
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw the best plan's memory, traffic and timeline"
-    )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write a configuration that `axonml-jax train` runs")
-    parser.add_argument(
-        "--verify", metavar="TOPOLOGY", help="compile the step for TPU chips that need not be here, as v5p:8x8x8"
-    )
-
-
-def memory_size(text: str) -> float:
-    """Bytes of a size as people write it.
-
-    >>> memory_size("16GiB") == 16 * 2**30, memory_size("80GB"), memory_size("512")
-    (True, 80000000000.0, 512.0)
-
-    Raises:
-      argparse.ArgumentTypeError: for anything else.
-    """
-    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "": 1}
-    number = text.rstrip("KMGTiB ")
-    unit = text[len(number) :].strip()
-    try:
-        return float(number) * units[unit]
-    except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 16GiB or 80GB") from None

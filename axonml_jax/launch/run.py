@@ -16,13 +16,14 @@ from axonml_jax.checkpoint.team import Team
 from axonml_jax.data.text import TextSplit
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.facade.trainer import Trainer
-from axonml_jax.launch.budget import OVER_BUDGET, Budget, over_budget, predicted, require_fit
+from axonml_jax.launch.budget import OVER_BUDGET, over_budget, predicted, require_fit
 from axonml_jax.launch.config import ConfigError, RunConfig
 from axonml_jax.launch.describe import describe, price
-from axonml_jax.launch.estimate import Estimate, show
+from axonml_jax.launch.estimate import show
 from axonml_jax.launch.fit import Record, evaluate, fit
 from axonml_jax.launch.ground import Ground, all_or_refuse, lay_ground
 from axonml_jax.launch.optimizer import make_optimizer
+from axonml_jax.launch.own_flags import Budget, Estimate
 from axonml_jax.launch.peaks import peak_flops
 from axonml_jax.launch.plot import plot_losses
 from axonml_jax.launch.preemption import Preemption

@@ -11,8 +11,6 @@ import threading
 import time
 from typing import NoReturn
 
-import jax
-
 _INTERRUPTED = 130
 _LEFT = "axonml_jax/left/"
 _QUIET = 20.0
@@ -44,6 +42,12 @@ def leave_now(status: int) -> NoReturn:
     os._exit(status)
 
 
+def joined() -> bool:
+    """Whether this process is one of a job's; asking does not import JAX."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
+
+
 def say_goodbye(client, process_id: int, num_processes: int) -> None:
     """At the end of this program wait for the others', and say so when it takes long: they may wait for this one.
 
@@ -57,7 +61,9 @@ def say_goodbye(client, process_id: int, num_processes: int) -> None:
 
 
 def _wait_for_others(client, process_id: int, num_processes: int) -> None:
-    if not jax.distributed.is_initialized():
+    import jax
+
+    if not joined():
         return  # `shutdown` was called: the others have been waited for
     everyone, start = set(range(num_processes)), time.monotonic()
     try:

@@ -1,15 +1,15 @@
 """The shape of a decoder-only transformer as a frozen value, with its parameter count and FLOPs."""
 
 from dataclasses import dataclass
+from typing import Any
 
-import jax.numpy as jnp
-
-from axonml_jax.parallel.tensor.fused_attention import ATTENTIONS
+from axonml_jax.parallel.tensor.attentions import ATTENTIONS
 
 NORMS = ("rmsnorm", "layernorm")
 ACTIVATIONS = ("swiglu", "gelu")
 POSITIONS = ("rotary", "learned")
 SPLITS = ("tensor", "grid")
+_FLOATS = ("float32", "bfloat16", "float16")
 LARGE_VOCABULARY = 16_384
 LITTLE_WORK = 0.03
 _POSITIVE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "max_length", "rope_theta", "norm_eps")
@@ -85,7 +85,7 @@ class TransformerConfig:
             raise ValueError("TransformerConfig:\n" + "\n".join(f"  - {line}" for line in offenders))
         for name in ("dtype", "param_dtype"):
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, jnp.dtype(value).name)
+                object.__setattr__(self, name, _float_name(value))
 
     @property
     def head_size(self) -> int:
@@ -217,11 +217,18 @@ def _bad_choices(config: TransformerConfig):
 def _bad_dtypes(config: TransformerConfig):
     for name in ("dtype", "param_dtype"):
         value = getattr(config, name)
-        try:
-            if value is None and name == "dtype":
-                continue
-            if value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating):
-                continue
-        except TypeError:
-            pass
-        yield f"{name}={value!r}: must name a floating-point dtype such as float32 or bfloat16"
+        if not (value is None and name == "dtype") and _float_name(value) is None:
+            yield f"{name}={value!r}: must name a floating-point dtype such as float32 or bfloat16"
+
+
+def _float_name(value: Any) -> str | None:
+    """The name of a floating-point dtype however it is given; None for anything else. The common names need no JAX."""
+    if isinstance(value, str) and value in _FLOATS:
+        return value
+    import jax.numpy as jnp
+
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        return None
+    return dtype.name if value is not None and jnp.issubdtype(dtype, jnp.floating) else None

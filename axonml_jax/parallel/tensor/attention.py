@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axonml_jax.parallel.tensor.attend import KVCache, attend, rotate
+from axonml_jax.parallel.tensor.attentions import ATTENTIONS
 from axonml_jax.parallel.tensor.axes import degree
 from axonml_jax.parallel.tensor.dropout import ParallelDropout
-from axonml_jax.parallel.tensor.fused_attention import ATTENTIONS, attention_kernel, fused_attention
+from axonml_jax.parallel.tensor.fused_attention import attention_kernel, fused_attention
 from axonml_jax.parallel.tensor.options import LinearOptions
 from axonml_jax.parallel.tensor.ordered import Prefetch
 from axonml_jax.parallel.tensor.pair import PairAxes, closed, closing, opened, opening, pair_options, split_axis

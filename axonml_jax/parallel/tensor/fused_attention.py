@@ -11,9 +11,6 @@ from jax.sharding import Mesh
 
 from axonml_jax.collectives.varying import varying_axes
 
-ATTENTIONS = ("auto", "xla", "splash", "cudnn")
-"""What a configuration may ask for: the best that applies, the einsum form, or one of the kernels."""
-
 PLATFORMS = {"splash": "tpu", "cudnn": "cuda"}
 """Which platform each kernel is for."""
 
@@ -25,7 +22,7 @@ def attention_kernel(asked: str, query: jax.Array, key: jax.Array, *, drops: boo
     """Which form of attention runs: "xla", "splash" or "cudnn".
 
     Args:
-      asked: one of `ATTENTIONS`. "auto" takes the kernel of the platform that is compiled for where it applies.
+      asked: one of `ATTENTIONS` (attentions.py). "auto" takes the kernel of the platform that is compiled for where it applies.
       query: [..., s, n, d] (s sequence, n heads, d head size).
       key: [..., t, k, d].
       drops: whether attention weights are dropped out.
