@@ -59,6 +59,25 @@ def test_the_first_step_gives_the_compile_time_and_no_speed():
     assert second.metrics["tokens_per_second"] == pytest.approx(100 / second.metrics["step_time"])
 
 
+def test_records_have_the_learning_rate_the_tokens_seen_and_the_time():
+    rates = {"learning_rate": lambda count: np.float32(0.5) ** count}
+    records = records_of(steps=4, log_every=2, start=1, elapsed=60.0, **rates)
+    assert [record.metrics["learning_rate"] for record in records] == [0.5, 0.125]
+    assert [record.metrics["tokens"] for record in records] == [200, 400]
+    first, last = (record.metrics["wall_time"] for record in records)
+    assert 60 < first < last < 90
+    assert "learning_rate" not in records_of(steps=1)[0].metrics
+
+
+def test_skipped_steps_leave_the_learning_rate_where_it_was():
+    class Skipping(CountingTrainer):
+        def step(self, batch):
+            return {**super().step(batch), "skipped": np.int32(min(self.steps, 2))}
+
+    records = records_of(Skipping(), steps=5, log_every=1, learning_rate=float)
+    assert [record.metrics["learning_rate"] for record in records] == [0, 0, 0, 1, 2]
+
+
 def test_values_that_differ_between_ranks_are_averaged():
     assert records_of(steps=1)[0].metrics["grad_norm"] == 2.0
 
@@ -148,7 +167,16 @@ def test_the_picture_is_drawn_or_the_note_says_what_to_install(tmp_path, monkeyp
 
 
 FULL = Record(
-    20, {"loss": 2.5, "grad_norm": 0.7, "step_time": 0.2, "tokens_per_second": 4e4, "mfu": 0.41, "valid_loss": 2.0}
+    20,
+    {
+        "learning_rate": 3e-4,
+        "loss": 2.5,
+        "grad_norm": 0.7,
+        "step_time": 0.2,
+        "tokens_per_second": 4e4,
+        "mfu": 0.41,
+        "valid_loss": 2.0,
+    },
 )
 
 
@@ -156,7 +184,10 @@ def test_off_a_terminal_every_record_is_a_plain_line():
     console = Console(file=io.StringIO(), force_terminal=False)
     with progress(300, console) as show:
         show(FULL)
-    words = "step  20/300  loss 2.5000  norm 0.70  40,000 tokens/s  200 ms/step  MFU 41.0%  validation loss 2.0000\n"
+    words = (
+        "step  20/300  loss 2.5000  norm 0.70  lr 3.00e-04  40,000 tokens/s  200 ms/step  MFU 41.0%  ETA 0:00:56  "
+        "validation loss 2.0000\n"
+    )
     assert console.file.getvalue() == words == line(FULL, 300) + "\n"
 
 

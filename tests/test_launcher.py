@@ -189,6 +189,15 @@ def test_streams_go_to_files_to_the_console_or_both(launch):
     assert str(run) in err
 
 
+def test_gloo_is_not_heard_on_the_console_unless_a_peer_is_missing(launch):
+    said = "[Gloo] Rank 0 is connected to {} peer ranks. Expected number of connected peer ranks is : 1"
+    lines = [said.format(1), "from me", said.format(0), f"see: {said.format(1)}"]
+    status, out, _ = launch(["--nproc-per-node=1", "--log-dir=logs", "--tee=3"], f"print(*{lines}, sep='\\n')")
+    assert status == 0 and out.splitlines() == [f"[rank 0] {line}" for line in lines[1:]]
+    [log] = Path("logs").rglob("stdout.log")
+    assert log.read_text().splitlines() == lines
+
+
 def test_files_without_a_folder_and_a_taken_port_are_refused(launch):
     assert launch(["--tee=3"])[0] == 2
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -40,6 +40,22 @@ FRESH = {
         import jax
         assert jax.device_count() == 8
     """,
+    "in one of several processes fake_devices says what each gets": """
+        import logging, os
+        said = []
+        from axonml_jax.logging import logger
+        logger.addHandler(type("Said", (logging.Handler,), {"emit": lambda self, record: said.append(record.getMessage())})())
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "0"}
+        from axonml_jax.mesh.fake_devices import fake_devices
+        fake_devices(3)
+        assert "one of 2 processes that torchrun has launched, and each gets 3 simulated devices" in said[0]
+        assert "of its own, 6 in all" in said[0]
+        os.environ["RANK"] = "1"
+        fake_devices(3)
+        del os.environ["WORLD_SIZE"], os.environ["RANK"]
+        fake_devices(3)
+        assert len(said) == 1, said
+    """,
     "logging and launch variables start no devices": """
         from axonml_jax.logging import logger, print0
         from axonml_jax.mesh.fake_devices import backend_started

@@ -65,10 +65,10 @@ def create_dataloader(
       TypeError: the dataset lacks `__len__` or `__getitem__`.
       ValueError: lists every argument out of range, or every array of a dict when lengths differ, before anything is loaded.
     """
-    dataset = as_dataset(dataset)
-    _check_dataset(dataset)
+    samples = as_dataset(dataset)
+    _check_dataset(samples)
     offenders = seed_offenders(seed)
-    offenders += _batch_offenders(global_batch_size, mesh, len(dataset), drop_last)
+    offenders += _batch_offenders(global_batch_size, mesh, len(samples), drop_last)
     limits = {"num_workers": (num_workers, 0), "prefetch": (prefetch, 0), "num_epochs": (num_epochs, 1)}
     offenders += [f"{k}={v}: must be at least {low}" for k, (v, low) in limits.items() if v is not None and v < low]
     sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh.axis_names) or None))
@@ -77,8 +77,8 @@ def create_dataloader(
         offenders = ["this process holds no device of the mesh; call it on the mesh's processes only"]
     if offenders:
         raise ValueError("create_dataloader: " + "; ".join(offenders))
-    batching = Batching(len(dataset), global_batch_size, drop_last)
-    fetch = Fetch(dataset, batching, np.asarray(rows), shuffle, seed, collate or stack_samples)
+    batching = Batching(len(samples), global_batch_size, drop_last)
+    fetch = Fetch(samples, batching, np.asarray(rows), shuffle, seed, collate or stack_samples)
     return DataLoader(fetch, sharding, num_epochs=num_epochs, num_workers=num_workers, prefetch=prefetch)
 
 

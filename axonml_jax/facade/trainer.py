@@ -16,6 +16,7 @@ from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.place import place, replicated
 from axonml_jax.training.evaluate import EvalStep
 from axonml_jax.training.init import init_state
+from axonml_jax.training.learning_rate import injected_rate
 from axonml_jax.training.nonfinite import NonFinite
 from axonml_jax.training.specs import state_specs
 from axonml_jax.training.staged import StagedOptimizer
@@ -86,6 +87,17 @@ class Trainer:
             return state
         everywhere = NamedSharding(self.model.mesh, PartitionSpec())
         return jax.jit(StagedOptimizer.of(self._tx, self._placement).whole, out_shardings=everywhere)(state)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the last update (before any: of the first), where the optimizer's state says it.
+
+        That is with `optax.inject_hyperparams(...)`; every process must ask.
+
+        Raises:
+          ValueError: when the state has no learning rate, or several that differ.
+        """
+        return injected_rate(self._state.opt_state)
 
     def _continue(self, state: TrainState) -> None:
         self._state = state

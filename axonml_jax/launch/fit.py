@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,8 +21,10 @@ class Record:
 
     Attributes:
       step: number of updates made so far.
-      metrics: by name: `loss`, `grad_norm` and the loss function's own of this step's batch, speeds since the record
-        before (`compile_time` instead for the first step), and `valid_*` after a validation.
+      metrics: by name: `loss`, `grad_norm` and the loss function's own of this step's batch, `learning_rate` of the last
+        update where it is known, `tokens` seen since the run began, `wall_time` (seconds since it began, those of the
+        process before a resumption included), speeds since the record before (`compile_time` instead for the first step),
+        and `valid_*` after a validation.
     """
 
     step: int
@@ -37,7 +40,9 @@ def fit(
     validate: Callable[[], dict[str, float]] | None = None,
     validate_every: int | None = None,
     log_every: int = 10,
+    learning_rate: Callable[[int], Any] | None = None,
     start: int = 0,
+    elapsed: float = 0.0,
     watchdog: Watchdog | None = None,
     after: Callable[[int, dict[str, float]], bool] | None = None,
 ) -> Iterator[Record]:
@@ -53,12 +58,15 @@ def fit(
       validate: metrics of the model as it is now; its time counts in no speed.
       validate_every: validate after every this many steps, besides the last; None only after the last.
       log_every: steps between records.
+      learning_rate: the optimizer's schedule, of the number of updates made before; None: it is not known.
       start: updates made already; the records of a resumed run are those it would have had uninterrupted.
+      elapsed: seconds that the run had taken until then.
       watchdog: told of every step.
       after: called after every step with its number and the metrics of its record (none where it has no record); true
         stops the training.
     """
     before, clock = start, time.perf_counter()
+    began = clock - elapsed
     for step, batch in zip(range(start + 1, steps + 1), batches, strict=False):
         measured, first, metrics = trainer.step(batch), step == start + 1, {}
         if watchdog is not None:
@@ -67,6 +75,9 @@ def fit(
         if due or step == 1 or step % log_every == 0:
             metrics = as_floats(measured)
             seconds = time.perf_counter() - clock
+            if learning_rate is not None:
+                metrics["learning_rate"] = float(learning_rate(max(step - int(metrics.get("skipped", 0)) - 1, 0)))
+            metrics |= {"tokens": step * throughput.tokens_per_step, "wall_time": time.perf_counter() - began}
             metrics |= {"compile_time": seconds} if first else throughput.of(num_steps=step - before, seconds=seconds)
             valid = validate() if due and validate else {}
             metrics |= {f"valid_{name}": value for name, value in valid.items()}

@@ -1,16 +1,23 @@
 """One stream of one worker, passed on line by line: to the console with its rank, to a file, and the last lines kept."""
 
 import os
+import re
 from collections import deque
 from pathlib import Path
 from typing import IO
 
 KEPT_LINES = 200
 _LONGEST = 2**16
+# What gloo prints to standard output from C++ whenever a group of processes has found itself. It is kept where a peer lacks.
+_CHATTER = re.compile(
+    rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1\s*"
+)
 
 
 class Outlet:
     """Reads a worker's stream as it comes; a line is passed on when it is whole, so that lines of ranks never mix.
+
+    Gloo's word that all its peers are connected goes to the file only.
 
     Args:
       pipe: what the worker writes.
@@ -68,6 +75,7 @@ class Outlet:
 
     def _show(self, lines: list[bytes]) -> None:
         self._last.extend(lines)
-        if self._console and lines:
-            self._console.write(b"".join(self._prefix + line + b"\n" for line in lines))
+        shown = [self._prefix + line + b"\n" for line in lines if not _CHATTER.fullmatch(line)]
+        if self._console and shown:
+            self._console.write(b"".join(shown))
             self._console.flush()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -36,11 +37,13 @@ def progress(steps: int, console: Console | None = None) -> Iterator[Callable[[R
 def line(record: Record, steps: int) -> str:
     """A record as one line of text.
 
-    >>> line(Record(10, {"loss": 2.5, "grad_norm": 0.7, "step_time": 0.2, "tokens_per_second": 40_960.0}), 300)
-    'step  10/300  loss 2.5000  norm 0.70  40,960 tokens/s  200 ms/step'
+    >>> line(Record(10, {"loss": 2.5, "learning_rate": 3e-4, "step_time": 0.2, "tokens_per_second": 40_960.0}), 300)
+    'step  10/300  loss 2.5000  lr 3.00e-04  40,960 tokens/s  200 ms/step  ETA 0:00:58'
     """
-    valid = [f"validation loss {record.metrics['valid_loss']:.4f}"] if "valid_loss" in record.metrics else []
-    return "  ".join([f"step {record.step:>{len(str(steps))}}/{steps}", *cells(record), *valid])
+    left = round((steps - record.step) * record.metrics.get("step_time", 0))
+    more = [f"ETA {timedelta(seconds=left)}"] if left else []
+    more += [f"validation loss {record.metrics['valid_loss']:.4f}"] if "valid_loss" in record.metrics else []
+    return "  ".join([f"step {record.step:>{len(str(steps))}}/{steps}", *cells(record), *more])
 
 
 def cells(record: Record) -> list[str]:
@@ -48,6 +51,7 @@ def cells(record: Record) -> list[str]:
     texts = {
         "loss": lambda value: f"loss {value:.4f}",
         "grad_norm": lambda value: f"norm {value:.2f}",
+        "learning_rate": lambda value: f"lr {value:.2e}",
         "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
         "step_time": lambda value: f"{1000 * value:,.0f} ms/step",
         "mfu": lambda value: f"MFU {value:.1%}",

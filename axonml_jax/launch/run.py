@@ -22,7 +22,7 @@ from axonml_jax.launch.describe import describe, price
 from axonml_jax.launch.estimate import show
 from axonml_jax.launch.fit import Record, evaluate, fit
 from axonml_jax.launch.ground import Ground, all_or_refuse, lay_ground
-from axonml_jax.launch.optimizer import make_optimizer
+from axonml_jax.launch.optimizer import learning_rate, make_optimizer
 from axonml_jax.launch.own_flags import Budget, Estimate
 from axonml_jax.launch.peaks import peak_flops
 from axonml_jax.launch.plot import plot_losses
@@ -222,7 +222,9 @@ def _run(
             validate=lambda: {**evaluate(trainer, _watched(valid_batches(data), dog)), "bigram": data.bigram},
             validate_every=config.train.eval_every,
             log_every=config.train.log_every,
+            learning_rate=learning_rate(config.optim, config.train.steps),
             start=start,
+            elapsed=records[-1].metrics.get("wall_time", 0.0) if records else 0.0,
             watchdog=dog,
             after=saves,
         ):

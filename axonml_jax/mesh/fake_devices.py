@@ -8,6 +8,9 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from axonml_jax.logging import logger
+from axonml_jax.mesh.environment import launch_environment
+
 T = TypeVar("T")
 
 _MIN_THREADS = 16
@@ -25,7 +28,8 @@ def fake_devices(n: int) -> None:
 
     XLA's pool for CPU collectives is sized by the environment variable NPROC when the backend starts: with fewer
     threads than the collectives of a few steps need, a program hangs until it is aborted (jax 0.10 and 0.11). So NPROC
-    becomes at least 2n, and at least 16. Does nothing when JAX already runs with exactly n CPU devices.
+    becomes at least 2n, and at least 16. Does nothing when JAX already runs with exactly n CPU devices. In one of several
+    launched processes every process gets n of its own, and the first says so.
 
     Args:
       n: number of devices, at least 1.
@@ -42,6 +46,7 @@ def fake_devices(n: int) -> None:
         os.environ["XLA_FLAGS"] = _with_timeouts(os.environ.get("XLA_FLAGS", ""))
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", n)
+        _tell_of_processes(n)
         return
     devices = jax.local_devices()
     if devices[0].platform != "cpu" or len(devices) != n:
@@ -87,6 +92,20 @@ def backend_started() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
+
+
+def _tell_of_processes(n: int) -> None:
+    try:
+        launch = launch_environment(os.environ)
+    except ValueError:  # what is wrong with the variables is for `init` to say, which needs them
+        return
+    if launch is not None and launch.num_processes > 1 and launch.process_id == 0:
+        logger.warning(
+            "fake_devices(%d): this is one of %d processes that %s has launched, and each gets %d simulated devices of its "
+            "own, %d in all after ax.init(). Leave fake_devices out for one device per process, or start the script without "
+            "a launcher for %d in one process",
+            *(n, launch.num_processes, launch.launcher, n, n * launch.num_processes, n),
+        )
 
 
 def _simulated(devices):

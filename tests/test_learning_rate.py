@@ -1,0 +1,59 @@
+"""`trainer.lr`: the rate of the last update under every kind of plan, or what to do where the optimizer does not say it."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from fsdp_plans import mesh_of
+
+import axonml_jax as ax
+
+SCHEDULE = optax.linear_schedule(1.0, 0.0, 4)
+
+
+class Stack(nnx.Module):
+    def __init__(self):
+        self.layers = nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(i)) for i in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+PLANS = {
+    "data": lambda: ax.DDP(Stack(), mesh_of(data=2)),
+    "each its own": lambda: ax.DDP(Stack(), mesh_of(data=2), sync_strategy="no_sync"),
+    "fsdp": lambda: ax.FSDP(Stack(), mesh_of(fsdp=2)),
+    "pipeline": lambda: ax.Pipeline(Stack(), mesh_of(pipe=2), num_microbatches=1),
+}
+
+
+def trainer_of(tx, plan="data"):
+    return PLANS[plan]().trainer(tx, lambda model, batch: (model(batch) ** 2).mean())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_trainer_says_the_rate_of_the_last_update(plan):
+    tx = optax.chain(optax.scale(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=SCHEDULE))
+    trainer = trainer_of(tx, plan)
+    assert trainer.lr == 1.0
+    for count in range(2):
+        trainer.step(np.ones((2, 2), np.float32))
+        assert trainer.lr == float(SCHEDULE(count))
+
+
+def test_a_rate_that_cannot_be_known_is_an_error_that_says_what_to_do():
+    with pytest.raises(ValueError, match=r"does not say its learning rate.* optax\.inject_hyperparams\(optax\.adamw\)"):
+        assert trainer_of(optax.adamw(SCHEDULE)).lr
+
+
+def test_several_rates_are_listed():
+    slow, fast = (optax.inject_hyperparams(optax.sgd)(learning_rate=rate) for rate in (0.5, 1.0))
+    labels = lambda params: jax.tree.map_with_path(lambda path, _: str(path[1].key), params)
+    tx = optax.multi_transform({"0": slow, "1": fast}, labels)
+    with pytest.raises(ValueError, match=r"several learning rates: .*/0/.*=\[0\.5\], .*/1/.*=\[1\.0\]"):
+        assert trainer_of(tx).lr
+    same = optax.multi_transform({"0": slow, "1": slow}, labels)
+    assert trainer_of(same).lr == 0.5
