@@ -13,6 +13,15 @@ from importlib.metadata import version
 from axonml_jax.launch.refusals import TRACEBACK, refusal, traceback_wanted
 from axonml_jax.mesh.leave import joined, leave_now
 
+COMMANDS = ("train", "explain", "plan", "launch", "schedule", "devices")
+OTHERS = {
+    "run": "train",
+    "fit": "train",
+    "torchrun": "launch",
+    "info": "devices",
+    "check": "explain",
+    "ledger": "explain",
+}
 USAGE_ERROR = 2
 INTERRUPTED = 130
 TERMINATED = 143
@@ -76,10 +85,24 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return _plan(arguments[1:])
     if arguments[:1] in (["train"], ["explain"]):
         return _run(*arguments)
+    _refuse_unknown(arguments[:1])
     chosen = _parser().parse_args(arguments)
     from axonml_jax.launch.devices import devices
 
     return devices(chosen.simulated)
+
+
+def _refuse_unknown(first: Sequence[str]) -> None:
+    """Name the command that was meant; a file alone says by its kind."""
+    if not first or first[0].startswith("-") or first[0] in COMMANDS:
+        return
+    from axonml_jax.launch.config import ConfigError
+    from axonml_jax.synonyms import nearest
+
+    by_kind = {".py": "launch", ".yaml": "train", ".yml": "train"}.get(os.path.splitext(first[0])[1])
+    near = f"{by_kind} {first[0]}" if by_kind else nearest(first[0], COMMANDS, OTHERS)
+    hint = f"did you mean axonml-jax {near}?" if near else f"the commands are {', '.join(COMMANDS)}"
+    raise ConfigError(f"unknown command {first[0]!r}: {hint}")
 
 
 def _plan(arguments: Sequence[str]) -> int:

@@ -229,7 +229,7 @@ def test_errors_of_a_real_process_have_no_traceback():
 
 
 def test_unknown_commands_are_refused(run, capsys):
-    assert main(["tarin"]) == 2 and "invalid choice: 'tarin'" in capsys.readouterr().err
+    assert main(["tarin"]) == 2 and "unknown command 'tarin'" in capsys.readouterr().err
     assert main([]) == 2
 
 

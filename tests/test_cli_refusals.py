@@ -24,6 +24,15 @@ WRONG = {
     "train": [
         ((), "give a configuration file first"),
         (("none.yaml",), "no such configuration file: none.yaml"),
+        (("binry.yaml",), "no such configuration file: binry.yaml; did you mean binary.yaml?"),
+        ((QUICKSTART, "--mesh.tp", "2"), "unknown flag --mesh.tp: did you mean --mesh.tensor?"),
+        ((QUICKSTART, "--lr", "1"), "unknown flag --lr: did you mean --optim.learning_rate?"),
+        ((QUICKSTART, "--optim.wd", "1"), "unknown flag --optim.wd: did you mean --optim.weight_decay?"),
+        ((QUICKSTART, "--bs", "8"), "unknown flag --bs: did you mean --train.global_batch_size?"),
+        ((QUICKSTART, "--mesh.cp", "8"), "context parallelism has no mesh axis yet"),
+        ((QUICKSTART, "--mesh.ep", "8"), "expert parallelism has no mesh axis yet"),
+        ((QUICKSTART, "--plan.precision", "bf61"), "plan.precision=bf61: must be one of float32, bf16, bf16-reduce, fp16"),
+        ((QUICKSTART, "--plan.sync_strategy", "overlaped"), "overlaped: must be one of overlapped, synchronous, no_sync"),
         (("binary.yaml",), "binary.yaml is not YAML"),
         (("list.yaml",), "list.yaml holds no keys"),
         (("empty.yaml",), "empty.yaml holds no keys"),
@@ -44,6 +53,7 @@ WRONG = {
     "plan": [
         ((), "required"),
         (("half.yaml", "--devices", "8"), "half.yaml is not YAML"),
+        (("gpt2-smal", "--devices", "8"), "did you mean gpt2-small?"),
         ((*SMALL, "--length", "0"), "length=0: each must be at least 1"),
         ((*SMALL, "--devices", "0"), "num_devices=0: each must be at least 1"),
         ((*SMALL, "--efficiency", "2"), "shares lie between 0 and 1"),
@@ -61,7 +71,11 @@ WRONG = {
         (("--log-dir", "it.py", "it.py"), "--log-dir it.py"),
         (("--master-addr", "nowhere.invalid", "--master-port", "3333", "it.py"), "cannot listen on nowhere.invalid:3333"),
     ],
-    "tarin": [((), "invalid choice: 'tarin'")],
+    "tarin": [((), "unknown command 'tarin': did you mean axonml-jax train?")],
+    "torchrun": [((), "did you mean axonml-jax launch?")],
+    "it.py": [((), "did you mean axonml-jax launch it.py?")],
+    "none.yaml": [((), "did you mean axonml-jax train none.yaml?")],
+    "xyz": [((), "the commands are train, explain, plan, launch, schedule, devices")],
 }  # fmt: skip
 
 

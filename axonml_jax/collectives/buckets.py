@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from axonml_jax.synonyms import member
+
 DEFAULT_BUCKET_SIZE = 25_000_000
 """Elements per bucket, as in AxonML's synchronizer (DDP's `bucket_size_mb` counts MiB)."""
 
@@ -21,6 +23,10 @@ class GradSyncStrategy(enum.Enum):
     SYNCHRONOUS = "synchronous"
     OVERLAPPED = "overlapped"
     NO_SYNC = "no_sync"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "GradSyncStrategy | None":
+        return member(cls, "sync_strategy", value)
 
 
 def assign_buckets(sizes: Sequence[int], capacity: int) -> list[list[int]]:

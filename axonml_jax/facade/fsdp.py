@@ -22,6 +22,7 @@ from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.units.remat import Remat
 from axonml_jax.parallel.units.wrap import Wrap
 from axonml_jax.sharding.place import replicated
+from axonml_jax.synonyms import is_choice
 
 
 class FSDP(ParallelModel):
@@ -124,7 +125,7 @@ class FSDP(ParallelModel):
 
 def _strategy(given: ShardingStrategy | str) -> ShardingStrategy:
     names = [each.value for each in ShardingStrategy]
-    if not isinstance(given, ShardingStrategy) and given not in names:
+    if not is_choice(ShardingStrategy, given):
         raise ValueError(f"sharding_strategy={given!r} must be an ax.ShardingStrategy or one of {names}")
     return ShardingStrategy(given)
 

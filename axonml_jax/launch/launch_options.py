@@ -1,7 +1,6 @@
 """What `axonml-jax launch` was asked for, as one frozen value; everything that cannot work is refused at once."""
 
 import argparse
-import difflib
 import importlib.machinery
 import os
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from axonml_jax.launch.config import ConfigError
 from axonml_jax.launch.launch_flags import DEFAULT_PORT, launch_parser, refuse_unknown_flags
+from axonml_jax.launch.nearest_file import nearest_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +164,7 @@ def _missing_program(given: argparse.Namespace) -> list[str]:
     path = Path(given.target)
     if path.exists():
         return []
-    folder = path.parent
-    near = difflib.get_close_matches(path.name, os.listdir(folder) if folder.is_dir() else [], n=1)
-    hint = f"; did you mean {folder / near[0]}?" if near else f" in {os.getcwd()}" * (not path.is_absolute())
+    near = nearest_file(path)
+    hint = f"; did you mean {near}?" if near else f" in {os.getcwd()}" * (not path.is_absolute())
     looks_like_module = "; --module starts a module" * (path.suffix != ".py" and not near)
     return [f"no such script: {given.target}{hint}{looks_like_module}"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from axonml_jax.launch.memory_size import memory_size
 from axonml_jax.planner.hardware import HARDWARE, Hardware
+from axonml_jax.synonyms import meant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +65,18 @@ class Estimate:
         return None if self.hardware is None else HARDWARE[self.hardware]
 
 
+def _hardware(name: str) -> str:
+    return meant("hardware", name, HARDWARE)
+
+
 def estimate_parser() -> argparse.ArgumentParser:
     """The flags of `explain`."""
     parser = argparse.ArgumentParser(prog="axonml-jax explain", add_help=False, allow_abbrev=False)
     parser.add_argument(
-        "--hardware", choices=list(HARDWARE), help=f"price a step on one of {', '.join(HARDWARE)}, with its timeline"
+        "--hardware",
+        choices=list(HARDWARE),
+        type=_hardware,
+        help=f"price a step on one of {', '.join(HARDWARE)}, with its timeline",
     )
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw memory, traffic and, with hardware, the timeline"

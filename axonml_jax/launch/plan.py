@@ -28,6 +28,7 @@ from axonml_jax.planner.price import price
 from axonml_jax.planner.search import plan as find_plan
 from axonml_jax.planner.timeline import timeline
 from axonml_jax.planner.verify import verify, verify_plan
+from axonml_jax.synonyms import nearest
 
 _STAGES = {0: None, 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 
@@ -96,7 +97,11 @@ def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerC
             raise ValueError("give --batch, the sequences per update")
         return None, preset(chosen.model), sizes
     if not Path(chosen.model).suffix:
-        raise ValueError(f"model {chosen.model!r} is neither a configuration file nor one of {', '.join(PRESETS)}")
+        near = nearest(chosen.model, PRESETS)
+        raise ValueError(
+            f"model {chosen.model!r} is neither a configuration file nor one of {', '.join(PRESETS)}"
+            + (f"; did you mean {near}?" if near else "")
+        )
     config = read_config("plan", [chosen.model])
     sizes = {
         "global_batch": chosen.batch or config.train.global_batch_size,

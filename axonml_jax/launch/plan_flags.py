@@ -8,6 +8,8 @@ from axonml_jax.mesh.axes import AXES
 from axonml_jax.models.presets import PRESETS
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import HARDWARE
+from axonml_jax.synonyms import AXES as SYNONYMS
+from axonml_jax.synonyms import meant
 
 MEASURE = "measure"
 """The hardware that means the devices of this machine."""
@@ -30,9 +32,15 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--length", type=int, metavar="S", help="of a sequence (default: the configuration's or the longest)"
     )
-    parser.add_argument("--precision", choices=["float32", "bf16", "bf16-reduce", "fp16"], default="bf16")
+    precisions = ("float32", "bf16", "bf16-reduce", "fp16")
+    parser.add_argument(
+        "--precision", choices=precisions, type=lambda name: meant("precision", name, precisions), default="bf16"
+    )
     parser.add_argument("--max-memory", type=memory_size, metavar="SIZE", help="bytes of a device to use, as in 14GiB")
-    parser.add_argument("--axes", nargs="+", choices=AXES, default=AXES, help="mesh axes to consider (default: all)")
+    named = lambda axis: SYNONYMS.get(axis.lower(), axis)
+    parser.add_argument(
+        "--axes", nargs="+", choices=AXES, type=named, default=AXES, help="mesh axes to take (default: all)"
+    )
     parser.add_argument(
         "--remat", nargs="+", choices=["none", "selective", "full"], default=["none", "selective", "full"],
         help="kinds of recomputation to consider (default: all)",
@@ -43,14 +51,18 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--offload", action="store_true", help="optimizer states may rest on the host if nothing fits else"
     )
+    _add_assumptions(parser)
+    _add_outputs(parser)
+    return parser
+
+
+def _add_assumptions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--efficiency", type=float, default=Assumptions.efficiency, metavar="X", help="of the peak FLOP/s"
     )
     parser.add_argument(
         "--overlap", type=float, default=Assumptions.overlap, metavar="X", help="share of compute that hides traffic"
     )
-    _add_outputs(parser)
-    return parser
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:

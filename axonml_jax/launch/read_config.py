@@ -14,7 +14,10 @@ from typing import Any
 import yaml
 from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 
+from axonml_jax.launch.choice import Choice, values_of
 from axonml_jax.launch.config import ConfigError, RunConfig
+from axonml_jax.launch.nearest_file import nearest_file
+from axonml_jax.synonyms import AXES, KEYS, NO_AXIS
 
 _NOT_SETTINGS = ("help", "print_config", "config")
 
@@ -67,7 +70,8 @@ def config_parser(command: str, more: str = "") -> ArgumentParser:
             title = _SECTIONS[section].__doc__ or ""
             groups[section] = parser.add_argument_group(section or "run", title.split("\n")[0])
         required: dict[str, Any] = {"required": True} if default is MISSING else {"default": default}
-        groups[section].add_argument(f"--{key}", type=kind, help=text, metavar=name.upper(), **required)
+        taken = Choice(key, kind, _in_words(kind)) if values_of(kind) else kind
+        groups[section].add_argument(f"--{key}", type=taken, help=text, metavar=name.upper(), **required)
     return parser
 
 
@@ -95,7 +99,8 @@ _SECTIONS: dict[str, Any] = {"": RunConfig} | {
 
 def _keys_of(path: str) -> list[str]:
     if not Path(path).is_file():
-        raise ConfigError(f"no such configuration file: {path}")
+        near = nearest_file(Path(path))
+        raise ConfigError(f"no such configuration file: {path}" + (f"; did you mean {near}?" if near else ""))
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -140,7 +145,11 @@ def _nearest(key: str, known: Sequence[str], dashes: str = "") -> str:
         return (
             f": {key} is a section, give its keys, such as {next(name for name in known if name.startswith(f'{key}.'))}"
         )
-    lasts = {name.rpartition(".")[2]: name for name in reversed(known)}
+    lasts, named = {name.rpartition(".")[2]: name for name in reversed(known)}, key.rpartition(".")[2].lower()
+    if why := NO_AXIS.get(named):
+        return f": {why}"
+    if other := lasts.get(AXES.get(named) or KEYS.get(named, "")):
+        return f": did you mean {dashes}{other}?"
     last = difflib.get_close_matches(key.rpartition(".")[2], lasts, n=1, cutoff=0.75)
     whole = difflib.get_close_matches(key, [*known, *_SECTIONS], n=1, cutoff=0.6)
     near = lasts[last[0]] if last and "." not in key else whole[0] if whole else lasts[last[0]] if last else None
@@ -150,7 +159,7 @@ def _nearest(key: str, known: Sequence[str], dashes: str = "") -> str:
 def _explained(message: str) -> str:
     """jsonargparse's message on one line; a value of the wrong type is told the type as people write it."""
     message = " ".join(message.split())
-    found = re.match(r'Parser key "([\w.]+)": .*(?:Got|Given) value: (.*)', message)
+    found = re.match(r'(?:Parser key "|argument --)([\w.]+)"?: .*(?:Got|Given) value: (.*)', message)
     kinds = {key: kind for key, kind, *_ in settings()}
     if found is None or found[1] not in kinds:
         return message.replace('Key "', 'key "').replace("unrecognized arguments", "not understood")

@@ -8,21 +8,7 @@ from axonml_jax.mesh.axes import AXES
 from axonml_jax.mesh.group import ProcessGroup
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import World
-
-SYNONYMS: dict[str, str] = {
-    "dp": "data",
-    "batch": "data",
-    "replica": "data",
-    "dp_replicate": "data",
-    "pp": "pipe",
-    "stage": "pipe",
-    "zero": "fsdp",
-    "dp_shard": "fsdp",
-    "tp": "tensor",
-    "mp": "tensor",
-    "model": "tensor",
-}
-"""Axis names that other libraries use, and ours for the same thing."""
+from axonml_jax.synonyms import AXES as SYNONYMS
 
 
 def as_mesh(
@@ -33,7 +19,7 @@ def as_mesh(
     Args:
       target: a mesh of yours (returned as it is where its names and types are ours), a World, a group (its mesh; only
         the members' devices where it is part of its axes), or None for all devices along `data`.
-      rename: your axis names to ours, on top of `SYNONYMS`.
+      rename: your axis names to ours, on top of the synonyms (synonyms.py).
 
     Raises:
       ValueError: naming every axis that is not in `AXES` nor mapped to it, or that would double another.

@@ -15,6 +15,7 @@ from axonml_jax.mesh.engine import Engine, LoneEngine, ThreadEngine
 from axonml_jax.mesh.process_engine import ProcessEngine
 from axonml_jax.mesh.program import Program
 from axonml_jax.mesh.rendezvous import Board
+from axonml_jax.synonyms import AXES as SYNONYMS
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds a rank waits for the others of its group."""
@@ -45,7 +46,7 @@ class ProcessGroup:
     timeout: float = dataclasses.field(default=DEFAULT_TIMEOUT, compare=False, kw_only=True)
 
     def __post_init__(self):
-        axes = as_axes(self.axes)
+        axes = tuple(axis if axis in self.mesh.axis_names else SYNONYMS.get(axis, axis) for axis in as_axes(self.axes))
         unknown = [axis for axis in axes if axis not in self.mesh.axis_names]
         if unknown or not axes or len(set(axes)) < len(axes):
             raise ValueError(f"group axes {axes}: they must be distinct axes of the mesh, {self.mesh.axis_names}")

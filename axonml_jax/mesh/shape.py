@@ -1,7 +1,6 @@
 """The degrees of a mesh as a value, and the `jax.sharding.Mesh` made from them (user-made meshes: see as_mesh.py)."""
 
 import dataclasses
-import difflib
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,8 @@ from jax.sharding import AxisType, Mesh
 
 from axonml_jax.mesh.axes import AXES
 from axonml_jax.mesh.device_order import order_devices
+from axonml_jax.synonyms import AXES as SYNONYMS
+from axonml_jax.synonyms import NO_AXIS, nearest
 
 
 class _Unnamed(int):
@@ -106,7 +107,7 @@ def make_mesh(*, devices: Sequence | None = None, **degrees: int) -> Mesh:
 
     Args:
       devices: JAX devices, taken in the order given. None: all devices, in the order that suits the machine's network.
-      **degrees: axis name to degree, at most one of them -1. An axis given as 1 is kept; with no degree at all,
+      **degrees: axis name (or dp, pp, tp) to degree, at most one of them -1. An axis given as 1 is kept; with no degree at all,
         `data` takes every device.
 
     Raises:
@@ -124,17 +125,25 @@ def make_mesh(*, devices: Sequence | None = None, **degrees: int) -> Mesh:
 
 
 def check_axis_names(degrees: Mapping[str, int]) -> dict[str, int]:
-    """The same degrees in a dict, once every axis name is known to be one of `AXES`.
+    """The same degrees under the library's names (`dp` is `data`, as for `as_mesh`).
 
     Raises:
-      ValueError: naming every unknown axis and the nearest known name.
+      ValueError: naming every unknown axis and the nearest known name, or two names of one axis.
     """
-    unknown = [name for name in degrees if name not in AXES]
-    if unknown:
-        near = {name: difflib.get_close_matches(name, AXES, n=1, cutoff=0.4) for name in unknown}
-        hints = ", ".join(f"{name!r} (did you mean {m[0]!r}?)" if m else repr(name) for name, m in near.items())
-        raise ValueError(f"unknown mesh axes {hints}: the axes are {', '.join(AXES)}")
-    return dict(degrees)
+    ours = {name: name if name in AXES else SYNONYMS.get(name.lower(), name) for name in degrees}
+    if unknown := [name for name, axis in ours.items() if axis not in AXES]:
+        raise ValueError(f"unknown mesh axes {', '.join(map(axis_hint, unknown))}: the axes are {', '.join(AXES)}")
+    if doubled := [name for name, axis in ours.items() if list(ours.values()).count(axis) > 1]:
+        raise ValueError(f"mesh axes {doubled} are names of one axis, {ours[doubled[0]]!r}: give one of them")
+    return {ours[name]: degree for name, degree in degrees.items()}
+
+
+def axis_hint(name: str) -> str:
+    """An unknown axis with what was most likely meant, or why there is no such axis."""
+    if why := NO_AXIS.get(name.lower()):
+        return f"{name!r} ({why})"
+    near = nearest(name, AXES, SYNONYMS, cutoff=0.4)
+    return f"{name!r} (did you mean {near!r}?)" if near else repr(name)
 
 
 def nearest_degrees(degrees: Mapping[str, int], num_devices: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax._types import PyTree
+from axonml_jax.synonyms import meant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +38,11 @@ class Precision:
             if value is None:
                 continue
             try:
-                name = jnp.dtype(value).name
+                name = jnp.dtype(meant("dtype", value)).name
             except TypeError:
                 problems.append(f"{field.name}={value!r} is not a dtype")
                 continue
-            if not jnp.issubdtype(jnp.dtype(value), jnp.floating):
+            if not jnp.issubdtype(jnp.dtype(name), jnp.floating):
                 problems.append(f"{field.name}={name} is not a floating dtype")
             object.__setattr__(self, field.name, name)
         if problems:
@@ -64,9 +65,9 @@ class Precision:
             return policy
         if policy is None:
             return Precision()
-        if policy not in _NAMED:
+        if (name := meant("precision", policy, _NAMED)) not in _NAMED:
             raise ValueError(f"precision {policy!r} is not known: give one of {sorted(_NAMED)} or an ax.Precision(...)")
-        return _NAMED[policy]
+        return _NAMED[name]
 
     @property
     def scales_loss(self) -> bool:

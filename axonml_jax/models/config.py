@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from axonml_jax.parallel.tensor.attentions import ATTENTIONS
+from axonml_jax.synonyms import meant
 
 NORMS = ("rmsnorm", "layernorm")
 ACTIVATIONS = ("swiglu", "gelu")
@@ -228,7 +229,7 @@ def _float_name(value: Any) -> str | None:
     import jax.numpy as jnp
 
     try:
-        dtype = jnp.dtype(value)
+        dtype = jnp.dtype(meant("dtype", value))
     except TypeError:
         return None
     return dtype.name if value is not None and jnp.issubdtype(dtype, jnp.floating) else None

@@ -13,6 +13,7 @@ from axonml_jax.collectives.buckets import GradSyncStrategy
 from axonml_jax.collectives.varying import vary, varying_axes
 from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.sharding.layout import Layout
+from axonml_jax.synonyms import is_choice, meant
 
 MIB = 2**20
 _ENDLESS_MB = 2**40
@@ -45,11 +46,11 @@ class Replicate(AbstractStrategy):
             raise ValueError("; ".join(problems))
         object.__setattr__(self, "sync_strategy", GradSyncStrategy(self.sync_strategy))
         if self.comm_dtype is not None:
-            object.__setattr__(self, "comm_dtype", jnp.dtype(self.comm_dtype).name)
+            object.__setattr__(self, "comm_dtype", jnp.dtype(meant("dtype", self.comm_dtype)).name)
 
     def _problems(self) -> Iterator[str]:
         names = [strategy.value for strategy in GradSyncStrategy]
-        if not isinstance(self.sync_strategy, GradSyncStrategy) and self.sync_strategy not in names:
+        if not is_choice(GradSyncStrategy, self.sync_strategy):
             yield f"sync_strategy={self.sync_strategy!r} must be an ax.GradSyncStrategy or one of {names}"
         if not (isinstance(self.bucket_size_mb, Real) and self.bucket_size_mb > 0):
             yield f"bucket_size_mb={self.bucket_size_mb!r} must be a positive number (PyTorch's default is 25)"
@@ -100,6 +101,6 @@ class Replicate(AbstractStrategy):
 
 def _is_floating(dtype: Any) -> bool:
     try:
-        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+        return bool(jnp.issubdtype(jnp.dtype(meant("dtype", dtype)), jnp.floating))
     except TypeError:
         return False

@@ -17,6 +17,7 @@ from axonml_jax.parallel.hops import best_hops, groups
 from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.parallel.units.wrap import Wrap, checked_wrap
 from axonml_jax.sharding.layout import Layout
+from axonml_jax.synonyms import member
 
 
 class ShardingStrategy(enum.Enum):
@@ -32,6 +33,10 @@ class ShardingStrategy(enum.Enum):
     SHARD_OPTIMIZER = "shard_optimizer"
     NO_SHARD = "no_shard"
     HYBRID_SHARD = "hybrid_shard"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "ShardingStrategy | None":
+        return member(cls, "sharding_strategy", value)
 
     @property
     def stage(self) -> int | None:

@@ -2,6 +2,8 @@
 
 import enum
 
+from axonml_jax.synonyms import member
+
 
 class CPUOffload(enum.Enum):
     """What is kept in host memory (names as in AxonML; PyTorch's `CPUOffload(offload_params=True)` is FULL).
@@ -14,6 +16,10 @@ class CPUOffload(enum.Enum):
     PARAMS = "params"
     OPTIMIZER_STATES = "optimizer_states"
     FULL = "full"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "CPUOffload | None":
+        return member(cls, "offload", value)
 
     @property
     def params(self) -> bool:

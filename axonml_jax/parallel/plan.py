@@ -16,6 +16,7 @@ from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.parallel.tensor.strategy import InLayers
 from axonml_jax.parallel.units.remat import Remat, checked_remat
+from axonml_jax.synonyms import is_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class Plan:
         object.__setattr__(self, "precision", Precision.of(self.precision))
         problems = []
         offloads = [each.value for each in CPUOffload]
-        if not isinstance(self.offload, CPUOffload) and self.offload not in offloads:
+        if not is_choice(CPUOffload, self.offload):
             problems.append(f"offload={self.offload!r} must be an ax.CPUOffload or one of {offloads}")
         else:
             object.__setattr__(self, "offload", CPUOffload(self.offload))

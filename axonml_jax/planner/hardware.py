@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass, field
 
+from axonml_jax.synonyms import meant
+
 GB, TERA = 1e9, 1e12
 _BOOK = "How to Scale Your Model (Austin et al. 2025), chapter 2, table of TPU figures"
 _CLOUD = "Google Cloud TPU documentation, system architecture pages"
@@ -127,8 +129,8 @@ def hardware(name: "str | Hardware") -> Hardware:
     """
     if isinstance(name, Hardware):
         return name
-    if name.lower() not in HARDWARE:
+    if (known := meant("hardware", name, HARDWARE)) not in HARDWARE:
         raise ValueError(
             f"hardware {name!r} is not in the table: choose one of {', '.join(HARDWARE)}, or give ax.Hardware"
         )
-    return HARDWARE[name.lower()]
+    return HARDWARE[known]

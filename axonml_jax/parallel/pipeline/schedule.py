@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from axonml_jax.parallel.pipeline.action import Action
+from axonml_jax.synonyms import is_choice, member
 
 
 class PipelineSchedule(enum.Enum):
@@ -37,16 +38,14 @@ class PipelineSchedule(enum.Enum):
         Raises:
           ValueError: for anything else.
         """
-        if isinstance(schedule, cls):
-            return schedule
-        for known in cls:
-            if isinstance(schedule, str) and schedule.lower().replace("_", "-") in (
-                known.value,
-                known.name.lower().replace("_", "-"),
-            ):
-                return known
+        if is_choice(cls, schedule):
+            return cls(schedule)
         names = ", ".join(f"{known} ({known.value!r})" for known in cls)
         raise ValueError(f"schedule={schedule!r} is none of {names}")
+
+    @classmethod
+    def _missing_(cls, value: object) -> "PipelineSchedule | None":
+        return member(cls, "schedule", value)
 
     def __str__(self):
         return self.name
