@@ -1,8 +1,8 @@
 """The checkpoints of a run: one every n steps, the newest and the best kept, a damaged one passed over."""
 
 import math
+import operator
 import os
-import re
 from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,25 +10,21 @@ from typing import Any, Literal
 
 from axonml_jax.checkpoint import arrays
 from axonml_jax.checkpoint.manifest import DamagedCheckpoint, Manifest
+from axonml_jax.checkpoint.names import DAMAGED, REPLACED, checkpoints_in, path_of
+from axonml_jax.checkpoint.ownership import OWNER, Ownership
 from axonml_jax.checkpoint.saving import Saving, remove, tidy
 from axonml_jax.checkpoint.store import Positioned, checked_manifest, leaves_of, load, manifest_of
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.logging import logger
 
-DAMAGED = ".damaged"
-"""What the name of a checkpoint that was passed over ends with; it is kept for inspection."""
-
-CHECKPOINTS = "step_" + 8 * "[0-9]"
-"""Which folders are checkpoints, as `Path.glob` finds them."""
-
-_NAME = re.compile(r"step_(\d{8,})")
-
 
 class CheckpointManager:
     """Saves a run's checkpoints in one folder, `step_00000100` and so on. All processes make the same calls.
 
+    Opening one and restoring change nothing on disk. The first save, or `claim`, makes this job the folder's only writer.
+
     Args:
-      folder: made when it is not there; on a file system that all processes share. What killed processes left is removed.
+      folder: made when something is saved; on a file system that all processes share.
       every: steps between checkpoints; None: only when forced.
       keep: how many of the newest to keep; None: all.
       best: a metric given to `save`; the best checkpoint by it is kept too.
@@ -36,7 +32,7 @@ class CheckpointManager:
       asynchronous: write behind the training's back; `save` then blocks only while arrays are copied to the host.
 
     Raises:
-      ValueError: for numbers that are not positive.
+      ValueError: for numbers that are not positive, and for a folder that is a file.
     """
 
     def __init__(
@@ -54,18 +50,36 @@ class CheckpointManager:
                 raise ValueError(f"{name}={value} must be at least 1, or None")
         if mode not in ("min", "max"):
             raise ValueError(f"mode={mode!r} must be 'min' or 'max'")
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise ValueError(f"folder={os.fspath(folder)!r} is no folder: give one, or a name that is free")
         self.folder, self.every, self.keep, self.best, self.mode = Path(folder).absolute(), every, keep, best, mode
         self._asynchronous, self._team = asynchronous, Team()
         self._saver = arrays.checkpointer(self._team.size)
         self._saving: Saving | None = None
         self._newest: int | None = None
-        self._team.decide(f"open {self.folder}", self._open)
+        self._claimed = False
+        self._owner: Ownership | None = None  # in the main process
+        self._passed_over: list[Path] = []
 
     def __enter__(self) -> "CheckpointManager":
         return self
 
     def __exit__(self, *exception):
         self.close()
+
+    def claim(self) -> None:
+        """Become the folder's only writer, as the first save does by itself, and remove what killed processes have left.
+
+        The owner is one job, whose main process says in `owner.json` who it is, until `close` or its end. One that has ended is
+        followed with a warning; one on another machine after its heartbeat has been quiet for a minute.
+
+        Raises:
+          FolderInUse: naming the process that writes the folder, and since when.
+          OSError: when the folder cannot be written.
+        """
+        if not self._claimed:
+            self._team.decide(f"claim {self.folder}", self._take)
+            self._claimed = True
 
     def due(self, step: int) -> bool:
         """Whether `save` saves at this step unforced."""
@@ -96,16 +110,22 @@ class CheckpointManager:
 
         Raises:
           OSError: when this one, or the one before, could not be written.
+          FolderInUse: when another job writes the folder.
+          TypeError, ValueError: for a step or values that a checkpoint cannot keep, before anything is written.
         """
         self.check()
+        step = _step_of(step)
         if not (force or self.due(step)) or step == self._newest:
             return False
         self.wait()
         leaves = leaves_of(state)
         manifest = manifest_of(state, leaves, step=step, data=data, metrics=metrics, about=about)
-        folder = self._path(step)
+        self.claim()
         self._saving = Saving(
-            folder, leaves, manifest, self._team, self._saver, replace=True, committed=partial(self._rotate, step)
+            *(path_of(self.folder, step), leaves, manifest, self._team, self._saver),
+            replace=True,
+            owner=self._owner,
+            committed=partial(self._rotate, step),
         )
         self._newest = step
         if not self._asynchronous:
@@ -124,26 +144,33 @@ class CheckpointManager:
           OSError: when it could not be written.
         """
         saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.wait()
+        try:
+            if saving is not None:
+                saving.wait()
+        except BaseException:
+            self._newest = None  # it may be tried again
+            raise
 
     def close(self) -> None:
-        """Wait, and let go of the threads."""
+        """Wait, and let go of the threads and the folder."""
         try:
             self.wait()
         finally:
             self._saver.close()
+            if self._owner is not None:
+                self._owner.release()
+            self._claimed, self._owner = False, None
 
     @property
     def steps(self) -> list[int]:
         """Steps with a checkpoint, in order, as this process sees the folder."""
-        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir()) if self.folder.is_dir() else ()
-        return sorted(int(match[1]) for match in found if match)
+        return list(checkpoints_in(self.folder))
 
     @property
     def best_step(self) -> int | None:
         """The step of the best checkpoint by the metric; None where none has it."""
-        values = {step: value for step in self.steps if (value := self._value(step)) is not None}
+        found = checkpoints_in(self.folder).items()
+        values = {step: value for step, path in found if (value := self._value(path)) is not None}
         sign = 1 if self.mode == "min" else -1
         return min(values, key=lambda step: (sign * values[step], -step)) if values else None
 
@@ -174,13 +201,13 @@ class CheckpointManager:
           ValueError: listing every array that does not fit.
         """
         self.wait()
-        candidates = self._team.decide(f"restore from {self.folder}", lambda: self._candidates(step))
-        failed: DamagedCheckpoint | None = None
-        for candidate in candidates:
-            folder = self._path(candidate)
+        tried, failed = set(), None
+        while left := [each for each in self._decided(step) if each not in tried]:
+            tried.add(candidate := left[0])
+            folder = checkpoints_in(self.folder).get(candidate, path_of(self.folder, candidate))
             try:
                 manifest = checked_manifest(folder, self._team)
-            except DamagedCheckpoint as error:
+            except (DamagedCheckpoint, FileNotFoundError) as error:  # its writer may have removed it meanwhile
                 if step is not None:
                     raise
                 failed = error
@@ -195,6 +222,9 @@ class CheckpointManager:
             raise DamagedCheckpoint(f"no checkpoint in {self.folder} is whole; the last: {failed}")
         return None
 
+    def _decided(self, step: int | str | None) -> list[int]:
+        return self._team.decide(f"restore from {self.folder}", lambda: self._candidates(step))
+
     def _candidates(self, step: int | str | None) -> list[int]:
         if step == "best":
             if self.best is None:
@@ -208,21 +238,32 @@ class CheckpointManager:
             raise FileNotFoundError(f"{self.folder} has no checkpoint of step {step}; it has {self.steps}")
         return [int(step)]
 
-    def _pass_over(self, folder: Path, error: DamagedCheckpoint) -> None:
+    def _pass_over(self, folder: Path, error: Exception) -> None:
+        """Put a damaged checkpoint aside; whoever does not own the folder only reads, and leaves it until he does."""
         if self._team.leads:
             logger.warning("%s", error)
-        aside = folder.with_name(folder.name + DAMAGED)
+        self._passed_over.append(folder)
+        if self._claimed:
+            self._team.decide(f"pass over {folder}", self._put_aside)
 
-        def rename() -> None:
+    def _put_aside(self) -> None:
+        for folder in self._passed_over:
+            aside = folder.with_name(folder.name.removesuffix(REPLACED) + DAMAGED)
             if aside.exists():
                 remove(aside)
-            folder.rename(aside)
+            if folder.exists():
+                folder.rename(aside)
+        self._passed_over.clear()
 
-        self._team.decide(f"pass over {folder}", rename)
-
-    def _open(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        tidy(self.folder)
+    def _take(self) -> None:
+        owner = Ownership(self.folder / OWNER, self.folder)
+        try:
+            tidy(self.folder)
+            self._put_aside()
+        except BaseException:
+            owner.release()
+            raise
+        self._owner = owner
 
     def _rotate(self, newest: int) -> None:
         """In the main process, after a commit: delete what is neither among the newest nor the best."""
@@ -231,14 +272,22 @@ class CheckpointManager:
         kept = {newest, *self.steps[-self.keep :], self.best_step if self.best else None}
         for step in self.steps:
             if step not in kept:
-                remove(self._path(step))
+                remove(path_of(self.folder, step))
 
-    def _value(self, step: int) -> float | None:
+    def _value(self, path: Path) -> float | None:
         try:
-            value = Manifest.read(self._path(step)).metrics.get(self.best or "")
+            value = Manifest.read(path).metrics.get(self.best or "")
         except (OSError, ValueError):
             return None
         return value if value is not None and math.isfinite(value) else None
 
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step_{step:08d}"
+
+def _step_of(step: Any) -> int:
+    """A step as a plain number; NumPy's and JAX's are numbers too."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step={step!r} must be a whole number: the updates made") from None
+    if number < 0:
+        raise ValueError(f"step={number} must be at least 0: the updates made")
+    return number

@@ -1,5 +1,6 @@
 """One save: arrays copied to the host at once, written and committed behind the training's back."""
 
+import contextlib
 import dataclasses
 import itertools
 import shutil
@@ -10,16 +11,11 @@ from typing import Any
 
 from axonml_jax.checkpoint import arrays
 from axonml_jax.checkpoint.manifest import ARRAYS, Manifest, checksums, sync_folder
+from axonml_jax.checkpoint.names import REPLACED, SAVING
+from axonml_jax.checkpoint.ownership import OWNER, FolderInUse, Ownership, in_use
 from axonml_jax.checkpoint.team import Team, describe, rebuilt
 from axonml_jax.mesh.process_engine import coordinator_client
 from axonml_jax.sharding.leaf import Leaf
-
-SAVING = ".saving"
-"""What the name of an unfinished checkpoint ends with."""
-
-REPLACED = ".replaced"
-"""What the name of a checkpoint ends with while another takes its place."""
-
 
 _numbers = itertools.count()
 
@@ -34,10 +30,12 @@ class Saving:
       team: the processes that save it, all of them.
       saver: Orbax's checkpointer.
       replace: whether an existing checkpoint may be replaced.
+      owner: in the main process, of the folder that the checkpoint goes into; None: this save alone is owned.
       committed: runs in the main process after the commit.
 
     Raises:
       FileExistsError: when there is one already and it may not be replaced.
+      FolderInUse: when another process writes it.
       OSError: in every process, when the folder cannot be made.
     """
 
@@ -50,15 +48,18 @@ class Saving:
         saver: Any,
         *,
         replace: bool = False,
+        owner: Ownership | None = None,
         committed: Callable[[], None] | None = None,
     ):
         self.folder, self._team, self._saver, self._committed = folder, team, saver, committed
         self._manifest, self._key = manifest, f"axonml_jax/saved/{next(_numbers)}"
         self._unfinished = folder.with_name(folder.name + SAVING)
+        self._owner, self._shared = owner, owner is not None
         self._error: BaseException | None = None
-        team.decide(f"save {folder}", lambda: _make_room(folder, self._unfinished, replace))
+        team.decide(f"save {folder}", lambda: self._make_room(replace))
         seen = team.tell_all(f"save {folder}", self._unfinished.is_dir())
         if blind := [process for process, sees in enumerate(seen) if not sees]:
+            self._abandon()
             raise OSError(
                 f"cannot save {folder}: process(es) {blind} do not see the folder that process 0 has made; checkpoints need a "
                 "file system that all processes share"
@@ -89,6 +90,22 @@ class Saving:
             error, self._error = self._error, None
             raise OSError(f"saving {self.folder} failed: {error}") from error
 
+    def _make_room(self, replace: bool) -> None:
+        """In the main process, before anything is written."""
+        if self._owner is None:
+            self._owner = Ownership(_record_of(self.folder), self.folder)
+        try:
+            self._owner.check()
+            if self.folder.exists() and not replace:
+                raise FileExistsError(
+                    f"{self.folder} exists already: choose another name, or replace it with replace=True"
+                )
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._unfinished.mkdir(parents=True)
+        except BaseException:
+            self._let_go()
+            raise
+
     def _finish(self) -> None:
         try:
             self._saver.wait_until_finished()
@@ -98,6 +115,8 @@ class Saving:
         except BaseException as error:
             self._error = error
             self._abandon()
+        else:
+            self._let_go()
 
     def _commit(self) -> None:
         """In the main process, when all arrays of all processes are on disk."""
@@ -105,6 +124,7 @@ class Saving:
         try:
             dataclasses.replace(self._manifest, files=checksums(self._unfinished)).write(self._unfinished)
             sync_folder(self._unfinished)
+            self._check_owner()
             put_in_place(self._unfinished, self.folder)
         except Exception as raised:
             error = raised
@@ -112,8 +132,9 @@ class Saving:
             coordinator_client().key_value_set(self._key, ":".join(describe(error)) if error else "")
         if error:
             raise error
-        if self._committed:
-            self._committed()
+        committed, self._committed = self._committed, None  # lets go of the manager, which holds this save
+        if committed:
+            committed()
 
     def _hear_outcome(self) -> None:
         if not self._team.leads:
@@ -121,9 +142,22 @@ class Saving:
             if said:
                 raise OSError(f"on process 0: {rebuilt(said.split(':', 1))}")
 
+    def _check_owner(self) -> None:
+        assert self._owner is not None
+        self._owner.check()
+
+    def _let_go(self) -> None:
+        """Of a save that is no manager's, the owner's record is removed."""
+        if self._owner is not None and not self._shared:
+            self._owner.release()
+
     def _abandon(self) -> None:
+        """Leave nothing of it, unless what is there has become another process's."""
         if self._team.leads:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
+            with contextlib.suppress(FolderInUse, OSError):
+                self._check_owner()
+                shutil.rmtree(self._unfinished, ignore_errors=True)
+        self._let_go()
 
 
 def put_in_place(unfinished: Path, folder: Path) -> None:
@@ -138,15 +172,24 @@ def put_in_place(unfinished: Path, folder: Path) -> None:
 
 
 def tidy(parent: Path) -> None:
-    """Remove what killed processes have left in a folder of checkpoints, and undo a replacement that was cut off."""
+    """Remove what killed processes have left in a folder of checkpoints, and undo a replacement that was cut off.
+
+    Only the folder's owner may; what another process is saving there by itself (`ax.save`) stays.
+    """
     for path in parent.glob("*" + REPLACED):
         whole = path.with_name(path.name.removesuffix(REPLACED))
+        if in_use(_record_of(whole)):
+            continue
         if whole.exists():
             remove(path)
         else:
             path.rename(whole)
     for path in parent.glob("*" + SAVING):
-        remove(path)
+        if not in_use(_record_of(path.with_name(path.name.removesuffix(SAVING)))):
+            remove(path)
+    for record in parent.glob("*." + OWNER):
+        if not in_use(record):
+            record.unlink()
 
 
 def remove(folder: Path) -> None:
@@ -158,8 +201,6 @@ def remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _make_room(folder: Path, unfinished: Path, replace: bool) -> None:
-    if folder.exists() and not replace:
-        raise FileExistsError(f"{folder} exists already: choose another name, or replace it with replace=True")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+def _record_of(folder: Path) -> Path:
+    """Who saves this one checkpoint is said beside it: the folder itself is renamed meanwhile."""
+    return folder.with_name(f"{folder.name}.{OWNER}")

@@ -62,7 +62,9 @@ def save(
 
     Raises:
       FileExistsError: when there is one already.
+      FolderInUse: naming the process that saves to this path right now.
       OSError: when it cannot be written; nothing is left then.
+      TypeError: naming every value in `metrics`, `about` or the data position that is not plain.
     """
     team = Team()
     leaves = step.state_leaves(state) if step is not None else leaves_of(state)

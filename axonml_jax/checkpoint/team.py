@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from axonml_jax.checkpoint.manifest import DamagedCheckpoint
+from axonml_jax.checkpoint.ownership import FolderInUse
 from axonml_jax.mesh.process_engine import coordinator_client
 
 TIMEOUT = 600.0
@@ -85,7 +86,10 @@ class Team:
         return things[self.rank :: self.size]
 
 
-_KINDS = {kind.__name__: kind for kind in (DamagedCheckpoint, FileExistsError, FileNotFoundError, ValueError, OSError)}
+_KINDS = {
+    kind.__name__: kind
+    for kind in (DamagedCheckpoint, FolderInUse, FileExistsError, FileNotFoundError, ValueError, OSError)
+}
 """Errors that are the same in every process, so that all of them handle one alike."""
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from axonml_jax.checkpoint.manager import CHECKPOINTS
+from axonml_jax.checkpoint.names import checkpoints_in
 from axonml_jax.launch.config import ConfigError, RunConfig
 from axonml_jax.launch.leftovers import MARK
 from axonml_jax.launch.read_config import as_dict
@@ -82,4 +82,4 @@ def _asked_for(resume: str) -> Path:
 
 
 def _has_checkpoints(folder: Path) -> bool:
-    return any((folder / CHECKPOINT_FOLDER).glob(CHECKPOINTS))
+    return bool(checkpoints_in(folder / CHECKPOINT_FOLDER))

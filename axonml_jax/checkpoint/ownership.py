@@ -1,0 +1,223 @@
+"""One folder has one writer: claimed before the first write, kept by a heartbeat, taken over from a process that is gone.
+
+Clocks of machines differ, so no time on disk is ever compared with one here. A process on this machine is looked up; one on another
+is watched: a heartbeat that does not change for `QUIET` seconds of this process's own clock has stopped.
+"""
+
+import errno
+import fcntl
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from axonml_jax.checkpoint.owner import Owner
+from axonml_jax.logging import logger
+
+OWNER = "owner.json"
+"""The record, in the folder that is owned; of a single checkpoint beside it, with its name in front."""
+
+BEAT = 5.0
+"""Seconds between two heartbeats."""
+
+QUIET = 60.0
+"""Seconds without a heartbeat after which an owner that cannot be looked up is taken for dead."""
+
+_POLL = 0.5
+_PATIENCE = 30.0  # a record is locked for as long as it takes to read and to write a few hundred bytes
+_SETTLE = 1.0
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_held: set[str] = set()
+
+
+class FolderInUse(ValueError):
+    """Another process writes the folder."""
+
+
+class Ownership:
+    """The sole right to write something, until `release`, the end of this object, or the end of the process.
+
+    Args:
+      record: the file that says so; its folder is made when it is not there.
+      what: what is owned, for messages.
+
+    Raises:
+      FolderInUse: naming the owner, when that lives.
+      OSError: when the record cannot be written.
+    """
+
+    def __init__(self, record: Path, what: Path):
+        self.record, self._what, self._me = record, what, Owner.this_process()
+        made = not record.parent.exists()
+        _held.add(self._me.token)
+        try:
+            self._claim()
+        except BaseException:
+            _held.discard(self._me.token)
+            raise
+        stop = threading.Event()
+        threading.Thread(target=_beat, args=(record, self._me.token, stop), name=f"owner of {what}", daemon=True).start()
+        self.release = weakref.finalize(self, _release, record, self._me, stop, made)
+
+    def check(self) -> None:
+        """Make sure that this process still is the owner; call it before every change.
+
+        Raises:
+          FolderInUse: when another one has taken over meanwhile.
+        """
+        with _locked(self.record, make=True) as (handle, _):
+            text = _read(handle)
+            found = Owner.parse(text) if text else self._me
+            if found.token == self._me.token and self._me.pid == os.getpid():
+                if not text:  # somebody has removed the record
+                    _write(handle, self._me.text())
+                return
+        raise FolderInUse(f"{self._what} belongs to {found} by now: this process has lost it and writes nothing more there")
+
+    def _claim(self) -> None:
+        watched, deadline = None, 0.0
+        while True:
+            with _locked(self.record, make=True) as (handle, sure):
+                text = _read(handle)
+                if watched is not None and text not in ("", watched):
+                    raise _refused(self._what, Owner.parse(text))
+                why = _why_free(text, self._what, watched is not None and time.monotonic() >= deadline)
+                if why is not None:
+                    _write(handle, self._me.text())
+            if why is not None and (sure or self._is_settled()):
+                if why:
+                    logger.warning("%s belonged to %s; %s: taken over", self._what, Owner.parse(text), why)
+                return
+            if why is None and watched is None:
+                watched, deadline = text, time.monotonic() + QUIET
+                logger.warning(
+                    "%s belongs to %s, which cannot be looked up from here: its heartbeat is watched for up to %g s",
+                    *(self._what, Owner.parse(text), QUIET),
+                )
+            time.sleep(_POLL)
+
+    def _is_settled(self) -> bool:
+        """Without locks two processes may have written at once: who is in the file when both have, has it."""
+        time.sleep(_SETTLE)
+        with _locked(self.record) as (handle, _):
+            return Owner.parse(_read(handle)).token == self._me.token
+
+
+def in_use(record: Path) -> bool:
+    """Whether a record is there whose process lives, as far as can be seen at once."""
+    try:
+        text = record.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    return bool(text) and Owner.parse(text).lives() is not False
+
+
+def _why_free(text: str, what: Path, quiet: bool) -> str | None:
+    """Why somebody else may write: empty where there was no owner, None where that is not clear yet.
+
+    Raises:
+      FolderInUse: when nobody may.
+    """
+    if not text:
+        return ""
+    owner = Owner.parse(text)
+    lives = owner.lives()
+    if lives and owner.pid == os.getpid() and owner.token not in _held:
+        return "this process was another program then"  # os.exec keeps the process and forgets what it held
+    if lives:
+        raise _refused(what, owner)
+    if lives is False:
+        return "that process has ended"
+    return f"it has been quiet for {QUIET:g} s" if quiet else None
+
+
+def _refused(what: Path, owner: Owner) -> FolderInUse:
+    who = f"this process itself ({owner}), through another object" if owner.token in _held else f"{owner}"
+    return FolderInUse(
+        f"{what} is being written by {who}, and has one writer at a time: end that one (close it) first, or write to another "
+        "folder; reading needs no leave"
+    )
+
+
+@contextmanager
+def _locked(record: Path, make: bool = False) -> Iterator[tuple[int, bool]]:
+    """The open record, and whether the file system keeps others out meanwhile."""
+    while True:
+        if make:
+            record.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(record, os.O_RDWR | os.O_NOFOLLOW | os.O_CREAT * make, 0o666)
+        except FileNotFoundError:
+            if make:
+                continue  # an owner has just left, and taken the folder that it had made
+            raise
+        try:
+            sure = _lock(handle, record)
+            if _is_at(record, handle):
+                yield handle, sure
+                return
+        finally:
+            os.close(handle)  # and with it the lock
+
+
+def _lock(handle: int, record: Path) -> bool:
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise OSError(f"{record} has been locked by another process for {_PATIENCE:g} s") from None
+            time.sleep(0.01)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return False
+            raise
+
+
+def _is_at(record: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(record), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+def _read(handle: int) -> str:
+    return os.pread(handle, 1 << 16, 0).decode(errors="replace")
+
+
+def _write(handle: int, text: str) -> None:
+    content = text.encode()
+    os.pwrite(handle, content, 0)
+    os.ftruncate(handle, len(content))
+
+
+def _beat(record: Path, token: str, stop: threading.Event) -> None:
+    """Say that the owner lives, until it is another one."""
+    while not stop.wait(BEAT):
+        with suppress(OSError):  # also when somebody has removed it: the next change writes it anew
+            with _locked(record) as (handle, _):
+                owner = Owner.parse(_read(handle))
+                if owner.token != token:
+                    return
+                _write(handle, replace(owner, beats=owner.beats + 1).text())
+
+
+def _release(record: Path, me: Owner, stop: threading.Event, made: bool) -> None:
+    """Remove the record, and a folder that was made for it and has nothing else in it."""
+    stop.set()
+    if me.pid != os.getpid():
+        return  # a fork of the owner, which goes on
+    _held.discard(me.token)
+    with suppress(OSError):
+        # Without a lock: the garbage collector may call this anywhere, in the middle of a claim of the same record too.
+        if Owner.parse(record.read_text(errors="replace")).token == me.token:
+            record.unlink()
+    if made:
+        with suppress(OSError):
+            record.parent.rmdir()
