@@ -126,7 +126,10 @@ def test_a_second_writer_is_refused_by_name_and_takes_over_when_the_first_is_kil
             time.sleep(0.01)
         with caplog.at_level("WARNING", "axonml_jax"):
             assert manager.save(1, Weights(1))
-        assert f"belonged to process {first.pid} on " in caplog.text and "that process has ended: taken over" in caplog.text
+        assert (
+            f"belonged to process {first.pid} on " in caplog.text
+            and "that process has ended: taken over" in caplog.text
+        )
         manager.wait()
     assert names(tmp_path) == ["step_00000001"]
 
@@ -268,7 +271,7 @@ def test_a_claim_that_saves_nothing_leaves_nothing(tmp_path):
 
 def test_of_two_that_save_one_checkpoint_the_second_is_refused(tmp_path, monkeypatch):
     gate, begun, real = threading.Event(), threading.Event(), saving.checksums
-    monkeypatch.setattr(saving, "checksums", lambda folder: begun.set() or gate.wait(60) and real(folder))
+    monkeypatch.setattr(saving, "checksums", lambda folder: begun.set() or (gate.wait(60) and real(folder)))
     with ThreadPoolExecutor(1) as pool, ax.CheckpointManager(tmp_path, asynchronous=False) as manager:
         first = pool.submit(ax.save, tmp_path / "best", Weights(1))
         begun.wait(60)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+import axonml_jax as ax
 from axonml_jax.__main__ import main
 from axonml_jax.launch.config import ConfigError
 from axonml_jax.launch.fit import Record, fit
@@ -16,7 +18,7 @@ from axonml_jax.launch.leftovers import MARK
 from axonml_jax.launch.preemption import Preemption
 from axonml_jax.launch.read_config import read_config
 from axonml_jax.launch.records import JsonLines, read_records
-from axonml_jax.launch.run_folder import choose_folder
+from axonml_jax.launch.run_folder import RunFolder, earlier_folder, new_folder
 from axonml_jax.launch.worker_environment import RESTART_COUNT
 from axonml_jax.training.metrics import Throughput
 
@@ -48,6 +50,10 @@ def place(tmp_path_factory):
 
 def train(place, *argv):
     return main(["train", QUICKSTART, *SMALL, f"--data.path={place / 'text'}", f"--output.dir={place / 'runs'}", *argv])
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
 
 
 def losses(folder):
@@ -100,6 +106,50 @@ def test_a_run_stopped_by_sigterm_and_resumed_ends_bit_for_bit_like_an_uninterru
     assert losses(folder) == losses(uninterrupted)
 
 
+def test_a_run_that_is_being_written_is_not_resumed(place, uninterrupted, capsys):
+    left = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
+    with ax.CheckpointManager(uninterrupted / "checkpoints") as manager:
+        manager.claim()
+        left |= {path: path.stat().st_mtime_ns for path in uninterrupted.glob("checkpoints/owner.json")}
+        for resume in (uninterrupted, "auto"):
+            assert train(place, "--name=whole", f"--resume={resume}", "--train.steps=99") == 2
+            out, error = capsys.readouterr()
+            assert (
+                not out and f"checkpoints is being written by this process itself (process {os.getpid()} on " in error
+            )
+        left[uninterrupted / "checkpoints"] = (uninterrupted / "checkpoints").stat().st_mtime_ns
+        assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == left
+
+
+def test_a_resumed_run_says_what_is_other_and_keeps_every_configuration(place, uninterrupted, capsys):
+    folder = place / "runs" / "other-settings"
+    shutil.copytree(uninterrupted, folder)
+    kept = lambda: {path.name: yaml.safe_load(path.read_text()) for path in folder.glob("config*.yaml")}
+    first = kept()["config.yaml"]
+    assert train(place, f"--resume={folder}", "--train.steps=5") == 0
+    out = capsys.readouterr().out
+    assert "train.steps=5 asks for fewer steps than the 9 that are done: nothing is trained" in out
+    assert kept() == {"config.yaml": first}
+    longer = ("--train.steps=12", "--optim.learning_rate=1e-4", "--mesh.data=4", "--mesh.fsdp=2")
+    assert train(place, f"--resume={folder}", *longer, "--checkpoint.every=null") == 0
+    out = capsys.readouterr().out
+    for line in (
+        "mesh: data=8, now data=4 fsdp=2",
+        f"optim.learning_rate: {first['optim']['learning_rate']}, now 0.0001",
+        "train.steps: 9, now 12",
+        "the learning rate falls to its lowest at step 12 now",
+    ):
+        assert f"\n  {line}\n" in out
+    assert "config.until_00000009.yaml" in kept() and kept()["config.until_00000009.yaml"] == first
+    assert kept()["config.yaml"]["optim"]["learning_rate"] == 1e-4
+    assert [step for step, *_ in losses(folder)][-3:] == [9, 10, 12]
+    assert names(folder / "checkpoints") == names(uninterrupted / "checkpoints")  # resumed, though it saves nothing
+    shutil.rmtree(folder / "checkpoints" / "step_00000009")
+    assert train(place, f"--resume={folder}", "--train.steps=9") == 0  # from step 6: what came after is made again
+    assert "other settings" not in capsys.readouterr().out
+    assert list(kept()) == ["config.yaml"] and kept()["config.yaml"]["train"]["steps"] == 9
+
+
 def test_a_run_of_another_model_is_not_resumed(place, uninterrupted, capsys):
     assert train(place, "--name=other", f"--resume={uninterrupted}", "--model.num_layers=2") == 2
     error = capsys.readouterr().err
@@ -130,19 +180,37 @@ def test_the_first_ctrl_c_asks_and_the_second_ends_the_process():
         signal.signal(signal.SIGINT, before)
 
 
-def test_which_folder_a_run_gets(place, tmp_path):
+def test_which_folder_a_run_gets(tmp_path):
     config = lambda *argv: read_config("train", [QUICKSTART, f"--output.dir={tmp_path}", "--name=it", *argv])
-    assert choose_folder(config("--resume=auto"), {MARK: "first"}) == (str(tmp_path / "it"), False)
+
+    def made(environ):
+        with RunFolder(config(), environ) as folder:
+            folder.make()
+            return folder.path, folder.resumed
+
+    assert earlier_folder(config("--resume=auto"), {}) is None and made({MARK: "first"}) == (tmp_path / "it", False)
     for name in ("it-3", "it-12", "item", "it-x"):
         shutil.copytree(tmp_path / "it", tmp_path / name)
     (tmp_path / "it-3" / "checkpoints" / "step_00000004").mkdir(parents=True)
-    assert choose_folder(config("--resume=auto"), {}) == (str(tmp_path / "it-3"), True)
+    assert earlier_folder(config("--resume=auto"), {}) == str(tmp_path / "it-3")
     # A restarted worker goes on with its own launch's run, checkpoint or not.
-    assert choose_folder(config(), {MARK: "second"}) == (str(tmp_path / "it-13"), False)
-    assert choose_folder(config(), {MARK: "second", RESTART_COUNT: "1"}) == (str(tmp_path / "it-13"), True)
-    assert choose_folder(config(), {MARK: "third", RESTART_COUNT: "1"}) == (str(tmp_path / "it-14"), False)
+    assert earlier_folder(config(), {}) is None and made({MARK: "second"}) == (tmp_path / "it-13", False)
+    assert made({MARK: "second", RESTART_COUNT: "1"}) == (tmp_path / "it-13", True)
+    assert made({MARK: "third", RESTART_COUNT: "1"}) == (tmp_path / "it-14", False)
     with pytest.raises(ConfigError, match=r"it-x/checkpoints has no checkpoints; give the folder of a run, or auto"):
-        choose_folder(config(f"--resume={tmp_path / 'it-x'}"), {})
+        earlier_folder(config(f"--resume={tmp_path / 'it-x'}"), {})
+
+
+@pytest.mark.parametrize("name", ["lr[3e-4]", "best?", "all*", "[", "a-[b]-2"])
+def test_names_that_mean_something_to_a_shell_are_names(tmp_path, name):
+    config = read_config("train", [QUICKSTART, f"--output.dir={tmp_path}", f"--name={name}", "--resume=auto"])
+    (tmp_path / "all of them").mkdir()
+    made = [Path(new_folder(config)) for _ in range(2)]
+    assert [folder.name for folder in made] == [name, f"{name}-2"]
+    (made[0] / "checkpoints" / "step_00000004").mkdir(parents=True)
+    assert earlier_folder(config, {}) == str(made[0])
+    (made[1] / "launch.txt").write_text("this one")
+    assert earlier_folder(config, {MARK: "this one", RESTART_COUNT: "1"}) == str(made[1])
 
 
 class Counting:

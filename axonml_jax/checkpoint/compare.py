@@ -14,7 +14,7 @@ DIFFERENCES = ("missing", "unexpected", "mismatched")
 OPTIONAL = "guard/"
 """What a run may have or not have without being another run."""
 
-_SHOWN = 40
+_SHOWN = 10
 
 
 def differences(wanted: Mapping[str, Leaf], found: Mapping[str, Entry]) -> dict[str, dict[str, str]]:
@@ -50,9 +50,12 @@ def refused(where: str, found: Mapping[str, Mapping[str, str]], accept: Collecti
 
 
 def listing(found: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Every difference on a line of its own."""
+    """A difference a line: all of them, or the first ten and how many there are of each kind."""
     lines = [f"  {name}: {kind} {text}" for kind, names in found.items() for name, text in names.items()]
-    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"  ... and {len(lines) - _SHOWN} more"]
+    if len(lines) <= _SHOWN:
+        return lines
+    counts = ", ".join(f"{len(names)} {kind}" for kind, names in found.items() if names)
+    return [*lines[:_SHOWN], f"  ... and {len(lines) - _SHOWN} more; in all {counts}"]
 
 
 def _mismatch(need: Entry, got: Entry) -> str | None:

@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from axonml_jax.checkpoint.fields import wrong_fields
+from axonml_jax.checkpoint.names import newest_below
+
 NAME = "checkpoint.json"
 ARRAYS = "arrays"
 """The folder with the arrays, an Orbax checkpoint of its own."""
@@ -72,23 +75,27 @@ class Manifest:
 
         Raises:
           FileNotFoundError: when the folder is no checkpoint.
-          DamagedCheckpoint: when the file is not what was written.
+          DamagedCheckpoint: when the file is not what was written, naming every field that is wrong.
           ValueError: when a newer version wrote it.
         """
         path = folder / NAME
         if not path.is_file():
             other = "it has no " + NAME if folder.is_dir() else "there is no such folder"
-            raise FileNotFoundError(f"{folder} is no checkpoint: {other}")
+            newest = newest_below(folder)
+            near = f"; the newest that is in it is {newest}: give that" if newest else ""
+            raise FileNotFoundError(f"{folder} is no checkpoint: {other}{near}")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             expected, version = content.pop("crc32"), content.pop("format")
             damaged = expected != _text_sum({"format": version, **content})
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             damaged, content, version = True, {}, FORMAT
         if damaged:
             raise DamagedCheckpoint(f"{folder} is damaged:\n  {NAME}: its checksum does not fit its content")
         if version != FORMAT:
-            raise ValueError(f"{folder} has format {version}, this version reads {FORMAT}: update axonml-jax")
+            raise ValueError(f"{folder} has format {version!r:.60}, this version reads {FORMAT}: update axonml-jax")
+        if lines := wrong_fields(content):
+            raise DamagedCheckpoint("\n".join([f"{folder} is damaged:", *(f"  {NAME}: {line}" for line in lines)]))
         entries = {name: Entry(tuple(e["shape"]), e["dtype"], e["key"]) for name, e in content.pop("entries").items()}
         return Manifest(entries=entries, **content)
 
@@ -105,13 +112,21 @@ def checksums(folder: Path) -> dict[str, tuple[int, int]]:
 
 def damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
     """What is wrong with the named files of a checkpoint; each line names one."""
+    whole = folder.resolve()
 
     def problem(name: str) -> str | None:
         size, crc = manifest.files[name]
         try:
-            found, sum_ = _file_sum(folder / name)
+            path = (folder / name).resolve(strict=True)
+            if not path.is_relative_to(whole):
+                return f"{name}: leads out of the checkpoint"
+            if not path.is_file():
+                return f"{name}: is no ordinary file"
+            found, sum_ = _file_sum(path)
         except OSError as error:
             return f"{name}: {error.strerror}"
+        except (ValueError, RuntimeError) as error:  # a name that no file can have, a link to itself
+            return f"{name!r}: {error}"
         if found != size:
             return f"{name}: {found} bytes instead of {size}"
         return f"{name}: its checksum is {sum_:08x} instead of {crc:08x}" if sum_ != crc else None

@@ -29,3 +29,10 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     names.sort(key=lambda name: not name.endswith(REPLACED))  # of two the one without wins
     found = ((_NAME.fullmatch(name.removesuffix(REPLACED)), name) for name in names)
     return dict(sorted({int(match[1]): folder / name for match, name in found if match}.items()))
+
+
+def newest_below(folder: Path) -> Path | None:
+    """The newest checkpoint of a folder of checkpoints, or of a run's folder that has one; None for any other."""
+    places = (folder, *sorted(path for path in folder.iterdir() if path.is_dir())) if folder.is_dir() else ()
+    found = (checkpoints_in(place) for place in places)
+    return next((list(steps.values())[-1] for steps in found if steps), None)

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -96,10 +97,8 @@ def _start_of(pid: int) -> str | None:
         # The command's name, in parentheses, may itself contain spaces and parentheses.
         status = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        try:
+        with suppress(PermissionError):
             os.kill(pid, 0)  # only asks; /proc may hide what other users run
-        except PermissionError:
-            pass
         return None
     if status[0] in _ENDED:
         raise ProcessLookupError(pid)

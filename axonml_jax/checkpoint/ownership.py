@@ -1,7 +1,7 @@
 """One folder has one writer: claimed before the first write, kept by a heartbeat, taken over from a process that is gone.
 
-Clocks of machines differ, so no time on disk is ever compared with one here. A process on this machine is looked up; one on another
-is watched: a heartbeat that does not change for `QUIET` seconds of this process's own clock has stopped.
+Clocks of machines differ, so no time on disk is ever compared with one here. A process on this machine is looked up; one on
+another is watched: a heartbeat that does not change for `QUIET` seconds of this process's own clock has stopped.
 """
 
 import errno
@@ -60,7 +60,9 @@ class Ownership:
             _held.discard(self._me.token)
             raise
         stop = threading.Event()
-        threading.Thread(target=_beat, args=(record, self._me.token, stop), name=f"owner of {what}", daemon=True).start()
+        threading.Thread(
+            target=_beat, args=(record, self._me.token, stop), name=f"owner of {what}", daemon=True
+        ).start()
         self.release = weakref.finalize(self, _release, record, self._me, stop, made)
 
     def check(self) -> None:
@@ -76,7 +78,9 @@ class Ownership:
                 if not text:  # somebody has removed the record
                     _write(handle, self._me.text())
                 return
-        raise FolderInUse(f"{self._what} belongs to {found} by now: this process has lost it and writes nothing more there")
+        raise FolderInUse(
+            f"{self._what} belongs to {found} by now: this process has lost it and writes nothing more there"
+        )
 
     def _claim(self) -> None:
         watched, deadline = None, 0.0
@@ -200,12 +204,12 @@ def _write(handle: int, text: str) -> None:
 def _beat(record: Path, token: str, stop: threading.Event) -> None:
     """Say that the owner lives, until it is another one."""
     while not stop.wait(BEAT):
-        with suppress(OSError):  # also when somebody has removed it: the next change writes it anew
-            with _locked(record) as (handle, _):
-                owner = Owner.parse(_read(handle))
-                if owner.token != token:
-                    return
-                _write(handle, replace(owner, beats=owner.beats + 1).text())
+        # A record that somebody has removed is written anew by the next `check`.
+        with suppress(OSError), _locked(record) as (handle, _):
+            owner = Owner.parse(_read(handle))
+            if owner.token != token:
+                return
+            _write(handle, replace(owner, beats=owner.beats + 1).text())
 
 
 def _release(record: Path, me: Owner, stop: threading.Event, made: bool) -> None:

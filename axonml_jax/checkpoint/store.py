@@ -14,6 +14,7 @@ from axonml_jax.checkpoint import arrays
 from axonml_jax.checkpoint.compare import DIFFERENCES, differences, listing, refused
 from axonml_jax.checkpoint.contents import filled, leaves_of, scope_of
 from axonml_jax.checkpoint.manifest import ARRAYS, DamagedCheckpoint, Manifest, damage
+from axonml_jax.checkpoint.plain import number, plain
 from axonml_jax.checkpoint.saving import Saving
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.logging import logger
@@ -136,7 +137,10 @@ def load(
     if data is not None and manifest.data is not None:
         data.load_state_dict(manifest.data)  # refuses other data before anything is read
     fitting = {n: leaf for n, leaf in wanted.items() if n in found and n not in different["mismatched"]}
-    values = arrays.read(saver, folder / ARRAYS, fitting, found)
+    try:
+        values = arrays.read(saver, folder / ARRAYS, fitting, found)
+    except (OSError, ValueError, KeyError) as error:
+        raise DamagedCheckpoint(f"{folder} is damaged:\n  {ARRAYS}: {error}") from error
     values = {name.removeprefix(prefix): values.get(name, leaf.array) for name, leaf in wanted.items()}
     return step.state_of_leaves(like, values) if step is not None else filled(like, values)
 
@@ -150,7 +154,10 @@ def checked_manifest(folder: Path, team: Team) -> Manifest:
     team.decide(f"restore {folder}", lambda: Manifest.read(folder) and None)
     manifest = Manifest.read(folder)
     problems = team.tell_all(f"restore {folder}", damage(folder, manifest, team.mine(list(manifest.files))))
-    if lines := sorted(line for each in problems for line in each):
+    lines = sorted(line for each in problems for line in each)
+    if (folder / ARRAYS).is_symlink():
+        lines.append(f"{ARRAYS}: leads out of the checkpoint")
+    if lines:
         raise DamagedCheckpoint(f"{folder} is damaged:\n" + "\n".join(f"  {line}" for line in lines))
     return manifest
 
@@ -175,7 +182,7 @@ def manifest_of(
     return Manifest(
         step=step,
         entries={name: arrays.entry_of(leaf) for name, leaf in leaves.items()},
-        data=dict(data.state_dict()) if data is not None else None,
-        metrics={name: float(value) for name, value in (metrics or {}).items()},
-        about={**plan, "processes": jax.process_count(), "versions": _versions(), **(about or {})},
+        data=plain("the data position", data.state_dict()) if data is not None else None,
+        metrics={name: number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()},
+        about={**plan, "processes": jax.process_count(), "versions": _versions(), **plain("about", about or {})},
     )

@@ -1,5 +1,6 @@
 """Global batches from any dataset: the same samples in the same order whatever the mesh or the number of processes."""
 
+import operator
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -168,7 +169,13 @@ class DataLoader:
                 f"load_state_dict: the saved position is of other data or another order. {'; '.join(changed)}. Give the "
                 "data that it was saved with, or leave the position out"
             )
-        position, total = Position(int(state["epoch"]), int(state["samples"])), self._fetch.batching.num_samples
+        total = self._fetch.batching.num_samples
+        try:
+            position = Position(operator.index(state["epoch"]), operator.index(state["samples"]))
+        except TypeError:
+            raise ValueError(
+                f"load_state_dict: epoch and samples must be whole numbers, not those of {state}"
+            ) from None
         if position.epoch < 0 or not 0 <= position.samples <= total:
             raise ValueError(f"load_state_dict: {position} is no position among {total} samples")
         # A last part smaller than this loader's batch is its end of the epoch.

@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 
-from axonml_jax.checkpoint.manager import CheckpointManager
-from axonml_jax.checkpoint.manifest import DamagedCheckpoint
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.data.text import TextSplit
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.facade.trainer import Trainer
+from axonml_jax.launch import resume
 from axonml_jax.launch.budget import OVER_BUDGET, over_budget, predicted, require_fit
-from axonml_jax.launch.config import ConfigError, RunConfig
+from axonml_jax.launch.config import RunConfig
 from axonml_jax.launch.describe import describe, price
 from axonml_jax.launch.estimate import show
 from axonml_jax.launch.fit import Record, evaluate, fit
@@ -30,7 +29,7 @@ from axonml_jax.launch.preemption import Preemption
 from axonml_jax.launch.progress import progress
 from axonml_jax.launch.read_config import as_dict
 from axonml_jax.launch.records import JsonLines, Recorder, TensorBoard, read_records, tensorboard_writer
-from axonml_jax.launch.run_folder import CHECKPOINT_FOLDER, choose_folder
+from axonml_jax.launch.run_folder import CHECKPOINT_FOLDER, RunFolder, earlier_folder
 from axonml_jax.launch.saves import NONFINITE, Saves
 from axonml_jax.launch.text_task import (
     TextData,
@@ -73,6 +72,7 @@ def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate 
     """
     budget, estimate = budget or Budget(), estimate or Estimate()
     [ground] = all_or_refuse(partial(lay_ground, config))
+    all_or_refuse(partial(Team().decide, "find the run to go on with", partial(earlier_folder, config)))
     print0(describe(config, ground), price(config, ground), sep="\n\n")
     if budget == Budget() and estimate == Estimate():
         return 0
@@ -96,38 +96,27 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         tensorboard_writer()
     ground, text = all_or_refuse(partial(lay_ground, config), partial(read_text, config.data, config.output.dir))
     all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
-    [data] = all_or_refuse(partial(load_data, config, text, ground.mesh))
-    require_fit(config, ground, budget or Budget())
-    print0(describe(config, ground), _about(config, data), "", price(config, ground), "", sep="\n", flush=True)
-    trainer = _trainer(config, ground)
-    if ground.world.num_processes > 1:
-        program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}
-        all_or_refuse(partial(check_same, "training step", program, ground.world))
-    choose = partial(Team().decide, "choose the run's folder", partial(choose_folder, config))
-    [(path, resumed)] = all_or_refuse(choose)
-    folder = Path(path)
-    with ExitStack() as stack:
-        manager = stack.enter_context(_manager(config, folder)) if config.checkpoint.every else None
-        start = _resume(manager, trainer, data) if manager and resumed else 0
-        return _train(config, ground, data, trainer, manager, folder, start)
+    [run] = all_or_refuse(partial(RunFolder, config))
+    with run:
+        [data] = all_or_refuse(partial(load_data, config, text, ground.mesh))
+        require_fit(config, ground, budget or Budget())
+        print0(describe(config, ground), _about(config, data), "", price(config, ground), "", sep="\n", flush=True)
+        trainer = _trainer(config, ground)
+        if ground.world.num_processes > 1:
+            program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}
+            all_or_refuse(partial(check_same, "training step", program, ground.world))
+        all_or_refuse(run.make)
+        return _train(config, ground, data, trainer, run, resume.begin(run, config, trainer, data))
 
 
-def _train(
-    config: RunConfig,
-    ground: Ground,
-    data: TextData,
-    trainer: Trainer,
-    manager: CheckpointManager | None,
-    folder: Path,
-    start: int,
-) -> int:
+def _train(config: RunConfig, ground: Ground, data: TextData, trainer: Trainer, run: RunFolder, start: int) -> int:
     """Train from a step to the end, and say how it went."""
-    mine = folder if ground.world.is_main_process else None
-    metrics = folder / "metrics.jsonl"
+    mine, manager = run.path if run.leads else None, run.manager if config.checkpoint.every else None
+    metrics = run.path / "metrics.jsonl"
     records = [record for record in read_records(metrics) if record.step <= start] if mine and start else []
     status = 0
     with Preemption() as preemption:
-        saves = Saves(manager, trainer, data.train, config, preemption, folder / NONFINITE)
+        saves = Saves(manager, trainer, data.train, config, preemption, run.path / NONFINITE)
         _run(config, ground, data, trainer, mine, records, start, saves)
         if manager is not None:
             manager.wait()
@@ -142,37 +131,6 @@ def _train(
     if status == 0:
         _print_samples(config, trainer.model)
     return status
-
-
-def _manager(config: RunConfig, folder: Path) -> CheckpointManager:
-    section = config.checkpoint
-    best = "valid_loss" if section.best else None
-    return CheckpointManager(
-        folder / CHECKPOINT_FOLDER,
-        every=section.every,
-        keep=section.keep,
-        best=best,
-        asynchronous=section.asynchronous,
-    )
-
-
-def _resume(manager: CheckpointManager, trainer: Trainer, data: TextData) -> int:
-    """Go on from the last good checkpoint, if there is one.
-
-    Returns:
-      Updates made.
-
-    Raises:
-      ConfigError: when none is good, or when it is of another model, optimizer or text.
-    """
-    try:
-        restored = manager.restore(trainer, data=data.train)
-    except (DamagedCheckpoint, ValueError) as error:
-        raise ConfigError(f"resume: {error}") from error
-    if restored is None:
-        return 0
-    print0(f"resumed after step {restored.step}, from {manager.folder}\n", flush=True)
-    return int(trainer.state.step)
 
 
 def _shared_settings(config: RunConfig, text: TextSplit) -> dict[str, Any]:
