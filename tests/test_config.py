@@ -1,6 +1,7 @@
 """Configurations: the keys are frozen, every key has help, and whatever is wrong is named with its remedy."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,37 @@ def test_all_values_out_of_range_are_reported_together(write):
         "sample.prompt is empty",
     ):
         assert part in message
+
+
+UNUSABLE = {
+    ("optim.learning_rate", ".inf"): "inf: must be a finite number",
+    ("optim.learning_rate", ".nan"): "nan: must be a finite number",
+    ("optim.betas", "[0.9, .inf]"): "inf: must be a finite number",
+    ("plan.bucket_size_mb", ".inf"): "inf: must be a finite number",
+    ("model.dropout", ".nan"): "nan: must be a finite number",
+    ("train.stuck_timeout", ".inf"): "inf: must be a finite number",
+    ("train.steps", "1" + 23 * "0"): f"{10**23}: must be at most 2,147,483,647, as it is counted in 32 bits",
+    ("mesh.data", str(2**31)): f"{2**31}: must be at most 2,147,483,647",
+    ("data.max_bytes", str(2**63)): f"{2**63}: must be at most 9,223,372,036,854,775,807, as it is counted in 64 bits",
+}
+
+
+@pytest.mark.parametrize("key, value", UNUSABLE)
+def test_numbers_that_nothing_can_count_or_reach_are_refused_by_key(key, value, write):
+    section, name = key.split(".")
+    message = f"{key}={UNUSABLE[key, value]}"
+    for command, *argv in (
+        ("train", write({}), f"--{key}={value}"),
+        ("explain", write({section: {name: yaml.safe_load(value)}})),
+        ("plan", write({section: {name: yaml.safe_load(value)}})),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            read_config(command, argv)
+
+
+def test_the_largest_numbers_that_can_be_counted_are_taken(write):
+    config = read_config("train", [write({}), f"--train.steps={2**31 - 1}", f"--data.max_bytes={2**40}"])
+    assert (config.train.steps, config.data.max_bytes) == (2**31 - 1, 2**40)
 
 
 def test_sections_that_contradict_each_other_are_refused(write):

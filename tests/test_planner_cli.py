@@ -111,7 +111,31 @@ def test_explain_prices_a_configuration_and_draws_it(tiny, tmp_path, capsys):
     assert main([*flags, "--hardware", "v5e", "--picture", str(picture)]) == 0
     out = capsys.readouterr().out
     assert "ms/step, MFU" in out and f"picture   {picture}" in out and picture.stat().st_size > 1000
-    assert main([*flags, "--picture", str(tmp_path / "no" / "x.svg")]) == 2
-    assert "No such file" in capsys.readouterr().err
     assert main(["explain", "--help"]) == 0
     assert "--hardware NAME: price a step" in " ".join(capsys.readouterr().out.split())
+
+
+MISSING = {
+    "a picture's folder": (["explain", "--picture", "no/x.svg"], "--picture no/x.svg: there is no folder no; make it"),
+    "a picture's format": (["explain", "--picture", "x.bmp"], "--picture x.bmp: the ending chooses the format"),
+    "a baseline": (["explain", "--check", "none.json"], "--check none.json: no baseline"),
+    "a baseline's folder": (
+        ["explain", "--write-baseline", "no/x.json"],
+        "--write-baseline no/x.json: there is no folder",
+    ),
+    "a run to explain": (["explain", "--resume", "no"], "resume=no: no/checkpoints has no checkpoints"),
+    "a run to go on with": (["train", "--resume", "no"], "resume=no: no/checkpoints has no checkpoints"),
+    "a text": (["train", "--data.path", "no"], "no such"),
+    "a plan's folder": (["plan", "--devices", "8", "--write", "no/x.yaml"], "--write no/x.yaml: there is no folder no"),
+    "a plan's picture": (["plan", "--devices", "8", "--picture", "."], "--picture .: is a folder; give a file in it"),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_what_is_missing_is_said_before_anything_is_printed(case, tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (command, *flags), message = MISSING[case]
+    assert main([command, str(tiny), *flags]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and message in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml"]

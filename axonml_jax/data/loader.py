@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -169,9 +169,9 @@ class DataLoader:
                 f"load_state_dict: the saved position is of other data or another order. {'; '.join(changed)}. Give the "
                 "data that it was saved with, or leave the position out"
             )
-        total = self._fetch.batching.num_samples
+        total, saved = self._fetch.batching.num_samples, cast(dict[str, Any], state)
         try:
-            position = Position(operator.index(state["epoch"]), operator.index(state["samples"]))
+            position = Position(operator.index(saved["epoch"]), operator.index(saved["samples"]))
         except TypeError:
             raise ValueError(
                 f"load_state_dict: epoch and samples must be whole numbers, not those of {state}"

@@ -1,7 +1,6 @@
 """What a step may cost: `explain --check` and `--max-memory` for CI, and `train`'s refusal of what cannot fit."""
 
 import json
-from pathlib import Path
 
 import jax
 
@@ -17,6 +16,22 @@ from axonml_jax.planner.hardware import Hardware
 
 OVER_BUDGET = 4
 """Exit status of `explain` when a step costs more memory or traffic than it may."""
+
+
+def baseline(budget: Budget) -> dict[str, float]:
+    """What the baseline to check against allows; empty without one.
+
+    Raises:
+      ConfigError: for a file that is not there or is none.
+    """
+    if budget.check is None:
+        return {}
+    try:
+        content = json.loads(budget.check.read_text("utf-8"))
+        return {name: float(content[name]) for name in ("memory", "traffic")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        write = f"axonml-jax explain CONFIG --write-baseline {budget.check}"
+        raise ConfigError(f"--check {budget.check}: no baseline ({error}); write one with {write}") from error
 
 
 def predicted(config: RunConfig, ground: Ground, kind: Hardware | None = None) -> Prediction:
@@ -45,21 +60,10 @@ def over_budget(found: Prediction, budget: Budget) -> list[str]:
     wrong = []
     if budget.max_memory is not None and found.memory.total > budget.max_memory:
         wrong.append(f"memory {found.memory.total:,} bytes per device, at most {budget.max_memory:,.0f} are allowed")
-    if budget.check is not None:
-        for name, allowed in _baseline(budget.check).items():
-            if costs[name] > allowed * (1 + budget.tolerance):
-                wrong.append(f"{name} {costs[name]:,.0f} bytes per device, {allowed:,.0f} in {budget.check}")
+    for name, allowed in baseline(budget).items():
+        if costs[name] > allowed * (1 + budget.tolerance):
+            wrong.append(f"{name} {costs[name]:,.0f} bytes per device, {allowed:,.0f} in {budget.check}")
     return wrong
-
-
-def _baseline(path: Path) -> dict[str, float]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        return {name: float(content[name]) for name in ("memory", "traffic")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"--check {path}: no baseline ({error}); write one with axonml-jax explain CONFIG --write-baseline {path}"
-        ) from error
 
 
 def require_fit(config: RunConfig, ground: Ground, budget: Budget) -> None:

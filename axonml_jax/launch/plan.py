@@ -15,6 +15,7 @@ from axonml_jax.launch.estimate import drawn
 from axonml_jax.launch.pipeline_config import PipelineConfig
 from axonml_jax.launch.plan_flags import MEASURE
 from axonml_jax.launch.read_config import as_dict, read_config
+from axonml_jax.launch.writable import require_writable
 from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.mesh.axes import AXES
 from axonml_jax.mesh.shape import MeshShape
@@ -43,6 +44,7 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     Raises:
       ValueError: for wrong arguments, or when no plan fits; with the reasons.
     """
+    require_writable({"--picture": chosen.picture, "--write": chosen.write})
     base, model, sizes = _subject(chosen)
     if chosen.as_written:
         return _as_written(base, chosen)

@@ -17,6 +17,7 @@ from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from axonml_jax.launch.choice import Choice, values_of
 from axonml_jax.launch.config import ConfigError, RunConfig
 from axonml_jax.launch.nearest_file import nearest_file
+from axonml_jax.launch.numbers import unusable
 from axonml_jax.synonyms import AXES, KEYS, NO_AXIS
 
 _NOT_SETTINGS = ("help", "print_config", "config")
@@ -181,13 +182,15 @@ def _in_words(kind: Any) -> str:
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
-def _build(cls: type, values: Namespace) -> Any:
+def _build(cls: type, values: Namespace, section: str = "") -> Any:
     """The dataclass from parsed values; the problems of all its sections are reported together."""
     kinds, arguments, problems = typing.get_type_hints(cls), {}, []
     for field in fields(cls):
-        value = values[field.name]
+        value, key = values[field.name], f"{section}{field.name}"
+        problems += unusable(key, value)
         try:
-            arguments[field.name] = _build(kinds[field.name], value) if is_dataclass(kinds[field.name]) else value
+            inside = is_dataclass(kinds[field.name])
+            arguments[field.name] = _build(kinds[field.name], value, f"{key}.") if inside else value
         except ValueError as error:
             problems.append(str(error))
     if problems:

@@ -15,7 +15,7 @@ from axonml_jax.data.text import TextSplit
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.launch import resume
-from axonml_jax.launch.budget import OVER_BUDGET, over_budget, predicted, require_fit
+from axonml_jax.launch.budget import OVER_BUDGET, baseline, over_budget, predicted, require_fit
 from axonml_jax.launch.config import RunConfig
 from axonml_jax.launch.describe import describe, price
 from axonml_jax.launch.estimate import show
@@ -41,6 +41,7 @@ from axonml_jax.launch.text_task import (
     write_samples,
 )
 from axonml_jax.launch.trace import traced
+from axonml_jax.launch.writable import require_writable
 from axonml_jax.logging import print0
 from axonml_jax.mesh.watchdog import Watchdog
 from axonml_jax.training.agreement import check_same, program_hash
@@ -71,7 +72,8 @@ def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate 
       ConfigError: for a mesh or a batch that does not fit the devices, or a picture that cannot be drawn.
     """
     budget, estimate = budget or Budget(), estimate or Estimate()
-    [ground] = all_or_refuse(partial(lay_ground, config))
+    files = {"--picture": estimate.picture, "--write-baseline": budget.write_baseline}
+    ground, *_ = all_or_refuse(partial(lay_ground, config), partial(require_writable, files), partial(baseline, budget))
     all_or_refuse(partial(Team().decide, "find the run to go on with", partial(earlier_folder, config)))
     print0(describe(config, ground), price(config, ground), sep="\n\n")
     if budget == Budget() and estimate == Estimate():
