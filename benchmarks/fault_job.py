@@ -91,9 +91,9 @@ class Job:
         return (self.folder / "metrics.jsonl").read_text()
 
     def leftovers(self) -> list[str]:
-        """Processes and unfinished checkpoints that should not be there."""
-        found = [p.name for p in (self.folder / "checkpoints").glob("*.saving")]
-        found += [p.name for p in (self.folder / "checkpoints").glob("*.replaced")]
+        """Processes, unfinished checkpoints and owners' records that should not be there."""
+        left = (".saving", ".replaced", "owner.json")
+        found = [p.name for p in (self.folder / "checkpoints").glob("*") if p.name.endswith(left)]
         for entry in Path("/proc").iterdir() if Path("/proc/self").exists() else ():
             with contextlib.suppress(OSError, ValueError):
                 if int(entry.name) != os.getpid() and str(self.folder).encode() in (entry / "cmdline").read_bytes():

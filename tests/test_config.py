@@ -156,7 +156,7 @@ UNUSABLE = {
     ("optim.learning_rate", ".nan"): "nan: must be a finite number",
     ("optim.betas", "[0.9, .inf]"): "inf: must be a finite number",
     ("plan.bucket_size_mb", ".inf"): "inf: must be a finite number",
-    ("model.dropout", ".nan"): "nan: must be a finite number",
+    ("sample.temperature", ".nan"): "nan: must be a finite number",
     ("train.stuck_timeout", ".inf"): "inf: must be a finite number",
     ("train.steps", "1" + 23 * "0"): f"{10**23}: must be at most 2,147,483,647, as it is counted in 32 bits",
     ("mesh.data", str(2**31)): f"{2**31}: must be at most 2,147,483,647",

@@ -287,3 +287,7 @@ def test_a_state_of_another_order_is_refused_with_every_difference():
         same.load_state_dict({k: v for k, v in state.items() if k != "epoch"})
     with pytest.raises(ValueError, match="no position among 10 samples"):
         same.load_state_dict(state | {"samples": 11})
+    for wrong in ("3", 2.5, None):
+        with pytest.raises(ValueError, match="must be whole numbers"):
+            same.load_state_dict(state | {"samples": wrong})
+    same.load_state_dict(state | {"samples": np.int64(2)})

@@ -68,6 +68,8 @@ class Owner:
         """Whether its process lives; None where that cannot be seen from here: on another machine, in another container."""
         if self.machine != _machine():
             return None
+        if self.pid == os.getpid():
+            return True
         try:
             started = _start_of(self.pid)
         except ProcessLookupError:

@@ -131,7 +131,7 @@ def _why_free(text: str, what: Path, quiet: bool) -> str | None:
     owner = Owner.parse(text)
     lives = owner.lives()
     if lives and owner.pid == os.getpid() and owner.token not in _held:
-        return "this process was another program then"  # os.exec keeps the process and forgets what it held
+        return "that process has ended"  # its number is this one's now; or os.exec has kept the number and forgotten the claim
     if lives:
         raise _refused(what, owner)
     if lives is False:
@@ -142,8 +142,8 @@ def _why_free(text: str, what: Path, quiet: bool) -> str | None:
 def _refused(what: Path, owner: Owner) -> FolderInUse:
     who = f"this process itself ({owner}), through another object" if owner.token in _held else f"{owner}"
     return FolderInUse(
-        f"{what} is being written by {who}, and has one writer at a time: end that one (close it) first, or write to another "
-        "folder; reading needs no leave"
+        f"{what} is being written by {who}, and has one writer at a time: end that one, or let it close the folder, or "
+        "write to another; reading is always possible"
     )
 
 
