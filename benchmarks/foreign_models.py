@@ -1,0 +1,92 @@
+"""Models that others publish, unmodified, each under every plan, held to plain `jax.jit` on one device.
+
+    pip install 'axonml-jax[foreign]'
+    python benchmarks/foreign_models.py --done done.jsonl [--only BERT ...] [--plans FSDP ...] [--seconds 600] [--out FILE.md]
+
+Three AdamW steps from random weights; losses, gradient norms, all parameters and buffers are compared. A cell is "equal", or
+"refused" by the library with its reason. `--done` keeps what has been run, so that the table can be run in pieces: cells that
+the file holds are not run again (`--again` runs those anew that were neither equal nor refused). The exit status is 1 when a
+cell differs or crashes. The table is docs/maintainers/foreign-models.md.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def start():
+    """Simulated devices, float64 allowed, programs compiled without LLVM's optimizations as the tests do."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    warnings.simplefilter("ignore")
+    import axonml_jax as ax
+
+    ax.fake_devices(4)
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_traceback_filtering", "off")  # so that a crash inside JAX is not taken for a refusal of the library
+
+
+def remembered(file):
+    """What earlier runs found: by (family, plan, variant)."""
+    if file is None or not file.exists():
+        return {}
+    lines = map(json.loads, file.read_text("utf-8").splitlines())
+    return {(line["family"], line["plan"], line["variant"]): line for line in lines}
+
+
+def run_family(family, todo, file, deadline, cells):
+    """Runs cells of one family, writing each down; yields what was found."""
+    cache = {}
+    for plan, variant in todo:
+        begun = time.time()
+        if begun > deadline:
+            return
+        result, why = cells.run(family, plan, variant, cache)
+        line = {"family": family.name, "plan": plan, "variant": variant, "result": result, "why": why}
+        line |= {"seconds": round(time.time() - begun, 1), "python": ".".join(map(str, sys.version_info[:2]))}
+        if file is not None:
+            with file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(line) + "\n")
+        print(f"{family.name} | {plan} | {variant}: {result} {why} ({line['seconds']} s)", flush=True)
+        yield line
+
+
+def main():
+    start()
+    from foreign import FAMILIES, cells, table
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=[family.name for family in FAMILIES], help="families")
+    parser.add_argument("--plans", nargs="*", default=cells.PLANS, choices=cells.PLANS)
+    parser.add_argument("--variants", nargs="*", default=cells.VARIANTS, choices=cells.VARIANTS)
+    parser.add_argument("--done", type=Path, help="a JSON line per cell: read first, added to")
+    parser.add_argument("--again", action="store_true", help="run again what differed or crashed")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no cell after this long")
+    parser.add_argument("--out", type=Path, help="write the table to this file")
+    args = parser.parse_args()
+    by_name = {family.name: family for family in FAMILIES}
+    families = [by_name[name] for name in args.only or by_name]
+    known, deadline = remembered(args.done), time.time() + args.seconds
+    settled = ("equal", "refused") if args.again else ("equal", "refused", "differs", "crash")
+    for family in families:
+        cells_of = [(plan, variant) for plan in args.plans for variant in args.variants]
+        todo = [(p, v) for p, v in cells_of if known.get((family.name, p, v), {}).get("result") not in settled]
+        for line in run_family(family, todo, args.done, deadline, cells):
+            known[line["family"], line["plan"], line["variant"]] = line
+    text = table.markdown(FAMILIES, known)
+    print(text)
+    if args.out:
+        args.out.write_text(text, "utf-8")
+    sys.exit(any(line["result"] in ("differs", "crash") for line in known.values()))
+
+
+if __name__ == "__main__":
+    main()
