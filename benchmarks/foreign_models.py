@@ -31,7 +31,7 @@ def start():
 
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_traceback_filtering", "off")  # so that a crash inside JAX is not taken for a refusal of the library
+    jax.config.update("jax_traceback_filtering", "off")  # a crash inside JAX is no refusal of the library
 
 
 def remembered(file):

@@ -11,7 +11,16 @@ from .family import Family
 HEAD = """# Other people's models
 
 Models from packages that others publish, unmodified, with tiny random configurations: each trained for three AdamW steps
-under every plan and held to plain `jax.jit` of the same model on one device, in which no line of this library runs.
+under every plan and held to plain `jax.jit` of the same model on one device, in which no line of this library runs. Four
+simulated devices: DDP and FSDP (FULL_SHARD) over 4, HYBRID over 2 x 2, a pipeline of 2 stages with 2 microbatches x 2 data
+ranks, tensor 2 x 2 data ranks, automatic (`auto_parallelize`) and by rules (`TensorParallel`). Each is run plain, with
+`remat="full"`, with two microbatches accumulated, and in bf16; "equal" alone means all four.
+
+Equal means: losses, gradient norms and every parameter and buffer after three steps agree, per leaf, to `testing/tolerances.py`:
+float64 where the model computes in it throughout (1e-9), float32's tolerance (1e-5 of the leaf's largest value) where it casts
+to float32 itself (Llama, Qwen, Mamba-2, U-Net, transformer in transformer). In bf16 the one device casts alike, and losses,
+norms and parameters agree to 5e-2, and all updates together point the same way (cosine at least 0.95). Every parameter starts
+off its initial value, so that zeros and ones hide nothing. AdamW's epsilon is 1e-3.
 
 ```bash
 pip install 'axonml-jax[foreign]'
@@ -27,23 +36,34 @@ def markdown(families: Sequence[Family], known: dict) -> str:
     count = lambda result: sum(line["result"] == result for line in known.values())
     total = len(families) * len(PLANS) * len(VARIANTS)
     counted = ", ".join(f"{count(result)} {result}" for result in ("equal", "refused", "differs", "crash"))
-    lines = [HEAD, f"{len(families)} families, {total} cells, {len(known)} run: {counted} (jax {jax.__version__}).", ""]
-    lines += ["| family | plan | " + " | ".join(VARIANTS) + " |", "| --- " * (2 + len(VARIANTS)) + "|"]
+    lines = [
+        HEAD,
+        f"{len(families)} families, {total} cells, {len(known)} of them run: {counted} (jax {jax.__version__}).",
+        "",
+    ]
+    lines += ["| family | what it stands for | " + " | ".join(PLANS) + " |", "| --- " * (2 + len(PLANS)) + "|"]
     notes: dict[str, int] = {}
     for family in families:
-        for plan in PLANS:
-            row = [_cell(known.get((family.name, plan, variant)), notes) for variant in VARIANTS]
-            lines.append(f"| {family.name} | {plan} | " + " | ".join(row) + " |")
+        found = lambda plan, family=family: {
+            v: known[key] for v in VARIANTS if (key := (family.name, plan, v)) in known
+        }
+        row = [_cell(found(plan), notes) for plan in PLANS]
+        lines.append(f"| {family.name} | {family.kind} ({family.package}) | " + " | ".join(row) + " |")
     lines += ["", "What refusals, differences and crashes say:", ""] if notes else []
     return "\n".join([*lines, *(f"{number}. {_one_line(why)}" for why, number in notes.items()), ""])
 
 
-def _cell(line: dict[str, Any] | None, notes: dict[str, int]) -> str:
-    if line is None:
-        return ""
-    if line["result"] == "equal":
-        return f"equal ({line['why']})" if line["why"] else "equal"
-    return f"{line['result']}: {notes.setdefault(line['why'], len(notes) + 1)}"
+def _cell(found: dict[str, dict[str, Any]], notes: dict[str, int]) -> str:
+    """The variants by their result: `equal` alone where all that there are were run and are equal."""
+    if not found:
+        return "not run"
+    groups: dict[str, list[str]] = {}
+    for variant, line in found.items():
+        note = f" [{notes.setdefault(line['why'], len(notes) + 1)}]" if line["result"] != "equal" else ""
+        groups.setdefault(line["result"] + note, []).append(variant)
+    if len(found) == len(VARIANTS) and len(groups) == 1:
+        return next(iter(groups))
+    return "; ".join(f"{result}: {', '.join(variants)}" for result, variants in groups.items())
 
 
 def _one_line(text: str) -> str:
