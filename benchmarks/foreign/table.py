@@ -16,7 +16,7 @@ simulated devices: DDP and FSDP (FULL_SHARD) over 4, HYBRID over 2 x 2, a pipeli
 ranks, tensor 2 x 2 data ranks, automatic (`auto_parallelize`) and by rules (`TensorParallel`). Each is run plain, with
 `remat="full"`, with two microbatches accumulated, and in bf16; "equal" alone means all four.
 
-Equal means: losses, gradient norms and every parameter and buffer after three steps agree, per leaf, to `testing/tolerances.py`:
+Equal means: losses, gradient norms, every parameter and buffer after three steps agree, per leaf, to `testing/tolerances.py`:
 float64 where the model computes in it throughout (1e-9), float32's tolerance (1e-5 of the leaf's largest value) where it casts
 to float32 itself (Llama, Qwen, Mamba-2, U-Net, transformer in transformer). In bf16 the one device casts alike, and losses,
 norms and parameters agree to 5e-2, and all updates together point the same way (cosine at least 0.95). Every parameter starts
