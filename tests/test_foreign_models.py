@@ -18,7 +18,6 @@ CELLS = [
     ("Mamba-2", "Pipeline", "accumulate"),
     ("Mamba-2", "tensor, automatic", "plain"),
     ("Transformer in transformer", "tensor, by rules", "plain"),
-    ("Transformer in transformer", "FSDP", "accumulate"),
     ("ResNet (jax-resnet)", "Pipeline", "plain"),
     ("ResNet (jax-resnet)", "HYBRID", "accumulate"),
     ("ResNet (jax-resnet)", "DDP", "bf16"),
