@@ -12,6 +12,7 @@ from axonml_jax.collectives.primitives import axis_index, sum_over
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.tensor.whole_reads import reading_whole
 from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.compiler import compiler_options
@@ -83,10 +84,14 @@ class Forward:
         self, variables: Variables, key: jax.Array, arrays: list, static: tuple, mode: Mode | None = None
     ) -> tuple[Any, PyTree]:
         treedef, rest = static
-        leaves = [value if array is None else array for array, value in zip(arrays, rest, strict=True)]
-        args, kwargs = treedef.unflatten(leaves)
-        bound = self.model.bind(variables, key, mode or self.mode)
-        return bound(*args, **kwargs), self.model.state_of(bound)
+
+        def call(variables: Variables, key: jax.Array, arrays: list) -> tuple[Any, PyTree]:
+            leaves = [value if array is None else array for array, value in zip(arrays, rest, strict=True)]
+            args, kwargs = treedef.unflatten(leaves)
+            bound = self.model.bind(variables, key, mode or self.mode)
+            return bound(*args, **kwargs), self.model.state_of(bound)
+
+        return reading_whole(call, self.model, variables, key, arrays)
 
     def _dims(self, variables: Variables, arrays: list, static: tuple) -> tuple[PyTree, PyTree]:
         """For every output the dim that grows with the batch, or -1, and the dims that the model's layers leave split."""

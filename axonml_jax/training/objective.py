@@ -8,6 +8,7 @@ import jax
 from axonml_jax._types import LossFn, PyTree
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.model.loss import Loss, parse_loss
+from axonml_jax.parallel.tensor.whole_reads import reading_whole
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class Objective:
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         """The loss of one microbatch on one rank, and the model's state after it."""
+        return reading_whole(self._of, self.model, variables, key, batch)
+
+    def _of(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         bound = self.model.bind(variables, key, self.mode)
         loss = parse_loss(self.loss_fn(bound, batch))
         return loss, self.model.state_of(bound)

@@ -15,6 +15,7 @@ from axonml_jax.parallel.tensor.options import LinearOptions
 from axonml_jax.parallel.tensor.region import check_ring, entered
 from axonml_jax.parallel.tensor.specs import Units, check_shard, check_units, metadata
 from axonml_jax.parallel.tensor.substitute import add_bias, linear
+from axonml_jax.parallel.tensor.whole_reads import left_split, own_part
 
 
 class ColumnParallelLinear(nnx.Linear):
@@ -81,11 +82,11 @@ class ColumnParallelLinear(nnx.Linear):
         if not axes:
             return super().__call__(x, out_sharding)
         (y,) = column_outputs([self], x)
-        return gather_from(y, axes) if self.gather_output else y
+        return gather_from(y, axes) if self.gather_output else left_split(self, y, self.axis)
 
     def columns(self) -> tuple[jax.Array, jax.Array | None]:
         """The kernel and the bias that this rank multiplies with, each with the gradient its split asks for."""
-        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
+        kernel, bias = own_part(self.kernel), None if self.bias is None else own_part(self.bias)
         if self.units is not None and self.units.whole_on(degree(self.axis)):
             return self._of_own_unit(kernel), None if bias is None else self._of_own_unit(bias)
         name = f"{type(self).__name__}({self.in_features}, {self.out_features})"

@@ -14,6 +14,7 @@ from axonml_jax.parallel.tensor.options import ConvOptions
 from axonml_jax.parallel.tensor.ordered import Prefetch
 from axonml_jax.parallel.tensor.specs import Units, check_shard, check_units, metadata
 from axonml_jax.parallel.tensor.substitute import add_bias, substitute
+from axonml_jax.parallel.tensor.whole_reads import own_part
 
 
 class ParallelConv(nnx.Conv):
@@ -98,7 +99,7 @@ class ParallelConv(nnx.Conv):
         grid = self.grid
         if not grid.is_bound:
             return super().__call__(x, out_sharding)
-        kernel, bias = self._kernel(), None if self.bias is None else self.bias[...]
+        kernel, bias = self._kernel(), None if self.bias is None else own_part(self.bias)
         x, kernel, bias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
         grouped = self.feature_group_count > 1
         if grouped:
@@ -111,7 +112,7 @@ class ParallelConv(nnx.Conv):
         return grid.gather_output(y) if self.gather_output else y
 
     def _kernel(self) -> jax.Array:
-        kernel, spec = self.kernel[...], self.grid.weight(len(self.kernel_shape))
+        kernel, spec = own_part(self.kernel), self.grid.weight(len(self.kernel_shape))
         name = f"ParallelConv({self.in_features}, {self.out_features}, {self.kernel_size})"
         if self.feature_group_count > 1:
             check_units(name, Units(self.feature_group_count, "groups"), self.grid.out)

@@ -14,6 +14,7 @@ from axonml_jax.parallel.tensor.lookup import own_rows, require_integers
 from axonml_jax.parallel.tensor.options import EmbedOptions
 from axonml_jax.parallel.tensor.region import entered, left
 from axonml_jax.parallel.tensor.specs import check_shard, metadata
+from axonml_jax.parallel.tensor.whole_reads import own_part
 
 
 class VocabParallelEmbedding(nnx.Embed):
@@ -97,7 +98,7 @@ class VocabParallelEmbedding(nnx.Embed):
         return gather_from(logits, axes) if self.gather_output else logits
 
     def _shard(self) -> jax.Array:
-        table = self.embedding[...]
+        table = own_part(self.embedding)
         name = f"VocabParallelEmbedding({self.num_embeddings}, {self.features}) embedding"
         check_shard(name, table, (self.num_embeddings, self.features), PartitionSpec(self.axis, None))
         return table

@@ -17,6 +17,7 @@ from axonml_jax.parallel.tensor.lookup import own_rows, require_integers
 from axonml_jax.parallel.tensor.options import EmbedOptions
 from axonml_jax.parallel.tensor.ordered import Prefetch
 from axonml_jax.parallel.tensor.specs import check_shard, metadata
+from axonml_jax.parallel.tensor.whole_reads import own_part
 
 
 class ParallelEmbedding(nnx.Embed):
@@ -120,7 +121,7 @@ class ParallelEmbedding(nnx.Embed):
         return gather_from(logits, into) if into and gathered else logits
 
     def _shard(self) -> jax.Array:
-        table = self.embedding[...]
+        table = own_part(self.embedding)
         name = f"ParallelEmbedding({self.num_embeddings}, {self.features}) embedding"
         check_shard(name, table, (self.num_embeddings, self.features), self.grid.weight())
         return table

@@ -12,6 +12,7 @@ from axonml_jax.parallel.tensor.options import LinearOptions
 from axonml_jax.parallel.tensor.ordered import Prefetch
 from axonml_jax.parallel.tensor.specs import Units, check_shard, check_units, metadata
 from axonml_jax.parallel.tensor.substitute import add_bias, linear
+from axonml_jax.parallel.tensor.whole_reads import own_part
 
 ROW_COL_DEPTH = ("row", "col", "depth")
 """The mesh axes of a 3-D layer: AxoNN's G_intra_r, G_intra_c and G_intra_d."""
@@ -86,7 +87,7 @@ class ParallelLinear(nnx.Linear):
     def checked(self) -> tuple[jax.Array, jax.Array | None]:
         """This rank's block of the kernel, and of the bias."""
         name, grid = f"ParallelLinear({self.in_features}, {self.out_features})", self.grid
-        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
+        kernel, bias = own_part(self.kernel), None if self.bias is None else own_part(self.bias)
         check_shard(f"{name} kernel", kernel, (self.in_features, self.out_features), grid.weight())
         check_units(name, self.units, grid.out)
         return kernel, bias

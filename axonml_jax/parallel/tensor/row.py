@@ -13,6 +13,7 @@ from axonml_jax.parallel.tensor.options import LinearOptions
 from axonml_jax.parallel.tensor.region import check_ring, outside, summed
 from axonml_jax.parallel.tensor.specs import check_shard, metadata
 from axonml_jax.parallel.tensor.substitute import add_bias, linear
+from axonml_jax.parallel.tensor.whole_reads import own_part, taken_split
 
 
 class RowParallelLinear(nnx.Linear):
@@ -71,12 +72,11 @@ class RowParallelLinear(nnx.Linear):
         axes = bound(self.axis)
         if not axes:
             return super().__call__(x, out_sharding)
-        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
+        kernel, bias = own_part(self.kernel), None if self.bias is None else self.bias[...]
         name = f"{type(self).__name__}({self.in_features}, {self.out_features})"
         check_shard(f"{name} kernel", kernel, (self.in_features, self.out_features), PartitionSpec(self.axis, None))
         x, kernel, bias = self.promote_dtype((x, kernel, bias), dtype=self.dtype)
-        if not self.input_is_parallel:
-            x = split_to(x, axes)
+        x = taken_split(self, x, self.axis) if self.input_is_parallel else split_to(x, axes)
         split = {"sequence": self.sequence_parallel, "ring": self.ring}
         y = summed(lambda x, kernel: linear(self, x, kernel), x, kernel, axes, **split)
         return add_bias(y, outside(bias, axes, sequence=self.sequence_parallel))

@@ -19,6 +19,8 @@ from axonml_jax.parallel.tensor.axes import degree
 
 SPEC = "tensor_spec"
 UNITS = "tensor_units"
+WHOLE = "tensor_whole"
+"""The whole shape, on a parameter that looks whole to all but its own layer (`whole_reads.py`)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ def tensor_specs(model: nnx.Module | None, axis_sizes: Mapping[str, int]) -> dic
         return specs
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         written = variable.get_metadata()
-        spec = split_of(written.get(SPEC, PartitionSpec()), written.get(UNITS), axis_sizes)
+        stacked = len(variable.shape) - len(written.get(WHOLE, variable.shape))  # by `nnx.vmap`, along new first dims
+        spec = PartitionSpec(*[None] * stacked, *written.get(SPEC, PartitionSpec()))
+        spec = split_of(spec, written.get(UNITS), axis_sizes)
         specs[path] = spec
         offenders += _indivisible("/".join(map(str, path)), variable.shape, spec, written.get(UNITS), axis_sizes)
     if offenders:

@@ -6,6 +6,7 @@ from flax import nnx
 from axonml_jax.collectives.pairs import copy_to, gather_from, own_slice, reduce_from
 from axonml_jax.parallel.tensor.axes import bound, degree
 from axonml_jax.parallel.tensor.substitute import substitute
+from axonml_jax.parallel.tensor.whole_reads import left_split, own_part, taken_split
 
 
 class SplitLinearGeneral(nnx.LinearGeneral):
@@ -31,12 +32,14 @@ class SplitLinearGeneral(nnx.LinearGeneral):
         count = degree(axes)
         if self.part == "row":
             ours = (self.in_features[0] // count, *self.in_features[1:])
-            y = nnx.LinearGeneral.__call__(substitute(self, in_features=ours, bias=None), inputs)
+            own = {"kernel": own_part(self.kernel), "bias": None}
+            y = nnx.LinearGeneral.__call__(substitute(self, in_features=ours, **own), taken_split(self, inputs, self.mesh_axis))
             y = reduce_from(y, axes)
             return y if self.bias is None else y + self.bias[...].astype(y.dtype)
         ours = (self.out_features[0] // count, *self.out_features[1:])
-        y = nnx.LinearGeneral.__call__(substitute(self, out_features=ours), copy_to(inputs, axes))
-        return gather_from(y, axes, -len(ours)) if self.gather_output else y
+        own = {"kernel": own_part(self.kernel), "bias": None if self.bias is None else own_part(self.bias)}
+        y = nnx.LinearGeneral.__call__(substitute(self, out_features=ours, **own), copy_to(inputs, axes))
+        return gather_from(y, axes, -len(ours)) if self.gather_output else left_split(self, y, self.mesh_axis)
 
 
 class SplitEinsum(nnx.Einsum):
@@ -63,12 +66,17 @@ class SplitEinsum(nnx.Einsum):
             return super().__call__(inputs, einsum_str, out_sharding)
         if self.einsum_str is None:
             raise ValueError(f"SplitEinsum was split by the letter {self.letter!r} of its own equation, which is gone")
-        ours = {"kernel_shape": self.kernel[...].shape}
+        kernel = own_part(self.kernel)
+        ours = {"kernel": kernel, "kernel_shape": kernel.shape}
         if self.part == "row":
+            inputs = taken_split(self, inputs, self.mesh_axis)
             y = nnx.Einsum.__call__(substitute(self, bias=None, **ours), inputs, einsum_str)
             return self._with_bias(reduce_from(y, axes))
-        y = nnx.Einsum.__call__(substitute(self, **ours), copy_to(inputs, axes), einsum_str)
-        return gather_from(y, axes, result_dim(self.einsum_str, self.letter)) if self.gather_output else y
+        bias = None if self.bias is None else own_part(self.bias)
+        y = nnx.Einsum.__call__(substitute(self, bias=bias, **ours), copy_to(inputs, axes), einsum_str)
+        if not self.gather_output:
+            return left_split(self, y, self.mesh_axis)
+        return gather_from(y, axes, result_dim(self.einsum_str, self.letter))
 
     def _with_bias(self, y: jax.Array) -> jax.Array:
         if self.bias is None or self.einsum_str is None:

@@ -20,7 +20,7 @@ from axonml_jax.parallel.tensor.embedding3d import ParallelEmbedding
 from axonml_jax.parallel.tensor.grid import Grid
 from axonml_jax.parallel.tensor.linear3d import ParallelLinear
 from axonml_jax.parallel.tensor.row import RowParallelLinear
-from axonml_jax.parallel.tensor.specs import SPEC, UNITS, Units
+from axonml_jax.parallel.tensor.specs import SPEC, UNITS, WHOLE, Units
 
 Change = tuple[type, dict[str, Any], dict[str, PartitionSpec], str]
 """The new class, its attributes, the specs of its parameters, and how it communicates."""
@@ -211,7 +211,10 @@ def apply(layer: Any, change: Change) -> None:
     grouped = units is not None and units.count > 1
     for name in ("kernel", "bias", "embedding"):
         if (parameter := getattr(layer, name, None)) is not None:
-            parameter.set_metadata(**{SPEC: specs.get(name, PartitionSpec())}, **({UNITS: units} if grouped else {}))
+            spec = specs.get(name, PartitionSpec())
+            shape = parameter.shape[len(parameter.shape) - len(spec) :] if len(spec) else parameter.shape
+            written = {SPEC: spec, WHOLE: tuple(shape), **({UNITS: units} if grouped else {})}
+            parameter.set_metadata(**written)
 
 
 def _divide(sizes: dict[str, tuple[int, int]]) -> None:

@@ -1,0 +1,98 @@
+"""Parameters that `auto_parallelize` split are whole to whoever reads them; only the layer that owns one reads its part.
+
+The model's program is traced on gathered parameters, so that no code of a user ever sees a shard, however it reads: an
+attribute, a shape, `nnx.state`. Then it is run with the shards in their place: the part that a layer takes of a gathered
+parameter is the shard that it was gathered from, and only what others read is gathered (`run_marked.py`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from axonml_jax._types import named_leaves, path_name
+from axonml_jax.mesh.axes import LAYER_AXES, as_axes
+from axonml_jax.model.functional import Functional, Variables
+from axonml_jax.model.trace import trace
+from axonml_jax.parallel.tensor.axes import bound, degree
+from axonml_jax.parallel.tensor.marks import Places, Shard, closed, gathered, opened, part_of
+from axonml_jax.parallel.tensor.run_marked import run_marked
+from axonml_jax.parallel.tensor.specs import SPEC, WHOLE, tensor_specs
+
+
+def own_part(parameter: nnx.Variable) -> jax.Array:
+    """What a layer multiplies with: its rank's part, whether the parameter holds that or, while traced, the whole."""
+    value, written = parameter[...], parameter.get_metadata()
+    if WHOLE not in written or value.shape != tuple(written[WHOLE]):
+        return value
+    places = _places(written[SPEC])
+    return part_of(value, places) if places else value
+
+
+def left_split(layer: nnx.Module, y: jax.Array, axis: str) -> jax.Array:
+    """The output of a layer that leaves it split for another one; said in the program where layers were swapped."""
+    return opened(y, axis) if _is_swapped(layer) else y
+
+
+def taken_split(layer: nnx.Module, x: jax.Array, axis: str) -> jax.Array:
+    """The input of a layer that takes what another one left split."""
+    return closed(x, axis) if _is_swapped(layer) else x
+
+
+def _is_swapped(layer: Any) -> bool:
+    return WHOLE in layer.kernel.get_metadata()
+
+
+def reading_whole(fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
+    """`fun(variables, *args)`, to which the split parameters of swapped layers are whole, inside `shard_map`.
+
+    Args:
+      fun: returns a pytree; leaves that are no arrays are handed through.
+      model: whose variables they are.
+      variables: as one rank reads them.
+      *args: pytrees of arrays.
+
+    Communicates: an all-gather of every such parameter that something besides its own layer reads, nothing backward; of
+    3-D layers' a reduce-scatter of its gradient over depth.
+    """
+    split = _split(model) if bound(LAYER_AXES) else {}
+    if not split:
+        return fun(variables, *args)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path((variables.params, variables.frozen, variables.state, args))
+    places = [split.get(path_name(path[1:]), ()) if path[0].idx < 2 else () for path, _ in leaves]
+    seen: dict[str, Any] = {}
+
+    def arrays_of(*leaves: Any) -> list[jax.Array]:
+        given = [gathered(leaf, at) if at else leaf for leaf, at in zip(leaves, places, strict=True)]
+        params, frozen, state, args = treedef.unflatten(given)
+        out, seen["treedef"] = jax.tree.flatten(fun(Variables(params, frozen, state), *args))
+        seen["fixed"] = [None if isinstance(leaf, jax.Array) else leaf for leaf in out]
+        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
+
+    values = [leaf for _, leaf in leaves]
+    jaxpr = trace(arrays_of, *values).jaxpr
+    shards = [Shard(leaf, at) if at else leaf for leaf, at in zip(values, places, strict=True)]
+    arrays = iter(run_marked(jaxpr, shards))
+    return seen["treedef"].unflatten([next(arrays) if leaf is None else leaf for leaf in seen["fixed"]])
+
+
+def _places(spec: PartitionSpec) -> Places:
+    """Where a spec splits an array over axes that are bound here."""
+    split = ((dim, axis) for dim, entry in enumerate(spec) for axis in bound(as_axes(entry or ())))
+    return tuple((dim, axis) for dim, axis in split if degree(axis) > 1)
+
+
+def _split(model: Functional) -> dict[str, Places]:
+    """The parameters, by name, that look whole and are split here."""
+    if (module := model.abstract_module) is None:
+        return {}
+    marked = {
+        "/".join(map(str, path))
+        for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))
+        if WHOLE in leaf.get_metadata()
+    }
+    specs = named_leaves(tensor_specs(module, {axis: degree(axis) for axis in bound(LAYER_AXES)})) if marked else {}
+    found = {name: _places(specs[name]) for name in marked}
+    return {name: places for name, places in found.items() if places}
