@@ -75,7 +75,8 @@ def test_the_report_says_what_was_paired_and_why_a_layer_was_left():
     how = {entry.path: entry.why for entry in report.entries}
     assert how["einsum"] == "letter n, output stays split" and how["out"] == "letter n, takes a split input"
     assert how["general"] == "rows, takes a split input"
-    left = ax.auto_parallelize(Everything(nnx.Rngs(0)), abstract_mesh(tensor=5)).left
+    with pytest.warns(UserWarning, match="over tensor=5 has no effect: it left every layer:\n  conv: "):
+        left = ax.auto_parallelize(Everything(nnx.Rngs(0)), abstract_mesh(tensor=5)).left
     assert left["head"] == "neither 4 input nor 3 output features divide over 5 ranks"
     assert left["embed"] == "12 num_embeddings do not divide over 5 ranks"
     assert "'bsh,hnd->bsnd'" in left["einsum"]
@@ -207,7 +208,10 @@ def test_the_context_swaps_what_its_own_thread_makes_and_is_gone_after_an_except
         thread = threading.Thread(target=lambda: seen.append(type(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))))
         thread.start()
         thread.join()
-        with ax.auto_parallelize(abstract_mesh(tensor=4)):
+        with (
+            pytest.warns(UserWarning, match="tensor=4 has no effect: there was no layer"),
+            ax.auto_parallelize(abstract_mesh(tensor=4)),
+        ):
             pass
         linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
         raise RuntimeError("on purpose")

@@ -34,7 +34,8 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
         raise ValueError(
             f"mesh axes {unknown} have no strategy in the plan, which knows {known}: their devices would all do the "
             "same work. Give the mesh these devices on one of the plan's axes, or build the model with layers that split over "
-            "them (ax.ColumnParallelLinear, ax.ParallelLinear, ...)"
+            "them (ax.ColumnParallelLinear, ax.ParallelLinear, ...), or swap its own by ax.auto_parallelize, whose report says "
+            "why each was left"
         )
 
 

@@ -1,12 +1,15 @@
 """`auto_parallelize`: as a function on a model that exists, or as a context in which models are made."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from flax import nnx
 
 from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.parallel.tensor.auto import swap
+from axonml_jax.parallel.tensor.auto.example import Example
+from axonml_jax.parallel.tensor.auto.exclude import Rule, excluded, rules_of
 from axonml_jax.parallel.tensor.auto.ground import Ground
 from axonml_jax.parallel.tensor.auto.making import making
 from axonml_jax.parallel.tensor.auto.pairing import Pairs, find_pairs
@@ -16,7 +19,13 @@ from axonml_jax.parallel.tensor.auto.report import AutoReport, Entry
 Path = tuple[Any, ...]
 
 
-def auto_parallelize(*args: Any, mesh: Any = None, example: Any = None) -> Any:
+def auto_parallelize(
+    *args: Any,
+    mesh: Any = None,
+    example: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    exclude: Rule | Collection[Rule] = (),
+) -> Any:
     """Make a Flax NNX model's own layers tensor-parallel ones, in place and without touching its code.
 
     `auto_parallelize(model, mesh)` swaps the layers of a model that exists; `with auto_parallelize(mesh) as report:` those of
@@ -25,19 +34,26 @@ def auto_parallelize(*args: Any, mesh: Any = None, example: Any = None) -> Any:
     they stay the plain layers. A layer alone gathers its output. With `example`, the model's program is traced, and linear
     layers (`Linear`, `LinearGeneral`, `Einsum`) whose outputs reach other ones through operations that treat all parts alike,
     such as activations, or attention of heads, are paired with them (Megatron's column and row): nothing is gathered between.
-    The result never depends on any of this.
+    The result never depends on any of this, nor on how code reads parameters: to all but its own layer a split one is whole
+    (gathered where it is read).
 
     Args:
       model: an `nnx.Module`, on arrays or on shapes.
       mesh: a mesh with `tensor`, or with `row`, `col` and `depth`, then for AxoNN's 3-D layers (see `ax.make_mesh`).
       example: the arguments of a call of the model (arrays or shapes): one, or a tuple of several; for pairing.
+      example_kwargs: the keyword arguments of that call.
+      exclude: layers to leave as they are: regular expressions of whole paths of modules (`"decoder/position"`) and types of
+        modules, one or several; with a module all layers in it. In a block only types.
 
     Returns:
       An `AutoReport` of what was swapped and what was left and why; print it. As a context, that of the block.
 
     Raises:
-      TypeError: when the model is no `nnx.Module`.
-      ValueError: when the mesh has no axis that splits layers.
+      TypeError: when the model is no `nnx.Module`, or cannot be called as the example says.
+      ValueError: when the mesh has no axis that splits layers, and for an `exclude` that matches nothing.
+
+    Warns:
+      UserWarning: when nothing was swapped.
     """
     if len(args) > 2 or (len(args) == 2 and mesh is not None) or (not args and mesh is None):
         raise TypeError("give auto_parallelize(model, mesh), or with auto_parallelize(mesh): ...")
@@ -47,30 +63,39 @@ def auto_parallelize(*args: Any, mesh: Any = None, example: Any = None) -> Any:
             raise TypeError(
                 f"auto_parallelize swaps the layers of an nnx.Module, but a {type(model).__name__} was given"
             )
-        return _swap_all(model, mesh, example)
-    if example is not None:
+        given = example is not None or example_kwargs is not None
+        call = Example.of(model, example, example_kwargs) if given else None
+        report = _swap_all(model, mesh, call, rules_of(exclude))
+        if (warning := report.nothing_swapped()) is not None:
+            warnings.warn(warning, stacklevel=2)
+        return report
+    if example is not None or example_kwargs is not None:
         raise TypeError(
             "example belongs to auto_parallelize(model, mesh, example=...): in a block there is no model yet"
         )
     mesh = args[0] if args else mesh
-    return making(Ground.of(mesh), AutoReport(_splitting(mesh)))
+    return making(Ground.of(mesh), AutoReport(_splitting(mesh)), rules_of(exclude, paths=False))
 
 
 def _splitting(mesh: Any) -> dict[str, int]:
     return {axis: size for axis, size in dict(mesh.shape).items() if size > 1 and axis in LAYER_AXES}
 
 
-def _swap_all(model: nnx.Module, mesh: Any, example: Any) -> AutoReport:
+def _swap_all(model: nnx.Module, mesh: Any, example: Example | None, exclude: tuple[Rule, ...]) -> AutoReport:
     ground = Ground.of(mesh)
     report = AutoReport(_splitting(mesh))
     modules = {path: module for path, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)}
     changes, reasons, kinds = _changes(modules, ground)
+    for path, why in excluded(modules, exclude).items():
+        _leave(changes, reasons, path, why)
     _leave_shared(modules, changes, reasons)
     if example is not None:
-        args = example if isinstance(example, tuple) else (example,)
-        found = _paired(model, modules, changes, ground, args)
+        found = _paired(model, modules, changes, ground, example)
         for path in found.read:
             _leave(changes, reasons, path, "its parameters are read outside its own call")
+        for path in found.why.keys() & changes.keys() - found.columns:
+            kind, attributes, specs, how = changes[path]
+            changes[path] = kind, attributes, specs, f"{how}: {found.why[path]}"
     elif sum(bool(change[1].get("gather_output")) for change in changes.values()) > 1 and not ground.is_grid:
         report.entries.append(Entry("(all)", "", None, "give example= to pair linear layers that feed each other"))
     for path, change in changes.items():
@@ -143,7 +168,7 @@ def _leave(changes: dict[Path, swap.Change], reasons: dict[Path, str], path: Pat
             reasons[each] = why
 
 
-def _paired(model: nnx.Module, modules: Mapping[Path, Any], changes: dict, ground: Ground, example: tuple) -> Pairs:
+def _paired(model: nnx.Module, modules: Mapping[Path, Any], changes: dict, ground: Ground, example: Example) -> Pairs:
     """Pair linear layers: `changes` gets the columns that stay split and the rows that take them."""
     inside = {path for path in changes if path[:-1] in changes and path}  # of an attention layer split by heads
     found_ports = {path: port(modules[path], ground.axis, ground.ranks) for path in changes if path not in inside}

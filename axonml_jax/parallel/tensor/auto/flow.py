@@ -1,8 +1,11 @@
 """One walk through a model's program: which layers' outputs may stay split until other layers take them."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
+from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, Literal, Var
 
 from axonml_jax.parallel.tensor.auto.carry import Mark, Split, Uniform, carried
@@ -20,20 +23,21 @@ class Flow:
     """A walk with a guess of which layers leave their output split; `broken` are the wrong guesses.
 
     Attributes:
-      broken: layers whose output must be whole.
+      broken: layers whose output must be whole, each with the reason.
       rows: layers that take a split input: along which of how many dims.
       opened: layers whose output is split: along which dim.
-      steps: what the program does: see `doing`, and the sizes that a rank may see in each dim of each result.
+      whole: layers that take a whole input.
+      steps: what the program does: see `doing`, the equation, and the sizes that a rank may see in each dim of each result.
     """
 
     def __init__(self, names: list[Path], ports: Mapping[Path, Port], columns: set[Path], ranks: int):
         self.names, self.ports, self.columns, self.ranks = names, ports, columns, ranks
-        self.broken: set[Path] = set()
+        self.broken: dict[Path, str] = {}
         self.rows: dict[Path, tuple[int, int]] = {}
         self.opened: dict[Path, int] = {}
         self.steps: list[tuple] = []
         self.taken: list[tuple[Path, frozenset[Path]]] = []
-        self._whole: set[Path] = set()
+        self.whole: set[Path] = set()
         self._marks: dict[Var, Mark] = {}
 
     def run(self, jaxpr: Jaxpr, given: Mapping[Var, Mark]) -> None:
@@ -51,17 +55,18 @@ class Flow:
                     self._marks[outer] = None if isinstance(var, Literal) else self._marks.get(var)
             else:
                 self._at(eqn, marks)
-            self.steps.insert(number, (*doing(eqn), [self._sizes(v) for v in eqn.outvars]))
+            self.steps.insert(number, (*doing(eqn), eqn, [self._sizes(v) for v in eqn.outvars]))
 
     def end(self, jaxpr: Jaxpr) -> None:
         """What leaves the program is whole; so is the output of a column that no row takes, and every input of a layer."""
         for var in jaxpr.outvars:
-            self._refuse([None if isinstance(var, Literal) else self._marks.get(var)])
-        mixed = self.rows.keys() & self._whole
-        self.broken |= {source for path, sources in self.taken if path in mixed for source in sources}
+            self._refuse([None if isinstance(var, Literal) else self._marks.get(var)], "it is a result of the model")
+        for path, sources in self.taken:
+            if path in self.whole:
+                self._break(sources, f"{path[-1]} takes a whole input elsewhere")
         used = self.used()
-        self.broken |= {path for path in self.columns if path not in used and path not in self.rows}
-        self.broken |= self.rows.keys() & used & self.columns  # a row's own output is whole
+        self._break({p for p in self.columns if p not in used and p not in self.rows}, "no layer takes it as it is")
+        self._break(self.rows.keys() & used & self.columns, "it takes a split input")  # a row's own output is whole
 
     def used(self) -> set[Path]:
         """The layers whose split output a row takes."""
@@ -74,7 +79,7 @@ class Flow:
     def _at_layer(self, path: Path, eqn: Any, marks: list[Mark]) -> None:
         split = [(mark, v.aval.ndim) for mark, v in zip(marks, eqn.invars, strict=True) if isinstance(mark, Split)]
         if not split:
-            self._whole.add(path)
+            self.whole.add(path)
             if path in self.columns:
                 dim = self.opened[path] = self.ports[path].out_dim(eqn.outvars[0].aval.ndim)
                 self._marks[eqn.outvars[0]] = Split(dim, frozenset([path]))
@@ -85,12 +90,12 @@ class Flow:
         if able and self.rows.setdefault(path, where) == where:
             self.taken.append((path, mark.sources))
         else:
-            self.broken |= mark.sources
+            self._break(mark.sources, f"{path[-1]} needs it whole")
 
     def _at(self, eqn: Any, marks: list[Mark]) -> None:
         found = carried(eqn, marks, self.ranks)
         if isinstance(found, bool):
-            self._refuse(marks)
+            self._refuse(marks, f"`{eqn.primitive.name}` mixes or counts its parts{line_of(eqn)}")
         else:
             self._marks |= dict.fromkeys(eqn.outvars, found)
 
@@ -103,17 +108,19 @@ class Flow:
             sizes = [(size, size // self.ranks) if d in mark.dims else (size,) for d, size in enumerate(shape)]
         return sizes
 
-    def same_on_a_rank(self, jaxpr: Jaxpr) -> bool:
-        """Whether a program, traced with a rank's parts, does the same step by step."""
+    def differs_on_a_rank(self, jaxpr: Jaxpr) -> str | None:
+        """Where a program, traced with a rank's parts, first does something else; None: nowhere."""
         theirs = list(_steps(jaxpr))
-        same = (
-            mine[:-1] == other[:-1] and _fit(mine[-1], other[-1])
-            for mine, other in zip(self.steps, theirs, strict=False)
-        )
-        return len(theirs) == len(self.steps) and all(same)
+        for mine, other in zip(self.steps, theirs, strict=False):
+            if mine[:-2] != other[:-1] or not _fit(mine[-1], other[-1]):
+                return f"`{mine[0]}` depends on how many features there are{line_of(mine[-2])}"
+        return None if len(theirs) == len(self.steps) else "what the model does depends on how many features there are"
 
-    def _refuse(self, marks: list[Mark]) -> None:
-        self.broken |= {source for mark in marks if isinstance(mark, Split) for source in mark.sources}
+    def _refuse(self, marks: list[Mark], why: str) -> None:
+        self._break({source for mark in marks if isinstance(mark, Split) for source in mark.sources}, why)
+
+    def _break(self, paths: Iterable[Path], why: str) -> None:
+        self.broken = dict.fromkeys(paths, why) | self.broken  # the first reason stays
 
 
 def plain_call(eqn: Any) -> Jaxpr | None:
@@ -129,6 +136,12 @@ def doing(eqn: Any) -> tuple:
     """What an equation does, whatever the sizes: its primitive, its name and the constants in it."""
     literals = tuple(str(v.val) for v in eqn.invars if isinstance(v, Literal))
     return eqn.primitive.name, str(eqn.params.get("name", "")), literals
+
+
+def line_of(eqn: Any) -> str:
+    """The user's line that an equation comes from, for messages."""
+    line = re.fullmatch(r"(.*?):(\d+)(?::\d+)? \((.*)\)", source_info_util.summarize(eqn.source_info))
+    return f" (line {line[2]} of {PurePath(line[1]).name}, {line[3]})" if line else ""
 
 
 def _steps(jaxpr: Jaxpr) -> Iterator[tuple]:

@@ -33,7 +33,9 @@ class SplitLinearGeneral(nnx.LinearGeneral):
         if self.part == "row":
             ours = (self.in_features[0] // count, *self.in_features[1:])
             own = {"kernel": own_part(self.kernel), "bias": None}
-            y = nnx.LinearGeneral.__call__(substitute(self, in_features=ours, **own), taken_split(self, inputs, self.mesh_axis))
+            y = nnx.LinearGeneral.__call__(
+                substitute(self, in_features=ours, **own), taken_split(self, inputs, self.mesh_axis)
+            )
             y = reduce_from(y, axes)
             return y if self.bias is None else y + self.bias[...].astype(y.dtype)
         ours = (self.out_features[0] // count, *self.out_features[1:])

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from flax import nnx
 
 from axonml_jax.parallel.tensor.auto import swap
+from axonml_jax.parallel.tensor.auto.exclude import Rule
 from axonml_jax.parallel.tensor.auto.ground import Ground
 from axonml_jax.parallel.tensor.auto.report import AutoReport, Entry
 
@@ -26,8 +28,9 @@ class _Blocks(threading.local):
 
 
 class _Block:
-    def __init__(self, ground: Ground, report: AutoReport):
-        self.ground, self.report = ground, report
+    def __init__(self, ground: Ground, report: AutoReport, exclude: tuple[Rule, ...]):
+        self.ground, self.report, self.exclude = ground, report, exclude
+        self.seen: set[Rule] = set()
         self.numbers: dict[str, int] = {}
         self.entries: dict[int, Entry] = {}
         self.layers: list[Any] = []  # kept, so that no id is given twice
@@ -51,6 +54,10 @@ class _Block:
         self.report.entries[:] = self.entries.values()
 
     def _changes(self, kind: type, layer: Any) -> dict[str, swap.Change]:
+        for rule in self.exclude:
+            if isinstance(rule, type) and isinstance(layer, rule):
+                self.seen.add(rule)
+                raise swap.Left(f"excluded by {rule.__name__}")
         if kind is nnx.MultiHeadAttention:
             return swap.attention(layer, self.ground)
         return {"": swap.RULES[kind](layer, self.ground)}
@@ -60,15 +67,23 @@ _blocks = _Blocks()
 
 
 @contextmanager
-def making(ground: Ground, report: AutoReport) -> Iterator[AutoReport]:
+def making(ground: Ground, report: AutoReport, exclude: tuple[Rule, ...] = ()) -> Iterator[AutoReport]:
     """Swap what this thread makes until the block ends, whichever way it ends."""
-    _blocks.stack.append(_Block(ground, report))
+    block = _Block(ground, report, exclude)
+    _blocks.stack.append(block)
     _watch(+1)
     try:
         yield report
     finally:
         _watch(-1)
         _blocks.stack.pop()
+    if unused := [rule for rule in exclude if rule not in block.seen]:
+        kinds = sorted({entry.kind for entry in report.entries})
+        raise ValueError(
+            f"exclude={unused} left out nothing in this block, which made {', '.join(kinds) or 'no layer'}"
+        )
+    if (warning := report.nothing_swapped()) is not None:
+        warnings.warn(warning, stacklevel=3)
 
 
 def _watch(more: int) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 from flax import nnx
 from jax.extend.core import Jaxpr, Literal, Var
 
+from axonml_jax.parallel.tensor.auto.example import Example
 from axonml_jax.parallel.tensor.auto.flow import Flow, Path, plain_call
 from axonml_jax.parallel.tensor.auto.ports import Port
-from axonml_jax.parallel.tensor.auto.probe import PREFIX, Part, traced
+from axonml_jax.parallel.tensor.auto.probe import PREFIX, Part, modes_of, traced
 
 
 @dataclass
@@ -20,77 +21,124 @@ class Pairs:
       columns: layers whose output may stay split.
       rows: layers that take it: along which of how many dims of their input.
       read: layers whose parameters are read outside their own calls.
+      why: of other layers, why their output may not stay split.
     """
 
     columns: set[Path] = field(default_factory=set)
     rows: dict[Path, tuple[int, int]] = field(default_factory=dict)
     read: set[Path] = field(default_factory=set)
+    why: dict[Path, str] = field(default_factory=dict)
 
 
 def find_pairs(
-    model: nnx.Module, candidates: Mapping[Path, Port], others: set[Path], example: tuple, ranks: int
+    model: nnx.Module, candidates: Mapping[Path, Port], others: set[Path], example: Example, ranks: int
 ) -> Pairs:
-    """Pair linear layers, never where the result would differ.
+    """Pair linear layers, never where the result would differ, in training or without.
 
     Args:
       model: the model, unchanged.
       candidates: layers that may be paired.
       others: other layers of interest, of which only reads of their parameters are sought.
-      example: arguments of a call.
+      example: a call.
       ranks: into how many parts features would be split.
     """
-    names: list[Path] = [*candidates, *others]
-    jaxpr, owners = traced(model, dict.fromkeys(names), example, ranks)
-    read = {owners[i] for i in _read_outside(jaxpr.jaxpr, set(owners))}
-    ports = {path: each for path, each in candidates.items() if path not in read}
+    search = _Search(model, [*candidates, *others], example, ranks)
+    ports = {path: each for path, each in candidates.items() if path not in search.read}
     able = {path for path, each in ports.items() if each.out_size > 1 and each.out_size % ranks == 0}
-    kept = _settled(names, ports, able, jaxpr, ranks)
-    if not _same_code(model, names, kept, example, ranks):
+    kept = search.settled(ports, able)
+    if not search.same_code(kept):
         # Code that reads sizes off the configuration is found kind by kind: layers of one name in all blocks.
         fine = set()
         for kind in _kinds(kept):
-            alone = _settled(names, ports, kind, jaxpr, ranks)
-            fine |= kind if _same_code(model, names, alone, example, ranks) else set()
-        kept = _settled(names, ports, fine, jaxpr, ranks)
-        if not _same_code(model, names, kept, example, ranks):
-            return Pairs(read=read)
-    return Pairs(kept.used(), kept.rows, read)
+            alone = search.settled(ports, kind)
+            fine |= kind if search.same_code(alone) else set()
+        kept = search.settled(ports, fine)
+        if not search.same_code(kept):
+            return Pairs(read=search.read, why=search.why)
+    rows = {path: where for flow in kept for path, where in flow.rows.items()}
+    return Pairs(_used(kept), rows, search.read, search.why)
 
 
-def _settled(names: list[Path], ports: Mapping[Path, Port], able: set[Path], jaxpr: Any, ranks: int) -> Flow:
-    """A walk in which no guess is wrong: fewer and fewer of `able` leave their output split."""
-    while True:
-        flow = Flow(names, ports, able, ranks)
-        flow.run(jaxpr.jaxpr, {})
-        flow.end(jaxpr.jaxpr)
-        if not flow.broken & able:
-            return flow
-        able = able - flow.broken
+class _Search:
+    """The model's programs in all its modes.
+
+    Attributes:
+      read: layers whose parameters are read outside their own calls.
+      why: why outputs of layers may not stay split.
+    """
+
+    def __init__(self, model: nnx.Module, names: list[Path], example: Example, ranks: int):
+        self.model, self.names, self.example, self.ranks = model, names, example, ranks
+        self.jaxprs: dict[bool | None, Any] = {}
+        self.read: set[Path] = set()
+        self.why: dict[Path, str] = {}
+        for mode in modes_of(model):
+            try:
+                jaxpr, owners = traced(model, dict.fromkeys(names), example, ranks, mode)
+            except Exception:
+                if mode is None:
+                    raise
+                continue  # a mode in which the model cannot be called, such as dropout without a stream
+            self.jaxprs[mode] = jaxpr.jaxpr
+            self.read |= {owners[i] for i in _read_outside(jaxpr.jaxpr, set(owners))}
+
+    def settled(self, ports: Mapping[Path, Port], able: set[Path]) -> list[Flow]:
+        """Walks in which no guess is wrong: fewer and fewer of `able` leave their output split."""
+        while True:
+            flows = []
+            for jaxpr in self.jaxprs.values():
+                flows.append(Flow(self.names, ports, able, self.ranks))
+                flows[-1].run(jaxpr, {})
+                flows[-1].end(jaxpr)
+            broken = _torn(flows) | {path: why for flow in flows for path, why in flow.broken.items()}
+            self.why = {path: why for path, why in broken.items() if path in able} | self.why
+            if not broken.keys() & able:
+                return flows
+            able = able - broken.keys()
+
+    def same_code(self, flows: list[Flow]) -> bool:
+        """Whether the model does the same with a rank's features: code that reads sizes off shapes would not."""
+        parts: dict[Path, Part | None] = dict.fromkeys(self.names)
+        for flow in flows:
+            parts |= {path: Part("column", flow.opened[path]) for path in flow.used()}
+            parts |= {path: Part("row", dim) for path, (dim, _) in flow.rows.items()}
+        if not any(flow.rows for flow in flows):
+            return True
+        for mode, flow in zip(self.jaxprs, flows, strict=True):
+            try:
+                split, _ = traced(self.model, parts, self.example, self.ranks, mode)
+                differs = flow.differs_on_a_rank(split.jaxpr)
+            except (TypeError, ValueError) as error:
+                differs = f"on a rank's features the model's code fails: {str(error).splitlines()[0]}"
+            if differs is not None:
+                self.why = dict.fromkeys(_used(flows), differs) | self.why
+                return False
+        return True
 
 
-def _kinds(flow: Flow) -> list[set[Path]]:
+def _torn(flows: list[Flow]) -> dict[Path, str]:
+    """Columns that feed a row in one mode of the model which takes something else in another."""
+    torn: dict[Path, str] = {}
+    for flow in flows:
+        for path, sources in flow.taken:
+            if any(path in other.whole or other.rows.get(path, flow.rows[path]) != flow.rows[path] for other in flows):
+                torn |= dict.fromkeys(sources, f"{path[-1]} takes a whole input elsewhere")
+    return torn
+
+
+def _used(flows: list[Flow]) -> set[Path]:
+    return set().union(*(flow.used() for flow in flows))
+
+
+def _kinds(flows: list[Flow]) -> list[set[Path]]:
     """The layers that leave their output split, those together that feed one row or have one name in several blocks."""
     kinds: list[set] = []
-    for _, sources in flow.taken:
+    for _, sources in (taken for flow in flows for taken in flow.taken):
         names = {tuple(part for part in path if not isinstance(part, int)) for path in sources}
         touching = [kind for kind in kinds if kind & names]
         kinds = [kind for kind in kinds if not kind & names] + [names.union(*touching)]
     of = lambda path: tuple(part for part in path if not isinstance(part, int))
-    return [{path for path in flow.used() if of(path) in kind} for kind in kinds]
-
-
-def _same_code(model: nnx.Module, names: list[Path], flow: Flow, example: tuple, ranks: int) -> bool:
-    """Whether the model does the same with a rank's features: code that reads sizes off shapes would not."""
-    parts: dict[Path, Part | None] = dict.fromkeys(names)
-    parts |= {path: Part("column", flow.opened[path]) for path in flow.used()}
-    parts |= {path: Part("row", dim) for path, (dim, _) in flow.rows.items()}
-    if not flow.rows:
-        return True
-    try:
-        split, _ = traced(model, parts, example, ranks)
-    except (TypeError, ValueError):
-        return False
-    return flow.same_on_a_rank(split.jaxpr)
+    return [{path for path in _used(flows) if of(path) in kind} for kind in kinds]
 
 
 def _read_outside(jaxpr: Jaxpr, positions: set[int]) -> Iterator[int]:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from axonml_jax.parallel.tensor.auto.example import Example
+
 PREFIX = "axonml_layer_"
 
 
@@ -17,14 +19,24 @@ class Part(NamedTuple):
     dim: int
 
 
-def traced(model: nnx.Module, paths: Mapping[tuple, Part | None], example: tuple, ranks: int) -> tuple[Any, dict]:
+def modes_of(model: nnx.Module) -> list[bool | None]:
+    """In which modes the model's calls may differ: as it is, and where it has layers that change, in training and without."""
+    modules = [module for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
+    switches = any(hasattr(each, name) for each in modules for name in ("deterministic", "use_running_average"))
+    return [None, True, False] if switches else [None]
+
+
+def traced(
+    model: nnx.Module, paths: Mapping[tuple, Part | None], example: Example, ranks: int, training: bool | None = None
+) -> tuple[Any, dict]:
     """The jaxpr of a call of the model, and whose parameter each of its first inputs is.
 
     Args:
       model: the model; a copy of it is traced.
       paths: the layers of interest; None: as it is.
-      example: arguments of the call, arrays or shapes.
+      example: the call.
       ranks: into how many parts features are split.
+      training: True or False switch the model as `model.train()` and `model.eval()` do.
 
     Returns:
       (closed jaxpr, number of an input variable -> path of the layer that owns it); a layer's calls are `jit` equations named
@@ -33,14 +45,16 @@ def traced(model: nnx.Module, paths: Mapping[tuple, Part | None], example: tuple
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     names = {path: i for i, path in enumerate(paths)}
 
-    def call(params: Any, rest: Any, args: tuple) -> Any:
+    def call(params: Any, rest: Any, arrays: list) -> Any:
         copy: Any = nnx.merge(graphdef, params, rest, copy=True)
         layers = {path: module for path, module in nnx.iter_graph(copy) if path in names}
         for path, layer in layers.items():
             layer.__class__ = _probe(type(layer), f"{PREFIX}{names[path]}", paths[path], ranks)
-        return jax.tree.leaves(copy(*args))
+        if training is not None:
+            copy.train() if training else copy.eval()
+        return [leaf for leaf in jax.tree.leaves(example.call(copy, arrays)) if isinstance(leaf, jax.Array)]
 
-    jaxpr = jax.make_jaxpr(call)(params, rest, example)
+    jaxpr = jax.make_jaxpr(call)(params, rest, example.arrays)
     owners, leaves = {}, jax.tree_util.tree_leaves_with_path(params)
     for number, (where, _) in enumerate(leaves):
         keys = tuple(getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in where)
