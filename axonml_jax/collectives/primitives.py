@@ -85,6 +85,12 @@ def gather_whole(x_shard: jax.Array, axes: AxisNames, dim: int = 0, *, invarying
     return jax.lax.all_gather(vary(x_shard, names), names, axis=dim % x_shard.ndim, tiled=True, to=to)
 
 
+def swap_parts(x: jax.Array, axes: AxisNames) -> jax.Array:
+    """Send part i of x [n, ...] to rank i of `axes`, and put what rank i sent in its place. Communicates: one all-to-all."""
+    names = as_axes(axes)
+    return jax.lax.all_to_all(vary(x, names), names, 0, 0, tiled=True)
+
+
 def shift(x: jax.Array, axis: AxisNames, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     """Send x along `axis` from each pair's source to its target; a rank that receives nothing gets zeros.
 

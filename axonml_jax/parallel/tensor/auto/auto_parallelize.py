@@ -176,7 +176,7 @@ def _paired(model: nnx.Module, modules: Mapping[Path, Any], changes: dict, groun
     others = {path for path in changes if path not in ports and type(modules[path]) is not nnx.MultiHeadAttention}
     found = find_pairs(model, ports, others, example, ground.ranks)
     for path in found.columns:
-        changes[path] = ports[path].opens()
+        changes[path] = ports[path].opens(found.blocks.get(path, 1))
     for path, where in found.rows.items():
         change = ports[path].takes(*where)
         assert change is not None

@@ -22,10 +22,12 @@ class Split:
     Attributes:
       dim: the dim that is split.
       sources: the layers whose outputs it is made of.
+      blocks: of how many equal parts behind each other the dim consists, each of them split.
     """
 
     dim: int
     sources: frozenset
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,12 @@ def _joined(eqn: Any, marks: Sequence[Mark]) -> Mark | bool:
     """One split dim for all operands, each split there or uniform."""
     splits = [mark for mark in marks if isinstance(mark, Split)]
     dim = splits[0].dim
-    if any(mark.dim != dim for mark in splits):
+    if any((mark.dim, mark.blocks) != (dim, splits[0].blocks) for mark in splits):
         return False
     others = [(mark, v) for mark, v in zip(marks, eqn.invars, strict=True) if not isinstance(mark, Split)]
     if not all(_alike(dim, mark, v) for mark, v in others):
         return False
-    return Split(dim, frozenset().union(*(mark.sources for mark in splits)))
+    return Split(dim, frozenset().union(*(mark.sources for mark in splits)), splits[0].blocks)
 
 
 def _elementwise(eqn: Any, marks: Sequence[Mark]) -> Mark | bool:
@@ -86,7 +88,7 @@ def _elementwise(eqn: Any, marks: Sequence[Mark]) -> Mark | bool:
 def _moved(mark: Mark, where: Mapping[int, int]) -> Mark:
     """A mark whose dims are elsewhere now; those that `where` lacks are gone."""
     if isinstance(mark, Split):
-        return Split(where[mark.dim], mark.sources) if mark.dim in where else None
+        return Split(where[mark.dim], mark.sources, mark.blocks) if mark.dim in where else None
     if isinstance(mark, Uniform) and (dims := frozenset(where[d] for d in mark.dims if d in where)):
         return Uniform(dims)
     return None
@@ -109,12 +111,16 @@ def _transpose(eqn: Any, marks: Sequence[Mark], ranks: int) -> Mark:
 
 
 def _reshape(eqn: Any, marks: Sequence[Mark], ranks: int) -> Mark:
-    """A split dim stays what it is where it begins a dim of the new shape that divides too."""
+    """A split dim stays what it is where it begins a dim of the new shape that divides too; blocks may become a dim before."""
     old, new, mark = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, marks[0]
     if not isinstance(mark, Split):
         return None
     before = math.prod(old[: mark.dim])
     found = [j for j, size in enumerate(new) if size > 1 and math.prod(new[:j]) == before]
+    if mark.blocks > 1 and found:
+        if new[found[0]] == old[mark.dim]:
+            return Split(found[0], mark.sources, mark.blocks)
+        found = [found[0] + 1] if new[found[0]] == mark.blocks and found[0] + 1 < len(new) else []
     return Split(found[0], mark.sources) if found and new[found[0]] % ranks == 0 else None
 
 
@@ -127,6 +133,12 @@ def _without(name: str) -> Callable:
         return _moved(marks[0], {old: new for new, old in enumerate(kept)})
 
     return rule
+
+
+def _unstack(eqn: Any, marks: Sequence[Mark], ranks: int) -> Mark:
+    """One dim goes, into as many results."""
+    gone = eqn.params["axis"] % len(eqn.invars[0].aval.shape)
+    return _moved(marks[0], {d: d - (d > gone) for d in range(len(eqn.invars[0].aval.shape)) if d != gone})
 
 
 def _along(name: str) -> Callable:
@@ -146,8 +158,18 @@ def _concatenate(eqn: Any, marks: Sequence[Mark], ranks: int) -> Mark | bool:
     return found if isinstance(found, Split) and found.dim != eqn.params["dimension"] else False
 
 
+def _split(eqn: Any, marks: Sequence[Mark], ranks: int) -> Mark | bool:
+    """Along another dim than the split one, or into its blocks."""
+    mark = marks[0]
+    if isinstance(mark, Split) and mark.dim == eqn.params["axis"]:
+        return Split(mark.dim, mark.sources) if mark.blocks > 1 and blocks_wanted(eqn, mark) == mark.blocks else None
+    return mark if isinstance(mark, Split) else None
+
+
 def _slice(eqn: Any, marks: Sequence[Mark], ranks: int) -> Mark:
-    shape = eqn.invars[0].aval.shape
+    shape, mark = eqn.invars[0].aval.shape, marks[0]
+    if isinstance(mark, Split) and mark.blocks > 1 and blocks_wanted(eqn, mark) == mark.blocks:
+        return Split(mark.dim, mark.sources)
     same = [d for d, size in enumerate(shape) if eqn.outvars[0].aval.shape[d] == size]
     return _moved(marks[0], {d: d for d in same})
 
@@ -159,6 +181,8 @@ def _dot(eqn: Any, marks: Sequence[Mark], ranks: int) -> Mark | bool:
     for side, mark in enumerate(marks):
         if not isinstance(mark, Split):
             continue
+        if mark.blocks > 1:
+            return False
         batch = list(batched[side])
         if mark.dim in contracted[side]:
             return False
@@ -178,6 +202,21 @@ def _sides(eqn: Any) -> list[tuple[int, Any]]:
     return list(enumerate(eqn.invars[:2]))
 
 
+def blocks_wanted(eqn: Any, mark: Split) -> int:
+    """Into how many equal parts behind each other an equation cuts a split dim; 1: it does not."""
+    name, shape, out = eqn.primitive.name, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    size = shape[mark.dim]
+    if name == "split" and eqn.params["axis"] == mark.dim:
+        sizes = set(eqn.params["sizes"])
+        return len(eqn.params["sizes"]) if len(sizes) == 1 else 1
+    if name == "slice" and out[mark.dim] and size % out[mark.dim] == 0 and eqn.params["strides"] is None:
+        return size // out[mark.dim] if eqn.params["start_indices"][mark.dim] % out[mark.dim] == 0 else 1
+    if name == "reshape":
+        before = math.prod(shape[: mark.dim])
+        return next((new for j, new in enumerate(out) if 1 < new < size and math.prod(out[:j]) == before), 1)
+    return 1
+
+
 def _iota(eqn: Any, marks: Sequence[Mark], ranks: int) -> Mark:
     dims = frozenset(range(len(eqn.params["shape"]))) - {eqn.params["dimension"]}
     return Uniform(dims) if dims else None
@@ -190,7 +229,8 @@ RULES: Mapping[str, Callable[[Any, Sequence[Mark], int], Mark | bool]] = {
     "iota": _iota,
     "reshape": _reshape,
     "slice": _slice,
-    "split": _along("axis"),
+    "split": _split,
+    "unstack": _unstack,
     "squeeze": _without("dimensions"),
     "transpose": _transpose,
     **{name: _along("axis") for name in ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")},

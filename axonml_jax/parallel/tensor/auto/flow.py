@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, Literal, Var
 
-from axonml_jax.parallel.tensor.auto.carry import Mark, Split, Uniform, carried
+from axonml_jax.parallel.tensor.auto.carry import Mark, Split, Uniform, blocks_wanted, carried
 from axonml_jax.parallel.tensor.auto.ports import Port
 from axonml_jax.parallel.tensor.auto.probe import PREFIX
 
@@ -20,19 +20,21 @@ CALLS = frozenset(
 
 
 class Flow:
-    """A walk with a guess of which layers leave their output split; `broken` are the wrong guesses.
+    """A walk with a guess of which layers leave their output split, in how many blocks each; `broken` are wrong guesses.
 
     Attributes:
       broken: layers whose output must be whole, each with the reason.
+      fused: those of them that may stay split in blocks, and in how many.
       rows: layers that take a split input: along which of how many dims.
       opened: layers whose output is split: along which dim.
       whole: layers that take a whole input.
       steps: what the program does: see `doing`, the equation, and the sizes that a rank may see in each dim of each result.
     """
 
-    def __init__(self, names: list[Path], ports: Mapping[Path, Port], columns: set[Path], ranks: int):
+    def __init__(self, names: list[Path], ports: Mapping[Path, Port], columns: Mapping[Path, int], ranks: int):
         self.names, self.ports, self.columns, self.ranks = names, ports, columns, ranks
         self.broken: dict[Path, str] = {}
+        self.fused: dict[Path, int] = {}
         self.rows: dict[Path, tuple[int, int]] = {}
         self.opened: dict[Path, int] = {}
         self.steps: list[tuple] = []
@@ -66,7 +68,9 @@ class Flow:
                 self._break(sources, f"{path[-1]} takes a whole input elsewhere")
         used = self.used()
         self._break({p for p in self.columns if p not in used and p not in self.rows}, "no layer takes it as it is")
-        self._break(self.rows.keys() & used & self.columns, "it takes a split input")  # a row's own output is whole
+        self._break(
+            self.rows.keys() & used & self.columns.keys(), "it takes a split input"
+        )  # a row's own output is whole
 
     def used(self) -> set[Path]:
         """The layers whose split output a row takes."""
@@ -82,11 +86,16 @@ class Flow:
             self.whole.add(path)
             if path in self.columns:
                 dim = self.opened[path] = self.ports[path].out_dim(eqn.outvars[0].aval.ndim)
-                self._marks[eqn.outvars[0]] = Split(dim, frozenset([path]))
+                self._marks[eqn.outvars[0]] = Split(dim, frozenset([path]), self.columns[path])
             return
         mark, ndim = split[0]
         where = mark.dim, ndim
-        able = path in self.ports and path not in self.used() and self.ports[path].takes(*where) is not None
+        able = (
+            mark.blocks == 1
+            and path in self.ports
+            and path not in self.used()
+            and self.ports[path].takes(*where) is not None
+        )
         if able and self.rows.setdefault(path, where) == where:
             self.taken.append((path, mark.sources))
         else:
@@ -95,6 +104,9 @@ class Flow:
     def _at(self, eqn: Any, marks: list[Mark]) -> None:
         found = carried(eqn, marks, self.ranks)
         if isinstance(found, bool):
+            for mark in marks:
+                if isinstance(mark, Split) and mark.blocks == 1 and (blocks := blocks_wanted(eqn, mark)) > 1:
+                    self.fused |= dict.fromkeys(mark.sources, blocks)
             self._refuse(marks, f"`{eqn.primitive.name}` mixes or counts its parts{line_of(eqn)}")
         else:
             self._marks |= dict.fromkeys(eqn.outvars, found)

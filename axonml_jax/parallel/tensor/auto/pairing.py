@@ -22,12 +22,14 @@ class Pairs:
       rows: layers that take it: along which of how many dims of their input.
       read: layers whose parameters are read outside their own calls.
       why: of other layers, why their output may not stay split.
+      blocks: of columns that are several layers side by side, of how many.
     """
 
     columns: set[Path] = field(default_factory=set)
     rows: dict[Path, tuple[int, int]] = field(default_factory=dict)
     read: set[Path] = field(default_factory=set)
     why: dict[Path, str] = field(default_factory=dict)
+    blocks: dict[Path, int] = field(default_factory=dict)
 
 
 def find_pairs(
@@ -56,7 +58,7 @@ def find_pairs(
         if not search.same_code(kept):
             return Pairs(read=search.read, why=search.why)
     rows = {path: where for flow in kept for path, where in flow.rows.items()}
-    return Pairs(_used(kept), rows, search.read, search.why)
+    return Pairs(_used(kept), rows, search.read, search.why, search.blocks)
 
 
 class _Search:
@@ -72,6 +74,7 @@ class _Search:
         self.jaxprs: dict[bool | None, Any] = {}
         self.read: set[Path] = set()
         self.why: dict[Path, str] = {}
+        self.blocks: dict[Path, int] = {}
         for mode in modes_of(model):
             try:
                 jaxpr, owners = traced(model, dict.fromkeys(names), example, ranks, mode)
@@ -87,14 +90,23 @@ class _Search:
         while True:
             flows = []
             for jaxpr in self.jaxprs.values():
-                flows.append(Flow(self.names, ports, able, self.ranks))
+                flows.append(Flow(self.names, ports, {p: self.blocks.get(p, 1) for p in able}, self.ranks))
                 flows[-1].run(jaxpr, {})
                 flows[-1].end(jaxpr)
             broken = _torn(flows) | {path: why for flow in flows for path, why in flow.broken.items()}
+            if fused := self._fused(flows, ports, able & broken.keys()):
+                self.blocks |= fused
+                continue
             self.why = {path: why for path, why in broken.items() if path in able} | self.why
             if not broken.keys() & able:
                 return flows
             able = able - broken.keys()
+
+    def _fused(self, flows: list[Flow], ports: Mapping[Path, Port], broken: set[Path]) -> dict[Path, int]:
+        """Layers to try again as several side by side, whose output is cut into them."""
+        found = {path: blocks for flow in flows for path, blocks in flow.fused.items() if path in broken}
+        fits = lambda path, blocks: ports[path].fuses and ports[path].out_size % (blocks * self.ranks) == 0
+        return {p: blocks for p, blocks in found.items() if p not in self.blocks and fits(p, blocks)}
 
     def same_code(self, flows: list[Flow]) -> bool:
         """Whether the model does the same with a rank's features: code that reads sizes off shapes would not."""

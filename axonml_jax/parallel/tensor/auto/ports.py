@@ -18,13 +18,15 @@ class Port:
       out_size: size of the output dim that would be split.
       out_dim: that dim, of so many dims of the output.
       takes: how the layer takes an input of so many dims that is split along one of them: the change; None: it cannot.
-      opens: the change that leaves the output split.
+      opens: the change that leaves the output split, in so many blocks.
+      fuses: whether they may be more than one.
     """
 
     out_size: int
     out_dim: Callable[[int], int]
     takes: Callable[[int, int], swap.Change | None]
-    opens: Callable[[], swap.Change]
+    opens: Callable[[int], swap.Change]
+    fuses: bool = False
 
 
 def port(layer: Any, axis: str, ranks: int) -> Port | None:
@@ -35,7 +37,8 @@ def port(layer: Any, axis: str, ranks: int) -> Port | None:
             layer.out_features,
             lambda ndim: ndim - 1,
             lambda dim, ndim: closing if dim == ndim - 1 else None,
-            lambda: swap.column(axis, gather_output=False),
+            lambda blocks: swap.fused(axis, blocks) if blocks > 1 else swap.column(axis, gather_output=False),
+            fuses=True,
         )
     if type(layer) is nnx.LinearGeneral:
         return _general(layer, axis)
@@ -50,7 +53,7 @@ def _general(layer: nnx.LinearGeneral, axis: str) -> Port:
 
     out = len(layer.out_features)
     return Port(
-        layer.out_features[0], lambda ndim: ndim - out, takes, lambda: swap.heads(layer, axis, gather_output=False)
+        layer.out_features[0], lambda ndim: ndim - out, takes, lambda _: swap.heads(layer, axis, gather_output=False)
     )
 
 
@@ -76,5 +79,5 @@ def _einsum(layer: nnx.Einsum, axis: str, ranks: int) -> Port | None:
         layer.kernel_shape[kernel.index(free[0])] if free else 1,
         lambda ndim: result_dim(equation, free[0]) % ndim,
         takes,
-        lambda: swap.einsum_column(layer, axis, free[0], gather_output=False),
+        lambda _: swap.einsum_column(layer, axis, free[0], gather_output=False),
     )

@@ -6,6 +6,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from axonml_jax.parallel.tensor.auto.fused import FusedColumnLinear
 from axonml_jax.parallel.tensor.auto.general import (
     SplitEinsum,
     SplitHeadsAttention,
@@ -63,6 +64,13 @@ def column(axis: str, *, gather_output: bool) -> Change:
     }
     how = GATHERS if gather_output else "columns, output stays split"
     return ColumnParallelLinear, attributes, {"kernel": PartitionSpec(None, axis), "bias": PartitionSpec(axis)}, how
+
+
+def fused(axis: str, blocks: int) -> Change:
+    """Output features in blocks, each split."""
+    _, attributes, specs, _ = column(axis, gather_output=False)
+    how = f"columns of {blocks} layers in one, output stays split; swaps columns"
+    return FusedColumnLinear, {**attributes, "blocks": blocks}, specs, how
 
 
 def row(axis: str, *, input_is_parallel: bool) -> Change:
