@@ -20,7 +20,7 @@ def rules_of(exclude: Rule | Collection[Rule], *, paths: bool = True) -> tuple[R
       TypeError: for anything else, and for paths where there are none.
       ValueError: for what is no regular expression.
     """
-    rules = tuple(exclude) if isinstance(exclude, list | tuple | set | frozenset) else (exclude,)
+    rules: tuple[Any, ...] = tuple(exclude) if isinstance(exclude, list | tuple | set | frozenset) else (exclude,)
     wrong = [rule for rule in rules if not isinstance(rule, str | type)]
     if wrong:
         raise TypeError(
