@@ -1,5 +1,6 @@
 """Real processes over gloo: joining, groups, point to point, disagreement, lateness; and the roll call before it."""
 
+import contextlib
 import os
 import re
 import socket
@@ -10,8 +11,10 @@ import threading
 import time
 
 import pytest
+from workers.strangers import STRANGERS, stranger
 
 from axonml_jax.mesh.roll_call import roll_call
+from axonml_jax.mesh.sealed import job_token, sealed
 
 JOB = """
 import dataclasses
@@ -100,7 +103,7 @@ def test_three_processes_form_a_world_and_their_groups_agree_or_say_who_does_not
         assert f"[{rank}/3] ready" in err
 
 
-def call_the_roll(port, calls, timeout):
+def call_the_roll(port, calls, timeout, first=lambda: None):
     errors = {}
 
     def work(index, process, count):
@@ -114,6 +117,8 @@ def call_the_roll(port, calls, timeout):
     for thread in threads:
         thread.start()
         time.sleep(0.05)
+        first()
+        first = lambda: None
     for thread in threads:
         thread.join(30)
     return [errors[i] for i in range(len(calls))]
@@ -140,16 +145,28 @@ def test_what_is_wrong_with_a_job_is_an_error_in_every_process_that_came(case):
         assert re.search(words, str(error))
 
 
-def test_the_roll_call_ignores_strangers():
-    port = free_port()
-    results = []
-    main = threading.Thread(target=lambda: results.append(call_the_roll(port, [(0, 2), (1, 2)], timeout=20)))
-    main.start()
-    for garbage in (b"GET / HTTP/1.1\n", b"[]\n", b"{}\n"):
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
-                stranger.sendall(garbage)
-        except OSError:
-            pass
-    main.join(30)
-    assert results == [[None, None]]
+@pytest.mark.parametrize(
+    ("token", "more"), [("", []), ("hush", [b'{"process": 1, "count": 9}\n'])], ids=["open", "sealed"]
+)
+def test_the_roll_call_ignores_strangers(token, more, monkeypatch):
+    monkeypatch.setenv("AXONML_JAX_TOKEN", token)
+    port, begun = free_port(), time.monotonic()
+    with contextlib.ExitStack() as stack:
+        come = lambda: [stack.enter_context(stranger(port, said)) for said in [*STRANGERS, *more]]
+        assert call_the_roll(port, [(0, 2), (1, 2)], timeout=20, first=come) == [None] * 2
+    assert time.monotonic() - begun < 10  # silent ones hold up nobody
+
+
+def test_a_token_comes_from_a_variable_or_a_file_and_is_never_shown(tmp_path):
+    path = tmp_path / "token"
+    with pytest.raises(ValueError, match="No such file"):
+        job_token({"AXONML_JAX_TOKEN_FILE": str(path)})
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="the file is empty"):
+        job_token({"AXONML_JAX_TOKEN_FILE": str(path)})
+    path.write_text("hush\n")
+    assert job_token({"AXONML_JAX_TOKEN_FILE": str(path)}) == job_token({"AXONML_JAX_TOKEN": "hush"}) == b"hush"
+    assert job_token({}) == b"" and b"hush" not in sealed({"node": 1}, b"hush")
+    with pytest.raises(ValueError, match="give one of them") as both:
+        job_token({"AXONML_JAX_TOKEN_FILE": str(path), "AXONML_JAX_TOKEN": "hush"})
+    assert "hush" not in str(both.value)

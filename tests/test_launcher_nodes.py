@@ -10,11 +10,14 @@ import time
 
 import pytest
 from workers.launch import free_port, hearing_ctrl_c
+from workers.strangers import STRANGERS, stranger
 
 from axonml_jax.launch import nodes
 from axonml_jax.launch.config import ConfigError
 from axonml_jax.launch.launch_options import read_options
+from axonml_jax.launch.news import is_news
 from axonml_jax.launch.nodes import Nodes
+from axonml_jax.mesh.sealed import TOKEN, sealed
 
 TIME_LIMIT = 40
 WORK = """
@@ -96,8 +99,8 @@ class Silence:
             end.close()
 
 
-def gather(monkeypatch, *flags, timeout=20.0):
-    """The sizes that every launcher hears of, or its refusal; launchers are threads here."""
+def gather(monkeypatch, *flags, timeout=20.0, first=lambda port: None):
+    """The sizes that every launcher hears of, or its refusal; launchers are threads here. `first` comes after node 0."""
     monkeypatch.setattr(nodes, "GATHER_TIMEOUT", timeout)
     port, results = free_port(), {}
 
@@ -115,6 +118,8 @@ def gather(monkeypatch, *flags, timeout=20.0):
     threads = [threading.Thread(target=enter, args=pair) for pair in enumerate(flags)]
     for thread in threads:
         thread.start()
+        first(port)
+        first = lambda port: None
     for thread in threads:
         thread.join(TIME_LIMIT)
     return [results[index] for index in range(len(flags))]
@@ -147,6 +152,54 @@ def test_two_launchers_of_one_rank_and_missing_ones_are_named(monkeypatch):
     assert all("two launchers have --node-rank 1" in refusal for refusal in said)
     said = gather(monkeypatch, ["--nnodes=4", "--node-rank=0"], ["--nnodes=4", "--node-rank=2"], timeout=0.5)
     assert all("node(s) [1, 3] never called within 0.5 s" in refusal for refusal in said)
+
+
+PAIR = (["--nnodes=2", "--node-rank=0"], ["--nnodes=2", "--node-rank=1", "--nproc-per-node=3"])
+HELLO = {"node": 1, "size": 9, "nnodes": 2, "max-restarts": 0}
+
+
+def test_what_strangers_say_ends_no_gathering(monkeypatch, caplog):
+    with contextlib.ExitStack() as stack:
+        come = lambda port: [stack.enter_context(stranger(port, said)) for said in STRANGERS]
+        assert gather(monkeypatch, *PAIR, first=come) == [[1, 3]] * 2
+    assert "ignored a caller at 127.0.0.1:" in caplog.text and "further ones are ignored without a word" in caplog.text
+
+
+def test_only_who_has_the_token_is_heard(monkeypatch, caplog):
+    monkeypatch.setenv(TOKEN, "hush")
+    forged = sealed({"node": 1, "size": 1, "nnodes": 9, "max-restarts": 0}, b"guessed")
+    with contextlib.ExitStack() as stack:
+        come = lambda port: [stack.enter_context(stranger(port, said)) for said in (forged, sealed(HELLO, b""))]
+        assert gather(monkeypatch, *PAIR, first=come) == [[1, 3]] * 2
+    assert f"does not carry the seal of {TOKEN}" in caplog.text and "hush" not in caplog.text
+    tokens = [b"one", b"other"]
+    monkeypatch.setattr(nodes, "job_token", tokens.pop)
+    first, second = gather(monkeypatch, *PAIR, timeout=1.0)
+    assert "node(s) [1] never called" in first and f"has every machine the same {TOKEN}" in second
+
+
+FAILURE = {"rank": 1, "host": "a", "pid": 2, "returncode": -9, "seconds": 1.5, "lines": ["boom"]}
+NEWS = [
+    ({"alarm": 0}, True),
+    ({"alarm": [0]}, False),
+    ({"start": 1, "port": 29501}, True),
+    ({"start": 1, "port": "29501"}, False),
+    ({"start": 1}, False),
+    ({"leave": "why"}, True),
+    ({"leave": None}, False),
+    ({"ended": 0, "node": 1, "failure": None}, True),
+    ({"ended": 0, "node": 1, "failure": FAILURE}, True),
+    ({"ended": 0, "node": 2, "failure": None}, False),
+    ({"ended": 0, "node": 1}, False),
+    ({"ended": 0, "node": 1, "failure": FAILURE | {"lines": "boom"}}, False),
+    ({"ended": 0, "node": 1, "failure": FAILURE | {"more": 1}}, False),
+    ({"else": 1}, False),
+]
+
+
+@pytest.mark.parametrize(("message", "known"), NEWS)
+def test_what_launchers_tell_each_other_is_checked(message, known):
+    assert is_news(message, 2) == known
 
 
 def test_nothing_is_started_before_all_launchers_are_there(launchers, tmp_path):

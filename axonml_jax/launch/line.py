@@ -1,10 +1,13 @@
 """Whole JSON messages between two launchers over one TCP connection."""
 
-import json
 import select
 import socket
 
+from axonml_jax.mesh.sealed import opened, sealed
+
 _SEND_TIMEOUT = 5.0
+# The last lines of a failed worker's output are the longest message.
+_LONGEST = 2**26
 # A machine that loses its power or its network says nothing: found out in about ten seconds.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
 
@@ -14,14 +17,16 @@ class Line:
 
     Args:
       connection: a connected socket; closed with the line.
+      token: of the job; what does not carry its seal cuts the line.
 
     Attributes:
       cut: whether the other end has gone.
     """
 
-    def __init__(self, connection: socket.socket):
+    def __init__(self, connection: socket.socket, token: bytes = b""):
         self.cut = False
         self._connection = connection
+        self._token = token
         self._part = b""
         connection.settimeout(_SEND_TIMEOUT)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -36,7 +41,7 @@ class Line:
     def send(self, message: dict) -> None:
         """Send a message; a cut line loses it."""
         try:
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
+            self._connection.sendall(sealed(message, self._token))
         except OSError:
             self.cut = True
 
@@ -49,8 +54,9 @@ class Line:
                 chunk = b""
             self.cut = not chunk
             self._part += chunk
+            self.cut = self.cut or len(self._part) > _LONGEST
         *whole, self._part = self._part.split(b"\n")
-        messages = [_parsed(text) for text in whole]
+        messages = [opened(text, self._token) for text in whole]
         self.cut = self.cut or None in messages  # a stranger
         return [message for message in messages if message is not None]
 
@@ -58,11 +64,3 @@ class Line:
         """Hang up."""
         self._connection.close()
         self.cut = True
-
-
-def _parsed(text: bytes) -> dict | None:
-    try:
-        message = json.loads(text)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None

@@ -9,20 +9,26 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 
 from axonml_jax.launch.config import ConfigError
 from axonml_jax.launch.interrupts import Interrupts
 from axonml_jax.launch.launch_options import LaunchOptions
 from axonml_jax.launch.line import Line
+from axonml_jax.launch.news import is_answer, is_hello, is_news
 from axonml_jax.launch.post_mortem import root_cause
+from axonml_jax.launch.supervise import print_note
 from axonml_jax.launch.worker import Failure
+from axonml_jax.mesh.callers import Callers
 from axonml_jax.mesh.coordinator import bind_address, listen
+from axonml_jax.mesh.sealed import TOKEN, job_token
 
 GATHER_TIMEOUT = 300.0
 """Seconds in which the launchers of all machines must be started."""
 
 _TICK = 0.1
+_SAME_TOKEN = f"has every machine the same {TOKEN}, or none?"
 
 
 class Stopped(Exception):
@@ -48,6 +54,7 @@ class Nodes:
         self._options = options
         self._interrupts = interrupts
         self._me = options.node_rank
+        self._token = job_token()
         self._opened: list[Line] = []
         self._lines: dict[int, Line] = {}
         # By attempt, because the others may be an attempt ahead of this launcher.
@@ -128,6 +135,11 @@ class Nodes:
         """Take in what the others say; node 0 passes it on to the rest."""
         for node, line in self._lines.items():
             for message in line.messages():
+                if not is_news(message, self._options.nnodes):
+                    print_note(
+                        f"ignored what the launcher of node {node} said, which no launcher says: {list(message)[:5]}"
+                    )
+                    continue
                 self._take(message)
                 if self._me == 0:
                     self._tell(message, but=node)
@@ -165,17 +177,13 @@ class Nodes:
         options = self._options
         sizes, fault, deadline = {0: self.sizes[0]}, "", time.monotonic() + GATHER_TIMEOUT
         address = bind_address(f"{options.master_addr}:{options.master_port}")
-        with listen(*address, options.nnodes) as server:
+        with listen(*address, options.nnodes) as server, closing(Callers(server, self._token, is_hello)) as callers:
             while len(sizes) < options.nnodes and not fault and time.monotonic() < deadline:
-                self._pause([server, *(line for line in self._opened if not line.cut)])
-                if select.select([server], [], [], 0)[0]:
-                    self._opened.append(Line(server.accept()[0]))
-                for line in set(self._opened) - set(self._lines.values()):
-                    for hello in line.messages()[:1]:
-                        if not {"node", "size", "nnodes", "max-restarts"} <= hello.keys():
-                            continue  # a stranger
-                        fault = fault or self._fault(hello, sizes)
-                        sizes[hello["node"]], self._lines[hello["node"]] = hello["size"], line
+                self._pause(callers.sources())
+                for connection, hello in callers.pump():
+                    self._opened.append(line := Line(connection, self._token))
+                    fault = fault or self._fault(hello, sizes)
+                    sizes[hello["node"]], self._lines[hello["node"]] = hello["size"], line
         if missing := sorted(set(range(options.nnodes)) - set(sizes)):
             fault = fault or f"node(s) {missing} never called within {GATHER_TIMEOUT:g} s"
         self.sizes = [sizes.get(node, 0) for node in range(options.nnodes)]
@@ -196,26 +204,29 @@ class Nodes:
 
     def _call(self) -> None:
         """Another node: find node 0's launcher, say who this is, hear what it says."""
-        options = self._options
-        line = self._find_node_0(time.monotonic() + GATHER_TIMEOUT)
+        options, deadline = self._options, time.monotonic() + GATHER_TIMEOUT
+        line = self._find_node_0(deadline)
         self._opened, self._lines = [line], {0: line}
         line.send(
             {"node": self._me, "size": self.sizes[0], "nnodes": options.nnodes, "max-restarts": options.max_restarts}
         )
         while not (answers := line.messages()):
-            if line.cut:
-                self._refuse("the launcher of node 0 hung up without an answer")
+            if line.cut or time.monotonic() > deadline + GATHER_TIMEOUT:
+                self._refuse(f"the launcher of node 0 {'hung up' if line.cut else 'was silent'}; {_SAME_TOKEN}")
             self._pause([line])
+        if not is_answer(answers[0], options.nnodes):
+            self._refuse(f"something that is no launcher answers there; {_SAME_TOKEN}")
         self._refuse(answers[0]["fault"])
         self.sizes = answers[0]["sizes"]
         for message in answers[1:]:
-            self._take(message)
+            if is_news(message, options.nnodes):
+                self._take(message)
 
     def _find_node_0(self, deadline: float) -> Line:
         place = (self._options.master_addr.strip("[]"), self._options.master_port)
         while True:
             try:
-                return Line(socket.create_connection(place, timeout=5))
+                return Line(socket.create_connection(place, timeout=5), self._token)
             except OSError as error:
                 if time.monotonic() > deadline:
                     self._refuse(f"node 0's launcher did not answer within {GATHER_TIMEOUT:g} s ({error})")

@@ -1,12 +1,17 @@
 """A roll call over plain TCP before JAX's own rendezvous, which aborts the process without saying who is missing."""
 
-import json
+import select
 import socket
 import time
+from contextlib import closing
 
+from axonml_jax.mesh.callers import Callers
 from axonml_jax.mesh.coordinator import listen
+from axonml_jax.mesh.sealed import is_count, job_token, opened, sealed
 
 _GRACE = 5.0
+_TICK = 1.0
+_LONGEST = 2**16
 
 
 def roll_call(coordinator: str, num_processes: int, process_id: int, timeout: float) -> None:
@@ -24,10 +29,11 @@ def roll_call(coordinator: str, num_processes: int, process_id: int, timeout: fl
       OSError: in process 0, when the port is taken or the address is not its machine's.
     """
     host, _, port = coordinator.rpartition(":")
+    token = job_token()
     if process_id == 0:
-        fault = _collect(host.strip("[]"), int(port), num_processes, timeout)
+        fault = _collect(host.strip("[]"), int(port), num_processes, timeout, token)
     else:
-        fault = _answer(host.strip("[]"), int(port), num_processes, process_id, timeout)
+        fault = _answer(host.strip("[]"), int(port), num_processes, process_id, timeout, token)
     if fault:
         kind = TimeoutError if "never arrived" in fault else ValueError
         raise kind(
@@ -36,66 +42,60 @@ def roll_call(coordinator: str, num_processes: int, process_id: int, timeout: fl
         )
 
 
-def _collect(host, port, num_processes, timeout):
+def _collect(host, port, num_processes, timeout, token):
     """Process 0: hear everyone, decide, tell everyone."""
     deadline = time.monotonic() + timeout
-    present, callers, fault = {0}, [], ""
-    with listen(host, port, num_processes) as server:
+    present, heard, fault = {0}, [], ""
+    with listen(host, port, num_processes) as server, closing(Callers(server, token, _is_ours)) as callers:
         while len(present) < num_processes and not fault and (left := deadline - time.monotonic()) > 0:
-            heard = _hear(server, left)
-            if heard is None:
-                continue
-            caller, process, count = heard
-            callers.append(caller)
-            if process in present:
-                fault = f"two processes have id {process}"
-            elif count != num_processes or not 0 <= process < num_processes:
-                fault = f"process {process} says there are {count} processes, process 0 says {num_processes}"
-            present.add(process)
+            select.select(callers.sources(), [], [], min(left, _TICK))
+            for caller, said in callers.pump():
+                heard.append(caller)
+                fault = fault or _fault(said["process"], said["count"], present, num_processes)
+                present.add(said["process"])
         if not fault and len(present) < num_processes:
             missing = sorted(set(range(num_processes)) - present)
             fault = f"process(es) {missing} never arrived within {timeout:g} s"
-        for caller in callers:
-            _tell(caller, fault)
+        for caller in heard:
+            _tell(caller, fault, token)
     return fault
 
 
-def _hear(server, seconds):
-    """The next process that calls, or None: the time is up, or it was a stranger."""
-    server.settimeout(seconds)
-    try:
-        caller, _ = server.accept()
-    except OSError:
-        return None
-    try:
-        caller.settimeout(_GRACE)
-        with caller.makefile() as lines:
-            said = json.loads(lines.readline())
-        return caller, int(said["process"]), int(said["count"])
-    except (OSError, ValueError, KeyError, TypeError):
-        caller.close()
-        return None
+def _is_ours(message):
+    return is_count(message.get("count"), 1) and is_count(message.get("process"), 1, message["count"])
 
 
-def _answer(host, port, num_processes, process_id, timeout):
+def _fault(process, count, present, num_processes):
+    if process in present:
+        return f"two processes have id {process}"
+    if count != num_processes:
+        return f"process {process} says there are {count} processes, process 0 says {num_processes}"
+    return ""
+
+
+def _answer(host, port, num_processes, process_id, timeout, token):
     """Another process: find process 0, say who we are, hear what it decided."""
     deadline = time.monotonic() + timeout
     while True:
         try:
             with socket.create_connection((host, port), timeout=_GRACE) as server:
-                server.sendall(json.dumps({"process": process_id, "count": num_processes}).encode() + b"\n")
-                server.settimeout(timeout + _GRACE)
-                with server.makefile() as lines:
-                    return json.loads(lines.readline())["fault"]
-        except (OSError, ValueError):
+                server.sendall(sealed({"process": process_id, "count": num_processes}, token))
+                server.settimeout(max(deadline - time.monotonic(), 0) + _GRACE)
+                with server.makefile("rb") as lines:
+                    answer = opened(lines.readline(_LONGEST), token)
+            if answer is not None and isinstance(answer.get("fault"), str):
+                return answer["fault"]
+            raise ConnectionError("that was not process 0")
+        except OSError:
             if time.monotonic() > deadline:
                 return f"process(es) [0] never arrived within {timeout:g} s"
             time.sleep(0.1)
 
 
-def _tell(caller, fault):
+def _tell(caller, fault, token):
+    caller.settimeout(_GRACE)
     try:
-        caller.sendall(json.dumps({"fault": fault}).encode() + b"\n")
+        caller.sendall(sealed({"fault": fault}, token))
         caller.recv(1)  # the caller closes first, so that the port is free of lingering connections
     except OSError:
         pass  # it has gone; JAX's own rendezvous will notice
