@@ -93,6 +93,30 @@ def test_the_picture_holds_every_action_once_and_overlaps_nothing(draw, tmp_path
     assert bool(list(root.iter(f"{SVG}path"))) == (order != "classic")
 
 
+@pytest.mark.parametrize("order", ["fused", "alternating", "classic"])
+@pytest.mark.parametrize("name", ["zero-bubble", "1f1b", "gpipe"])
+def test_terminal_and_picture_show_ranks_and_actions_in_one_order(draw, tmp_path, name, order):
+    path = tmp_path / "timetable.svg"
+    flags = ["--schedule", name, "--stages", "3", "--microbatches", "4", "--order", order, "--width", "999"]
+    lines = [line.split() for line in draw(*flags, "--svg", str(path))[1].splitlines() if line.startswith("rank ")]
+    rows: dict[str, list[list[str]]] = {}
+    for _, rank, *cells in lines:
+        rows.setdefault(rank, []).append(cells[order != "classic" :])
+    in_words = {
+        rank: [cell for column in zip(*own, strict=True) for cell in column if cell.strip(".=")]
+        for rank, own in rows.items()
+    }
+    assert all(any(cell != "." for cell in row) for own in rows.values() for row in own)
+    boxes = []
+    for group in ElementTree.parse(path).getroot().iter(f"{SVG}g"):
+        box = group.find(f"{SVG}rect")
+        boxes.append((float(box.get("y")), float(box.get("x")), group.findtext(f"{SVG}title").split(":")[0]))
+    in_picture: dict[float, list[str]] = {}
+    for y, _, action in sorted(boxes):
+        in_picture.setdefault(y, []).append(action)
+    assert list(in_words) == ["0", "1", "2"] and list(in_words.values()) == list(in_picture.values())
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

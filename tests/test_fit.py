@@ -166,6 +166,14 @@ def test_the_picture_is_drawn_or_the_note_says_what_to_install(tmp_path, monkeyp
     assert not (tmp_path / "b.png").exists()
 
 
+def test_the_loss_curve_counts_in_whole_steps(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    plot_losses([Record(step, {"loss": 3.0 / step}) for step in (1, 2, 3)], tmp_path / "a.png", title="a")
+    assert all(tick == round(tick) for tick in drawn[0].axes[0].get_xticks())
+
+
 FULL = Record(
     20,
     {

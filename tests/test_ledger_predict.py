@@ -12,6 +12,7 @@ from predicted_steps import GPT, LLAMA, config
 import axonml_jax as ax
 from axonml_jax._types import named_leaves
 from axonml_jax.ledger.predict.decoder import decoder_weights, problems
+from axonml_jax.ledger.predict.picture import in_bytes, sent_by_axes
 from axonml_jax.ledger.published.axonn import Grid, layer_volumes
 from axonml_jax.ledger.published.states import FLOAT32_ADAM, zero
 from axonml_jax.models.presets import PRESETS, preset
@@ -156,12 +157,35 @@ def test_what_cannot_run_is_refused_with_every_reason():
     assert problems(config(GPT, split="grid"), {"tensor": 2}, 16)[0].startswith("tensor=2 splits nothing")
 
 
-def test_a_prediction_prints_and_goes_to_json(tmp_path):
+def test_a_prediction_prints_and_goes_to_json():
     found = predicted(config(GPT), {"data": 2, "fsdp": 4}, 16, remat="full", precision="bf16")
     text = str(found)
     for words in ("ZeRO-3", "full recomputation", "at the fullest moment", "reduce_scatter", "against theory"):
         assert words in text
     plain = json.loads(found.to_json())
     assert plain["memory"]["total"] == found.memory.total and plain["traffic"][0]["wire_bytes"] > 0
-    found.save_picture(tmp_path / "ledger.svg")
-    assert (tmp_path / "ledger.svg").stat().st_size > 1000
+
+
+def drawn(found, path, **options):
+    """The words in a prediction's picture."""
+    pytest.importorskip("matplotlib")
+    found.save_picture(path, **options)
+    return re.findall(r"<!-- (.*?) -->", path.read_text("utf-8"))
+
+
+def test_a_picture_names_model_and_plan_and_draws_the_budget(tmp_path):
+    found = predicted(config(GPT), {"data": 2, "fsdp": 4}, 16, remat="full", precision="bf16")
+    words = drawn(found, tmp_path / "ledger.svg", model="tiny", budget=2 * found.memory.total)
+    assert f"tiny: {found.headline}" in " ".join(words)
+    assert f"may be used {in_bytes(2 * found.memory.total)}" in words
+    far = drawn(found, tmp_path / "far.svg", budget=1000 * found.memory.total)
+    assert f"may be used {in_bytes(1000 * found.memory.total)} (far above)" in far
+    assert not any(word.startswith("may be used") for word in drawn(found, tmp_path / "none.svg"))
+
+
+def test_a_picture_has_no_row_without_traffic_and_every_row_says_its_bytes(tmp_path):
+    found = predicted(config(GPT), {"data": 1, "fsdp": 4}, 16)
+    words, sent = drawn(found, tmp_path / "ledger.svg"), sent_by_axes(found)
+    assert "data" not in words and {"fsdp", in_bytes(sum(sent["fsdp"].values()))} <= {word.strip() for word in words}
+    alone = predicted(config(GPT), {"data": 1}, 16)
+    assert "sent per rank and step, by mesh axis" not in drawn(alone, tmp_path / "alone.svg")

@@ -17,7 +17,16 @@ def test_bars_are_labelled_with_what_a_device_holds(tmp_path):
     pytest.importorskip("matplotlib")
     ax.plot_memory({"kept": stats(), "moved": stats(ax.CPUOffload.FULL)}, tmp_path / "memory.svg")
     drawn = re.findall(r"<!-- (.*?) -->", (tmp_path / "memory.svg").read_text())
-    assert {"kept", "moved", "15", "8", "parameters", "on the host", "MB per device"} <= set(drawn)
+    assert {"kept", "moved", "15", "8", "parameters", "on the host", "MB per device", "10 parameters"} <= set(drawn)
+    assert not any(words.startswith("a device has") for words in drawn)
+
+
+def test_a_picture_has_its_title_the_budget_and_no_kind_that_nobody_holds(tmp_path):
+    pytest.importorskip("matplotlib")
+    none = ax.FSDPMemoryStats(10, 1 * MIB, 2 * MIB, 4 * MIB, 0, 16 * MIB)
+    ax.plot_memory({"kept": none}, tmp_path / "memory.svg", title="GPT on fsdp 8", budget=32 * MIB)
+    drawn = re.findall(r"<!-- (.*?) -->", (tmp_path / "memory.svg").read_text())
+    assert {"GPT on fsdp 8", "a device has 32", "optimizer"} <= set(drawn) and "gathered for use" not in drawn
 
 
 @pytest.mark.parametrize(

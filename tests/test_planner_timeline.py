@@ -100,8 +100,9 @@ def test_a_timeline_prints_and_is_drawn(tmp_path):
     assert [row.split()[0] for row in rows[2:4]] == ["rank", "rank"] and "F forward" in rows[-1]
     strips = {row.split()[-1] for row in rows[2:-1]}
     assert {len(strip) for strip in strips} == {64} and any("F" in strip for strip in strips)
-    draw(found, line, tmp_path / "step.svg")
+    draw(found, line, tmp_path / "step.svg", model="tiny", budget=float(found.memory.total))
     text = (tmp_path / "step.svg").read_text("utf-8")
+    assert "tiny: " in text and "may be used" in text
     assert all(colour in text for colour in (COLOURS["forward"], COLOURS["backward"], COLOURS["update"]))
 
 

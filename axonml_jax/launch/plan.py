@@ -63,7 +63,11 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     if chosen.ledger:
         print("", answer.prediction, "", answer.timeline, sep="\n")
     if chosen.picture is not None:
-        print("", drawn(answer.prediction, answer.timeline, chosen.picture), sep="\n")
+        print(
+            "",
+            drawn(answer.prediction, answer.timeline, chosen.picture, _name(chosen, base), answer.asked.memory),
+            sep="\n",
+        )
     if chosen.write is not None:
         chosen.write.write_text(config_text(answer, base, arguments), encoding="utf-8")
         print(f"\nwritten   {chosen.write}: axonml-jax train {chosen.write}")
@@ -86,9 +90,13 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     print(found, f"\n{1e3 * cost.time:,.1f} ms/step, MFU {cost.mfu:.1%} on {chosen.devices:,} x {kind.name}", sep="\n")
     print("", line, sep="\n")
     if chosen.picture is not None:
-        print("", drawn(found, line, chosen.picture), sep="\n")
+        print("", drawn(found, line, chosen.picture, base.name, chosen.max_memory or kind.memory), sep="\n")
     compiling = lambda: verify_plan(own, base.model, found, chosen.verify, batch, length)
     return _verified(chosen.verify, compiling) if chosen.verify else 0
+
+
+def _name(chosen: argparse.Namespace, base: RunConfig | None) -> str:
+    return chosen.model if base is None else base.name
 
 
 def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerConfig, dict[str, Any]]:

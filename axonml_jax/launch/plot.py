@@ -21,6 +21,7 @@ def plot_losses(records: Sequence[Record], path: Path, *, title: str, baseline: 
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         return "no loss curve: matplotlib is not installed (pip install 'axonml-jax[plots]')"
     figure = Figure(figsize=(7, 4.2), layout="constrained")
@@ -31,6 +32,7 @@ def plot_losses(records: Sequence[Record], path: Path, *, title: str, baseline: 
     if baseline is not None:
         axes.axhline(baseline, color="#b5482a", linestyle="--", linewidth=1, label=f"bigram model ({baseline:.2f})")
     axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)

@@ -79,7 +79,7 @@ def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate 
     if budget == Budget() and estimate == Estimate():
         return 0
     [found] = all_or_refuse(partial(predicted, config, ground, estimate.kind))
-    print0("", found, show(found, estimate), sep="\n")
+    print0("", found, show(found, estimate, config.name, budget.max_memory), sep="\n")
     wrong = over_budget(found, budget)
     print0("", *(f"over budget: {line}" for line in wrong), sep="\n")
     return OVER_BUDGET if wrong else 0

@@ -65,16 +65,17 @@ class Answer:
         """The best plan's step on a line of time."""
         return timeline(self.prediction, self.asked.hardware, self.asked.assumptions)
 
-    def save_picture(self, path: Any) -> None:
+    def save_picture(self, path: Any, *, model: str = "") -> None:
         """Draw the best plan's memory, traffic and timeline; needs the `plots` extra.
 
         Args:
           path: of the file; its suffix chooses the format (.svg, .png, .pdf).
+          model: its name, for the title.
 
         Raises:
           ModuleNotFoundError: without matplotlib.
         """
-        draw(self.prediction, self.timeline, path)
+        draw(self.prediction, self.timeline, path, model=model, budget=self.asked.memory)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""

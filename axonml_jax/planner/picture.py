@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from axonml_jax.ledger.predict.picture import new_figure, panels
+from axonml_jax.ledger.predict.picture import new_figure, panels, put_title, save
 from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.planner.timeline import Timeline
 
@@ -24,30 +24,36 @@ OTHER = "#c9a9d6"
 """Of a part with any other name."""
 
 
-def draw(prediction: Prediction, timeline: Timeline, path: str | Path) -> None:
+def draw(
+    prediction: Prediction, timeline: Timeline, path: str | Path, *, model: str = "", budget: float | None = None
+) -> None:
     """Draw memory and traffic, and below them a lane for every line of the timeline.
 
     Args:
       prediction: what the plan holds and sends.
       timeline: its step.
       path: where; the suffix chooses the format (.svg, .png, .pdf).
+      model: its name, for the title.
+      budget: bytes that a device may use, drawn as a line.
 
     Raises:
       ModuleNotFoundError: without matplotlib, which the `plots` extra installs.
     """
     lanes = 1.1 + 0.28 * len(timeline.lanes)
-    figure = new_figure(9, 4 + lanes)
+    figure = new_figure(9, 4.2 + lanes)
+    put_title(figure, prediction, model)
     above, below = figure.subfigures(2, 1, height_ratios=(4, lanes))
-    panels(above, prediction)
+    panels(above, prediction, budget)
     _lanes(below.subplots(), timeline)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _lanes(axes: Any, timeline: Timeline) -> None:
-    seen = set()
+    seen, shortest = set(), timeline.seconds / 700  # about a pixel: what is shorter stays visible
     for row, lane in enumerate(timeline.lanes):
         for name in dict.fromkeys(span.name for span in lane.spans):
-            spans = [(1e3 * span.start, 1e3 * (span.end - span.start)) for span in lane.spans if span.name == name]
+            mine = [span for span in lane.spans if span.name == name]
+            spans = [(1e3 * span.start, 1e3 * max(span.end - span.start, shortest)) for span in mine]
             label = None if name in seen else name
             axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=COLOURS.get(name, OTHER), linewidth=0, label=label)
             seen.add(name)

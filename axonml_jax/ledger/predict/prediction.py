@@ -108,20 +108,26 @@ class Prediction:
         """`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
 
-    def save_picture(self, path: Any) -> None:
+    def save_picture(self, path: Any, *, model: str = "", budget: float | None = None) -> None:
         """Draw memory by kind and traffic by axis; needs the `plots` extra.
 
         Args:
           path: of the file; its suffix chooses the format.
+          model: its name, for the title.
+          budget: bytes that a device may use, drawn as a line.
         """
         from axonml_jax.ledger.predict.picture import draw
 
-        draw(self, path)
+        draw(self, path, model=model, budget=budget)
+
+    @property
+    def headline(self) -> str:
+        """The size of the model, the mesh and the plan in words."""
+        mesh = " x ".join(f"{axis} {ranks}" for axis, ranks in self.degrees.items()) or "one device"
+        return f"{self.params:,} parameters on {mesh}; {self.plan}"
 
     def __str__(self) -> str:
-        mesh = " x ".join(f"{axis} {ranks}" for axis, ranks in self.degrees.items()) or "one device"
-        head = f"{self.params:,} parameters on {mesh}; {self.plan}"
-        parts = [head, self._memory_table()]
+        parts = [self.headline, self._memory_table()]
         if self.traffic:
             parts += [self._traffic_table(), self._axes_table()]
         if any(least for least in self.minimum.values()):
