@@ -176,7 +176,11 @@ def row(net, degrees, *, tx=None, trainer=None, trainable=None, rows=32, **plan)
 
     def make():
         built = model()
-        params = built.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch(2)["x"]) if net == "linen" else None
+        params = (
+            built.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch(2)["x"])
+            if net == "linen"
+            else None
+        )
         mesh = ax.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
         parallel = ax.parallelize(built, mesh, ax.Plan(**plan), params=params, trainable=trainable)
         return parallel.trainer(tx or optax.adamw(1e-2), loss, **trainer or {})

@@ -124,7 +124,11 @@ class _Reader:
         groups = self._attribute(op.attributes[which])
         kinds = {str(value.type).split("x")[-1].rstrip(">").removeprefix("tensor<") for value in arrays}
         where = " in " + "/".join(path) if path else ""
-        reduction = [] if not op.regions else [inner.operation.name.removeprefix("stablehlo.") for inner in op.regions[0].blocks[0]]
+        reduction = (
+            []
+            if not op.regions
+            else [inner.operation.name.removeprefix("stablehlo.") for inner in op.regions[0].blocks[0]]
+        )
         how = f" {reduction[0]}" if reduction else ""
         self.collectives[f"{name}{how} {size} B {'+'.join(sorted(kinds))} {groups.replace(' ', '')}{where}"] += 1
 
@@ -147,4 +151,6 @@ def _bytes(text):
 def differences(before, after):
     """What two Counters written as dicts differ in: name -> (before, after)."""
     names = itertools.chain(before, (name for name in after if name not in before))
-    return {name: (before.get(name, 0), after.get(name, 0)) for name in names if before.get(name, 0) != after.get(name, 0)}
+    return {
+        name: (before.get(name, 0), after.get(name, 0)) for name in names if before.get(name, 0) != after.get(name, 0)
+    }

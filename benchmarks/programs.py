@@ -46,7 +46,9 @@ def record(plan):
 
 def arguments(lowered, compiled):
     """Argument path -> how it rests."""
-    by_path = lambda tree: {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    by_path = lambda tree: {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
     places = by_path(compiled.input_shardings)
     return {
         path: f"{info._aval.str_short()} "
@@ -59,7 +61,9 @@ def arguments(lowered, compiled):
 def spec(place):
     """The axes of degree above 1 that split each dim."""
     sizes = place.mesh.shape
-    split = [tuple(a for a in ((entry,) if isinstance(entry, str) else entry or ()) if sizes[a] > 1) for entry in place.spec]
+    split = [
+        tuple(a for a in ((entry,) if isinstance(entry, str) else entry or ()) if sizes[a] > 1) for entry in place.spec
+    ]
     while split and not split[-1]:
         split.pop()
     return "(" + " ".join("*".join(axes) or "-" for axes in split) + ")"
@@ -68,7 +72,9 @@ def spec(place):
 def bits(tree):
     """A hash of every bit of a tree's leaves, by path."""
     digest = hashlib.blake2b(digest_size=12)
-    for path, leaf in sorted((jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)):
+    for path, leaf in sorted(
+        (jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ):
         array = np.asarray(leaf)
         digest.update(f"{path} {array.shape} {array.dtype}".encode() + array.tobytes())
     return digest.hexdigest()
@@ -100,9 +106,13 @@ def main():
     parser.add_argument("--again", action="store_true", help="with --write: take rows anew that the record holds")
     args = parser.parse_args()
     file = args.write or args.compare
-    held = json.loads(file.read_text("utf-8")) if args.compare or file.exists() else {"jax": jax.__version__, "plans": {}}
+    held = (
+        json.loads(file.read_text("utf-8")) if args.compare or file.exists() else {"jax": jax.__version__, "plans": {}}
+    )
     if held["jax"] != jax.__version__:
-        sys.exit(f"{file} was recorded with jax {held['jax']}, and this is jax {jax.__version__}: programs of two versions differ")
+        sys.exit(
+            f"{file} was recorded with jax {held['jax']}, and this is jax {jax.__version__}: programs of two versions differ"
+        )
     same = True
     for name, plan in PLANS.items():
         known = name in held["plans"]
