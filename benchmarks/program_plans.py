@@ -1,4 +1,4 @@
-"""The 40 plans whose compiled steps `programs.py` records: every strategy, stage, schedule, layer kind and option, on small models."""
+"""The 40 plans whose steps `programs.py` records: every strategy, stage, schedule, layer kind and option, on small models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

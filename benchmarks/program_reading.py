@@ -1,7 +1,7 @@
-"""Reads a lowered step: its collectives with groups and loops, and a structural hash that no order of independent operations changes.
+"""Reads a lowered step: its collectives with groups and loops, and a hash that no order of independent operations changes.
 
-The hash of a value is a hash of its operation, attributes, types and of its operands' hashes; called functions are inlined, so it
-does not matter which inner functions JAX outlined. Names, locations and channel numbers do not count; mesh axes of degree 1
+The hash of a value is a hash of its operation, attributes, types and of its operands' hashes; called functions are inlined, so
+it does not matter which inner functions JAX outlined. Names, locations and channel numbers do not count; mesh axes of degree 1
 neither, so that a mesh may gain one.
 """
 
