@@ -3,10 +3,10 @@
     python benchmarks/programs.py --write FILE [--plans PATTERN]     # add or replace rows of a record
     python benchmarks/programs.py --compare FILE [--plans PATTERN]   # exit status 1 where layouts or collectives differ
 
-Per plan of `program_plans.py`: how every argument of the step rests (shape, dtype, sharding, memory kind, donated); the multiset
-of collectives (kind, bytes, groups of ranks, loops); FLOPs and temporaries as XLA:CPU counts them; the structural hash and the
-operations of the lowered step (`program_reading.py`); and the bits of loss and parameters after two float32 steps. Rows that a
-record holds already are not taken again by `--write` without `--again`, so that a record can be made in pieces.
+Per plan of `program_plans.py`: how every argument of the step rests (shape, dtype, sharding, memory kind, donated); the
+multiset of collectives (kind, bytes, groups of ranks, loops); FLOPs and temporaries as XLA:CPU counts them; the structural hash
+and the operations of the lowered step (`program_reading.py`); and the bits of loss and parameters after two float32 steps. Rows
+that a record holds already are not taken again by `--write` without `--again`, so that a record can be made in pieces.
 """
 
 import argparse
