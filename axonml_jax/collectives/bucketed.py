@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from axonml_jax.collectives.along_dim import gather_along, scatter_along
 from axonml_jax.collectives.varying import vary, varying_axes
 from axonml_jax.mesh.axes import AxisNames, as_axes
 
@@ -80,12 +81,12 @@ def gather_leaves(
     split = {i: dim for i, dim in enumerate(dims) if dim is not None}
     if not flat:
         for i, dim in split.items():
-            wholes[i] = jax.lax.all_gather(wholes[i], names, axis=dim, tiled=True, axis_index_groups=among)
+            wholes[i] = gather_along(wholes[i], names, dim, among=among)
         return wholes
     for group in flat_groups([wholes[i] for i in split]):
         indices = [list(split)[k] for k in group]
         one = jnp.concatenate([wholes[i].ravel() for i in indices])
-        whole = jax.lax.all_gather(one, names, axis_index_groups=among)
+        whole = gather_along(one, names, 0, tiled=False, among=among)
         ends = np.cumsum([wholes[i].size for i in indices])[:-1]
         for i, part in zip(indices, jnp.split(whole, ends, axis=1), strict=True):
             stacked = jnp.moveaxis(part.reshape(part.shape[0], *wholes[i].shape), 0, split[i])
@@ -120,7 +121,7 @@ def scatter_sum_leaves(
     split = {i: dim for i, dim in enumerate(dims) if dim is not None}
     if not flat:
         for i, dim in split.items():
-            sums[i] = jax.lax.psum_scatter(sums[i], names, scatter_dimension=dim, tiled=True, axis_index_groups=among)
+            sums[i] = scatter_along(sums[i], names, dim, among=among)
         return sums
     count = len(among[0]) if among else int(jax.lax.axis_size(names))
     for group in flat_groups([sums[i] for i in split]):
@@ -131,7 +132,7 @@ def scatter_sum_leaves(
             apart = sums[i].reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
             parts.append(jnp.moveaxis(apart, dim, 0))
         whole = jnp.concatenate([part.reshape(count, -1) for part in parts], axis=1)
-        total = jax.lax.psum_scatter(whole, names, scatter_dimension=0, tiled=False, axis_index_groups=among)
+        total = scatter_along(whole, names, 0, tiled=False, among=among)
         ends = np.cumsum([part.size // count for part in parts])[:-1]
         for i, part, shard in zip(indices, parts, jnp.split(total, ends), strict=True):
             sums[i] = shard.reshape(part.shape[1:])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from axonml_jax.collectives.along_dim import exchange_along
 from axonml_jax.collectives.dims import checked_dim, checked_position, require_divisible
 from axonml_jax.collectives.gather import member_rows
 from axonml_jax.collectives.primitives import shift
@@ -45,7 +46,7 @@ def _exchanged(x, scope: Scope, split: int, concat: int):
         own_parts = jax.lax.dynamic_slice_in_dim(member_rows(x, scope), scope.index() * size, size, split + 1)
         return jnp.concatenate(list(own_parts), axis=concat)
     groups = None if scope.members is None else scope.partition
-    return jax.lax.all_to_all(x, scope.axes, split, concat, tiled=True, axis_index_groups=groups)
+    return exchange_along(x, scope.axes, split, concat, among=groups)
 
 
 def send_recv(x: ArrayLike, pairs: Sequence[tuple[int, int]], group: Group) -> jax.Array:

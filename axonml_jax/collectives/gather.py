@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from axonml_jax.collectives.along_dim import gather_along
 from axonml_jax.collectives.dims import checked_dim, checked_position
 from axonml_jax.collectives.scope import Group, Scope, run_collective
 
@@ -63,9 +64,9 @@ def joined(name: str, x: jax.Array, scope: Scope, dim: int) -> jax.Array:
     x = x[None] if x.ndim == 0 else x
     axis = checked_dim(name, dim, x.shape)
     if scope.members is None:
-        return jax.lax.all_gather(x, scope.axes, axis=axis, tiled=True)
+        return gather_along(x, scope.axes, axis)
     if scope.partition is not None:
-        return jax.lax.all_gather(x, scope.axes, axis=axis, tiled=True, axis_index_groups=scope.partition)
+        return gather_along(x, scope.axes, axis, among=scope.partition)
     return jnp.concatenate(list(member_rows(x, scope)), axis=axis)
 
 
@@ -74,4 +75,4 @@ def member_rows(x: jax.Array, scope: Scope) -> jax.Array:
 
     For groups that do not divide the axes: XLA wants `axis_index_groups` of one size wherever shapes depend on it.
     """
-    return jax.lax.all_gather(x, scope.axes, axis=0)[jnp.asarray(scope.positions)]
+    return gather_along(x, scope.axes, 0, tiled=False)[jnp.asarray(scope.positions)]

@@ -17,6 +17,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.collectives.along_dim import gather_along
 from axonml_jax.collectives.dims import require_divisible
 from axonml_jax.collectives.varying import vary, varying_axes
 from axonml_jax.mesh.axes import AxisNames, as_axes
@@ -107,7 +108,7 @@ def own_slice(x: jax.Array, axes: AxisNames, dim: int) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather_from(x, axes, dim):
-    return jax.lax.all_gather(vary(x, axes), axes, axis=dim, tiled=True, to="invarying")
+    return gather_along(vary(x, axes), axes, dim, invarying=True)
 
 
 _gather_from.defvjp(
@@ -123,7 +124,7 @@ def _split_to(x, axes, dim):
 
 _split_to.defvjp(
     lambda x, axes, dim: (own_slice(x, axes, dim), None),
-    lambda axes, dim, _, ct: (jax.lax.all_gather(vary(ct, axes), axes, axis=dim, tiled=True, to="invarying"),),
+    lambda axes, dim, _, ct: (gather_along(vary(ct, axes), axes, dim, invarying=True),),
 )
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from axonml_jax.collectives.along_dim import gather_along, scatter_along
 from axonml_jax.collectives.dims import require_divisible
 from axonml_jax.collectives.varying import vary
 from axonml_jax.mesh.axes import AxisNames, as_axes
@@ -63,7 +64,7 @@ def scatter_sum(x: jax.Array, axes: AxisNames, dim: int = 0) -> jax.Array:
     """
     names, axis = as_axes(axes), dim % x.ndim
     require_divisible(f"scatter_sum over {names}", x.shape, axis, axis_size(names))
-    return jax.lax.psum_scatter(vary(x, names), names, scatter_dimension=axis, tiled=True)
+    return scatter_along(vary(x, names), names, axis)
 
 
 def gather_whole(x_shard: jax.Array, axes: AxisNames, dim: int = 0, *, invarying: bool) -> jax.Array:
@@ -81,8 +82,7 @@ def gather_whole(x_shard: jax.Array, axes: AxisNames, dim: int = 0, *, invarying
       [..., d, ...].
     """
     names = as_axes(axes)
-    to = "invarying" if invarying else "varying"
-    return jax.lax.all_gather(vary(x_shard, names), names, axis=dim % x_shard.ndim, tiled=True, to=to)
+    return gather_along(vary(x_shard, names), names, dim % x_shard.ndim, invarying=invarying)
 
 
 def swap_parts(x: jax.Array, axes: AxisNames) -> jax.Array:

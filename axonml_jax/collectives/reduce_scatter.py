@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from axonml_jax.collectives.along_dim import exchange_along, scatter_along
 from axonml_jax.collectives.dims import checked_dim, require_divisible
 from axonml_jax.collectives.gather import member_rows
 from axonml_jax.collectives.ops import ReduceOp, check_op, reduce_rows
@@ -60,10 +61,10 @@ def own_reduction(x: jax.Array, scope: Scope, op: ReduceOp, dim: int) -> jax.Arr
 
 def _own_sum(x, scope: Scope, dim: int):
     if scope.members is None:
-        return jax.lax.psum_scatter(x, scope.axes, scatter_dimension=dim, tiled=True)
+        return scatter_along(x, scope.axes, dim)
     if scope.partition is None:
         return reduce_rows(_own_rows(x, scope, dim), ReduceOp.SUM)
-    return jax.lax.psum_scatter(x, scope.axes, scatter_dimension=dim, tiled=True, axis_index_groups=scope.partition)
+    return scatter_along(x, scope.axes, dim, among=scope.partition)
 
 
 def _own_rows(x, scope: Scope, dim: int):
@@ -73,4 +74,4 @@ def _own_rows(x, scope: Scope, dim: int):
         return jax.lax.dynamic_slice_in_dim(member_rows(x, scope), scope.index() * size, size, dim + 1)
     pieces = jnp.stack(jnp.split(x, scope.size, axis=dim))
     groups = None if scope.members is None else scope.partition
-    return jax.lax.all_to_all(pieces, scope.axes, 0, 0, tiled=True, axis_index_groups=groups)
+    return exchange_along(pieces, scope.axes, 0, 0, among=groups)

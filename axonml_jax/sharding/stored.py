@@ -36,7 +36,7 @@ def unpadded(tree: PyTree, layouts: PyTree, mesh: Mesh) -> PyTree:
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def change(leaf: Any, layout: Layout) -> Any:
-        if not layout.padding:
+        if layout.stored == layout.shape:
             return leaf
         return jax.jit(from_stored, static_argnums=1, out_shardings=everywhere)(leaf, layout)
 

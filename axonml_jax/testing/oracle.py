@@ -133,7 +133,8 @@ class Oracle:
             x = jnp.asarray(x)
             if not x.ndim:
                 return jnp.broadcast_to(x, (microbatches, shards))
-            return x.reshape(shards, microbatches, -1, *x.shape[1:]).swapaxes(0, 1)
+            size = x.shape[0] // (shards * microbatches)
+            return x.reshape(shards, microbatches, size, *x.shape[1:]).swapaxes(0, 1)
 
         return jax.tree.map(rows, batch)
 
