@@ -28,10 +28,11 @@ def test_leaves_come_to_rest_one_after_the_other_and_are_found_again():
             yield leaf
             del leaf
 
-    resting = store.place(leaves(), ax.make_mesh(**degrees, devices=jax.devices()[:4]))
+    mesh = ax.make_mesh(**degrees, devices=jax.devices()[:4])
+    resting = store.place(leaves(), mesh)
     assert {name: array.addressable_shards[0].data.size for name, array in resting.items()} == {
         "float32": 15,  # the first stage's 12 and 3; the second's 4 and 7, padded
         "float32 over fsdp": 3,
     }
-    for number, (shape, whole) in enumerate(zip(SHAPES, store.whole(resting), strict=True)):
+    for number, (shape, whole) in enumerate(zip(SHAPES, store.spread(resting, mesh), strict=True)):
         np.testing.assert_array_equal(whole, np.full(shape, number, np.float32))

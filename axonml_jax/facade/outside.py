@@ -8,11 +8,9 @@ from jax.sharding import Mesh
 from axonml_jax._types import PyTree
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import shardings
-from axonml_jax.sharding.memory import to_device_memory
 from axonml_jax.sharding.place import move
 from axonml_jax.sharding.stored import padded, unpadded
 from axonml_jax.training.staged_init import place_staged_params
-from axonml_jax.training.staged_names import spread
 
 
 def outside(params: PyTree, placement: Placement, mesh: Mesh, *, frozen: bool = False) -> PyTree:
@@ -21,9 +19,8 @@ def outside(params: PyTree, placement: Placement, mesh: Mesh, *, frozen: bool = 
         return params
     if placement.stages is None:
         return unpadded(params, placement.frozen if frozen else placement.params, mesh)
-    whole = placement.stages.whole_frozen if frozen else placement.stages.whole_params
-    wanted = spread(jax.eval_shape(whole, params), mesh)
-    return jax.jit(lambda resting: whole(to_device_memory(resting)), out_shardings=wanted)(params)
+    stages = placement.stages
+    return stages.spread_frozen(params, mesh) if frozen else stages.spread_params(params, mesh)
 
 
 def inside(params: PyTree, placement: Placement, mesh: Mesh, specs: Any) -> PyTree:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from axonml_jax._types import LossFn, PyTree
 from axonml_jax.facade.state_dict import fitted
@@ -19,7 +18,6 @@ from axonml_jax.training.init import init_state
 from axonml_jax.training.learning_rate import injected_rate
 from axonml_jax.training.nonfinite import NonFinite
 from axonml_jax.training.specs import state_specs
-from axonml_jax.training.staged import StagedOptimizer
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.step import Metrics, TrainStep
 from axonml_jax.training.update import checked_optimizer
@@ -81,12 +79,9 @@ class Trainer:
 
     @property
     def opt_state(self) -> PyTree:
-        """The optimizer's state as the tree that optax made; under a pipeline copies, whole on every device."""
-        state = self.state.opt_state
-        if self._placement.stages is None:
-            return state
-        everywhere = NamedSharding(self.model.mesh, PartitionSpec())
-        return jax.jit(StagedOptimizer.of(self._tx, self._placement).whole, out_shardings=everywhere)(state)
+        """The optimizer's state as the tree that optax made; under a pipeline copies, split over the devices."""
+        pipelined = self._placement.stages is not None
+        return self.train_step.spread_opt_state(self.state) if pipelined else self.state.opt_state
 
     @property
     def lr(self) -> float:

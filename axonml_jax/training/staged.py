@@ -7,12 +7,13 @@ every rank.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.collectives.primitives import axis_index, gather_whole
@@ -23,6 +24,7 @@ from axonml_jax.parallel.pipeline.staging import Staging
 from axonml_jax.parallel.pipeline.store import StageStore, absent, on_own_rank
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Layout, is_layout
+from axonml_jax.sharding.place import copies
 from axonml_jax.training.opt_state import opt_owners
 
 _STAGES, _WHOLE = "stages", "whole"
@@ -67,7 +69,7 @@ class StagedOptimizer:
         """The leaves that belong to parameters."""
         return [i for i, owner in enumerate(self.owners) if owner is not None]
 
-    @property
+    @cached_property
     def store(self) -> StageStore:
         """How those rest."""
         staging, params = self.staging, self.staging.params
@@ -93,9 +95,9 @@ class StagedOptimizer:
             leaves[i] = resting[_WHOLE][self.names[i]]
         return self.treedef.unflatten(leaves)
 
-    def whole(self, resting: PyTree) -> PyTree:
-        """The optimizer's own tree of whole arrays, from arrays over all ranks."""
-        return self.tree(self.store.whole(resting[_STAGES]), resting)
+    def spread(self, resting: PyTree, mesh: Mesh) -> PyTree:
+        """The optimizer's own tree of arrays split over all devices, from arrays over all ranks."""
+        return self.tree(self.store.spread(resting[_STAGES], mesh), {_WHOLE: copies(resting[_WHOLE])})
 
     def first(self, params: Any) -> PyTree:
         """The first state at rest, of resting parameters, inside `shard_map`."""

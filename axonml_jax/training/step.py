@@ -106,6 +106,10 @@ class TrainStep:
         """Everything in a state by a name that is the same under every plan; what checkpoints hold."""
         return state_leaves(self.model, state, self._trees)
 
+    def spread_opt_state(self, state: TrainState) -> PyTree:
+        """The optimizer's own tree under a pipeline: copies, split over all devices."""
+        return self._trees.whole_opt_state(state.opt_state)
+
     def state_of_leaves(self, like: TrainState, arrays: Mapping[str, Any]) -> TrainState:
         """The inverse of `state_leaves`, in the structure of a state."""
         return state_of_leaves(self.model, like, arrays, self._trees)

@@ -85,13 +85,13 @@ class Staging:
         """What rests, from whole frozen parameters in this process's memory."""
         return self.frozen.place(jax.tree.leaves(frozen), mesh)
 
-    def whole_params(self, named: Named) -> PyTree:
-        """Trained parameters, or gradients of them, as the model's tree; of arrays over all ranks."""
-        return self.treedefs[0].unflatten(self.params.whole(named))
+    def spread_params(self, named: Named, mesh: Mesh) -> PyTree:
+        """Trained parameters, or gradients of them, as the model's tree, split over all devices; of arrays over all ranks."""
+        return self.treedefs[0].unflatten(self.params.spread(named, mesh))
 
-    def whole_frozen(self, named: Named) -> PyTree:
+    def spread_frozen(self, named: Named, mesh: Mesh) -> PyTree:
         """Frozen parameters as the model's tree."""
-        return self.treedefs[1].unflatten(self.frozen.whole(named))
+        return self.treedefs[1].unflatten(self.frozen.spread(named, mesh))
 
     def parts(self, named: Named) -> Iterator[tuple[jax.Array, Any, tuple[str, ...]]]:
         """Every buffer of trained parameters or their gradients: itself, its dtype, and the axes over which it is split."""

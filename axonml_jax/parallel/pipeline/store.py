@@ -15,12 +15,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax._types import PyTree
-from axonml_jax.parallel.pipeline.packing import Buffers, Group, Packing, Slot
+from axonml_jax.parallel.pipeline.packing import Buffers, Group, Packing, Slot, slot_value
 from axonml_jax.parallel.pipeline.policy import AXIS
+from axonml_jax.parallel.pipeline.spreading import Spread
 from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers, Stored
 from axonml_jax.sharding.layout import Layout
+from axonml_jax.sharding.memory import to_device_memory
 from axonml_jax.sharding.place import to_host
-from axonml_jax.sharding.stored import from_stored, to_stored
+from axonml_jax.sharding.stored import to_stored
 
 Named = dict[str, Any]
 """A group's array by its name: what rests, and what optimizers and checkpoints hold."""
@@ -124,9 +126,29 @@ class StageStore:
             for name in parts
         }
 
-    def whole(self, named: Named) -> list[Any]:
-        """Every leaf, whole; of arrays over all ranks, NumPy's or JAX's."""
-        return [self._join(i, named) for i in range(len(self.layouts))]
+    def spread(self, named: Named, mesh: Mesh) -> list[jax.Array]:
+        """Every leaf, of arrays over all ranks: split over as many devices as its dims divide by.
+
+        Communicates: see `spreading.py`; no device ever holds more than the parts that come and go.
+        """
+        if mesh not in self._programs:
+            self._programs[mesh] = self._spreading(mesh)
+        return self._programs[mesh](named)
+
+    @cached_property
+    def _programs(self) -> dict[Mesh, Any]:
+        return {}
+
+    def _spreading(self, mesh: Mesh) -> Any:
+        ways = [Spread.of(layout, self.rank_of(i), self.degrees) for i, layout in enumerate(self.layouts)]
+
+        def local(named: Named) -> list[jax.Array]:
+            buffers = self.grouped(to_device_memory(named))
+            parts = [slot_value(self.slots[i], buffers[self.slots[i].group]) for i in range(len(self.layouts))]
+            return [way.apply(part) for way, part in zip(ways, parts, strict=True)]
+
+        specs = (self.specs(),), [way.spec for way in ways]
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False))
 
     def _fill(self, parts: Mapping[int, np.ndarray], leaf: int, whole: Any) -> None:
         """Write a leaf into those of its group's parts that hold some of it; parts go by where they start."""
@@ -137,17 +159,6 @@ class StageStore:
             if rank == self.rank_of(leaf):
                 along = dict(zip(slot.group.axes, map(int, where), strict=True))
                 part[slot.offset : slot.offset + slot.size] = _shard(stored, layout, along, self.degrees).reshape(-1)
-
-    def _join(self, leaf: int, named: Named) -> Any:
-        slot, layout = self.slots[leaf], self.layouts[leaf]
-        axes = slot.group.axes
-        grid = named[group_name(slot.group)].reshape(*self._grid(slot.group), -1)
-        parts = grid[self.rank_of(leaf)][..., slot.offset : slot.offset + slot.size]
-        parts = parts.reshape(*(self.degrees[axis] for axis in axes), *layout.shard)
-        order: list[int] = []
-        for dim in range(len(layout.shard)):
-            order += [axes.index(axis) for axis in layout.axes_of(dim)] + [len(axes) + dim]
-        return from_stored(parts.transpose(order).reshape(layout.stored), layout)
 
     def _grid(self, group: Group) -> tuple[int, ...]:
         return (self.num_ranks, *(self.degrees[axis] for axis in group.axes))
