@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from jax.extend.core import jaxprs_in_params
 
-from axonml_jax.model.program import Equation, Program, numbered
+from axonml_jax.model.atoms import names_of
+from axonml_jax.model.program import Equation, Program
 
 _HEAVY = frozenset(("dot_general", "conv_general_dilated", "sort", "threefry2x32"))
 
@@ -33,7 +34,7 @@ class Marks:
 def mark(program: Program, weights: Mapping[int, int]) -> Marks:
     """Tell the work of a program from the preparation of its weights (given as number -> weight)."""
     made_of = {number: frozenset((weight,)) for number, weight in weights.items()}
-    results, work = set(numbered(program.outputs)), []
+    results, work = set(names_of(program.outputs)), []
     for position, equation in enumerate(program.equations):
         prepares = is_light(equation) and all(number in made_of for number in equation.read)
         if prepares and not results.intersection(equation.outputs):

@@ -1,19 +1,20 @@
 """A traced program as a flat list of equations over numbered values, so that it can be cut and run in pieces."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from axonml_jax.model.trace import Literal, called_jaxpr, run_equation
+from axonml_jax.model.atoms import Atom, is_constant, names_of, values_of
+from axonml_jax.model.elementwise import PARTS, PRODUCT_PARTS, redone
+from axonml_jax.model.trace import called_jaxpr, run_equation
 
 PRODUCTS = "axonml.products"
 """The name by which a checkpoint policy knows results of weight multiplications."""
-
-Atom = int | Literal
-"""The number of a value, or a constant written into the program."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Equation:
     @property
     def read(self) -> tuple[int, ...]:
         """The numbered values it reads."""
-        return numbered(self.inputs)
+        return names_of(self.inputs)
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,6 @@ class Program:
     avals: Mapping[int, Any]
 
 
-def numbered(atoms: Iterable[Atom]) -> tuple[int, ...]:
-    """The atoms that are numbers."""
-    return tuple(atom for atom in atoms if isinstance(atom, int))
-
-
 def flatten(jaxpr: Any) -> Program:
     """The flat program of a closed jaxpr."""
     avals, constants, equations, count = {}, {}, [], itertools.count()
@@ -67,7 +63,7 @@ def flatten(jaxpr: Any) -> Program:
         for var, value in zip(jaxpr.constvars, jaxpr.consts, strict=True):
             env[var] = new(var)
             constants[env[var]] = value
-        look = lambda var: var if isinstance(var, Literal) else env[var]
+        look = lambda var: var if is_constant(var) else env[var]
         for eqn in jaxpr.eqns:
             given = [look(var) for var in eqn.invars]
             if (inner := called_jaxpr(eqn)) is not None:
@@ -86,20 +82,35 @@ def flatten(jaxpr: Any) -> Program:
 def run(equations: Iterable[Equation], env: dict[int, Any]) -> None:
     """Run equations on the values in `env`, adding what they make."""
     for equation in equations:
-        values = list(look(equation.inputs, env))
-        env.update(zip(equation.outputs, run_equation(equation.eqn, values), strict=True))
+        made = run_equation(equation.eqn, values_of(equation.inputs, env))
+        env.update(zip(equation.outputs, made, strict=True))
 
 
 def run_named(equations: Iterable[Equation], env: dict[int, Any]) -> None:
-    """`run`, with the results of weight multiplications and convolutions named, so that a checkpoint policy may keep them."""
+    """`run`, with results named that a checkpoint policy may keep: those of weight multiplications and convolutions.
+
+    Complex ones are joined of parts, and these are named, whatever made them: `jax.checkpoint` can keep real numbers alone
+    (it passes what it keeps through `reduce_precision`, which complex ones do not have).
+    """
     for equation in equations:
         run([equation], env)
-        name = equation.eqn.primitive.name
-        weighs = name == "dot_general" and not any(equation.eqn.params["dimension_numbers"][1])
-        if weighs or name == "conv_general_dilated":
-            env |= {number: checkpoint_name(env[number], PRODUCTS) for number in equation.outputs}
+        eqn, primitive = equation.eqn, equation.eqn.primitive.name
+        weighs = primitive == "dot_general" and not any(eqn.params["dimension_numbers"][1])
+        weighs = weighs or primitive == "conv_general_dilated"
+        if not redone(primitive) and any(map(_is_complex, (*eqn.invars, *eqn.outvars))):
+            name = PRODUCT_PARTS if weighs else PARTS
+        elif weighs:
+            name = PRODUCTS
+        else:
+            continue
+        env |= {number: _named(env[number], name) for number in equation.outputs}
 
 
-def look(atoms: Iterable[Atom], env: Mapping[int, Any]) -> Iterator[Any]:
-    """The value of each atom."""
-    return (env[atom] if isinstance(atom, int) else atom.val for atom in atoms)
+def _is_complex(atom: Atom) -> bool:
+    return jnp.issubdtype(atom.aval.dtype, jnp.complexfloating)
+
+
+def _named(value: Any, name: str) -> Any:
+    if not jnp.iscomplexobj(value):
+        return checkpoint_name(value, name)
+    return jax.lax.complex(checkpoint_name(value.real, name), checkpoint_name(value.imag, name))

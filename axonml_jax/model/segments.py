@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.model.atoms import entry_of, names_of
 from axonml_jax.model.prelude import Marks, mark, prelude_of
-from axonml_jax.model.program import Equation, Program, flatten, numbered
+from axonml_jax.model.program import Equation, Program, flatten
 from axonml_jax.model.trace import scan_parts, trace
 
 
@@ -119,7 +120,7 @@ def depends_on(program: Program, start: Iterable[int]) -> frozenset[int]:
 
 def _scanned(program: Program, marks: Marks, sliceable: Collection[int]) -> dict[int, dict[int, int]]:
     """For every scan the weights that are scanned over there and read nowhere else: operand position -> weight."""
-    reads: dict[int, int] = dict.fromkeys(numbered(program.outputs), 1)
+    reads: dict[int, int] = dict.fromkeys(names_of(program.outputs), 1)
     for equation in program.equations:
         for number in equation.read:
             reads[number] = reads.get(number, 0) + 1
@@ -129,7 +130,7 @@ def _scanned(program: Program, marks: Marks, sliceable: Collection[int]) -> dict
         if (parts := scan_parts(equation.eqn)) is None:
             continue
         first = parts.num_consts + parts.num_carry
-        alone = {k: n for k, n in enumerate(equation.inputs) if isinstance(n, int) and k >= first and reads[n] == 1}
+        alone = {k: n for k, n in enumerate(equation.inputs) if k >= first and entry_of(n, reads, 0) == 1}
         weights = {k: marks.weights[number] for k, number in alone.items() if number in marks.weights}
         own = {k: weight for k, weight in weights.items() if weight in sliceable}
         if own:
@@ -165,7 +166,7 @@ def _pieces(marks: Marks, scanned: Mapping, units: Iterable[Sequence[int]]) -> l
 
 
 def _segments(program: Program, marks: Marks, scanned: Mapping, pieces: Sequence[Sequence[int]]) -> list[Segment]:
-    equations, last_read = program.equations, dict.fromkeys(numbered(program.outputs), len(pieces))
+    equations, last_read = program.equations, dict.fromkeys(names_of(program.outputs), len(pieces))
     for i, piece in enumerate(pieces):
         for number in (number for position in piece for number in equations[position].read):
             last_read[number] = max(last_read.get(number, -1), i)

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from axonml_jax._types import PyTree
-from axonml_jax.model.trace import Literal, called_jaxpr, run_equation, scan_parts, scope_of, trace
+from axonml_jax.model.atoms import among, names_of, values_of
+from axonml_jax.model.trace import called_jaxpr, run_equation, scan_parts, scope_of, trace
 
 Place = tuple[int, ...]
 """Where an equation stands: its index, after the indices of the calls around it; () is the end of the program."""
@@ -75,37 +76,48 @@ def sink(
 
 def _find_uses(jaxpr, inputs: dict, sliceable: Sliceable, depth: int) -> _Scope:
     scope, uses = _Scope(), Counter()
-    _count(jaxpr, inputs, uses)
+    aliases = _count(jaxpr, inputs, uses)
+    uses.update(aliases[var] for var in jaxpr.outvars if among(var, aliases))
     slices = lambda leaf: uses[leaf] == 1 and sliceable(leaf, depth + 1)
     find = lambda jaxpr, inputs: _find_uses(jaxpr, inputs, sliceable, depth + 1)
     _walk(jaxpr, inputs, (), scope, slices, find)
-    for var in jaxpr.outvars:
-        if not isinstance(var, Literal) and var in inputs:
-            scope.first_use.setdefault(inputs[var], ())
+    for var in names_of(jaxpr.outvars):
+        if var in aliases:
+            scope.first_use.setdefault(aliases[var], ())
     return scope
 
 
 def _inputs_of(eqn, inputs: dict) -> dict[int, int]:
-    return {k: inputs[v] for k, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in inputs}
+    return {k: inputs[v] for k, v in enumerate(eqn.invars) if among(v, inputs)}
 
 
-def _count(jaxpr, inputs: dict, uses: Counter) -> None:
+def _handed_through(eqn, inner, inside: dict) -> dict:
+    """The results of a call that are inputs, by their variables outside; `inside` has them by those in its body."""
+    return {var: inside[own] for var, own in zip(eqn.outvars, inner.outvars, strict=True) if among(own, inside)}
+
+
+def _count(jaxpr, inputs: dict, uses: Counter) -> dict:
+    """Add how often each input is used, and return all variables that stand for inputs."""
+    inputs = dict(inputs)
     for eqn in jaxpr.eqns:
         used = _inputs_of(eqn, inputs)
         if (inner := called_jaxpr(eqn)) is not None:
-            _count(inner, {inner.invars[k]: leaf for k, leaf in used.items()}, uses)
+            inside = _count(inner, {inner.invars[k]: leaf for k, leaf in used.items()}, uses)
+            inputs |= _handed_through(eqn, inner, inside)
         else:
             uses.update(used.values())
-    uses.update(inputs[v] for v in jaxpr.outvars if not isinstance(v, Literal) and v in inputs)
+    return inputs
 
 
-def _walk(jaxpr, inputs: dict, path: Place, scope: _Scope, slices: Callable, find: Callable) -> None:
+def _walk(jaxpr, inputs: dict, path: Place, scope: _Scope, slices: Callable, find: Callable) -> dict:
+    inputs = dict(inputs)
     for i, eqn in enumerate(jaxpr.eqns):
         used, place = _inputs_of(eqn, inputs), (*path, i)
         if not used:
             continue
         if (inner := called_jaxpr(eqn)) is not None:
-            _walk(inner, {inner.invars[k]: leaf for k, leaf in used.items()}, place, scope, slices, find)
+            inside = {inner.invars[k]: leaf for k, leaf in used.items()}
+            inputs |= _handed_through(eqn, inner, _walk(inner, inside, place, scope, slices, find))
             continue
         if (parts := scan_parts(eqn)) is not None:
             first_scanned = parts.num_consts + parts.num_carry
@@ -117,6 +129,7 @@ def _walk(jaxpr, inputs: dict, path: Place, scope: _Scope, slices: Callable, fin
             used = {k: leaf for k, leaf in used.items() if k not in scanned}
         for leaf in used.values():
             scope.first_use.setdefault(leaf, place)
+    return inputs
 
 
 @dataclass(frozen=True)
@@ -159,12 +172,9 @@ def _run(jaxpr, values, path: Place, pending: _Pending) -> list[Any]:
     env: dict = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
     env.update(zip(jaxpr.invars, values, strict=True))
 
-    def look(var):
-        return var.val if isinstance(var, Literal) else env[var]
-
     for i, eqn in enumerate(jaxpr.eqns):
         place = (*path, i)
-        operands = [look(v) for v in eqn.invars]
+        operands = values_of(eqn.invars, env)
         with scope_of(eqn):
             pending.reach(place)
         if place in pending.scope.scans:
@@ -177,7 +187,7 @@ def _run(jaxpr, values, path: Place, pending: _Pending) -> list[Any]:
         env.update(zip(eqn.outvars, results, strict=True))
     if not path:
         pending.reach(())
-    return [pending.read(v) if not path else v for v in map(look, jaxpr.outvars)]
+    return [pending.read(v) if not path else v for v in values_of(jaxpr.outvars, env)]
 
 
 def _run_scan(eqn, operands, place: Place, outer: _Pending) -> list[Any]:

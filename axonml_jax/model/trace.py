@@ -5,12 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import Literal
 
 from axonml_jax._types import PyTree
-
-Literal = Literal
-"""A constant written into an equation instead of a variable."""
 
 
 class Traced(NamedTuple):

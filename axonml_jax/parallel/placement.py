@@ -198,7 +198,7 @@ class Placement:
         """The p-norm of all gradients on all ranks, each element counted once, in at least float32; p may be infinite."""
         infinite, totals = p == math.inf, {}
         for grad, dtype, axes in self._parts(grads):
-            size = jnp.abs(grad).astype(jnp.promote_types(dtype, jnp.float32))
+            size = jnp.abs(grad).astype(jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32))
             if infinite:
                 totals[axes] = jnp.maximum(totals.get(axes, 0.0), jnp.max(size, initial=0))
             else:

@@ -27,8 +27,9 @@ def difference(got: Any, wanted: Any, low_precision: bool) -> str | None:
     """What is wrong with one leaf, or None."""
     if jnp.shape(got) != jnp.shape(wanted):
         return f"shape {jnp.shape(got)}, wanted {jnp.shape(wanted)}"
-    double = jnp.result_type(wanted) == jnp.float64
-    a, b = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    double = jnp.result_type(wanted) in (jnp.float64, jnp.complex128)
+    wide = np.complex128 if jnp.iscomplexobj(got) or jnp.iscomplexobj(wanted) else np.float64
+    a, b = np.asarray(got, wide), np.asarray(wanted, wide)
     if not a.size:
         return None
     if not np.array_equal(np.isfinite(a), np.isfinite(b)):

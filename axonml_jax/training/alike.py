@@ -3,9 +3,10 @@
 Stricter than what lets an optimizer see shards (`elementwise`): a wrong answer there is refused, here it would be silent.
 """
 
+from axonml_jax.model.atoms import is_constant
 from axonml_jax.model.elementwise import ELEMENTWISE
 from axonml_jax.model.program import Equation, Program
-from axonml_jax.model.trace import Literal, acts
+from axonml_jax.model.trace import acts
 
 
 def alike(whole: Program, sliced: Program) -> bool:
@@ -44,9 +45,7 @@ def _same(ours: Equation, theirs: Equation) -> bool:
     """Whether two equations are the same operation with the same constants, shapes aside."""
     if ours.eqn.primitive is not theirs.eqn.primitive or acts(theirs.eqn):
         return False
-    constants = [
-        [str(atom.val) if isinstance(atom, Literal) else None for atom in each.inputs] for each in (ours, theirs)
-    ]
+    constants = [[str(atom.val) if is_constant(atom) else None for atom in each.inputs] for each in (ours, theirs)]
     if constants[0] != constants[1]:
         return False
     shaped = ours.eqn.primitive.name == "broadcast_in_dim"

@@ -11,8 +11,9 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from axonml_jax._types import PyTree
+from axonml_jax.model.atoms import entry_of
 from axonml_jax.model.elementwise import ELEMENTWISE
-from axonml_jax.model.trace import Literal, trace
+from axonml_jax.model.trace import trace
 
 _CALLS = frozenset(
     (
@@ -55,14 +56,13 @@ def _names(jaxpr: Any) -> Iterator[str]:
 def _mixing(jaxpr: Any, marked: Sequence[bool]) -> tuple[list[bool], str | None]:
     """Which results hold elements of marked inputs, and the first operation that mixes such elements."""
     env = dict(zip(jaxpr.invars, marked, strict=True))
-    look = lambda var: False if isinstance(var, Literal) else env.get(var, False)
     for eqn in jaxpr.eqns:
-        given = [look(var) for var in eqn.invars]
+        given = [entry_of(atom, env, False) for atom in eqn.invars]
         made, culprit = _equation(eqn, given)
         if culprit:
             return [], culprit
         env.update(zip(eqn.outvars, made, strict=True))
-    return [look(var) for var in jaxpr.outvars], None
+    return [entry_of(atom, env, False) for atom in jaxpr.outvars], None
 
 
 def _equation(eqn: Any, given: list[bool]) -> tuple[list[bool], str | None]:

@@ -12,7 +12,8 @@ import jax
 
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.varying import vary_like, varying_axes
-from axonml_jax.model.program import Equation, Program, flatten, look, numbered, run
+from axonml_jax.model.atoms import aval_of, entry_of, names_of, result_of
+from axonml_jax.model.program import Equation, Program, flatten, run
 from axonml_jax.model.trace import acts, trace
 from axonml_jax.parallel.loading import load, moment, slices
 from axonml_jax.parallel.offload import CPUOffload
@@ -156,7 +157,7 @@ class _Stream:
     ) -> dict[int, jax.Array]:
         """In a loop whose carry is what the results take the place of: every slice is read before it is written."""
         targets = {i: self.replaced[i] for i in piece.results}
-        like = {n: next(iter(look([self.program.outputs[i]], self.program.avals))) for i, n in targets.items()}
+        like = {n: aval_of(self.program.outputs[i], self.program.avals) for i, n in targets.items()}
         carry = {n: vary_like(self.leaves[n], like[n]) for n in sorted(like)}
         count, some = self._count(piece), self.leaves[min(piece.needed)]
         rows, begin = len(some) // count, 0 if varying_axes(at) - varying_axes(some) else at
@@ -174,8 +175,8 @@ class _Stream:
         return {i: carry[n] for i, n in targets.items()}
 
     def _results(self, which: Sequence[int], env: Mapping[int, Any]) -> dict[int, jax.Array]:
-        values = look([self.program.outputs[i] for i in which], env)
-        return {i: to_host_memory(x, self.replaced.get(i) in self.rests) for i, x in zip(which, values, strict=True)}
+        made = {i: result_of(self.program.outputs[i], env) for i in which}
+        return {i: to_host_memory(x, self.replaced.get(i) in self.rests) for i, x in made.items()}
 
     def _count(self, piece: Piece) -> int:
         return max(self.trips[number] for number in piece.needed)
@@ -193,7 +194,7 @@ class _Stream:
         """The smallest that share nothing, in the order of the results; what acts on several makes them one."""
         nothing: frozenset[int] = frozenset()
         results: list[tuple[int, ...]] = [(i,) for i in range(len(self.program.outputs))]
-        wanted = [needs.get(n, nothing) if isinstance(n, int) else nothing for n in self.program.outputs]
+        wanted = [entry_of(atom, needs, nothing) for atom in self.program.outputs]
         for each in self.program.equations:
             if acts(each.eqn):
                 results.append(())
@@ -212,10 +213,10 @@ class _Stream:
 
     def _joined(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Neighbours together while they stay small."""
-        joined, held = [], PIECE
+        joined, held = [], 0
         for piece in pieces:
             size = sum(leaf.size * leaf.dtype.itemsize for leaf in map(self.leaves.__getitem__, piece.needed))
-            if held + size > PIECE or self._count(piece) > 1:
+            if not joined or held + size > PIECE or self._count(piece) > 1:
                 joined.append(piece)
                 held = size
             else:
@@ -228,7 +229,7 @@ class _Stream:
     ) -> tuple[list[Equation], list[list[Equation]]]:
         """The equations that need nothing of a piece, and each piece's own; nobody runs what no result needs."""
         owner = {number: k for k, piece in enumerate(pieces) for number in piece.needed}
-        shared, own, wanted = [], [[] for _ in pieces], set(numbered(self.program.outputs))
+        shared, own, wanted = [], [[] for _ in pieces], set(names_of(self.program.outputs))
         for each in reversed(self.program.equations):
             if wanted.intersection(each.outputs) or acts(each.eqn):
                 wanted.update(each.read)

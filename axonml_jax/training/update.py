@@ -23,7 +23,9 @@ def clip(grads: PyTree, norm: jax.Array, max_norm: Any) -> PyTree:
 
 def whole_norm(grads: PyTree, p: float) -> jax.Array:
     """The p-norm of whole gradients, in at least float32; p may be infinite."""
-    sizes = [jnp.abs(g).astype(jnp.promote_types(g.dtype, jnp.float32)) for g in jax.tree.leaves(grads)]
+    sizes = [
+        jnp.abs(g).astype(jnp.promote_types(jnp.finfo(g.dtype).dtype, jnp.float32)) for g in jax.tree.leaves(grads)
+    ]
     if p == math.inf:
         return jnp.max(jnp.stack([jnp.max(size, initial=0) for size in sizes]))
     return sum((jnp.sum(size**p) for size in sizes), jnp.zeros(())) ** (1 / p)

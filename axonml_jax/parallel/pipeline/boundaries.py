@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from axonml_jax.model.program import Program, numbered
+from axonml_jax.model.atoms import names_of
+from axonml_jax.model.program import Program
 from axonml_jax.parallel.pipeline.chain import marked
 
 
@@ -67,7 +68,7 @@ def _marks(program: Program, num_stages: int) -> list[int]:
 def _crossing(work: Work) -> list[int]:
     """Bytes of values that cross from before each work equation to it or behind."""
     program, count = work.program, len(work.positions)
-    last = dict.fromkeys(numbered(work.results), count)
+    last = dict.fromkeys(names_of(work.results), count)
     for i, position in enumerate(work.positions):
         for number in program.equations[position].read:
             last[number] = max(i, last.get(number, -1))

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from axonml_jax.model.atoms import among, entry_of, names_of
 from axonml_jax.model.prelude import is_light
-from axonml_jax.model.program import Equation, Program, flatten, numbered
+from axonml_jax.model.program import Equation, Program, flatten
 from axonml_jax.model.trace import trace
 from axonml_jax.parallel.pipeline.boundaries import Work, boundaries
 
@@ -62,7 +63,7 @@ class Pieces:
     def unchanged(self) -> list[int]:
         """The states that come back as they were given (positions)."""
         pairs = zip(self.states, self.new_states, strict=True)
-        return [i for i, (number, atom) in enumerate(pairs) if isinstance(atom, int) and atom == number]
+        return [i for i, (number, atom) in enumerate(pairs) if among(atom, (number,))]
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def cut_pieces(
     w, g, s = numbers[: ends[0]], numbers[ends[0] : ends[1]], numbers[ends[1] :]
     results_tree, _ = traced.out_tree.children()
     results, new = program.outputs[: results_tree.num_leaves], program.outputs[results_tree.num_leaves :]
-    kept = {number for number, atom in zip(s, new, strict=True) if isinstance(atom, int) and atom == number}
+    kept = {number for number, atom in zip(s, new, strict=True) if among(atom, (number,))}
     kinds = dict.fromkeys(program.constants, "constant") | dict.fromkeys(w, "weight")
     kinds |= dict.fromkeys((*g, *kept), "given") | dict.fromkeys(set(s) - kept, "work")
     tags, work, made_by = _Tags(kinds), [], {}
@@ -177,8 +178,8 @@ class _Cutter:
         read = [{n for p in piece for n in equations[p].read} for piece in of_piece]
         owners = self._owners(stage_of, read, state_names)
         for i, state in owners.items():
-            read[state] |= set(numbered([self.new[i]]))
-        read[last] |= set(numbered(self.results))
+            read[state] |= set(names_of([self.new[i]]))
+        read[last] |= set(names_of(self.results))
         pieces = []
         for i, own in enumerate(of_piece):
             later = set().union(*read[i:]) if i else set()
@@ -198,9 +199,7 @@ class _Cutter:
             if number in self.kept:
                 continue
             readers = [stage for stage, numbers in enumerate(read) if number in numbers]
-            owners[i] = (
-                stage_of.get(atom, min(readers, default=0)) if isinstance(atom, int) else min(readers, default=0)
-            )
+            owners[i] = entry_of(atom, stage_of, min(readers, default=0))
             if set(readers) - {owners[i]}:
                 wrong.append(f"{names[i]} (read on {readers}, changed on {owners[i]})")
         if wrong:

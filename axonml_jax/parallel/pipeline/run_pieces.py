@@ -11,6 +11,7 @@ from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.collectives.primitives import axis_index, sum_over
 from axonml_jax.collectives.varying import vary, vary_like, varying_axes
 from axonml_jax.mesh.axes import LAYER_AXES
+from axonml_jax.model.atoms import aval_of, result_of, results_of
 from axonml_jax.model.functional import Variables
 from axonml_jax.model.precision import cast_floating
 from axonml_jax.model.program import run
@@ -116,7 +117,7 @@ class _Run:
                 state_names=names,
                 weight_names=self.staging.names,
             )
-            after = [pieces.program.avals[a] if isinstance(a, int) else a.aval for a in pieces.new_states]
+            after = [aval_of(atom, pieces.program.avals) for atom in pieces.new_states]
             wider = [vary(x, tuple(varying_axes(new) - {AXIS})) for x, new in zip(states, after, strict=True)]
             if all(a is b for a, b in zip(wider, states, strict=True)):
                 break
@@ -156,11 +157,10 @@ class _Run:
             env |= zip(piece.received, x or (), strict=True)
             env |= zip((pieces.states[i] for i in piece.states), state, strict=True)
             run(piece.equations, env)
-            look = lambda atom: env[atom] if isinstance(atom, int) else jnp.asarray(atom.val, atom.aval.dtype)
-            state = [look(pieces.new_states[i]) for i in piece.states]
+            state = [result_of(pieces.new_states[i], env) for i in piece.states]
             if not last:
                 return StageOutput([env[n] for n in piece.sent], state=state)
-            loss, aux, y = pieces.results_tree.unflatten([look(atom) for atom in pieces.results])
+            loss, aux, y = pieces.results_tree.unflatten(results_of(pieces.results, env))
             return StageOutput(y, loss, aux, state)
 
         return apply

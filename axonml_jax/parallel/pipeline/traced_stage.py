@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.model.atoms import Atom, among, aval_of, names_of, result_of, results_of
 from axonml_jax.model.prelude import mark, prelude_of
-from axonml_jax.model.program import Atom, Program, flatten, numbered
+from axonml_jax.model.program import Program, flatten
 from axonml_jax.model.replay import Saved
 from axonml_jax.model.segments import depends_on
 from axonml_jax.model.trace import trace
@@ -101,10 +102,10 @@ class TracedStage:
 
     def aval(self, atom: Atom) -> Any:
         """The abstract value of a result."""
-        return self.body.avals[atom] if isinstance(atom, int) else atom.aval
+        return aval_of(atom, self.body.avals)
 
     def _varies(self, atom: Atom) -> bool:
-        return isinstance(atom, int) and atom in self.body.prelude.varied
+        return among(atom, self.body.prelude.varied)
 
     def _sources(self, inputs: Inputs) -> Values:
         values = zip((*self.numbers.weights, *self.numbers.given), (*inputs.weights, *inputs.given), strict=True)
@@ -114,9 +115,8 @@ class TracedStage:
         return dict(zip((*self.numbers.x, *self.numbers.state), (*inputs.x, *inputs.state), strict=True))
 
     def _results(self, out: Values) -> Results:
-        look = lambda atom: out[atom] if isinstance(atom, int) else jnp.asarray(atom.val)
         y, loss, aux, state = self.places
-        return Results([look(a) for a in y], look(loss), [look(a) for a in aux], [look(a) for a in state])
+        return Results(results_of(y, out), result_of(loss, out), results_of(aux, out), results_of(state, out))
 
 
 def trace_stage(
@@ -163,11 +163,11 @@ def _body(program: Program, numbers: Inputs, places: Results, start: Sequence[in
     sources = (*numbers.weights, *numbers.given, *program.constants)
     marks = mark(program, {number: i for i, number in enumerate(sources)})
     work = [program.equations[position] for position in marks.work]
-    results = numbered(program.outputs)
+    results = names_of(program.outputs)
     read = dict.fromkeys(number for equation in work for number in equation.read)
     derived = [number for number in dict.fromkeys((*read, *results)) if number in marks.made_of]
     varied = depends_on(program, start)
-    plain = set(numbered((*places.aux, *places.state))) - set(numbered((*places.y, places.loss)))
+    plain = set(names_of((*places.aux, *places.state))) - set(names_of((*places.y, places.loss)))
     varied -= plain - {number for equation in program.equations for number in equation.read} - set(program.inputs)
     prelude = Prelude(sources, prelude_of(program, derived, marks), derived, varied)
     outputs = tuple(dict.fromkeys(results))

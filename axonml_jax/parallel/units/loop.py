@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from axonml_jax.collectives.varying import vary_like
+from axonml_jax.model.atoms import among, is_constant, names_of, value_of, values_of
 from axonml_jax.model.prelude import mark, prelude_of
-from axonml_jax.model.program import Program, flatten, numbered
+from axonml_jax.model.program import Program, flatten
 from axonml_jax.model.replay import Saved
 from axonml_jax.model.segments import Segment, depends_on
 from axonml_jax.model.trace import scan_parts, scope_of
@@ -86,7 +87,9 @@ class Loop:
             return carry, (out, saved.residuals)
 
         results, residuals = self._scan(trip, given, shards, slices)
-        kept = {k: v for k, v in given.items() if k not in self._carry and self.operands[k] not in self.prelude.derived}
+        kept = {
+            k: v for k, v in given.items() if k not in self._carry and not among(self.operands[k], self.prelude.derived)
+        }
         return results, LoopSaved(Saved(residuals, traced[-1].treedef, traced[-1].places), kept)
 
     def backward(
@@ -94,7 +97,7 @@ class Loop:
     ) -> tuple[Values, Values, Values]:
         """Gradients of the inputs, of the weights read whole, and of the shards of those read slice by slice."""
         prepared, pull = self.prelude.vjp(weights)
-        given = saved.operands | {k: prepared[n] for k, n in enumerate(self.operands) if n in prepared}
+        given = saved.operands | {k: prepared[atom] for k, atom in enumerate(self.operands) if among(atom, prepared)}
         ends = {i: cotangents[n] for i, n in enumerate(self.results) if n in cotangents}
         carried = zip(range(self.num_carry), self._carry, strict=True)
         start = {k: self.body.cotangent(self.inner[k], ends.pop(i, None)) for i, k in carried if self._varies(k)}
@@ -118,7 +121,7 @@ class Loop:
         (first, totals), (stacked, own) = gathered.scan(trip, (start, totals), xs, params)
         grads: Values = {}
         for k, grad in (first | totals | stacked).items():
-            if isinstance(self.operands[k], int):
+            if not is_constant(self.operands[k]):
                 add(grads, self.operands[k], grad)
         zero = lambda value: vary_like(jnp.zeros_like(value), value)
         of_weights = pull({n: grads[n] if n in grads else zero(value) for n, value in prepared.items()})
@@ -130,7 +133,7 @@ class Loop:
         varied, given = self.body.prelude.varied, {}
         carried = {i: ct_carry[k] for i, k in enumerate(self._carry) if k in ct_carry}
         for i, ct in (carried | ct_outs).items():
-            if self.returned[i] in varied:
+            if among(self.returned[i], varied):
                 add(given, self.returned[i], ct)
         again = [env[number] for number in self._again]
         of_inputs, found = self.body.backward(saved, self._weights(env), again, given)
@@ -157,7 +160,7 @@ class Loop:
     def _given(self, inputs: Values, prepared: Values) -> dict[int, Any]:
         values = inputs | prepared
         whole = {k: atom for k, atom in enumerate(self.operands) if k not in self.scanned}
-        return {k: values[atom] if isinstance(atom, int) else atom.val for k, atom in whole.items()}
+        return {k: value_of(atom, values) for k, atom in whole.items()}
 
     def _env(self, given: dict[int, Any], carry: Sequence[Any] | None, rest: dict[int, Any], read: dict[int, Any]):
         carried = dict(zip(self._carry, carry, strict=True)) if carry is not None else {}
@@ -171,8 +174,7 @@ class Loop:
         return {number: env[number] for number in self.body.inputs}
 
     def _return(self, env: Values, made: Values) -> tuple[list[Any], list[Any]]:
-        values = env | made
-        out = [values[atom] if isinstance(atom, int) else atom.val for atom in self.returned]
+        out = values_of(self.returned, env | made)
         return out[: self.num_carry], out[self.num_carry :]
 
     @property
@@ -204,9 +206,9 @@ def loop_of(segment: Segment, program: Program, prelude: Prelude) -> Loop:
     derived = set(segment.derived)
     carry = range(parts.num_consts, parts.num_consts + parts.num_carry)
     weights = [
-        k for k, atom in enumerate(equation.inputs) if k in segment.scanned or (atom in derived and k not in carry)
+        k for k, atom in enumerate(equation.inputs) if k in segment.scanned or (among(atom, derived) and k not in carry)
     ]
-    start = {n for n, atom in zip(inner.inputs, equation.inputs, strict=True) if atom in prelude.varied}
+    start = {n for n, atom in zip(inner.inputs, equation.inputs, strict=True) if among(atom, prelude.varied)}
     varied = _varied(inner, start, carry)
     marks = mark(inner, {inner.inputs[k]: k for k in weights})
     work = [inner.equations[position] for position in marks.work]
@@ -219,7 +221,7 @@ def loop_of(segment: Segment, program: Program, prelude: Prelude) -> Loop:
         varied,
     )
     inputs = [number for number in read if number not in marks.made_of and number not in made]
-    outputs = [number for number in dict.fromkeys(numbered(inner.outputs)) if number in made]
+    outputs = [number for number in dict.fromkeys(names_of(inner.outputs)) if number in made]
     return Loop(
         prelude=prelude,
         body=Body(own, work, inputs, outputs, inner.avals),
@@ -240,7 +242,7 @@ def _varied(inner: Program, start: set[int], carry: range) -> frozenset[int]:
     """Values of a trip that have a gradient: what one trip makes of them, the next one may carry."""
     while True:
         varied = depends_on(inner, start)
-        more = {inner.inputs[k] for i, k in enumerate(carry) if inner.outputs[i] in varied} - start
+        more = {inner.inputs[k] for i, k in enumerate(carry) if among(inner.outputs[i], varied)} - start
         if not more:
             return varied
         start = start | more

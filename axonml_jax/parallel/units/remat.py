@@ -6,7 +6,8 @@ from typing import Any, Literal
 import jax
 
 from axonml_jax._types import PyTree, named_leaves
-from axonml_jax.model.elementwise import all_but_elementwise
+from axonml_jax.model.atoms import results_of
+from axonml_jax.model.elementwise import PRODUCT_PARTS, all_but_elementwise
 from axonml_jax.model.functional import Functional
 from axonml_jax.model.program import PRODUCTS
 from axonml_jax.model.segments import cut
@@ -36,7 +37,7 @@ def transform_of(remat: Remat, *, apart: bool = False) -> Callable[[Callable], C
     """
     if remat is None and not apart:
         return lambda work: work
-    products = jax.checkpoint_policies.save_only_these_names(PRODUCTS)
+    products = jax.checkpoint_policies.save_only_these_names(PRODUCTS, PRODUCT_PARTS)
     policy = {None: all_but_elementwise, "selective": products, "full": None}[remat]
     return lambda work: jax.checkpoint(work, policy=policy, prevent_cse=not apart)
 
@@ -79,7 +80,7 @@ def recomputed(loss: Callable, model: Functional, wrap: Wrap, remat: Remat, para
                 env |= part.apply(own, inputs, stacks, whole, transform)
             else:
                 env |= transform(part.apply)(own, inputs)
-        results = [env[atom] if isinstance(atom, int) else atom.val for atom in pieces.program.outputs]
+        results = results_of(pieces.program.outputs, env)
         return pieces.out_tree.unflatten(results)
 
     return run_units

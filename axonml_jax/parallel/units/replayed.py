@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.collectives.varying import varying_axes
 from axonml_jax.mesh.axes import BATCH_AXES
+from axonml_jax.model.atoms import among, results_of
 from axonml_jax.model.functional import Functional
 from axonml_jax.model.segments import Cut, Segment, cut
 from axonml_jax.parallel.loading import load, moment
@@ -129,7 +130,7 @@ class _Run:
             env |= out
             saved.append(kept)
             held = {w: value for w, value in held.items() if self.cut.last[w] > i}
-        results = [env[atom] if isinstance(atom, int) else atom.val for atom in self.cut.program.outputs]
+        results = results_of(self.cut.program.outputs, env)
         return self.cut.out_tree.unflatten(results), saved
 
     def backward(self, saved: list[Any], axes: Collection[str] | None, accumulated: Any) -> list[jax.Array]:
@@ -141,7 +142,7 @@ class _Run:
         now: dict[int, Any] = {}
         grads: Values = {}
         whole: Values = {}
-        if isinstance(loss, int) and loss in self.cut.varied:
+        if among(loss, self.cut.varied):
             grads[loss] = jnp.ones((), self.cut.program.avals[loss].dtype)
         for i in reversed(range(len(self.parts))):
             segment, part = self.cut.segments[i], self.parts[i]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import Literal
+from axonml_jax.model.atoms import is_constant
 
 ELEMENTWISE = frozenset(
     """abs add and cbrt ceil clamp convert_element_type copy copy_p cos div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
@@ -60,7 +60,7 @@ def carried(eqn: Any, marks: Sequence[Mark], ranks: int) -> Mark | bool:
 def _alike(dim: int, mark: Mark, operand: Any) -> bool:
     """Whether an operand's part is the same on all ranks that split `dim`."""
     shape = operand.aval.shape
-    if isinstance(operand, Literal) or not shape or shape[dim] == 1:  # a size of 1 is broadcast
+    if is_constant(operand) or not shape or shape[dim] == 1:  # a size of 1 is broadcast
         return True
     return isinstance(mark, Uniform) and dim in mark.dims
 

@@ -6,8 +6,9 @@ from pathlib import PurePath
 from typing import Any
 
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, Var
 
+from axonml_jax.model.atoms import entry_of, is_constant
 from axonml_jax.parallel.tensor.auto.carry import Mark, Split, Uniform, blocks_wanted, carried
 from axonml_jax.parallel.tensor.auto.ports import Port
 from axonml_jax.parallel.tensor.auto.probe import PREFIX
@@ -46,7 +47,7 @@ class Flow:
         """Walk; `given` marks the inputs."""
         self._marks |= given
         for eqn in jaxpr.eqns:
-            marks = [None if isinstance(v, Literal) else self._marks.get(v) for v in eqn.invars]
+            marks = [self._mark(atom) for atom in eqn.invars]
             self._marks |= dict.fromkeys(eqn.outvars)  # a body may be walked again with other inputs
             number = len(self.steps)
             if (path := self._layer(eqn)) is not None:
@@ -54,7 +55,7 @@ class Flow:
             elif (inner := plain_call(eqn)) is not None:
                 self.run(inner, dict(zip(inner.invars, marks, strict=True)))
                 for outer, var in zip(eqn.outvars, inner.outvars, strict=True):
-                    self._marks[outer] = None if isinstance(var, Literal) else self._marks.get(var)
+                    self._marks[outer] = self._mark(var)
             else:
                 self._at(eqn, marks)
             self.steps.insert(number, (*doing(eqn), eqn, [self._sizes(v) for v in eqn.outvars]))
@@ -62,7 +63,7 @@ class Flow:
     def end(self, jaxpr: Jaxpr) -> None:
         """What leaves the program is whole; so is the output of a column that no row takes, and every input of a layer."""
         for var in jaxpr.outvars:
-            self._refuse([None if isinstance(var, Literal) else self._marks.get(var)], "it is a result of the model")
+            self._refuse([self._mark(var)], "it is a result of the model")
         for path, sources in self.taken:
             if path in self.whole:
                 self._break(sources, f"{path[-1]} takes a whole input elsewhere")
@@ -75,6 +76,9 @@ class Flow:
     def used(self) -> set[Path]:
         """The layers whose split output a row takes."""
         return {source for _, sources in self.taken for source in sources}
+
+    def _mark(self, atom: Any) -> Mark:
+        return entry_of(atom, self._marks, None)
 
     def _layer(self, eqn: Any) -> Path | None:
         name = eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else None
@@ -146,7 +150,7 @@ def plain_call(eqn: Any) -> Jaxpr | None:
 
 def doing(eqn: Any) -> tuple:
     """What an equation does, whatever the sizes: its primitive, its name and the constants in it."""
-    literals = tuple(str(v.val) for v in eqn.invars if isinstance(v, Literal))
+    literals = tuple(str(v.val) for v in eqn.invars if is_constant(v))
     return eqn.primitive.name, str(eqn.params.get("name", "")), literals
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flax import nnx
-from jax.extend.core import Jaxpr, Literal, Var
+from jax.extend.core import Jaxpr, Var
 
+from axonml_jax.model.atoms import among, entry_of, names_of
 from axonml_jax.parallel.tensor.auto.example import Example
 from axonml_jax.parallel.tensor.auto.flow import Flow, Path, plain_call
 from axonml_jax.parallel.tensor.auto.ports import Port
@@ -157,15 +158,18 @@ def _read_outside(jaxpr: Jaxpr, positions: set[int]) -> Iterator[int]:
     """Which inputs are read by more than layers' own calls."""
     alias = {jaxpr.invars[i]: i for i in positions}
     yield from _reads(jaxpr, alias)
-    yield from (alias[var] for var in jaxpr.outvars if isinstance(var, Var) and var in alias)
+    yield from (alias[var] for var in names_of(jaxpr.outvars) if var in alias)
 
 
 def _reads(jaxpr: Jaxpr, alias: dict[Var, int]) -> Iterator[int]:
+    """The reads, one by one; `alias` learns the variables that calls hand an input through to."""
     for eqn in jaxpr.eqns:
-        mine = [None if isinstance(v, Literal) else alias.get(v) for v in eqn.invars]
+        mine = [entry_of(atom, alias, None) for atom in eqn.invars]
         if all(i is None for i in mine) or str(eqn.params.get("name", "")).startswith(PREFIX):
             continue
         if (inner := plain_call(eqn)) is not None:
-            yield from _reads(inner, {v: i for v, i in zip(inner.invars, mine, strict=True) if i is not None})
+            inside = {v: i for v, i in zip(inner.invars, mine, strict=True) if i is not None}
+            yield from _reads(inner, inside)
+            alias |= {v: inside[own] for v, own in zip(eqn.outvars, inner.outvars, strict=True) if among(own, inside)}
         else:
             yield from (i for i in mine if i is not None)

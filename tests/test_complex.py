@@ -1,0 +1,93 @@
+"""Complex parameters train as on one device: in pipelines and in scans too, where what the backward reads is kept apart."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from fsdp_plans import mesh_of
+
+import axonml_jax as ax
+from axonml_jax.testing import assert_equals_single_device
+
+WIDTH = 4
+
+
+def gaussian(seed, shape, dtype):
+    parts = np.random.default_rng(seed).normal(size=(2, *shape)) / 2
+    return jnp.asarray(parts[0] + 1j * parts[1], dtype)
+
+
+class Block(nnx.Module):
+    """Products, a conjugate, a modulus, transforms to and from real numbers, and a scan of the user's over stacked weights."""
+
+    def __init__(self, seed, dtype):
+        self.kernel = nnx.Param(gaussian(seed, (WIDTH, WIDTH), dtype))
+        self.stack = nnx.Param(gaussian(seed + 1, (2, WIDTH), dtype))
+        self.bias = nnx.Param(jnp.zeros(WIDTH, self.kernel.real.dtype))
+
+    def __call__(self, x):
+        z = jnp.fft.rfft(x, 2 * WIDTH - 2) @ self.kernel[...]
+        z = z / (1 + jnp.abs(z)) + self.bias[...]
+        z, _ = jax.lax.scan(
+            lambda z, w: (jnp.tanh(z * w) + jnp.conj(z @ self.kernel[...].T) / 4, None), z, self.stack[...]
+        )
+        return x + jnp.fft.irfft(z)[:, :WIDTH] + jnp.sum(jnp.abs(z) ** 2, -1, keepdims=True) / 8
+
+
+class Net(nnx.Module):
+    def __init__(self, dtype):
+        self.blocks = nnx.List([Block(10 * i, dtype) for i in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def loss(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+PIPED = functools.partial(ax.Pipelined, num_microbatches=2)
+OPTIMIZERS = {"sgd": optax.sgd(0.05, momentum=0.9), "adamw": optax.adamw(1e-2), "rmsprop": optax.rmsprop(1e-3)}
+CASES = {
+    "ddp": ({"data": 2}, {"remat": "selective"}, "complex128", "adamw"),
+    "full_shard": ({"fsdp": 2}, {"fsdp": ax.Shard(stage=3)}, "complex128", "adamw"),
+    "1f1b": ({"pipe": 2}, {"pipe": PIPED()}, "complex64", "sgd"),
+    "gpipe": ({"pipe": 2}, {"pipe": PIPED(schedule="gpipe"), "check_vma": True}, "complex128", "adamw"),
+    "selective": ({"pipe": 2}, {"pipe": PIPED(), "remat": "selective"}, "complex128", "rmsprop"),
+    "zero-bubble": (
+        {"pipe": 2, "data": 2},
+        {"pipe": PIPED(schedule="zero-bubble"), "remat": "full"},
+        "complex128",
+        "sgd",
+    ),
+    "sharded": (
+        {"pipe": 2, "fsdp": 2},
+        {"pipe": PIPED(gather="tick"), "fsdp": ax.Shard(stage=3)},
+        "complex128",
+        "adamw",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_with_complex_parameters_trains_as_on_one_device(case):
+    degrees, options, dtype, optimizer = CASES[case]
+    real = jnp.zeros((), dtype).real.dtype
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(8, WIDTH)).astype(real), "y": rng.normal(size=(8, WIDTH)).astype(real)}
+    assert_equals_single_device(
+        Net(dtype),
+        loss,
+        batch,
+        ax.Plan(**options),
+        mesh=mesh_of(**degrees),
+        tx=OPTIMIZERS[optimizer],
+        max_grad_norm=0.05 if optimizer == "adamw" else None,
+        steps=2,
+    )
