@@ -143,12 +143,13 @@ class StageStore:
         ways = [Spread.of(layout, self.rank_of(i), self.degrees) for i, layout in enumerate(self.layouts)]
 
         def local(named: Named) -> list[jax.Array]:
-            buffers = self.grouped(to_device_memory(named))
+            buffers = self.grouped(named)
             parts = [slot_value(self.slots[i], buffers[self.slots[i].group]) for i in range(len(self.layouts))]
             return [way.apply(part) for way, part in zip(ways, parts, strict=True)]
 
-        specs = (self.specs(),), [way.spec for way in ways]
-        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False))
+        specs = [way.spec for way in ways]
+        spread = jax.shard_map(local, mesh=mesh, in_specs=(self.specs(),), out_specs=specs, check_vma=False)
+        return jax.jit(lambda named: spread(to_device_memory(named)))
 
     def _fill(self, parts: Mapping[int, np.ndarray], leaf: int, whole: Any) -> None:
         """Write a leaf into those of its group's parts that hold some of it; parts go by where they start."""
