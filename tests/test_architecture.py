@@ -184,6 +184,18 @@ def sources() -> list[Path]:
     return [path for top in ("axonml_jax", "tests", "examples", "benchmarks") for path in (ROOT / top).rglob("*.py")]
 
 
+def test_only_one_file_tells_constants_from_variables():
+    # A jaxpr's Literal cannot be hashed: whoever looks for one in a table of variables asks model/atoms.py.
+    looking = [
+        label(path)
+        for path in modules()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax")
+        if any(alias.name == "Literal" for alias in node.names)
+    ]
+    assert looking == ["axonml_jax/model/atoms.py"]
+
+
 def test_no_file_is_too_long_or_named_after_nothing():
     long = {label(path): len(path.read_text("utf-8").splitlines()) for path in sources()}
     assert not {name: lines for name, lines in long.items() if lines > MAX_FILE_LINES}

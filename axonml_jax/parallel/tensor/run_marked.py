@@ -14,7 +14,8 @@ from jax.extend.core import jaxprs_in_params
 
 from axonml_jax.collectives.pairs import copy_to
 from axonml_jax.collectives.varying import varying_axes
-from axonml_jax.model.trace import Literal, called_jaxpr, run_equation, scan_parts, scope_of
+from axonml_jax.model.atoms import is_constant, value_of, values_of
+from axonml_jax.model.trace import called_jaxpr, run_equation, scan_parts, scope_of
 from axonml_jax.parallel.tensor.marks import CLOSED, GATHERED, OPENED, OWN, Part, Shard
 
 
@@ -51,13 +52,10 @@ class _Level:
     def results(self) -> list[Any]:
         for eqn in self.jaxpr.eqns:
             self.env.update(zip(eqn.outvars, self._run(eqn), strict=True))
-        return [self._look(var) for var in self.jaxpr.outvars]
-
-    def _look(self, var: Any) -> Any:
-        return var.val if isinstance(var, Literal) else self.env[var]
+        return values_of(self.jaxpr.outvars, self.env)
 
     def _run(self, eqn: Any) -> list[Any]:
-        given = [self._look(var) for var in eqn.invars]
+        given = values_of(eqn.invars, self.env)
         name = str(eqn.params.get("name", ""))
         if name.startswith(OPENED):
             return [Part(_read(given[0]), name.removeprefix(OPENED))]
@@ -77,8 +75,8 @@ class _Level:
 
     def _enter(self, var: Any, axis: str) -> Any:
         """A value where ranks work on parts; with `check_vma` JAX has cast a whole one already."""
-        value = self._look(var)
-        if isinstance(value, Part) or isinstance(var, Literal):
+        value = value_of(var, self.env)
+        if isinstance(value, Part) or is_constant(var):
             return _value(value)
         if var not in self.entered:
             whole = _read(value)
