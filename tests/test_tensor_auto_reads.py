@@ -181,3 +181,28 @@ def test_what_stays_split_is_no_result_of_a_call_that_the_example_was_not():
     model.early = True
     with pytest.raises(ValueError, match="give the arguments of this call as the example"):
         ax.parallelize(model, mesh).value_and_grad(mean_square)(x)
+
+
+class Headed(nnx.Module):
+    """A head that the loss reads itself."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed, self.head = nnx.Embed(12, 8, rngs=rngs, **F64), nnx.Linear(8, 12, use_bias=False, rngs=rngs, **F64)
+
+    def __call__(self, ids):
+        return self.embed(ids)
+
+
+def chunked(model, ids):
+    losses = ax.chunked_cross_entropy(
+        jnp.tanh(model(ids)), model.head.kernel[...], (ids + 1) % 12, words_dim=1, chunk=2
+    )
+    return losses.mean() + jnp.mean(jnp.square(model.head(model(ids))))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_chunked_cross_entropy_takes_this_ranks_words_of_a_swapped_head(check_vma):
+    model, mesh = Headed(), mesh_of(data=1, tensor=2)
+    ax.auto_parallelize(model, mesh)
+    same_gradients(model, mesh, chunked, IDS, check_vma=check_vma)

@@ -17,6 +17,7 @@ from axonml_jax.collectives.varying import vary_like
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.parallel.tensor.axes import bound, vary_alike
 from axonml_jax.parallel.tensor.region import SEQUENCE_DIM
+from axonml_jax.parallel.tensor.whole_reads import own_part_of
 
 
 def chunked_cross_entropy(
@@ -34,7 +35,8 @@ def chunked_cross_entropy(
 
     Args:
       x: [..., s, h] (s sequence, h hidden size), the same on every rank; with `sequence_parallel` [..., s/n, h].
-      table: [h, v/n] or [v/n, h] (v vocabulary), this rank's words; all of them where the axis is not bound.
+      table: [h, v/n] or [v/n, h] (v vocabulary), this rank's words; all of them where the axis is not bound. The parameter of
+        a layer that `auto_parallelize` swapped is given as it is read, `layer.kernel[...]`.
       targets: integers [..., s], below v, the same on every rank.
       axis: the mesh axis of n ranks that splits the vocabulary.
       chunk: words whose logits are there at once; the last chunk may be shorter.
@@ -50,8 +52,8 @@ def chunked_cross_entropy(
 
     Communicates: as `vocab_parallel_cross_entropy` and the layer that makes its logits.
     """
+    table, axes = own_part_of(table), bound(axis)
     _check(x, table, targets, chunk, words_dim)
-    axes = bound(axis)
     targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
     if axes and not sequence_parallel:
         x = copy_to(x, axes)

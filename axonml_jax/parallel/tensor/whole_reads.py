@@ -6,6 +6,7 @@ parameter is the shard that it was gathered from, and only what others read is g
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -21,6 +22,9 @@ from axonml_jax.parallel.tensor.marks import Places, Shard, closed, gathered, op
 from axonml_jax.parallel.tensor.run_marked import run_marked
 from axonml_jax.parallel.tensor.specs import SPEC, WHOLE, tensor_specs
 
+_wholes: ContextVar[tuple[tuple[Any, Places], ...]] = ContextVar("wholes", default=())
+"""The gathered parameters of the model that is being traced."""
+
 
 def own_part(parameter: nnx.Variable) -> jax.Array:
     """What a layer multiplies with: its rank's part, whether the parameter holds that or, while traced, the whole."""
@@ -29,6 +33,11 @@ def own_part(parameter: nnx.Variable) -> jax.Array:
         return value
     places = _places(written[SPEC])
     return part_of(value, places) if places else value
+
+
+def own_part_of(array: jax.Array) -> jax.Array:
+    """The rank's part of a swapped layer's parameter, for a function of shards to which `loss_fn` hands what it has read."""
+    return next((part_of(array, places) for whole, places in _wholes.get() if whole is array), array)
 
 
 def left_split(layer: nnx.Module, y: jax.Array, axis: str) -> jax.Array:
@@ -67,7 +76,11 @@ def reading_whole(fun: Callable, model: Functional, variables: Variables, *args:
     def arrays_of(*leaves: Any) -> list[jax.Array]:
         given = [gathered(leaf, at) if at else leaf for leaf, at in zip(leaves, places, strict=True)]
         params, frozen, state, args = treedef.unflatten(given)
-        out, seen["treedef"] = jax.tree.flatten(fun(Variables(params, frozen, state), *args))
+        token = _wholes.set(tuple((leaf, at) for leaf, at in zip(given, places, strict=True) if at))
+        try:
+            out, seen["treedef"] = jax.tree.flatten(fun(Variables(params, frozen, state), *args))
+        finally:
+            _wholes.reset(token)
         seen["fixed"] = [None if isinstance(leaf, jax.Array) else leaf for leaf in out]
         return [leaf for leaf in out if isinstance(leaf, jax.Array)]
 
