@@ -28,7 +28,7 @@ from axonml_jax.planner.hardware import hardware
 from axonml_jax.planner.price import price
 from axonml_jax.planner.search import plan as find_plan
 from axonml_jax.planner.timeline import timeline
-from axonml_jax.planner.verify import verify, verify_plan
+from axonml_jax.planner.verify import require_compiler, verify, verify_plan
 from axonml_jax.synonyms import nearest
 
 _STAGES = {0: None, 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
@@ -45,6 +45,8 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
       ValueError: for wrong arguments, or when no plan fits; with the reasons.
     """
     require_writable({"--picture": chosen.picture, "--write": chosen.write})
+    if chosen.verify:
+        require_compiler()
     base, model, sizes = _subject(chosen)
     if chosen.as_written:
         return _as_written(base, chosen)

@@ -41,7 +41,7 @@ from axonml_jax.launch.text_task import (
     write_samples,
 )
 from axonml_jax.launch.trace import traced
-from axonml_jax.launch.writable import require_writable
+from axonml_jax.launch.writable import require_folder, require_writable
 from axonml_jax.logging import print0
 from axonml_jax.mesh.watchdog import Watchdog
 from axonml_jax.training.agreement import check_same, program_hash
@@ -98,6 +98,8 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         tensorboard_writer()
     ground, text = all_or_refuse(partial(lay_ground, config), partial(read_text, config.data, config.output.dir))
     all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
+    folder = partial(require_folder, "output.dir", Path(config.output.dir))
+    all_or_refuse(partial(Team().decide, "look at output.dir", folder))
     [run] = all_or_refuse(partial(RunFolder, config))
     with run:
         [data] = all_or_refuse(partial(load_data, config, text, ground.mesh))

@@ -8,6 +8,7 @@ from pathlib import Path
 from axonml_jax.launch.config import ConfigError
 from axonml_jax.launch.schedule_svg import draw_svg
 from axonml_jax.launch.schedule_text import draw_events
+from axonml_jax.launch.writable import require_writable
 from axonml_jax.parallel.pipeline.choose import choose
 from axonml_jax.parallel.pipeline.costs import StageCosts
 from axonml_jax.parallel.pipeline.rooms import make_schedule
@@ -52,6 +53,7 @@ def schedule(arguments: Sequence[str]) -> int:
     chosen = _parser().parse_args(arguments)
     if chosen.width < NARROWEST:
         raise ConfigError(f"--width {chosen.width}: a line has at least {NARROWEST} characters")
+    require_writable({"--svg": chosen.svg})
     try:
         costs = StageCosts(*chosen.times, communication=chosen.communication)
         drawing = _fastest(chosen, costs) if chosen.schedule == FASTEST else _chosen(chosen, costs)
@@ -59,10 +61,7 @@ def schedule(arguments: Sequence[str]) -> int:
         raise ConfigError(_in_flags(str(error))) from error
     print(drawing.title, drawing.text, "\n".join(drawing.caption), sep="\n\n")
     if chosen.svg is not None:
-        try:
-            chosen.svg.write_text(draw_svg(drawing.title, drawing.events, drawing.caption, drawing.ticks), "utf-8")
-        except OSError as error:
-            raise ConfigError(f"--svg {chosen.svg}: {error.strerror}") from error
+        chosen.svg.write_text(draw_svg(drawing.title, drawing.events, drawing.caption, drawing.ticks), "utf-8")
         print(f"\npicture   {chosen.svg}")
     return 0
 

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -95,13 +96,20 @@ def topology_devices(topology: str) -> list[Any]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")
-    from importlib.util import find_spec
-
-    if find_spec("libtpu") is None:
-        raise ModuleNotFoundError("compiling for TPU needs libtpu: pip install 'axonml-jax[tpu]'")
+    require_compiler()
     from jax.experimental import topologies
 
     return list(topologies.get_topology_desc(topology_name=topology, platform="tpu").devices)
+
+
+def require_compiler() -> None:
+    """Refuse early what cannot be compiled here.
+
+    Raises:
+      ModuleNotFoundError: without libtpu, which the `tpu` extra installs.
+    """
+    if find_spec("libtpu") is None:
+        raise ModuleNotFoundError("compiling for TPU needs libtpu: pip install 'axonml-jax[tpu]'")
 
 
 def verify(answer: Answer, topology: str) -> Verification:
