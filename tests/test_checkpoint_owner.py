@@ -135,7 +135,8 @@ def test_a_second_writer_is_refused_by_name_and_takes_over_when_the_first_is_kil
 
 
 def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path):
-    record = written(tmp_path / "owner.json", started="long ago")  # another process has this number now
+    # Another process has its number now.
+    record = written(tmp_path / "owner.json", pid=os.getppid(), started="long ago")
 
     def claim(_):
         try:
