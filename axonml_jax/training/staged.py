@@ -1,10 +1,10 @@
 """The optimizer of a pipelined model: it sees trees, its state rests on the stages' devices.
 
-Inside a step every rank runs the update of the leaves it holds; the leaves of other ranks are there as arrays without
-elements, so that masks and labels by path keep their structure. State that belongs to no parameter (counts) is whole on
-every rank.
+The update is traced once, on the whole tree, so that masks and labels by path keep their structure; inside a step every rank
+runs what the leaves it holds need of it. State that belongs to no parameter (counts) is whole on every rank.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,13 +18,14 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.collectives.primitives import axis_index, gather_whole
 from axonml_jax.collectives.varying import vary
-from axonml_jax.parallel.pipeline.packing import Buffers
+from axonml_jax.parallel.pipeline.packing import Buffers, Packing
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.pipeline.staging import Staging
-from axonml_jax.parallel.pipeline.store import StageStore, absent, on_own_rank
+from axonml_jax.parallel.pipeline.store import StageStore, on_own_rank
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Layout, is_layout
 from axonml_jax.sharding.place import copies
+from axonml_jax.training.divided import Divided
 from axonml_jax.training.opt_state import opt_owners
 
 _STAGES, _WHOLE = "stages", "whole"
@@ -101,35 +102,48 @@ class StagedOptimizer:
 
     def first(self, params: Any) -> PyTree:
         """The first state at rest, of resting parameters, inside `shard_map`."""
-        loose = self.at_rest(self.tx.init(self._present({})), None)[_WHOLE]
+        store = self.staging.params
+
+        def made(leaves: list, whole: None) -> list[Any]:
+            return jax.tree.leaves(self.tx.init(self.staging.treedefs[0].unflatten(leaves)))
+
+        program = Divided.of(made, lambda named: _all_leaves(store, named), params, None)
 
         def own(rank: int) -> Buffers:
-            values = self.staging.params.unpack(self.staging.params.grouped(params), rank)
-            leaves = jax.tree.leaves(self.tx.init(self._present(values)))
-            return self._packed([leaves[i] for i in self.owned], rank)
+            kept = self.store.leaves_of_rank(rank)
+            values = program.run(store.unpack(store.grouped(params), rank), None, [self.owned[k] for k in kept])
+            return self._packed(values, rank)
 
-        return {_STAGES: self.store.named(self._of_rank(own)), _WHOLE: loose}
+        return {_STAGES: self.store.named(self._of_rank(own)), _WHOLE: self._loose_of(program, None, 0)}
 
     def update(self, apply: Any, grads: Any, resting: PyTree, params: Any) -> tuple[Any, PyTree]:
         """`apply(grads, state, params) -> (params, state)` of the leaves that each rank holds, inside `shard_map`."""
-        store, params_store = self.store, self.staging.params
+        stores, named = (self.staging.params, self.store, self.staging.params), (grads, resting[_STAGES], params)
+        starts = list(itertools.accumulate((len(store.layouts) for store in stores), initial=0))
+        whole, tree = resting[_WHOLE], self.staging.treedefs[0].unflatten
 
-        def run(grads: dict, owned: dict, params: dict) -> tuple[PyTree, PyTree]:
-            kept = range(len(self.owned))
-            leaves = [owned.get(k, absent(self._shape(self.owned[k]))) for k in kept]
-            return apply(self._present(grads), self.tree(leaves, resting), self._present(params))
+        def made(leaves: list, whole: PyTree) -> list[Any]:
+            given = [leaves[a:b] for a, b in itertools.pairwise(starts)]
+            return jax.tree.leaves(apply(tree(given[0]), self.tree(given[1], {_WHOLE: whole}), tree(given[2])))
+
+        def unpacked(named: Sequence[Any]) -> list[Any]:
+            return [leaf for store, each in zip(stores, named, strict=True) for leaf in _all_leaves(store, each)]
+
+        program = Divided.of(made, unpacked, named, whole)
 
         def own(rank: int) -> tuple[Buffers, Buffers]:
-            mine = [params_store.unpack(params_store.grouped(each), rank) for each in (grads, params)]
-            new, state = run(mine[0], store.unpack(store.grouped(resting[_STAGES]), rank), mine[1])
-            leaves, state = jax.tree.leaves(new), jax.tree.leaves(state)
-            packed = params_store.pack({i: leaves[i] for i in params_store.leaves_of_rank(rank)})
-            return _typed(packed), self._packed([state[i] for i in self.owned], rank)
+            leaves: dict[int, Any] = {}
+            for start, store, each in zip(starts, stores, named, strict=False):
+                leaves |= {start + i: value for i, value in store.unpack(store.grouped(each), rank).items()}
+            mine, kept = stores[0].leaves_of_rank(rank), stores[1].leaves_of_rank(rank)
+            values = program.run(leaves, whole, [*mine, *(starts[1] + self.owned[k] for k in kept)])
+            new = dict(zip(mine, values[: len(mine)], strict=True))
+            return _typed(stores[0].pack(new)), self._packed(values[len(mine) :], rank)
 
-        # What belongs to no parameter is the same on all ranks, and must not depend on which one this is.
-        loose = self.at_rest(run({}, {}, {})[1], None)[_WHOLE]
         new, state = self._of_rank(own)
-        return params_store.named(new), {_STAGES: store.named(state), _WHOLE: loose}
+        # What belongs to no parameter is the same on all ranks, and must not depend on which one this is.
+        loose = self._loose_of(program, whole, starts[1])
+        return stores[0].named(new), {_STAGES: stores[1].named(state), _WHOLE: loose}
 
     def update_whole(self, apply: Any, grads: Any, resting: PyTree, params: Any) -> tuple[Any, PyTree]:
         """The same on whole leaves, which every rank gathers for it. Communicates: one all-gather per buffer."""
@@ -147,7 +161,8 @@ class StagedOptimizer:
                 i: self.placement.own_part(leaves[i], params_store.layouts[i])
                 for i in params_store.leaves_of_rank(rank)
             }
-            mine = [self.placement.own_part(jnp.asarray(owned[i]), self.layouts[i]) for i in self.owned]
+            kept = [self.owned[k] for k in self.store.leaves_of_rank(rank)]
+            mine = [self.placement.own_part(jnp.asarray(owned[i]), self.layouts[i]) for i in kept]
             return _typed(params_store.pack(cut)), self._packed(mine, rank)
 
         packed, packed_state = self._of_rank(own)
@@ -167,17 +182,13 @@ class StagedOptimizer:
     def _of_rank(self, run: Any) -> Any:
         return on_own_rank(axis_index(AXIS), self.staging.num_ranks, run)
 
-    def _present(self, values: dict) -> PyTree:
-        """The parameters' tree with this rank's values; the rest without elements."""
-        layouts = self.staging.params.layouts
-        leaves = [values.get(i, absent(_own_shape(layout))) for i, layout in enumerate(layouts)]
-        return self.staging.treedefs[0].unflatten(leaves)
+    def _packed(self, values: Sequence[Any], rank: int) -> Buffers:
+        """A rank's state, from that of the leaves it holds."""
+        return _typed(self.store.pack(dict(zip(self.store.leaves_of_rank(rank), values, strict=True))))
 
-    def _packed(self, owned: Sequence[Any], rank: int) -> Buffers:
-        return _typed(self.store.pack({k: owned[k] for k in self.store.leaves_of_rank(rank)}))
-
-    def _shape(self, leaf: int) -> jax.ShapeDtypeStruct:
-        return _own_shape(self.layouts[leaf])
+    def _loose_of(self, program: Divided, whole: PyTree, start: int) -> dict[str, Any]:
+        values = program.run({}, whole, [start + i for i in self._loose])
+        return dict(zip(self._loose_names, values, strict=True))
 
     @property
     def _loose(self) -> list[int]:
@@ -188,8 +199,9 @@ class StagedOptimizer:
         return [self.names[i] for i in self._loose]
 
 
-def _own_shape(layout: Layout) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(layout.shard, layout.dtype)
+def _all_leaves(store: StageStore, named: Any) -> list[Any]:
+    """Every leaf of all ranks, of one rank's buffers: right in nothing but shape and type."""
+    return Packing(tuple(store.slots[i] for i in range(len(store.layouts)))).unpack(store.grouped(named))
 
 
 def _typed(buffers: Buffers) -> Buffers:

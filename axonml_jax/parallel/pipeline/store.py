@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -206,8 +205,3 @@ def on_own_rank(index: Any, num_ranks: int, run: Callable[[int], PyTree]) -> PyT
     if num_ranks == 1:
         return run(0)
     return jax.lax.switch(index, [lambda rank=rank: run(rank) for rank in range(num_ranks)])
-
-
-def absent(leaf: Any) -> jax.Array:
-    """What stands for a leaf that lives on another rank: an array of its dims without elements."""
-    return jnp.zeros((0, *leaf.shape[1:]), leaf.dtype)
