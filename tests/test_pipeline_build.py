@@ -20,17 +20,18 @@ def counting(tx: optax.GradientTransformation, calls: list) -> optax.GradientTra
     return optax.GradientTransformation(tx.init, update)
 
 
-class Counted(nnx.Module):
-    """Blocks of one width; notes its calls."""
+CALLS: list[str] = []
 
-    calls = []
+
+class Counted(nnx.Module):
+    """Blocks of one width; notes its calls in `CALLS`."""
 
     def __init__(self, num_blocks, rngs):
         self.blocks = nnx.List([linear(5, 5, rngs) for _ in range(num_blocks)])
         self.head = linear(5, 3, rngs)
 
     def __call__(self, x):
-        self.calls.append("model")
+        CALLS.append("model")
         for block in self.blocks:
             x = x + jnp.tanh(block(x))
         return self.head(x)
@@ -38,7 +39,7 @@ class Counted(nnx.Module):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_model_and_optimizer_are_traced_once_however_many_stages(ranks):
-    calls = Counted.calls
+    calls = CALLS
     mesh = ax.make_mesh(pipe=ranks, devices=jax.devices()[:ranks])
     pipe = ax.Pipeline(Counted(4, nnx.Rngs(0)), mesh, num_microbatches=2)
     trainer = pipe.trainer(counting(optax.adamw(1e-2), calls), mean_loss)
@@ -62,5 +63,5 @@ def test_a_rank_runs_what_its_leaves_need_and_nothing_else():
     assert int(count) == int(program.run({}, whole, [3])[0]) == 2
     (same,) = program.run({1: jnp.zeros(2)}, whole, [4])
     np.testing.assert_array_equal(same, [0.0, 0.0])
-    with pytest.raises(ValueError, match='another(.|\n)*update="whole"'):
+    with pytest.raises(ValueError, match=r'another(.|\n)*update="whole"'):
         program.run(own, whole, [2])
