@@ -9,7 +9,9 @@ from flax import nnx
 from plan_models import linear, mean_loss, regression
 
 import axonml_jax as ax
-from axonml_jax.training.divided import Divided
+from axonml_jax.sharding.layout import Layout
+from axonml_jax.training.mixing import Mixing
+from axonml_jax.training.read_update import read_update
 
 
 def counting(tx: optax.GradientTransformation, calls: list) -> optax.GradientTransformation:
@@ -49,19 +51,19 @@ def test_model_and_optimizer_are_traced_once_however_many_stages(ranks):
 
 
 def test_a_rank_runs_what_its_leaves_need_and_nothing_else():
-    def fun(leaves, whole):
-        count = whole["count"] + 1
-        return [leaves[0] * count, jnp.sin(leaves[1]), leaves[0] + leaves[1], count, leaves[1]]
+    fun = lambda a, b, count: (a * (count + 1), jnp.sin(b), count + 1)
+    leaves = [jax.ShapeDtypeStruct((2,), jnp.float64)] * 2
+    args, owners = [*leaves, jax.ShapeDtypeStruct((), jnp.int32)], ((0, 1, None), (0, 1, None))
+    program = read_update(fun, args, owners, [Layout.whole(leaf) for leaf in leaves], ("pipe",))
 
-    buffers, whole = jnp.arange(4.0), {"count": jnp.ones((), jnp.int32)}
-    program = Divided.of(fun, lambda buffer: [buffer[:2], buffer[2:]], buffers, whole)
-    own = {0: jnp.ones(2)}
-    jaxpr = jax.make_jaxpr(lambda leaf: program.run({0: leaf}, whole, [0, 3]))(own[0])
-    assert {eqn.primitive.name for eqn in jaxpr.eqns} <= {"add", "mul", "convert_element_type"}
-    first, count = program.run(own, whole, [0, 3])
+    def own(leaf, count):
+        return program.run({2: count}, lambda work: work({0: leaf}), lambda made: made[0])
+
+    given = jnp.ones(2), jnp.ones((), jnp.int32)
+    names = {eqn.primitive.name for eqn in jax.make_jaxpr(own)(*given).eqns}
+    assert names <= {"add", "mul", "convert_element_type"}
+    first, loose = own(*given)
     np.testing.assert_array_equal(first, [2.0, 2.0])
-    assert int(count) == int(program.run({}, whole, [3])[0]) == 2
-    (same,) = program.run({1: jnp.zeros(2)}, whole, [4])
-    np.testing.assert_array_equal(same, [0.0, 0.0])
-    with pytest.raises(ValueError, match=r'another(.|\n)*update="whole"'):
-        program.run(own, whole, [2])
+    assert int(loose[2]) == 2
+    with pytest.raises(Mixing, match="several parameters"):
+        read_update(lambda a, b, count: (a + b, b, count), args, owners, program.layouts, ("pipe",))

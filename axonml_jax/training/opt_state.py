@@ -12,6 +12,7 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Layout, is_layout, shardings, specs
 from axonml_jax.sharding.memory import HOST, movable, to_device_memory
 from axonml_jax.sharding.stored import from_stored, map_layouts, to_stored
+from axonml_jax.training.owners import owners
 from axonml_jax.training.stacked import stacked_specs
 
 
@@ -23,24 +24,23 @@ def opt_layouts(placement: Placement, tx: optax.GradientTransformation) -> PyTre
 def opt_owners(placement: Placement, tx: optax.GradientTransformation) -> tuple[PyTree, list[int | None]]:
     """The layout of every leaf of the optimizer's state, and the parameter (position in tree order) it belongs to, or None.
 
-    Optax keeps what belongs to a parameter in trees shaped like the parameters, so such a leaf is known by the end of its
-    path and its shape; everything else (counts, factored moments) is whole on every rank.
+    What belongs to a parameter and has its shape lives as the parameter does. Along a pipeline, where one rank has the whole
+    parameter, all that belongs to it lives there. Everything else (counts, factored moments) is whole on every rank.
     """
     layouts = placement.params
     whole = jax.tree.map(whole_shape, layouts, is_leaf=is_layout)
-    paths = jax.tree_util.tree_leaves_with_path(layouts, is_leaf=is_layout)
-    params, found = {path: (i, layout) for i, (path, layout) in enumerate(paths)}, []
+    leaves, treedef = jax.tree.flatten(state := jax.eval_shape(tx.init, whole))
+    found, params = owners(state, whole), jax.tree.leaves(layouts, is_leaf=is_layout)
 
-    def layout_of(path: tuple, leaf: Any) -> Layout:
-        ends = (path[i:] for i in range(len(path)))
-        position, owner = next((params[end] for end in ends if end in params), (None, None))
-        if owner is None or owner.shape != leaf.shape:
-            found.append(None)
-            return Layout.whole(leaf)
-        found.append(position)
-        return Layout(owner.shape, leaf.dtype, owner.spec, owner.stored, owner.parts)
+    def layout_of(leaf: Any, owner: int | None) -> tuple[Layout, int | None]:
+        own = None if owner is None else params[owner]
+        if own is not None and own.shape == leaf.shape:
+            return Layout(own.shape, leaf.dtype, own.spec, own.stored, own.parts), owner
+        alone = placement.stages is not None and own is not None and not own.axes
+        return Layout.whole(leaf), owner if alone else None
 
-    return jax.tree_util.tree_map_with_path(layout_of, jax.eval_shape(tx.init, whole)), found
+    placed = [layout_of(*each) for each in zip(leaves, found, strict=True)]
+    return treedef.unflatten([layout for layout, _ in placed]), [owner for _, owner in placed]
 
 
 def opt_state_specs(placement: Placement, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
@@ -70,11 +70,6 @@ def init_opt_state(tx: optax.GradientTransformation, params: PyTree, placement: 
         return first_opt_state(tx, to_device_memory(params, kept), placement)
 
     return jax.jit(first, out_shardings=wanted)(params)
-
-
-def shard_shape(layout: Layout) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of what one rank holds."""
-    return jax.ShapeDtypeStruct(layout.shard, layout.dtype)
 
 
 def whole_shape(layout: Layout) -> jax.ShapeDtypeStruct:

@@ -1,11 +1,10 @@
 """The optimizer of a pipelined model: it sees trees, its state rests on the stages' devices.
 
-The update is traced once, on the whole tree, so that masks and labels by path keep their structure; inside a step every rank
-runs what the leaves it holds need of it. State that belongs to no parameter (counts) is whole on every rank.
+Inside a step every rank runs that part of the update's program that acts on the leaves it holds (`sharded_program`). State
+that belongs to no parameter (counts) is whole on every rank.
 """
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,15 +17,16 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.collectives.primitives import axis_index, gather_whole
 from axonml_jax.collectives.varying import vary
-from axonml_jax.parallel.pipeline.packing import Buffers, Packing
+from axonml_jax.parallel.pipeline.packing import Buffers
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.pipeline.staging import Staging
 from axonml_jax.parallel.pipeline.store import StageStore, on_own_rank
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Layout, is_layout
 from axonml_jax.sharding.place import copies
-from axonml_jax.training.divided import Divided
+from axonml_jax.training.on_shards import seen_shard, stored_shard
 from axonml_jax.training.opt_state import opt_owners
+from axonml_jax.training.sharded_program import Held, OnRank, ShardedProgram
 
 _STAGES, _WHOLE = "stages", "whole"
 
@@ -100,50 +100,37 @@ class StagedOptimizer:
         """The optimizer's own tree of arrays split over all devices, from arrays over all ranks."""
         return self.tree(self.store.spread(resting[_STAGES], mesh), {_WHOLE: copies(resting[_WHOLE])})
 
-    def first(self, params: Any) -> PyTree:
-        """The first state at rest, of resting parameters, inside `shard_map`."""
-        store = self.staging.params
+    def first(self, program: ShardedProgram, params: Any) -> PyTree:
+        """The first state at rest, of resting parameters, inside `shard_map`; `program` makes it (`OnShards.first`)."""
+        mine, loose = program.run({}, self._on_rank((self.staging.params, params, 0, None)), self._state_at(0))
+        return {_STAGES: self.store.named(mine), _WHOLE: {self.names[i]: loose[i] for i in self._loose}}
 
-        def made(leaves: list, whole: None) -> list[Any]:
-            return jax.tree.leaves(self.tx.init(self.staging.treedefs[0].unflatten(leaves)))
+    def first_whole(self, params: Any) -> PyTree:
+        """The same of whole leaves, which every rank gathers for it. Communicates: one all-gather per buffer."""
+        state = self.tx.init(self.staging.treedefs[0].unflatten(self._gathered(self.staging.params, params)))
+        leaves = jax.tree.leaves(state)
+        mine = self._of_rank(lambda rank: self._packed(self._own_parts(leaves), rank))
+        return self.at_rest(state, self.store.named(mine))
 
-        program = Divided.of(made, lambda named: _all_leaves(store, named), params, None)
+    def update(
+        self, program: ShardedProgram, grads: Any, resting: PyTree, params: Any, loss: jax.Array
+    ) -> tuple[Any, PyTree]:
+        """The update (`OnShards.program`) of the leaves that each rank holds, inside `shard_map`."""
+        store, count, size = self.staging.params, len(self.staging.params.layouts), len(self.layouts)
+        whole = {count + i: resting[_WHOLE][self.names[i]] for i in self._loose} | {2 * count + size: loss}
+        on_rank = self._on_rank(
+            (store, grads, 0, None),
+            (self.store, resting[_STAGES], count, self.owned),
+            (store, params, count + size, None),
+        )
 
-        def own(rank: int) -> Buffers:
-            kept = self.store.leaves_of_rank(rank)
-            values = program.run(store.unpack(store.grouped(params), rank), None, [self.owned[k] for k in kept])
-            return self._packed(values, rank)
+        def finish(made: dict[int, Any]) -> tuple[Buffers, Buffers]:
+            new = {i: stored_shard(made[i], store.layouts[i]) for i in range(count) if i in made}
+            return _typed(store.pack(new)), self._state_at(count)(made)
 
-        return {_STAGES: self.store.named(self._of_rank(own)), _WHOLE: self._loose_of(program, None, 0)}
-
-    def update(self, apply: Any, grads: Any, resting: PyTree, params: Any) -> tuple[Any, PyTree]:
-        """`apply(grads, state, params) -> (params, state)` of the leaves that each rank holds, inside `shard_map`."""
-        stores, named = (self.staging.params, self.store, self.staging.params), (grads, resting[_STAGES], params)
-        starts = list(itertools.accumulate((len(store.layouts) for store in stores), initial=0))
-        whole, tree = resting[_WHOLE], self.staging.treedefs[0].unflatten
-
-        def made(leaves: list, whole: PyTree) -> list[Any]:
-            given = [leaves[a:b] for a, b in itertools.pairwise(starts)]
-            return jax.tree.leaves(apply(tree(given[0]), self.tree(given[1], {_WHOLE: whole}), tree(given[2])))
-
-        def unpacked(named: Sequence[Any]) -> list[Any]:
-            return [leaf for store, each in zip(stores, named, strict=True) for leaf in _all_leaves(store, each)]
-
-        program = Divided.of(made, unpacked, named, whole)
-
-        def own(rank: int) -> tuple[Buffers, Buffers]:
-            leaves: dict[int, Any] = {}
-            for start, store, each in zip(starts, stores, named, strict=False):
-                leaves |= {start + i: value for i, value in store.unpack(store.grouped(each), rank).items()}
-            mine, kept = stores[0].leaves_of_rank(rank), stores[1].leaves_of_rank(rank)
-            values = program.run(leaves, whole, [*mine, *(starts[1] + self.owned[k] for k in kept)])
-            new = dict(zip(mine, values[: len(mine)], strict=True))
-            return _typed(stores[0].pack(new)), self._packed(values[len(mine) :], rank)
-
-        new, state = self._of_rank(own)
-        # What belongs to no parameter is the same on all ranks, and must not depend on which one this is.
-        loose = self._loose_of(program, whole, starts[1])
-        return stores[0].named(new), {_STAGES: stores[1].named(state), _WHOLE: loose}
+        (new, state), made = program.run(whole, on_rank, finish)
+        loose = {self.names[i]: made[count + i] for i in self._loose}
+        return store.named(new), {_STAGES: self.store.named(state), _WHOLE: loose}
 
     def update_whole(self, apply: Any, grads: Any, resting: PyTree, params: Any) -> tuple[Any, PyTree]:
         """The same on whole leaves, which every rank gathers for it. Communicates: one all-gather per buffer."""
@@ -161,9 +148,7 @@ class StagedOptimizer:
                 i: self.placement.own_part(leaves[i], params_store.layouts[i])
                 for i in params_store.leaves_of_rank(rank)
             }
-            kept = [self.owned[k] for k in self.store.leaves_of_rank(rank)]
-            mine = [self.placement.own_part(jnp.asarray(owned[i]), self.layouts[i]) for i in kept]
-            return _typed(params_store.pack(cut)), self._packed(mine, rank)
+            return _typed(params_store.pack(cut)), self._packed(self._own_parts(owned), rank)
 
         packed, packed_state = self._of_rank(own)
         named = self.staging.params.named(packed)
@@ -182,13 +167,36 @@ class StagedOptimizer:
     def _of_rank(self, run: Any) -> Any:
         return on_own_rank(axis_index(AXIS), self.staging.num_ranks, run)
 
-    def _packed(self, values: Sequence[Any], rank: int) -> Buffers:
-        """A rank's state, from that of the leaves it holds."""
-        return _typed(self.store.pack(dict(zip(self.store.leaves_of_rank(rank), values, strict=True))))
+    def _on_rank(self, *held: tuple[StageStore, Any, int, Sequence[int] | None]) -> OnRank:
+        """What runs a function of a rank's own leaves.
 
-    def _loose_of(self, program: Divided, whole: PyTree, start: int) -> dict[str, Any]:
-        values = program.run({}, whole, [start + i for i in self._loose])
-        return dict(zip(self._loose_names, values, strict=True))
+        Args:
+          held: of every tree its store, what rests of it, the position of its first leaf among a program's arguments, and the
+            leaves that are in the store, if not all are.
+        """
+
+        def own(work: Callable[[Held], Any], rank: int) -> Any:
+            values = {}
+            for store, named, start, which in held:
+                for k, leaf in store.unpack(store.grouped(named), rank).items():
+                    values[start + (k if which is None else which[k])] = seen_shard(leaf, store.layouts[k])
+            return work(values)
+
+        return lambda work: self._of_rank(lambda rank: own(work, rank))
+
+    def _state_at(self, start: int) -> Callable[[dict[int, Any]], Buffers]:
+        """Packs a rank's state, of results of which the state begins at `start`."""
+        at = {k: start + i for k, i in enumerate(self.owned)}
+        layouts = self.store.layouts
+        return lambda made: _typed(
+            self.store.pack({k: stored_shard(made[i], layouts[k]) for k, i in at.items() if i in made})
+        )
+
+    def _own_parts(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        return [self.placement.own_part(jnp.asarray(leaves[i]), self.layouts[i]) for i in self.owned]
+
+    def _packed(self, owned: Sequence[Any], rank: int) -> Buffers:
+        return _typed(self.store.pack({k: owned[k] for k in self.store.leaves_of_rank(rank)}))
 
     @property
     def _loose(self) -> list[int]:
@@ -197,11 +205,6 @@ class StagedOptimizer:
     @property
     def _loose_names(self) -> list[str]:
         return [self.names[i] for i in self._loose]
-
-
-def _all_leaves(store: StageStore, named: Any) -> list[Any]:
-    """Every leaf of all ranks, of one rank's buffers: right in nothing but shape and type."""
-    return Packing(tuple(store.slots[i] for i in range(len(store.layouts)))).unpack(store.grouped(named))
 
 
 def _typed(buffers: Buffers) -> Buffers:

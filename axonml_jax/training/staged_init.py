@@ -1,5 +1,6 @@
 """The first variables and optimizer state of a pipelined model, made where they will rest."""
 
+import functools
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import shardings
 from axonml_jax.sharding.memory import offloaded, to_device_memory
 from axonml_jax.sharding.place import replicated
+from axonml_jax.training.on_shards import OnShards
 from axonml_jax.training.staged import StagedOptimizer
 
 
@@ -64,10 +66,11 @@ def first_staged_opt_state(
     tx: optax.GradientTransformation, params: PyTree, placement: Placement, mesh: Mesh
 ) -> PyTree:
     """The optimizer's first state at rest."""
-    staged = StagedOptimizer.of(tx, placement)
+    staged, on_shards = StagedOptimizer.of(tx, placement), OnShards.of(tx, placement)
     specs, kept = staged.specs(), placement.plan.offload
+    first = staged.first_whole if on_shards is None else functools.partial(staged.first, on_shards.first)
     mapped = jax.shard_map(
-        lambda params: staged.first(to_device_memory(params, kept.params)),
+        lambda params: first(to_device_memory(params, kept.params)),
         mesh=mesh,
         in_specs=(placement.param_specs(),),
         out_specs=specs,

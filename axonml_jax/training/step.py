@@ -25,6 +25,7 @@ from axonml_jax.training.gradients import gradients
 from axonml_jax.training.named_state import state_leaves, state_of_leaves
 from axonml_jax.training.nonfinite import check_limit, skip_nonfinite
 from axonml_jax.training.objective import Objective
+from axonml_jax.training.on_shards import OnShards
 from axonml_jax.training.specs import at_rest, state_specs
 from axonml_jax.training.stacked import stack_state, stacked, unstack_state
 from axonml_jax.training.staged_names import StagedTrees
@@ -67,6 +68,7 @@ class TrainStep:
         self.max_nonfinite = max_nonfinite
         self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
         self.norm_type, self._trees = float(norm_type), StagedTrees(placement, tx)
+        self._on_shards = OnShards.of(tx, placement)
         self.objective = Objective(model, loss_fn, forward_mode(placement, training))
         options = compiler_options(placement, mesh)
         self._compiled = jax.jit(self._whole, donate_argnums=0, compiler_options=options)
@@ -142,7 +144,7 @@ class TrainStep:
         def updated(grads: PyTree, params: PyTree, opt_state: PyTree):
             if self.max_grad_norm is not None:
                 grads = clip(grads, norm, self.max_grad_norm)
-            new = update(self.tx, grads, opt_state, params, result.loss, placement)
+            new = update(self.tx, grads, opt_state, params, result.loss, placement, self._on_shards)
             buffers = sync_buffers(result.state, placement, self.model.synchronized())
             old = (params, opt_state), state.variables.state
             kept, *counts = skip_nonfinite(state, (new, buffers), old, result.loss, norm, self.max_nonfinite)

@@ -10,8 +10,10 @@ import optax
 from axonml_jax._types import PyTree
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import is_layout
-from axonml_jax.training.elementwise import first_mixing, operations
-from axonml_jax.training.opt_state import gather_stored, opt_layouts, own_parts, shard_shape, whole_shape
+from axonml_jax.training.apply import apply
+from axonml_jax.training.on_shards import OnShards
+from axonml_jax.training.opt_state import gather_stored, opt_layouts, own_parts, whole_shape
+from axonml_jax.training.optimizer_name import written
 from axonml_jax.training.staged import StagedOptimizer
 
 
@@ -31,14 +33,6 @@ def whole_norm(grads: PyTree, p: float) -> jax.Array:
     return sum((jnp.sum(size**p) for size in sizes), jnp.zeros(())) ** (1 / p)
 
 
-def apply(
-    tx: optax.GradientTransformation, grads: PyTree, opt_state: Any, params: PyTree, loss: jax.Array
-) -> tuple[PyTree, Any]:
-    """One optimizer update; transformations that ask for the loss as `value` get it."""
-    updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, value=loss)
-    return optax.apply_updates(params, updates), opt_state
-
-
 def update(
     tx: optax.GradientTransformation,
     grads: PyTree,
@@ -46,28 +40,35 @@ def update(
     params: PyTree,
     loss: jax.Array,
     placement: Placement,
+    on_shards: OnShards | None,
 ) -> tuple[PyTree, Any]:
-    """One optimizer update of resting parameters, inside `shard_map`: on shards, or on gathered leaves.
+    """One optimizer update of resting parameters, inside `shard_map`: on shards (`OnShards.of`), or on gathered leaves.
 
-    Communicates: nothing on shards; one all-gather of gradients, parameters and the state that belongs to them otherwise.
+    Communicates: on shards, see `OnShards.update`; one all-gather of gradients, parameters and the state that belongs to them
+    otherwise.
     """
+    run = lambda grads, state, params: apply(tx, grads, state, params, loss)
     if placement.stages is not None:
         staged = StagedOptimizer.of(tx, placement)
-        run = staged.update if placement.plan.update == "shards" else staged.update_whole
         with jax.named_scope("axonml.update"):
-            return run(lambda g, s, p: apply(tx, g, s, p, loss), grads, opt_state, params)
+            if on_shards is None:
+                return staged.update_whole(run, grads, opt_state, params)
+            return staged.update(on_shards.program(loss), grads, opt_state, params, loss)
+    if on_shards is not None:
+        with jax.named_scope("axonml.update"):
+            return on_shards.update(grads, opt_state, params, loss)
     if placement.plan.update == "shards" or placement.plan.independent:
-        return apply(tx, grads, opt_state, params, loss)
+        return run(grads, opt_state, params)
     layouts = placement.params, opt_layouts(placement, tx)
     with jax.named_scope("axonml.update"):
         grads, params = (gather_stored(tree, placement.params, placement) for tree in (grads, params))
         opt_state = gather_stored(opt_state, layouts[1], placement)
-    params, opt_state = apply(tx, grads, opt_state, params, loss)
+    params, opt_state = run(grads, opt_state, params)
     return own_parts(params, layouts[0], placement), own_parts(opt_state, layouts[1], placement)
 
 
 def checked_optimizer(tx: Any, placement: Placement) -> optax.GradientTransformation:
-    """The optimizer as a transformation; refused if it is none, or if its update cannot run or would be wrong.
+    """The optimizer as a transformation; refused if it is none, or if its update cannot run.
 
     Args:
       tx: an optax transformation, or an `optax.MultiSteps` around one.
@@ -75,7 +76,7 @@ def checked_optimizer(tx: Any, placement: Placement) -> optax.GradientTransforma
 
     Raises:
       TypeError: when tx is no optax.GradientTransformation.
-      ValueError: when it needs more than gradients, parameters and the loss, or is wrong on shards; says why.
+      ValueError: when it needs more than gradients, parameters and the loss, or changes its own structure; says why.
     """
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
@@ -86,58 +87,22 @@ def checked_optimizer(tx: Any, placement: Placement) -> optax.GradientTransforma
         )
     shapes = jax.tree.map(whole_shape, placement.params, is_leaf=is_layout)
     loss = jax.ShapeDtypeStruct((), jnp.float32)
-    state = jax.eval_shape(tx.init, shapes)
     try:
+        state = jax.eval_shape(tx.init, shapes)
         new, after = jax.eval_shape(lambda g, s, p, v: apply(tx, g, s, p, v), shapes, state, shapes, loss)
-    except TypeError as error:
+    except Exception as error:  # whatever a transformation's own code raises
         raise ValueError(
-            f"the optimizer {_name(tx)} cannot be updated from gradients, parameters and the loss's value alone: {error}. "
-            "Transformations that evaluate the loss themselves (line searches) are not supported: choose another one"
+            f"the optimizer {written(tx)} cannot be updated from gradients, parameters and the loss's value alone: "
+            f"{type(error).__name__}: {error}. Transformations that evaluate the loss themselves (line searches) or want "
+            "parameters in a structure of their own (as optax.lookahead does) are not supported: choose another one"
         ) from error
     kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in ((shapes, state), (new, after))]
     if kinds[0] != kinds[1]:
         raise ValueError(
-            f"the optimizer {_name(tx)} changes the shape or dtype of parameters or of its own state in an update, so a "
+            f"the optimizer {written(tx)} changes the shape or dtype of parameters or of its own state in an update, so a "
             f"compiled step cannot repeat it: {_first_change(*kinds)}"
         )
-    if placement.plan.update == "shards" and not placement.plan.independent:
-        _check_shards(tx, placement)
     return tx
-
-
-def _check_shards(tx: optax.GradientTransformation, placement: Placement) -> None:
-    """Refuse an optimizer whose update of shards is not the update of the whole."""
-    layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
-    pipelined = placement.stages is not None
-    if not pipelined and not any(layout.axes for layout in layouts):
-        return
-    loss, states = jax.ShapeDtypeStruct((), jnp.float32), opt_layouts(placement, tx)
-    # Along a pipeline a rank has whole leaves, but not all of them: what mixes elements may mix leaves.
-    shards = lambda tree: jax.tree.map(
-        lambda each: bool(each.axes) or (pipelined and bool(each.shape)), tree, is_leaf=is_layout
-    )
-    sharded = [shards(tree) for tree in (placement.params, states)]
-    given = [
-        [jax.tree.map(shape, tree, is_leaf=is_layout) for tree in (placement.params, states, placement.params)]
-        for shape in (shard_shape, whole_shape)
-    ]
-    run = lambda g, s, p, v: apply(tx, g, s, p, v)
-    try:
-        culprit = first_mixing(run, [*given[0], loss], [sharded[0], sharded[1], sharded[0], False])
-    except (TypeError, ValueError) as error:
-        culprit = f"its update of shards fails: {error}"
-    if culprit is None and operations(run, *given[0], loss) != operations(run, *given[1], loss):
-        culprit = "its update looks at the shapes of parameters, and those of padded or sharded ones differ"
-    if culprit:
-        raise ValueError(
-            f"the optimizer {_name(tx)} does not treat every element alike ({culprit}), so on shards of parameters it would "
-            'be silently wrong: give the plan update="whole" to update gathered leaves (FSDP(update="whole")), use '
-            "max_grad_norm= in the place of optax's clipping, or choose an element-wise optimizer (adam, sgd, lion)"
-        )
-
-
-def _name(tx: optax.GradientTransformation) -> str:
-    return getattr(tx.update, "__qualname__", repr(tx)).split(".<locals>")[0]
 
 
 def _first_change(before: Any, after: Any) -> str:

@@ -1,0 +1,24 @@
+"""What a rank cannot do with its part of a parameter, and whose code asked for it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class Mixing(Exception):
+    """What a rank cannot do with its part of a parameter.
+
+    Attributes:
+      what: the operation.
+      frames: names of the functions that called it, innermost first.
+    """
+
+    def __init__(self, what: str, frames: Sequence[str] = ()):
+        super().__init__(what)
+        self.what, self.frames = what, tuple(frames)
+
+
+def frames_of(eqn: Any, outer: Sequence[str]) -> list[str]:
+    """Names of the functions around an equation: those around the outermost call first, as inner ones may be cached."""
+    traceback = eqn.source_info.traceback
+    own = [frame.function_name for frame in traceback.frames] if traceback is not None else []
+    return list(outer) + own

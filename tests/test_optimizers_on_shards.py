@@ -1,0 +1,193 @@
+"""Optimizers on the parts of parameters that devices hold: equal to one device, or refused by name; a wrong one never passes.
+
+All setups x all plans: benchmarks/optax_setups.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from fsdp_plans import mesh_of
+from optax_setups import CLIP, RATE, SETUPS, Net, on_one_device, under
+from plan_models import mean_loss
+
+import axonml_jax as ax
+from axonml_jax.model.functional import Variables
+from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.sharding.layout import specs
+from axonml_jax.sharding.stored import from_stored, map_layouts, padded
+from axonml_jax.testing.compare import assert_trees_close
+from axonml_jax.training.on_shards import OnShards
+from axonml_jax.training.opt_state import first_opt_state
+from axonml_jax.training.optimizer_name import written
+from axonml_jax.training.owners import owners
+
+SHARE = [
+    ("FSDP", "clipping in the chain, adamw", {"check_vma": True}),
+    ("FSDP", "adagrad", {}),  # with a scalar parameter
+    ("FSDP", "inject_hyperparams, sgd", {}),  # with a parameter called learning_rate
+    ("FSDP", "lamb", {}),
+    ("Pipeline", "clipping in multi_transform", {}),
+    ("Pipeline", "adafactor", {}),
+    ("Pipeline, fsdp inside", "MultiSteps of a clipping chain", {"check_vma": True}),
+    ("Pipeline, fsdp inside", "novograd", {}),
+]
+
+
+@pytest.mark.parametrize(("plan", "setup", "options"), SHARE, ids=lambda each: each if isinstance(each, str) else "")
+def test_an_optimizer_trains_as_on_one_device(plan, setup, options):
+    assert_trees_close(under(plan, SETUPS[setup], **options), on_one_device(SETUPS[setup]), "parameters")
+
+
+SHAPES = {"blocks": {0: (5, 7), 1: (5, 7)}, "bias": (7,), "learning_rate": (), "one": (1,)}
+
+
+def leaves(seed):
+    shapes, keys = (
+        jax.tree.flatten(SHAPES, is_leaf=lambda x: isinstance(x, tuple)),
+        jax.random.split(jax.random.key(seed), 5),
+    )
+    made = [jax.random.normal(key, shape, jnp.float64) for key, shape in zip(keys, shapes[0], strict=True)]
+    return shapes[1].unflatten(made)
+
+
+def on_shards(make, **options):
+    params, mesh = leaves(0), mesh_of(fsdp=3)
+    placement = bind_plan(ax.Plan(**options), Variables(params, {}, {}), mesh)
+    return params, mesh, placement, OnShards.of(make(), placement)
+
+
+def updates_twice(make, **options):
+    """Parameters and state after two updates of shards, and what optax makes of them on one device."""
+    params, mesh, placement, on = on_shards(make, **options)
+    tx, grads = make(), [leaves(1), leaves(2)]
+    tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+    given = padded(params, placement.params)
+    layouts, state = (placement.params, on.state), first_opt_state(tx, given, placement)
+    loss, wanted = jnp.ones((), jnp.float64), (params, tx.init(params))
+    where = tuple(specs(each) for each in layouts)
+
+    @jax.jit
+    def update(params, state, grads):
+        run = lambda params, state, grads: on.update(grads, state, params, loss)
+        each = (*where, where[0])
+        return jax.shard_map(run, mesh=mesh, in_specs=each, out_specs=where, check_vma=placement.plan.check_vma)(
+            params, state, grads
+        )
+
+    got = (given, state)
+    for each in grads:
+        got = update(*got, padded(each, placement.params))
+        updates, after = optax.with_extra_args_support(tx).update(each, wanted[1], wanted[0], value=loss)
+        wanted = optax.apply_updates(wanted[0], updates), after
+    return tuple(map_layouts(from_stored, *each) for each in zip(got, layouts, strict=True)), wanted
+
+
+@pytest.mark.parametrize(
+    "setup", ["adan", "rprop", "lars", "clipping, masked", "MultiSteps that skips", "apply_if_finite"]
+)
+def test_scalar_parameters_and_sums_over_all_elements_are_no_reason_to_refuse(setup):
+    assert_trees_close(*updates_twice(SETUPS[setup], check_vma=True), setup)
+
+
+def own(change):
+    """A transformation of a leaf and its parameter, by hand."""
+    run = lambda updates, state, params=None: (jax.tree.map(change, updates, params), state)
+    return lambda: optax.chain(optax.GradientTransformation(lambda params: optax.EmptyState(), run), optax.scale(-RATE))
+
+
+def crossed(updates, state, params=None):
+    """Two parameters of one shape take each other's updates."""
+    blocks = updates["blocks"]
+    return updates | {"blocks": {0: blocks[1], 1: blocks[0]}}, state
+
+
+RIGHT = {
+    "a mean over elements": lambda g, p: g - g.mean(),
+    "the number of elements": lambda g, p: g / g.size,
+    "a decision by shape": lambda g, p: g * 2 if p.shape and p.shape[0] > 5 else g,
+    "a largest element of what is nowhere zero": lambda g, p: g / jnp.max(jnp.abs(g) + 1),
+    "a product of all elements with their like": lambda g, p: g * jnp.vdot(p, p),
+    "one number spread out": lambda g, p: jnp.full_like(g, 0.1),
+    "totals of totals": lambda g, p: g * jnp.sum((g - g.mean()) ** 2),
+}
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_what_sums_over_all_elements_counts_each_once_and_padding_never(what):
+    assert_trees_close(*updates_twice(own(RIGHT[what])), what)
+
+
+WRONG = {
+    "positions": (
+        own(lambda g, p: g * (jnp.arange(g.size) % 2).reshape(g.shape)),
+        "array that is not a parameter's own",
+    ),
+    "order": (own(lambda g, p: jnp.sort(g.ravel()).reshape(g.shape)), r"\(sort\)"),
+    "sums along one dim": (own(lambda g, p: g - g.sum(0) if g.ndim > 1 else g), r"\(reduce_sum\)"),
+    "running sums": (own(lambda g, p: jnp.cumsum(g.ravel()).reshape(g.shape)), r"\(cumsum\)"),
+    "other parameters": (
+        lambda: optax.GradientTransformation(lambda params: optax.EmptyState(), crossed),
+        r"\(add of several parameters\)",
+    ),
+    "sums of products": (lambda: optax.contrib.muon(RATE), r"scale_by_muon \(of optax.contrib.muon\) in .*partition\("),
+    "noise": (
+        lambda: optax.noisy_sgd(RATE, key=jax.random.key(0)),
+        r"add_noise \(of optax.noisy_sgd\).*random numbers",
+    ),
+    "a member of a chain": (
+        lambda: optax.chain(CLIP, optax.adafactor(RATE, min_dim_size_to_factor=4)),
+        r"^scale_by_factored_rms \(of optax.adafactor\) in the optimizer chain\(clip_by_global_norm, chain\(",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_parts_cannot_do_is_refused_with_its_name_and_the_facades_remedy(what):
+    make, words = WRONG[what]
+    with pytest.raises(ValueError, match=words) as caught:
+        on_shards(make)
+    assert 'ax.FSDP(..., update="whole")' in str(caught.value)
+
+
+def test_a_step_of_its_own_refuses_too():
+    """A `TrainStep` that is built by hand is checked like a trainer's."""
+    with pytest.raises(ValueError, match=r"add_noise .* every element alike"):
+        ax.make_train_step(Net(), WRONG["noise"][0](), mean_loss, mesh_of(fsdp=3))
+
+
+def test_all_norms_of_a_round_travel_in_one_small_all_reduce():
+    def reductions(make):
+        *_, on = on_shards(make)
+        totals = [step for step in on.program(jnp.ones((), jnp.float64)).steps if step.total]
+        return len(totals), len({step.level for step in totals})
+
+    count = len(jax.tree.leaves(leaves(0)))
+    assert reductions(lambda: optax.adamw(RATE)) == (0, 0)
+    assert reductions(lambda: optax.chain(CLIP, optax.adamw(RATE))) == (count, 1)
+    assert reductions(lambda: optax.chain(CLIP, CLIP, optax.adamw(RATE))) == (2 * count, 2)
+
+
+OWNED = {"learning_rate": 0.0, "w": {"b": 0.0, "k": 1.0}}
+STATES = {
+    "hyperparameters": (({"learning_rate": 1.0},), [None]),
+    "moments": ({"mu": OWNED, "count": 1}, [None, 0, 1, 2]),
+    "a mask": ({"learning_rate": optax.MaskedNode(), "w": {"b": 1.0, "k": optax.MaskedNode()}}, [1]),
+    "a mask of a branch": ({"learning_rate": 1.0, "w": optax.MaskedNode()}, [0]),
+    "several leaves": (jax.tree.map(lambda x: (x, x), OWNED), [0, 0, 1, 1, 2, 2]),
+    "more than parameters": ({**OWNED, "more": 1.0}, [None] * 4),
+}
+
+
+@pytest.mark.parametrize("what", STATES)
+def test_state_belongs_to_parameters_by_structure(what):
+    state, wanted = STATES[what]
+    assert owners(state, OWNED) == wanted
+
+
+def test_an_optimizer_is_called_by_what_it_is_made_of():
+    assert (
+        written(SETUPS["apply_if_finite"]())
+        == "apply_if_finite(chain(clip_by_global_norm, chain(scale_by_adam, scale)))"
+    )
+    assert written(optax.masked(CLIP, True)) == "masked(clip_by_global_norm)"
