@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 from jax.extend.core import Jaxpr, Var
 
-from axonml_jax.model.atoms import among, entry_of, names_of
+from axonml_jax.model.atoms import entry_of, names_of
 from axonml_jax.parallel.tensor.auto.example import Example
 from axonml_jax.parallel.tensor.auto.flow import Flow, Path, plain_call
 from axonml_jax.parallel.tensor.auto.ports import Port
@@ -170,6 +170,7 @@ def _reads(jaxpr: Jaxpr, alias: dict[Var, int]) -> Iterator[int]:
         if (inner := plain_call(eqn)) is not None:
             inside = {v: i for v, i in zip(inner.invars, mine, strict=True) if i is not None}
             yield from _reads(inner, inside)
-            alias |= {v: inside[own] for v, own in zip(eqn.outvars, inner.outvars, strict=True) if among(own, inside)}
+            through = ((v, entry_of(own, inside, None)) for v, own in zip(eqn.outvars, inner.outvars, strict=True))
+            alias |= {v: i for v, i in through if i is not None}
         else:
             yield from (i for i in mine if i is not None)
