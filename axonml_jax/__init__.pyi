@@ -2,6 +2,7 @@
 
 from axonml_jax.checkpoint.manager import CheckpointManager as CheckpointManager
 from axonml_jax.checkpoint.manifest import DamagedCheckpoint as DamagedCheckpoint
+from axonml_jax.checkpoint.ownership import FolderInUse as FolderInUse
 from axonml_jax.checkpoint.store import restore as restore
 from axonml_jax.checkpoint.store import save as save
 from axonml_jax.collectives.buckets import GradientBucket as GradientBucket
