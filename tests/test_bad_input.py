@@ -77,7 +77,7 @@ OPTIONS = {
     "a bucket of text": (lambda: ddp(bucket_size_mb="25"), ["bucket_size_mb='25'", "positive number"]),
     "a bucket that is no number": (lambda: ddp(bucket_size_mb=float("nan")), ["bucket_size_mb=nan"]),
     "whole numbers on the wire": (lambda: ddp(comm_dtype="int32"), ["comm_dtype='int32'", "'bfloat16' or 'float16'"]),
-    "a misspelled wire dtype": (lambda: ddp(comm_dtype="bf16"), ["comm_dtype='bf16'", "'bfloat16'"]),
+    "a misspelled wire dtype": (lambda: ddp(comm_dtype="bfloat61"), ["comm_dtype='bfloat61'", "'bfloat16'"]),
     "a hook that is none": (lambda: ddp(comm_hook=1), ["comm_hook=1", "hook(flat_bucket, axes)"]),
     "a hook without a flat bucket": (
         lambda: ddp(comm_hook=ax.all_reduce_sum, gradient_as_bucket_view=True),
