@@ -10,6 +10,7 @@ cell differs or crashes. The table is docs/maintainers/foreign-models.md.
 """
 
 import argparse
+import collections
 import json
 import os
 import sys
@@ -18,6 +19,8 @@ import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+PYTHON = ".".join(map(str, sys.version_info[:2]))
 
 
 def start():
@@ -35,11 +38,12 @@ def start():
 
 
 def remembered(file):
-    """What earlier runs found: by (family, plan, variant)."""
-    if file is None or not file.exists():
-        return {}
-    lines = map(json.loads, file.read_text("utf-8").splitlines())
-    return {(line["family"], line["plan"], line["variant"]): line for line in lines}
+    """What earlier runs found, per Python: by (family, plan, variant)."""
+    known = collections.defaultdict(dict)
+    if file is not None and file.exists():
+        for line in map(json.loads, file.read_text("utf-8").splitlines()):
+            known[line["python"]][line["family"], line["plan"], line["variant"]] = line
+    return known
 
 
 def run_family(family, todo, file, deadline, cells):
@@ -51,7 +55,7 @@ def run_family(family, todo, file, deadline, cells):
             return
         result, why = cells.run(family, plan, variant, cache)
         line = {"family": family.name, "plan": plan, "variant": variant, "result": result, "why": why}
-        line |= {"seconds": round(time.time() - begun, 1), "python": ".".join(map(str, sys.version_info[:2]))}
+        line |= {"seconds": round(time.time() - begun, 1), "python": PYTHON}
         if file is not None:
             with file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")
@@ -74,14 +78,15 @@ def main():
     args = parser.parse_args()
     by_name = {family.name: family for family in FAMILIES}
     families = [by_name[name] for name in args.only or by_name]
-    known, deadline = remembered(args.done), time.time() + args.seconds
+    found, deadline = remembered(args.done), time.time() + args.seconds
+    known = found[PYTHON]
     settled = ("equal", "refused") if args.again else ("equal", "refused", "differs", "crash")
     for family in families:
         cells_of = [(plan, variant) for plan in args.plans for variant in args.variants]
         todo = [(p, v) for p, v in cells_of if known.get((family.name, p, v), {}).get("result") not in settled]
         for line in run_family(family, todo, args.done, deadline, cells):
             known[line["family"], line["plan"], line["variant"]] = line
-    text = table.markdown(FAMILIES, known)
+    text = table.markdown(FAMILIES, found)
     print(text)
     if args.out:
         args.out.write_text(text, "utf-8")

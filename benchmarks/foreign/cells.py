@@ -92,10 +92,9 @@ def run(family: Family, plan: str, variant: str, cache: dict) -> tuple[str, str]
         batches = plain.cast(batches, np.float64)
     try:
         got, said = trained(made, plan, variant, batches)
-    except (TypeError, ValueError) as error:
-        return ("refused" if ours(error) else "crash"), describe(error)
     except Exception as error:  # a crash is a cell of the table, and ends the script with status 1
-        return "crash", describe(error)
+        refused = isinstance(error, TypeError | ValueError) and ours(error)
+        return ("refused" if refused else "crash"), describe(error).replace(type(made.model).__name__, "MODEL")
     wanted = on_one_device(made, plan, variant, batches, cache)
     problems = in_bf16(got, wanted) if variant == "bf16" else to_the_digit(got, wanted, made.double)
     return ("differs", "; ".join(problems)[:600]) if problems else ("equal", said)

@@ -1,13 +1,13 @@
-"""The committed table: a row per family and plan, a column per variant, and every refusal in its words."""
+"""The committed table: a row per family, a column per plan, and every refusal in its words."""
 
+import collections
 from collections.abc import Sequence
 from typing import Any
-
-import jax
 
 from .cells import PLANS, VARIANTS
 from .family import Family
 
+RESULTS = {"equal": "equal", "refused": "refused", "differs": "different", "crash": "crashed"}
 HEAD = """# Other people's models
 
 Models from packages that others publish, unmodified, with tiny random configurations: each trained for three AdamW steps
@@ -29,28 +29,32 @@ python benchmarks/foreign_models.py --done done.jsonl --out docs/maintainers/for
 """
 
 
-def markdown(families: Sequence[Family], known: dict) -> str:
-    """The whole page, from what `known` holds by (family, plan, variant)."""
+def markdown(families: Sequence[Family], found: dict[str, dict]) -> str:
+    """The whole page, from what `found` holds per Python by (family, plan, variant): the newest Python's table."""
     names = {family.name for family in families}
-    known = {key: line for key, line in known.items() if key[0] in names}
-    count = lambda result: sum(line["result"] == result for line in known.values())
+    found = {python: {key: line for key, line in known.items() if key[0] in names} for python, known in found.items()}
+    newest, *older = sorted(found, key=lambda python: tuple(map(int, python.split("."))), reverse=True)
+    known = found[newest]
     total = len(families) * len(PLANS) * len(VARIANTS)
-    counted = ", ".join(f"{count(result)} {result}" for result in ("equal", "refused", "differs", "crash"))
     lines = [
         HEAD,
-        f"{len(families)} families, {total} cells, {len(known)} of them run: {counted} (jax {jax.__version__}).",
-        "",
+        f"{len(families)} families, {total} cells, {len(known)} of them run: {_counted(known)} (Python {newest}).",
     ]
+    lines += [f"On Python {python} a share of them: {_counted(found[python])}." for python in older] + [""]
     lines += ["| family | what it stands for | " + " | ".join(PLANS) + " |", "| --- " * (2 + len(PLANS)) + "|"]
     notes: dict[str, int] = {}
     for family in families:
-        found = lambda plan, family=family: {
-            v: known[key] for v in VARIANTS if (key := (family.name, plan, v)) in known
-        }
-        row = [_cell(found(plan), notes) for plan in PLANS]
+        cells = [{v: known[key] for v in VARIANTS if (key := (family.name, plan, v)) in known} for plan in PLANS]
+        row = [_cell(cell, notes) for cell in cells]
         lines.append(f"| {family.name} | {family.kind} ({family.package}) | " + " | ".join(row) + " |")
     lines += ["", "What refusals, differences and crashes say:", ""] if notes else []
     return "\n".join([*lines, *(f"{number}. {_one_line(why)}" for why, number in notes.items()), ""])
+
+
+def _counted(known: dict) -> str:
+    """How many cells had which result."""
+    counts = collections.Counter(line["result"] for line in known.values())
+    return ", ".join(f"{counts[result]} {what}" for result, what in RESULTS.items())
 
 
 def _cell(found: dict[str, dict[str, Any]], notes: dict[str, int]) -> str:
