@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from fsdp_plans import mesh_of
 from ledger_steps import abstract_mesh
 
@@ -242,7 +242,9 @@ def test_a_model_of_another_package_equals_itself_on_one_device():
 def test_what_cannot_be_split_over_is_refused():
     with pytest.raises(ValueError, match="no axis that splits layers"):
         ax.auto_parallelize(Heads(), abstract_mesh(data=2))
-    with pytest.raises(TypeError, match=r"an nnx\.Module, but a dict was given"):
+    with pytest.raises(TypeError, match=r"a Dense was given: a Linen module makes .* by rules, ax\.TensorParallel"):
+        ax.auto_parallelize(linen.Dense(4), abstract_mesh(tensor=2))
+    with pytest.raises(TypeError, match=r"an nnx\.Module, but a dict was given$"):
         ax.auto_parallelize({}, abstract_mesh(tensor=2))
     with pytest.raises(TypeError, match=r"give auto_parallelize\(model, mesh\)"):
         ax.auto_parallelize()

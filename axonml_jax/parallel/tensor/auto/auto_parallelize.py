@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from flax import nnx
+from flax import linen, nnx
 
 from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.parallel.tensor.auto import swap
@@ -60,9 +60,7 @@ def auto_parallelize(
     if len(args) == 2 or (len(args) == 1 and mesh is not None):
         model, mesh = args if len(args) == 2 else (args[0], mesh)
         if not isinstance(model, nnx.Module):
-            raise TypeError(
-                f"auto_parallelize swaps the layers of an nnx.Module, but a {type(model).__name__} was given"
-            )
+            raise TypeError(_not_nnx(model))
         given = example is not None or example_kwargs is not None
         call = Example.of(model, example, example_kwargs) if given else None
         report = _swap_all(model, mesh, call, rules_of(exclude))
@@ -75,6 +73,14 @@ def auto_parallelize(
         )
     mesh = args[0] if args else mesh
     return making(Ground.of(mesh), AutoReport(_splitting(mesh)), rules_of(exclude, paths=False))
+
+
+def _not_nnx(model: Any) -> str:
+    said = f"auto_parallelize swaps the layers of an nnx.Module, but a {type(model).__name__} was given"
+    if not isinstance(model, linen.Module):
+        return said
+    remedy = "split its parameters by rules, ax.TensorParallel(model, mesh, rules=..., params=...)"
+    return f"{said}: a Linen module makes its layers while it is called, so that there are none to swap; {remedy}"
 
 
 def _splitting(mesh: Any) -> dict[str, int]:
