@@ -91,15 +91,16 @@ class OnShards:
     def update(self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
         """The update of this rank's shards, inside `shard_map`. Communicates: see `ShardedProgram.run`."""
         layouts = (self.placement.params, self.state)
-        given = [
-            map_layouts(seen_shard, *each)
-            for each in ((grads, layouts[0]), (opt_state, layouts[1]), (params, layouts[0]))
-        ]
+        grads, params = (map_layouts(seen_shard, tree, layouts[0]) for tree in (grads, params))
+        opt_state = map_layouts(seen_shard, opt_state, layouts[1])
         program = self.program(loss)
         if self._plain:
-            results = apply(self.tx, *given, loss)
+            results = apply(self.tx, grads, opt_state, params, loss)
         else:
-            values, structure = jax.tree.leaves((*given, loss)), jax.tree.structure((params, opt_state))
+            values, structure = (
+                jax.tree.leaves((grads, opt_state, params, loss)),
+                jax.tree.structure((params, opt_state)),
+            )
             parts = {i: value for i, value in enumerate(values) if program.owners[0][i] is not None}
             whole = {i: value for i, value in enumerate(values) if i not in parts}
             mine, loose = program.run(whole, lambda work: work(parts), dict)

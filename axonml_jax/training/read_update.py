@@ -63,9 +63,15 @@ def read_update(
     reader = _Reader(layouts)
     inputs = [reader.new(var.aval, owner) for var, owner in zip(jaxpr.invars, owners[0], strict=True)]
     results = [reader.returned(*each) for each in zip(reader.read(jaxpr, inputs, ()), owners[1], strict=True)]
-    numbers = [tuple(value.number for value in values) for values in (inputs, results)]
-    steps, of = tuple(reader.steps), (tuple(owners[0]), tuple(owners[1]))
-    return ShardedProgram(steps, *numbers, of, reader.constants, tuple(layouts), pipe)
+    return ShardedProgram(
+        steps=tuple(reader.steps),
+        inputs=tuple(value.number for value in inputs),
+        outputs=tuple(value.number for value in results),
+        owners=(tuple(owners[0]), tuple(owners[1])),
+        constants=reader.constants,
+        layouts=tuple(layouts),
+        pipe=pipe,
+    )
 
 
 @dataclass
@@ -163,7 +169,7 @@ class _Reader:
             return given, owned[0].owner
         shapes = {var.aval.shape for var in eqn.outvars}
         if name in ELEMENTWISE:
-            return self._together(given, *shapes, name, frames)
+            return self._together(given, eqn.outvars[0].aval.shape, name, frames)
         if name in _STILL and shapes <= self._still(owned[0]):
             return given, owned[0].owner
         if name == "dot_general" and _contracts_all(eqn):

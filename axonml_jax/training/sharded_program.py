@@ -114,7 +114,7 @@ class ShardedProgram:
         values = []
         for step in totals:
             empty = jnp.asarray(neutral(step.total, step.dtype))
-            if step.owner not in present:
+            if step.owner is None or step.owner not in present:
                 values.append(empty)
                 continue
             (x,) = (own[number] for number in step.inputs)
