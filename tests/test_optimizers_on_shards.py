@@ -25,7 +25,6 @@ from axonml_jax.training.owners import owners
 SHARE = [
     ("FSDP", "clipping in the chain, adamw", {"check_vma": True}),
     ("FSDP", "adagrad", {}),  # with a scalar parameter
-    ("FSDP", "inject_hyperparams, sgd", {}),  # with a parameter called learning_rate
     ("FSDP", "lamb", {}),
     ("Pipeline", "clipping in multi_transform", {}),
     ("Pipeline", "adafactor", {}),
@@ -83,9 +82,18 @@ def updates_twice(make, **options):
     return tuple(map_layouts(from_stored, *each) for each in zip(got, layouts, strict=True)), wanted
 
 
-@pytest.mark.parametrize(
-    "setup", ["adan", "rprop", "lars", "clipping, masked", "MultiSteps that skips", "apply_if_finite"]
-)
+TAKEN = [
+    "adan",
+    "rprop",
+    "lars",
+    "clipping, masked",
+    "MultiSteps that skips",
+    "apply_if_finite",
+    "inject_hyperparams, sgd",  # and a parameter whose whole path is that of a hyperparameter
+]
+
+
+@pytest.mark.parametrize("setup", TAKEN)
 def test_scalar_parameters_and_sums_over_all_elements_are_no_reason_to_refuse(setup):
     assert_trees_close(*updates_twice(SETUPS[setup], check_vma=True), setup)
 
