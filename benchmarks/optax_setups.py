@@ -12,7 +12,6 @@ nor refused. On one core about ten minutes.
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -91,7 +90,9 @@ def page(plans, names, done):
     why = []
     for name in names:
         said = [said.removeprefix("refused: ") for text, said in done[name].values() if text.startswith("refused")]
-        why += [f"- **{name}**: {re.sub(r'([<>|])', r'', ' '.join(said[0].split()))}"] if said else []
+        why += (
+            [f"- **{name}**: {' '.join(said[0].split()).replace('<', '&lt;').replace('|', '&#124;')}"] if said else []
+        )
     body = "\n".join([*head, *rows, "", "What refusals say (the first of each row):", "", *why, ""])
     before, rest = PAGE.read_text().split(BEGIN)
     return before + BEGIN + "\n" + body + "\n" + END + rest.split(END)[1]
