@@ -24,7 +24,7 @@ off its initial value, so that zeros and ones hide nothing. AdamW's epsilon is 1
 
 ```bash
 pip install 'axonml-jax[foreign]'
-python benchmarks/foreign_models.py --done done.jsonl --out docs/maintainers/foreign-models.md  # in pieces, if one likes
+python benchmarks/foreign_models.py --done benchmarks/records/foreign_models.jsonl --out docs/maintainers/foreign-models.md
 ```
 """
 
