@@ -203,7 +203,7 @@ def test_the_mesh_is_named_for_what_it_lacks():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"sharding_strategy": "zero3"}, "sharding_strategy='zero3'"),
+        ({"sharding_strategy": "zero4"}, "sharding_strategy='zero4'"),
         ({"cpu_offload": "gpu"}, "offload='gpu'"),
         ({"prefetch": -1}, "prefetch=-1"),
         ({"prefetch": 1, "sharding_strategy": "shard_grad_op"}, "prefetch=1 acts with stage=3"),

@@ -22,7 +22,11 @@ PLANS = {
 }
 
 
-TYPED = ("ddp, recomputed", "full_shard, ahead", "pipeline")
+TYPED = ["ddp, recomputed"]
+if not jax.__version__.startswith(
+    "0.10"
+):  # whose typed mode refuses a constant in a unit's loop, or sent between stages
+    TYPED += ["full_shard, ahead", "pipeline"]
 
 
 @pytest.mark.parametrize(("plan", "typed"), [*((plan, False) for plan in PLANS), *((plan, True) for plan in TYPED)])

@@ -51,7 +51,7 @@ def test_ranks_are_those_of_the_devices_whatever_order_the_mesh_has_them_in():
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ({"axes": ("model",)}, "model"),
+        ({"axes": ("heads",)}, "heads"),
         ({"axes": ("data", "data")}, "distinct"),
         ({"axes": ()}, "distinct"),
         ({"axes": ("tensor",), "ranks": (0, 2)}, r"\(0, 1\)"),
