@@ -242,7 +242,7 @@ PLANS = {
     "pipe 1f1b data": row("blocks", {"data": 2, "pipe": 4}, pipe=pipe(), trainer=CLIP),
     "pipe 1f1b fsdp tick": row("tied", {"fsdp": 2, "pipe": 2}, pipe=pipe(gather="tick"), accumulate=2),
     "pipe interleaved": row("tied", {"data": 2, "pipe": 2}, pipe=pipe("interleaved", chunks=2)),
-    "pipe zero-bubble typed": row("tied", {"pipe": 4}, pipe=pipe("zero-bubble", 6), check_vma=True),
+    "pipe zero-bubble typed": row("tied", {"pipe": 4}, pipe=pipe("zero-bubble", 6), check_vma=True, rows=24),
     "pipe gpipe chunks": row("tied", {"fsdp": 2, "pipe": 2}, pipe=pipe("gpipe", chunks=2, gather="chunk")),
     "pipe tensor": row("gpt", {"data": 2, "pipe": 2, "tensor": 2}, pipe=pipe(), trainer=CLIP),
     "pipe bf16 remat offload": row(
