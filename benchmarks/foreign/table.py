@@ -19,8 +19,9 @@ ranks, tensor 2 x 2 data ranks, automatic (`auto_parallelize`) and by rules (`Te
 Equal means: losses, gradient norms, every parameter and buffer after three steps agree, per leaf, to `testing/tolerances.py`:
 float64 where the model computes in it throughout (1e-9), float32's tolerance (1e-5 of the leaf's largest value) where it casts
 to float32 itself (Llama, Qwen, Mamba-2, U-Net, transformer in transformer). In bf16 the one device casts alike, and losses,
-norms and parameters agree to 5e-2, and all updates together point the same way (cosine at least 0.95). Every parameter starts
-off its initial value, so that zeros and ones hide nothing. AdamW's epsilon is 1e-3.
+norms and parameters agree to 5e-2, and all updates together point the same way (cosine at least 0.95); XLA rounds to bf16
+wherever a program says so (`--xla_allow_excess_precision=false`), since by default it leaves out roundings, other ones in each
+program. Every parameter starts off its initial value, so that zeros and ones hide nothing. AdamW's epsilon is 1e-3.
 
 ```bash
 pip install 'axonml-jax[foreign]'
