@@ -12,6 +12,9 @@ from axonml_jax.mesh.axes import AxisNames, as_axes
 
 T = TypeVar("T")
 
+CASTS: frozenset[str] = frozenset({"pvary", "pcast", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"})
+"""Primitives that change a varying type: they name axes but move nothing."""
+
 
 def varying_axes(x) -> frozenset[str]:
     """The manual mesh axes a value is typed as varying over (none with `check_vma=False` or outside `shard_map`).

@@ -1,4 +1,4 @@
-"""Which JAX primitives communicate, and how to read one: the only file that knows their names and parameters.
+"""Which JAX primitives communicate, and how to read one: the only file that knows their parameters.
 
 The names differ with the `check_vma` mode (`psum` off, `psum_invariant` on) and with the JAX version; tests trace each.
 """
@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from axonml_jax.collectives.varying import CASTS
 
 _KINDS: dict[str, tuple[str, str]] = {
     "psum": ("all_reduce", "sum"),
@@ -28,9 +30,6 @@ _KINDS: dict[str, tuple[str, str]] = {
     "pbroadcast": ("broadcast", ""),
     "pbroadcast_dynamic": ("broadcast", ""),
 }
-
-CASTS: frozenset[str] = frozenset({"pvary", "pcast", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"})
-"""Changes of varying type: they name axes but move nothing."""
 
 _SILENT = CASTS | {"axis_index"}
 

@@ -8,9 +8,10 @@ import jax
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from axonml_jax.collectives.varying import CASTS
 from axonml_jax.ledger.entry import Branch, Collective, Loop
 from axonml_jax.ledger.label import SCALARS, label_of
-from axonml_jax.ledger.primitives import CASTS, Call, read
+from axonml_jax.ledger.primitives import Call, read
 
 
 def collectives_in(

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
+from jax.extend.core import Jaxpr
 
 from axonml_jax._types import PyTree
 
@@ -25,6 +26,21 @@ def trace(fun: Callable[..., PyTree], *args: PyTree) -> Traced:
 def called_jaxpr(eqn) -> Any | None:
     """The program that an equation merely calls (`jit`), whose body may stand in its place; None for all others."""
     return eqn.params["jaxpr"] if eqn.primitive.name in ("jit", "pjit") else None
+
+
+CALLS = frozenset(
+    ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"]
+)
+"""Primitives that call their body once, on the same operands."""
+
+
+def plain_call(eqn) -> Jaxpr | None:
+    """The body of an equation that calls it once on the same operands; None for all others."""
+    if eqn.primitive.name not in CALLS:
+        return None
+    inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
+    inner = getattr(inner, "jaxpr", inner)  # a closed one
+    return inner if isinstance(inner, Jaxpr) and len(inner.invars) == len(eqn.invars) else None
 
 
 def acts(eqn) -> bool:

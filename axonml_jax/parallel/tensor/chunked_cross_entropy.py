@@ -5,19 +5,19 @@ then tokens x chunk instead of tokens x vocabulary; the price is one more produc
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from axonml_jax.collectives.pairs import copy_to
+from axonml_jax.collectives.pairs import copy_to, split_to
 from axonml_jax.collectives.primitives import axis_index, gather_whole, max_over, scatter_sum, sum_over
 from axonml_jax.collectives.varying import vary_like
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.parallel.tensor.axes import bound, vary_alike
 from axonml_jax.parallel.tensor.region import SEQUENCE_DIM
-from axonml_jax.parallel.tensor.whole_reads import own_part_of
+from axonml_jax.parallel.tensor.split_loss import Form, split_loss
 
 
 def chunked_cross_entropy(
@@ -35,8 +35,8 @@ def chunked_cross_entropy(
 
     Args:
       x: [..., s, h] (s sequence, h hidden size), the same on every rank; with `sequence_parallel` [..., s/n, h].
-      table: [h, v/n] or [v/n, h] (v vocabulary), this rank's words; all of them where the axis is not bound. The parameter of
-        a layer that `auto_parallelize` swapped is given as it is read, `layer.kernel[...]`.
+      table: [h, v/n] or [v/n, h] (v vocabulary), this rank's words; all of them where the axis is not bound, and what is
+        made of the parameter of a layer that `auto_parallelize` swapped.
       targets: integers [..., s], below v, the same on every rank.
       axis: the mesh axis of n ranks that splits the vocabulary.
       chunk: words whose logits are there at once; the last chunk may be shorter.
@@ -48,18 +48,38 @@ def chunked_cross_entropy(
       [..., s], the same on every rank, in at least float32; logits are computed in it from x and table as they are.
 
     Raises:
-      ValueError: when shapes do not fit, or chunk is below 1.
+      ValueError: when shapes do not fit, chunk is below 1, or the table is whole on every rank although the axis is bound and
+        no layer was swapped. In a `shard_map` of your own with `check_vma=False` nothing can tell.
 
     Communicates: as `vocab_parallel_cross_entropy` and the layer that makes its logits.
     """
-    table, axes = own_part_of(table), bound(axis)
+    axes = bound(axis)
     _check(x, table, targets, chunk, words_dim)
     targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
-    if axes and not sequence_parallel:
-        x = copy_to(x, axes)
-    layout = _Chunks(axes, min(chunk, table.shape[words_dim]), words_dim, bool(axes) and sequence_parallel)
-    losses = _losses(layout, *vary_alike((x, table)), targets)
+    form = _form(axes, chunk, words_dim % 2, bool(axes) and sequence_parallel, targets.ndim)
+    losses = split_loss(form, table, x, targets)
     return losses if ignore_label is None else jnp.where(targets == ignore_label, 0, losses)
+
+
+@cache
+def _form(axes: tuple[str, ...], chunk: int, words_dim: int, sequence: bool, ndim: int) -> Form:
+    def part(table: jax.Array, x: jax.Array, targets: jax.Array) -> jax.Array:
+        if axes and not sequence:
+            x = copy_to(x, axes)
+        layout = _Chunks(axes, min(chunk, table.shape[words_dim]), words_dim, sequence)
+        return _losses(layout, *vary_alike((x, table)), targets)
+
+    return Form(
+        name="chunked_cross_entropy",
+        options=(chunk, words_dim, sequence),
+        subject="table",
+        remedy="give the parameter of a layer that is split, or axis=()",
+        axes=axes,
+        part=part,
+        whole=lambda table, x, targets: part(split_to(table, axes, words_dim), x, targets),
+        dims=(2, ndim + 1, ndim),
+        places=tuple((words_dim, axis) for axis in axes),
+    )
 
 
 def _check(x: jax.Array, table: jax.Array, targets: jax.Array, chunk: int, words_dim: int) -> None:

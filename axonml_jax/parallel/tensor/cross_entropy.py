@@ -1,6 +1,6 @@
 """`vocab_parallel_cross_entropy`: per-token losses of logits whose vocabulary is split, without ever joining them."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from axonml_jax.collectives.primitives import axis_index, axis_size, max_over, sum_over
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.parallel.tensor.axes import bound
+from axonml_jax.parallel.tensor.split_loss import Form, split_loss
 
 
 def vocab_parallel_cross_entropy(
@@ -32,7 +33,9 @@ def vocab_parallel_cross_entropy(
       [...], the same on every rank, in at least float32.
 
     Raises:
-      ValueError: when shapes do not fit, or label_smoothing is outside [0, 1).
+      ValueError: when shapes do not fit, label_smoothing is outside [0, 1), or the logits are whole on every rank although
+        the axis is bound. In a model whose layers `auto_parallelize` swapped they may be whole. In a `shard_map` of your own
+        with `check_vma=False` nothing can tell.
 
     Communicates: forward a maximum and a sum of two (with smoothing three) numbers per token; nothing backward. What is
     kept for the backward is the logits shard as given and one number per token.
@@ -46,8 +49,24 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"label_smoothing={label_smoothing} is outside [0, 1)")
     # Compare in a type that holds the vocabulary: targets may be uint8.
     targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
-    losses = _cross_entropy(logits_shard, targets, bound(axis), float(label_smoothing))
+    form = _form(bound(axis), float(label_smoothing), targets.ndim)
+    losses = split_loss(form, logits_shard, targets)
     return losses if ignore_label is None else jnp.where(targets == ignore_label, 0, losses)
+
+
+@cache
+def _form(axes: tuple[str, ...], smoothing: float, ndim: int) -> Form:
+    return Form(
+        name="vocab_parallel_cross_entropy",
+        options=(smoothing,),
+        subject="logits",
+        remedy="let the layer that makes them leave its output split (gather_output=False), or take an ordinary cross entropy "
+        "of whole logits, such as this one with axis=()",
+        axes=axes,
+        part=lambda logits, targets: _cross_entropy(logits, targets, axes, smoothing),
+        whole=lambda logits, targets: _cross_entropy(logits, targets, (), smoothing),
+        dims=(ndim + 1, ndim),
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

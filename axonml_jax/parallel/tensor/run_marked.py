@@ -17,14 +17,16 @@ from axonml_jax.collectives.varying import varying_axes
 from axonml_jax.model.atoms import is_constant, value_of, values_of
 from axonml_jax.model.trace import called_jaxpr, run_equation, scan_parts, scope_of
 from axonml_jax.parallel.tensor.marks import CLOSED, GATHERED, OPENED, OWN, Part, Shard
+from axonml_jax.parallel.tensor.split_loss import Form, WholeLosses
 
 
-def run_marked(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+def run_marked(jaxpr: Any, values: Sequence[Any], losses: WholeLosses) -> list[Any]:
     """Run a program; where a layer takes its part of what was gathered, it gets the shard.
 
     Args:
       jaxpr: a closed jaxpr.
       values: its inputs; a `Shard` in the place of each parameter that the program gathers first.
+      losses: those that take a whole operand.
 
     Raises:
       ValueError: when a result is only a rank's part.
@@ -32,7 +34,7 @@ def run_marked(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     Communicates: an all-gather of every shard that something else reads, and an all-reduce of the gradient of every value
     that enters between paired layers.
     """
-    results = _Level(jaxpr, values).results()
+    results = _Level(jaxpr, values, losses).results()
     if any(isinstance(value, Part) for value in results):
         raise ValueError(
             "auto_parallelize paired layers by example=, so that the output of one stays split until the other takes it; in "
@@ -44,7 +46,8 @@ def run_marked(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
 class _Level:
     """A program in one trace."""
 
-    def __init__(self, jaxpr: Any, values: Sequence[Any]):
+    def __init__(self, jaxpr: Any, values: Sequence[Any], losses: WholeLosses):
+        self.losses = losses
         self.jaxpr, self.env = jaxpr, dict(zip(jaxpr.constvars, getattr(jaxpr, "consts", ()), strict=True))
         self.env |= zip(jaxpr.invars, values, strict=True)
         self.entered: dict[Any, Any] = {}  # a value enters once, and its gradient is summed once
@@ -63,7 +66,7 @@ class _Level:
             return [given[0].value if isinstance(given[0], Part) else given[0]]
         if name == OWN and isinstance(given[0], Shard):
             return [given[0].value]
-        results = _opened(eqn, given)
+        results = _opened(eqn, given, self.losses)
         if results is not None:
             return results
         axis = next((value.axis for value in given if isinstance(value, Part)), None)
@@ -85,28 +88,40 @@ class _Level:
         return self.entered[var]
 
 
-def _opened(eqn: Any, given: list[Any]) -> list[Any] | None:
+def _loss(form: Form, eqn: Any, given: list[Any]) -> Any:
+    """A loss of whole operands; of a table that nobody has read yet the shard is the part."""
+    own, *others = given
+    with scope_of(eqn):
+        if isinstance(own, Shard) and own.places == form.places:
+            return form.part(own.value, *map(_read, others))
+        return form.whole(*map(_read, given))
+
+
+def _opened(eqn: Any, given: list[Any], losses: WholeLosses) -> list[Any] | None:
     """The results of an equation whose body is run with shards and parts as they are; None: it is run as it is."""
     shards = any(isinstance(value, Shard) for value in given)
     parts = any(isinstance(value, Part) for value in given)
-    if (inner := called_jaxpr(eqn)) is not None and (shards or parts or _has_marks(inner)):
+    if not parts and (form := losses.taken(eqn)) is not None:
+        return [_loss(form, eqn, given)]
+    marked = lambda jaxpr: shards or _has_marks(jaxpr) or losses.within(getattr(jaxpr, "jaxpr", jaxpr))
+    if (inner := called_jaxpr(eqn)) is not None and (parts or marked(inner)):
         with scope_of(eqn):
-            return _Level(inner, given).results()
-    if eqn.primitive.name in ("checkpoint", "remat", "remat2") and (shards or parts or _has_marks(eqn.params["jaxpr"])):
+            return _Level(inner, given, losses).results()
+    if eqn.primitive.name in ("checkpoint", "remat", "remat2") and (parts or marked(eqn.params["jaxpr"])):
         with scope_of(eqn):
-            return _checkpointed(eqn, given)
-    if scan_parts(eqn) is not None and not parts and (shards or _has_marks(eqn.params["jaxpr"])):
+            return _checkpointed(eqn, given, losses)
+    if scan_parts(eqn) is not None and not parts and marked(eqn.params["jaxpr"]):
         with scope_of(eqn):
-            return _scanned(eqn, given)
+            return _scanned(eqn, given, losses)
     return None
 
 
-def _checkpointed(eqn: Any, given: list[Any]) -> list[Any]:
+def _checkpointed(eqn: Any, given: list[Any], losses: WholeLosses) -> list[Any]:
     results: list[Any] = []
 
     def body(*values: Any) -> list[Any]:
         again = [_on(old, value) for old, value in zip(given, values, strict=True)]
-        results[:] = _Level(eqn.params["jaxpr"], again).results()
+        results[:] = _Level(eqn.params["jaxpr"], again, losses).results()
         return [value.value if isinstance(value, Part) else _read(value) for value in results]
 
     options = {key: eqn.params[key] for key in ("prevent_cse", "policy")}
@@ -114,7 +129,7 @@ def _checkpointed(eqn: Any, given: list[Any]) -> list[Any]:
     return [Part(value, old.axis) if isinstance(old, Part) else value for old, value in zip(results, made, strict=True)]
 
 
-def _scanned(eqn: Any, given: list[Any]) -> list[Any]:
+def _scanned(eqn: Any, given: list[Any], losses: WholeLosses) -> list[Any]:
     parts = scan_parts(eqn)
     assert parts is not None
     first = parts.num_consts + parts.num_carry
@@ -124,7 +139,7 @@ def _scanned(eqn: Any, given: list[Any]) -> list[Any]:
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         own = [_on(old, _value(old)) for old in consts]  # what this body gathers belongs to its own trace
         own += [*carry, *(_on(old, value) for old, value in zip(stacks, slices, strict=True))]
-        results = run_marked(eqn.params["jaxpr"], own)
+        results = run_marked(eqn.params["jaxpr"], own, losses)
         return results[: parts.num_carry], results[parts.num_carry :]
 
     options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}

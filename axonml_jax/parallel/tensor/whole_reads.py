@@ -5,8 +5,7 @@ attribute, a shape, `nnx.state`. Then it is run with the shards in their place: 
 parameter is the shard that it was gathered from, and only what others read is gathered (`run_marked.py`).
 """
 
-from collections.abc import Callable
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,9 +20,7 @@ from axonml_jax.parallel.tensor.axes import bound, degree
 from axonml_jax.parallel.tensor.marks import Places, Shard, closed, gathered, opened, part_of
 from axonml_jax.parallel.tensor.run_marked import run_marked
 from axonml_jax.parallel.tensor.specs import SPEC, WHOLE, tensor_specs
-
-_wholes: ContextVar[tuple[tuple[Any, Places], ...]] = ContextVar("wholes", default=())
-"""The gathered parameters of the model that is being traced."""
+from axonml_jax.parallel.tensor.split_loss import WholeLosses, recorded, whole_allowed
 
 
 def own_part(parameter: nnx.Variable) -> jax.Array:
@@ -33,11 +30,6 @@ def own_part(parameter: nnx.Variable) -> jax.Array:
         return value
     places = _places(written[SPEC])
     return part_of(value, places) if places else value
-
-
-def own_part_of(array: jax.Array) -> jax.Array:
-    """The rank's part of a swapped layer's parameter, for a function of shards to which `loss_fn` hands what it has read."""
-    return next((part_of(array, places) for whole, places in _wholes.get() if whole is array), array)
 
 
 def left_split(layer: nnx.Module, y: jax.Array, axis: str) -> jax.Array:
@@ -66,29 +58,53 @@ def reading_whole(fun: Callable, model: Functional, variables: Variables, *args:
     Communicates: an all-gather of every such parameter that something besides its own layer reads, nothing backward; of
     3-D layers' a reduce-scatter of its gradient over depth.
     """
-    split = _split(model) if bound(LAYER_AXES) else {}
-    if not split:
-        return fun(variables, *args)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path((variables.params, variables.frozen, variables.state, args))
-    places = [split.get(path_name(path[1:]), ()) if path[0].idx < 2 else () for path, _ in leaves]
+    places, swapped = _split(model) if bound(LAYER_AXES) else ({}, set())
+    if not swapped:
+        return _checked(fun, places, variables, *args)
+    leaves, treedef, found = _with_places(places, variables, args)
+    own = [at if path_name(path[1:]) in swapped else () for (path, _), at in zip(leaves, found, strict=True)]
     seen: dict[str, Any] = {}
 
     def arrays_of(*leaves: Any) -> list[jax.Array]:
-        given = [gathered(leaf, at) if at else leaf for leaf, at in zip(leaves, places, strict=True)]
+        given = [gathered(leaf, at) if at else leaf for leaf, at in zip(leaves, own, strict=True)]
         params, frozen, state, args = treedef.unflatten(given)
-        token = _wholes.set(tuple((leaf, at) for leaf, at in zip(given, places, strict=True) if at))
-        try:
+        with whole_allowed():
             out, seen["treedef"] = jax.tree.flatten(fun(Variables(params, frozen, state), *args))
-        finally:
-            _wholes.reset(token)
         seen["fixed"] = [None if isinstance(leaf, jax.Array) else leaf for leaf in out]
         return [leaf for leaf in out if isinstance(leaf, jax.Array)]
 
     values = [leaf for _, leaf in leaves]
     jaxpr = trace(arrays_of, *values).jaxpr
-    shards = [Shard(leaf, at) if at else leaf for leaf, at in zip(values, places, strict=True)]
-    arrays = iter(run_marked(jaxpr, shards))
+    losses = WholeLosses(jaxpr.jaxpr, [frozenset(axis for _, axis in at) for at in found])
+    shards = [Shard(leaf, at) if at else leaf for leaf, at in zip(values, own, strict=True)]
+    arrays = iter(run_marked(jaxpr, shards, losses))
+    losses.refuse()
     return seen["treedef"].unflatten([next(arrays) if leaf is None else leaf for leaf in seen["fixed"]])
+
+
+def _checked(fun: Callable, places: Mapping[str, Places], variables: Variables, *args: Any) -> Any:
+    """`fun(variables, *args)`; a loss of parts that is given the whole is refused."""
+    with recorded() as seen:
+        out = fun(variables, *args)
+    if seen:
+        leaves, treedef, found = _with_places(places, variables, args)
+
+        def arrays_of(*leaves: Any) -> list[jax.Array]:
+            params, frozen, state, args = treedef.unflatten(leaves)
+            made = fun(Variables(params, frozen, state), *args)
+            return [leaf for leaf in jax.tree.leaves(made) if isinstance(leaf, jax.Array)]
+
+        jaxpr = trace(arrays_of, *(leaf for _, leaf in leaves)).jaxpr
+        WholeLosses(jaxpr.jaxpr, [frozenset(axis for _, axis in at) for at in found]).refuse()
+    return out
+
+
+def _with_places(places: Mapping[str, Places], variables: Variables, args: tuple) -> tuple[list, Any, list[Places]]:
+    """All leaves with their paths, their structure, and where each is split."""
+    tree = (variables.params, variables.frozen, variables.state, args)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    found = [places.get(path_name(path[1:]), ()) if path[0].idx < 2 else () for path, _ in leaves]
+    return leaves, treedef, found
 
 
 def _places(spec: PartitionSpec) -> Places:
@@ -97,15 +113,15 @@ def _places(spec: PartitionSpec) -> Places:
     return tuple((dim, axis) for dim, axis in split if degree(axis) > 1)
 
 
-def _split(model: Functional) -> dict[str, Places]:
-    """The parameters, by name, that look whole and are split here."""
+def _split(model: Functional) -> tuple[dict[str, Places], set[str]]:
+    """The parameters that are split here, by name, and which of them look whole."""
     if (module := model.abstract_module) is None:
-        return {}
-    marked = {
+        return {}, set()
+    specs = named_leaves(tensor_specs(module, {axis: degree(axis) for axis in bound(LAYER_AXES)}))
+    places = {name: at for name, spec in specs.items() if (at := _places(spec))}
+    marked = (
         "/".join(map(str, path))
         for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param))
         if WHOLE in leaf.get_metadata()
-    }
-    specs = named_leaves(tensor_specs(module, {axis: degree(axis) for axis in bound(LAYER_AXES)})) if marked else {}
-    found = {name: _places(specs[name]) for name in marked}
-    return {name: places for name, places in found.items() if places}
+    )
+    return places, places.keys() & set(marked)

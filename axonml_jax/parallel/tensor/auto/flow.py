@@ -9,15 +9,12 @@ from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, Var
 
 from axonml_jax.model.atoms import entry_of, is_constant
+from axonml_jax.model.trace import plain_call
 from axonml_jax.parallel.tensor.auto.carry import Mark, Split, Uniform, blocks_wanted, carried
 from axonml_jax.parallel.tensor.auto.ports import Port
 from axonml_jax.parallel.tensor.auto.probe import PREFIX
 
 Path = tuple
-CALLS = frozenset(
-    ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"]
-)
-"""Primitives that call their body once, on the same operands."""
 
 
 class Flow:
@@ -137,15 +134,6 @@ class Flow:
 
     def _break(self, paths: Iterable[Path], why: str) -> None:
         self.broken = dict.fromkeys(paths, why) | self.broken  # the first reason stays
-
-
-def plain_call(eqn: Any) -> Jaxpr | None:
-    """The body of an equation that calls it once on the same operands."""
-    if eqn.primitive.name not in CALLS:
-        return None
-    inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
-    inner = getattr(inner, "jaxpr", inner)  # a closed one
-    return inner if isinstance(inner, Jaxpr) and len(inner.invars) == len(eqn.invars) else None
 
 
 def doing(eqn: Any) -> tuple:

@@ -8,8 +8,9 @@ from flax import nnx
 from jax.extend.core import Jaxpr, Var
 
 from axonml_jax.model.atoms import entry_of, names_of
+from axonml_jax.model.trace import plain_call
 from axonml_jax.parallel.tensor.auto.example import Example
-from axonml_jax.parallel.tensor.auto.flow import Flow, Path, plain_call
+from axonml_jax.parallel.tensor.auto.flow import Flow, Path
 from axonml_jax.parallel.tensor.auto.ports import Port
 from axonml_jax.parallel.tensor.auto.probe import PREFIX, Part, modes_of, traced
 

@@ -1,0 +1,199 @@
+"""Losses of split logits tell parts from wholes: in models with swapped layers both are right, elsewhere wholes are refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from fsdp_plans import mesh_of
+from jax.sharding import PartitionSpec as P
+
+import axonml_jax as ax
+from axonml_jax.parallel.tensor.differing import differing
+
+F64 = {"param_dtype": jnp.float64}
+IDS = np.arange(8).reshape(2, 4) % 12
+BOTH = pytest.mark.parametrize("check_vma", [False, True])
+BOTH_RANKS = pytest.mark.parametrize(("check_vma", "ranks"), [(False, 2), (True, 4)])
+
+
+class Words(nnx.Module):
+    """A table, a norm and a head."""
+
+    def __init__(self, head=nnx.Linear, embed=nnx.Embed, **options):
+        rngs = nnx.Rngs(0)
+        self.embed, self.norm = embed(12, 8, rngs=rngs, **F64), nnx.LayerNorm(8, rngs=rngs, **F64)
+        self.head = head(8, 12, rngs=rngs, use_bias=False, **options, **F64)
+
+    def hidden(self, ids):
+        return jnp.tanh(self.norm(self.embed(ids)))
+
+    def __call__(self, ids):
+        return self.head(self.hidden(ids))
+
+
+def following(ids):
+    return (ids * 5 + 1) % 12
+
+
+def of_logits(read):
+    return lambda model, ids: ax.vocab_parallel_cross_entropy(read(model, ids), following(ids)).mean()
+
+
+def of_table(read, words_dim, chunk=2, **options):
+    def loss(model, ids):
+        table = read(model)
+        x = model.hidden(ids).astype(table.dtype)
+        losses = ax.chunked_cross_entropy(x, table, following(ids), words_dim=words_dim, chunk=chunk, **options)
+        return losses.mean()
+
+    return loss
+
+
+@nnx.remat
+def rerun(model, ids):
+    return of_table(lambda model: model.head.kernel[...], 1)(model, ids)
+
+
+def rows(model, ids):
+    step = lambda _, row: (None, of_logits(lambda model, ids: model(ids))(model, row))
+    return jax.lax.scan(step, None, ids)[1].mean()
+
+
+LOSSES = {
+    "the head's logits": of_logits(lambda model, ids: model(ids)),
+    "the tied head's": of_logits(lambda model, ids: model.embed.attend(model.hidden(ids))),
+    "a product of the table": of_logits(lambda model, ids: model.hidden(ids) @ model.embed.embedding[...].T),
+    "cast and scaled": of_logits(lambda model, ids: model(ids).astype(jnp.float32) / 3),
+    "smoothed, with ignored labels": lambda model, ids: ax.vocab_parallel_cross_entropy(
+        model(ids), following(ids), label_smoothing=0.1, ignore_label=6
+    ).mean(),
+    "in a jit": lambda model, ids: jax.jit(lambda x: ax.vocab_parallel_cross_entropy(x, following(ids)))(
+        model(ids)
+    ).sum(),
+    "row by row": rows,
+    "a head's kernel": of_table(lambda model: model.head.kernel[...], 1),
+    "a head's kernel, cast": of_table(lambda model: model.head.kernel[...].astype(jnp.float32), 1, 5),
+    "a head's kernel, transposed": of_table(lambda model: model.head.kernel[...].T, 0),
+    "a head's kernel, rematerialised": rerun,
+    "a table": of_table(lambda model: model.embed.embedding[...], 0, ignore_label=6),
+    "a table, transposed and cast": of_table(lambda model: model.embed.embedding[...].T.astype(jnp.float32), 1),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@BOTH_RANKS
+def test_a_loss_of_a_swapped_model_is_that_of_one_device(name, check_vma, ranks):
+    model, mesh = Words(), mesh_of(data=1, tensor=ranks)
+    wanted, own = nnx.jit(nnx.value_and_grad(LOSSES[name]))(model, IDS)
+    assert {"embed", "head"} <= ax.auto_parallelize(model, mesh).swapped.keys()
+    loss, grads = ax.parallelize(model, mesh, ax.Plan(check_vma=check_vma)).value_and_grad(LOSSES[name])(IDS)
+    loose = "cast" in name
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6 if loose else 1e-9)
+    same = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6 if loose else 1e-9)
+    jax.tree.map(same, grads, nnx.to_pure_dict(own))
+
+
+def test_a_table_that_nobody_else_reads_is_not_gathered():
+    model, mesh = Words(), mesh_of(data=1, tensor=2)
+    ax.auto_parallelize(model, mesh, exclude="embed")
+    trainer = ax.parallelize(model, mesh).trainer(optax.sgd(0.1), LOSSES["a head's kernel"])
+    assert "all_gather" not in str(trainer.trace(IDS).jaxpr)
+
+
+GATHERING = {
+    "a column": lambda: Words(ax.ColumnParallelLinear, ax.VocabParallelEmbedding, gather_output=True),
+    "a plain head": lambda: Words(embed=ax.VocabParallelEmbedding),
+}
+
+
+@pytest.mark.parametrize("name", GATHERING)
+@pytest.mark.parametrize("loss", ["the head's logits", "cast and scaled", "in a jit", "row by row"])
+@BOTH_RANKS
+def test_whole_logits_of_layers_written_by_hand_are_refused(name, loss, check_vma, ranks):
+    spread = ax.parallelize(GATHERING[name](), mesh_of(data=1, tensor=ranks), ax.Plan(check_vma=check_vma))
+    with pytest.raises(
+        ValueError, match=r"own part of the logits, but this float\d\d\[.*12\] is the same.*gather_output"
+    ):
+        spread.value_and_grad(LOSSES[loss])(IDS)
+
+
+@BOTH
+def test_a_whole_table_of_a_plain_head_is_refused(check_vma):
+    spread = ax.parallelize(GATHERING["a plain head"](), mesh_of(data=1, tensor=2), ax.Plan(check_vma=check_vma))
+    for name in ("a head's kernel", "a head's kernel, transposed", "a head's kernel, cast"):
+        with pytest.raises(ValueError, match="own part of the table"):
+            spread.value_and_grad(LOSSES[name])(IDS)
+
+
+SPLIT = [name for name in LOSSES if "product" not in name]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@BOTH
+def test_parts_of_layers_written_by_hand_are_taken_as_before(name, check_vma):
+    model = Words(ax.ColumnParallelLinear, ax.VocabParallelEmbedding)
+    wanted = nnx.jit(LOSSES[name])(model, IDS)
+    spread = ax.parallelize(model, mesh_of(data=1, tensor=2), ax.Plan(check_vma=check_vma))
+    np.testing.assert_allclose(spread.value_and_grad(LOSSES[name])(IDS)[0], wanted, rtol=1e-6)
+
+
+@BOTH
+def test_whole_logits_under_vmap_or_in_a_branch_of_a_swapped_model_are_refused(check_vma):
+    one = lambda logits, ids: ax.vocab_parallel_cross_entropy(logits, following(ids))
+    mapped = lambda model, ids: jax.vmap(one, in_axes=1)(model(ids), ids).mean()
+    branch = lambda model, ids: jax.lax.cond(ids[0, 0] > 0, one, lambda x, y: one(2 * x, y), model(ids), ids).mean()
+    model, mesh = Words(), mesh_of(data=1, tensor=2)
+    ax.auto_parallelize(model, mesh)
+    for loss in (mapped, branch):
+        with pytest.raises(ValueError, match="own part of the logits"):
+            ax.parallelize(model, mesh, ax.Plan(check_vma=check_vma)).value_and_grad(loss)(IDS)
+
+
+def test_in_typed_mode_whole_logits_are_refused_in_a_shard_map_of_ones_own():
+    fn = lambda logits: ax.vocab_parallel_cross_entropy(logits, jnp.zeros(2, int))
+    mapped = lambda spec: jax.shard_map(fn, mesh=mesh_of(tensor=2), in_specs=spec, out_specs=P())
+    assert mapped(P(None, "tensor"))(jnp.zeros((2, 8))).shape == (2,)
+    with pytest.raises(ValueError, match="is the same on every rank of"):
+        mapped(P())(jnp.zeros((2, 8)))
+
+
+PROGRAMS = {
+    "a sum": (lambda own, whole: jax.lax.psum(own, "tensor"), False),
+    "a maximum": (lambda own, whole: jax.lax.pmax(own, "tensor"), False),
+    "a gather": (lambda own, whole: jax.lax.all_gather(own, "tensor"), False),
+    "a scattered sum": (lambda own, whole: jax.lax.psum_scatter(whole, "tensor", tiled=True), True),
+    "a part": (lambda own, whole: own * whole, True),
+    "a whole": (lambda own, whole: jnp.sin(whole), False),
+    "an index": (lambda own, whole: whole + jax.lax.axis_index("tensor"), True),
+    "a barrier": (lambda own, whole: jax.lax.optimization_barrier((own, whole))[1], False),
+    "a scan": (lambda own, whole: jax.lax.scan(lambda c, _: ((c[1], c[2], own), 0), (whole,) * 3, None, 5)[0][0], True),
+    "a scan's whole": (lambda own, whole: jax.lax.scan(lambda c, x: (c * x, own), whole, whole)[0], False),
+    "a while's end": (
+        lambda own, whole: jax.lax.while_loop(lambda x: x.sum() < own.sum(), lambda x: x + 1, whole),
+        True,
+    ),
+    "a while": (lambda own, whole: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, whole), False),
+    "a branch": (lambda own, whole: jax.lax.cond(whole[0] > 0, lambda: own, lambda: whole), True),
+    "a choice": (lambda own, whole: jax.lax.cond(own[0] > 0, lambda: whole, lambda: 2 * whole), True),
+    "remat": (lambda own, whole: jax.checkpoint(lambda x: jax.lax.psum(x * own, "tensor"))(whole), False),
+    "a rule": (lambda own, whole: jax.nn.relu(jax.nn.logsumexp(whole) + own), True),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_differs_from_rank_to_rank_is_told_from_what_is_whole(name):
+    program, differs = PROGRAMS[name]
+    seen = []
+
+    def local(own, whole):
+        jaxpr = jax.make_jaxpr(program)(own, whole).jaxpr
+        seen.append(differing(jaxpr, [frozenset(["tensor"]), frozenset()], lambda *_: None))
+        return own
+
+    mapped = jax.shard_map(
+        local, mesh=mesh_of(tensor=2), in_specs=(P("tensor"), P()), out_specs=P("tensor"), check_vma=False
+    )
+    jax.eval_shape(mapped, jnp.ones(4), jnp.ones(4) if "scattered" in name else jnp.ones(2))
+    assert seen == [[frozenset(["tensor"] if differs else [])]]
