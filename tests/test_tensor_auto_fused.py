@@ -64,6 +64,20 @@ class Block(nnx.Module):
         return x + self.down(nnx.silu(gate) * up)
 
 
+class Normed(nnx.Module):
+    """Attention that normalizes every head of its queries and keys with parameters that all heads share."""
+
+    def __init__(self, norm):
+        rngs = nnx.Rngs(0)
+        self.query, self.key, self.out = (nnx.Linear(8, 8, rngs=rngs, **F64) for _ in range(3))
+        self.of_query, self.of_key = norm(2, rngs=rngs, **F64), norm(2, rngs=rngs, **F64)
+
+    def __call__(self, x):
+        heads = lambda y: y.reshape(*x.shape[:2], -1, 2)
+        query, key = self.of_query(heads(self.query(x))), self.of_key(heads(self.key(x)))
+        return x + self.out((query * jnp.sin(key)).reshape(*x.shape[:2], -1))
+
+
 def mean_square(model, batch):
     return jnp.mean(jnp.square(model(batch)))
 
@@ -110,6 +124,23 @@ def test_a_fused_layer_trains_as_on_one_device_and_rests_as_it_was(cut, degrees,
     assert_equals_single_device(
         model, mean_square, X, mesh=mesh, tx=optax.adamw(1e-2), steps=3, plan=ax.Plan(check_vma=check_vma)
     )
+
+
+@pytest.mark.parametrize("norm", [nnx.RMSNorm, nnx.LayerNorm])
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_heads_that_are_normalized_stay_split(norm, check_vma):
+    model, mesh = Normed(norm), mesh_of(data=1, tensor=2)
+    report = ax.auto_parallelize(model, mesh, example=X)
+    assert report.swapped["out"] == "RowParallelLinear"
+    options = {"plan": ax.Plan(check_vma=check_vma), "tx": optax.adamw(1e-2), "steps": 3}
+    assert_equals_single_device(model, mean_square, X, mesh=mesh, **options)
+
+
+def test_a_fused_layer_of_general_heads_says_which_dim_does_not_divide():
+    model = nnx.Sequential(nnx.LinearGeneral(8, (3, 4, 2), rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    report = ax.auto_parallelize(model, abstract_mesh(tensor=2))
+    why = "3 in the first output dim, the only one that is split, do not divide over 2 ranks"
+    assert report.left["layers/0"] == why
 
 
 @pytest.mark.parametrize(("blocks", "ranks"), [(2, 2), (3, 2), (2, 4), (5, 2)])

@@ -113,6 +113,8 @@ def _transpose(eqn: Any, marks: Sequence[Mark], ranks: int) -> Mark:
 def _reshape(eqn: Any, marks: Sequence[Mark], ranks: int) -> Mark:
     """A split dim stays what it is where it begins a dim of the new shape that divides too; blocks may become a dim before."""
     old, new, mark = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, marks[0]
+    if isinstance(mark, Uniform) and len(mark.dims) == len(old):
+        return Uniform(frozenset(range(len(new))))
     if not isinstance(mark, Split):
         return None
     before = math.prod(old[: mark.dim])

@@ -112,7 +112,7 @@ def linear_general(layer: nnx.LinearGeneral, ground: Ground) -> Change:
     """By the first output dim."""
     if layer.batch_axis:
         raise Left("it has batch axes")
-    _divide({"the first output dim": (layer.out_features[0], ground.ranks)})
+    _divide({"in the first output dim, the only one that is split,": (layer.out_features[0], ground.ranks)})
     return heads(layer, ground.axis, gather_output=True)
 
 
