@@ -103,7 +103,8 @@ def run(family: Family, plan: str, variant: str, cache: dict) -> tuple[str, str]
 def trained(made: Made, plan: str, variant: str, batches: list) -> tuple[dict, str]:
     """What the model became under the plan, and what the plan says of itself."""
     model, said = parallel(made, plan, variant)
-    trainer = model.trainer(plain.adamw(), made.loss_fn, accumulate=2 if variant == "accumulate" else None)
+    tx = plain.adamw(jnp.bfloat16 if variant == "bf16" else None)
+    trainer = model.trainer(tx, made.loss_fn, accumulate=2 if variant == "accumulate" else None)
     metrics = [trainer.step(batch) for batch in batches]
     numbers = {"losses": [float(m["loss"]) for m in metrics], "norms": [float(m["grad_norm"]) for m in metrics]}
     return {**numbers, "after": model.state_dict()}, said

@@ -21,7 +21,8 @@ float64 where the model computes in it throughout (1e-9), float32's tolerance (1
 to float32 itself (Llama, Qwen, Mamba-2, U-Net, transformer in transformer). In bf16 the one device casts alike, and losses,
 norms and parameters agree to 5e-2, and all updates together point the same way (cosine at least 0.95); XLA rounds to bf16
 wherever a program says so (`--xla_allow_excess_precision=false`), since by default it leaves out roundings, other ones in each
-program. Every parameter starts off its initial value, so that zeros and ones hide nothing. AdamW's epsilon is 1e-3.
+program. Every parameter starts off its initial value, so that zeros and ones hide nothing. AdamW's epsilon is 1e-3,
+and 1e-2 in bf16, where every shard rounds its gradients.
 
 ```bash
 pip install 'axonml-jax[foreign]'
