@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from fsdp_plans import mesh_of
-from optax_setups import CLIP, RATE, SETUPS, Net, on_one_device, under
+from optax_setups import CLIP, RATE, SETUPS, Net, batches, on_one_device, under
 from plan_models import mean_loss
 
 import axonml_jax as ax
@@ -30,12 +30,31 @@ SHARE = [
     ("Pipeline", "adafactor", {}),
     ("Pipeline, fsdp inside", "MultiSteps of a clipping chain", {"check_vma": True}),
     ("Pipeline, fsdp inside", "novograd", {}),
+    ("Pipeline", "adamw, decay masked", {}),
+    ("Pipeline, fsdp inside", "multi_transform", {"check_vma": True}),
 ]
 
 
 @pytest.mark.parametrize(("plan", "setup", "options"), SHARE, ids=lambda each: each if isinstance(each, str) else "")
 def test_an_optimizer_trains_as_on_one_device(plan, setup, options):
     assert_trees_close(under(plan, SETUPS[setup], **options), on_one_device(SETUPS[setup]), "parameters")
+
+
+# How many square roots a pipeline's update has on its two ranks, of five parameters each: of those that are alike, one.
+ALIKE = {
+    "inject_hyperparams": 2,
+    "adamw, decay masked": 8,  # kernels and biases take turns
+    "warmup and cosine": 3,  # and one of the norm that clips
+    "clip_by_block_rms, adam": 20,  # each has a norm of its own
+}
+
+
+@pytest.mark.parametrize("setup", ALIKE)
+def test_parameters_that_lie_together_and_are_updated_alike_are_updated_as_one(setup):
+    own = {"clip_by_block_rms, adam": lambda: optax.chain(optax.clip_by_block_rms(0.01), optax.adam(RATE))}
+    trainer = ax.Pipeline(Net(), mesh_of(pipe=2), num_microbatches=2).trainer((SETUPS | own)[setup](), mean_loss)
+    of_the_metrics = 1
+    assert str(trainer.trace(batches()[0]).jaxpr).count(" sqrt ") == ALIKE[setup] + of_the_metrics
 
 
 SHAPES = {"blocks": {0: (5, 7), 1: (5, 7)}, "bias": (7,), "learning_rate": (), "one": (1,)}

@@ -7,7 +7,7 @@ pipeline, may meet anything there.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from axonml_jax.model.trace import acts, run_equation, trace
 from axonml_jax.sharding.layout import Layout
 from axonml_jax.training.mixing import Mixing, frames_of
 from axonml_jax.training.sharded_program import ShardedProgram, Step, neutral
-from axonml_jax.training.value import Value
+from axonml_jax.training.value import Value, kind_of
 
 _CALLS = frozenset(
     (
@@ -136,7 +136,7 @@ class _Reader:
             spread = name == "broadcast_in_dim"
             uniform = (name in ELEMENTWISE or spread) and all(value.is_number for value in given)
             run = (lambda values: values) if uniform and spread else (lambda values: run_equation(eqn, values))
-            return self._emit(run, given, avals, None, uniform=uniform)
+            return self._emit(run, given, avals, None, uniform=uniform, kind=kind_of(eqn, given) if uniform else None)
         if not self._whole(owner) and name in _STILL:
             return [given[0]._replace(aval=avals[0])]
         if not self._whole(owner) and name == "dot_general":  # of all dims: a sum of products
@@ -146,7 +146,7 @@ class _Reader:
             return [self._total(jnp.sum, given[0], "sum", avals[0].dtype)]
         if name in _TOTALS and given[0].aval.shape and not self._whole(owner):
             return [self._total(lambda x: run_equation(eqn, [x])[0], given[0], _TOTALS[name], avals[0].dtype)]
-        return self._emit(lambda values: run_equation(eqn, values), given, avals, owner)
+        return self._emit(lambda values: run_equation(eqn, values), given, avals, owner, kind=kind_of(eqn, given))
 
     def _chosen(self, index: Value, cases: list[Value], frames: Sequence[str]) -> Value:
         """A result of a conditional: all branches run, as totals in them need all ranks."""
@@ -256,14 +256,15 @@ class _Reader:
         *,
         uniform: bool = False,
         raw: bool = False,
+        kind: Hashable = None,
     ) -> list[Value]:
         """A step; `raw`: it takes single numbers in the place of uniform arrays, as uniform results do anyway."""
         level = max((value.level for value in given), default=0)
         made = [self.new(aval, owner, uniform=uniform, level=level) for aval in avals]
         if not (uniform or raw) and any(value.uniform for value in given):
-            run = _spreading(run, given, split=owner is not None and not self._whole(owner))
+            run = _spreading(run, given, split=owner is not None and (kind is not None or not self._whole(owner)))
         inputs, outputs = tuple(value.number for value in given), tuple(value.number for value in made)
-        self.steps.append(Step(run, inputs, outputs, owner, level))
+        self.steps.append(Step(run, inputs, outputs, owner, level, kind=kind))
         return made
 
 

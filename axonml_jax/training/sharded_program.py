@@ -6,7 +6,7 @@ the ranks that hold parts of it, all totals of a round at once.
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ class Step:
       level: how many rounds of totals come before it.
       total: how the ranks' values are joined ("sum", "max", "min"); None: they are not.
       dtype: of a total.
+      kind: what it does to each element, whatever the shape; None: it may do anything.
     """
 
     run: Callable[[Sequence[Any]], Sequence[Any]]
@@ -47,6 +48,7 @@ class Step:
     level: int
     total: str | None = None
     dtype: Any = None
+    kind: Hashable = None
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,16 @@ class ShardedProgram:
         """Whether anything is joined over ranks."""
         return any(step.total for step in self.steps)
 
-    def run(self, whole: Held, on_rank: OnRank, finish: Callable[[dict[int, Any]], Any]) -> tuple[Any, dict[int, Any]]:
+    def run(
+        self, whole: Held, on_rank: OnRank, finish: Callable[[dict[int, Any]], Any], on_runs: OnRank | None = None
+    ) -> tuple[Any, dict[int, Any]]:
         """Run it inside `shard_map`.
 
         Args:
           whole: the arguments that are the same on all ranks, by position.
           on_rank: what runs a function of the arguments that this rank holds parts of.
           finish: makes of a rank's results, by position, something of the same type on all ranks.
+          on_runs: the same for the results, where one parameter may stand for several (`runs.py`); None: `on_rank`.
 
         Returns:
           What `finish` made, and the results that are the same on all ranks, by position.
@@ -96,7 +101,7 @@ class ShardedProgram:
                 parts = on_rank(functools.partial(self._parts, group, env))
                 joined = _JOIN[group[0].total or ""](parts, self._axes(group[0]))
                 env |= {step.outputs[0]: joined[k] for k, step in enumerate(group)}
-        mine = on_rank(lambda held: finish(self._results(env, held)))
+        mine = (on_runs or on_rank)(lambda held: finish(self._results(env, held)))
         loose = [i for i, owner in enumerate(self.owners[1]) if owner is None]
         return mine, {i: env[self.outputs[i]] for i in loose}
 

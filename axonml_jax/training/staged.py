@@ -26,6 +26,7 @@ from axonml_jax.sharding.layout import Layout, is_layout
 from axonml_jax.sharding.place import copies
 from axonml_jax.training.on_shards import seen_shard, stored_shard
 from axonml_jax.training.opt_state import opt_owners
+from axonml_jax.training.runs import Runs, Tree
 from axonml_jax.training.sharded_program import Held, OnRank, ShardedProgram
 
 _STAGES, _WHOLE = "stages", "whole"
@@ -102,7 +103,7 @@ class StagedOptimizer:
 
     def first(self, program: ShardedProgram, params: Any) -> PyTree:
         """The first state at rest, of resting parameters, inside `shard_map`; `program` makes it (`OnShards.first`)."""
-        mine, loose = program.run({}, self._on_rank((self.staging.params, params, 0, None)), self._state_at(0))
+        mine, loose = program.run({}, self._on_rank(params), self._pack_state)
         return {_STAGES: self.store.named(mine), _WHOLE: {self.names[i]: loose[i] for i in self._loose}}
 
     def first_whole(self, params: Any) -> PyTree:
@@ -116,21 +117,31 @@ class StagedOptimizer:
         self, program: ShardedProgram, grads: Any, resting: PyTree, params: Any, loss: jax.Array
     ) -> tuple[Any, PyTree]:
         """The update (`OnShards.program`) of the leaves that each rank holds, inside `shard_map`."""
-        store, count, size = self.staging.params, len(self.staging.params.layouts), len(self.layouts)
-        whole = {count + i: resting[_WHOLE][self.names[i]] for i in self._loose} | {2 * count + size: loss}
-        on_rank = self._on_rank(
-            (store, grads, 0, None),
-            (self.store, resting[_STAGES], count, self.owned),
-            (store, params, count + size, None),
-        )
+        store, count = self.staging.params, len(self.staging.params.layouts)
+        whole = {count + i: resting[_WHOLE][self.names[i]] for i in self._loose}
+        whole[2 * count + len(self.layouts)] = loss
+        buffers = store.grouped(grads), self.store.grouped(resting[_STAGES]), store.grouped(params)
+        runs, alone = self._runs(program), self._runs(None)
+
+        def on(runs: Runs) -> OnRank:
+            return lambda work: self._of_rank(lambda rank: work(runs.held(buffers, rank)))
 
         def finish(made: dict[int, Any]) -> tuple[Buffers, Buffers]:
-            new = {i: stored_shard(made[i], store.layouts[i]) for i in range(count) if i in made}
-            return _typed(store.pack(new)), self._state_at(count)(made)
+            # All at once, so that XLA does not compute a moment again in the loops that pad and store it.
+            made = dict(zip(made, jax.lax.optimization_barrier(list(made.values())), strict=True))
+            return _typed(runs.pack(2, made)), _typed(runs.pack(1, made))
 
-        (new, state), made = program.run(whole, on_rank, finish)
+        (new, state), made = program.run(whole, on(alone), finish, on(runs))
         loose = {self.names[i]: made[count + i] for i in self._loose}
         return store.named(new), {_STAGES: self.store.named(state), _WHOLE: loose}
+
+    def _runs(self, program: ShardedProgram | None) -> Runs:
+        """How the update (gradients, state, parameters, loss) -> (parameters, state) goes through a rank's leaves."""
+        store, count, size = self.staging.params, len(self.staging.params.layouts), len(self.layouts)
+        owners = [owner for owner in self.owners if owner is not None]
+        state = Tree(self.store, owners, [count + i for i in self.owned], [count + i for i in self.owned])
+        params = Tree(store, range(count), range(count + size, 2 * count + size), range(count))
+        return Runs(program, (Tree(store, range(count), range(count)), state, params))
 
     def update_whole(self, apply: Any, grads: Any, resting: PyTree, params: Any) -> tuple[Any, PyTree]:
         """The same on whole leaves, which every rank gathers for it. Communicates: one all-gather per buffer."""
@@ -167,30 +178,20 @@ class StagedOptimizer:
     def _of_rank(self, run: Any) -> Any:
         return on_own_rank(axis_index(AXIS), self.staging.num_ranks, run)
 
-    def _on_rank(self, *held: tuple[StageStore, Any, int, Sequence[int] | None]) -> OnRank:
-        """What runs a function of a rank's own leaves.
-
-        Args:
-          held: of every tree its store, what rests of it, the position of its first leaf among a program's arguments, and the
-            leaves that are in the store, if not all are.
-        """
+    def _on_rank(self, params: Any) -> OnRank:
+        """What runs a function of a rank's own parameters."""
+        store = self.staging.params
 
         def own(work: Callable[[Held], Any], rank: int) -> Any:
-            values = {}
-            for store, named, start, which in held:
-                for k, leaf in store.unpack(store.grouped(named), rank).items():
-                    values[start + (k if which is None else which[k])] = seen_shard(leaf, store.layouts[k])
-            return work(values)
+            leaves = store.unpack(store.grouped(params), rank)
+            return work({i: seen_shard(leaf, store.layouts[i]) for i, leaf in leaves.items()})
 
         return lambda work: self._of_rank(lambda rank: own(work, rank))
 
-    def _state_at(self, start: int) -> Callable[[dict[int, Any]], Buffers]:
-        """Packs a rank's state, of results of which the state begins at `start`."""
-        at = {k: start + i for k, i in enumerate(self.owned)}
-        layouts = self.store.layouts
-        return lambda made: _typed(
-            self.store.pack({k: stored_shard(made[i], layouts[k]) for k, i in at.items() if i in made})
-        )
+    def _pack_state(self, made: dict[int, Any]) -> Buffers:
+        """A rank's state, by position in the tree."""
+        at, layouts = enumerate(self.owned), self.store.layouts
+        return _typed(self.store.pack({k: stored_shard(made[i], layouts[k]) for k, i in at if i in made}))
 
     def _own_parts(self, leaves: Sequence[Any]) -> list[jax.Array]:
         return [self.placement.own_part(jnp.asarray(leaves[i]), self.layouts[i]) for i in self.owned]

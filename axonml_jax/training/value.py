@@ -1,6 +1,9 @@
 """A value of an update's program, as it is read: whose elements it holds, if it is not the same on all ranks."""
 
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
+
+from axonml_jax.model.elementwise import ELEMENTWISE
 
 
 class Value(NamedTuple):
@@ -24,3 +27,16 @@ class Value(NamedTuple):
     def is_number(self) -> bool:
         """Whether it may meet any part of a parameter: one number for all elements, the same on all ranks."""
         return self.owner is None and (not self.aval.shape or self.uniform)
+
+
+def kind_of(eqn: Any, given: Sequence[Value]) -> Hashable:
+    """What an equation does to each element, whatever the shape; None: it may do anything else."""
+    shape = eqn.outvars[0].aval.shape
+    spread = eqn.primitive.name == "broadcast_in_dim" and given[0].is_number
+    if not spread and eqn.primitive.name not in ELEMENTWISE:
+        return None
+    if any(not value.is_number and (value.owner is None or value.aval.shape != shape) for value in given):
+        return None
+    options = () if spread else tuple(sorted((name, str(value)) for name, value in eqn.params.items()))
+    met = tuple(value.owner is None and (value.uniform, not value.aval.shape) for value in given)
+    return eqn.primitive.name, options, met, *(str(var.aval.dtype) for var in eqn.outvars)
