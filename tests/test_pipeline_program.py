@@ -21,6 +21,9 @@ from axonml_jax.parallel.pipeline.rooms import make_schedule
 from axonml_jax.parallel.pipeline.rows import make_timetable
 from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers, Stored
 from axonml_jax.parallel.pipeline.stages import Stage, StageOutput
+from axonml_jax.parallel.pipeline.traced_forward import TracedForward
+from axonml_jax.parallel.pipeline.traced_stage import Inputs, TracedStage, trace_stage
+from axonml_jax.parallel.units.remat import transform_of
 
 pytestmark = pytest.mark.usefixtures("compiled_for_users")
 
@@ -136,6 +139,26 @@ def equations(jaxpr) -> int:
 
 def is_jaxpr(value) -> bool:
     return hasattr(getattr(value, "jaxpr", value), "eqns")
+
+
+def test_a_forward_is_traced_once_and_what_it_keeps_of_32_bits_is_not_rounded_to_what_it_is(monkeypatch):
+    traced, forward = [], TracedStage.forward
+    monkeypatch.setattr(TracedStage, "forward", lambda *args: traced.append(args[0]) or forward(*args))
+    step, arguments = step_of(Shape(), abstract_mesh(1))
+    program = str(step.trace(*arguments).jaxpr)
+    assert len(traced) == RANKS
+    assert "reduce_precision" not in program and "scatter" not in program
+
+
+def test_what_is_kept_of_16_bits_is_rounded():
+    rows, weights = jnp.ones((2, 4), "bfloat16"), [jnp.ones((4, 4), "bfloat16")] * 2
+    two = Stage(lambda weights, x, batch, key, state: StageOutput(jnp.sin(jnp.sin(batch @ weights[0]) @ weights[1])))
+    inputs = Inputs(weights, [rows], [], [])
+    unflatten = lambda leaves: (leaves.weights, None, leaves.given[0], None, None)
+    traced = trace_stage(two, inputs, unflatten, [True, True], [])
+    made = TracedForward.of(traced, inputs, transform_of(None, apart=True))
+    program = str(jax.make_jaxpr(lambda rows: made.apply(inputs._replace(given=[rows])))(rows))
+    assert program.count(" reduce_precision") == len(made.residuals) > 0
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1)])

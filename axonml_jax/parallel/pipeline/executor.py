@@ -21,7 +21,6 @@ from axonml_jax.parallel.pipeline.stages import Stage
 from axonml_jax.parallel.pipeline.table import Table, Work, make_table
 from axonml_jax.parallel.pipeline.tick import Part, backward, forward
 from axonml_jax.parallel.pipeline.timetable import Timetable
-from axonml_jax.parallel.units.body import Transform
 from axonml_jax.parallel.units.remat import Remat, transform_of
 
 
@@ -108,7 +107,7 @@ def run_pipeline(
     held = Held(layout, states_layout, vary(weights, axis), vary(states, axis), given, given_tree, axis)
     transform = None if timetable.backward is None else transform_of(remat, apart=True)
     line = trace_line(stages, held, transform)
-    return _Run(timetable, line, held, transform, seed, grad_dtype, keep_read).all_ticks()
+    return _Run(timetable, line, held, seed, grad_dtype, keep_read).all_ticks()
 
 
 class _Run:
@@ -119,12 +118,11 @@ class _Run:
         timetable: Timetable,
         line: Line,
         held: Held,
-        transform: Transform | None,
         seed: Any,
         grad_dtype: Any,
         keep_read: bool,
     ):
-        self.timetable, self.line, self.held, self.transform = timetable, line, held, transform
+        self.timetable, self.line, self.held = timetable, line, held
         self.seed = 1 / timetable.num_microbatches if seed is None else seed
         self.grad_dtype = grad_dtype or (lambda dtype: dtype)
         self.no_gradients = {} if timetable.backward is None else self._no_gradients()
@@ -177,9 +175,7 @@ class _Run:
         kept = reading.turned(carry.kept, table)
         read = reading.forward(kept)
         residuals, slot = lend(carry.residuals, table.forward.slot)
-        made = forward(
-            line, held, carry.activations, residuals, slot, carry.states, table.forward, self.transform, read
-        )
+        made = forward(line, held, carry.activations, residuals, slot, carry.states, table.forward, read)
         residuals = take_back(carry.residuals, made.residuals, table.forward.slot)
         is_output = table.forward.stage == timetable.num_stages - 1
         row = jnp.where(is_output, table.forward.microbatch, timetable.num_microbatches)

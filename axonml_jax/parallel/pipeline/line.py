@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from axonml_jax.collectives.varying import vary, varying_axes
-from axonml_jax.model.replay import Saved
-from axonml_jax.model.trace import trace
 from axonml_jax.parallel.pipeline.packing import Buffers, Packing, Sizes, largest
 from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers
 from axonml_jax.parallel.pipeline.stages import Stage
+from axonml_jax.parallel.pipeline.traced_forward import TracedForward
 from axonml_jax.parallel.pipeline.traced_stage import Inputs, TracedStage, trace_stage
 from axonml_jax.parallel.units.body import Transform
 
@@ -30,7 +29,7 @@ class Member:
       x: how the activations it receives are packed; empty on the first stage.
       y: how those that it sends are packed.
       residuals: how what it keeps for its backward is packed; None when nothing is differentiated.
-      saved: the same, of its trace: its residuals are replaced by unpacked ones.
+      forward: makes that, and the results; None likewise.
     """
 
     stage: Stage
@@ -41,7 +40,7 @@ class Member:
     x: Packing
     y: Packing
     residuals: Packing | None = None
-    saved: Saved | None = None
+    forward: TracedForward | None = None
 
     @property
     def dx(self) -> Packing:
@@ -160,14 +159,8 @@ def _member(number: int, stage: Stage, held: Held, before: Member | None, transf
     member = Member(stage, traced, weights, state, Packing.of(read, held.axis), x, y)
     if transform is None:
         return member
-    kept: list[Saved] = []
-
-    def residuals(*leaves: Any) -> list[jax.Array]:
-        kept.append(traced.forward(Inputs(*leaves), transform)[1])
-        return kept[-1].residuals
-
-    avals = [var.aval for var in trace(residuals, *inputs).jaxpr.jaxpr.outvars]
-    return replace(member, residuals=Packing.of(avals, held.axis), saved=replace(kept[-1], residuals=[]))
+    forward = TracedForward.of(traced, inputs, transform)
+    return replace(member, residuals=Packing.of(forward.residuals, held.axis), forward=forward)
 
 
 def _arguments(number: int, held: Held, before: Member | None) -> Callable[[Inputs], tuple]:

@@ -128,27 +128,34 @@ class Packing:
             values = jax.lax.optimization_barrier([value for _, value in own])
             for (slot, _), value in zip(own, values, strict=True):
                 flat = vary_like(jnp.ravel(value), buffers[group])
-                at = (row, jnp.zeros_like(row) + slot.offset)
+                at = _place(slot, row)
                 buffers[group] = jax.lax.dynamic_update_slice(buffers[group], flat[None], at)
         return buffers
 
     def _changed(self, buffers: Buffers, arrays: Sequence[Any], change) -> Buffers:
         buffers = dict(buffers)
         for slot, array in zip(self.slots, arrays, strict=True):
-            buffer, place = buffers[slot.group], slice(slot.offset, slot.offset + slot.size)
+            buffer, offset = buffers[slot.group], slot.offset
             value = vary_like(jnp.ravel(_data(array)[0]).astype(buffer.dtype), buffer)
-            buffers[slot.group] = buffer.at[place].set(change(buffer[place], value))
+            new = change(jax.lax.slice(buffer, (offset,), (offset + slot.size,)), value)
+            buffers[slot.group] = jax.lax.dynamic_update_slice(buffer, new, (offset,))
         return buffers
 
 
 def slot_value(slot: Slot, buffer: jax.Array, row: ArrayLike | None = None) -> jax.Array:
     """One array out of its buffer."""
     if row is None:
-        flat = buffer[slot.offset : slot.offset + slot.size]
+        flat = jax.lax.slice(buffer, (slot.offset,), (slot.offset + slot.size,))
     else:
-        flat = jax.lax.dynamic_slice(buffer, (row, jnp.zeros_like(row) + slot.offset), (1, slot.size))
+        flat = jax.lax.dynamic_slice(buffer, _place(slot, row), (1, slot.size))
     data = flat.reshape(slot.shape)
     return data if slot.key_impl is None else jax.random.wrap_key_data(data, impl=slot.key_impl)
+
+
+def _place(slot: Slot, row: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Where an array begins in a row of a buffer with slots."""
+    row = jnp.asarray(row)
+    return row, vary_like(jnp.asarray(slot.offset, row.dtype), row)
 
 
 def data_of(dtype: Any, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, Any]:

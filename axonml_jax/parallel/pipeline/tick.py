@@ -14,7 +14,6 @@ from axonml_jax.parallel.pipeline.packing import Buffers
 from axonml_jax.parallel.pipeline.rings import nothing
 from axonml_jax.parallel.pipeline.table import Work
 from axonml_jax.parallel.pipeline.traced_stage import Inputs
-from axonml_jax.parallel.units.body import Transform
 
 Read = Callable[[Member], Sequence[jax.Array]]
 """The weights that a stage reads, in its own branch."""
@@ -53,7 +52,6 @@ def forward(
     slot: ArrayLike,
     states: Buffers,
     work: Work,
-    transform: Transform | None,
     read: Read,
 ) -> Made:
     """One forward, of the stage that `work` names.
@@ -66,7 +64,6 @@ def forward(
       slot: where it writes.
       states: the rank's.
       work: what to do, a number in each field.
-      transform: what recomputation makes of a stage; None: nothing is kept for a backward.
       read: gives its weights.
     """
 
@@ -81,11 +78,11 @@ def forward(
             member.x.unpack(activations, work.source),
             member.state.unpack(states),
         )
-        if transform is None or member.residuals is None:
+        if member.forward is None or member.residuals is None:
             result, kept = member.traced.apply(inputs), residuals
         else:
-            result, saved = member.traced.forward(inputs, transform)
-            kept = member.residuals.store(residuals, saved.residuals, slot)
+            result, values = member.forward.apply(inputs)
+            kept = member.residuals.store(residuals, values, slot)
         last = member is line.members[-1]
         aux = line.aux_like
         if last:
@@ -136,9 +133,9 @@ def backward(
         return nothing(line.cotangents), grads
 
     def run(member: Member) -> tuple[Buffers, Buffers]:
-        assert member.residuals is not None and member.saved is not None
+        assert member.residuals is not None and member.forward is not None
         inputs = Inputs(list(read(member)), held.microbatch(work.microbatch), (), ())
-        saved = replace(member.saved, residuals=member.residuals.unpack(residuals, work.slot))
+        saved = replace(member.forward.saved, residuals=member.residuals.unpack(residuals, work.slot))
         last = member is line.members[-1]
         dy = [_zero(member, i) for i in member.traced.varied_y] if last else member.dy.unpack(cotangents, work.source)
         dx, of_weights = member.traced.backward(saved, inputs, dy, seed)
