@@ -13,8 +13,9 @@ HEAD = """# Other people's models
 Models from packages that others publish, unmodified, with tiny random configurations: each trained for three AdamW steps
 under every plan and held to plain `jax.jit` of the same model on one device, in which no line of this library runs. Four
 simulated devices: DDP and FSDP (FULL_SHARD) over 4, HYBRID over 2 x 2, a pipeline of 2 stages with 2 microbatches x 2 data
-ranks, tensor 2 x 2 data ranks, automatic (`auto_parallelize`) and by rules (`TensorParallel`). Each is run plain, with
-`remat="full"`, with two microbatches accumulated, and in bf16; "equal" alone means all four.
+ranks, tensor 2 x 2 data ranks, automatic (`auto_parallelize`, with how many of the model's layers it split) and by rules
+(`TensorParallel`). Each is run plain, with `remat="full"`, with two microbatches accumulated, and in bf16; where no variant is
+named, the cell speaks of all four.
 
 Equal means: losses, gradient norms, every parameter and buffer after three steps agree, per leaf, to `testing/tolerances.py`:
 float64 where the model computes in it throughout (1e-9), float32's tolerance (1e-5 of the leaf's largest value) where it casts
@@ -42,7 +43,7 @@ def markdown(families: Sequence[Family], found: dict[str, dict]) -> str:
         HEAD,
         f"{len(families)} families, {total} cells, {len(known)} of them run: {_counted(known)} (Python {newest}).",
     ]
-    lines += [f"On Python {python} a share of them: {_counted(found[python])}." for python in older] + [""]
+    lines += [f"On Python {python} {_share(found[python])}: {_counted(found[python])}." for python in older] + [""]
     lines += ["| family | what it stands for | " + " | ".join(PLANS) + " |", "| --- " * (2 + len(PLANS)) + "|"]
     notes: dict[str, int] = {}
     for family in families:
@@ -53,6 +54,13 @@ def markdown(families: Sequence[Family], found: dict[str, dict]) -> str:
     return "\n".join([*lines, *(f"{number}. {_one_line(why)}" for why, number in notes.items()), ""])
 
 
+def _share(known: dict) -> str:
+    """Which of all cells these are among: how many families, which plans and variants."""
+    families, plans, variants = (set(part) for part in zip(*known, strict=True))
+    plans, variants = [p for p in PLANS if p in plans], [v for v in VARIANTS if v in variants]
+    return f"{len(families)} families under {', '.join(plans)} ({', '.join(variants)})"
+
+
 def _counted(known: dict) -> str:
     """How many cells had which result."""
     counts = collections.Counter(line["result"] for line in known.values())
@@ -60,12 +68,15 @@ def _counted(known: dict) -> str:
 
 
 def _cell(found: dict[str, dict[str, Any]], notes: dict[str, int]) -> str:
-    """The variants by their result: `equal` alone where all that there are were run and are equal."""
+    """The variants by their result; the result alone where all that there are were run and share it."""
     if not found:
         return "not run"
     groups: dict[str, list[str]] = {}
     for variant, line in found.items():
-        note = f" [{notes.setdefault(line['why'], len(notes) + 1)}]" if line["result"] != "equal" else ""
+        if line["result"] == "equal":
+            note = f" ({line['why']})" if line["why"] else ""
+        else:
+            note = f" [{notes.setdefault(line['why'], len(notes) + 1)}]"
         groups.setdefault(line["result"] + note, []).append(variant)
     if len(found) == len(VARIANTS) and len(groups) == 1:
         return next(iter(groups))
