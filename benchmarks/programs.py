@@ -5,13 +5,15 @@
 
 Per plan of `program_plans.py`: how every argument of the step rests (shape, dtype, sharding, memory kind, donated); the
 multiset of collectives (kind, bytes, groups of ranks, loops); FLOPs and temporaries as XLA:CPU counts them; the structural hash
-and the operations of the lowered step (`program_reading.py`); and the bits of loss and parameters after two float32 steps. Rows
-that a record holds already are not taken again by `--write` without `--again`, so that a record can be made in pieces.
+and the operations of the lowered step (`program_reading.py`); and the bits of loss and parameters after two float32 steps,
+which are compared where the record was taken on a processor of this kind. Rows that a record holds already are not taken again
+by `--write` without `--again`, so that a record can be made in pieces.
 """
 
 import argparse
 import hashlib
 import json
+import platform
 import re
 import sys
 import time
@@ -41,7 +43,7 @@ def record(plan):
         "temporaries": int(compiled.memory_analysis().temp_size_in_bytes),
     }
     losses = [np.asarray(trainer.step(batch)["loss"]) for _ in range(2)]
-    return taken | {"bits": bits({"losses": losses, **trainer.model.state_dict()})}
+    return taken | {"bits": bits({"losses": losses, **trainer.model.state_dict()}), "processor": processor()}
 
 
 def arguments(lowered, compiled):
@@ -69,6 +71,14 @@ def spec(place):
     return "(" + " ".join("*".join(axes) or "-" for axes in split) + ")"
 
 
+def processor():
+    """The kind of this machine's processor: XLA:CPU chooses instructions and blocks by it, and so the order of sums."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text("utf-8").split("\n\n")[0].splitlines() if file.exists() else [platform.processor()]
+    fixed = [line for line in lines if re.match("vendor_id|cpu family|model|stepping|flags|cache size", line)]
+    return hashlib.blake2b("\n".join(fixed or lines).encode(), digest_size=6).hexdigest()
+
+
 def bits(tree):
     """A hash of every bit of a tree's leaves, by path."""
     digest = hashlib.blake2b(digest_size=12)
@@ -90,7 +100,8 @@ def compare(name, before, after):
     for key in ("arguments", "collectives", "operations"):
         found = differences(before[key], after[key])
         lines += [f"  {key}: {what}: {old} -> {new}" for what, (old, new) in found.items()]
-    for key in ("flops", "temporaries", "hash", "bits"):
+    alike = before.get("processor") == after["processor"]
+    for key in ("flops", "temporaries", "hash", *["bits"] * alike):
         if before[key] != after[key]:
             lines.append(f"  {key}: {before[key]} -> {after[key]}")
     print(f"{name}: {'the same' if not lines else 'differs'}", *lines, sep="\n", flush=True)
