@@ -77,6 +77,7 @@ from axonml_jax.parallel.pipeline.memory_stats import PipelineMemoryStats as Pip
 from axonml_jax.parallel.pipeline.policy import Pipelined as Pipelined
 from axonml_jax.parallel.pipeline.schedule import PipelineSchedule as PipelineSchedule
 from axonml_jax.parallel.plan import Plan as Plan
+from axonml_jax.parallel.role import Role as Role
 from axonml_jax.parallel.strategy import AbstractStrategy as AbstractStrategy
 from axonml_jax.parallel.tensor.attention import TensorParallelAttention as TensorParallelAttention
 from axonml_jax.parallel.tensor.auto.auto_parallelize import auto_parallelize as auto_parallelize
@@ -95,6 +96,7 @@ from axonml_jax.parallel.tensor.sequence import ParallelRMSNorm as ParallelRMSNo
 from axonml_jax.parallel.tensor.sequence import join_sequence as join_sequence
 from axonml_jax.parallel.tensor.sequence import split_sequence as split_sequence
 from axonml_jax.parallel.tensor.specs import tensor_specs as tensor_specs
+from axonml_jax.parallel.transfer import Transfer as Transfer
 from axonml_jax.planner.hardware import Hardware as Hardware
 from axonml_jax.planner.search import plan as plan
 from axonml_jax.training.state import TrainState as TrainState

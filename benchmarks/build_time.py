@@ -20,7 +20,6 @@ from build_models import MODELS, WAYS
 
 from axonml_jax.model.functional import Mode, Variables
 from axonml_jax.model.functionalize import functionalize
-from axonml_jax.sharding.batch import place_batch
 
 BARS = {"DDP": 1.5, "FSDP": 1.5, "Pipeline": 2.0}
 PHASES = ("make", "trace", "lower", "compile")
@@ -56,7 +55,7 @@ def parallel(way, model, params, loss_fn, batch):
     """The step of a facade."""
     made = WAYS[way](model, params)
     trainer = made.trainer(optax.adamw(1e-3), loss_fn)
-    return trainer.train_step.trace, (trainer.state, place_batch(batch, made.mesh))
+    return trainer.train_step.trace, (trainer.state, made._placement.batch_layout.place(batch, made.mesh))
 
 
 def build(make):

@@ -20,7 +20,7 @@ import axonml_jax as ax
 from axonml_jax.ledger.predict.difference import memory_difference
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.planner.verify import topology_devices
 from axonml_jax.training.init import abstract_state
 from axonml_jax.training.step import TrainStep

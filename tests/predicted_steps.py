@@ -9,7 +9,7 @@ from axonml_jax.launch.text_task import loss_fn
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.training.init import abstract_state
 

@@ -18,8 +18,8 @@ from axonml_jax.ledger.lowered import collectives_in_lowered
 from axonml_jax.ledger.traced import collectives_in
 from axonml_jax.model.functional import Mode
 from axonml_jax.model.functionalize import functionalize
-from axonml_jax.parallel.hops import torus_of
-from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.parallel.bind import bind_plan
+from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.training.init import abstract_state
 from axonml_jax.training.step import TrainStep
 
@@ -100,9 +100,11 @@ def test_hybrid_splits_as_theory_says():
 def test_two_hops_send_the_bytes_of_one():
     """Among neighbours and across, as on a torus of three dims, where it is decided by the chips' coordinates."""
     places = [(x, y, z) for x in range(2) for y in range(4) for z in range(8)]
-    chips, others = ([SimpleNamespace(platform=name, coords=place) for place in places] for name in ("tpu", "gpu"))
-    assert [torus_of(devices) for devices in (chips, chips[:32], others, jax.devices())] == [3, 2, 0, 0]
-    decided = ax.Shard().hopping(3, 64, 64)
+    chips, others = (
+        [SimpleNamespace(platform=name, coords=place, process_index=0) for place in places] for name in ("tpu", "gpu")
+    )
+    assert [Fabric.of(devices).torus for devices in (chips, chips[:32], others, jax.devices())] == [3, 2, 0, 0]
+    decided = ax.Shard().decided(Fabric(devices=64, torus=3), 64)
     assert (decided.gather_hop, decided.scatter_hop) == (8, 8)
     with pytest.raises(ValueError, match=r"\{'gather_hop': 3\}: the 8 ranks of the axis do not divide"):
         lower(fsdp=ax.Shard(gather_hop=3))

@@ -53,8 +53,8 @@ CASES = {
     },
     "shard in two hops": Case(Shard(gather_hop=2, scatter_hop=2)),
     "shard in unlike hops": Case(Shard(gather_hop=2, scatter_hop=1, flat=True)),
-    "layers, split batch": Case(InLayers(), "depth"),
-    "layers, split leaf and batch": Case(InLayers(), "depth", split=True, read_alike=True),
+    "layers, split batch": Case(InLayers("rows"), "depth"),
+    "layers, split leaf and batch": Case(InLayers("rows"), "depth", split=True, read_alike=True),
     "layers, split leaf": Case(InLayers(), "row", split=True, read_alike=True),
     "layers, whole leaf": Case(InLayers(), "row", read_alike=True),
 }

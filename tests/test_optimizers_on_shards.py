@@ -13,7 +13,7 @@ from plan_models import mean_loss
 
 import axonml_jax as ax
 from axonml_jax.model.functional import Variables
-from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.sharding.layout import specs
 from axonml_jax.sharding.stored import from_stored, map_layouts, padded
 from axonml_jax.testing.compare import assert_trees_close

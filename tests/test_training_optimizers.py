@@ -9,7 +9,7 @@ from plan_models import linear, regression
 
 import axonml_jax as ax
 from axonml_jax.model.functional import Variables
-from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.testing.compare import assert_trees_close
 from axonml_jax.training.update import checked_optimizer
 

@@ -15,7 +15,7 @@ from axonml_jax.data.columns import as_dataset
 from axonml_jax.data.fetch import Fetch, FromStart, MapDataset
 from axonml_jax.data.order import seed_offenders
 from axonml_jax.data.position import Batching, Position
-from axonml_jax.mesh.axes import batch_axes
+from axonml_jax.sharding.batch import BatchLayout
 
 ENDLESS = 2**62
 """More batches than any run draws."""
@@ -72,7 +72,7 @@ def create_dataloader(
     offenders += _batch_offenders(global_batch_size, mesh, len(samples), drop_last)
     limits = {"num_workers": (num_workers, 0), "prefetch": (prefetch, 0), "num_epochs": (num_epochs, 1)}
     offenders += [f"{k}={v}: must be at least {low}" for k, (v, low) in limits.items() if v is not None and v < low]
-    sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh.axis_names) or None))
+    sharding = NamedSharding(mesh, PartitionSpec(BatchLayout.of(dict(mesh.shape)).rows or None))
     rows = [] if offenders else local_rows(sharding, global_batch_size)
     if not offenders and not len(rows):
         offenders = ["this process holds no device of the mesh; call it on the mesh's processes only"]
@@ -198,8 +198,8 @@ def _settle_flags() -> None:
 
 
 def _batch_offenders(size: int, mesh: Mesh, num_samples: int, drop_last: bool) -> list[str]:
-    degrees = {axis: mesh.shape[axis] for axis in batch_axes(mesh.axis_names)}
-    product = int(np.prod(list(degrees.values()), dtype=int))
+    layout = BatchLayout.of(dict(mesh.shape))
+    degrees, product = {axis: mesh.shape[axis] for axis in layout.rows}, layout.degree
     if size < 1:
         return [f"global_batch_size={size}: must be at least 1"]
     offenders = []

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from axonml_jax._types import named_leaves
 from axonml_jax.model.functional import Functional
-from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units.wrap import units
@@ -164,7 +163,7 @@ def _resting(layouts: list[Layout]) -> int:
 
 def _gathered(placement: Placement, layouts: list[Layout], model: Functional) -> int:
     """Whole parameters beside the shards: all of them, or with stage 3 the largest units that are whole at once."""
-    if not isinstance(placement.plan.fsdp, Shard) or placement.degrees.get("fsdp", 1) == 1:
+    if not placement.sharded_axes:
         return 0
     sizes = [math.prod(placement.read_shape(layout)) for layout in layouts]
     read = [size * placement.read_itemsize(layout) for size, layout in zip(sizes, layouts, strict=True)]

@@ -22,7 +22,7 @@ from axonml_jax.mesh.group import ProcessGroup
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.model.functional import Trainable, Variables
 from axonml_jax.model.functionalize import functionalize
-from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.parallel.units.replayed import check_units
@@ -61,7 +61,7 @@ class ParallelModel(SavedModel):
             raise TypeError(f"seed={seed!r} must be a whole number")
         if mesh is None and plan.mesh is not None:
             mesh = make_mesh(devices=None, **plan.mesh.degrees)
-        mesh = as_mesh(mesh)
+        mesh = as_mesh(mesh, own=plan.axes)
         if not isinstance(mesh, Mesh):
             raise TypeError(f"a model lives on devices, but {mesh} has none: give a jax.sharding.Mesh")
         self.mesh = mesh

@@ -10,7 +10,7 @@ from axonml_jax.launch.ground import Ground
 from axonml_jax.launch.own_flags import Budget
 from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.ledger.predict.prediction import Prediction
-from axonml_jax.parallel.hops import torus_of
+from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.tensor.fused_attention import target_platform
 from axonml_jax.planner.hardware import Hardware
 
@@ -44,7 +44,7 @@ def predicted(config: RunConfig, ground: Ground, kind: Hardware | None = None) -
         length=config.data.length,
         moments=MOMENTS[config.optim.name],
         platform=target_platform(ground.mesh) if kind is None else kind.platform,
-        torus=torus_of(list(ground.mesh.devices.flat)) if kind is None else kind.torus,
+        torus=Fabric.of(list(ground.mesh.devices.flat)).torus if kind is None else kind.torus,
     )
 
 

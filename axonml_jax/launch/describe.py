@@ -14,7 +14,8 @@ from axonml_jax.ledger.explain import explain
 from axonml_jax.ledger.report import Report
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.model.functionalize import functionalize
-from axonml_jax.parallel.placement import Placement, bind_plan
+from axonml_jax.parallel.bind import bind_plan
+from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.training.init import abstract_state
 from axonml_jax.training.step import TrainStep

@@ -17,7 +17,7 @@ from axonml_jax.mesh.init import init
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import World
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.sharding.batch import check_batch
+from axonml_jax.sharding.batch import BatchLayout
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def lay_ground(config: RunConfig) -> Ground:
     rows = jax.ShapeDtypeStruct((config.train.global_batch_size, config.data.length), np.int32)
     batch = {"tokens": rows, "targets": rows}
     try:
-        check_batch(batch, mesh, config.build_plan().microbatches)
+        BatchLayout.of(dict(mesh.shape)).check(batch, config.build_plan().microbatches)
     except ValueError as error:
         raise ValueError(f"train.global_batch_size={config.train.global_batch_size}: {error}") from error
     return Ground(world, mesh, config.build_plan(), batch)

@@ -24,6 +24,15 @@ def as_axes(axes: AxisNames) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
+def flat_axes(axes: Iterable[AxisNames]) -> tuple[str, ...]:
+    """The names of several axes, of which some are several.
+
+    >>> flat_axes(["data", ("fsdp", "context")])
+    ('data', 'fsdp', 'context')
+    """
+    return tuple(name for axis in axes for name in as_axes(axis))
+
+
 def batch_axes(axis_names: Iterable[str]) -> tuple[str, ...]:
     """The axes among `axis_names` that split the batch, in canonical order.
 

@@ -1,7 +1,7 @@
 """Data parallelism: every rank holds every parameter, gradients are all-reduced."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -11,11 +11,14 @@ import jax.numpy as jnp
 from axonml_jax.collectives.bucketed import all_reduce_leaves
 from axonml_jax.collectives.buckets import GradSyncStrategy
 from axonml_jax.collectives.varying import vary, varying_axes
-from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.mesh.axes import AxisNames, as_axes
+from axonml_jax.parallel.fabric import Fabric
+from axonml_jax.parallel.role import Role
+from axonml_jax.parallel.strategy import MIB, AbstractStrategy
+from axonml_jax.parallel.transfer import Transfer
 from axonml_jax.sharding.layout import Layout
 from axonml_jax.synonyms import is_choice, meant
 
-MIB = 2**20
 _ENDLESS_MB = 2**40
 
 
@@ -63,25 +66,31 @@ class Replicate(AbstractStrategy):
         if self.comm_hook is not None and self.gradient_as_bucket_view:
             yield "comm_hook= takes a flat bucket, so gradient_as_bucket_view=True cannot hold: leave it out"
 
-    def spec(self, layout: Layout, axis: str, axis_size: int) -> Layout:
+    @property
+    def role(self) -> Role:
+        """Splits rows, holds parameters whole; gradients are reduced once a step, or never."""
+        alone = self.sync_strategy is GradSyncStrategy.NO_SYNC
+        return Role(reduces="never" if alone else "step")
+
+    def spec(self, layout: Layout, axis: AxisNames, axis_size: int) -> Layout:
         """The whole leaf on every rank."""
         return layout
 
-    def gather(self, shard: jax.Array, layout: Layout, axis: str) -> jax.Array:
+    def gather(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
         """The leaf itself, typed as varying: each rank's use of it has a gradient of its own."""
         return vary(shard, axis)
 
-    def sync(self, grad: jax.Array, layout: Layout, axis: str) -> jax.Array:
+    def sync(self, grad: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
         """The sum of the ranks' gradients; their own with NO_SYNC."""
         return self.sync_bucket([grad], [layout], axis)[0]
 
-    def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: str) -> list[jax.Array]:
+    def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
         """One reduction for the whole bucket."""
         if self.sync_strategy is GradSyncStrategy.NO_SYNC:
             return list(grads)
         flat = self.gradient_as_bucket_view is False
-        sums = all_reduce_leaves(grads, (axis,), flat=flat, comm_dtype=self.comm_dtype, comm_hook=self.comm_hook)
-        if self.comm_hook is not None and any(axis in varying_axes(total) for total in sums):
+        sums = all_reduce_leaves(grads, axis, flat=flat, comm_dtype=self.comm_dtype, comm_hook=self.comm_hook)
+        if self.comm_hook is not None and any(varying_axes(total) & set(as_axes(axis)) for total in sums):
             raise ValueError(
                 f"check_vma=True: what comm_hook={self.comm_hook!r} returns is typed as differing along {axis!r} (as results "
                 "of `ax` collectives are), so JAX cannot tell that every rank gets the same gradient: end the hook in "
@@ -89,14 +98,48 @@ class Replicate(AbstractStrategy):
             )
         return sums
 
-    def wire_itemsize(self, dtype: Any) -> int:
-        """Bytes per element of a gradient of `dtype` as it travels."""
-        return jnp.dtype(self.comm_dtype or dtype).itemsize
+    def gather_flows(
+        self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
+    ) -> tuple[Transfer, ...]:
+        """Nothing."""
+        return ()
+
+    def sync_flows(
+        self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
+    ) -> tuple[Transfer, ...]:
+        """One all-reduce; nothing with NO_SYNC."""
+        if self.sync_strategy is GradSyncStrategy.NO_SYNC:
+            return ()
+        return (Transfer(kind="all_reduce", elements=elements, ranks=ranks, dtype=self.wire_dtype(dtype)),)
+
+    def reducing(self) -> "Replicate":
+        """With NO_SYNC: SYNCHRONOUS."""
+        alone = self.sync_strategy is GradSyncStrategy.NO_SYNC
+        return replace(self, sync_strategy=GradSyncStrategy.SYNCHRONOUS) if alone else self
+
+    def decided(self, fabric: Fabric, ranks: int) -> "Replicate":
+        """Flat buffers on gloo; elsewhere XLA's combiner needs no copy."""
+        if self.gradient_as_bucket_view is not None or self.comm_hook is not None:
+            return self
+        return replace(self, gradient_as_bucket_view=not fabric.gloo)
+
+    def in_words(self, axis: AxisNames) -> str:
+        """As tables print it."""
+        return f"replicated over {'*'.join(as_axes(axis))}"
+
+    def wire_dtype(self, dtype: Any) -> Any:
+        """The dtype in which a gradient of `dtype` travels."""
+        return jnp.dtype(self.comm_dtype or dtype)
 
     @property
     def bucket_bytes(self) -> int:
         """Capacity of a bucket in bytes."""
         return max(1, int(min(self.bucket_size_mb, _ENDLESS_MB) * MIB))
+
+    @property
+    def overlaps(self) -> bool:
+        """With OVERLAPPED."""
+        return self.sync_strategy is GradSyncStrategy.OVERLAPPED
 
 
 def _is_floating(dtype: Any) -> bool:

@@ -12,9 +12,13 @@ import jax.numpy as jnp
 
 from axonml_jax.collectives.bucketed import gather_leaves, scatter_sum_leaves
 from axonml_jax.collectives.primitives import axis_size
+from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.parallel.ddp import Replicate
+from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.hops import best_hops, groups
+from axonml_jax.parallel.role import Role
 from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.parallel.transfer import Transfer
 from axonml_jax.parallel.units.wrap import Wrap, checked_wrap
 from axonml_jax.sharding.layout import Layout
 from axonml_jax.synonyms import member
@@ -104,17 +108,55 @@ class Shard(AbstractStrategy):
             raise ValueError("; ".join(problems))
         object.__setattr__(self, "wrap", checked_wrap(self.wrap))
 
-    def hopping(self, torus: int, ranks: int, devices: int) -> "Shard":
-        """With hops decided, for an axis of `ranks` on a mesh of `devices` that form a torus of so many dims."""
-        gather, scatter = best_hops(torus, ranks, devices)
+    def gather_flows(
+        self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
+    ) -> tuple[Transfer, ...]:
+        """One all-gather, or one across and one among neighbours."""
+        return self._moved("all_gather", elements * ranks, layout, axis, ranks, dtype, self.gather_hop)
+
+    def sync_flows(
+        self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
+    ) -> tuple[Transfer, ...]:
+        """One reduce-scatter, or one across and one among neighbours."""
+        return self._moved("reduce_scatter", elements, layout, axis, ranks, dtype, self.scatter_hop)
+
+    def _moved(
+        self, kind: str, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any, hop: int | None
+    ) -> tuple[Transfer, ...]:
+        if (dim := layout.dim_of(axis)) is None:
+            return ()
+        padding = padding_of(layout, dim, ranks)
+        return Transfer(kind=kind, elements=elements, ranks=ranks, dtype=dtype, padding=padding).in_hops(hop)
+
+    def decided(self, fabric: Fabric, ranks: int) -> "Shard":
+        """Hops for the devices' torus (see `hops.py`); flat buffers on gloo.
+
+        Raises:
+          ValueError: when the ranks of the axis do not divide into hops.
+        """
+        gather, scatter = best_hops(fabric.torus, ranks, fabric.devices)
         chosen = {"gather_hop": self.gather_hop or gather, "scatter_hop": self.scatter_hop or scatter}
         if wrong := {name: hop for name, hop in chosen.items() if ranks % hop}:
             raise ValueError(
                 f"{wrong}: the {ranks} ranks of the axis do not divide into hops of so many; use a divisor"
             )
-        return replace(self, **chosen)
+        return replace(self, flat=fabric.gloo if self.flat is None else self.flat, **chosen)
 
-    def spec(self, layout: Layout, axis: str, axis_size: int) -> Layout:
+    def in_words(self, axis: AxisNames) -> str:
+        """As tables print it."""
+        return f"ZeRO-{self.stage}"
+
+    @property
+    def role(self) -> Role:
+        """Splits rows, shards parameters.
+
+        Stage 3 gathers a unit's parameters at their use. From stage 2 on gradients are reduced after every microbatch: only
+        shards accumulate.
+        """
+        reduces = "microbatch" if self.stage >= 2 else "step"
+        return Role(parameters="sharded", reads="use" if self.stage == 3 else "start", reduces=reduces)
+
+    def spec(self, layout: Layout, axis: AxisNames, axis_size: int) -> Layout:
         """One dim split over the axis: the one that needs the least padding.
 
         Among equals the first; of a leaf with three dims or more rather not dim 0, which may be a stack of layers whose
@@ -132,15 +174,15 @@ class Shard(AbstractStrategy):
 
         return layout.on(axis, min(range(len(sizes)), key=cost), axis_size)
 
-    def gather(self, shard: jax.Array, layout: Layout, axis: str) -> jax.Array:
+    def gather(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
         """The whole leaf (its part on the other axes), padding cut off."""
         return self.gather_bucket([shard], [layout], axis)[0]
 
-    def sync(self, grad: jax.Array, layout: Layout, axis: str) -> jax.Array:
+    def sync(self, grad: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
         """The rank's part of the sum of the ranks' gradients."""
         return self.sync_bucket([grad], [layout], axis)[0]
 
-    def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: str) -> list[jax.Array]:
+    def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
         """One all-gather for the whole bucket, or one among neighbours and one across."""
         dims = [layout.dim_of(axis) for layout in layouts]
         near, far = groups(axis_size(axis), self.gather_hop) or (None, None)
@@ -151,7 +193,7 @@ class Shard(AbstractStrategy):
             wholes = gather_leaves(shards, axis, dims, flat=bool(self.flat), among=far)
         return [_cut(whole, layout, axis, dim) for whole, layout, dim in zip(wholes, layouts, dims, strict=True)]
 
-    def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: str) -> list[jax.Array]:
+    def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
         """One reduce-scatter for the whole bucket, or one across and one among neighbours."""
         dims = [layout.dim_of(axis) for layout in layouts]
         padded = [_pad(grad, layout, axis, dim) for grad, layout, dim in zip(grads, layouts, dims, strict=True)]
@@ -168,18 +210,8 @@ class Shard(AbstractStrategy):
                 sums[i] = shard
         return sums
 
-    @property
-    def each_microbatch(self) -> bool:
-        """Gradients are reduced after every microbatch from stage 2 on: only shards accumulate."""
-        return self.stage >= 2
 
-    @property
-    def when_used(self) -> bool:
-        """Stage 3 gathers a unit's parameters when they are used, forward and backward."""
-        return self.stage == 3
-
-
-def _cut(whole: jax.Array, layout: Layout, axis: str, dim: int | None) -> jax.Array:
+def _cut(whole: jax.Array, layout: Layout, axis: AxisNames, dim: int | None) -> jax.Array:
     """What was gathered without its padding."""
     if dim is None:
         return whole
@@ -189,7 +221,7 @@ def _cut(whole: jax.Array, layout: Layout, axis: str, dim: int | None) -> jax.Ar
     return whole if whole.shape[dim] == size else jax.lax.slice_in_dim(whole, 0, size, axis=dim)
 
 
-def _pad(grad: jax.Array, layout: Layout, axis: str, dim: int | None) -> jax.Array:
+def _pad(grad: jax.Array, layout: Layout, axis: AxisNames, dim: int | None) -> jax.Array:
     """A gradient with zeros behind it, so that it divides."""
     if dim is None:
         return grad
@@ -199,13 +231,17 @@ def _pad(grad: jax.Array, layout: Layout, axis: str, dim: int | None) -> jax.Arr
     return jnp.pad(grad, [(0, more if d == dim else 0) for d in range(grad.ndim)]) if more else grad
 
 
-def _padding(label: str, layouts: Sequence[Layout], dims: Sequence[int | None], axis: str) -> AbstractContextManager:
+def padding_of(layout: Layout, dim: int, ranks: int) -> int:
+    """How many elements of a leaf gathered along a dim are padding."""
+    shard = layout.shard
+    size = layout.shape[dim] * ranks // layout.parts[dim] if layout.shape else 1
+    return math.prod(shard[:dim] + shard[dim + 1 :]) * (shard[dim] * ranks - size)
+
+
+def _padding(
+    label: str, layouts: Sequence[Layout], dims: Sequence[int | None], axis: AxisNames
+) -> AbstractContextManager:
     """A name scope that tells the ledger how many of a bucket's elements are padding."""
     count = axis_size(axis)
-    more = 0
-    for layout, dim in zip(layouts, dims, strict=True):
-        if dim is not None:
-            shard = layout.shard
-            size = layout.shape[dim] * count // layout.parts[dim] if layout.shape else 1
-            more += math.prod(shard[:dim] + shard[dim + 1 :]) * (shard[dim] * count - size)
+    more = sum(padding_of(layout, dim, count) for layout, dim in zip(layouts, dims, strict=True) if dim is not None)
     return jax.named_scope(f"{label}.pad{more}") if more else nullcontext()

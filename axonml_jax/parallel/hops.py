@@ -1,8 +1,5 @@
 """Gathers and reduce-scatters in two hops, neighbours and then across: what keeps XLA:TPU from all-reducing (docs/adr/0010)."""
 
-from collections.abc import Sequence
-from typing import Any
-
 Groups = list[list[int]]
 """Positions along an axis, by group."""
 
@@ -43,10 +40,3 @@ def best_hops(torus: int, ranks: int, devices: int) -> tuple[int, int]:
     while ranks // near > ACROSS and ranks % (2 * near) == 0:
         near *= 2
     return (near if torus > 2 else 1), near
-
-
-def torus_of(devices: Sequence[Any]) -> int:
-    """Dims of the torus that TPU chips form; 0 for other devices."""
-    if any(device.platform != "tpu" for device in devices):  # other devices may have coordinates of another meaning
-        return 0
-    return sum(len(set(along)) > 1 for along in zip(*(device.coords for device in devices), strict=True))

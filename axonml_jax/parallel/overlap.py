@@ -7,13 +7,19 @@ import jax
 
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.buckets import assign_buckets
+from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.model.sink import sink
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Layout, is_layout
 
 
 def overlapped(
-    loss: Callable, placement: Placement, params: PyTree, read: PyTree | None, args: tuple, axes: Collection[str] | None
+    loss: Callable,
+    placement: Placement,
+    params: PyTree,
+    read: PyTree | None,
+    args: tuple,
+    axes: Collection[AxisNames] | None,
 ) -> Callable:
     """A loss whose gradients for resting parameters come out reduced.
 
@@ -62,7 +68,7 @@ def overlapped(
 
 
 def _bucket(
-    placement: Placement, layouts: tuple[Layout, ...], name: int, axes: Collection[str] | None, gathered: bool
+    placement: Placement, layouts: tuple[Layout, ...], name: int, axes: Collection[AxisNames] | None, gathered: bool
 ) -> Callable:
     def gather(sources: Any) -> list[jax.Array]:
         return list(sources) if gathered else placement.read(sources, layouts)

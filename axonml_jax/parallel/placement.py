@@ -2,31 +2,29 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from axonml_jax._types import PyTree, named_leaves, path_name
+from axonml_jax._types import PyTree
 from axonml_jax.collectives.buckets import assign_buckets
 from axonml_jax.collectives.pairs import own_slice
 from axonml_jax.collectives.primitives import gather_whole, max_over, sum_over
 from axonml_jax.collectives.varying import vary
-from axonml_jax.mesh.axes import LAYER_AXES, as_axes, batch_axes
-from axonml_jax.model.functional import Variables
+from axonml_jax.mesh.axes import AxisNames, as_axes, flat_axes
 from axonml_jax.model.precision import cast_floating
-from axonml_jax.parallel.fits import check_axes, decided
-from axonml_jax.parallel.fsdp import Shard
-from axonml_jax.parallel.partition import PARTITIONED, by_rules, left_to_partitioner
-from axonml_jax.parallel.pipeline.assign import Assignment
-from axonml_jax.parallel.pipeline.assign import assign as by_names
-from axonml_jax.parallel.pipeline.policy import AXIS
+from axonml_jax.parallel.partition import PARTITIONED
 from axonml_jax.parallel.pipeline.staging import Staging
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.sharding.layout import Layout, is_layout, specs, whole_layouts
+from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.parallel.units.wrap import Wrap
+from axonml_jax.sharding.batch import BatchLayout
+from axonml_jax.sharding.layout import Layout, is_layout, specs
 from axonml_jax.sharding.memory import to_device_memory
 from axonml_jax.sharding.stored import from_stored, to_stored
 
@@ -50,20 +48,39 @@ class Placement:
     stages: Staging | None = None
     at_rest: "Placement | None" = None
 
+    @cached_property
+    def strategies(self) -> dict[AxisNames, AbstractStrategy]:
+        """The strategies of the mesh's axes, outermost first: gathering goes inwards, reducing outwards."""
+        return self.plan.on(self.degrees)
+
+    @cached_property
+    def batch_layout(self) -> BatchLayout:
+        """How batches are split over the mesh."""
+        return self.plan.batch_layout(self.degrees)
+
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which the batch is split."""
-        return batch_axes(self.degrees)
+        """The mesh axes over which the rows of the batch are split."""
+        return self.batch_layout.rows
 
     @property
     def batch_degree(self) -> int:
         """The number of batch shards."""
-        return math.prod(self.degrees[axis] for axis in self.batch_axes)
+        return self.batch_layout.degree
 
     @property
     def rank_spec(self) -> PartitionSpec:
         """The spec of a value stacked by rank: one entry of dim 0 per batch shard."""
-        return PartitionSpec(self.batch_axes)
+        return self.batch_layout.by_rank
+
+    @cached_property
+    def layer_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which the model's layers split their parameters."""
+        return flat_axes(axis for axis, each in self.strategies.items() if each.role.parameters == "layers")
+
+    def ranks(self, axis: AxisNames) -> int:
+        """The number of ranks of an axis, or of several together."""
+        return math.prod(self.degrees[name] for name in as_axes(axis))
 
     @property
     def resting(self) -> "Placement":
@@ -84,33 +101,46 @@ class Placement:
         return specs(self.frozen) if self.stages is None else self.stages.frozen.specs()
 
     @property
-    def axes(self) -> tuple[str, ...]:
+    def axes(self) -> tuple[AxisNames, ...]:
         """The mesh axes over which gradients are synchronized."""
-        return tuple(axis for axis, _ in self._inwards())
+        return tuple(self.strategies)
 
     @property
-    def inner_axes(self) -> tuple[str, ...]:
+    def inner_axes(self) -> tuple[AxisNames, ...]:
         """Those over which they are synchronized after every microbatch."""
-        return tuple(axis for axis, strategy in self._inwards() if strategy.each_microbatch)
+        return tuple(axis for axis, each in self.strategies.items() if each.role.reduces == "microbatch")
+
+    @cached_property
+    def sharded_axes(self) -> tuple[AxisNames, ...]:
+        """Those over which parameters rest sharded, to be gathered."""
+        sharded = (axis for axis, each in self.strategies.items() if each.role.parameters == "sharded")
+        return tuple(axis for axis in sharded if self.ranks(axis) > 1)
 
     @property
     def gathers_when_used(self) -> bool:
         """Whether parameters are read unit by unit, forward and backward."""
-        return self.stages is None and any(
-            strategy.when_used and self.degrees[axis] > 1 for axis, strategy in self._inwards()
-        )
+        return self.stages is None and bool(self._at_use)
 
     @property
-    def by_unit(self) -> Shard:
+    def by_unit(self) -> AbstractStrategy:
         """The strategy that does."""
-        return next(each for _, each in self._inwards() if isinstance(each, Shard) and each.when_used)
+        return self._at_use[0]
+
+    @property
+    def wrap(self) -> Wrap:
+        """Which parts of the model are units: as the first strategy says that says it."""
+        return next((each.wrap for each in self.strategies.values() if each.wrap is not None), None)
+
+    @property
+    def _at_use(self) -> list[AbstractStrategy]:
+        return [each for axis, each in self.strategies.items() if each.role.reads == "use" and self.ranks(axis) > 1]
 
     def read(self, shards: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
         """What the model reads in the place of resting shards: cast first, then gathered."""
         shards = to_device_memory(list(shards), self.plan.offload.params)
         values = [cast_floating(shard, self.plan.precision.compute) for shard in shards]
         with jax.named_scope("axonml.parameters"):
-            for axis, strategy in self._inwards():
+            for axis, strategy in self.strategies.items():
                 values = strategy.gather_bucket(values, layouts, axis)
         return values
 
@@ -122,7 +152,8 @@ class Placement:
     def read_shape(self, layout: Layout) -> tuple[int, ...]:
         """The shape that the model reads on one rank: whole but for what its own layers split."""
         counts = [
-            math.prod(self.degrees[a] for a in layout.axes_of(d) if a in LAYER_AXES) for d in range(len(layout.shape))
+            math.prod(self.degrees[a] for a in layout.axes_of(d) if a in self.layer_axes)
+            for d in range(len(layout.shape))
         ]
         return tuple(size // count for size, count in zip(layout.shape, counts, strict=True))
 
@@ -136,7 +167,7 @@ class Placement:
 
     def wire_itemsize(self, layout: Layout) -> int:
         """Bytes per element of a parameter's gradient as the replicated axes reduce it."""
-        return self.plan.data.wire_itemsize(self.plan.precision.reduce_dtype(layout.dtype))
+        return self.plan.data.wire_dtype(self.plan.precision.reduce_dtype(layout.dtype)).itemsize
 
     def sync(
         self,
@@ -144,7 +175,7 @@ class Placement:
         layouts: Sequence[Layout],
         bucket: int,
         *,
-        axes: Collection[str] | None = None,
+        axes: Collection[AxisNames] | None = None,
         accumulated: Sequence[jax.Array] | None = None,
     ) -> list[jax.Array]:
         """Local gradients of what was read -> summed gradients of the resting shards in the reduce dtype, as one bucket.
@@ -157,8 +188,9 @@ class Placement:
           accumulated: gradients synchronized over `inner_axes` already; they join before the rest.
         """
         values = [self.to_reduce(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
-        inner = [each for each in reversed(self._inwards()) if each[0] in self.inner_axes]
-        outer = [each for each in reversed(self._inwards()) if each[0] not in self.inner_axes]
+        outwards = list(reversed(self.strategies.items()))
+        inner = [each for each in outwards if each[0] in self.inner_axes]
+        outer = [each for each in outwards if each[0] not in self.inner_axes]
         with jax.named_scope("axonml.gradients"), jax.named_scope(f"bucket{bucket}"):
             for axis, strategy in inner:
                 if axes is None or axis in axes:
@@ -220,77 +252,3 @@ class Placement:
     def vary(self, tree: PyTree) -> PyTree:
         """A tree typed as varying over the batch axes."""
         return vary(tree, self.batch_axes)
-
-    def _inwards(self) -> list:
-        # Gathering goes from the outermost axis inwards, so that reducing goes from the innermost outwards.
-        return [(axis, strategy) for axis, strategy in self.plan.strategies.items() if axis in self.degrees]
-
-
-def bind_plan(
-    plan: Plan,
-    variables: Variables,
-    mesh: Mesh,
-    split: PyTree | None = None,
-    assign: Callable[[Mapping[str, Any], int], Assignment] | None = None,
-) -> Placement:
-    """Bind a plan to a mesh and a model's variables (shapes suffice).
-
-    Args:
-      plan: the plan.
-      variables: the model's.
-      mesh: where.
-      split: how the model's own layers split its parameters: a nest of PartitionSpecs (`tensor_specs`); None: not at all.
-      assign: of a pipelined plan: the stages of parameters, from their shapes by path and the number of stages; None: by
-        their names.
-
-    Raises:
-      ValueError: when the plan's degrees are not the mesh's, or when the mesh has axes the plan gives no meaning to.
-    """
-    degrees = dict(mesh.shape)
-    if plan.mesh is not None and (wanted := plan.mesh.resolve(mesh.size).degrees) != {
-        **dict.fromkeys(wanted, 1),
-        **{axis: size for axis, size in degrees.items() if size > 1 or axis in wanted},
-    }:
-        raise ValueError(f"the plan asks for degrees {dict(wanted)} but the mesh has {degrees}: give one or the other")
-    in_layers = named_leaves(split)
-    if plan.partition is not None:
-        in_layers = by_rules(plan.partition, variables, degrees, in_layers)
-    check_axes(plan, degrees, in_layers)
-    if plan.independent and degrees.get("fsdp", 1) > 1:
-        raise ValueError(
-            f"sync_strategy=NO_SYNC lets every rank train a model of its own, but along fsdp={degrees['fsdp']} ranks share "
-            "one: use SYNCHRONOUS or OVERLAPPED, or a mesh without fsdp"
-        )
-    if plan.independent and plan.precision.scales_loss:
-        raise ValueError(
-            "sync_strategy=NO_SYNC with float16 would need a loss scale per rank: use bf16, or synchronize"
-        )
-    plan = decided(plan, mesh)
-
-    def layout(path: tuple, leaf: Layout) -> Layout:
-        for dim, entry in enumerate(in_layers.get(path_name(path), PartitionSpec())):
-            for axis in as_axes(entry or ()):
-                leaf = leaf.on(axis, dim, degrees[axis]) if degrees[axis] > 1 else leaf
-        for axis, strategy in plan.strategies.items():
-            if axis in degrees:
-                leaf = strategy.spec(leaf, axis, degrees[axis])
-        return leaf
-
-    def lay_out(tree: PyTree) -> PyTree:
-        resting = jax.eval_shape(plan.precision.cast_param, tree)
-        return jax.tree_util.tree_map_with_path(layout, whole_layouts(resting), is_leaf=is_layout)
-
-    placement = Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
-    if plan.pipe is None:
-        return placement if plan.partition is None else left_to_partitioner(placement)
-    shapes = named_leaves(variables.params) | named_leaves(variables.frozen)
-    return replace(placement, stages=_staged(placement, shapes, assign))
-
-
-def _staged(placement: Placement, shapes: Mapping[str, Any], assign: Callable | None) -> Staging:
-    plan, degrees = placement.plan, placement.degrees
-    assert plan.pipe is not None
-    plan.pipe.timetable(degrees[AXIS], plan.microbatches)  # refuses what the schedule does not take
-    count = plan.pipe.num_stages(degrees[AXIS])
-    found = by_names(shapes, count, split=plan.pipe.split) if assign is None else assign(shapes, count)
-    return Staging.of(plan.pipe, found, placement.params, placement.frozen, degrees)

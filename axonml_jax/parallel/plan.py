@@ -1,21 +1,25 @@
 """Everything that decides how a step runs, as one frozen value."""
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Literal
 
-from axonml_jax.collectives.buckets import GradSyncStrategy
-from axonml_jax.mesh.axes import LAYER_AXES
+from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, AxisNames, as_axes, flat_axes
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.ddp import Replicate
+from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.partition import Partition
 from axonml_jax.parallel.pipeline.policy import Pipelined
+from axonml_jax.parallel.plan_axes import PlanAxes, axes_problems, inwards
 from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.parallel.tensor.strategy import InLayers
 from axonml_jax.parallel.units.remat import Remat, checked_remat
+from axonml_jax.sharding.batch import BatchLayout
 from axonml_jax.synonyms import is_choice
 
 
@@ -27,6 +31,8 @@ class Plan:
       mesh: degrees of the mesh; None when a mesh is given beside the plan.
       data: what happens to parameters on the `data` axis.
       fsdp: what happens to them on the `fsdp` axis.
+      axes: the same for axes of your own, by name, or by the tuple of names of axes that one strategy owns together; the
+        mesh, which you make, says where they stand. `data`, `fsdp` and `pipe` may be given here too.
       pipe: the pipeline along the `pipe` axis; None: the model is not cut.
       partition: rules by which the partitioner splits any model's parameters over `tensor`; None: only the model's own layers
         split over it.
@@ -46,9 +52,10 @@ class Plan:
     """
 
     mesh: MeshShape | None = None
-    data: Replicate = field(default_factory=Replicate)
-    fsdp: Shard | Replicate = field(default_factory=Shard)
+    data: AbstractStrategy = field(default_factory=Replicate)
+    fsdp: AbstractStrategy = field(default_factory=Shard)
     pipe: Pipelined | None = None
+    axes: Mapping[AxisNames, AbstractStrategy] = field(default_factory=lambda: PlanAxes({}))
     partition: Partition | None = None
     precision: Precision = field(default_factory=Precision)
     accumulate: int = 1
@@ -80,10 +87,12 @@ class Plan:
                 problems.append(f"{name}={getattr(self, name)!r} must be True or False")
         if self.mesh is not None and not isinstance(self.mesh, MeshShape):
             problems.append(f"mesh={self.mesh!r} must be an ax.MeshShape of degrees (give a Mesh beside the plan)")
-        if not isinstance(self.data, Replicate):
-            problems.append(f"data={self.data!r} must be a Replicate strategy")
-        if not isinstance(self.fsdp, Shard | Replicate):
-            problems.append(f"fsdp={self.fsdp!r} must be a Shard strategy, or a Replicate")
+        problems += axes_problems(self.axes) or self._take_axes()
+        for name in ("data", "fsdp"):
+            if not isinstance(getattr(self, name), AbstractStrategy):
+                problems.append(
+                    f"{name}={getattr(self, name)!r} must be a strategy such as ax.Replicate() or ax.Shard()"
+                )
         if self.partition is not None and not isinstance(self.partition, Partition):
             problems.append(f"partition={self.partition!r} must be made by Partition.of(rules)")
         elif self.partition is not None and self.pipe is not None:
@@ -108,11 +117,50 @@ class Plan:
         }
         return [f"pipe: {rule}" for rule, broken in rules.items() if broken]
 
+    def _take_axes(self) -> list[str]:
+        """Moves what `axes` says of the usual axes to their own names."""
+        given, problems = dict(self.axes), []
+        for key, strategy in self.axes.items():
+            for name in {"data", "fsdp", "pipe"} & set(as_axes(key)):
+                if (own := getattr(self, name)) not in (_DEFAULTS[name], strategy):
+                    problems.append(f"{name}={own!r} and axes={{{key!r}: {strategy!r}}} are two strategies of one axis")
+                object.__setattr__(self, name, strategy)
+                if key == name:
+                    given.pop(key)
+        object.__setattr__(self, "axes", PlanAxes(given))
+        return problems
+
     @property
-    def strategies(self) -> dict[str, AbstractStrategy]:
-        """The strategy of every axis that this plan knows."""
-        in_layers = dict.fromkeys(LAYER_AXES, InLayers())
-        return {"data": self.data, "fsdp": self.fsdp, **in_layers}
+    def strategies(self) -> dict[AxisNames, AbstractStrategy]:
+        """The strategy of every axis that this plan knows, by axis or by the axes that one strategy owns."""
+        together = {name for key in self.axes for name in as_axes(key)}
+        usual = {"data": self.data, "fsdp": self.fsdp}
+        layers = {axis: InLayers("rows" if axis in BATCH_AXES else None) for axis in LAYER_AXES}
+        return {name: each for name, each in usual.items() if name not in together} | dict(self.axes) | layers
+
+    def on(self, mesh_axes: Iterable[str]) -> dict[AxisNames, AbstractStrategy]:
+        """The strategies whose axes a mesh has, from the outermost axis inwards (see `inwards`)."""
+        return inwards(self.strategies, tuple(mesh_axes))
+
+    def batch_layout(self, degrees: Mapping[str, int]) -> BatchLayout:
+        """How batches are split over a mesh of these degrees: by rows over every axis whose role says so."""
+        rows = (axis for axis, each in self.on(degrees).items() if each.role.batch == "rows")
+        return BatchLayout.of(degrees, flat_axes(rows))
+
+    def reducing(self) -> "Plan":
+        """The plan, but with strategies that all reduce gradients (see `AbstractStrategy.reducing`)."""
+        return self._changed(lambda axis, strategy: strategy.reducing())
+
+    def decided(self, fabric: Fabric, degrees: Mapping[str, int]) -> "Plan":
+        """The plan with every default of its strategies decided that depends on the devices."""
+        ranks = lambda axis: math.prod(degrees.get(name, 1) for name in as_axes(axis))
+        return self._changed(lambda axis, strategy: strategy.decided(fabric, ranks(axis)))
+
+    def _changed(self, change: Callable[[AxisNames, AbstractStrategy], AbstractStrategy]) -> "Plan":
+        own = {axis: change(axis, strategy) for axis, strategy in self.axes.items()}
+        together = {name: strategy for axis, strategy in own.items() for name in as_axes(axis)}
+        usual = {name: together.get(name) or change(name, getattr(self, name)) for name in ("data", "fsdp")}
+        return replace(self, axes=own, **usual)
 
     @property
     def microbatches(self) -> int:
@@ -122,14 +170,17 @@ class Plan:
     @property
     def independent(self) -> bool:
         """Whether every rank trains a model of its own (NO_SYNC)."""
-        return self.data.sync_strategy is GradSyncStrategy.NO_SYNC
+        return any(strategy.role.reduces == "never" for strategy in self.strategies.values())
 
     @property
     def overlapped(self) -> bool:
         """Whether gradients are reduced inside the backward."""
-        return self.data.sync_strategy is GradSyncStrategy.OVERLAPPED
+        return self.data.overlaps
 
     @property
     def local_buffers(self) -> bool:
         """Whether every rank keeps buffers of its own between steps."""
         return self.independent or (self.batch_stats == "local" and not self.broadcast_buffers)
+
+
+_DEFAULTS = {"data": Replicate(), "fsdp": Shard(), "pipe": None}

@@ -2,47 +2,108 @@
 
 import abc
 from collections.abc import Sequence
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 
+from axonml_jax.mesh.axes import AxisNames, as_axes
+from axonml_jax.parallel.fabric import Fabric
+from axonml_jax.parallel.role import Role
+from axonml_jax.parallel.transfer import Transfer
+from axonml_jax.parallel.units.wrap import Wrap
 from axonml_jax.sharding.layout import Layout
+
+MIB = 2**20
 
 
 class AbstractStrategy(abc.ABC):
-    """How parameters live on one mesh axis, and how they are read.
+    """How parameters live on one mesh axis (or on several that one strategy owns together), and how they are read.
 
     Law: `sync` is the transpose of `gather`: it sums. The division by the total weight happens once, in `training/`.
 
-    `gather` and `sync` run inside `shard_map` with `axis` bound. Their `layout` is the leaf's final one; a strategy
-    looks only at what it put there itself.
+    `gather` and `sync` run inside `shard_map` with `axis` bound: a mesh axis's name, or a tuple of the names of those that
+    the strategy owns together. Their `layout` is the leaf's final one; a strategy looks only at what it put there itself.
+    A strategy is a frozen, hashable value.
+
+    Attributes:
+      wrap: which parts of the model are units (see `units/wrap.py`), for a role that reads parameters at their "use".
+      prefetch: how many units ahead they are gathered, for such a role.
     """
 
+    wrap: Wrap = None
+    prefetch: int = 0
+
+    @property
     @abc.abstractmethod
-    def spec(self, layout: Layout, axis: str, axis_size: int) -> Layout:
+    def role(self) -> Role:
+        """What the axis does to the batch and to parameters."""
+
+    @abc.abstractmethod
+    def spec(self, layout: Layout, axis: AxisNames, axis_size: int) -> Layout:
         """Where a parameter lives between steps: `layout` refined by this axis."""
 
     @abc.abstractmethod
-    def gather(self, shard: jax.Array, layout: Layout, axis: str) -> jax.Array:
+    def gather(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
         """The shard as it rests -> the array the forward pass reads."""
 
     @abc.abstractmethod
-    def sync(self, grad: jax.Array, layout: Layout, axis: str) -> jax.Array:
+    def sync(self, grad: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
         """The local gradient of what was read -> the gradient of the shard, summed over the axis."""
 
-    def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: str) -> list[jax.Array]:
+    def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
         """`sync` of several leaves that travel together."""
         return [self.sync(grad, layout, axis) for grad, layout in zip(grads, layouts, strict=True)]
 
-    def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: str) -> list[jax.Array]:
+    def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
         """`gather` of several leaves that travel together."""
         return [self.gather(shard, layout, axis) for shard, layout in zip(shards, layouts, strict=True)]
 
-    @property
-    def each_microbatch(self) -> bool:
-        """Whether gradients are synchronized after every microbatch, not once per update."""
-        return False
+    @abc.abstractmethod
+    def gather_flows(
+        self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
+    ) -> Sequence[Transfer]:
+        """What one `gather` of a leaf sends: the ledger and the planner price it.
+
+        Args:
+          elements: of the shard that is gathered.
+          layout: the leaf's.
+          axis: the strategy's.
+          ranks: of the axis.
+          dtype: of the shard.
+        """
+
+    @abc.abstractmethod
+    def sync_flows(self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any) -> Sequence[Transfer]:
+        """What one `sync` of a gradient of so many elements sends; its arguments are those of `gather_flows`."""
+
+    def reducing(self) -> Self:
+        """Itself, but reducing gradients where its role never does: what `sync_gradients` asks for."""
+        return self
+
+    def decided(self, fabric: Fabric, ranks: int) -> Self:
+        """Itself with the defaults decided that depend on the devices.
+
+        Args:
+          fabric: what connects the mesh's devices.
+          ranks: of the axis.
+        """
+        return self
+
+    def in_words(self, axis: AxisNames) -> str:
+        """What it does to parameters, in a few words: what summaries of plans say."""
+        return f"{type(self).__name__} over {'*'.join(as_axes(axis))}"
+
+    def wire_dtype(self, dtype: Any) -> Any:
+        """The dtype in which a gradient of `dtype` travels."""
+        return jnp.dtype(dtype)
 
     @property
-    def when_used(self) -> bool:
-        """Whether parameters are gathered unit by unit when they are used, not once at the start of the step."""
-        return False
+    def bucket_bytes(self) -> int:
+        """Capacity in bytes of what is reduced together. The `data` axis's counts for the whole plan."""
+        return 25 * MIB
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are reduced inside the backward. The `data` axis's counts for the whole plan."""
+        return True

@@ -1,22 +1,22 @@
 """What the papers say a plan must send: the amount beside which the ledger prints what a step sends."""
 
+import math
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
 import jax
 
-from axonml_jax.parallel.ddp import Replicate
-from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.mesh.axes import as_axes
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.parallel.tensor.strategy import InLayers
+from axonml_jax.parallel.role import Role
 from axonml_jax.sharding.layout import Layout, is_layout
 
 
 class Rounds(NamedTuple):
-    """How often one update moves all parameters of a rank along `fsdp`.
+    """How often one update moves all parameters of a rank along an axis over which they rest sharded.
 
     Attributes:
       forward, backward: gathers; where they are kept for the backward, it has none.
@@ -28,19 +28,17 @@ class Rounds(NamedTuple):
     scatters: int
 
 
-def rounds(plan: Plan, degrees: Mapping[str, int]) -> Rounds:
-    """How often a plan gathers and scatters: as the pipeline's `gather` says, else as ZeRO's stage does.
+def rounds(plan: Plan, degrees: Mapping[str, int], role: Role) -> Rounds:
+    """How often a plan gathers and scatters what rests sharded: as the pipeline's `gather` says, else as its role does.
 
-    >>> rounds(Plan(accumulate=4), {"fsdp": 8})
+    >>> rounds(Plan(accumulate=4), {"fsdp": 8}, Plan().fsdp.role)
     Rounds(forward=4, backward=4, scatters=4)
     """
     if plan.pipe is not None and degrees.get(AXIS, 1) > 1:
         often = plan.pipe.gathers(degrees[AXIS], plan.microbatches)
         return Rounds(1, 0, 1) if often is None else Rounds(often, often, often)
-    strategy, many = plan.fsdp, plan.microbatches
-    when_used = isinstance(strategy, Shard) and strategy.when_used
-    each = isinstance(strategy, Shard) and strategy.each_microbatch
-    return Rounds(many if when_used else 1, many if when_used else 0, many if each else 1)
+    many, when_used = plan.microbatches, role.reads == "use"
+    return Rounds(many if when_used else 1, many if when_used else 0, many if role.reduces == "microbatch" else 1)
 
 
 def minimum_traffic(placement: Placement) -> Fraction:
@@ -67,18 +65,16 @@ def minimum_traffic(placement: Placement) -> Fraction:
 
 def leaf_traffic(plan: Plan, degrees: Mapping[str, int], layout: Layout, trained: bool) -> Fraction:
     """The same of one parameter."""
-    share, total, often = Fraction(layout.size), Fraction(0), rounds(plan, degrees)
+    share, total = Fraction(layout.size), Fraction(0)
     read, reduced = plan.precision.read_dtype(layout.dtype), plan.precision.reduce_dtype(layout.dtype)
-    for axis, strategy in reversed(list(plan.strategies.items())):
-        ranks = degrees.get(axis, 1)
-        moved = share * Fraction(ranks - 1, ranks)
-        if isinstance(strategy, InLayers):
-            total += 2 * moved * reduced.itemsize * (trained and strategy.sums(layout, axis))
-            share /= ranks if axis in layout.axes else 1
-        elif isinstance(strategy, Replicate):
-            total += 2 * moved * strategy.wire_itemsize(reduced) * trained
-        else:
+    for axis, strategy in reversed(plan.on(degrees).items()):
+        role, ranks = strategy.role, math.prod(degrees[name] for name in as_axes(axis))
+        moved, split = share * Fraction(ranks - 1, ranks), layout.dim_of(axis) is not None
+        if role.parameters == "sharded":
+            often = rounds(plan, degrees, role)
             gathers = often.forward + often.backward * trained
             total += moved * (gathers * read.itemsize + often.scatters * reduced.itemsize * trained)
-            share /= ranks
+        elif role.batch is not None and not split:
+            total += 2 * moved * strategy.wire_dtype(reduced).itemsize * trained
+        share /= ranks if split or role.parameters == "sharded" else 1
     return total

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.collectives.primitives import sum_over
-from axonml_jax.parallel.hops import torus_of
+from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.tensor.fused_attention import target_platform
 from axonml_jax.planner.hardware import Hardware
 
@@ -51,7 +51,7 @@ def measure(
         island=max(ranks, 1),
         cross=link,
         platform=target_platform(),
-        torus=torus_of(devices),
+        torus=Fabric.of(devices).torus,
         latency=small,
         cross_latency=small,
         sources=dict.fromkeys(("flops", "memory_bandwidth", "link", "island", "cross"), "measured"),

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax._types import PyTree
+from axonml_jax.mesh.axes import AxisNames, as_axes
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,16 @@ class Layout:
         shape = tuple(leaf.shape)
         return Layout(shape, leaf.dtype, PartitionSpec(), shape, (1,) * len(shape))
 
-    def on(self, axis: str, dim: int, size: int) -> "Layout":
-        """This layout with `dim` split over one more axis of `size` ranks, inside the axes that split it already.
+    def on(self, axis: AxisNames, dim: int, size: int) -> "Layout":
+        """This layout with `dim` split over one more axis (or several) of `size` ranks, inside those that split it already.
 
         A dim that does not divide is stored with zeros behind it; a scalar is stored as one element per rank.
         """
         shard = list(self.shard or (1,))
         shard[dim] = -(-shard[dim] // size)
         entries = list(self.spec) + [None] * (len(shard) - len(self.spec))
-        entries[dim] = axis if entries[dim] is None else (*_names(entries[dim]), axis)
+        names = (*_names(entries[dim]), *as_axes(axis))
+        entries[dim] = names[0] if len(names) == 1 else names
         parts = list(self.parts or (1,))
         parts[dim] *= size
         while entries and entries[-1] is None:
@@ -62,9 +64,10 @@ class Layout:
         """The shape that one rank holds."""
         return tuple(n // k for n, k in zip(self.stored, self.parts, strict=True))
 
-    def dim_of(self, axis: str) -> int | None:
-        """The dim of the stored array that `axis` splits."""
-        return next((dim for dim, entry in enumerate(self.spec) if axis in _names(entry)), None)
+    def dim_of(self, axis: AxisNames) -> int | None:
+        """The dim of the stored array that `axis` splits (of several the first: they split one dim together)."""
+        first = as_axes(axis)[0]
+        return next((dim for dim, entry in enumerate(self.spec) if first in _names(entry)), None)
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """The axes that split one dim, outermost first."""

@@ -14,7 +14,6 @@ from axonml_jax.facade.parallelize import parallelize
 from axonml_jax.model.functional import Trainable, Variables
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.sharding.batch import batch_degree, check_batch
 from axonml_jax.sharding.place import to_host
 from axonml_jax.sharding.stored import from_stored, map_layouts
 from axonml_jax.testing.compare import assert_trees_close
@@ -70,12 +69,14 @@ def assert_equals_single_device(
     plan = parallel.plan
     view, variables = functionalize(model, params, trainable)
     for each in batches:
-        check_batch(each, parallel.mesh, plan.microbatches)
+        parallel._placement.batch_layout.check(each, plan.microbatches)
     wanted = _run_oracle(parallel, view, variables, loss_fn, batches, tx, max_grad_norm, seed)
     got = _run_parallel(parallel, loss_fn, batches, tx, max_grad_norm)
     if plan.local_buffers and not plan.independent:
         got["state"] = jax.tree.map(lambda x: x[0], got["state"])
-    low = any(d in ("bfloat16", "float16") for d in (*vars(plan.precision).values(), plan.data.comm_dtype))
+    low = any(
+        d in ("bfloat16", "float16") for d in (*vars(plan.precision).values(), plan.data.wire_dtype("float32").name)
+    )
     for what in wanted:
         assert_trees_close(got[what], wanted[what], what, low_precision=low)
 
@@ -90,7 +91,7 @@ def _run_oracle(
     max_grad_norm: Any,
     seed: int,
 ) -> dict[str, Any]:
-    plan, degree = parallel.plan, batch_degree(parallel.mesh)
+    plan, degree = parallel.plan, parallel._placement.batch_degree
     key, options = jax.random.key(seed), {"precision": plan.precision, "max_grad_norm": max_grad_norm}
     if not plan.independent:
         buffers = "joined" if plan.batch_stats == "global" else "first"

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.varying import vary, vary_like
+from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.model.trace import trace
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import is_layout
@@ -27,8 +28,8 @@ def accumulate(way: Way, placement: Placement, state: PyTree, keys: list, batch:
     if len(keys) == 1:
         grads, loss, state = way(state, keys[0], batch, None if sync else (), None)
         return grads, jax.tree.map(lambda x: x[None], loss), state
-    batches = _microbatches(batch, len(keys))
-    if not (placement.plan.overlapped and any(placement.degrees[axis] > 1 for axis in outer)):
+    batches = placement.batch_layout.microbatches(batch, len(keys))
+    if not (placement.plan.overlapped and any(placement.ranks(axis) > 1 for axis in outer)):
         grads, losses, state = _loop(way, placement, state, keys, batches, inner)
         if outer:
             layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
@@ -40,7 +41,7 @@ def accumulate(way: Way, placement: Placement, state: PyTree, keys: list, batch:
     return grads, jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), losses, loss), state
 
 
-def _loop(way: Way, placement: Placement, state: PyTree, keys: list, batches: PyTree, inner: tuple[str, ...]):
+def _loop(way: Way, placement: Placement, state: PyTree, keys: list, batches: PyTree, inner: tuple[AxisNames, ...]):
     layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
     axes = [(*placement.batch_axes, *layout.axes) for layout in layouts]
     shapes = [layout.shard if inner else placement.read_shape(layout) for layout in layouts]
@@ -70,13 +71,3 @@ def _typed_carry(way: Way, state: PyTree, key: jax.Array, batch: PyTree, inner: 
             break
         leaves = wider
     return treedef.unflatten(leaves)
-
-
-def _microbatches(batch: PyTree, count: int) -> PyTree:
-    """Rows [b, ...] -> [count, b/count, ...]; scalars are repeated."""
-
-    def split(x):
-        x = jnp.asarray(x)
-        return x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, (count,))
-
-    return jax.tree.map(split, batch)

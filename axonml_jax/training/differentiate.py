@@ -8,12 +8,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax._types import LossFn, PyTree, named_leaves, path_name
-from axonml_jax.collectives.buckets import GradSyncStrategy
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.sharding.layout import is_layout
 from axonml_jax.sharding.memory import to_device_memory, to_host_memory
 from axonml_jax.training.buffers import first_ranks, sync_buffers
@@ -44,9 +42,9 @@ class Differentiate:
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, dict, PyTree, PyTree]:
         """Differentiate; `key` is the step's randomness."""
-        check_batch(batch, self.mesh, self.placement.plan.microbatches)
+        self.placement.batch_layout.check(batch, self.placement.plan.microbatches)
         with explain_typed_scan(self.placement.plan.check_vma):
-            return bound_run_ahead(self._compiled(variables, key, place_batch(batch, self.mesh)))
+            return bound_run_ahead(self._compiled(variables, key, self.placement.batch_layout.place(batch, self.mesh)))
 
     def trace(self, variables: Variables, key: jax.Array, batch: PyTree):
         """The program traced on arrays or shapes: what the ledger reads."""
@@ -60,7 +58,7 @@ class Differentiate:
         return jax.shard_map(
             self._local,
             mesh=self.mesh,
-            in_specs=(specs, PartitionSpec(), batch_specs(batch, self.mesh)),
+            in_specs=(specs, PartitionSpec(), placement.batch_layout.specs(batch)),
             out_specs=(means, means, grads, specs.state),
             axis_names=placement.manual_axes,
             check_vma=placement.plan.check_vma,
@@ -123,10 +121,7 @@ class SyncStacked:
 
 
 def _sync_program(placement: Placement, mesh: Mesh) -> Any:
-    data = placement.plan.data
-    if placement.plan.independent:
-        data = replace(data, sync_strategy=GradSyncStrategy.SYNCHRONOUS)
-    syncing = replace(placement, plan=replace(placement.plan, data=data))
+    syncing = replace(placement, plan=placement.plan.reducing())
     layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
 
     def local(grads):

@@ -8,7 +8,6 @@ from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import means
 from axonml_jax.training.objective import Objective, shard_key
@@ -33,16 +32,16 @@ class EvalStep:
 
     def __call__(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
         """The loss and the loss function's metrics over the global batch [B, ...]; B divides by the batch shards."""
-        check_batch(batch, self.mesh)
+        self.placement.batch_layout.check(batch)
         with explain_typed_scan(self.placement.plan.check_vma):
-            return bound_run_ahead(self._compiled(variables, place_batch(batch, self.mesh)))
+            return bound_run_ahead(self._compiled(variables, self.placement.batch_layout.place(batch, self.mesh)))
 
     def _whole(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
         independent = self.placement.plan.independent
         return jax.shard_map(
             self._local,
             mesh=self.mesh,
-            in_specs=(variable_specs(self.placement, variables), batch_specs(batch, self.mesh)),
+            in_specs=(variable_specs(self.placement, variables), self.placement.batch_layout.specs(batch)),
             out_specs=self.placement.rank_spec if independent else PartitionSpec(),
             axis_names=self.placement.manual_axes,
             check_vma=self.placement.plan.check_vma,

@@ -13,7 +13,6 @@ from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.tensor.whole_reads import reading_whole
-from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.objective import shard_key
@@ -43,10 +42,12 @@ class Forward:
         leaves, treedef = jax.tree.flatten((args, kwargs))
         arrays = [leaf if is_array(leaf) else None for leaf in leaves]
         named = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
-        check_batch(jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, named), self.mesh)
+        self.placement.batch_layout.check(jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, named))
         static = (treedef, tuple(None if is_array(leaf) else leaf for leaf in leaves))
         with explain_typed_scan(self.placement.plan.check_vma):
-            return bound_run_ahead(self._compiled(variables, key, place_batch(arrays, self.mesh), static=static))
+            return bound_run_ahead(
+                self._compiled(variables, key, self.placement.batch_layout.place(arrays, self.mesh), static=static)
+            )
 
     def _whole(self, variables: Variables, key: jax.Array, arrays: list, static: tuple) -> tuple[PyTree, PyTree]:
         placement = self.placement
@@ -68,7 +69,7 @@ class Forward:
         return jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(specs, PartitionSpec(), batch_specs(arrays, self.mesh)),
+            in_specs=(specs, PartitionSpec(), placement.batch_layout.specs(arrays)),
             out_specs=(jax.tree.map(out_spec, dims, inner), specs.state),
             axis_names=placement.manual_axes,
             check_vma=placement.plan.check_vma,
@@ -110,7 +111,7 @@ class Forward:
                 own = unstack_variables(variables, placement)
                 seen.append(varying(self._read_and_call(own, key, arrays, static)[0]))
 
-            specs = (variable_specs(placement, variables), batch_specs(arrays, self.mesh))
+            specs = (variable_specs(placement, variables), placement.batch_layout.specs(arrays))
             call = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=None, check_vma=True)
             jax.eval_shape(call, variables, arrays)
             return seen[-1]
@@ -131,7 +132,7 @@ class Forward:
                 x if x is None or not x.ndim else jax.ShapeDtypeStruct((factor * x.shape[0], *x.shape[1:]), x.dtype)
                 for x in arrays
             ]
-            specs = (variable_specs(placement, variables), batch_specs(shapes, self.mesh))
+            specs = (variable_specs(placement, variables), placement.batch_layout.specs(shapes))
             # Unchecked and said to be replicated, so that the shapes seen are those of one rank.
             options = {"axis_names": placement.manual_axes, "check_vma": False}
             call = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), **options)

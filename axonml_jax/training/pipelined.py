@@ -96,7 +96,12 @@ def _run(
     timetable = staging.policy.timetable(staging.num_ranks, count)
     keys = jax.vmap(lambda m: shard_key(key, m, shard))(jnp.arange(count))
     piped = run_pieces(
-        fun, placement, variables, keys, _microbatches(batch, count), timetable if backward else timetable.forward_only
+        fun,
+        placement,
+        variables,
+        keys,
+        placement.batch_layout.microbatches(batch, count),
+        timetable if backward else timetable.forward_only,
     )
     return piped.grads, piped.aux, piped.state, piped.outputs
 
@@ -105,16 +110,6 @@ def _common(placement: Placement, batch: PyTree) -> int:
     """The largest number of microbatches up to the plan's into which the rows divide evenly."""
     rows = {jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
     return math.gcd(placement.plan.microbatches, *rows)
-
-
-def _microbatches(batch: PyTree, count: int) -> PyTree:
-    """Rows [b, ...] -> [count, b/count, ...]; scalars are repeated."""
-
-    def split(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        return x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else jnp.broadcast_to(x, (count,))
-
-    return jax.tree.map(split, batch)
 
 
 def _arrays_of(outputs: PyTree) -> list[jax.Array]:

@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec
 
 from axonml_jax._types import PyTree, path_name
 from axonml_jax.collectives.varying import vary
-from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES
 from axonml_jax.model.functional import Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Layout, is_layout
@@ -65,7 +64,7 @@ def stacked_specs(placement: Placement, layouts: PyTree) -> PyTree:
     shared = [
         path_name(path)
         for path, layout in jax.tree_util.tree_leaves_with_path(layouts, is_leaf=is_layout)
-        if any(axis in BATCH_AXES for axis in layout.axes if axis in LAYER_AXES)
+        if any(axis in placement.batch_axes for axis in layout.axes if axis in placement.layer_axes)
     ]
     if shared:
         raise ValueError(
@@ -75,7 +74,10 @@ def stacked_specs(placement: Placement, layouts: PyTree) -> PyTree:
         )
 
     def spec(layout: Layout) -> PartitionSpec:
-        axes = [tuple(axis for axis in layout.axes_of(dim) if axis in LAYER_AXES) for dim in range(len(layout.spec))]
+        axes = [
+            tuple(axis for axis in layout.axes_of(dim) if axis in placement.layer_axes)
+            for dim in range(len(layout.spec))
+        ]
         return PartitionSpec(placement.batch_axes, *(entry[0] if len(entry) == 1 else entry or None for entry in axes))
 
     return jax.tree.map(spec, layouts, is_leaf=is_layout)

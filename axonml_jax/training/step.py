@@ -15,7 +15,6 @@ from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.theory import minimum_traffic
-from axonml_jax.sharding.batch import batch_specs, check_batch, place_batch
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.memory import to_host_memory
 from axonml_jax.sharding.place import is_deleted
@@ -91,10 +90,10 @@ class TrainStep:
                 "this state was given to an earlier step, which reused its memory: go on from the state that step returned, "
                 "or give it a copy, jax.tree.map(jnp.copy, state)"
             )
-        check_batch(batch, self.mesh, self.placement.plan.microbatches)
+        self.placement.batch_layout.check(batch, self.placement.plan.microbatches)
         bound_run_ahead(state.step)
         with explain_typed_scan(self.placement.plan.check_vma):
-            return self._compiled(state, place_batch(batch, self.mesh))
+            return self._compiled(state, self.placement.batch_layout.place(batch, self.mesh))
 
     def trace(self, state: TrainState, batch: PyTree):
         """The step traced on arrays or shapes (`.jaxpr`, `.lower()`): what the ledger reads."""
@@ -126,7 +125,7 @@ class TrainStep:
         new = jax.shard_map(
             self._local,
             mesh=self.mesh,
-            in_specs=(specs, batch_specs(batch, self.mesh)),
+            in_specs=(specs, self.placement.batch_layout.specs(batch)),
             out_specs=(specs, means),
             axis_names=self.placement.manual_axes,
             check_vma=self.placement.plan.check_vma,

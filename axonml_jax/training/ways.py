@@ -8,8 +8,8 @@ import jax
 
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.varying import vary
+from axonml_jax.mesh.axes import AxisNames, flat_axes
 from axonml_jax.model.functional import Variables
-from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.overlap import overlapped
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units.remat import recomputed
@@ -28,7 +28,7 @@ class Way(abc.ABC):
 
     @abc.abstractmethod
     def __call__(
-        self, state: PyTree, key: jax.Array, batch: PyTree, axes: Collection[str] | None, accumulated: Any
+        self, state: PyTree, key: jax.Array, batch: PyTree, axes: Collection[AxisNames] | None, accumulated: Any
     ) -> tuple[list[jax.Array], Any, PyTree]:
         """Differentiate."""
 
@@ -63,16 +63,15 @@ class AtOnce(Way):
         seen = placement.read_tree(self.params, placement.params) if self.read is None else self.read
         hooked = overlapped(self._loss(seen, args), placement, self.params, self.read, args, axes)
         leaves, treedef = jax.tree.flatten(to_device_memory(self.params, placement.plan.offload.params))
-        unreduced = () if axes is None else [axis for axis in placement.axes if axis not in axes]
+        unreduced = () if axes is None else flat_axes(axis for axis in placement.axes if axis not in axes)
         carriers = vary(treedef.unflatten(map(placement.to_reduce, leaves, self.layouts)), unreduced)
         more = None if accumulated is None else treedef.unflatten(accumulated)
         (_, (loss, state)), grads = jax.value_and_grad(hooked, has_aux=True)(carriers, more, *args)
         return jax.tree.leaves(grads), loss, state
 
     def _loss(self, read: PyTree, args: tuple) -> Callable:
-        plan = self.placement.plan
-        wrap = plan.fsdp.wrap if isinstance(plan.fsdp, Shard) else None
-        return recomputed(self.whole_loss, self.objective.model, wrap, plan.remat, read, args)
+        wrap, remat = self.placement.wrap, self.placement.plan.remat
+        return recomputed(self.whole_loss, self.objective.model, wrap, remat, read, args)
 
 
 class ByUnit(Way):

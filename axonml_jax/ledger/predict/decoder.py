@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from axonml_jax.ledger.predict.weight import Place, Weight
-
-LAYER_AXES = ("depth", "row", "col", "tensor")
+from axonml_jax.mesh.axes import LAYER_AXES
 
 
 class DecoderLike(Protocol):

@@ -7,10 +7,8 @@ from dataclasses import dataclass, fields
 from axonml_jax.ledger.predict.activations import BlockActivations
 from axonml_jax.ledger.predict.stages import Stages
 from axonml_jax.ledger.predict.weight import Placed
-from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.pipeline.timetable import Timetable
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.parallel.theory import rounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,7 @@ def states(placed: Sequence[Placed], moments: int) -> dict[str, int]:
         total["optimizer"] += count * (each.shard - each.padding) * item * moments * each.weight.trained
         total["padding"] += count * each.padding * item * kept
         if each.weight.trained:
-            accumulates_whole = plan.microbatches > 1 and rounds(plan, dict(each.degrees)).scatters == 1
+            accumulates_whole = plan.microbatches > 1 and each.rounds.scatters == 1
             own = each.read if accumulates_whole else each.shard
             total["gradients"] += count * own * each.sum_dtype.itemsize
     return total
@@ -84,10 +82,10 @@ def states(placed: Sequence[Placed], moments: int) -> dict[str, int]:
 
 def gathered(placed: Sequence[Placed]) -> int:
     """Whole parameters beside the shards: all of them, or with stage 3 the largest unit with its gradients."""
-    plan = placed[0].plan
-    if not isinstance(plan.fsdp, Shard) or not any(each.sharded for each in placed):
+    sharded = [each for each in placed if each.sharded]
+    if not sharded:
         return 0
-    if not rounds(plan, dict(placed[0].degrees)).backward:
+    if not sharded[0].rounds.backward:
         return sum(each.count * each.read * each.read_dtype.itemsize for each in placed)
     units: dict[str, list[int]] = {}
     for each in placed:
@@ -96,7 +94,7 @@ def gathered(placed: Sequence[Placed]) -> int:
         sizes[0] += one * each.read_dtype.itemsize
         sizes[1] += one * each.sum_dtype.itemsize
     weights = max(size for size, _ in units.values())
-    return (1 + plan.fsdp.prefetch) * weights + max(size for _, size in units.values())
+    return (1 + sharded[0].prefetch) * weights + max(size for _, size in units.values())
 
 
 def memory(

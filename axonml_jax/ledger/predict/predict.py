@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from axonml_jax.ledger.predict.activations import block_activations, compute_dtype
-from axonml_jax.ledger.predict.decoder import LAYER_AXES, DecoderLike, decoder_weights, layer_degrees, problems
+from axonml_jax.ledger.predict.decoder import DecoderLike, decoder_weights, layer_degrees, problems
 from axonml_jax.ledger.predict.flow import EACH_TICK, Flow, merged
 from axonml_jax.ledger.predict.layer_flows import Layers, layer_flows
 from axonml_jax.ledger.predict.memory import Memory, batch_bytes, memory
@@ -19,9 +19,9 @@ from axonml_jax.ledger.predict.stages import Stages, bubble, stage_costs, stages
 from axonml_jax.ledger.predict.weight import Placed, place
 from axonml_jax.ledger.predict.weight_flows import minimum_traffic, small_flows, weight_flows
 from axonml_jax.ledger.wire import Amount, exact
-from axonml_jax.mesh.axes import AXES, batch_axes
+from axonml_jax.mesh.axes import AXES, LAYER_AXES
 from axonml_jax.model.precision import Precision
-from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.pipeline.timetable import Timetable
 from axonml_jax.parallel.plan import Plan
@@ -79,9 +79,7 @@ def predict(
       ValueError: with everything that cannot work.
     """
     degrees = {axis: degrees[axis] for axis in AXES if axis in degrees}
-    if isinstance(plan.fsdp, Shard):
-        devices = math.prod(degrees.values())
-        plan = replace(plan, fsdp=plan.fsdp.hopping(torus, degrees.get("fsdp", 1), devices))
+    plan = plan.decided(Fabric(devices=math.prod(degrees.values()), torus=torus), degrees)
     length = model.max_length if length is None else length
     rows = _rows(plan, model, degrees, global_batch, length)
     stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)
@@ -118,7 +116,7 @@ def predict(
 
 def _rows(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], global_batch: int, length: int) -> int:
     """Sequences per rank and update, once everything divides."""
-    shards = math.prod(degrees[axis] for axis in batch_axes(degrees))
+    shards = plan.batch_layout(degrees).degree
     parts = shards * plan.microbatches
     found = problems(model, degrees, length)
     if global_batch % parts:
@@ -228,7 +226,7 @@ def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:
     """A plan in a few words."""
     words = []
     if degrees.get("fsdp", 1) > 1:
-        words.append(f"ZeRO-{plan.fsdp.stage}" if isinstance(plan.fsdp, Shard) else "replicated over fsdp")
+        words.append(plan.fsdp.in_words("fsdp"))
     if plan.pipe is not None and degrees.get(AXIS, 1) > 1:
         chunks = f" x {plan.pipe.chunks} chunks" if plan.pipe.chunks > 1 else ""
         words.append(f"{plan.pipe.schedule}{chunks}")

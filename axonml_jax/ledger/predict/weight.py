@@ -8,8 +8,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.parallel.theory import Rounds, rounds
 from axonml_jax.sharding.layout import Layout
 
 Place = Literal["first", "block", "last", "both ends"]
@@ -92,32 +94,53 @@ class Placed:
         cuts = math.prod(sizes.get(axis, 1) for axes, _ in self.weight.splits for axis in axes)
         return math.prod(self.weight.shape) // cuts
 
-    @property
-    def gathered(self) -> int:
-        """Elements of one after a gather over `fsdp`, padding included."""
-        return self.shard * (dict(self.degrees)["fsdp"] if self.sharded else 1)
+    @cached_property
+    def strategies(self) -> dict[AxisNames, AbstractStrategy]:
+        """Those of the mesh's axes, outermost first."""
+        return self.plan.on(dict(self.degrees))
+
+    def ranks(self, axis: AxisNames) -> int:
+        """Of an axis, or of several together."""
+        return math.prod(dict(self.degrees)[name] for name in as_axes(axis))
+
+    @cached_property
+    def sharded(self) -> dict[AxisNames, AbstractStrategy]:
+        """The axes over which it rests sharded, to be gathered."""
+        split = lambda axis, role: role.parameters == "sharded" and self.layout.dim_of(axis) is not None
+        return {axis: each for axis, each in self.strategies.items() if split(axis, each.role)}
 
     @property
-    def sharded(self) -> bool:
-        """Whether `fsdp` splits it."""
-        return self.layout.dim_of("fsdp") is not None
+    def rounds(self) -> Rounds:
+        """How often a step gathers and scatters it."""
+        roles = [strategy.role for strategy in self.sharded.values()]
+        return rounds(self.plan, dict(self.degrees), roles[0]) if roles else Rounds(1, 0, 1)
+
+    @property
+    def prefetch(self) -> int:
+        """How many units ahead it is gathered."""
+        return max((strategy.prefetch for strategy in self.sharded.values()), default=0)
+
+    @property
+    def gathered(self) -> int:
+        """Elements of one after its gathers, padding included."""
+        return self.shard * math.prod(map(self.ranks, self.sharded))
 
     @property
     def slices(self) -> int:
-        """In how many parts it is gathered along `fsdp`: ZeRO-3 gathers one layer of a stack per trip of its scan."""
-        return self.weight.layers if self._by_unit and self.layout.dim_of("fsdp") not in (None, 0) else 1
+        """In how many parts it is gathered: ZeRO-3 gathers one layer of a stack per trip of its scan."""
+        apart = self._by_unit and self.sharded and all(self.layout.dim_of(axis) != 0 for axis in self.sharded)
+        return self.weight.layers if apart else 1
 
-    def reductions(self, axis: str) -> int:
+    def reductions(self, axis: AxisNames) -> int:
         """How often a step reduces its gradient along an axis: a stack's layer by layer, where that overlaps the backward."""
         if self._by_unit:
-            return self.slices if axis == "fsdp" else 1
+            return self.slices if axis in self.sharded else 1
         whole = bool(self.layout.parts) and self.layout.parts[0] > 1
         return 1 if whole or not self.plan.overlapped else self.weight.layers
 
-    @property
+    @cached_property
     def _by_unit(self) -> bool:
-        strategy = self.plan.fsdp
-        return isinstance(strategy, Shard) and strategy.when_used and dict(self.degrees).get("fsdp", 1) > 1
+        return any(each.role.reads == "use" and self.ranks(axis) > 1 for axis, each in self.strategies.items())
 
     @property
     def padding(self) -> int:
@@ -158,7 +181,6 @@ def place(weight: Weight, plan: Plan, degrees: dict[str, int]) -> Placed:
         for axis in axes:
             if degrees.get(axis, 1) > 1:
                 layout = layout.on(axis, dim, degrees[axis])
-    for axis, strategy in plan.strategies.items():
-        if axis in degrees:
-            layout = strategy.spec(layout, axis, degrees[axis])
+    for axis, strategy in plan.on(degrees).items():
+        layout = strategy.spec(layout, axis, math.prod(degrees[name] for name in as_axes(axis)))
     return Placed(weight, layout, plan, tuple(degrees.items()), weight.count)

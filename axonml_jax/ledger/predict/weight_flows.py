@@ -3,17 +3,16 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import jax.numpy as jnp
 
 from axonml_jax.ledger.label import GRADIENTS, PARAMETERS
 from axonml_jax.ledger.predict.flow import EACH_MICROBATCH, ONCE, Flow
 from axonml_jax.ledger.predict.weight import Placed
-from axonml_jax.mesh.axes import AXES, batch_axes
-from axonml_jax.parallel.fsdp import Shard
+from axonml_jax.mesh.axes import AXES, AxisNames, as_axes
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.theory import leaf_traffic, rounds
+from axonml_jax.parallel.transfer import Transfer
 
 
 def weight_flows(placed: Sequence[Placed]) -> Iterator[Flow]:
@@ -35,23 +34,22 @@ def weight_flows(placed: Sequence[Placed]) -> Iterator[Flow]:
 
 
 def _gathers(each: Placed) -> Iterator[Flow]:
-    if not isinstance(each.plan.fsdp, Shard) or not each.sharded:
-        return
-    often, hop = rounds(each.plan, dict(each.degrees)), each.plan.fsdp.gather_hop
-    make = lambda times, work: _in_hops(
-        _trips_more(each, _flow(each, PARAMETERS, "all_gather", "fsdp", each.gathered, each.read_dtype, times, work)),
-        hop,
-    )
-    yield from make(often.forward, "forward")
+    elements = each.shard
     recomputes = each.plan.remat is not None or (each.weight.layers > 1 and each.weight.redone)
     again = each.weight.again or (each.weight.rebuilds and recomputes) or _pipelined(each)
-    if each.weight.trained and again:
-        yield from make(often.backward, "backward")
+    for axis, strategy in each.sharded.items():
+        ranks, often = each.ranks(axis), rounds(each.plan, dict(each.degrees), strategy.role)
+        for sent in strategy.gather_flows(elements, each.layout, axis, ranks, each.read_dtype):
+            ahead = lambda flow, strategy=strategy: _trips_more(each, strategy.prefetch, flow)
+            yield ahead(_flow(each, PARAMETERS, axis, sent, each.slices, often.forward, "forward"))
+            if each.weight.trained and again:
+                yield ahead(_flow(each, PARAMETERS, axis, sent, each.slices, often.backward, "backward"))
+        elements *= ranks
 
 
-def _trips_more(each: Placed, flow: Flow) -> Flow:
+def _trips_more(each: Placed, ahead: int, flow: Flow) -> Flow:
     """Slices that a scan gathers ahead: the last trips gather as many in vain (see `units/gathered.py`)."""
-    slices, ahead = each.slices, each.plan.fsdp.prefetch if isinstance(each.plan.fsdp, Shard) else 0
+    slices = each.slices
     if slices == 1 or not ahead:
         return flow
     more = lambda count: count * (slices + min(ahead, slices)) // slices
@@ -64,52 +62,49 @@ def _pipelined(each: Placed) -> bool:
 
 def _sent_along(each: Placed) -> Iterator[Flow]:
     """A weight that several stages read lives on one: it is sent to the others once per step, and its gradient back."""
+    ranks = dict(each.degrees)[AXIS]
     for label, dtype, work in ((PARAMETERS, each.read_dtype, "forward"), ("", each.sum_dtype, "backward")):
-        yield _flow(each, label, "all_reduce", AXIS, each.read, dtype, 1, work)
+        sent = Transfer(kind="all_reduce", elements=each.read, ranks=ranks, dtype=dtype)
+        yield _flow(each, label, AXIS, sent, each.slices, 1, work)
 
 
-def _reductions(each: Placed, launches: int) -> Iterator[Flow]:
-    """From the innermost axis outwards, as `Placement.sync` goes."""
-    plan, degrees = each.plan, dict(each.degrees)
-    if plan.independent:
-        return
-    if degrees.get("depth", 1) > 1 and "depth" not in each.layout.axes:
-        scattered = isinstance(plan.fsdp, Shard) and plan.fsdp.each_microbatch
-        size = each.shard if scattered else each.gathered
-        yield _flow(each, GRADIENTS, "all_reduce", "depth", size, each.sum_dtype, 1, "backward")
-    if each.sharded and isinstance(plan.fsdp, Shard):
-        times = rounds(plan, degrees).scatters
-        sums = _flow(each, GRADIENTS, "reduce_scatter", "fsdp", each.gathered, each.sum_dtype, times, "backward")
-        yield from _in_hops(sums, plan.fsdp.scatter_hop)
-    for axis, strategy in (("fsdp", plan.fsdp), ("data", plan.data)):
-        if degrees.get(axis, 1) > 1 and not isinstance(strategy, Shard):
-            sent = jnp.dtype(strategy.comm_dtype or each.sum_dtype)
-            sums = _flow(each, GRADIENTS, "all_reduce", axis, each.shard, sent, 1, "backward")
-            yield replace(sums, launches=launches * each.reductions(axis))
+def _reductions(each: Placed, buffers: int) -> Iterator[Flow]:
+    """In the order of `Placement.sync`: what is reduced after every microbatch first, then from the innermost axis outwards.
+
+    Args:
+      each: a weight.
+      buffers: how many arrays it is reduced as over axes that hold parameters whole.
+    """
+    plan, elements = each.plan, each.gathered
+    outwards = list(reversed(each.strategies.items()))
+    inner = [axis for axis, strategy in outwards if strategy.role.reduces == "microbatch"]
+    for axis, strategy in sorted(outwards, key=lambda own: own[0] not in inner):
+        ranks = each.ranks(axis)
+        if axis in each.sharded:
+            often, launches = (
+                rounds(plan, dict(each.degrees), strategy.role).scatters,
+                each.count * each.reductions(axis),
+            )
+        else:
+            often = plan.microbatches if axis in inner else 1
+            launches = (buffers if strategy.role.parameters == "whole" else each.count) * each.reductions(axis)
+        for sent in strategy.sync_flows(elements, each.layout, axis, ranks, each.sum_dtype) if ranks > 1 else ():
+            yield _flow(each, GRADIENTS, axis, sent, launches / each.count, often, "backward")
+        elements //= ranks if axis in each.sharded else 1
 
 
-def _in_hops(flow: Flow, hop: int | None) -> Iterator[Flow]:
-    """A gather or reduce-scatter as it goes: across the groups of `hop` neighbours, where it is whole, and among them."""
-    if hop is None or hop in (1, flow.group_size):
-        yield flow
-        return
-    across = flow.group_size // hop
-    yield replace(flow, group_size=across)
-    yield replace(flow, group_size=hop, elements=flow.elements // across, padding=0)
-
-
-def _flow(each: Placed, label: str, kind: str, axis: str, elements: int, dtype: Any, times: int, work: str) -> Flow:
-    padding = max(0, each.gathered - each.read) if axis == "fsdp" else 0
+def _flow(each: Placed, label: str, axis: AxisNames, sent: Transfer, launches: float, times: int, work: str) -> Flow:
+    dtype = jnp.dtype(sent.dtype)
     return Flow(
         label=label,
-        kind=kind,
-        axes=(axis,),
-        group_size=dict(each.degrees)[axis],
+        kind=sent.kind,
+        axes=as_axes(axis),
+        group_size=sent.ranks,
         dtype=dtype.name,
         itemsize=dtype.itemsize,
-        elements=each.count * elements,
-        padding=each.count * padding,
-        launches=each.count * (each.reductions(axis) if label == GRADIENTS else each.slices),
+        elements=each.count * sent.elements,
+        padding=each.count * sent.padding,
+        launches=round(each.count * launches),
         times=times,
         where=EACH_MICROBATCH if times > 1 else ONCE,
         work=work,
@@ -120,7 +115,7 @@ def small_flows(placed: Sequence[Placed], loss_values: int) -> Iterator[Flow]:
     """The loss's sum over the batch shards, and the gradient norm's over everything that splits gradients."""
     plan, degrees = placed[0].plan, dict(placed[0].degrees)
     scalar = {"kind": "all_reduce", "dtype": "float32", "itemsize": 4}
-    if not plan.independent and (axes := batch_axes(degrees)):
+    if not plan.independent and (axes := plan.batch_layout(degrees).rows):
         ranks = _product(degrees, axes)
         yield Flow(label="metrics", axes=axes, group_size=ranks, elements=loss_values, **scalar)
     piped = (AXIS,) if _pipelined(placed[0]) else ()

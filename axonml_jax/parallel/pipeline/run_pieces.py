@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.collectives.primitives import axis_index, sum_over
 from axonml_jax.collectives.varying import vary, vary_like, varying_axes
-from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.model.atoms import aval_of, result_of, results_of
 from axonml_jax.model.functional import Variables
 from axonml_jax.model.precision import cast_floating
@@ -140,7 +139,7 @@ class _Run:
             whole = cast_floating(
                 jnp.zeros(placement.read_shape(layout), layout.dtype), placement.plan.precision.compute
             )
-            split = [axis for axis in layout.axes if axis in LAYER_AXES]
+            split = [axis for axis in layout.axes if axis in placement.layer_axes]
             found.append(vary(whole, (AXIS, *placement.batch_axes, *split)))
         return found
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.collectives.varying import vary
-from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES
+from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.model.precision import cast_floating
 from axonml_jax.parallel.pipeline.packing import Buffers, Packing, Slot
 from axonml_jax.parallel.pipeline.pieces import Piece
@@ -23,6 +23,7 @@ from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers, Stored
 from axonml_jax.parallel.pipeline.stages import Stage, StageFunction
 from axonml_jax.parallel.pipeline.staging import Staging
 from axonml_jax.parallel.pipeline.store import Named, on_own_rank
+from axonml_jax.sharding.layout import Layout
 from axonml_jax.sharding.memory import to_device_memory
 
 if TYPE_CHECKING:
@@ -118,12 +119,12 @@ class Running:
         Communicates: what the plan's strategies do to synchronize; over `data` one all-reduce per group and bucket.
         """
         store = self.staging.params
-        done = self.in_ticks or all(self.placement.degrees[axis] == 1 for axis in self._inner_axes)
+        done = self.in_ticks or all(self.placement.ranks(axis) == 1 for axis in self._inner_axes)
         if self._as_they_rest and done:
             own = self._reduced({group: grads[group] for group in store.buffers.sizes})
         else:
             own = on_own_rank(axis_index(AXIS), self.staging.num_ranks, lambda rank: self._own_grads(grads, rank))
-        return store.named(self._over_data(own))
+        return store.named(self._over_outermost(own))
 
     def _own_grads(self, grads: Buffers, rank: int) -> Buffers:
         store, slots = self.staging.params, self._slots(rank)
@@ -133,24 +134,33 @@ class Running:
             layouts = [store.layouts[i] for i in leaves]
             values = self.placement.sync(values, layouts, rank, axes=self._inner_axes)
         packed = self._reduced(store.pack(dict(zip(leaves, values, strict=True))))
-        return {group: vary(buffer, (AXIS, "data", *group.axes)) for group, buffer in packed.items()}
+        outermost = as_axes(self._outermost or ())
+        return {group: vary(buffer, (AXIS, *outermost, *group.axes)) for group, buffer in packed.items()}
 
     def _reduced(self, grads: Buffers) -> Buffers:
         reduce = self.placement.plan.precision.reduce_dtype
         return {group: buffer.astype(reduce(group.dtype)) for group, buffer in grads.items()}
 
-    def _over_data(self, grads: Buffers) -> Buffers:
-        if "data" not in self.placement.degrees or not grads:
+    def _over_outermost(self, grads: Buffers) -> Buffers:
+        if self._outermost is None or not grads:
             return grads
-        groups, strategy = list(grads), self.placement.plan.data
+        buffers, strategy = list(grads.values()), self.placement.strategies[self._outermost]
         with jax.named_scope("axonml.gradients"):
-            synced = strategy.sync_bucket([grads[group] for group in groups], [], "data")
-        return dict(zip(groups, synced, strict=True))
+            synced = strategy.sync_bucket(buffers, [Layout.whole(buffer) for buffer in buffers], self._outermost)
+        return dict(zip(grads, synced, strict=True))
 
-    @property
-    def _inner_axes(self) -> list[str]:
+    @cached_property
+    def _outermost(self) -> AxisNames | None:
+        """The outermost axis, where it holds parameters whole: over it a rank's buffers are reduced as they are."""
+        axis = next(iter(self.placement.axes), None)
+        whole = axis is not None and self.placement.strategies[axis].role.parameters == "whole"
+        return axis if whole else None
+
+    @cached_property
+    def _inner_axes(self) -> list[AxisNames]:
         """The axes over which gradients are synchronized leaf by leaf."""
-        return [axis for axis in self.placement.axes if axis in BATCH_AXES and axis != "data"]
+        split = [axis for axis, each in self.placement.strategies.items() if each.role.batch is not None]
+        return [axis for axis in split if axis != self._outermost]
 
     @cached_property
     def _as_they_rest(self) -> bool:
@@ -180,7 +190,7 @@ class Running:
         layout, frozen = self.staging.layouts[leaf], leaf >= len(self.staging.params.layouts)
         if self.in_ticks:
             return Stored(layout.shard, layout.dtype, layout.axes, frozen, shared)
-        axes = tuple(axis for axis in layout.axes if axis in LAYER_AXES)
+        axes = tuple(axis for axis in layout.axes if axis in self.placement.layer_axes)
         return Stored(self.placement.read_shape(layout), self._read_dtype(leaf), axes, frozen, shared)
 
     def _read_dtype(self, leaf: int) -> Any:

@@ -1,13 +1,16 @@
 """What parameters of parallel layers need from a step along the axes that those layers use: almost nothing."""
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 
 from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.collectives.varying import vary
-from axonml_jax.mesh.axes import BATCH_AXES
+from axonml_jax.mesh.axes import AxisNames, as_axes
+from axonml_jax.parallel.role import Role
 from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.parallel.transfer import Transfer
 from axonml_jax.sharding.layout import Layout
 
 
@@ -17,21 +20,44 @@ class InLayers(AbstractStrategy):
 
     Communicates: nothing for what a layer splits and along axes that share the batch; along `depth`, which splits the
     batch too, one all-reduce of every other gradient.
+
+    Attributes:
+      batch: what of the batch the axis splits: "rows" (`depth`), or None.
     """
 
-    def spec(self, layout: Layout, axis: str, axis_size: int) -> Layout:
+    batch: Literal["rows"] | None = None
+
+    @property
+    def role(self) -> Role:
+        """As layers split them; they are read and their gradients reduced inside the layers."""
+        return Role(batch=self.batch, parameters="layers", reads="layers", reduces="layers")
+
+    def spec(self, layout: Layout, axis: AxisNames, axis_size: int) -> Layout:
         """As the layer wrote it (see `tensor_specs`)."""
         return layout
 
-    def gather(self, shard: jax.Array, layout: Layout, axis: str) -> jax.Array:
+    def gather(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
         """The layer's own part."""
         return vary(shard, axis) if self.sums(layout, axis) else shard
 
-    def sync(self, grad: jax.Array, layout: Layout, axis: str) -> jax.Array:
+    def sync(self, grad: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
         """The layer's own gradient; summed where the axis splits the batch and the layer does not split the leaf."""
         return sum_over(grad, axis) if self.sums(layout, axis) else grad
 
-    @staticmethod
-    def sums(layout: Layout, axis: str) -> bool:
+    def gather_flows(
+        self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
+    ) -> tuple[Transfer, ...]:
+        """Nothing: the layers send, and say so themselves."""
+        return ()
+
+    def sync_flows(
+        self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
+    ) -> tuple[Transfer, ...]:
+        """One all-reduce where gradients are summed here."""
+        if not self.sums(layout, axis):
+            return ()
+        return (Transfer(kind="all_reduce", elements=elements, ranks=ranks, dtype=dtype),)
+
+    def sums(self, layout: Layout, axis: AxisNames) -> bool:
         """Whether a leaf's gradients are summed over the axis: it splits the batch and not the leaf."""
-        return axis in BATCH_AXES and axis not in layout.axes
+        return self.batch is not None and not set(as_axes(axis)) & set(layout.axes)

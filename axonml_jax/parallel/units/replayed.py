@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.collectives.varying import varying_axes
-from axonml_jax.mesh.axes import BATCH_AXES
+from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.model.atoms import among, results_of
 from axonml_jax.model.functional import Functional
 from axonml_jax.model.segments import Cut, Segment, cut
@@ -42,7 +42,7 @@ class Replayed:
         params: PyTree,
         frozen: PyTree,
         args: tuple,
-        axes: Collection[str] | None,
+        axes: Collection[AxisNames] | None,
         accumulated: Any,
     ) -> tuple[Any, list[jax.Array]]:
         """Differentiate `loss(read_params, read_frozen, *args) -> (scalar, aux)`.
@@ -133,7 +133,7 @@ class _Run:
         results = results_of(self.cut.program.outputs, env)
         return self.cut.out_tree.unflatten(results), saved
 
-    def backward(self, saved: list[Any], axes: Collection[str] | None, accumulated: Any) -> list[jax.Array]:
+    def backward(self, saved: list[Any], axes: Collection[AxisNames] | None, accumulated: Any) -> list[jax.Array]:
         """Synchronized gradients of the trained weights, from a seed of one for the first result."""
         (loss, *_), held, done = self.cut.program.outputs, {}, {}
         # Synchronized gradients of a segment are there before the next but one starts: while one unit is differentiated, the
@@ -149,7 +149,7 @@ class _Run:
             leaving = {number: grads.pop(number) for number in segment.outputs if number in grads}
             if not leaving:
                 continue  # nothing of it reaches the loss
-            settled, leaving = _settled(list(before.values()), leaving)
+            settled, leaving = self._settled(list(before.values()), leaving)
             done |= zip(before, settled, strict=True)
             before, now = now, {}
             due = [w for w in self._ahead(i, -1) if w not in held]
@@ -181,14 +181,14 @@ class _Run:
         """Gather weights, but not before the values `tie` are there."""
         if not (due := list(dict.fromkeys(due))):
             return {}, tie
-        shards, tie = _tied([self.shards[w] for w in due], tie)
+        shards, tie = self._tied([self.shards[w] for w in due], tie)
         if self.placement.plan.offload.params:
             at = moment(tie)
             shards = [load(shard, at) for shard in shards]
         return dict(zip(due, self.placement.read(shards, [self.layouts[w] for w in due]), strict=True)), tie
 
     def _read_slices(self, weights: Sequence[int], shards: Sequence[Any], tie: Any) -> tuple[list[Any], Any]:
-        shards, tie = _tied(list(shards), tie)
+        shards, tie = self._tied(list(shards), tie)
         return self.placement.read(shards, self._sliced(weights, shards)), tie
 
     def _sync_slices(self, weights: Sequence[int], grads: Sequence[Any]) -> list[Any]:
@@ -198,7 +198,7 @@ class _Run:
     def _sliced(self, weights: Sequence[int], shards: Sequence[Any]) -> list[Layout]:
         return [self.layouts[w].sliced(shard.ndim) for w, shard in zip(weights, shards, strict=True)]
 
-    def _sync(self, grads: dict[int, Any], axes: Collection[str] | None, accumulated: Any) -> dict[int, Any]:
+    def _sync(self, grads: dict[int, Any], axes: Collection[AxisNames] | None, accumulated: Any) -> dict[int, Any]:
         if not grads:
             return {}
         more = None if accumulated is None else [accumulated[w] for w in grads]
@@ -206,7 +206,7 @@ class _Run:
         synced = self.placement.sync(list(grads.values()), layouts, min(grads), axes=axes, accumulated=more)
         return dict(zip(grads, synced, strict=True))
 
-    def _finish(self, shards: dict[int, Any], axes: Collection[str] | None, accumulated: Any) -> dict[int, Any]:
+    def _finish(self, shards: dict[int, Any], axes: Collection[AxisNames] | None, accumulated: Any) -> dict[int, Any]:
         """What is left to do for gradients that a loop has synchronized over the inner axes."""
         wanted = self.placement.axes if axes is None else axes
         return self._sync(shards, [axis for axis in wanted if axis not in self.placement.inner_axes], accumulated)
@@ -215,44 +215,42 @@ class _Run:
         layout = self.layouts[weight]
         return jnp.zeros(layout.shard, self.placement.plan.precision.reduce_dtype(layout.dtype))
 
+    def _settled(self, grads: list[Any], tie: Any) -> tuple[list[Any], Any]:
+        """Both behind a barrier: nothing is done with `tie` before the gradients are there.
+
+        Not in jax 0.10's typed mode, whose barrier would type reduced gradients as varying over what `tie` varies over.
+        """
+        tied, after = self._tied(list(grads), tie)
+        same = all(varying_axes(new) == varying_axes(old) for new, old in zip(tied, grads, strict=True))
+        return (tied, after) if same else (grads, tie)
+
+    def _tied(self, shards: list[Any], tie: Any) -> tuple[list[Any], Any]:
+        """Both behind a barrier: nothing is done with the shards before `tie` is there, and no two reads are merged."""
+        leaves, treedef = jax.tree.flatten(tie)
+        arrays = [i for i, x in enumerate(leaves) if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)]
+        # jax 0.10 types all results of a barrier as varying over what any operand varies over. Along batch axes that is what
+        # gathered weights are anyway; what varies over other axes gets a barrier of its own.
+        apart = lambda x: varying_axes(x) - set(self.placement.batch_axes)
+        arrays = [i for i in arrays if not apart(leaves[i])]
+        widest = frozenset().union(*(varying_axes(leaves[i]) for i in arrays))
+        arrays = [i for i in arrays if varying_axes(leaves[i]) == widest]
+        together = [i for i, shard in enumerate(shards) if not apart(shard)]
+        for others in {apart(shard) for shard in shards} - {frozenset()}:
+            own = [i for i, shard in enumerate(shards) if apart(shard) == others]
+            for i, shard in zip(own, jax.lax.optimization_barrier([shards[i] for i in own]), strict=True):
+                shards[i] = shard
+        tied, after = jax.lax.optimization_barrier(([shards[i] for i in together], [leaves[i] for i in arrays]))
+        for i, shard in zip(together, tied, strict=True):
+            shards[i] = shard
+        for i, leaf in zip(arrays, after, strict=True):
+            leaves[i] = leaf
+        return shards, treedef.unflatten(leaves)
+
     def _weights(self, segment: Segment, held: dict[int, Any]) -> Values:
         return {self._number(w): held[w] for w in segment.weights}
 
     def _number(self, weight: int) -> int:
         return self.cut.program.inputs[weight]
-
-
-def _settled(grads: list[Any], tie: Any) -> tuple[list[Any], Any]:
-    """Both behind a barrier: nothing is done with `tie` before the gradients are there.
-
-    Not in jax 0.10's typed mode, whose barrier would type reduced gradients as varying over what `tie` varies over.
-    """
-    tied, after = _tied(list(grads), tie)
-    same = all(varying_axes(new) == varying_axes(old) for new, old in zip(tied, grads, strict=True))
-    return (tied, after) if same else (grads, tie)
-
-
-def _tied(shards: list[Any], tie: Any) -> tuple[list[Any], Any]:
-    """Both behind a barrier: nothing is done with the shards before `tie` is there, and no two reads are merged."""
-    leaves, treedef = jax.tree.flatten(tie)
-    arrays = [i for i, x in enumerate(leaves) if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)]
-    # jax 0.10 types all results of a barrier as varying over what any operand varies over. Along batch axes that is what
-    # gathered weights are anyway; what varies over other axes gets a barrier of its own.
-    apart = lambda x: varying_axes(x) - set(BATCH_AXES)
-    arrays = [i for i in arrays if not apart(leaves[i])]
-    widest = frozenset().union(*(varying_axes(leaves[i]) for i in arrays))
-    arrays = [i for i in arrays if varying_axes(leaves[i]) == widest]
-    together = [i for i, shard in enumerate(shards) if not apart(shard)]
-    for others in {apart(shard) for shard in shards} - {frozenset()}:
-        own = [i for i, shard in enumerate(shards) if apart(shard) == others]
-        for i, shard in zip(own, jax.lax.optimization_barrier([shards[i] for i in own]), strict=True):
-            shards[i] = shard
-    tied, after = jax.lax.optimization_barrier(([shards[i] for i in together], [leaves[i] for i in arrays]))
-    for i, shard in zip(together, tied, strict=True):
-        shards[i] = shard
-    for i, leaf in zip(arrays, after, strict=True):
-        leaves[i] = leaf
-    return shards, treedef.unflatten(leaves)
 
 
 def _layouts(tree: PyTree) -> list[Layout]:

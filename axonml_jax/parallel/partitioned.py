@@ -1,0 +1,54 @@
+"""A placement whose `tensor` axis is left to XLA's partitioner, by a plan's path rules."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from axonml_jax.mesh.axes import as_axes
+from axonml_jax.model.functional import Variables
+from axonml_jax.model.trainable import merge
+from axonml_jax.parallel.partition import PARTITIONED, Partition
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.layout import Layout, is_layout
+
+
+def by_rules(
+    partition: Partition, variables: Variables, degrees: Mapping[str, int], in_layers: Mapping[str, Any]
+) -> dict[str, PartitionSpec]:
+    """The splits that a plan's rules ask for, by path name.
+
+    Raises:
+      ValueError: for a mesh with other axes than data and tensor, a model whose layers split themselves, and rules that do
+        not fit.
+    """
+    split = [name for name, spec in in_layers.items() if any(spec)]
+    if split:
+        raise ValueError(
+            f"rules split models whose layers do not split themselves, but these do: {', '.join(split[:8])}"
+        )
+    others = {axis: size for axis, size in degrees.items() if size > 1 and axis not in ("data", PARTITIONED)}
+    if others:
+        raise ValueError(
+            f"with path rules the mesh has data and tensor, but this one has {others} too: build the model with parallel "
+            "layers, or swap its layers by ax.auto_parallelize"
+        )
+    return partition.specs(merge(variables.params, variables.frozen), degrees)
+
+
+def left_to_partitioner(placement: Placement) -> Placement:
+    """A placement whose `tensor` axis is the partitioner's: leaves look whole along it inside a step, and rest split."""
+
+    def whole(layout: Layout) -> Layout:
+        entries = [tuple(axis for axis in as_axes(entry or ()) if axis != PARTITIONED) for entry in layout.spec]
+        spec = PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+        parts = [math.prod(placement.degrees[axis] for axis in entry) for entry in entries]
+        parts += [1] * (len(layout.stored) - len(parts))
+        return replace(layout, spec=spec, parts=tuple(parts))
+
+    seen = (jax.tree.map(whole, tree, is_leaf=is_layout) for tree in (placement.params, placement.frozen))
+    params, frozen = seen
+    return replace(placement, params=params, frozen=frozen, at_rest=placement)

@@ -1,0 +1,118 @@
+"""Axes and strategies of a user's own: each plan equals one device, and says what it does where it is wrong."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh
+from plan_models import CASES
+from ring_strategy import RingShard
+
+import axonml_jax as ax
+from axonml_jax.testing import assert_equals_single_device
+
+
+def mesh_of(**degrees):
+    """A mesh of these axes in this order."""
+    devices = np.array(jax.devices()[: math.prod(degrees.values())]).reshape(tuple(degrees.values()))
+    return Mesh(devices, tuple(degrees), axis_types=(AxisType.Auto,) * len(degrees))
+
+
+PLANS = {
+    "replicated over an own axis": ({"data": 2, "island": 2}, {"axes": {"island": ax.Replicate()}}),
+    "sharded over an own axis": ({"island": 3}, {"axes": {"island": ax.Shard()}}),
+    "an own axis outside data": ({"island": 2, "data": 2}, {"axes": {"island": ax.Shard(stage=2)}, "accumulate": 2}),
+    "two axes gathered together": ({"data": 1, "fsdp": 2, "island": 2}, {"axes": {("fsdp", "island"): ax.Shard()}}),
+    "two axes, ZeRO-1": ({"fsdp": 2, "island": 3}, {"axes": {("fsdp", "island"): ax.Shard(stage=1)}}),
+    "two axes with remat": ({"fsdp": 2, "island": 2}, {"axes": {("fsdp", "island"): ax.Shard()}, "remat": "full"}),
+    "sharded beside fsdp": ({"fsdp": 2, "island": 2}, {"axes": {"island": ax.Shard()}, "fsdp": ax.Replicate()}),
+    "sharded over data": ({"data": 3}, {"data": ax.Shard()}),
+    "a user's strategy": ({"fsdp": 3}, {"fsdp": RingShard()}),
+    "a user's strategy, accumulated": ({"data": 2, "fsdp": 2}, {"fsdp": RingShard(prefetch=1), "accumulate": 2}),
+    "a user's strategy on an own axis": ({"island": 2, "data": 2}, {"axes": {"island": RingShard()}}),
+}
+
+
+ROWS = [(name, check_vma, "dropout") for name in PLANS for check_vma in (True, False)]
+ROWS += [(name, True, "linen_dropout") for name in list(PLANS)[::3]]
+
+
+@pytest.mark.parametrize(("name", "check_vma", "kind"), ROWS)
+def test_an_own_axis_equals_one_device(name, check_vma, kind):
+    degrees, options = PLANS[name]
+    case = CASES[kind]
+    rows = 2 * math.prod(degrees.values()) * options.get("accumulate", 1)
+    assert_equals_single_device(
+        case.model(),
+        case.loss,
+        case.batch(rows),
+        ax.Plan(**options, check_vma=check_vma and case.typed),
+        mesh=mesh_of(**degrees),
+        params=case.params(),
+        tx=optax.adamw(1e-2),
+        steps=2,
+    )
+
+
+REFUSED = {
+    "two strategies shard": (
+        {"fsdp": 2, "island": 2},
+        lambda: ax.Plan(axes={"island": ax.Shard()}),
+        r"the axes fsdp, island each shard parameters.*axes=\{\('fsdp', 'island'\): \.\.\.\}",
+    ),
+    "a mesh without one of two": (
+        {"fsdp": 2},
+        lambda: ax.Plan(axes={("fsdp", "island"): ax.Shard()}),
+        r"owns the axes \('fsdp', 'island'\) together, but the mesh \('fsdp',\) lacks \['island'\]",
+    ),
+    "an axis nobody knows": (
+        {"data": 2, "island": 2},
+        ax.Plan,
+        r"axes \['island'\] are unknown.*ax.Plan\(axes=\{'island': \.\.\.\}\)",
+    ),
+    "two strategies for one name": (
+        {"fsdp": 2},
+        lambda: ax.Plan(fsdp=ax.Shard(stage=1), axes={"fsdp": ax.Shard(stage=2)}),
+        "are two strategies of one axis",
+    ),
+    "one name twice": (
+        {"fsdp": 2},
+        lambda: ax.Plan(axes={"island": ax.Shard(), ("island", "fsdp"): ax.Shard()}),
+        "'island' has two strategies: give it one",
+    ),
+    "an axis of the layers": (
+        {"data": 2},
+        lambda: ax.Plan(axes={"tensor": ax.Shard()}),
+        "'tensor' is split by the model's own",
+    ),
+    "no strategy": (
+        {"data": 2},
+        lambda: ax.Plan(axes={"island": 3}),
+        "'island' has 3, which must be an ax.AbstractStrategy",
+    ),
+    "no mapping": ({"data": 2}, lambda: ax.Plan(axes=[ax.Shard()]), "must be a mapping of axis names"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_before_anything_is_allocated(name):
+    degrees, plan, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        ax.parallelize(CASES["dropout"].model(), mesh_of(**degrees), plan())
+
+
+def test_a_plan_with_own_axes_is_a_value():
+    plan = ax.Plan(axes={"fsdp": ax.Shard(stage=2), "island": ax.Replicate()})
+    assert plan == ax.Plan(fsdp=ax.Shard(stage=2), axes={"island": ax.Replicate()}) and len({plan, plan}) == 1
+    assert dict(plan.axes) == {"island": ax.Replicate()} and plan.fsdp == ax.Shard(stage=2)
+    together = ax.Plan(axes={("fsdp", "island"): ax.Shard(stage=1)})
+    assert together.fsdp == ax.Shard(stage=1) and list(together.strategies)[:2] == ["data", ("fsdp", "island")]
+    assert dataclasses.replace(together, accumulate=2).axes == together.axes
+    assert list(ax.Plan(axes={"island": ax.Shard()}).on(("pipe", "island", "fsdp", "data"))) == [
+        "data",
+        "island",
+        "fsdp",
+    ]
