@@ -25,8 +25,7 @@ from axonml_jax.ledger.schedule import Moved, moved
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.planner.verify import topology_devices
-from axonml_jax.training.init import abstract_state
-from axonml_jax.training.specs import resting_shapes
+from axonml_jax.training.init import abstract_state, resting_shapes
 
 MIB = 2**20
 PLANS = {

@@ -15,7 +15,7 @@ from axonml_jax.parallel.loading import slices
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.sharding.memory import to_host_memory
 from axonml_jax.training import streamed as room
-from axonml_jax.training.update import apply
+from axonml_jax.training.apply import apply
 
 ADAMW = optax.adamw(1e-2, weight_decay=0.1)
 MIXING = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))

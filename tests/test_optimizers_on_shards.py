@@ -18,7 +18,6 @@ from axonml_jax.sharding.layout import specs
 from axonml_jax.sharding.stored import from_stored, map_layouts, padded
 from axonml_jax.testing.compare import assert_trees_close
 from axonml_jax.training.on_shards import OnShards
-from axonml_jax.training.opt_state import first_opt_state
 from axonml_jax.training.optimizer_name import written
 from axonml_jax.training.owners import owners
 
@@ -81,7 +80,7 @@ def updates_twice(make, **options):
     tx, grads = make(), [leaves(1), leaves(2)]
     tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
     given = padded(params, placement.params)
-    layouts, state = (placement.params, on.state), first_opt_state(tx, given, placement)
+    layouts, state = (placement.params, on.state), padded(tx.init(params), on.state)
     loss, wanted = jnp.ones((), jnp.float64), (params, tx.init(params))
     where = tuple(specs(each) for each in layouts)
 

@@ -11,7 +11,7 @@ import axonml_jax as ax
 from axonml_jax.model.functional import Variables
 from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.testing.compare import assert_trees_close
-from axonml_jax.training.update import checked_optimizer
+from axonml_jax.training.checked_optimizer import checked_optimizer
 
 
 class Net(nnx.Module):

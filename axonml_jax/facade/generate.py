@@ -15,9 +15,6 @@ from axonml_jax.models.layers import VOCABULARY_AXES
 from axonml_jax.parallel.tensor.attend import KVCache
 from axonml_jax.parallel.tensor.axes import bound
 from axonml_jax.sharding.place import place
-from axonml_jax.training.read import with_read
-from axonml_jax.training.specs import variable_specs
-from axonml_jax.training.stacked import unstack_variables
 from axonml_jax.training.step import forward_mode
 
 
@@ -87,8 +84,8 @@ class _Extend:
         return placement.rank_spec if count % placement.batch_degree == 0 else PartitionSpec()
 
     def _whole(self, variables: Variables, tokens: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
-        placement, view = self.model._placement, self.model._functional
-        rows, specs = self._rows(tokens.shape[0]), variable_specs(placement, variables)
+        placement, rest, view = self.model._placement, self.model._rest, self.model._functional
+        rows, specs = self._rows(tokens.shape[0]), rest.specs(variables)
         heads = [axis for axis in ("tensor", "row") if placement.degrees.get(axis, 1) > 1][:1]
         part = PartitionSpec(*(rows or (None,)), None, *(heads or (None,)))
         blocks = len(view.abstract_module.blocks)
@@ -102,7 +99,7 @@ class _Extend:
             return (gather_whole(logits, axes, -1, invarying=True) if axes else logits), caches
 
         def local(variables: Variables, tokens: jax.Array, caches: Any):
-            return with_read(extend, placement, view, unstack_variables(variables, placement), tokens, caches)
+            return rest.read(extend, view, rest.enter(variables), tokens, caches)
 
         return jax.shard_map(
             local,

@@ -12,7 +12,6 @@ import optax
 from jax.sharding import Mesh
 
 from axonml_jax._types import LossFn, PyTree
-from axonml_jax.facade.outside import inside, outside
 from axonml_jax.facade.saved_model import SavedModel
 from axonml_jax.facade.stages import stage_assigner
 from axonml_jax.facade.state_dict import fitted, load_state_dict, state_dict
@@ -30,8 +29,8 @@ from axonml_jax.sharding.place import copies, place
 from axonml_jax.training.clip import Clip
 from axonml_jax.training.differentiate import Differentiate, SyncStacked, equalize
 from axonml_jax.training.forward import Forward
-from axonml_jax.training.init import first_variables, place_variables
-from axonml_jax.training.specs import variable_specs
+from axonml_jax.training.init import first_variables
+from axonml_jax.training.rest.choose import rest_of
 
 
 class ParallelModel(SavedModel):
@@ -69,8 +68,9 @@ class ParallelModel(SavedModel):
         split = tensor_specs(self._functional.abstract_module, self.mesh.shape)
         stages = None if plan.pipe is None else stage_assigner(model, self._functional, plan.pipe)
         self._placement = bind_plan(plan, whole, self.mesh, split, stages)
+        self._rest = rest_of(self._placement)
         check_units(self._placement, self._functional)
-        self.variables: Variables = first_variables(self._functional, whole, self._placement, self.mesh)
+        self.variables: Variables = first_variables(self._functional, whole, self._rest, self.mesh)
         self._key, self._calls = jax.random.key(int(seed)), 0
         self._mode: bool | None = None
         self._syncing, self._lent = True, False
@@ -113,9 +113,8 @@ class ParallelModel(SavedModel):
           ValueError: listing every missing, unexpected and mismatched parameter, before anything is changed.
         """
         fitting = fitted(params, self.parameters(), "set_parameters takes a tree like parameters() returns")
-        specs = variable_specs(self._placement.resting, self.variables).params
         self._lent = True  # an array that is where it belongs already stays the caller's own
-        self.variables = replace(self.variables, params=inside(fitting, self._placement, self.mesh, specs))
+        self.variables = replace(self.variables, params=self._rest.inside(fitting, self.mesh))
 
     def state_dict(self) -> dict[str, Any]:
         """All variables, whole, as NumPy arrays by path name (every process must call it)."""
@@ -135,7 +134,7 @@ class ParallelModel(SavedModel):
           ValueError: listing every missing, unexpected and mismatched name, before anything is changed.
         """
         whole, missing, unexpected = load_state_dict(self._functional, self.whole(), values, strict=strict)
-        self.variables = place_variables(whole, self._placement, self.mesh)
+        self.variables = self._rest.place(whole, self.mesh)
         return missing, unexpected
 
     def sync_parameters(self) -> None:
@@ -151,13 +150,7 @@ class ParallelModel(SavedModel):
 
     def whole(self) -> Variables:
         """The variables without padding; where ranks keep their own, the first rank's."""
-        plan, v = self.plan, self.variables
-        first = lambda tree: jax.tree.map(lambda x: x[0], tree)
-        return Variables(
-            first(v.params) if plan.independent else self._outside(v.params),
-            outside(v.frozen, self._placement, self.mesh, frozen=True),
-            first(v.state) if plan.local_buffers else v.state,
-        )
+        return self._rest.whole(self.variables, self.mesh)
 
     # Mode
 
@@ -251,7 +244,7 @@ class ParallelModel(SavedModel):
         """
         if not (isinstance(max_norm, Real) and max_norm > 0 and isinstance(norm_type, Real) and norm_type > 0):
             raise ValueError(f"{max_norm=} and {norm_type=} must be positive numbers")
-        program = self._program(("clip", norm_type), lambda: Clip(self._placement, self.mesh, float(norm_type)))
+        program = self._program(("clip", norm_type), lambda: Clip(self._rest, self.mesh, float(norm_type)))
         clipped, norm = program(grads, max_norm)
         if error_if_nonfinite and not bool(jax.numpy.all(jax.numpy.isfinite(norm))):
             raise ValueError(f"the {norm_type}-norm of the gradients is {norm}: they are left as they were")
@@ -259,7 +252,7 @@ class ParallelModel(SavedModel):
 
     def _outside(self, params: PyTree) -> PyTree:
         """Parameters or gradients as users see them: without padding."""
-        return outside(params, self._placement, self.mesh)
+        return self._rest.outside(params, self.mesh)
 
     def trainer(
         self,

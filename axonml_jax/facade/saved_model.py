@@ -1,31 +1,25 @@
 """What makes a parallel model something that checkpoints can hold."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 from axonml_jax.model.functional import Functional, Variables
-from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.training.named_state import variable_leaves, variables_of
-from axonml_jax.training.staged_names import StagedTrees
+from axonml_jax.training.rest.rest import Rest
 
 
 class SavedModel:
     """The part of a parallel model that gives its arrays by names and takes them back."""
 
     _functional: Functional
-    _placement: Placement
+    _rest: Rest
     variables: Variables
 
     def checkpoint_leaves(self) -> dict[str, Leaf]:
         """The variables, named as in `state_dict` behind `model/`."""
-        return variable_leaves(self._functional, self.variables, self._trees)
+        return variable_leaves(self._functional, self.variables, self._rest)
 
     def take_leaves(self, arrays: Mapping[str, Any]) -> None:
         """Replace the variables by arrays that rest as those of `checkpoint_leaves` do."""
-        self.variables = variables_of(self._functional, self.variables, arrays, self._trees)
-
-    @functools.cached_property
-    def _trees(self) -> StagedTrees:
-        return StagedTrees(self._placement)
+        self.variables = variables_of(self._functional, self.variables, arrays, self._rest)

@@ -13,14 +13,13 @@ from axonml_jax._types import LossFn, PyTree
 from axonml_jax.facade.state_dict import fitted
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.place import place, replicated
+from axonml_jax.training.checked_optimizer import checked_optimizer
 from axonml_jax.training.evaluate import EvalStep
 from axonml_jax.training.init import init_state
 from axonml_jax.training.learning_rate import injected_rate
 from axonml_jax.training.nonfinite import NonFinite
-from axonml_jax.training.specs import state_specs
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.step import Metrics, TrainStep
-from axonml_jax.training.update import checked_optimizer
 
 if TYPE_CHECKING:
     from axonml_jax.facade.parallel_model import ParallelModel
@@ -54,7 +53,7 @@ class Trainer:
         self._steps: dict[bool | None, TrainStep] = {}
         self._eval = EvalStep(model._functional, placement, model.mesh, loss_fn)
         assert self.train_step  # refuses options that cannot work before anything is allocated
-        self._state = init_state(model.variables, tx, placement, model.mesh, model._key)
+        self._state = init_state(model.variables, tx, model._rest, model.mesh, model._key)
         if max_nonfinite is not None:
             self._state = replace(self._state, guard=replicated(NonFinite.first(), model.mesh))
 
@@ -75,13 +74,12 @@ class Trainer:
         if not isinstance(state, TrainState):
             raise TypeError(f"{rule}, but a {type(state).__name__} was given")
         fitting = fitted(state, self.state, rule)
-        self._continue(place(fitting, state_specs(self._placement.resting, self._tx, fitting), self.model.mesh))
+        self._continue(place(fitting, self.model._rest.between().state_specs(self._tx, fitting), self.model.mesh))
 
     @property
     def opt_state(self) -> PyTree:
         """The optimizer's state as the tree that optax made; under a pipeline copies, split over the devices."""
-        pipelined = self._placement.stages is not None
-        return self.train_step.spread_opt_state(self.state) if pipelined else self.state.opt_state
+        return self.train_step.rest.opt_tree(self._tx, self.state.opt_state)
 
     @property
     def lr(self) -> float:

@@ -1,20 +1,17 @@
 """A plan bound to a mesh and a model: where each parameter lives, and how a step reads and reduces it."""
 
-import functools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.buckets import assign_buckets
 from axonml_jax.collectives.pairs import own_slice
-from axonml_jax.collectives.primitives import gather_whole, max_over, sum_over
+from axonml_jax.collectives.primitives import gather_whole
 from axonml_jax.collectives.varying import vary
 from axonml_jax.mesh.axes import AxisNames, as_axes, flat_axes
 from axonml_jax.model.precision import cast_floating
@@ -24,7 +21,7 @@ from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.parallel.units.wrap import Wrap
 from axonml_jax.sharding.batch import BatchLayout
-from axonml_jax.sharding.layout import Layout, is_layout, specs
+from axonml_jax.sharding.layout import Layout, is_layout
 from axonml_jax.sharding.memory import to_device_memory
 from axonml_jax.sharding.stored import from_stored, to_stored
 
@@ -68,6 +65,28 @@ class Placement:
         """The number of batch shards."""
         return self.batch_layout.degree
 
+    @cached_property
+    def own_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which every rank trains a model of its own (NO_SYNC)."""
+        return flat_axes(axis for axis, each in self.strategies.items() if each.role.reduces == "never")
+
+    @cached_property
+    def joined_axes(self) -> tuple[str, ...]:
+        """The batch axes whose ranks train one model: losses, statistics and gradients are joined over them."""
+        return tuple(axis for axis in self.batch_axes if axis not in self.own_axes)
+
+    @property
+    def joined_degree(self) -> int:
+        """The number of batch shards of one model."""
+        return self.ranks(self.joined_axes)
+
+    @cached_property
+    def buffer_axes(self) -> tuple[str, ...] | None:
+        """The axes along which ranks keep buffers of their own between steps, stacked along dim 0; None: buffers are equal."""
+        if self.plan.batch_stats == "local" and not self.plan.broadcast_buffers:
+            return self.batch_axes
+        return self.own_axes or None
+
     @property
     def rank_spec(self) -> PartitionSpec:
         """The spec of a value stacked by rank: one entry of dim 0 per batch shard."""
@@ -91,14 +110,6 @@ class Placement:
     def manual_axes(self) -> frozenset[str]:
         """The mesh axes over which this library communicates: all but one that is left to the partitioner."""
         return frozenset(self.degrees) - ({PARTITIONED} if self.at_rest is not None else frozenset())
-
-    def param_specs(self) -> PyTree:
-        """The PartitionSpec of every trained parameter as it rests."""
-        return specs(self.params) if self.stages is None else self.stages.params.specs()
-
-    def frozen_specs(self) -> PyTree:
-        """The PartitionSpec of every frozen parameter as it rests."""
-        return specs(self.frozen) if self.stages is None else self.stages.frozen.specs()
 
     @property
     def axes(self) -> tuple[AxisNames, ...]:
@@ -225,29 +236,6 @@ class Placement:
         for axis in layout.axes:
             part = own_slice(part, axis, layout.dim_of(axis) or 0)
         return part
-
-    def norm(self, grads: PyTree, p: float = 2.0) -> jax.Array:
-        """The p-norm of all gradients on all ranks, each element counted once, in at least float32; p may be infinite."""
-        infinite, totals = p == math.inf, {}
-        for grad, dtype, axes in self._parts(grads):
-            size = jnp.abs(grad).astype(jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32))
-            if infinite:
-                totals[axes] = jnp.maximum(totals.get(axes, 0.0), jnp.max(size, initial=0))
-            else:
-                totals[axes] = totals.get(axes, 0.0) + jnp.sum(jnp.square(size) if p == 2 else size**p)
-        join = max_over if infinite else sum_over
-        with jax.named_scope("axonml.norm"):
-            wholes = [join(total, axes) if axes else total for axes, total in totals.items()]
-        if infinite:
-            return functools.reduce(jnp.maximum, wholes, jnp.zeros(()))
-        return sum(wholes, jnp.zeros(())) ** (1 / p) if p != 2 else jnp.sqrt(sum(wholes, jnp.zeros(())))
-
-    def _parts(self, grads: PyTree) -> Iterable[tuple[jax.Array, Any, tuple[str, ...]]]:
-        """Every array of gradients at rest, its parameters' dtype, and the axes over which it is split."""
-        if self.stages is not None:
-            return self.stages.parts(grads)
-        layouts = jax.tree.leaves(self.params, is_leaf=is_layout)
-        return [(g, layout.dtype, layout.axes) for g, layout in zip(jax.tree.leaves(grads), layouts, strict=True)]
 
     def vary(self, tree: PyTree) -> PyTree:
         """A tree typed as varying over the batch axes."""

@@ -32,8 +32,7 @@ from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.planner.answer import Answer
-from axonml_jax.training.init import abstract_state
-from axonml_jax.training.specs import resting_shapes
+from axonml_jax.training.init import abstract_state, resting_shapes
 from axonml_jax.training.step import TrainStep
 
 

@@ -73,6 +73,11 @@ class Layout:
         """The axes that split one dim, outermost first."""
         return _names(self.spec[dim]) if dim < len(self.spec) else ()
 
+    def stacked(self, axes: AxisNames, size: int) -> "Layout":
+        """The layout of `size` such arrays stacked along a new dim 0, which these axes split."""
+        spec = PartitionSpec(as_axes(axes), *self.spec)
+        return Layout((size, *self.shape), self.dtype, spec, (size, *self.stored), (size, *self.parts))
+
     def sliced(self, ndim: int) -> "Layout":
         """The layout of one entry along the first dims, which must not be split, so that `ndim` stored dims remain."""
         drop = len(self.stored) - ndim

@@ -14,7 +14,7 @@ def to_stored(x: Any, layout: Layout) -> Any:
     """A whole array [*layout.shape] -> [*layout.stored], zeros behind the last element of every padded dim."""
     if x.shape == layout.stored:
         return x
-    x = x if len(layout.stored) == x.ndim else jnp.reshape(x, (1,))
+    x = x if len(layout.stored) == x.ndim else jnp.reshape(x, (*x.shape, 1))
     return jnp.pad(x, [(0, more - n) for n, more in zip(x.shape, layout.stored, strict=True)])
 
 
@@ -22,7 +22,8 @@ def from_stored(x: Any, layout: Layout) -> Any:
     """A stored array -> the whole one. The inverse of `to_stored`."""
     if x.shape == layout.shape:
         return x
-    return jnp.reshape(x[tuple(slice(n) for n in layout.shape or (1,))], layout.shape)
+    kept = [slice(n) for n in layout.shape] + [slice(1)] * (x.ndim - len(layout.shape))
+    return jnp.reshape(x[tuple(kept)], layout.shape)
 
 
 def map_layouts(change, tree: PyTree, layouts: PyTree) -> PyTree:

@@ -21,8 +21,9 @@ def sync_buffers(state: PyTree, placement: Placement, synchronized: Callable[[st
 
     Communicates: at most one all-reduce of the leaves that need it.
     """
-    plan, axes = placement.plan, placement.batch_axes
-    if plan.local_buffers or not axes:
+    plan, apart = placement.plan, placement.buffer_axes or ()
+    axes = tuple(axis for axis in placement.batch_axes if axis not in apart)
+    if not axes:
         return state
 
     def finish(path, leaf):
@@ -30,7 +31,7 @@ def sync_buffers(state: PyTree, placement: Placement, synchronized: Callable[[st
         if joined or (plan.check_vma and not varying_axes(leaf) & set(axes)):
             return leaf
         if plan.batch_stats == "global" and jnp.issubdtype(leaf.dtype, jnp.floating):
-            return all_reduce_leaves([leaf], axes, flat=False)[0] / placement.batch_degree
+            return all_reduce_leaves([leaf], axes, flat=False)[0] / placement.ranks(axes)
         return first_ranks(leaf, axes)
 
     with jax.named_scope("axonml.buffers"):

@@ -16,10 +16,11 @@ from axonml_jax.sharding.layout import is_layout
 from axonml_jax.sharding.memory import to_device_memory, to_host_memory
 from axonml_jax.training.buffers import first_ranks, sync_buffers
 from axonml_jax.training.compiler import compiler_options
+from axonml_jax.training.each_rank import each_ranks_specs
 from axonml_jax.training.gradients import gradients
 from axonml_jax.training.objective import Objective
-from axonml_jax.training.specs import variable_specs
-from axonml_jax.training.stacked import stack_variables, stacked, stacked_specs, unstack_variables
+from axonml_jax.training.rest.choose import rest_of
+from axonml_jax.training.rest.rest import stacked
 from axonml_jax.training.step import forward_mode
 from axonml_jax.training.typed_errors import explain_typed_scan
 
@@ -33,8 +34,7 @@ class Differentiate:
     def __init__(
         self, model: Functional, placement: Placement, mesh: Mesh, loss_fn: LossFn, *, training: bool | None, sync: bool
     ):
-        self.model, self.placement, self.mesh = model, placement, mesh
-        self.sync = sync and not placement.plan.independent
+        self.model, self.placement, self.rest, self.mesh, self.sync = model, placement, rest_of(placement), mesh, sync
         if not sync:
             _refuse_unstackable(placement)
         self.objective = Objective(model, loss_fn, forward_mode(placement, training))
@@ -51,10 +51,9 @@ class Differentiate:
         return self._compiled.trace(variables, key, batch)
 
     def _whole(self, variables: Variables, key: jax.Array, batch: PyTree):
-        placement = self.placement
-        specs, each = variable_specs(placement, variables), placement.rank_spec
-        own = lambda: stacked_specs(placement, placement.params)
-        means, grads = (PartitionSpec(), specs.params) if self.sync else (each, own())
+        placement, rest = self.placement, self.rest
+        specs, own = rest.specs(variables), lambda: (placement.rank_spec, each_ranks_specs(placement))
+        means, grads = (rest.means, specs.params) if self.sync else own()
         return jax.shard_map(
             self._local,
             mesh=self.mesh,
@@ -65,14 +64,14 @@ class Differentiate:
         )(variables, key, batch)
 
     def _local(self, variables: Variables, key: jax.Array, batch: PyTree):
-        placement = self.placement
-        variables = unstack_variables(variables, placement)
+        placement, rest = self.placement, self.rest
+        variables = rest.enter(variables)
         result = gradients(self.objective, placement, variables, key, batch, sync=self.sync)
         state = sync_buffers(result.state, placement, self.model.synchronized())
-        state = stack_variables(Variables(variables.params, variables.frozen, state), placement).state
+        state = rest.leave(Variables(variables.params, variables.frozen, state)).state
         grads = to_host_memory(result.grads, placement.plan.offload.gradients)
         own = (result.loss, result.metrics, grads)
-        return (*(own if self.sync else stacked(own, placement)), state)
+        return (*(rest.kept(own) if self.sync else stacked(own, placement.batch_axes)), state)
 
 
 def _refuse_unstackable(placement: Placement) -> None:
@@ -81,7 +80,7 @@ def _refuse_unstackable(placement: Placement) -> None:
             "no_sync() gives every rank's own whole gradients, but along a pipeline ranks share one model: accumulate inside "
             "the step instead (accumulate=, or more microbatches)"
         )
-    stacked_specs(placement, placement.params)
+    each_ranks_specs(placement)
 
 
 class SyncStacked:
@@ -127,11 +126,10 @@ def _sync_program(placement: Placement, mesh: Mesh) -> Any:
     def local(grads):
         leaves, treedef = jax.tree.flatten(grads)
         means = [leaf[0] / placement.batch_degree for leaf in leaves]
-        synced = treedef.unflatten(syncing.sync_buckets(means, layouts))
-        return stacked(synced, placement) if placement.plan.independent else synced
+        return rest.kept(treedef.unflatten(syncing.sync_buckets(means, layouts)))
 
-    given = stacked_specs(placement, placement.params)
-    specs = given if placement.plan.independent else placement.param_specs()
+    given, rest = each_ranks_specs(placement), rest_of(placement)
+    specs = rest.specs(Variables(placement.params, {}, {})).params
     return jax.jit(
         jax.shard_map(
             local,
@@ -146,9 +144,10 @@ def _sync_program(placement: Placement, mesh: Mesh) -> Any:
 
 def equalize(variables: Variables, placement: Placement, mesh: Mesh) -> Variables:
     """The first rank's variables on every rank that holds the same part of them, bit for bit (`sync_parameters`)."""
-    specs = variable_specs(placement, variables)
+    rest = rest_of(placement)
+    specs = rest.specs(variables)
     state = jax.tree.map(lambda _: PartitionSpec(), variables.state)
-    resting = Variables(placement.param_specs(), placement.frozen_specs(), state)
+    resting = replace(specs, state=state)
 
     def first(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         split = {axis for entry in spec for axis in as_axes(entry or ())}
@@ -156,8 +155,8 @@ def equalize(variables: Variables, placement: Placement, mesh: Mesh) -> Variable
         return first_ranks(x, axes) if axes else x
 
     def local(variables: Variables) -> Variables:
-        own = to_device_memory(unstack_variables(variables, placement), placement.plan.offload.params)
-        return stack_variables(jax.tree.map(first, own, resting), placement)
+        own = to_device_memory(rest.enter(variables), placement.plan.offload.params)
+        return rest.leave(jax.tree.map(first, own, resting))
 
     manual = placement.manual_axes
     call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, axis_names=manual, check_vma=False)

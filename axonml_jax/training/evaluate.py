@@ -1,7 +1,7 @@
 """Evaluation: the loss and metrics of a global batch, without gradients or changes."""
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from axonml_jax._types import LossFn, PyTree
 from axonml_jax.collectives.primitives import axis_index
@@ -12,9 +12,7 @@ from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import means
 from axonml_jax.training.objective import Objective, shard_key
 from axonml_jax.training.pipelined import pipelined_loss
-from axonml_jax.training.read import with_read
-from axonml_jax.training.specs import variable_specs
-from axonml_jax.training.stacked import stacked, unstack_variables
+from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.step import forward_mode
 from axonml_jax.training.typed_errors import explain_typed_scan
 
@@ -26,7 +24,7 @@ class EvalStep:
     """
 
     def __init__(self, model: Functional, placement: Placement, mesh: Mesh, loss_fn: LossFn):
-        self.placement, self.mesh = placement, mesh
+        self.placement, self.rest, self.mesh = placement, rest_of(placement), mesh
         self.objective = Objective(model, loss_fn, forward_mode(placement, training=False))
         self._compiled = jax.jit(self._whole, compiler_options=compiler_options(placement, mesh))
 
@@ -37,25 +35,21 @@ class EvalStep:
             return bound_run_ahead(self._compiled(variables, self.placement.batch_layout.place(batch, self.mesh)))
 
     def _whole(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
-        independent = self.placement.plan.independent
         return jax.shard_map(
             self._local,
             mesh=self.mesh,
-            in_specs=(variable_specs(self.placement, variables), self.placement.batch_layout.specs(batch)),
-            out_specs=self.placement.rank_spec if independent else PartitionSpec(),
+            in_specs=(self.rest.specs(variables), self.placement.batch_layout.specs(batch)),
+            out_specs=self.rest.means,
             axis_names=self.placement.manual_axes,
             check_vma=self.placement.plan.check_vma,
         )(variables, batch)
 
     def _local(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
-        placement = self.placement
-        variables = unstack_variables(variables, placement)
+        placement, variables = self.placement, self.rest.enter(variables)
         key = shard_key(jax.random.key(0), 0, axis_index(placement.batch_axes))
         if placement.stages is not None:
             loss = pipelined_loss(self.objective, placement, variables, key, batch)
         else:
-            loss, _ = with_read(self.objective, placement, self.objective.model, variables, key, batch)
-        independent = placement.plan.independent
-        mean, metrics, _ = means(jax.tree.map(lambda x: x[None], loss), placement, 1, not independent)
-        out = {**metrics, "loss": mean}
-        return stacked(out, placement) if independent else out
+            loss, _ = self.rest.read(self.objective, self.objective.model, variables, key, batch)
+        mean, metrics, _ = means(jax.tree.map(lambda x: x[None], loss), placement, 1, True)
+        return self.rest.kept({**metrics, "loss": mean})

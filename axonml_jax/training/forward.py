@@ -16,9 +16,7 @@ from axonml_jax.parallel.tensor.whole_reads import reading_whole
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.objective import shard_key
-from axonml_jax.training.read import with_read
-from axonml_jax.training.specs import variable_specs
-from axonml_jax.training.stacked import stack_variables, unstack_variables
+from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.step import forward_mode
 from axonml_jax.training.typed_errors import explain_typed_scan
 from axonml_jax.training.whole_outputs import SPLITTING, split_dims, varying
@@ -32,7 +30,7 @@ class Forward:
     """
 
     def __init__(self, model: Functional, placement: Placement, mesh: Mesh, training: bool | None):
-        self.model, self.placement, self.mesh = model, placement, mesh
+        self.model, self.placement, self.rest, self.mesh = model, placement, rest_of(placement), mesh
         self.mode = forward_mode(placement, training)
         options = compiler_options(placement, mesh)
         self._compiled = jax.jit(self._whole, static_argnames="static", compiler_options=options)
@@ -50,17 +48,16 @@ class Forward:
             )
 
     def _whole(self, variables: Variables, key: jax.Array, arrays: list, static: tuple) -> tuple[PyTree, PyTree]:
-        placement = self.placement
-        specs = variable_specs(placement, variables)
+        placement, specs = self.placement, self.rest.specs(variables)
         dims, inner = self._dims(variables, arrays, static)
 
         def local(variables, key, arrays):
             key = shard_key(key, 0, axis_index(placement.batch_axes))
-            variables = unstack_variables(variables, placement)
+            variables = self.rest.enter(variables)
             out, state = self._read_and_call(variables, key, arrays, static)
             out = jax.tree.map(self._finish, out, dims)
             state = sync_buffers(state, placement, self.model.synchronized())
-            return out, stack_variables(Variables(variables.params, variables.frozen, state), placement).state
+            return out, self.rest.leave(Variables(variables.params, variables.frozen, state)).state
 
         def out_spec(dim: int, split: dict):
             axes = split | ({dim: placement.batch_axes} if dim >= 0 else {})
@@ -79,7 +76,7 @@ class Forward:
         def call(read: Variables, key: jax.Array, arrays: list):
             return self._call(read, key, arrays, static)
 
-        return with_read(call, self.placement, self.model, variables, key, arrays)
+        return self.rest.read(call, self.model, variables, key, arrays)
 
     def _call(
         self, variables: Variables, key: jax.Array, arrays: list, static: tuple, mode: Mode | None = None
@@ -108,10 +105,10 @@ class Forward:
             seen = []
 
             def local(variables: Variables, arrays: list):
-                own = unstack_variables(variables, placement)
+                own = self.rest.enter(variables)
                 seen.append(varying(self._read_and_call(own, key, arrays, static)[0]))
 
-            specs = (variable_specs(placement, variables), placement.batch_layout.specs(arrays))
+            specs = (self.rest.specs(variables), placement.batch_layout.specs(arrays))
             call = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=None, check_vma=True)
             jax.eval_shape(call, variables, arrays)
             return seen[-1]
@@ -124,7 +121,7 @@ class Forward:
         placement = self.placement
 
         def local(variables, arrays):
-            own = unstack_variables(variables, placement)
+            own = self.rest.enter(variables)
             return self._read_and_call(own, jax.random.key(0), arrays, static)[0]
 
         def outputs(factor: int):
@@ -132,7 +129,7 @@ class Forward:
                 x if x is None or not x.ndim else jax.ShapeDtypeStruct((factor * x.shape[0], *x.shape[1:]), x.dtype)
                 for x in arrays
             ]
-            specs = (variable_specs(placement, variables), placement.batch_layout.specs(shapes))
+            specs = (self.rest.specs(variables), placement.batch_layout.specs(shapes))
             # Unchecked and said to be replicated, so that the shapes seen are those of one rank.
             options = {"axis_names": placement.manual_axes, "check_vma": False}
             call = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), **options)

@@ -57,8 +57,8 @@ def gradients(
 
     Communicates: what the plan's strategies do, once, and one small all-reduce for loss and metrics.
     """
-    count, sync = placement.plan.microbatches, sync and not placement.plan.independent
-    parts = Parts(count * (placement.batch_degree if sync else 1), scale)
+    count = placement.plan.microbatches
+    parts = Parts(count * (placement.joined_degree if sync else 1), scale)
     if placement.stages is not None:
         summed, loss, state = pipelined_gradients(objective, placement, variables, key, batch, parts)
         losses = jax.tree.map(lambda x: x[None], loss)
@@ -92,8 +92,8 @@ def means(losses: Loss, placement: Placement, count: int, sync: bool):
     leaves, treedef = jax.tree.flatten(sums)
     if sync:
         with jax.named_scope("axonml.metrics"):
-            leaves = all_reduce_leaves(leaves, placement.batch_axes, flat=len(leaves) > 1)
+            leaves = all_reduce_leaves(leaves, placement.joined_axes, flat=len(leaves) > 1)
     total, weight, metrics = treedef.unflatten(leaves)
-    parts = count * (placement.batch_degree if sync else 1)
+    parts = count * (placement.joined_degree if sync else 1)
     loss = total / (parts if weight is None else weight)
     return loss, {name: metric.value for name, metric in metrics.items()}, weight

@@ -50,7 +50,7 @@ class OnShards:
         """
         layouts, plan = jax.tree.leaves(placement.params, is_leaf=is_layout), placement.plan
         held = placement.stages is not None or any(layout.axes for layout in layouts)
-        if plan.update == "whole" or plan.independent or not held:
+        if plan.update == "whole" or not held:
             return None
         state, owners = opt_owners(placement, tx)
         on_shards = cls(tx, placement, state, tuple(owners))

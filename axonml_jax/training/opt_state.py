@@ -5,15 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from axonml_jax._types import PyTree
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.sharding.layout import Layout, is_layout, shardings, specs
-from axonml_jax.sharding.memory import HOST, movable, to_device_memory
-from axonml_jax.sharding.stored import from_stored, map_layouts, to_stored
+from axonml_jax.sharding.layout import Layout, is_layout
+from axonml_jax.sharding.stored import map_layouts
 from axonml_jax.training.owners import owners
-from axonml_jax.training.stacked import stacked_specs
 
 
 def opt_layouts(placement: Placement, tx: optax.GradientTransformation) -> PyTree:
@@ -41,35 +38,6 @@ def opt_owners(placement: Placement, tx: optax.GradientTransformation) -> tuple[
 
     placed = [layout_of(*each) for each in zip(leaves, found, strict=True)]
     return treedef.unflatten([layout for layout, _ in placed]), [owner for _, owner in placed]
-
-
-def opt_state_specs(placement: Placement, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
-    """Specs of the optimizer's state."""
-    if placement.plan.independent:
-        return stacked_specs(placement, opt_layouts(placement, tx))
-    return specs(opt_layouts(placement, tx))
-
-
-def first_opt_state(tx: optax.GradientTransformation, params: PyTree, placement: Placement) -> PyTree:
-    """The optimizer's first state, of stored parameters, in stored form; global arrays, under `jit` or `eval_shape`."""
-    if placement.plan.independent:
-        return jax.vmap(tx.init)(params)
-    whole = map_layouts(from_stored, params, placement.params)
-    return map_layouts(to_stored, tx.init(whole), opt_layouts(placement, tx))
-
-
-def init_opt_state(tx: optax.GradientTransformation, params: PyTree, placement: Placement, mesh: Mesh) -> PyTree:
-    """The optimizer's first state, each leaf created where it will live."""
-    shapes = jax.eval_shape(lambda params: first_opt_state(tx, params, placement), params)
-    wanted = shardings(opt_state_specs(placement.resting, tx, shapes), mesh)
-    if placement.plan.offload.optimizer:
-        wanted = jax.tree.map(lambda x, s: s.with_memory_kind(HOST) if movable(x) else s, shapes, wanted)
-    kept = placement.plan.offload.params
-
-    def first(params: PyTree) -> PyTree:
-        return first_opt_state(tx, to_device_memory(params, kept), placement)
-
-    return jax.jit(first, out_shardings=wanted)(params)
 
 
 def whole_shape(layout: Layout) -> jax.ShapeDtypeStruct:

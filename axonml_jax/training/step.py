@@ -1,13 +1,14 @@
 """One training step: gather -> differentiate -> sync -> update, in one compiled program with donated state."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from numbers import Real
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from axonml_jax._types import LossFn, PyTree
 from axonml_jax.collectives.primitives import sum_over
@@ -23,15 +24,13 @@ from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import gradients
 from axonml_jax.training.named_state import state_leaves, state_of_leaves
 from axonml_jax.training.nonfinite import check_limit, skip_nonfinite
+from axonml_jax.training.norm import clipped, norm
 from axonml_jax.training.objective import Objective
 from axonml_jax.training.on_shards import OnShards
-from axonml_jax.training.specs import at_rest, state_specs
-from axonml_jax.training.stacked import stack_state, stacked, unstack_state
-from axonml_jax.training.staged_names import StagedTrees
+from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.streamed import streamed
 from axonml_jax.training.typed_errors import explain_typed_scan
-from axonml_jax.training.update import clip, update
 
 Metrics = dict[str, jax.Array]
 
@@ -63,10 +62,11 @@ class TrainStep:
             raise ValueError(f"max_grad_norm={max_grad_norm!r} must be a positive number; None does not clip")
         if not (isinstance(norm_type, Real) and norm_type > 0):
             raise ValueError(f"norm_type={norm_type!r} must be a positive number: 1, 2 or math.inf")
-        check_limit(max_nonfinite, placement.plan.independent)
+        self.rest = rest_of(placement)
+        check_limit(max_nonfinite, bool(placement.own_axes))
         self.max_nonfinite = max_nonfinite
         self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
-        self.norm_type, self._trees = float(norm_type), StagedTrees(placement, tx)
+        self.norm_type = float(norm_type)
         self._on_shards = OnShards.of(tx, placement)
         self.objective = Objective(model, loss_fn, forward_mode(placement, training))
         options = compiler_options(placement, mesh)
@@ -105,66 +105,57 @@ class TrainStep:
 
     def state_leaves(self, state: TrainState) -> dict[str, Leaf]:
         """Everything in a state by a name that is the same under every plan; what checkpoints hold."""
-        return state_leaves(self.model, state, self._trees)
-
-    def spread_opt_state(self, state: TrainState) -> PyTree:
-        """The optimizer's own tree under a pipeline: copies, split over all devices."""
-        return self._trees.whole_opt_state(state.opt_state)
+        return state_leaves(self.model, state, self.rest, self.tx)
 
     def state_of_leaves(self, like: TrainState, arrays: Mapping[str, Any]) -> TrainState:
         """The inverse of `state_leaves`, in the structure of a state."""
-        return state_of_leaves(self.model, like, arrays, self._trees)
+        return state_of_leaves(self.model, like, arrays, self.rest, self.tx)
 
     def minimum_traffic(self) -> Fraction:
         """Bytes per rank and update that theory allows for the plan's gradients and parameters on a ring."""
         return minimum_traffic(self.placement)
 
     def _whole(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        specs = state_specs(self.placement, self.tx, state)
-        means = self.placement.rank_spec if self.placement.plan.independent else PartitionSpec()
+        specs = self.rest.state_specs(self.tx, state)
         new = jax.shard_map(
             self._local,
             mesh=self.mesh,
             in_specs=(specs, self.placement.batch_layout.specs(batch)),
-            out_specs=(specs, means),
+            out_specs=(specs, self.rest.means),
             axis_names=self.placement.manual_axes,
             check_vma=self.placement.plan.check_vma,
         )(state, batch)
-        return (at_rest(new[0], self.placement, self.tx, self.mesh), new[1])
+        return self.rest.settled(new[0], self.tx, self.mesh), new[1]
 
     def _local(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        placement = self.placement
-        state = unstack_state(state, placement)
-        offload = placement.plan.offload
+        placement, rest, offload = self.placement, self.rest, self.placement.plan.offload
+        state = replace(state, variables=rest.enter(state.variables), opt_state=rest.own(state.opt_state))
         factor = None if state.loss_scale is None else state.loss_scale.scale
         result = gradients(self.objective, placement, state.variables, step_key(state), batch, scale=factor)
-        norm = placement.norm(result.grads, self.norm_type)
+        size = norm(rest.parts(result.grads), self.norm_type)
 
         def updated(grads: PyTree, params: PyTree, opt_state: PyTree):
             if self.max_grad_norm is not None:
-                grads = clip(grads, norm, self.max_grad_norm)
-            new = update(self.tx, grads, opt_state, params, result.loss, placement, self._on_shards)
+                grads = clipped(grads, size, self.max_grad_norm)
+            new = rest.update(self.tx, self._on_shards, grads, opt_state, params, result.loss)
             buffers = sync_buffers(result.state, placement, self.model.synchronized())
             old = (params, opt_state), state.variables.state
-            kept, *counts = skip_nonfinite(state, (new, buffers), old, result.loss, norm, self.max_nonfinite)
+            kept, *counts = skip_nonfinite(state, (new, buffers), old, result.loss, size, self.max_nonfinite)
             return *kept[0], (kept[1], *counts)
 
         held = to_host_memory(result.grads, offload.gradients), state.params, state.opt_state
-        sliced = placement.plan.update == "shards" and placement.stages is None and placement.at_rest is None
-        params, opt_state, others = streamed(updated, held, offload, norm, sliced=sliced)
+        params, opt_state, others = streamed(updated, held, offload, size, sliced=rest.updates_in_slices)
         buffers, scale, guard, counts = others
-        metrics = {**result.metrics, "loss": result.loss, "grad_norm": norm, **counts}
+        metrics = {**result.metrics, "loss": result.loss, "grad_norm": size, **counts}
         variables = Variables(params, state.variables.frozen, buffers)
-        new = TrainState(state.step + 1, variables, opt_state, state.key, scale, guard)
-        if placement.plan.independent:
-            metrics = stacked(metrics, placement)
-        return stack_state(new, placement), metrics
+        new = TrainState(state.step + 1, rest.leave(variables), rest.kept(opt_state), state.key, scale, guard)
+        return new, rest.kept(metrics)
 
 
 def forward_mode(placement: Placement, training: bool | None) -> Mode:
     """How the model runs under a plan."""
     plan = placement.plan
-    joined = placement.batch_axes if plan.batch_stats == "global" and not plan.independent else ()
+    joined = placement.joined_axes if plan.batch_stats == "global" else ()
     return Mode(training=training, batch_norm_axes=joined, sum_over_ranks=sum_over, precision=plan.precision)
 
 

@@ -1,0 +1,36 @@
+"""Gradients of every batch shard by itself (`no_sync`): stacked by rank along dim 0, whole but for what layers split."""
+
+import jax
+from jax.sharding import PartitionSpec
+
+from axonml_jax._types import PyTree, path_name
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.layout import Layout, is_layout
+
+
+def each_ranks_specs(placement: Placement) -> PyTree:
+    """The specs of gradients stacked by rank: dim 0 over the batch axes, the others as the model's layers split them.
+
+    Raises:
+      ValueError: listing parameters that are split over an axis that splits the batch too (`depth`): its ranks share one.
+    """
+    shared = [
+        path_name(path)
+        for path, layout in jax.tree_util.tree_leaves_with_path(placement.params, is_leaf=is_layout)
+        if any(axis in placement.batch_axes for axis in layout.axes if axis in placement.layer_axes)
+    ]
+    if shared:
+        raise ValueError(
+            "every rank's own values are stacked along the batch axes, but ranks along depth, which splits the batch, share "
+            f"these parameters: {', '.join(shared[:8])}{', ...' if len(shared) > 8 else ''}. Accumulate inside the step "
+            "(accumulate=) instead"
+        )
+
+    def spec(layout: Layout) -> PartitionSpec:
+        axes = [
+            tuple(axis for axis in layout.axes_of(dim) if axis in placement.layer_axes)
+            for dim in range(len(layout.spec))
+        ]
+        return PartitionSpec(placement.batch_axes, *(entry[0] if len(entry) == 1 else entry or None for entry in axes))
+
+    return jax.tree.map(spec, placement.params, is_leaf=is_layout)
