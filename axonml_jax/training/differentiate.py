@@ -150,7 +150,7 @@ def equalize(variables: Variables, placement: Placement, mesh: Mesh) -> Variable
     resting = replace(specs, state=state)
 
     def first(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        split = {axis for entry in spec for axis in as_axes(entry or ())}
+        split = {axis for entry in spec for axis in as_axes(entry or ())} - set(placement.own_axes)
         axes = tuple(axis for axis in placement.batch_axes if axis not in split)
         return first_ranks(x, axes) if axes else x
 

@@ -11,7 +11,6 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import means
 from axonml_jax.training.objective import Objective, shard_key
-from axonml_jax.training.pipelined import pipelined_loss
 from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.step import forward_mode
 from axonml_jax.training.typed_errors import explain_typed_scan
@@ -47,9 +46,6 @@ class EvalStep:
     def _local(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
         placement, variables = self.placement, self.rest.enter(variables)
         key = shard_key(jax.random.key(0), 0, axis_index(placement.batch_axes))
-        if placement.stages is not None:
-            loss = pipelined_loss(self.objective, placement, variables, key, batch)
-        else:
-            loss, _ = self.rest.read(self.objective, self.objective.model, variables, key, batch)
+        loss = self.rest.loss(self.objective, variables, key, batch)
         mean, metrics, _ = means(jax.tree.map(lambda x: x[None], loss), placement, 1, True)
         return self.rest.kept({**metrics, "loss": mean})

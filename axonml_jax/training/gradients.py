@@ -6,16 +6,16 @@ import jax
 
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.bucketed import all_reduce_leaves
-from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.model.functional import Variables
 from axonml_jax.model.loss import Loss
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.sharding.layout import is_layout
-from axonml_jax.training.accumulate import accumulate
+from axonml_jax.training.engine.at_once import AtOnce
+from axonml_jax.training.engine.by_unit import ByUnit
+from axonml_jax.training.engine.engine import GradientEngine
+from axonml_jax.training.engine.pipelined import Pipelined
 from axonml_jax.training.loss_scale import unscaled
-from axonml_jax.training.objective import Objective, Parts, shard_key
-from axonml_jax.training.pipelined import pipelined_gradients
-from axonml_jax.training.ways import AtOnce, ByUnit, Way
+from axonml_jax.training.objective import Objective, Parts
+from axonml_jax.training.rest.choose import rest_of
 
 
 class Gradients(NamedTuple):
@@ -59,31 +59,23 @@ def gradients(
     """
     count = placement.plan.microbatches
     parts = Parts(count * (placement.joined_degree if sync else 1), scale)
-    if placement.stages is not None:
-        summed, loss, state = pipelined_gradients(objective, placement, variables, key, batch, parts)
-        losses = jax.tree.map(lambda x: x[None], loss)
-        layouts = [jax.ShapeDtypeStruct((), dtype) for _, dtype, _ in placement.stages.parts(summed)]
-        return _finished(placement, summed, jax.tree.leaves(summed), layouts, losses, count, sync, scale, state)
-    keys = [shard_key(key, a, axis_index(placement.batch_axes)) for a in range(count)]
-    if sync and placement.gathers_when_used:
-        way: Way = ByUnit(objective, placement, variables, parts)
-    else:
-        way = AtOnce(objective, placement, variables, parts, sync)
-    grads, losses, state = accumulate(way, placement, variables.state, keys, batch, sync)
-    layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
-    return _finished(placement, variables.params, grads, layouts, losses, count, sync, scale, state)
-
-
-def _finished(placement, like, grads, layouts, losses, count, sync, scale, state) -> Gradients:
-    """Means over the global batch, and gradients of the mean loss in the parameters' dtype, in the structure of `like`."""
-    loss, metrics, weight = means(losses, placement, count, sync)
-    treedef = jax.tree.structure(like)
-    grads = [grad.astype(layout.dtype) for grad, layout in zip(grads, layouts, strict=True)]
+    found = engine_of(placement, sync)(objective, placement, parts, sync).differentiate(variables, key, batch)
+    loss, metrics, weight = means(found.losses, placement, count, sync)
+    leaves, treedef = jax.tree.flatten(found.grads)
+    dtypes = [dtype for _, dtype, _ in rest_of(placement).parts(found.grads)]
+    grads = [grad.astype(dtype) for grad, dtype in zip(leaves, dtypes, strict=True)]
     if weight is not None:
         grads = [grad / weight.astype(grad.dtype) for grad in grads]
     if scale is not None:
         grads = unscaled(grads, scale)
-    return Gradients(treedef.unflatten(grads), loss, metrics, state)
+    return Gradients(treedef.unflatten(grads), loss, metrics, found.state)
+
+
+def engine_of(placement: Placement, sync: bool) -> type[GradientEngine]:
+    """The engine of a plan; ranks that keep whole gradients of their own (`no_sync`) have whole parameters."""
+    if placement.stages is not None:
+        return Pipelined
+    return ByUnit if sync and placement.gathers_when_used else AtOnce
 
 
 def means(losses: Loss, placement: Placement, count: int, sync: bool):

@@ -13,8 +13,10 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.varying import vary
 from axonml_jax.model.functional import Functional, Variables
+from axonml_jax.model.loss import Loss
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.training.norm import Part
+from axonml_jax.training.objective import Objective
 from axonml_jax.training.on_shards import OnShards
 from axonml_jax.training.state import TrainState
 
@@ -118,6 +120,10 @@ class Rest(abc.ABC):
     @abc.abstractmethod
     def read(self, fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
         """`fun(read_variables, *args)` inside `shard_map`, without gradients; `variables` are this rank's own."""
+
+    def loss(self, objective: Objective, variables: Variables, key: jax.Array, batch: PyTree) -> Loss:
+        """The loss of this rank's rows, without gradients."""
+        return self.read(objective, objective.model, variables, key, batch)[0]
 
     @abc.abstractmethod
     def parts(self, grads: PyTree) -> Iterable[Part]:

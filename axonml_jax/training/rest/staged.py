@@ -13,6 +13,7 @@ from axonml_jax._types import PyTree
 from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.collectives.varying import vary
 from axonml_jax.model.functional import Functional, Variables
+from axonml_jax.model.loss import Loss
 from axonml_jax.parallel.pipeline.packing import Buffers
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.pipeline.staging import Staging
@@ -22,10 +23,11 @@ from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.memory import offloaded, to_device_memory
 from axonml_jax.sharding.place import replicated
 from axonml_jax.training.apply import apply
+from axonml_jax.training.engine.pipelined import pipelined_call, pipelined_loss
 from axonml_jax.training.norm import Part, clipped, norm
+from axonml_jax.training.objective import Objective
 from axonml_jax.training.on_shards import OnShards
 from axonml_jax.training.opt_state import opt_layouts, whole_shape
-from axonml_jax.training.pipelined import pipelined_call
 from axonml_jax.training.rest.rest import Rest
 from axonml_jax.training.rest.staged_optimizer import StagedOptimizer
 
@@ -105,6 +107,10 @@ class Staged(Rest):
     def read(self, fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
         """Through the stages."""
         return pipelined_call(fun, self.placement, variables, *args)
+
+    def loss(self, objective: Objective, variables: Variables, key: jax.Array, batch: PyTree) -> Loss:
+        """Through the stages."""
+        return pipelined_loss(objective, self.placement, variables, key, batch)
 
     def parts(self, grads: PyTree) -> Iterable[Part]:
         """Buffer by buffer."""

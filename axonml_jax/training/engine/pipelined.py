@@ -13,31 +13,25 @@ from axonml_jax.model.functional import Variables
 from axonml_jax.model.loss import Loss
 from axonml_jax.parallel.pipeline.run_pieces import run_pieces
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.training.objective import Objective, Parts, shard_key
+from axonml_jax.training.engine.engine import Differentiated, GradientEngine
+from axonml_jax.training.objective import Objective, shard_key
 
 
-def pipelined_gradients(
-    objective: Objective, placement: Placement, variables: Variables, key: jax.Array, batch: PyTree, parts: Parts
-) -> tuple[PyTree, Loss, PyTree]:
-    """Differentiate all microbatches of a step.
+class Pipelined(GradientEngine):
+    """All microbatches go through the stages at once, as the timetable says."""
 
-    Args:
-      objective: the loss of one microbatch.
-      placement: a pipelined plan on its mesh.
-      variables: resting variables of this rank.
-      key: the step's randomness.
-      batch: this rank's rows.
-      parts: what a microbatch's loss is divided by.
+    def differentiate(self, variables: Variables, key: jax.Array, batch: PyTree) -> Differentiated:
+        """Losses come summed over this rank's microbatches."""
+        placement = self.placement
 
-    Returns:
-      (gradients at rest, summed over ranks; losses summed over this rank's microbatches; the state).
-    """
+        def fun(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree):
+            loss_of = self.objective.differentiable_with_frozen(self.parts)
+            scalar, (loss, state) = loss_of(params, frozen, state, key, batch)
+            return scalar, loss, None, state
 
-    def fun(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree):
-        scalar, (loss, state) = objective.differentiable_with_frozen(parts)(params, frozen, state, key, batch)
-        return scalar, loss, None, state
-
-    return _run(fun, placement, variables, key, batch, placement.plan.microbatches, backward=True)[:3]
+        count = placement.plan.microbatches
+        summed, loss, state, _ = _run(fun, placement, variables, key, batch, count, backward=True)
+        return Differentiated(summed, jax.tree.map(lambda x: x[None], loss), state)
 
 
 def pipelined_loss(

@@ -1,0 +1,98 @@
+"""Gradients summed over microbatches: what accumulates, and which reduction waits for the last one."""
+
+import abc
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax._types import PyTree
+from axonml_jax.collectives.primitives import axis_index
+from axonml_jax.collectives.varying import vary, vary_like
+from axonml_jax.mesh.axes import AxisNames
+from axonml_jax.model.functional import Variables
+from axonml_jax.model.trace import trace
+from axonml_jax.sharding.layout import is_layout
+from axonml_jax.training.engine.engine import Differentiated, GradientEngine
+from axonml_jax.training.objective import shard_key
+
+OneMicrobatch = Callable[
+    [PyTree, jax.Array, PyTree, Collection[AxisNames] | None, Any], tuple[list[jax.Array], Any, PyTree]
+]
+"""`run(state, key, batch, axes, accumulated) -> (gradients by leaf, loss, state)` of one microbatch on one rank.
+
+Gradients are in the reduce dtype and synchronized over `axes` (None: all). `accumulated`, or None, are gradients
+synchronized over the plan's inner axes that join before the rest of the reduction.
+"""
+
+
+class OneByOne(GradientEngine):
+    """One microbatch after the other.
+
+    What is synchronized after every microbatch (ZeRO-2 and 3) accumulates as shards. The rest is reduced once: where
+    reductions overlap the backward, the last microbatch is peeled off the loop, and its hooks add what accumulated.
+    """
+
+    @abc.abstractmethod
+    def one(self, variables: Variables) -> OneMicrobatch:
+        """What differentiates one microbatch."""
+
+    def differentiate(self, variables: Variables, key: jax.Array, batch: PyTree) -> Differentiated:
+        """Accumulate."""
+        placement = self.placement
+        rank = axis_index(placement.batch_axes)
+        keys = [shard_key(key, a, rank) for a in range(placement.plan.microbatches)]
+        grads, losses, state = self._accumulated(self.one(variables), variables.state, keys, batch)
+        return Differentiated(jax.tree.unflatten(jax.tree.structure(variables.params), grads), losses, state)
+
+    def _accumulated(self, run: OneMicrobatch, state: PyTree, keys: list, batch: PyTree):
+        placement, sync = self.placement, self.sync
+        inner = placement.inner_axes if sync else ()
+        outer = [axis for axis in placement.axes if axis not in inner] if sync else []
+        if len(keys) == 1:
+            grads, loss, state = run(state, keys[0], batch, None if sync else (), None)
+            return grads, jax.tree.map(lambda x: x[None], loss), state
+        batches = placement.batch_layout.microbatches(batch, len(keys))
+        if not (placement.plan.overlapped and any(placement.ranks(axis) > 1 for axis in outer)):
+            grads, losses, state = self._loop(run, state, keys, batches, inner)
+            if outer:
+                layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
+                grads = placement.sync_buckets(grads, layouts, axes=outer)
+            return grads, losses, state
+        head, last = jax.tree.map(lambda x: x[:-1], batches), jax.tree.map(lambda x: x[-1], batches)
+        grads, losses, state = self._loop(run, state, keys[:-1], head, inner)
+        grads, loss, state = run(state, keys[-1], last, None, grads)
+        return grads, jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), losses, loss), state
+
+    def _loop(self, run: OneMicrobatch, state: PyTree, keys: list, batches: PyTree, inner: tuple[AxisNames, ...]):
+        placement = self.placement
+        layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
+        axes = [(*placement.batch_axes, *layout.axes) for layout in layouts]
+        shapes = [layout.shard if inner else placement.read_shape(layout) for layout in layouts]
+        kinds = [placement.plan.precision.reduce_dtype(layout.dtype) for layout in layouts]
+        zeros = [vary(jnp.zeros(shape, kind), own) for shape, kind, own in zip(shapes, kinds, axes, strict=True)]
+        if placement.plan.check_vma:
+            state = _typed_carry(run, state, keys[0], jax.tree.map(lambda x: x[0], batches), inner)
+
+        def body(carry, xs):
+            grads, state = carry
+            key, batch = xs
+            more, loss, state = run(state, key, batch, inner, None)
+            more = [vary(m.astype(g.dtype), own) for g, m, own in zip(grads, more, axes, strict=True)]
+            return ([g + m for g, m in zip(grads, more, strict=True)], state), loss
+
+        (grads, state), losses = jax.lax.scan(body, (zeros, state), (jnp.stack(keys), batches))
+        return grads, losses, state
+
+
+def _typed_carry(run: OneMicrobatch, state: PyTree, key: jax.Array, batch: PyTree, inner: Any) -> PyTree:
+    """The state typed as varying over what it will vary over after a microbatch, so that a scan may carry it."""
+    leaves, treedef = jax.tree.flatten(state)
+    for _ in leaves:
+        traced = trace(lambda s: jax.tree.leaves(run(treedef.unflatten(s), key, batch, inner, None)[2]), leaves)
+        wider = [vary_like(leaf, var.aval) for leaf, var in zip(leaves, traced.jaxpr.outvars, strict=True)]
+        if all(new is old for new, old in zip(wider, leaves, strict=True)):
+            break
+        leaves = wider
+    return treedef.unflatten(leaves)
