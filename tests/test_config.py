@@ -196,7 +196,6 @@ SHARDING = {
         {"mesh": {"fsdp": 2}, "plan": {"sharding_strategy": "shard_grad_op", "prefetch": 1}},
         "prefetch=1 acts with stage=3; with 2 all is gathered",
     ),
-    "a model per rank": ({"mesh": {"fsdp": 2}, "plan": {"sync_strategy": "no_sync"}}, "but mesh.fsdp=2 splits one"),
     "a loss scale per rank": ({"plan": {"sync_strategy": "no_sync", "precision": "fp16"}}, "use bf16"),
     "a negative prefetch": ({"mesh": {"fsdp": 2}, "plan": {"prefetch": -1}}, "plan: prefetch=-1 must be"),
 }

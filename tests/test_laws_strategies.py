@@ -138,4 +138,5 @@ def test_sync_is_the_vjp_of_gather_and_sums(name, check_vma, subtests):
 
 
 def test_the_law_is_checked_for_every_strategy():
-    assert {type(case.strategy) for case in CASES.values()} == set(AbstractStrategy.__subclasses__())
+    ours = {each for each in AbstractStrategy.__subclasses__() if each.__module__.startswith("axonml_jax.")}
+    assert {type(case.strategy) for case in CASES.values()} == ours

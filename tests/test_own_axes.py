@@ -28,6 +28,7 @@ PLANS = {
     "two axes gathered together": ({"data": 1, "fsdp": 2, "island": 2}, {"axes": {("fsdp", "island"): ax.Shard()}}),
     "two axes, ZeRO-1": ({"fsdp": 2, "island": 3}, {"axes": {("fsdp", "island"): ax.Shard(stage=1)}}),
     "two axes with remat": ({"fsdp": 2, "island": 2}, {"axes": {("fsdp", "island"): ax.Shard()}, "remat": "full"}),
+    "independent models, each sharded": ({"data": 2, "fsdp": 2}, {"data": ax.Replicate(sync_strategy="no_sync")}),
     "sharded beside fsdp": ({"fsdp": 2, "island": 2}, {"axes": {"island": ax.Shard()}, "fsdp": ax.Replicate()}),
     "sharded over data": ({"data": 3}, {"data": ax.Shard()}),
     "a user's strategy": ({"fsdp": 3}, {"fsdp": RingShard()}),

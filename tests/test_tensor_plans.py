@@ -138,6 +138,17 @@ def test_ranks_that_do_not_synchronize_train_models_of_their_own_split_over_tens
     )
 
 
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_ranks_along_depth_share_one_of_several_models(check_vma):
+    plan = ax.Plan(data=ax.Replicate(sync_strategy="no_sync"), check_vma=check_vma)
+    mesh = mesh_of(data=2, row=2, depth=2)
+    assert_equals_single_device(
+        Cube(), squares, regression(8), plan, mesh=mesh, tx=optax.adamw(1e-2), steps=2, max_grad_norm=0.1
+    )
+    model = ax.parallelize(Cube(), mesh, plan)
+    assert model.parameters()["up"]["kernel"].shape == (2, 4, 8)  # one for each model, not one for each batch shard
+
+
 def test_own_gradients_of_what_ranks_along_depth_share_are_refused_by_name():
     model = ax.parallelize(Cube(), mesh_of(data=1, row=2, depth=2))
     with (

@@ -29,8 +29,6 @@ def against_mesh(config: "RunConfig") -> Iterator[str]:
         for name, value in unused.items():
             if value:
                 yield f"plan.{name}={value} has no effect while mesh.fsdp=1 splits nothing: set mesh.fsdp"
-    elif plan.sync_strategy == "no_sync":
-        yield f"plan.sync_strategy=no_sync trains a model per rank, but mesh.fsdp={fsdp} splits one model"
     if config.model.scan_layers and config.mesh.pipe > 1:
         yield f"mesh.pipe={config.mesh.pipe} cuts between blocks, and model.scan_layers makes one loop of them: set it to false"
     yield from _against_split(config)

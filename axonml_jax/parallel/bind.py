@@ -53,11 +53,6 @@ def bind_plan(
     if plan.partition is not None:
         in_layers = by_rules(plan.partition, variables, degrees, in_layers)
     check_axes(plan, degrees, in_layers)
-    if plan.independent and degrees.get("fsdp", 1) > 1:
-        raise ValueError(
-            f"sync_strategy=NO_SYNC lets every rank train a model of its own, but along fsdp={degrees['fsdp']} ranks share "
-            "one: use SYNCHRONOUS or OVERLAPPED, or a mesh without fsdp"
-        )
     if plan.independent and plan.precision.scales_loss:
         raise ValueError(
             "sync_strategy=NO_SYNC with float16 would need a loss scale per rank: use bf16, or synchronize"

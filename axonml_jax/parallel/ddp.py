@@ -112,6 +112,11 @@ class Replicate(AbstractStrategy):
             return ()
         return (Transfer(kind="all_reduce", elements=elements, ranks=ranks, dtype=self.wire_dtype(dtype)),)
 
+    @property
+    def exact(self) -> bool:
+        """Unless gradients travel in another dtype, or through a hook."""
+        return self.comm_dtype is None and self.comm_hook is None
+
     def reducing(self) -> "Replicate":
         """With NO_SYNC: SYNCHRONOUS."""
         alone = self.sync_strategy is GradSyncStrategy.NO_SYNC

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from jax.sharding import PartitionSpec
 
 from axonml_jax.mesh.axes import LAYER_AXES, as_axes
+from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.plan import Plan
 
@@ -34,6 +35,13 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
         raise ValueError(
             f"the axes {', '.join(map(str, sharded))} each shard parameters at rest, by {list(sharded.values())}: one strategy "
             f"must own them together, ax.Plan(axes={{{together}: ...}}), or all but one replicate (ax.Replicate())"
+        )
+    acting = [strategy for strategy in plan.on(degrees).values() if strategy.acts_between_steps]
+    if acting and (plan.pipe is not None or plan.offload is not CPUOffload.NONE):
+        raise ValueError(
+            f"{', '.join(map(repr, acting))} acts on parameters between steps (init_state, after_update), which a pipeline's "
+            "buffers and what rests in host memory do not give it: use a plan without pipe and without offload, or another "
+            "strategy"
         )
     unknown = {axis: size for axis, size in degrees.items() if axis not in known and size > 1}
     if unknown:

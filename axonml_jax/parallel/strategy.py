@@ -7,6 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from axonml_jax._types import PyTree
 from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.role import Role
@@ -76,6 +77,45 @@ class AbstractStrategy(abc.ABC):
     @abc.abstractmethod
     def sync_flows(self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any) -> Sequence[Transfer]:
         """What one `sync` of a gradient of so many elements sends; its arguments are those of `gather_flows`."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether what is read is what rests, and what is reduced the sum; False declares a lossy strategy."""
+        return True
+
+    def round_trip(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
+        """What ranks read of a shard once it has been gathered: itself, unless the strategy is lossy."""
+        return shard
+
+    def init_state(self, param: jax.Array) -> PyTree:
+        """What the strategy keeps between steps for one trained parameter, given whole; None: nothing.
+
+        Arrays of the parameter's shape rest as it does, others whole on every rank. Checkpoints keep them.
+        """
+        return None
+
+    def to_read(self, shard: jax.Array, state: PyTree, layout: Layout, axis: AxisNames) -> jax.Array:
+        """What a training step gathers in the place of a resting shard, given the state: for instance with its error added."""
+        return shard
+
+    def after_update(
+        self, shard: jax.Array, state: PyTree, layout: Layout, axis: AxisNames, *, before: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        """The shard and the state after an update, once per step whose update is not skipped, inside `shard_map`.
+
+        Args:
+          shard: as the optimizer made it.
+          state: as it was in this step.
+          layout, axis: as for `gather`.
+          before: the shard before the update.
+        """
+        return shard, state
+
+    @property
+    def acts_between_steps(self) -> bool:
+        """Whether it has an `init_state` or an `after_update` of its own."""
+        own, contract = type(self), AbstractStrategy
+        return own.init_state is not contract.init_state or own.after_update is not contract.after_update
 
     def reducing(self) -> Self:
         """Itself, but reducing gradients where its role never does: what `sync_gradients` asks for."""

@@ -47,11 +47,10 @@ def minimum_traffic(placement: Placement) -> Fraction:
     With P elements on N ranks and A microbatches, (N-1)/N times: 2P along a replicated axis (DDP); 2P, (1+A)P and 3AP along a
     sharded one (ZeRO-1, 2 and 3), and then the axes outside it reduce only a rank's part. A pipeline's rank moves its own
     stages: 2P where it gathers them once per step, 3P for each time that it gathers them otherwise. Gathered parameters
-    travel in the compute dtype, gradients in the reduce dtype. Nothing under NO_SYNC. A step may send a little less than
-    ZeRO-3's amount: what the backward does not read, such as biases and the first layer's weights, is not gathered again.
+    travel in the compute dtype, gradients in the reduce dtype. Nothing travels along an axis under NO_SYNC. A step may send a
+    little less than ZeRO-3's amount: what the backward does not read, such as biases and the first layer's weights, is not
+    gathered again.
     """
-    if placement.plan.independent:
-        return Fraction(0)
     leaves = [(layout, True) for layout in jax.tree.leaves(placement.params, is_leaf=is_layout)]
     leaves += [(layout, False) for layout in jax.tree.leaves(placement.frozen, is_leaf=is_layout)]
     amounts = [leaf_traffic(placement.plan, placement.degrees, layout, trained) for layout, trained in leaves]
@@ -74,7 +73,7 @@ def leaf_traffic(plan: Plan, degrees: Mapping[str, int], layout: Layout, trained
             often = rounds(plan, degrees, role)
             gathers = often.forward + often.backward * trained
             total += moved * (gathers * read.itemsize + often.scatters * reduced.itemsize * trained)
-        elif role.batch is not None and not split:
+        elif role.batch is not None and role.reduces != "never" and not split:
             total += 2 * moved * strategy.wire_dtype(reduced).itemsize * trained
         share /= ranks if split or role.parameters == "sharded" else 1
     return total

@@ -1,7 +1,6 @@
 """`assert_equals_single_device`: a plan changes where work happens, never what is computed."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ from axonml_jax.model.functional import Trainable, Variables
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.place import to_host
-from axonml_jax.sharding.stored import from_stored, map_layouts
 from axonml_jax.testing.compare import assert_trees_close
 from axonml_jax.testing.oracle import Oracle, Parts, Run
 
@@ -72,7 +70,7 @@ def assert_equals_single_device(
         parallel._placement.batch_layout.check(each, plan.microbatches)
     wanted = _run_oracle(parallel, view, variables, loss_fn, batches, tx, max_grad_norm, seed)
     got = _run_parallel(parallel, loss_fn, batches, tx, max_grad_norm)
-    if plan.local_buffers and not plan.independent:
+    if parallel._placement.buffer_axes is not None and not parallel._placement.own_axes:
         got["state"] = jax.tree.map(lambda x: x[0], got["state"])
     low = any(
         d in ("bfloat16", "float16") for d in (*vars(plan.precision).values(), plan.data.wire_dtype("float32").name)
@@ -91,15 +89,21 @@ def _run_oracle(
     max_grad_norm: Any,
     seed: int,
 ) -> dict[str, Any]:
-    plan, degree = parallel.plan, parallel._placement.batch_degree
+    plan, placement = parallel.plan, parallel._placement
+    degree = placement.joined_degree
     key, options = jax.random.key(seed), {"precision": plan.precision, "max_grad_norm": max_grad_norm}
-    if not plan.independent:
-        buffers = "joined" if plan.batch_stats == "global" else "first"
-        oracle = Oracle(view, loss_fn, tx, Parts(degree, plan.microbatches, buffers), **options)
+    joined = plan.batch_stats == "global" and (degree > 1 or not placement.own_axes)
+    oracle = Oracle(view, loss_fn, tx, Parts(degree, plan.microbatches, "joined" if joined else "first"), **options)
+    if not placement.own_axes:
         return _as_tree(oracle.run(variables, batches, key))
-    oracle = Oracle(view, loss_fn, tx, Parts(1, plan.microbatches, "first"), **options)
-    rows = [[_rows_of(b, rank, degree) for b in batches] for rank in range(degree)]
-    runs = [_as_tree(oracle.run(variables, b, key, rank)) for rank, b in enumerate(rows)]
+    models = placement.ranks(placement.own_axes)
+    if placement.batch_axes[: len(placement.own_axes)] != placement.own_axes:
+        raise ValueError(
+            f"the oracle of independent ranks takes rows side by side, but {placement.own_axes} are not the outermost of "
+            f"the batch axes {placement.batch_axes}"
+        )
+    rows = [[_rows_of(b, model, models) for b in batches] for model in range(models)]
+    runs = [_as_tree(oracle.run(variables, b, key, model * degree)) for model, b in enumerate(rows)]
     return jax.tree.map(lambda *x: np.stack(x), *runs) | {"frozen": runs[0]["frozen"]}
 
 
@@ -108,14 +112,16 @@ def _run_parallel(
 ) -> dict[str, Any]:
     tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
     trainer = parallel.trainer(optax.chain(_remember(), tx), loss_fn, max_grad_norm=max_grad_norm)
-    metrics, grads = [to_host(trainer.step(batches[0]))], to_host(trainer.opt_state[0])
+    metrics, grads = [to_host(trainer.step(batches[0]))], trainer.opt_state[0]
+    if parallel.plan.pipe is None:  # a pipeline's is the optimizer's own tree already
+        grads = parallel._rest.outside(grads, parallel.mesh)
+    grads = to_host(grads)
     metrics += [to_host(trainer.step(b)) for b in batches[1:]]
     losses = [m.pop("loss") for m in metrics]
     norms = [m.pop("grad_norm") for m in metrics]
-    if not parallel.plan.independent and parallel.plan.pipe is None:
-        grads = map_layouts(from_stored, grads, parallel._placement.params)
-    held = parallel.variables if parallel.plan.independent else parallel.whole()
-    return _as_tree(Run(losses, norms, metrics, grads, replace(held, state=parallel.variables.state)))
+    frozen = parallel._rest.outside_frozen(parallel.variables.frozen, parallel.mesh)
+    held = Variables(parallel.parameters(), frozen, parallel.variables.state)
+    return _as_tree(Run(losses, norms, metrics, grads, held))
 
 
 def _remember() -> optax.GradientTransformation:

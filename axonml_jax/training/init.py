@@ -16,6 +16,7 @@ from axonml_jax.training.loss_scale import LossScale
 from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.rest.rest import Rest
 from axonml_jax.training.state import TrainState
+from axonml_jax.training.strategy_state import keeping
 
 
 def first_variables(model: Functional, given: Variables, rest: Rest, mesh: Mesh) -> Variables:
@@ -31,7 +32,9 @@ def init_state(
     opt_state = rest.first_opt_state(tx, variables.params, mesh)
     scale = LossScale.first() if rest.placement.plan.precision.scales_loss else None
     scale = place(scale, jax.tree.map(lambda _: PartitionSpec(), scale), mesh)
-    return TrainState(step, variables, opt_state, place(key, PartitionSpec(), mesh), scale)
+    kept = keeping(rest.placement)
+    strategies = None if kept is None else rest.first_opt_state(kept, variables.params, mesh)
+    return TrainState(step, variables, opt_state, place(key, PartitionSpec(), mesh), scale, strategies=strategies)
 
 
 def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placement: Placement) -> TrainState:
@@ -47,9 +50,12 @@ def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placemen
     """
 
     def build() -> TrainState:
-        variables, opt_state = rest_of(placement).shapes(shapes, tx)
+        rest, kept = rest_of(placement), keeping(placement)
+        variables, opt_state = rest.shapes(shapes, tx)
+        strategies = None if kept is None else rest.shapes(shapes, kept)[1]
         scale = LossScale.first() if placement.plan.precision.scales_loss else None
-        return TrainState(jnp.zeros((), jnp.int32), variables, opt_state, jax.random.key(0), scale)
+        key = jax.random.key(0)
+        return TrainState(jnp.zeros((), jnp.int32), variables, opt_state, key, scale, strategies=strategies)
 
     return jax.eval_shape(build)
 

@@ -12,8 +12,9 @@ from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.training.rest.rest import Rest
 from axonml_jax.training.state import TrainState
+from axonml_jax.training.strategy_state import keeping
 
-_MODEL, _OPTIMIZER = "model/", "optimizer/"
+_MODEL, _OPTIMIZER, _KEPT = "model/", "optimizer/", "strategies/"
 
 
 def variable_leaves(model: Functional, variables: Variables, rest: Rest) -> dict[str, Leaf]:
@@ -39,6 +40,7 @@ def state_leaves(model: Functional, state: TrainState, rest: Rest, tx: optax.Gra
         variable_leaves(model, state.variables, rest)
         | _named(_OPTIMIZER, rest.opt_leaves(tx, state.opt_state))
         | _named("", jax.tree.map(Leaf, _others(state)))
+        | ({} if (kept := keeping(rest.placement)) is None else _named(_KEPT, rest.opt_leaves(kept, state.strategies)))
     )
 
 
@@ -49,11 +51,14 @@ def state_of_leaves(
     fill: Callable[[PyTree], PyTree] = lambda tree: _filled(_OPTIMIZER, tree, arrays)
     opt_state = rest.resting_opt(tx, like.opt_state, fill)
     variables = variables_of(model, like.variables, arrays, rest)
-    return replace(like, variables=variables, opt_state=opt_state, **_filled("", _others(like), arrays))
+    held = {"variables": variables, "opt_state": opt_state}
+    if (kept := keeping(rest.placement)) is not None:
+        held["strategies"] = rest.resting_opt(kept, like.strategies, lambda tree: _filled(_KEPT, tree, arrays))
+    return replace(like, **held, **_filled("", _others(like), arrays))
 
 
 def _others(state: TrainState) -> dict[str, Any]:
-    return {name: value for name, value in vars(state).items() if name not in ("variables", "opt_state")}
+    return {name: value for name, value in vars(state).items() if name not in ("variables", "opt_state", "strategies")}
 
 
 def _named(prefix: str, tree: PyTree) -> dict[str, Leaf]:

@@ -1,16 +1,14 @@
 """Everything a training run is between two steps, as one value."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from axonml_jax._types import PyTree
 from axonml_jax.model.functional import Variables
+from axonml_jax.training.guard import NonFinite
 from axonml_jax.training.loss_scale import LossScale
-
-if TYPE_CHECKING:
-    from axonml_jax.training.nonfinite import NonFinite
 
 
 @jax.tree_util.register_dataclass
@@ -24,6 +22,7 @@ class TrainState:
       opt_state: the optimizer's state.
       key: the run's randomness; step i draws from `fold_in(key, i)`.
       loss_scale: of float16 training, else None.
+      strategies: what strategies keep between steps, by axis (see `AbstractStrategy.init_state`); None: nothing.
       guard: counts of skipped updates where non-finite ones are skipped (`max_nonfinite`), else None.
     """
 
@@ -32,7 +31,8 @@ class TrainState:
     opt_state: Any
     key: jax.Array
     loss_scale: LossScale | None = None
-    guard: "NonFinite | None" = None
+    guard: NonFinite | None = None
+    strategies: Any = None
 
     @property
     def params(self) -> PyTree:

@@ -29,6 +29,7 @@ from axonml_jax.training.objective import Objective
 from axonml_jax.training.on_shards import OnShards
 from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.state import TrainState
+from axonml_jax.training.strategy_state import after_update, to_read
 from axonml_jax.training.streamed import streamed
 from axonml_jax.training.typed_errors import explain_typed_scan
 
@@ -129,27 +130,35 @@ class TrainStep:
 
     def _local(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         placement, rest, offload = self.placement, self.rest, self.placement.plan.offload
-        state = replace(state, variables=rest.enter(state.variables), opt_state=rest.own(state.opt_state))
+        held = rest.own((state.opt_state, state.strategies))
+        state = replace(state, variables=rest.enter(state.variables), opt_state=held[0], strategies=held[1])
+        read = state.variables
+        if state.strategies is not None:
+            read = replace(read, params=to_read(placement, read.params, state.strategies))
         factor = None if state.loss_scale is None else state.loss_scale.scale
-        result = gradients(self.objective, placement, state.variables, step_key(state), batch, scale=factor)
+        result = gradients(self.objective, placement, read, step_key(state), batch, scale=factor)
         size = norm(rest.parts(result.grads), self.norm_type)
 
         def updated(grads: PyTree, params: PyTree, opt_state: PyTree):
             if self.max_grad_norm is not None:
                 grads = clipped(grads, size, self.max_grad_norm)
             new = rest.update(self.tx, self._on_shards, grads, opt_state, params, result.loss)
-            buffers = sync_buffers(result.state, placement, self.model.synchronized())
-            old = (params, opt_state), state.variables.state
-            kept, *counts = skip_nonfinite(state, (new, buffers), old, result.loss, size, self.max_nonfinite)
-            return *kept[0], (kept[1], *counts)
+            buffers, kept = sync_buffers(result.state, placement, self.model.synchronized()), state.strategies
+            if kept is not None:
+                changed, kept = after_update(placement, new[0], params, kept)
+                new = changed, new[1]
+            old = (params, opt_state), state.variables.state, state.strategies
+            chosen, *counts = skip_nonfinite(state, (new, buffers, kept), old, result.loss, size, self.max_nonfinite)
+            return *chosen[0], (*chosen[1:], *counts)
 
         held = to_host_memory(result.grads, offload.gradients), state.params, state.opt_state
         params, opt_state, others = streamed(updated, held, offload, size, sliced=rest.updates_in_slices)
-        buffers, scale, guard, counts = others
+        buffers, strategies, scale, guard, counts = others
         metrics = {**result.metrics, "loss": result.loss, "grad_norm": size, **counts}
         variables = Variables(params, state.variables.frozen, buffers)
-        new = TrainState(state.step + 1, rest.leave(variables), rest.kept(opt_state), state.key, scale, guard)
-        return new, rest.kept(metrics)
+        opt_state, strategies, metrics = rest.kept((opt_state, strategies, metrics))
+        new = TrainState(state.step + 1, rest.leave(variables), opt_state, state.key, scale, guard, strategies)
+        return new, metrics
 
 
 def forward_mode(placement: Placement, training: bool | None) -> Mode:

@@ -241,7 +241,7 @@ def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:
 
 def _notes(plan: Plan, degrees: Mapping[str, int], timetable: Timetable | None, held: Memory) -> tuple[str, ...]:
     found = {
-        "traffic of NO_SYNC is nothing: every rank trains a model of its own": plan.independent,
+        "nothing is sent along an axis under NO_SYNC: its ranks train models of their own": plan.independent,
         "what layers send is counted for the microbatches that a stage works on; a trace counts every tick's dearest branch": (
             timetable is not None and any(degrees.get(axis, 1) > 1 for axis in LAYER_AXES)
         ),

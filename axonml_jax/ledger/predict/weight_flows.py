@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from axonml_jax.ledger.label import GRADIENTS, PARAMETERS
 from axonml_jax.ledger.predict.flow import EACH_MICROBATCH, ONCE, Flow
 from axonml_jax.ledger.predict.weight import Placed
-from axonml_jax.mesh.axes import AXES, AxisNames, as_axes
+from axonml_jax.mesh.axes import AXES, AxisNames, as_axes, flat_axes
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.theory import leaf_traffic, rounds
 from axonml_jax.parallel.transfer import Transfer
@@ -115,7 +115,8 @@ def small_flows(placed: Sequence[Placed], loss_values: int) -> Iterator[Flow]:
     """The loss's sum over the batch shards, and the gradient norm's over everything that splits gradients."""
     plan, degrees = placed[0].plan, dict(placed[0].degrees)
     scalar = {"kind": "all_reduce", "dtype": "float32", "itemsize": 4}
-    if not plan.independent and (axes := plan.batch_layout(degrees).rows):
+    alone = flat_axes(axis for axis, each in plan.on(degrees).items() if each.role.reduces == "never")
+    if axes := tuple(axis for axis in plan.batch_layout(degrees).rows if axis not in alone):
         ranks = _product(degrees, axes)
         yield Flow(label="metrics", axes=axes, group_size=ranks, elements=loss_values, **scalar)
     piped = (AXIS,) if _pipelined(placed[0]) else ()
@@ -131,7 +132,7 @@ def small_flows(placed: Sequence[Placed], loss_values: int) -> Iterator[Flow]:
 
 def minimum_traffic(placed: Iterable[Placed]) -> Fraction:
     """Bytes per rank and step that theory allows for parameters and gradients: `parallel.theory` on predicted layouts."""
-    own = [each for each in placed if each.count and not each.copied and not each.plan.independent]
+    own = [each for each in placed if each.count and not each.copied]
     amounts = (leaf_traffic(each.plan, dict(each.degrees), each.layout, each.weight.trained) for each in own)
     return sum((each.count * amount for each, amount in zip(own, amounts, strict=True)), Fraction(0))
 

@@ -19,6 +19,7 @@ from axonml_jax.training.norm import Part
 from axonml_jax.training.objective import Objective
 from axonml_jax.training.on_shards import OnShards
 from axonml_jax.training.state import TrainState
+from axonml_jax.training.strategy_state import keeping
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,7 @@ class Rest(abc.ABC):
             key=PartitionSpec(),
             loss_scale=everywhere(state.loss_scale),
             guard=everywhere(state.guard),
+            strategies=None if (kept := keeping(self.placement)) is None else self.opt_specs(kept),
         )
 
     def buffer_specs(self, state: PyTree) -> PyTree:

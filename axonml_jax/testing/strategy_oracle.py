@@ -1,0 +1,128 @@
+"""A small model trained under one strategy, and on one device with what the strategy does to values."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+from axonml_jax.facade.parallelize import parallelize
+from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.sharding.layout import Layout
+from axonml_jax.sharding.stored import from_stored, to_stored
+from axonml_jax.training.strategy_state import keeping
+
+AXIS, STEPS, RATE = "checked", 3, 0.1
+
+
+class _Small(nnx.Module):
+    """Sizes that divide nothing, a scalar, and a parameter that nothing reads."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        make = lambda fan_in, fan_out: nnx.Linear(fan_in, fan_out, param_dtype=jnp.float64, rngs=rngs)
+        self.first, self.last = make(5, 7), make(7, 3)
+        self.scale, self.unused = nnx.Param(jnp.float64(0.7)), nnx.Param(jnp.ones(2, jnp.float64))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.scale[...] * self.last(jnp.tanh(self.first(x)))
+
+
+def _loss(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean(jnp.square(model(batch["x"]) - batch["y"]))
+
+
+def assert_trains_like_one_device(strategy: AbstractStrategy, ranks: int, tolerance: float) -> None:
+    """Three steps of momentum under `Plan(axes={"checked": strategy})` equal one device's.
+
+    Raises:
+      AssertionError: naming the step's loss or the parameter that differs.
+    """
+    random = np.random.default_rng(0)
+    make = lambda *shape: random.normal(size=shape)
+    batches = [{"x": make(2 * ranks, 5), "y": make(2 * ranks, 3)} for _ in range(STEPS)]
+    mesh = Mesh(np.array(jax.devices()[:ranks]), (AXIS,), axis_types=(AxisType.Auto,))
+    for check_vma in (True, False):
+        parallel = parallelize(_Small(), mesh, Plan(axes={AXIS: strategy}, check_vma=check_vma))
+        trainer = parallel.trainer(optax.sgd(RATE, momentum=0.9), _loss)
+        losses = [float(trainer.step(batch)["loss"]) for batch in batches]
+        wanted, params = _one_device(strategy, ranks, parallel._placement, batches)
+        for i, (got, want) in enumerate(zip(losses, wanted, strict=True)):
+            assert abs(got - want) <= tolerance * max(1.0, abs(want)), f"step {i}: loss {got}, one device's {want}"
+        for name, value in parallel.state_dict().items():
+            apart = float(np.max(np.abs(value - params[name]), initial=0.0))
+            assert apart <= tolerance * max(1.0, float(np.max(np.abs(params[name])))), (
+                f"{name} is {apart:.3g} off after {STEPS} steps (check_vma={check_vma})"
+            )
+
+
+def _one_device(strategy: AbstractStrategy, ranks: int, placement: Any, batches: list) -> tuple[list[float], dict]:
+    """Losses and parameters by name; shards are rows of one array, over which `vmap` names the axis."""
+    graph, state = nnx.split(_Small())
+    names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+    values = [np.asarray(leaf[...]) for _, leaf in nnx.to_flat_state(state)]
+    layouts = [strategy.spec(Layout.whole(jax.ShapeDtypeStruct(x.shape, x.dtype)), AXIS, ranks) for x in values]
+    tx, kept = optax.sgd(RATE, momentum=0.9), keeping(placement) is not None
+    own = [strategy.init_state(jnp.asarray(x)) for x in values]
+
+    def loss(params: list, batch: Any) -> jax.Array:
+        return _loss(nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), params)), batch)
+
+    opt_state, losses = tx.init([jnp.asarray(x) for x in values]), []
+    params = [jnp.asarray(x) for x in values]
+    own = [_split(each, layout, ranks) for each, layout in zip(own, layouts, strict=True)]
+    for batch in batches:
+        shards = [_split(x, layout, ranks) for x, layout in zip(params, layouts, strict=True)]
+        read = [
+            _joined(_mapped(strategy, ranks, layout, "read", shard, each), layout)
+            for shard, each, layout in zip(shards, own, layouts, strict=True)
+        ]
+        value, grads = jax.value_and_grad(loss)(read, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        new: Any = optax.apply_updates(params, updates)
+        params, before = new, shards
+        losses.append(float(value))
+        if kept:
+            after = [_split(x, layout, ranks) for x, layout in zip(params, layouts, strict=True)]
+            made = [
+                _mapped(strategy, ranks, layout, "after", *each)
+                for layout, *each in zip(layouts, after, own, before, strict=True)
+            ]
+            params = [_joined(shard, layout) for (shard, _), layout in zip(made, layouts, strict=True)]
+            own = [each for _, each in made]
+    return losses, dict(zip(names, map(np.asarray, params), strict=True))
+
+
+def _mapped(strategy: AbstractStrategy, ranks: int, layout: Layout, what: str, *rows: Any) -> Any:
+    """A method of the strategy on every rank's rows."""
+
+    def read(shard: Any, own: Any) -> Any:
+        return strategy.round_trip(strategy.to_read(shard, own, layout, AXIS), layout, AXIS)
+
+    def after(shard: Any, own: Any, before: Any) -> Any:
+        return strategy.after_update(shard, own, layout, AXIS, before=before)
+
+    return jax.vmap(read if what == "read" else after, axis_name=AXIS, axis_size=ranks)(*rows)
+
+
+def _split(tree: Any, layout: Layout, ranks: int) -> Any:
+    """Whole arrays as rows of the ranks' shards; those of another shape than the leaf's repeated."""
+
+    def split(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        dim = layout.dim_of(AXIS)
+        if x.shape != layout.shape or dim is None:
+            return jnp.broadcast_to(x, (ranks, *x.shape))
+        return jnp.stack(jnp.split(to_stored(x, layout), ranks, axis=dim))
+
+    return jax.tree.map(split, tree)
+
+
+def _joined(rows: jax.Array, layout: Layout) -> jax.Array:
+    """The inverse for one leaf."""
+    dim = layout.dim_of(AXIS)
+    return rows[0] if dim is None else from_stored(jnp.concatenate(list(rows), axis=dim), layout)

@@ -1,0 +1,140 @@
+"""`ax.testing.check_strategy` passes every strategy that keeps the contract, and names what a broken one does wrong."""
+
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import optax
+import pytest
+from int8_strategy import Int8Shard
+from plan_models import CASES
+from ring_strategy import RingShard
+
+import axonml_jax as ax
+from axonml_jax.parallel.tensor.strategy import InLayers
+from axonml_jax.testing import check_strategy
+
+GOOD = {
+    "replicate": ax.Replicate(gradient_as_bucket_view=False),
+    "ZeRO-2": ax.Shard(stage=2),
+    "ZeRO-3": ax.Shard(flat=True),
+    "a ring": RingShard(),
+    "int8 with error feedback": Int8Shard(),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_keeps_the_contract_passes(name):
+    check_strategy(GOOD[name])
+
+
+def test_hops_pass():
+    check_strategy(ax.Shard(gather_hop=2, scatter_hop=2), ranks=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averages(RingShard):
+    def sync(self, grad, layout, axis):
+        return super().sync(grad, layout, axis) / jax.lax.axis_size(axis)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgets(RingShard):
+    def gather(self, shard, layout, axis):
+        return super().gather(shard * (jax.lax.axis_index(axis) > 0), layout, axis)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaysLess(RingShard):
+    def gather_flows(self, elements, layout, axis, ranks, dtype):
+        return super().gather_flows(elements, layout, axis, ranks, dtype)[1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaysNothingOfSums(RingShard):
+    def sync_flows(self, elements, layout, axis, ranks, dtype):
+        return ()
+
+
+class NoValue(RingShard):
+    def __init__(self, **options):
+        super().__init__(**options)
+
+    def __eq__(self, other):
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+BROKEN = {
+    "a mean in the place of a sum": (Averages(), "sync, which must sum"),
+    "a shard that is not sent": (Forgets(), "what rank 0 reads of a leaf is"),
+    "a gather priced too low": (SaysLess(), "gather_flows says that"),
+    "a sync priced at nothing": (SaysNothingOfSums(), "sync_flows says that"),
+    "no value": (NoValue(), "is not equal to another one made alike"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_breaks_the_contract_is_named(name):
+    strategy, message = BROKEN[name]
+    with pytest.raises(AssertionError, match=message):
+        check_strategy(strategy)
+
+
+@dataclass(frozen=True)
+class NeverUpdatesItsError(Int8Shard):
+    """What one device does, `after_update` says; a step that forgets to call it is seen."""
+
+    def after_update(self, shard, state, layout, axis, *, before):
+        return shard + 1e-3, state
+
+
+def test_a_training_step_calls_what_acts_between_steps(monkeypatch):
+    check = NeverUpdatesItsError()
+    monkeypatch.setattr(
+        "axonml_jax.training.step.after_update", lambda placement, params, before, state: (params, state)
+    )
+    with pytest.raises(AssertionError, match="step 1: loss"):
+        check_strategy(check)
+
+
+@pytest.mark.parametrize("strategy", [InLayers(), ax.Replicate(sync_strategy="no_sync")], ids=["layers", "never"])
+def test_roles_that_cannot_be_checked_alone_are_refused(strategy):
+    with pytest.raises(ValueError, match="only what splits rows and reduces its gradients can be checked alone"):
+        check_strategy(strategy)
+
+
+def test_too_few_devices_are_said():
+    with pytest.raises(ValueError, match="99 ranks need as many devices"):
+        check_strategy(ax.Shard(), ranks=99)
+
+
+def test_a_strategys_state_is_kept_with_the_run(tmp_path):
+    """What is kept between steps goes into checkpoints, and a run goes on as if it had never stopped."""
+    case = CASES["dropout"]
+    mesh = ax.make_mesh(fsdp=2, devices=jax.devices()[:2])
+
+    def trainer():
+        return ax.parallelize(case.model(), mesh, ax.Plan(fsdp=Int8Shard())).trainer(optax.adamw(1e-2), case.loss)
+
+    first, again = trainer(), trainer()
+    batch = case.batch(4)
+    first.step(batch)
+    with ax.CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(1, first)
+        manager.wait()
+        manager.restore(again)
+    errors = [x for name, x in first.checkpoint_leaves().items() if name.startswith("strategies/fsdp/")]
+    assert errors and any(np.any(np.asarray(leaf.whole())) for leaf in errors)
+    losses = [float(each.step(batch)["loss"]) for each in (first, again)]
+    assert losses[0] == losses[1]
+    states = ((each.state.variables, each.state.strategies) for each in (first, again))
+    assert all(map(np.array_equal, *map(jax.tree.leaves, states)))
+
+
+def test_what_acts_between_steps_is_refused_where_it_cannot():
+    model, mesh = CASES["dropout"].model(), ax.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    plan = ax.Plan(fsdp=Int8Shard(), offload="optimizer_states")
+    with pytest.raises(ValueError, match=r"Int8Shard.*use a plan without pipe and without offload"):
+        ax.parallelize(model, mesh, plan)
