@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 
 from axonml_jax._types import LossFn, PyTree
+from axonml_jax.facade.saved_model import SavedModel
 from axonml_jax.facade.state_dict import fitted
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.place import place, replicated
@@ -21,9 +22,6 @@ from axonml_jax.training.learning_rate import injected_rate
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.step import Metrics, TrainStep
 
-if TYPE_CHECKING:
-    from axonml_jax.facade.parallel_model import ParallelModel
-
 
 class Trainer:
     """The fused, donated training step of a parallel model; the pure form is `make_train_step`.
@@ -34,7 +32,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: "ParallelModel",
+        model: SavedModel,
         tx: optax.GradientTransformation,
         loss_fn: LossFn,
         *,

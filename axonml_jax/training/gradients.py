@@ -12,7 +12,7 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.training.engine.at_once import AtOnce
 from axonml_jax.training.engine.by_unit import ByUnit
 from axonml_jax.training.engine.engine import GradientEngine
-from axonml_jax.training.engine.pipelined import Pipelined
+from axonml_jax.training.engine.pipelined import ByStage
 from axonml_jax.training.loss_scale import unscaled
 from axonml_jax.training.objective import Objective, Parts
 from axonml_jax.training.rest.choose import rest_of
@@ -74,7 +74,7 @@ def gradients(
 def engine_of(placement: Placement, sync: bool) -> type[GradientEngine]:
     """The engine of a plan; ranks that keep whole gradients of their own (`no_sync`) have whole parameters."""
     if placement.stages is not None:
-        return Pipelined
+        return ByStage
     return ByUnit if sync and placement.gathers_when_used else AtOnce
 
 

@@ -20,7 +20,7 @@ Places = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class SplitValue:
     """A gathered parameter that nobody has read yet."""
 
     value: Any
@@ -31,11 +31,11 @@ class Shard:
         """The parameter, gathered once."""
         return _gather(self.value, self.places)
 
-    def sliced(self) -> "Shard | None":
+    def sliced(self) -> "SplitValue | None":
         """What a scan over its first dim reads, before it has the slices; None: they are no shards."""
         if any(dim == 0 for dim, _ in self.places):
             return None
-        return Shard(self.value, tuple((dim - 1, axis) for dim, axis in self.places))
+        return SplitValue(self.value, tuple((dim - 1, axis) for dim, axis in self.places))
 
 
 @dataclass(frozen=True, eq=False)

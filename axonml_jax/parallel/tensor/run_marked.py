@@ -16,7 +16,7 @@ from axonml_jax.collectives.pairs import copy_to
 from axonml_jax.collectives.varying import varying_axes
 from axonml_jax.model.atoms import is_constant, value_of, values_of
 from axonml_jax.model.trace import called_jaxpr, run_equation, scan_parts, scope_of
-from axonml_jax.parallel.tensor.marks import CLOSED, GATHERED, OPENED, OWN, Part, Shard
+from axonml_jax.parallel.tensor.marks import CLOSED, GATHERED, OPENED, OWN, Part, SplitValue
 from axonml_jax.parallel.tensor.split_loss import Form, WholeLosses
 
 
@@ -25,7 +25,7 @@ def run_marked(jaxpr: Any, values: Sequence[Any], losses: WholeLosses) -> list[A
 
     Args:
       jaxpr: a closed jaxpr.
-      values: its inputs; a `Shard` in the place of each parameter that the program gathers first.
+      values: its inputs; a `SplitValue` in the place of each parameter that the program gathers first.
       losses: those that take a whole operand.
 
     Raises:
@@ -64,7 +64,7 @@ class _Level:
             return [Part(_read(given[0]), name.removeprefix(OPENED))]
         if name.startswith((CLOSED, GATHERED)):
             return [given[0].value if isinstance(given[0], Part) else given[0]]
-        if name == OWN and isinstance(given[0], Shard):
+        if name == OWN and isinstance(given[0], SplitValue):
             return [given[0].value]
         results = _opened(eqn, given, self.losses)
         if results is not None:
@@ -92,14 +92,14 @@ def _loss(form: Form, eqn: Any, given: list[Any]) -> Any:
     """A loss of whole operands; of a table that nobody has read yet the shard is the part."""
     own, *others = given
     with scope_of(eqn):
-        if isinstance(own, Shard) and own.places == form.places:
+        if isinstance(own, SplitValue) and own.places == form.places:
             return form.part(own.value, *map(_read, others))
         return form.whole(*map(_read, given))
 
 
 def _opened(eqn: Any, given: list[Any], losses: WholeLosses) -> list[Any] | None:
     """The results of an equation whose body is run with shards and parts as they are; None: it is run as it is."""
-    shards = any(isinstance(value, Shard) for value in given)
+    shards = any(isinstance(value, SplitValue) for value in given)
     parts = any(isinstance(value, Part) for value in given)
     if not parts and (form := losses.taken(eqn)) is not None:
         return [_loss(form, eqn, given)]
@@ -134,7 +134,7 @@ def _scanned(eqn: Any, given: list[Any], losses: WholeLosses) -> list[Any]:
     assert parts is not None
     first = parts.num_consts + parts.num_carry
     consts, carry = given[: parts.num_consts], [_read(value) for value in given[parts.num_consts : first]]
-    stacks = [(value.sliced() or value.whole) if isinstance(value, Shard) else value for value in given[first:]]
+    stacks = [(value.sliced() or value.whole) if isinstance(value, SplitValue) else value for value in given[first:]]
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         own = [_on(old, _value(old)) for old in consts]  # what this body gathers belongs to its own trace
@@ -158,15 +158,15 @@ def _has_marks(jaxpr: Any) -> bool:
 
 def _read(value: Any) -> Any:
     """A value as every equation but a layer's own reads it."""
-    return value.whole if isinstance(value, Shard) else value
+    return value.whole if isinstance(value, SplitValue) else value
 
 
 def _value(value: Any) -> Any:
-    return value.value if isinstance(value, (Shard, Part)) else value
+    return value.value if isinstance(value, (SplitValue, Part)) else value
 
 
 def _on(old: Any, value: Any) -> Any:
     """The same kind of thing on another value."""
-    if isinstance(old, Shard):
-        return Shard(value, old.places)
+    if isinstance(old, SplitValue):
+        return SplitValue(value, old.places)
     return Part(value, old.axis) if isinstance(old, Part) else value

@@ -17,7 +17,7 @@ from axonml_jax.mesh.axes import LAYER_AXES, as_axes
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.model.trace import trace
 from axonml_jax.parallel.tensor.axes import bound, degree
-from axonml_jax.parallel.tensor.marks import Places, Shard, closed, gathered, opened, part_of
+from axonml_jax.parallel.tensor.marks import Places, SplitValue, closed, gathered, opened, part_of
 from axonml_jax.parallel.tensor.run_marked import run_marked
 from axonml_jax.parallel.tensor.specs import SPEC, WHOLE, tensor_specs
 from axonml_jax.parallel.tensor.split_loss import WholeLosses, recorded, whole_allowed
@@ -76,7 +76,7 @@ def reading_whole(fun: Callable, model: Functional, variables: Variables, *args:
     values = [leaf for _, leaf in leaves]
     jaxpr = trace(arrays_of, *values).jaxpr
     losses = WholeLosses(jaxpr.jaxpr, [frozenset(axis for _, axis in at) for at in found])
-    shards = [Shard(leaf, at) if at else leaf for leaf, at in zip(values, own, strict=True)]
+    shards = [SplitValue(leaf, at) if at else leaf for leaf, at in zip(values, own, strict=True)]
     arrays = iter(run_marked(jaxpr, shards, losses))
     losses.refuse()
     return seen["treedef"].unflatten([next(arrays) if leaf is None else leaf for leaf in seen["fixed"]])

@@ -17,7 +17,7 @@ from axonml_jax.training.engine.engine import Differentiated, GradientEngine
 from axonml_jax.training.objective import Objective, shard_key
 
 
-class Pipelined(GradientEngine):
+class ByStage(GradientEngine):
     """All microbatches go through the stages at once, as the timetable says."""
 
     def differentiate(self, variables: Variables, key: jax.Array, batch: PyTree) -> Differentiated:
