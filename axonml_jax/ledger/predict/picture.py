@@ -2,10 +2,30 @@
 
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from axonml_jax.ledger.predict.prediction import Prediction
+from axonml_jax.ledger.predict.flow import Flow
+from axonml_jax.ledger.predict.memory import Memory
+
+
+class Drawn(Protocol):
+    """What a picture shows of a prediction."""
+
+    @property
+    def memory(self) -> Memory:
+        """By kind."""
+        ...
+
+    @property
+    def traffic(self) -> tuple[Flow, ...]:
+        """Of one step."""
+        ...
+
+    @property
+    def headline(self) -> str:
+        """Model and plan."""
+        ...
+
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 _WORK = {
@@ -14,7 +34,7 @@ _WORK = {
 _FAR = 8  # a budget so many times the need would flatten the bar
 
 
-def draw(prediction: "Prediction", path: str | Path, *, model: str = "", budget: float | None = None) -> None:
+def draw(prediction: Drawn, path: str | Path, *, model: str = "", budget: float | None = None) -> None:
     """Draw a stack of memory by kind and the traffic of every axis, forward and backward apart.
 
     Args:
@@ -50,13 +70,13 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def put_title(figure: Any, prediction: "Prediction", model: str) -> None:
+def put_title(figure: Any, prediction: Drawn, model: str) -> None:
     """Name the model and the plan above a figure."""
     words = f"{model}: {prediction.headline}" if model else prediction.headline
     figure.suptitle("\n".join(textwrap.wrap(words, 110)), fontsize="medium")
 
 
-def panels(figure: Any, prediction: "Prediction", budget: float | None = None) -> None:
+def panels(figure: Any, prediction: Drawn, budget: float | None = None) -> None:
     """Draw memory and, where something is sent, traffic side by side on a figure, or on a part of one."""
     if not sent_by_axes(prediction):
         _memory(figure.subplots(), prediction, budget)
@@ -66,7 +86,7 @@ def panels(figure: Any, prediction: "Prediction", budget: float | None = None) -
     _traffic(traffic, prediction)
 
 
-def sent_by_axes(prediction: "Prediction") -> dict[str, dict[str, float]]:
+def sent_by_axes(prediction: Drawn) -> dict[str, dict[str, float]]:
     """Bytes on the wire by mesh axes, then by when they travel."""
     found: dict[str, dict[str, float]] = {}
     for flow in prediction.traffic:
@@ -75,7 +95,7 @@ def sent_by_axes(prediction: "Prediction") -> dict[str, dict[str, float]]:
     return found
 
 
-def _memory(axes: Any, prediction: "Prediction", budget: float | None) -> None:
+def _memory(axes: Any, prediction: Drawn, budget: float | None) -> None:
     """What rests, then what the fullest moment adds; kinds may have their largest moments at different times."""
     held = prediction.memory
     kinds = {name: size for name, size in held.by_kind().items() if size and name != "host"}
@@ -98,7 +118,7 @@ def _memory(axes: Any, prediction: "Prediction", budget: float | None) -> None:
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def _traffic(axes: Any, prediction: "Prediction") -> None:
+def _traffic(axes: Any, prediction: Drawn) -> None:
     """Bytes on the wire by axis, stacked by when they travel, with each axis's total in words: some are too small to see."""
     found = sent_by_axes(prediction)
     names, totals = list(found), [sum(sent.values()) for sent in found.values()]
