@@ -23,8 +23,8 @@ class BatchLayout:
       degrees: (axis, size) of every mesh axis.
 
     >>> layout = BatchLayout.of({"data": 2, "fsdp": 2, "tensor": 2})
-    >>> layout.degree, layout.spec(np.zeros((8, 3)))
-    (4, PartitionSpec(('data', 'fsdp'),))
+    >>> layout.degree, layout.rows
+    (4, ('data', 'fsdp'))
     """
 
     rows: tuple[str, ...]
