@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax.ledger.traced import collectives_in, trace
+from axonml_jax.ledger.traced import collectives_in
 from axonml_jax.parallel.role import Role
 from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.sharding.layout import Layout
@@ -169,7 +169,7 @@ AXIS = "checked"
 
 
 def _counted(program: Any, arguments: Any) -> Iterator[tuple[str, str, int, int]]:
-    for each in collectives_in(trace(program, arguments)):
+    for each in collectives_in(program, arguments):
         yield each.kind, each.dtype, each.elements * each.executions, each.group_size
 
 
