@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Self
 
 import jax
 import optax
@@ -263,7 +263,7 @@ class ParallelModel(SavedModel):
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
         max_nonfinite: int | None = None,
-    ) -> Trainer:
+    ) -> Trainer[Self]:
         """A fused, donated training step around this model.
 
         Args:

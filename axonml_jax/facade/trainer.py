@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -22,8 +22,10 @@ from axonml_jax.training.learning_rate import injected_rate
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.step import Metrics, TrainStep
 
+M = TypeVar("M", bound=SavedModel)
 
-class Trainer:
+
+class Trainer(Generic[M]):
     """The fused, donated training step of a parallel model; the pure form is `make_train_step`.
 
     Attributes:
@@ -32,7 +34,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: SavedModel,
+        model: M,
         tx: optax.GradientTransformation,
         loss_fn: LossFn,
         *,
