@@ -70,18 +70,6 @@ def known() -> frozenset[str]:
     return frozenset(dotted(path) for path in modules())
 
 
-def for_types_only(path: Path) -> set[int]:
-    """Lines of imports that only the type checker sees."""
-    guards = [n for n in ast.walk(tree(path)) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    return {
-        node.lineno
-        for guard in guards
-        for statement in guard.body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-    }
-
-
 def imports(path: Path) -> list[tuple[str, int]]:
     """(module of ours, line) for every import in a file, those inside functions and for types too."""
     found = []
@@ -126,11 +114,8 @@ def test_imports_only_go_down_the_floors():
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    # At run time, that is: two files may name each other's types. An import inside a function is still an import.
-    graph = {
-        dotted(path): {name for name, line in imports(path) if line not in for_types_only(path)} - {dotted(path)}
-        for path in modules()
-    }
+    # An import inside a function, or for a type checker only, is still an import.
+    graph = {dotted(path): {name for name, _ in imports(path)} - {dotted(path)} for path in modules()}
     for name, targets in graph.items():
         # A folder's __init__ may name its own files, which may not name it back through another file.
         graph[name] = {target for target in targets if not name.startswith(target + ".")}

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Literal
 from axonml_jax.launch.against_mesh import against_mesh
 from axonml_jax.launch.checkpoint_config import CheckpointConfig
 from axonml_jax.launch.lowest import at_least
+from axonml_jax.launch.mesh_config import MeshConfig
 from axonml_jax.launch.pipeline_config import PipelineConfig
+from axonml_jax.launch.plan_config import PlanConfig
 from axonml_jax.models.config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -17,9 +19,6 @@ if TYPE_CHECKING:
 
 BYTES = 256
 """Token ids of byte-level text."""
-
-_INNER_AXES = ("pipe", "fsdp", "depth", "row", "col", "tensor")
-"""Mesh axes that are left out where their degree is 1."""
 
 
 class ConfigError(ValueError):
@@ -38,81 +37,6 @@ class DevicesConfig:
 
     def __post_init__(self):
         at_least("devices", self, simulated=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """The degree of every mesh axis; their product is the number of devices.
-
-    Attributes:
-      data: groups of devices that hold whole copies of the parameters; -1 takes all devices.
-      pipe: devices along which the model's layers lie as stages (see the section pipeline).
-      fsdp: ways in which parameters, gradients and optimizer state are split; 1 splits nothing, -1 takes all devices.
-      tensor: ways in which heads, inner widths and the vocabulary are split (Megatron); wants model.split tensor.
-      row: ways in which output features of every layer are split (AxoNN); wants model.split grid, as col and depth do.
-      col: ways in which input features of every layer are split.
-      depth: ways in which the batch, and every matrix once more, is split.
-    """
-
-    data: int = -1
-    pipe: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    row: int = 1
-    col: int = 1
-    depth: int = 1
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """The axes of the mesh."""
-        inner = {name: size for name in _INNER_AXES if (size := getattr(self, name)) != 1}
-        return {"data": self.data} | inner
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """How the step runs on the mesh (see `ax.Plan`, `ax.DDP` and `ax.FSDP`).
-
-    Attributes:
-      sync_strategy: when gradients are averaged: inside the backward, after it, or never.
-      bucket_size_mb: gradients are reduced in buckets of this many MiB.
-      gradient_as_bucket_view: true reduces without a flat copy, false with one; null takes the faster on the backend.
-      comm_dtype: dtype in which gradients travel, such as bfloat16; null sends them as they are.
-      sharding_strategy: what is split along mesh.fsdp during a step; null is full_shard.
-      prefetch: units whose parameters are gathered ahead (full_shard and hybrid_shard); each costs a unit of memory.
-      offload: what rests in host memory between its uses.
-      precision: float32; bf16 or fp16 (compute in it, the rest in float32; fp16 scales the loss); bf16-reduce (gradients
-        are summed and sent in bfloat16 too); null leaves the model's dtypes.
-      accumulate: microbatches per update and rank.
-      remat: what the backward recomputes: full, selective (all but weight multiplications), or null for nothing.
-      check_vma: let JAX check which values vary over which axes.
-    """
-
-    sync_strategy: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
-    bucket_size_mb: float = 25.0
-    gradient_as_bucket_view: bool | None = None
-    comm_dtype: str | None = None
-    sharding_strategy: Literal["full_shard", "shard_grad_op", "shard_optimizer", "no_shard", "hybrid_shard"] | None = (
-        None
-    )
-    prefetch: int = 0
-    offload: Literal["none", "params", "optimizer_states", "full"] = "none"
-    precision: Literal["float32", "bf16", "bf16-reduce", "fp16"] | None = None
-    accumulate: int = 1
-    remat: Literal["full", "selective"] | None = None
-    check_vma: bool = False
-
-    def __post_init__(self):
-        try:
-            self.build()
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"plan: {error}") from error
-
-    def build(self) -> "Plan":
-        """The plan."""
-        from axonml_jax.launch.build_plan import build_plan
-
-        return build_plan(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,8 +191,8 @@ class RunConfig:
             problems.append(f"model.vocab_size={self.model.vocab_size}: bytes need at least {BYTES}")
         if self.model.max_length < self.data.length:
             problems.append(f"data.length={self.data.length} is above model.max_length={self.model.max_length}")
-        problems += against_mesh(self)
-        problems += self.pipeline.problems(self)
+        problems += against_mesh(self.mesh, self.plan, self.model, self.data.length)
+        problems += self.pipeline.problems(self.mesh, self.plan, self.model)
         problems += self.checkpoint.against_validation(self.train.eval_every)
         if not self.name or "/" in self.name or self.name.startswith("."):
             problems.append(f"name={self.name!r}: must be the name of a folder")

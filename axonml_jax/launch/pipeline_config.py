@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from axonml_jax.launch.mesh_config import MeshConfig
+from axonml_jax.launch.plan_config import PlanConfig
+from axonml_jax.models.config import TransformerConfig
+
 if TYPE_CHECKING:
-    from axonml_jax.launch.config import RunConfig
     from axonml_jax.parallel.pipeline.policy import Pipelined
 
 
@@ -43,9 +46,9 @@ class PipelineConfig:
             gather=self.gather,
         )
 
-    def problems(self, config: "RunConfig") -> Iterator[str]:
+    def problems(self, mesh: MeshConfig, plan: PlanConfig, model: TransformerConfig) -> Iterator[str]:
         """What of it does not go with the rest of a configuration."""
-        ranks, stages = config.mesh.pipe, config.mesh.pipe * self.chunks
+        ranks, stages = mesh.pipe, mesh.pipe * self.chunks
         if ranks == 1:
             if self != PipelineConfig():
                 yield "the section pipeline has no effect while mesh.pipe=1: set mesh.pipe"
@@ -53,15 +56,14 @@ class PipelineConfig:
         if ranks < 1:
             yield f"mesh.pipe={ranks}: must be a positive number of devices; -1 is for data and fsdp"
             return
-        if stages > config.model.num_layers:
+        if stages > model.num_layers:
             yield (
                 f"mesh.pipe={ranks} x pipeline.chunks={self.chunks} are {stages} stages for model.num_layers="
-                f"{config.model.num_layers} blocks: use fewer stages or more layers"
+                f"{model.num_layers} blocks: use fewer stages or more layers"
             )
-        for setting, name in ((config.plan.sync_strategy == "no_sync", "sync_strategy=no_sync"),):
-            if setting:
-                yield f"plan.{name} trains a model per rank, but mesh.pipe={ranks} splits one model"
+        if plan.sync_strategy == "no_sync":
+            yield f"plan.sync_strategy=no_sync trains a model per rank, but mesh.pipe={ranks} splits one model"
         try:
-            self.build().timetable(ranks, self.microbatches * config.plan.accumulate)
+            self.build().timetable(ranks, self.microbatches * plan.accumulate)
         except ValueError as error:
             yield f"pipeline: {error}"

@@ -9,10 +9,12 @@ from typing import Any
 
 import yaml
 
-from axonml_jax.launch.config import ConfigError, MeshConfig, PlanConfig, RunConfig
+from axonml_jax.launch.config import ConfigError, RunConfig
 from axonml_jax.launch.describe import MOMENTS
 from axonml_jax.launch.estimate import drawn
+from axonml_jax.launch.mesh_config import MeshConfig
 from axonml_jax.launch.pipeline_config import PipelineConfig
+from axonml_jax.launch.plan_config import PlanConfig
 from axonml_jax.launch.plan_flags import MEASURE
 from axonml_jax.launch.read_config import as_dict, read_config
 from axonml_jax.launch.writable import require_writable
