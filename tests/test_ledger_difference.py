@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from int8_strategy import Int8Shard
 from predicted_steps import GPT, LENGTH, LLAMA, config, step_of
+from ring_strategy import RingShard
 
 import axonml_jax as ax
 from axonml_jax.ledger import collectives_in, difference, memory_difference, predict
@@ -38,6 +40,10 @@ ROWS = [
     (LLAMA, {"num_layers": 4}, {"data": 2, "pipe": 2}, {"pipe": PIPE, "accumulate": 2}),
     (GPT, {"num_layers": 4}, {"data": 1, "pipe": 2, "fsdp": 4}, {"pipe": PIPE}),
     (GPT, {"split": "grid"}, {"data": 1, "fsdp": 2, "row": 2, "col": 2}, {"remat": "selective"}),
+    (LLAMA, {}, {"data": 1, "fsdp": 4}, {"fsdp": RingShard()}),
+    (GPT, {}, {"data": 2, "fsdp": 2}, {"fsdp": RingShard(), "accumulate": 2}),
+    (LLAMA, {}, {"data": 2, "fsdp": 4}, {"fsdp": Int8Shard()}),
+    (LLAMA, {}, {"data": 2, "fsdp": 4}, {"data": ax.Replicate(sync_strategy="no_sync")}),
 ]  # fmt: skip
 
 

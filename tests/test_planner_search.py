@@ -6,7 +6,9 @@ import math
 from dataclasses import replace
 
 import pytest
+from int8_strategy import Int8Shard
 from predicted_steps import GPT, LLAMA, config
+from ring_strategy import RingShard
 
 import axonml_jax as ax
 from axonml_jax.models.presets import preset
@@ -143,6 +145,34 @@ def test_slow_links_between_islands_make_plans_that_send_less_across():
     fast = ax.plan(model, hardware=replace(roomy, cross=1e9), **given).best
     assert fast.price.time < slow.price.time
     assert slow.price.exposed <= ax.plan(model, hardware=roomy, axes=("fsdp",), **given).best.price.exposed
+
+
+def test_a_users_strategy_is_found_where_it_is_the_best():
+    """Over slow links a gather of int8 values beats one of float32; a ring of permutes sends what an all-gather sends."""
+    slow = replace(TINY, link=2e7, cross=2e7, memory=2**22)
+    asked = {
+        "num_devices": 4,
+        "hardware": slow,
+        "global_batch": 4,
+        "precision": None,
+        "axes": ("fsdp",),
+        "runners_up": 99,
+    }
+    usual, offered = ax.plan(SMALL, **asked), ax.plan(SMALL, **asked, strategies=[Int8Shard(), RingShard()])
+    assert (
+        isinstance(offered.best.candidate.strategy, Int8Shard) and offered.best.price.time < 0.9 * usual.best.price.time
+    )
+    assert isinstance(offered.best.candidate.plan().fsdp, Int8Shard) and "Int8Shard over fsdp" in str(offered)
+    found = [offered.best, *offered.runners_up]
+    assert {type(each.candidate.strategy) for each in found} == {type(None), Int8Shard, RingShard}
+    rings = {replace(e.candidate, strategy=None): e for e in found if isinstance(e.candidate.strategy, RingShard)}
+    same = [each for each in found if each.candidate in rings]
+    assert same and all(e.prediction.total_bytes == rings[e.candidate].prediction.total_bytes for e in same)
+
+
+def test_a_strategy_that_does_not_shard_is_no_choice_along_fsdp():
+    with pytest.raises(ValueError, match=r"strategies: Replicate\(.*shard parameters at rest and split rows"):
+        ax.plan(SMALL, num_devices=4, hardware=TINY, global_batch=4, strategies=[ax.Replicate()])
 
 
 def test_bandwidth_across_nodes_is_shared():

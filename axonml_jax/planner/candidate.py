@@ -11,6 +11,7 @@ from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.strategy import AbstractStrategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,8 @@ class Candidate:
 
     Attributes:
       degrees: of the mesh, every axis with more than one rank.
-      stage: of ZeRO along `fsdp`; 0 without it.
+      stage: of ZeRO along `fsdp`; 0 without it. Of another strategy the stage that reads and reduces when it does.
+      strategy: another one along `fsdp`; None: `ax.Shard` of the stage.
       microbatches: per update and rank.
       remat: what the backward recomputes.
       sequence_parallel: with `tensor`.
@@ -36,6 +38,7 @@ class Candidate:
     schedule: PipelineSchedule | None = None
     chunks: int = 1
     offload: CPUOffload = CPUOffload.NONE
+    strategy: AbstractStrategy | None = None
 
     def degree(self, axis: str) -> int:
         """Ranks of a mesh axis."""
@@ -53,7 +56,7 @@ class Candidate:
             pipe = Pipelined(schedule=self.schedule, num_microbatches=self.microbatches, chunks=self.chunks)
         return Plan(
             mesh=MeshShape(**self.mesh),
-            fsdp=Shard(stage=self.stage) if self.stage else Replicate(),
+            fsdp=self.strategy or (Shard(stage=self.stage) if self.stage else Replicate()),
             pipe=pipe,
             precision=precision,
             accumulate=1 if pipe else self.microbatches,
@@ -70,7 +73,8 @@ class Candidate:
 
     def __str__(self) -> str:
         words = [" x ".join(f"{axis} {ranks}" for axis, ranks in self.degrees) or "one device"]
-        words += [f"ZeRO-{self.stage}"] if self.stage else []
+        if self.stage:
+            words.append((self.strategy or Shard(stage=self.stage)).in_words("fsdp"))
         if self.schedule is not None:
             words.append(f"{self.schedule.value}{f' x {self.chunks} chunks' if self.chunks > 1 else ''}")
         words.append(f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}")

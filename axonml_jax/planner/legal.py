@@ -12,6 +12,7 @@ from axonml_jax.mesh.axes import AXES, batch_axes
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
+from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.planner.candidate import Candidate
 
 FAMILIES: tuple[tuple[str, ...], ...] = (
@@ -105,9 +106,29 @@ class Way(NamedTuple):
     microbatches: int
 
 
-def candidate(degrees: dict[str, int], way: Way, offload: CPUOffload = CPUOffload.NONE) -> Candidate:
-    """A way on a mesh."""
-    return Candidate(degrees=tuple(degrees.items()), offload=offload, **way._asdict())
+def candidate(
+    degrees: dict[str, int],
+    way: Way,
+    offload: CPUOffload = CPUOffload.NONE,
+    strategy: AbstractStrategy | None = None,
+) -> Candidate:
+    """A way on a mesh, with a strategy of the user's own along `fsdp` or without."""
+    return Candidate(degrees=tuple(degrees.items()), offload=offload, strategy=strategy, **way._asdict())
+
+
+def stage_of(strategy: AbstractStrategy) -> int:
+    """The stage of ZeRO that reads and reduces when a strategy does.
+
+    Raises:
+      ValueError: for one that does not shard parameters at rest over an axis that splits rows.
+    """
+    role = strategy.role
+    if role.parameters != "sharded" or role.batch != "rows" or role.reduces not in ("step", "microbatch"):
+        raise ValueError(
+            f"strategies: {strategy!r} has the {role}; the planner puts strategies along fsdp that shard parameters at rest "
+            "and split rows"
+        )
+    return 3 if role.reads == "use" else 2 if role.reduces == "microbatch" else 1
 
 
 def ways_on(

@@ -5,22 +5,27 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax.ledger.predict.activations import block_activations, compute_dtype
 from axonml_jax.ledger.predict.layer_flows import Layers, layer_flows
 from axonml_jax.ledger.predict.stages import stage_costs, stages_of
-from axonml_jax.mesh.axes import batch_axes
+from axonml_jax.ledger.wire import wire_elements
+from axonml_jax.mesh.axes import LAYER_AXES, batch_axes
 from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
-from axonml_jax.parallel.plan import LAYER_AXES, Plan
+from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import Hardware
 from axonml_jax.planner.legal import Way
 from axonml_jax.planner.phases import inner_product
+from axonml_jax.sharding.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,7 @@ class Question:
       compute: the dtype that activations have.
       assumptions: of the cost model.
       memory: bytes that a plan may fill on a device.
+      strategy: one of the user's own along `fsdp`; None: the stages of ZeRO.
     """
 
     model: TransformerConfig
@@ -50,6 +56,7 @@ class Question:
     compute: str | None
     assumptions: Assumptions
     memory: float
+    strategy: AbstractStrategy | None = None
 
     @property
     def itemsize(self) -> int:
@@ -179,6 +186,18 @@ def _exposed(mesh: "_Mesh", asked: Question, of_way: "_Columns", compute: np.nda
     return exposed + (count - 1) * np.maximum(0.0, each - backward) + np.maximum(0.0, each + last - backward)
 
 
+@lru_cache(maxsize=4096)
+def _along_fsdp(strategy: AbstractStrategy, ranks: int, read: str, summed: int) -> tuple[float, float]:
+    """Bytes per parameter that a rank sends for one gather and for one reduction."""
+    shard = 2**16  # so large that scales and the like do not count
+    layout = strategy.spec(Layout.whole(jax.ShapeDtypeStruct((ranks * shard,), jnp.dtype(read))), "fsdp", ranks)
+    reduced = jnp.dtype("bfloat16" if summed == 2 else "float32" if summed == 4 else "float64")
+    gathers = strategy.gather_flows(shard, layout, "fsdp", ranks, jnp.dtype(read))
+    scatters = strategy.sync_flows(shard * ranks, layout, "fsdp", ranks, reduced)
+    size = lambda sent: float(wire_elements(sent.kind, sent.elements, sent.ranks)) * jnp.dtype(sent.dtype).itemsize
+    return sum(map(size, gathers)) / (ranks * shard), sum(map(size, scatters)) / (ranks * shard)
+
+
 @dataclass(frozen=True)
 class _Mesh:
     """What of one mesh does not depend on how the step runs."""
@@ -226,9 +245,10 @@ class _Mesh:
     def weights_seconds(self, asked: Question) -> tuple[float, float, float]:
         """Of one gather and one reduce-scatter of all weights along fsdp, and of their reduction along data."""
         fsdp, data = self.degrees.get("fsdp", 1), self.degrees.get("data", 1)
-        inside, outside = (fsdp - 1) / fsdp * self.params, 2 * (data - 1) / data * self.params / fsdp * asked.summed
+        outside = 2 * (data - 1) / data * self.params / fsdp * asked.summed
+        gather, scatter = _along_fsdp(asked.strategy or Shard(), fsdp, asked.dtype, asked.summed)
         own = lambda axis, sent: self._seconds(asked, axis, sent)
-        return own("fsdp", inside * asked.itemsize), own("fsdp", inside * asked.summed), own("data", outside)
+        return own("fsdp", gather * self.params), own("fsdp", scatter * self.params), own("data", outside)
 
     def tied_seconds(self, asked: Question) -> float:
         """Of a table of words that the first and the last stage share: its gradients are summed, its parameters sent."""

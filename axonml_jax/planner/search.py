@@ -13,11 +13,12 @@ from axonml_jax.mesh.axes import AXES
 from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.offload import CPUOffload
+from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.planner.answer import Answer, Priced
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.candidate import Candidate
 from axonml_jax.planner.hardware import Hardware, hardware
-from axonml_jax.planner.legal import REMATS, candidate, legal_meshes, ways_on
+from axonml_jax.planner.legal import REMATS, candidate, legal_meshes, stage_of, ways_on
 from axonml_jax.planner.price import price
 from axonml_jax.planner.quick import Question, quick
 
@@ -47,6 +48,7 @@ def plan(
     axes: tuple[str, ...] = AXES,
     remats: Sequence[str | None] = REMATS,
     offload: bool = False,
+    strategies: Sequence[AbstractStrategy] = (),
     runners_up: int = 5,
     assumptions: Assumptions | None = None,
 ) -> Answer:
@@ -68,6 +70,7 @@ def plan(
       axes: mesh axes that may have more than one rank.
       remats: kinds of recomputation to consider.
       offload: whether optimizer states may rest in host memory where nothing fits otherwise.
+      strategies: strategies of your own that may take the place of `ax.Shard` along `fsdp`.
       runners_up: how many of the next best to keep.
       assumptions: of the cost model.
 
@@ -82,8 +85,12 @@ def plan(
     if unknown := set(remats) - set(REMATS):
         raise ValueError(f"remats={list(remats)}: {unknown} is no kind of recomputation; there are {REMATS}")
     found = _search(asked, *allowed, CPUOffload.NONE, illegal, dropped)
+    for each in strategies:
+        stage_of(each)
+        found += _search(replace(asked, strategy=each), *allowed, CPUOffload.NONE, Counter(), dropped)
     if not found and offload:
         found = _search(asked, *allowed, CPUOffload.OPTIMIZER_STATES, Counter(), dropped)
+    found = _in_order(found)
     if not found:
         raise ValueError(_nothing(asked, illegal, dropped))
     best, *rest = found
@@ -125,6 +132,10 @@ def _search(
         if offload is not CPUOffload.NONE and "pipe" in degrees:
             continue
         ways = ways_on(asked.model, degrees, remats=remats, **sizes)
+        if asked.strategy is not None:
+            ways = tuple(way for way in ways if way.stage == stage_of(asked.strategy))
+        if not ways and asked.strategy is not None:  # a mesh without fsdp
+            continue
         if not ways:
             illegal["fewer sequences than a pipeline needs"] += 1
             continue
@@ -132,7 +143,7 @@ def _search(
         memory = np.inf if offload.optimizer else asked.memory
         limit = MARGINS["pipe" in degrees] * memory
         dropped[_TOO_LARGE] += int((held > limit).sum())
-        make = lambda i, degrees=degrees, ways=ways: candidate(degrees, ways[i], offload)
+        make = lambda i, degrees=degrees, ways=ways: candidate(degrees, ways[i], offload, asked.strategy)
         for best, among in ((fitting, held <= memory), (doubtful, (held > memory) & (held <= limit))):
             for i in _fastest(np.flatnonzero(among), seconds, held):
                 best.keep(float(seconds[i]), make(i))
@@ -184,6 +195,11 @@ def _exactly(asked: Question, ways: list[Candidate], dropped: Counter) -> list[P
             dropped[_TOO_LARGE] += 1
         else:
             found.append(one)
+    return found
+
+
+def _in_order(found: list[Priced]) -> list[Priced]:
+    """The fastest first."""
     # Of plans that take the same time the one that sends least: less hangs on what overlaps.
     digits = lambda one: float(f"{one.price.time:.9g}")
     return sorted(found, key=lambda one: (digits(one), one.prediction.total_bytes, one.price.memory))
