@@ -133,6 +133,28 @@ def test_a_strategys_state_is_kept_with_the_run(tmp_path):
     assert all(map(np.array_equal, *map(jax.tree.leaves, states)))
 
 
+def test_a_checkpoint_without_a_strategys_state_is_not_taken_in_silence(tmp_path):
+    case, mesh = CASES["dropout"], ax.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    make = lambda plan: ax.parallelize(case.model(), mesh, plan).trainer(optax.adamw(1e-2), case.loss)
+    with ax.CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(1, make(ax.Plan()))
+        manager.wait()
+        with pytest.raises(ValueError, match=r"strategies/fsdp/.*missing"):
+            manager.restore(make(ax.Plan(fsdp=Int8Shard())))
+        assert manager.restore(make(ax.Plan(fsdp=Int8Shard())), accept=("missing",)).step == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaysExact(RingShard):
+    def round_trip(self, shard, layout, axis):
+        return shard * 0.5
+
+
+def test_a_lossy_strategy_must_say_so():
+    with pytest.raises(AssertionError, match="round_trip changes a shard, so exact must be False"):
+        check_strategy(SaysExact())
+
+
 def test_what_acts_between_steps_is_refused_where_it_cannot():
     model, mesh = CASES["dropout"].model(), ax.make_mesh(fsdp=2, devices=jax.devices()[:2])
     plan = ax.Plan(fsdp=Int8Shard(), offload="optimizer_states")

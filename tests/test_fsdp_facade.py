@@ -224,3 +224,21 @@ def test_module_types_and_patterns_name_units(mesh):
     for wrap in (nnx.Linear, "blocks/.*", [nnx.Embed, "blocks/1"]):
         model = ax.FSDP(TiedNet(nnx.Rngs(0)), mesh, wrap=wrap)
         assert jnp.isfinite(model.value_and_grad(CASES["tied"].loss)(tokens(12))[0][0])
+
+
+class Scaled(nnx.Module):
+    def __init__(self):
+        self.layer, self.scale = nnx.Linear(5, 3, rngs=nnx.Rngs(0)), nnx.Param(jnp.float32(0.5))
+
+    def __call__(self, x):
+        return self.scale[...] * self.layer(x)
+
+
+def test_own_gradients_of_scalars_under_fsdp(mesh):
+    """A scalar rests as one element per rank, and its gradient is a number of each rank."""
+    model, batch = ax.FSDP(Scaled(), mesh), regression(12)
+    _, synced = model.value_and_grad(mean_loss)(batch)
+    with model.no_sync():
+        _, own = model.value_and_grad(mean_loss)(batch)
+    assert own["scale"].shape == (RANKS,) and own["layer"]["kernel"].shape == (RANKS, 5, 3)
+    assert_trees_close(model.sync_gradients(own), synced, "gradients")

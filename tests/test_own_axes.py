@@ -9,9 +9,11 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh
 from plan_models import CASES
+from predicted_steps import LLAMA, config
 from ring_strategy import RingShard
 
 import axonml_jax as ax
+from axonml_jax.ledger import predict
 from axonml_jax.testing import assert_equals_single_device
 
 
@@ -106,9 +108,10 @@ def test_what_cannot_work_is_refused_before_anything_is_allocated(name):
 
 
 def test_a_plan_with_own_axes_is_a_value():
-    plan = ax.Plan(axes={"fsdp": ax.Shard(stage=2), "island": ax.Replicate()})
-    assert plan == ax.Plan(fsdp=ax.Shard(stage=2), axes={"island": ax.Replicate()}) and len({plan, plan}) == 1
-    assert dict(plan.axes) == {"island": ax.Replicate()} and plan.fsdp == ax.Shard(stage=2)
+    plan = ax.Plan(axes={"fsdp": ax.Shard(stage=2), "island": ax.Replicate(), "far": ax.Replicate()})
+    other = ax.Plan(fsdp=ax.Shard(stage=2), axes={"far": ax.Replicate(), "island": ax.Replicate()})
+    assert plan == other and hash(plan) == hash(other)
+    assert dict(plan.axes) == {"island": ax.Replicate(), "far": ax.Replicate()} and plan.fsdp == ax.Shard(stage=2)
     together = ax.Plan(axes={("fsdp", "island"): ax.Shard(stage=1)})
     assert together.fsdp == ax.Shard(stage=1) and list(together.strategies)[:2] == ["data", ("fsdp", "island")]
     assert dataclasses.replace(together, accumulate=2).axes == together.axes
@@ -117,3 +120,30 @@ def test_a_plan_with_own_axes_is_a_value():
         "island",
         "fsdp",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch": "positions"}, "batch='positions' must be one of"),
+        ({"batch": None}, "work on the same rows have the same gradients"),
+        ({"parameters": "layers"}, "give all three or none"),
+        ({"reads": "use", "reduces": "microbatch"}, "parameters='sharded'"),
+        ({"parameters": "sharded", "reads": "use"}, "is reduced after every microbatch"),
+        ({"parameters": "sharded", "reduces": "never"}, "goes with parameters='whole'"),
+    ],
+)
+def test_a_role_that_would_be_wrong_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ax.Role(**options)
+
+
+@pytest.mark.parametrize("name", ["sharded over an own axis", "two axes gathered together", "sharded over data"])
+def test_predictions_know_own_axes(name):
+    """They hold and send what FSDP over as many ranks does."""
+    degrees, options = PLANS[name]
+    model, ranks = config(LLAMA), math.prod(degrees.values())
+    given = {"global_batch": 2 * ranks, "length": 16}
+    got = predict(ax.Plan(**options), model, degrees, **given)
+    wanted = predict(ax.Plan(), model, {"data": 1, "fsdp": ranks}, **given)
+    assert got.memory == wanted.memory and got.total_bytes == wanted.total_bytes and "ZeRO-3" in got.plan

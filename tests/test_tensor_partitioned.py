@@ -66,6 +66,16 @@ def test_models_of_both_kinds_train_as_on_one_device(check_vma):
         assert_equals_single_device(Nnx(), squares, X, ax.Plan(partition=Partition.of(NNX_RULES)), **shared)
 
 
+def test_ranks_that_do_not_synchronize_train_models_of_their_own_split_by_rules():
+    plan = ax.Plan(data=ax.Replicate(sync_strategy="no_sync"), partition=Partition.of(NNX_RULES))
+    mesh = mesh_of(data=2, tensor=2)
+    assert_equals_single_device(Nnx(), squares, X, plan, mesh=mesh, tx=optax.adamw(1e-2), steps=2)
+    model = ax.parallelize(Nnx(), mesh, plan)
+    model.trainer(optax.adamw(1e-2), squares).step(X)
+    kernel = model.variables.params["up"]["kernel"]
+    assert kernel.shape == (2, 8, 16) and kernel.sharding.shard_shape(kernel.shape) == (1, 8, 8)
+
+
 def test_parameters_and_optimizer_state_rest_split_and_everything_of_a_facade_works():
     model = ax.TensorParallel(
         Linen(), mesh_of(data=2, tensor=4), rules=LINEN_RULES, params=Linen().init(jax.random.key(0), X)

@@ -11,8 +11,8 @@ from axonml_jax.sharding.leaf import Leaf
 DIFFERENCES = ("missing", "unexpected", "mismatched")
 """What may be accepted: names the checkpoint lacks, names only it has, and arrays of another shape or kind."""
 
-OPTIONAL = ("guard/", "strategies/")
-"""What a run may have or not have without being another run: counts, and what strategies of one plan keep."""
+OPTIONAL = "guard/"
+"""What a run may have or not have without being another run."""
 
 _SHOWN = 10
 

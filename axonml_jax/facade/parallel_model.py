@@ -102,7 +102,7 @@ class ParallelModel(SavedModel):
         return self._functional.module(self.whole())
 
     def parameters(self) -> PyTree:
-        """The trained parameters as a nest of dicts, sharded as they rest; stacked by rank along dim 0 under NO_SYNC."""
+        """The trained parameters as a nest of dicts, sharded as they rest; under NO_SYNC stacked by model along dim 0."""
         self._lent = True
         return self._outside(self.variables.params)
 

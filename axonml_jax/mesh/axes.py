@@ -1,4 +1,4 @@
-"""The closed set of mesh axes, outermost (slowest link) first."""
+"""The library's mesh axes, outermost (slowest link) first; a plan may give strategies to axes of the user's own."""
 
 from collections.abc import Iterable, Sequence
 

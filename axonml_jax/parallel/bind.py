@@ -53,7 +53,8 @@ def bind_plan(
     if plan.partition is not None:
         in_layers = by_rules(plan.partition, variables, degrees, in_layers)
     check_axes(plan, degrees, in_layers)
-    if plan.independent and plan.precision.scales_loss:
+    alone = any(strategy.role.reduces == "never" for strategy in plan.on(degrees).values())
+    if alone and plan.precision.scales_loss:
         raise ValueError(
             "sync_strategy=NO_SYNC with float16 would need a loss scale per rank: use bf16, or synchronize"
         )

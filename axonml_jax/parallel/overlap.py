@@ -46,7 +46,7 @@ def overlapped(
 
     def group(indices: Sequence[int], values: Sequence) -> list[list[int]]:
         sizes = [value.size * placement.wire_itemsize(layouts[i]) for i, value in zip(indices, values, strict=True)]
-        return assign_buckets(sizes, placement.plan.data.bucket_bytes)
+        return assign_buckets(sizes, placement.reducer.bucket_bytes)
 
     def hook(indices: Sequence[int], carriers: Sequence[jax.Array], extras: Sequence) -> Sequence[jax.Array]:
         own = tuple(layouts[i].sliced(carrier.ndim) for i, carrier in zip(indices, carriers, strict=True))

@@ -12,7 +12,6 @@ from axonml_jax._types import PyTree
 from axonml_jax.collectives.buckets import assign_buckets
 from axonml_jax.collectives.pairs import own_slice
 from axonml_jax.collectives.primitives import gather_whole
-from axonml_jax.collectives.varying import vary
 from axonml_jax.mesh.axes import AxisNames, as_axes, flat_axes
 from axonml_jax.model.precision import cast_floating
 from axonml_jax.parallel.partition import PARTITIONED
@@ -116,6 +115,11 @@ class Placement:
         """The mesh axes over which gradients are synchronized."""
         return tuple(self.strategies)
 
+    @cached_property
+    def reducer(self) -> AbstractStrategy:
+        """The strategy whose buckets, wire dtype and overlap count: that of `data`, or of the mesh's outermost axis."""
+        return self.strategies.get("data") or next(iter(self.strategies.values()), self.plan.data)
+
     @property
     def inner_axes(self) -> tuple[AxisNames, ...]:
         """Those over which they are synchronized after every microbatch."""
@@ -178,7 +182,7 @@ class Placement:
 
     def wire_itemsize(self, layout: Layout) -> int:
         """Bytes per element of a parameter's gradient as the replicated axes reduce it."""
-        return self.plan.data.wire_dtype(self.plan.precision.reduce_dtype(layout.dtype)).itemsize
+        return self.reducer.wire_dtype(self.plan.precision.reduce_dtype(layout.dtype)).itemsize
 
     def sync(
         self,
@@ -218,7 +222,7 @@ class Placement:
         order = list(range(len(grads)))[::-1]
         sizes = [layouts[i].size * self.wire_itemsize(layouts[i]) for i in order]
         synced: dict[int, jax.Array] = {}
-        for positions in assign_buckets(sizes, self.plan.data.bucket_bytes):
+        for positions in assign_buckets(sizes, self.reducer.bucket_bytes):
             bucket = [order[k] for k in positions]
             own, theirs = [grads[i] for i in bucket], [layouts[i] for i in bucket]
             synced |= zip(bucket, self.sync(own, theirs, min(bucket), axes=axes), strict=True)
@@ -236,7 +240,3 @@ class Placement:
         for axis in layout.axes:
             part = own_slice(part, axis, layout.dim_of(axis) or 0)
         return part
-
-    def vary(self, tree: PyTree) -> PyTree:
-        """A tree typed as varying over the batch axes."""
-        return vary(tree, self.batch_axes)

@@ -112,7 +112,7 @@ class Plan:
                 self.independent
             ),
             "broadcast_buffers=False keeps buffers apart, and a pipeline's stages each hold some: leave it True": (
-                self.local_buffers and not self.independent
+                self.batch_stats == "local" and not self.broadcast_buffers and not self.independent
             ),
         }
         return [f"pipe: {rule}" for rule, broken in rules.items() if broken]
@@ -176,11 +176,6 @@ class Plan:
     def overlapped(self) -> bool:
         """Whether gradients are reduced inside the backward."""
         return self.data.overlaps
-
-    @property
-    def local_buffers(self) -> bool:
-        """Whether every rank keeps buffers of its own between steps."""
-        return self.independent or (self.batch_stats == "local" and not self.broadcast_buffers)
 
 
 _DEFAULTS = {"data": Replicate(), "fsdp": Shard(), "pipe": None}

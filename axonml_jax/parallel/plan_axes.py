@@ -28,7 +28,7 @@ class PlanAxes(Mapping[AxisNames, AbstractStrategy]):
         return len(self._items)
 
     def __hash__(self) -> int:
-        return hash(tuple(self._items.items()))
+        return hash(frozenset(self._items.items()))
 
     def __repr__(self) -> str:
         return repr(self._items)

@@ -140,10 +140,10 @@ class AbstractStrategy(abc.ABC):
 
     @property
     def bucket_bytes(self) -> int:
-        """Capacity in bytes of what is reduced together. The `data` axis's counts for the whole plan."""
+        """Capacity in bytes of what is reduced together; that of `Placement.reducer` counts for the whole plan."""
         return 25 * MIB
 
     @property
     def overlaps(self) -> bool:
-        """Whether gradients are reduced inside the backward. The `data` axis's counts for the whole plan."""
+        """Whether gradients are reduced inside the backward; that of `Placement.reducer` counts for the whole plan."""
         return True

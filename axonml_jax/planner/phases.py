@@ -156,4 +156,6 @@ def flow_seconds(flow: Flow, degrees: Mapping[str, int], hardware: Hardware) -> 
 
 def inner_product(degrees: Mapping[str, int], axis: str) -> int:
     """Product of the degrees of the axes inside one: how far apart its neighbours are."""
+    if axis not in AXES:  # one of the user's own: nobody says what lies inside it
+        return 1
     return math.prod(degrees.get(name, 1) for name in AXES[AXES.index(axis) + 1 :])

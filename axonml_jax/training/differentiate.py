@@ -121,6 +121,11 @@ class SyncStacked:
 
 def _sync_program(placement: Placement, mesh: Mesh) -> Any:
     syncing = replace(placement, plan=placement.plan.reducing())
+    if syncing.own_axes:
+        raise ValueError(
+            f"along {', '.join(syncing.own_axes)} the plan's strategies never reduce gradients, and their `reducing()` gives "
+            "none that does: sync_gradients has nothing to join them by"
+        )
     layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
 
     def local(grads):

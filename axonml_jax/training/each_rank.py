@@ -29,7 +29,7 @@ def each_ranks_specs(placement: Placement) -> PyTree:
     def spec(layout: Layout) -> PartitionSpec:
         axes = [
             tuple(axis for axis in layout.axes_of(dim) if axis in placement.layer_axes)
-            for dim in range(len(layout.spec))
+            for dim in range(min(len(layout.spec), len(layout.shape)))
         ]
         return PartitionSpec(placement.batch_axes, *(entry[0] if len(entry) == 1 else entry or None for entry in axes))
 

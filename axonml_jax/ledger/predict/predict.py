@@ -19,7 +19,7 @@ from axonml_jax.ledger.predict.stages import Stages, bubble, stage_costs, stages
 from axonml_jax.ledger.predict.weight import Placed, place
 from axonml_jax.ledger.predict.weight_flows import minimum_traffic, small_flows, weight_flows
 from axonml_jax.ledger.wire import Amount, exact
-from axonml_jax.mesh.axes import AXES, LAYER_AXES
+from axonml_jax.mesh.axes import AXES, LAYER_AXES, as_axes, flat_axes
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.pipeline.policy import AXIS
@@ -78,7 +78,7 @@ def predict(
     Raises:
       ValueError: with everything that cannot work.
     """
-    degrees = {axis: degrees[axis] for axis in AXES if axis in degrees}
+    degrees = {axis: degrees[axis] for axis in (*AXES, *flat_axes(plan.axes)) if axis in degrees}
     plan = plan.decided(Fabric(devices=math.prod(degrees.values()), torus=torus), degrees)
     length = model.max_length if length is None else length
     rows = _rows(plan, model, degrees, global_batch, length)
@@ -150,13 +150,15 @@ def held_by_ranks(
 
 def _placed(model: DecoderLike, plan: Plan, degrees: tuple[tuple[str, int], ...]) -> tuple[Placed, ...]:
     # Where weights rest does not depend on what the step does with them, so placements are shared between plans.
-    layouts = _layouts(model, plan.fsdp, plan.precision.param, degrees)
+    layouts = _layouts(model, plan.data, plan.fsdp, plan.axes, plan.precision.param, degrees)
     return tuple(replace(each, plan=plan) for each in layouts)
 
 
 @lru_cache(maxsize=4096)
-def _layouts(model: Any, fsdp: Any, param: str | None, degrees: tuple[tuple[str, int], ...]) -> tuple[Placed, ...]:
-    plan = Plan(fsdp=fsdp, precision=Precision(param=param))
+def _layouts(
+    model: Any, data: Any, fsdp: Any, axes: Any, param: str | None, degrees: tuple[tuple[str, int], ...]
+) -> tuple[Placed, ...]:
+    plan = Plan(data=data, fsdp=fsdp, axes=axes, precision=Precision(param=param))
     return tuple(place(weight, plan, dict(degrees)) for weight in decoder_weights(model, dict(degrees)))
 
 
@@ -225,8 +227,10 @@ def _recomputed(model: DecoderLike, plan: Plan, length: int) -> int:
 def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:
     """A plan in a few words."""
     words = []
-    if degrees.get("fsdp", 1) > 1:
-        words.append(plan.fsdp.in_words("fsdp"))
+    for axis, strategy in plan.on(degrees).items():
+        usual = axis == "data" and strategy.role.parameters == "whole"
+        if strategy.role.parameters != "layers" and not usual and any(degrees[name] > 1 for name in as_axes(axis)):
+            words.append(strategy.in_words(axis))
     if plan.pipe is not None and degrees.get(AXIS, 1) > 1:
         chunks = f" x {plan.pipe.chunks} chunks" if plan.pipe.chunks > 1 else ""
         words.append(f"{plan.pipe.schedule}{chunks}")

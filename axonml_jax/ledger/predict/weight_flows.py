@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from axonml_jax.ledger.label import GRADIENTS, PARAMETERS
 from axonml_jax.ledger.predict.flow import EACH_MICROBATCH, ONCE, Flow
 from axonml_jax.ledger.predict.weight import Placed
-from axonml_jax.mesh.axes import AXES, AxisNames, as_axes, flat_axes
+from axonml_jax.mesh.axes import AxisNames, as_axes, flat_axes
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.theory import leaf_traffic, rounds
 from axonml_jax.parallel.transfer import Transfer
@@ -124,7 +124,7 @@ def small_flows(placed: Sequence[Placed], loss_values: int) -> Iterator[Flow]:
         yield Flow(label="", axes=piped, group_size=degrees[AXIS], elements=loss_values, launches=loss_values, **scalar)
     groups = {each.layout.axes for each in placed if each.weight.trained and each.count}
     if piped:  # by what splits them, in any order
-        groups = {tuple(axis for axis in AXES if axis in (*piped, *axes)) for axes in groups}
+        groups = {tuple(axis for axis in degrees if axis in (*piped, *axes)) for axes in groups}
     for axes in groups:
         if axes:
             yield Flow(label="norm", axes=axes, group_size=_product(degrees, axes), elements=1, **scalar)

@@ -23,7 +23,7 @@ class AtOnce(OneByOne):
         """See `OneMicrobatch`."""
         placement = self.placement
         frozen = placement.read_tree(variables.frozen, placement.frozen)
-        overlaps = self.sync and placement.plan.overlapped
+        overlaps = self.sync and placement.reducer.overlaps
         # With one microbatch each bucket is gathered where it is first used.
         once = overlaps and placement.plan.accumulate == 1
         read = None if once else placement.read_tree(variables.params, placement.params)

@@ -1,7 +1,7 @@
 """Which resting form a plan has: asked here and nowhere else."""
 
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.training.rest.partitioned import Partitioned
+from axonml_jax.training.rest.partitioned import Partitioned, PartitionedStacked
 from axonml_jax.training.rest.plain import Plain
 from axonml_jax.training.rest.rest import Rest
 from axonml_jax.training.rest.stacked import Stacked
@@ -13,5 +13,5 @@ def rest_of(placement: Placement) -> Rest:
     if placement.stages is not None:
         return Staged(placement)
     if placement.at_rest is not None:
-        return Partitioned(placement)
+        return PartitionedStacked(placement) if placement.own_axes else Partitioned(placement)
     return Stacked(placement) if placement.own_axes else Plain(placement)

@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from axonml_jax.sharding.layout import shardings
 from axonml_jax.training.rest.plain import Plain
 from axonml_jax.training.rest.rest import Rest
+from axonml_jax.training.rest.stacked import Stacked
 from axonml_jax.training.state import TrainState
 
 
@@ -25,3 +26,11 @@ class Partitioned(Plain):
     def updates_in_slices(self) -> bool:
         """Not here: slices of a leaf may be on different devices."""
         return False
+
+
+class PartitionedStacked(Partitioned, Stacked):
+    """Ranks of some axes train models of their own, each split by the partitioner."""
+
+    def between(self) -> Rest:
+        """As the plan's rules split them, stacked."""
+        return Stacked(self.placement.resting)
