@@ -150,7 +150,8 @@ def held_by_ranks(
 
 def _placed(model: DecoderLike, plan: Plan, degrees: tuple[tuple[str, int], ...]) -> tuple[Placed, ...]:
     # Where weights rest does not depend on what the step does with them, so placements are shared between plans.
-    layouts = _layouts(model, plan.data, plan.fsdp, plan.axes, plan.precision.param, degrees)
+    own: Any = plan.axes  # hashable, as every plan's are
+    layouts = _layouts(model, plan.data, plan.fsdp, own, plan.precision.param, degrees)
     return tuple(replace(each, plan=plan) for each in layouts)
 
 
