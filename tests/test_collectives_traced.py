@@ -51,7 +51,10 @@ GROUP = functools.partial(ax.ProcessGroup, axes=("data",))
 
 @MODES
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint8, jnp.int32, jnp.complex64, jnp.bool_])
-def test_every_collective_keeps_the_dtype(dtype, check_vma):
+def test_every_collective_keeps_the_dtype(dtype, check_vma, request):
+    if dtype == jnp.float16:
+        request.getfixturevalue("float16")
+
     def per_rank(x):
         moved = [
             ax.all_gather(x, "data"),

@@ -60,7 +60,7 @@ def test_sync_parameters_joins_copies_and_leaves_shards_alone(offload):
     assert [leaf.sharding for leaf in jax.tree.leaves(model.variables)] == kinds
 
 
-def test_float16_skips_an_overflow_halves_the_scale_and_then_learns(mesh):
+def test_float16_skips_an_overflow_halves_the_scale_and_then_learns(mesh, float16):
     batch = jax.tree.map(np.float32, regression(12))
     model = ax.FSDP(
         CASES["linen_dropout"].model(), mesh, params=CASES["linen_dropout"].params(), mixed_precision="fp16"
