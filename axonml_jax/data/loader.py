@@ -37,6 +37,8 @@ def create_dataloader(
 ) -> "DataLoader":
     """Batches of a dataset as global arrays, dim 0 split over the mesh's batch axes (`data`, `fsdp`, `depth`).
 
+    A loader knows no plan: over axes of your own (`ax.Plan(axes=...)`) a step splits its batches further.
+
     Batch i of an epoch holds places i*B to (i+1)*B of the epoch's order, the one `DistributedSampler` uses; a process
     loads only the rows its devices hold.
 

@@ -97,5 +97,5 @@ def evaluate(trainer: Trainer, batches: Iterator[PyTree]) -> dict[str, float]:
 
 
 def as_floats(metrics: dict[str, jax.Array]) -> dict[str, float]:
-    """Metrics as floats; the mean over ranks where each rank has its own (NO_SYNC). Every process must call it."""
+    """Metrics as floats; the mean over models where there are several (NO_SYNC). Every process must call it."""
     return {name: float(np.mean(value, dtype=np.float64)) for name, value in to_host(metrics).items()}

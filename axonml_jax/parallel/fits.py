@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from jax.sharding import PartitionSpec
 
 from axonml_jax.mesh.axes import LAYER_AXES, as_axes
+from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.plan import Plan
@@ -25,6 +26,19 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
             f"the mesh has {AXIS}={degrees[AXIS]}, and the plan says nothing about stages: give it "
             "pipe=ax.Pipelined(num_microbatches=..., schedule=...), use ax.Pipeline, or a mesh without this axis"
         )
+    _check_strategies(plan, degrees)
+    unknown = {axis: size for axis, size in degrees.items() if axis not in known and size > 1}
+    if unknown:
+        raise ValueError(
+            f"mesh axes {unknown} have no strategy in the plan, which knows {known}: their devices would all do the "
+            "same work. Give the mesh these devices on one of the plan's axes, or build the model with layers that split over "
+            "them (ax.ColumnParallelLinear, ax.ParallelLinear, ...), or swap its own by ax.auto_parallelize, whose report says "
+            "why each was left"
+        )
+
+
+def _check_strategies(plan: Plan, degrees: Mapping[str, int]) -> None:
+    """Refuse strategies that do not go together, or whose options would have no effect."""
     sharded = {
         axis: strategy
         for axis, strategy in plan.on(degrees).items()
@@ -36,18 +50,22 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
             f"the axes {', '.join(map(str, sharded))} each shard parameters at rest, by {list(sharded.values())}: one strategy "
             f"must own them together, ax.Plan(axes={{{together}: ...}}), or all but one replicate (ax.Replicate())"
         )
+    reducer = plan.reducer(degrees)
+    asked = lambda strategy: (strategy.bucket_bytes, strategy.overlaps)
+    idle = {
+        axis: strategy
+        for axis, strategy in plan.on(degrees).items()
+        if strategy.role.reduces == "step" and asked(strategy) not in (asked(reducer), asked(Replicate()))
+    }
+    if idle:
+        raise ValueError(
+            f"buckets and overlap are those of one strategy of a plan, here {reducer!r}; what these say of them would have no "
+            f"effect: {idle}. Say it there"
+        )
     acting = [strategy for strategy in plan.on(degrees).values() if strategy.acts_between_steps]
     if acting and (plan.pipe is not None or plan.offload is not CPUOffload.NONE):
         raise ValueError(
             f"{', '.join(map(repr, acting))} acts on parameters between steps (init_state, after_update), which a pipeline's "
             "buffers and what rests in host memory do not give it: use a plan without pipe and without offload, or another "
             "strategy"
-        )
-    unknown = {axis: size for axis, size in degrees.items() if axis not in known and size > 1}
-    if unknown:
-        raise ValueError(
-            f"mesh axes {unknown} have no strategy in the plan, which knows {known}: their devices would all do the "
-            "same work. Give the mesh these devices on one of the plan's axes, or build the model with layers that split over "
-            "them (ax.ColumnParallelLinear, ax.ParallelLinear, ...), or swap its own by ax.auto_parallelize, whose report says "
-            "why each was left"
         )

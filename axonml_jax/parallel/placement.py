@@ -117,8 +117,8 @@ class Placement:
 
     @cached_property
     def reducer(self) -> AbstractStrategy:
-        """The strategy whose buckets, wire dtype and overlap count: that of `data`, or of the mesh's outermost axis."""
-        return self.strategies.get("data") or next(iter(self.strategies.values()), self.plan.data)
+        """The strategy whose buckets and overlap count (see `Plan.reducer`)."""
+        return self.plan.reducer(self.degrees)
 
     @property
     def inner_axes(self) -> tuple[AxisNames, ...]:

@@ -172,10 +172,10 @@ class Plan:
         """Whether every rank trains a model of its own (NO_SYNC)."""
         return any(strategy.role.reduces == "never" for strategy in self.strategies.values())
 
-    @property
-    def overlapped(self) -> bool:
-        """Whether gradients are reduced inside the backward."""
-        return self.data.overlaps
+    def reducer(self, mesh_axes: Iterable[str]) -> AbstractStrategy:
+        """The strategy whose buckets and overlap count on a mesh: that of `data`, or of the mesh's outermost axis."""
+        there = self.on(mesh_axes)
+        return there.get("data") or next(iter(there.values()), self.data)
 
 
 _DEFAULTS = {"data": Replicate(), "fsdp": Shard(), "pipe": None}

@@ -42,15 +42,41 @@ class AbstractStrategy(abc.ABC):
 
     @abc.abstractmethod
     def spec(self, layout: Layout, axis: AxisNames, axis_size: int) -> Layout:
-        """Where a parameter lives between steps: `layout` refined by this axis."""
+        """Where a parameter lives between steps.
+
+        Args:
+          layout: of the whole array, as the model's layers split it.
+          axis: a mesh axis's name, or a tuple of those that the strategy owns together.
+          axis_size: R, their ranks.
+
+        Returns:
+          The layout refined by this axis (`Layout.on`), or as it is.
+        """
 
     @abc.abstractmethod
     def gather(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """The shard as it rests -> the array the forward pass reads."""
+        """The array that the forward pass reads.
+
+        Args:
+          shard: as it rests, [*layout.shard], in the dtype in which the model computes.
+          layout: the leaf's.
+          axis: as for `spec`.
+
+        Returns:
+          The array whole along this axis, without padding; where nothing splits it, [*layout.shape].
+        """
 
     @abc.abstractmethod
     def sync(self, grad: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """The local gradient of what was read -> the gradient of the shard, summed over the axis."""
+        """The gradient of the shard, summed over the axis.
+
+        Args:
+          grad: this rank's gradient of what `gather` returned, shaped alike, in the dtype in which gradients are reduced.
+          layout, axis: as for `gather`.
+
+        Returns:
+          The sum's part that belongs to this rank's shard.
+        """
 
     def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
         """`sync` of several leaves that travel together."""
@@ -72,6 +98,9 @@ class AbstractStrategy(abc.ABC):
           axis: the strategy's.
           ranks: of the axis.
           dtype: of the shard.
+
+        Returns:
+          One `ax.Transfer` for every collective; nothing where nothing is sent.
         """
 
     @abc.abstractmethod
@@ -108,6 +137,9 @@ class AbstractStrategy(abc.ABC):
           state: as it was in this step.
           layout, axis: as for `gather`.
           before: the shard before the update.
+
+        Returns:
+          The shard and the state that the next step begins with, shaped and typed as they were.
         """
         return shard, state
 

@@ -62,7 +62,7 @@ def check_strategy(strategy: AbstractStrategy, *, ranks: int = 3, tolerance: flo
 def _check_value(strategy: Any) -> None:
     assert isinstance(strategy, AbstractStrategy), f"{strategy!r} is no ax.AbstractStrategy"
     assert isinstance(strategy.role, Role), f"role={strategy.role!r} must be an ax.Role"
-    assert is_dataclass(strategy), (
+    assert is_dataclass(strategy) and type(strategy).__hash__, (
         f"{type(strategy).__name__} must be a frozen dataclass: plans are compared and hashed"
     )
     again = type(strategy)(**{field.name: getattr(strategy, field.name) for field in fields(strategy) if field.init})

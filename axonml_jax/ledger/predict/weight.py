@@ -136,7 +136,11 @@ class Placed:
         if self._by_unit:
             return self.slices if axis in self.sharded else 1
         whole = bool(self.layout.parts) and self.layout.parts[0] > 1
-        return 1 if whole or not self.plan.overlapped else self.weight.layers
+        return 1 if whole or not self._overlaps else self.weight.layers
+
+    @cached_property
+    def _overlaps(self) -> bool:
+        return self.plan.reducer(dict(self.degrees)).overlaps
 
     @cached_property
     def _by_unit(self) -> bool:
