@@ -1,4 +1,4 @@
-"""The only file that looks at JAX's varying types (`check_vma=True`): which axes a value varies over, and casting.
+"""Casting values to a varying type, in the words of this floor: trees and axis names; types are read by `compat/varying.py`.
 
 With `check_vma=False` no value has a varying type: `varying_axes` is empty and `vary` changes nothing.
 """
@@ -6,24 +6,13 @@ With `check_vma=False` no value has a varying type: `varying_axes` is empty and 
 from typing import TypeVar
 
 import jax
-from jax.core import AbstractValue
 
+from axonml_jax.compat.varying import CASTS as CASTS
+from axonml_jax.compat.varying import cast_to_varying, manual_axes
+from axonml_jax.compat.varying import varying_axes as varying_axes
 from axonml_jax.mesh.axes import AxisNames, as_axes
 
 T = TypeVar("T")
-
-CASTS: frozenset[str] = frozenset({"pvary", "pcast", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"})
-"""Primitives that change a varying type: they name axes but move nothing."""
-
-
-def varying_axes(x) -> frozenset[str]:
-    """The manual mesh axes a value is typed as varying over (none with `check_vma=False` or outside `shard_map`).
-
-    Args:
-      x: an array, a tracer, or the abstract value of a variable of a traced program.
-    """
-    manual = getattr(x if isinstance(x, AbstractValue) else jax.typeof(x), "mat", None)
-    return frozenset() if manual is None else frozenset(manual.varying)
 
 
 def vary(tree: T, axes: AxisNames) -> T:
@@ -33,12 +22,12 @@ def vary(tree: T, axes: AxisNames) -> T:
       tree: a pytree of arrays, inside `shard_map`.
       axes: mesh axis names; those a leaf already varies over are skipped.
     """
-    manual = jax.sharding.get_abstract_mesh().manual_axes  # an axis that vmap names has no varying type
+    manual = manual_axes()  # an axis that vmap names has no varying type
     names = [axis for axis in as_axes(axes) if axis in manual]
 
     def cast(x):
         missing = tuple(axis for axis in names if axis not in varying_axes(x))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
+        return cast_to_varying(x, missing) if missing else x
 
     return jax.tree.map(cast, tree)
 

@@ -1,0 +1,45 @@
+"""Varying types: over which manual mesh axes JAX types a value as varying from rank to rank (`check_vma=True`).
+
+JAX documents the argument `check_vma`, not the attribute of an abstract value that holds the answer: it has moved before.
+"""
+
+from typing import Any
+
+import jax
+from jax.core import AbstractValue, ShapedArray
+
+CASTS: frozenset[str] = frozenset({"pvary", "pcast", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"})
+"""Primitives that change a varying type: they name axes but move nothing."""
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The manual mesh axes a value is typed as varying over (none with `check_vma=False` or outside `shard_map`).
+
+    Args:
+      x: an array, a tracer, or the abstract value of a variable of a traced program.
+
+    Raises:
+      AttributeError: when abstract arrays no longer say it.
+    """
+    aval = x if isinstance(x, AbstractValue) else jax.typeof(x)
+    if not isinstance(aval, ShapedArray):  # a token, a reference
+        return frozenset()
+    return frozenset(aval.mat.varying)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def cast_to_varying(x: Any, axes: tuple[str, ...]) -> jax.Array:
+    """`x` typed as varying over `axes` as well: moves nothing; its transpose sums over them.
+
+    Args:
+      x: an array that varies over none of `axes`.
+      axes: bound manual mesh axes.
+    """
+    return jax.lax.pcast(x, axes, to="varying")
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes over which the code being traced runs inside `shard_map`: those that varying types are about.
+
+    Axes that `shard_map` leaves to the partitioner are none of them, nor is an axis that only `vmap` names.
+    """
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
