@@ -186,23 +186,17 @@ NOT_YET_BEHIND_COMPAT = {
     "axonml_jax/model/program.py",
     "axonml_jax/model/sink.py",
     "axonml_jax/model/trace.py",
-    "axonml_jax/parallel/loading.py",
-    "axonml_jax/parallel/pipeline/packing.py",
     "axonml_jax/parallel/pipeline/traced_forward.py",
     "axonml_jax/parallel/tensor/auto/carry.py",
     "axonml_jax/parallel/tensor/auto/flow.py",
     "axonml_jax/parallel/tensor/auto/pairing.py",
-    "axonml_jax/parallel/tensor/chunked_cross_entropy.py",
     "axonml_jax/parallel/tensor/differing.py",
     "axonml_jax/parallel/tensor/ordered.py",
-    "axonml_jax/parallel/tensor/rerun.py",
     "axonml_jax/parallel/tensor/run_marked.py",
     "axonml_jax/parallel/tensor/split_loss.py",
     "axonml_jax/parallel/units/loop.py",
-    "axonml_jax/parallel/units/replayed.py",
     "axonml_jax/training/on_shards.py",
     "axonml_jax/training/read_update.py",
-    "axonml_jax/training/rest/staged_optimizer.py",
 }
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.varying import varying_axes
+from axonml_jax.compat.barrier import after
 from axonml_jax.sharding.memory import movable, to_device_memory
 
 TILE_ROWS: dict[int, int] = {1: 1024, 2: 8}
@@ -21,7 +22,7 @@ TILE_ROWS: dict[int, int] = {1: 1024, 2: 8}
 def moment(values: PyTree) -> jax.Array:
     """An int32 zero that is not there before these values are, wherever they rest."""
     waited = [x for x in jax.tree.leaves(values) if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)]
-    return jax.lax.optimization_barrier((jnp.int32(0), waited))[0]
+    return after(jnp.int32(0), waited)
 
 
 def load(leaf: jax.Array, at: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from axonml_jax.collectives.varying import types_are_checked, vary, vary_like, varying_axes
+from axonml_jax.compat.barrier import together
 
 
 class Group(NamedTuple):
@@ -115,7 +116,7 @@ class Packing:
     def add(self, buffers: Buffers, arrays: Sequence[Any]) -> Buffers:
         """Flat buffers with the arrays added in their places."""
         # Apart from the write: one fusion that reads and writes a part of a buffer writes all of it on CPU.
-        return self._changed(buffers, arrays, lambda old, value: jax.lax.optimization_barrier(old + value))
+        return self._changed(buffers, arrays, lambda old, value: together(old + value))
 
     def store(self, buffers: Buffers, arrays: Sequence[Any], row: ArrayLike) -> Buffers:
         """Buffers with slots, [slots, n], with the arrays in their places of one row and everything else as it was."""
@@ -125,7 +126,7 @@ class Packing:
                 (slot, _data(array)[0]) for slot, array in zip(self.slots, arrays, strict=True) if slot.group == group
             ]
             # All at once, so that XLA does not compute what makes an array again in the loop that stores it.
-            values = jax.lax.optimization_barrier([value for _, value in own])
+            values = together([value for _, value in own])
             for (slot, _), value in zip(own, values, strict=True):
                 flat = vary_like(jnp.ravel(value), buffers[group])
                 at = _place(slot, row)

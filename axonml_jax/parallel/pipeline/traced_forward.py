@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.compat.residuals import Saved
 from axonml_jax.model.atoms import aval_of, results_of, value_of
 from axonml_jax.model.program import Equation, Program, flatten, run
-from axonml_jax.model.replay import Saved
 from axonml_jax.model.trace import trace
 from axonml_jax.parallel.pipeline.traced_stage import Inputs, Results, TracedStage
 from axonml_jax.parallel.units.body import Transform

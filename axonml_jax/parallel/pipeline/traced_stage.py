@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.compat.residuals import Saved
 from axonml_jax.model.atoms import Atom, among, aval_of, names_of, result_of, results_of
 from axonml_jax.model.prelude import mark, prelude_of
 from axonml_jax.model.program import Program, flatten
-from axonml_jax.model.replay import Saved
 from axonml_jax.model.segments import depends_on
 from axonml_jax.model.trace import trace
 from axonml_jax.parallel.pipeline.stages import Stage, StageOutput

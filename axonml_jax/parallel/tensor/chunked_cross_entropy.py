@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from axonml_jax.collectives.pairs import copy_to, split_to
 from axonml_jax.collectives.primitives import axis_index, gather_whole, max_over, scatter_sum, sum_over
 from axonml_jax.collectives.varying import vary_like
+from axonml_jax.compat.barrier import together
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.parallel.tensor.axes import bound, vary_alike
 from axonml_jax.parallel.tensor.region import SEQUENCE_DIM
@@ -167,7 +168,7 @@ def _forward(chunks: _Chunks, x, table, targets):
 def _backward(chunks: _Chunks, saved, ct):
     x, table, targets, normalizer = saved
     if chunks.sequence:  # the barrier keeps XLA from finding the forward's gather, and keeping its result
-        x, ct = jax.lax.optimization_barrier((x, ct))
+        x, ct = together((x, ct))
     rows, scale = chunks.whole(x), ct.reshape(-1, 1)
 
     def step(state, words, first):

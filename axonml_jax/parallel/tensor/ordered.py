@@ -16,6 +16,7 @@ from jax.extend.core import get_opaque_trace_state
 from axonml_jax.collectives.pairs import zeros_like_varying
 from axonml_jax.collectives.primitives import gather_whole, scatter_sum, sum_over
 from axonml_jax.collectives.varying import vary, varying_axes
+from axonml_jax.compat.barrier import together
 
 
 @dataclass(frozen=True)
@@ -75,17 +76,12 @@ def _trace() -> Any:
     return get_opaque_trace_state()
 
 
-def _after(values: Any, other: Any) -> tuple[Any, Any]:
-    """Both, each available when both are."""
-    return jax.lax.optimization_barrier((values, other))
-
-
 @jax.custom_vjp
 def _last(y, token):
     return y
 
 
-_last.defvjp(lambda y, token: (y, token), lambda token, ct: (ct, _after(ct, zeros_like_varying(token))[1]))
+_last.defvjp(lambda y, token: (y, token), lambda token, ct: (ct, together((ct, zeros_like_varying(token)))[1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +136,8 @@ def _ordered(rules, x, weights, token):
 def _forward(rules, x, weights, token):
     saved = x, weights
     if token is not None:
-        weights, token = _after(weights, token)
-        x, token = _after(x, token)  # the next layer's gathers wait for this layer's input
+        weights, token = together((weights, token))
+        x, token = together((x, token))  # the next layer's gathers wait for this layer's input
     y = rules.fn(rules.x.read(x), _each(rules.weights.read, weights, "parameters"))
     return (y, token), saved
 
@@ -150,17 +146,17 @@ def _backward(rules, saved, cts):
     (x, weights), (ct, token) = saved, cts
     # What is gathered again is tied to the backward: XLA would find the forward's and keep it until here.
     if token is not None:
-        weights, token = _after(weights, token)
-        ct, token = _after(ct, token)
+        weights, token = together((weights, token))
+        ct, token = together((ct, token))
     elif rules.weights.dim is not None:
-        weights, ct = _after(weights, ct)
+        weights, ct = together((weights, ct))
     if rules.x.dim is not None:
-        x, ct = _after(x, ct)
+        x, ct = together((x, ct))
     whole_x, whole_weights = rules.x.read(x), _each(rules.weights.read, weights, "parameters")
     if rules.overlap:
         _, pull = jax.vjp(lambda x: rules.fn(x, whole_weights), whole_x)
         (grad,) = pull(ct)
-        grad, ct = _after(grad, ct)
+        grad, ct = together((grad, ct))
         grad = rules.x.back(grad)
         _, pull = jax.vjp(lambda weights: rules.fn(whole_x, weights), whole_weights)
         (grads,) = pull(ct)

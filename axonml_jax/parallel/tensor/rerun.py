@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from axonml_jax.compat.barrier import together
 from axonml_jax.parallel.tensor.axes import vary_alike
 
 
@@ -30,7 +31,7 @@ def _rerun(fn, shard, others):
 def _backward(fn, saved, ct):
     shard, others = saved
     # The barrier keeps XLA from finding the forward's gather, which would keep the whole array alive until here.
-    shard, ct = jax.lax.optimization_barrier((shard, ct))
+    shard, ct = together((shard, ct))
     _, pull = jax.vjp(fn, shard, others)
     return pull(ct)
 

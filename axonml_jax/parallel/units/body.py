@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.collectives.varying import vary, varying_axes
+from axonml_jax.compat.residuals import Saved, vjp_without
 from axonml_jax.model.program import Equation, run, run_named
-from axonml_jax.model.replay import Saved, vjp_without
 
 Values = dict[int, Any]
 """Arrays by their number in a program."""

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from axonml_jax.collectives.varying import vary_like
+from axonml_jax.compat.residuals import Saved
 from axonml_jax.model.atoms import among, is_constant, names_of, value_of, values_of
 from axonml_jax.model.prelude import mark, prelude_of
 from axonml_jax.model.program import Program, flatten
-from axonml_jax.model.replay import Saved
 from axonml_jax.model.segments import Segment, depends_on
 from axonml_jax.model.trace import scan_parts, scope_of
 from axonml_jax.parallel.units.body import Body, Prelude, Transform, Values, add

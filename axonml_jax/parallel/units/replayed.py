@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.collectives.varying import varying_axes
+from axonml_jax.compat.barrier import together
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.model.atoms import among, results_of
 from axonml_jax.model.functional import Functional
@@ -234,13 +235,13 @@ class _Run:
         arrays = [i for i in arrays if not apart(leaves[i])]
         widest = frozenset().union(*(varying_axes(leaves[i]) for i in arrays))
         arrays = [i for i in arrays if varying_axes(leaves[i]) == widest]
-        together = [i for i, shard in enumerate(shards) if not apart(shard)]
+        alike = [i for i, shard in enumerate(shards) if not apart(shard)]
         for others in {apart(shard) for shard in shards} - {frozenset()}:
             own = [i for i, shard in enumerate(shards) if apart(shard) == others]
-            for i, shard in zip(own, jax.lax.optimization_barrier([shards[i] for i in own]), strict=True):
+            for i, shard in zip(own, together([shards[i] for i in own]), strict=True):
                 shards[i] = shard
-        tied, after = jax.lax.optimization_barrier(([shards[i] for i in together], [leaves[i] for i in arrays]))
-        for i, shard in zip(together, tied, strict=True):
+        tied, after = together(([shards[i] for i in alike], [leaves[i] for i in arrays]))
+        for i, shard in zip(alike, tied, strict=True):
             shards[i] = shard
         for i, leaf in zip(arrays, after, strict=True):
             leaves[i] = leaf

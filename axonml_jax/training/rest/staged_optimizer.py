@@ -17,6 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.collectives.primitives import axis_index, gather_whole
 from axonml_jax.collectives.varying import vary
+from axonml_jax.compat.barrier import together
 from axonml_jax.parallel.pipeline.packing import Buffers
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.pipeline.staging import Staging
@@ -128,7 +129,7 @@ class StagedOptimizer:
 
         def finish(made: dict[int, Any]) -> tuple[Buffers, Buffers]:
             # All at once, so that XLA does not compute a moment again in the loops that pad and store it.
-            made = dict(zip(made, jax.lax.optimization_barrier(list(made.values())), strict=True))
+            made = dict(zip(made, together(list(made.values())), strict=True))
             return _typed(runs.pack(2, made)), _typed(runs.pack(1, made))
 
         (new, state), made = program.run(whole, on(alone), finish, on(runs))

@@ -2,7 +2,9 @@
 
 This is the trick under ZeRO-3 and the pipeline (docs/adr/0006): the backward re-reads weights without recomputing the
 forward. `jax.vjp` returns a pytree whose leaves are its residuals; those that *are* a value the caller can provide again
-are dropped by identity and put back by position.
+are dropped by identity and put back by position. JAX promises neither that pytree nor the identity. Where a weight came back as
+another object it would be kept, whole, from forward to backward: right results, and ZeRO-3's memory lost. With
+`check_vma=True` identity holds only for weights that are cast to varying first.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,0 +1,33 @@
+"""Order without data flow: values that are there only when others are, and that no compiler pass may merge or hoist across.
+
+Barriers of one program, none of which changes a value. XLA's schedulers and its search for common subexpressions respect them;
+XLA:CPU of jax 0.10 removes them early (`training/compiler.py` tells it not to).
+
+Types. Since jax 0.11 a barrier leaves varying types as they are (`check_vma=True`). Before, it types every result as varying
+over whatever any operand varies over: type operands alike first, or compare `varying_axes` of what comes back.
+"""
+
+from typing import Any, TypeVar
+
+import jax
+
+T = TypeVar("T")
+
+
+def together(values: T) -> T:
+    """The same values, none of which is there before all are.
+
+    Args:
+      values: a pytree of arrays without typed random keys, which have no barrier.
+    """
+    return jax.lax.optimization_barrier(values)
+
+
+def after(value: T, others: Any) -> T:
+    """`value`, not there before `others` are; these stay in the program for it, even if nothing else reads them.
+
+    Args:
+      value: a pytree of arrays without typed random keys.
+      others: another one.
+    """
+    return jax.lax.optimization_barrier((value, others))[0]
