@@ -19,6 +19,7 @@ from paired import alternate, machine, ratio, table, verdict
 from small_gpt import Stepping, optimizer
 
 import axonml_jax as ax
+from axonml_jax.compat.barrier import together
 
 SPLIT = PartitionSpec("fsdp")
 BAR = 1.02
@@ -49,7 +50,7 @@ class Static:
 
 def gathered(shards, tie):
     """Whole weights, gathered no sooner than `tie` is there."""
-    shards, tie = jax.lax.optimization_barrier((shards, tie))
+    shards, tie = together((shards, tie))
     return jax.tree.map(lambda x: jax.lax.all_gather(x, "fsdp", tiled=True), shards), tie
 
 

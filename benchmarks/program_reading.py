@@ -12,7 +12,8 @@ import math
 import re
 
 import numpy as np
-from jax.interpreters import mlir
+
+from axonml_jax.compat.stablehlo import parsed
 
 SKIPPED = {"channel_handle", "sym_name", "callee", "use_global_device_ids"}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "collective_broadcast")
@@ -32,7 +33,7 @@ class _Reader:
     """One module with its functions and meshes by name."""
 
     def __init__(self, text):
-        self.module = module = mlir.ir.Module.parse(text, context=mlir.make_ir_context())
+        self.module = module = parsed(text)
         operations = [operation.operation for operation in module.body]
         named = lambda kind: {_symbol(op): op for op in operations if op.name == kind}
         self.functions = named("func.func")

@@ -14,7 +14,7 @@ from axonml_jax.checkpoint.manifest import ARRAYS, Manifest, checksums, sync_fol
 from axonml_jax.checkpoint.names import REPLACED, SAVING
 from axonml_jax.checkpoint.ownership import OWNER, FolderInUse, Ownership, in_use
 from axonml_jax.checkpoint.team import Team, describe, rebuilt
-from axonml_jax.mesh.process_engine import coordinator_client
+from axonml_jax.compat.coordination import coordinator_client
 from axonml_jax.sharding.leaf import Leaf
 
 _numbers = itertools.count()

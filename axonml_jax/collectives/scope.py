@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from axonml_jax.collectives.varying import types_are_checked, vary
+from axonml_jax.compat.around import manual_axes
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.mesh.group import ProcessGroup
 
@@ -119,7 +120,7 @@ def require_eager(name: str, group: Group, x=None) -> ProcessGroup:
             f"{name}: axis names {as_axes(group)} were given where they are not bound: call it inside jax.shard_map "
             "over these axes (manual, not auto ones), or pass a ProcessGroup to use it eagerly, one value per rank"
         )
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)) or jax.sharding.get_abstract_mesh().manual_axes:
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)) or manual_axes():
         raise ValueError(
             f"{name}: traced code met {group!r} where its axes {group.axes} are not bound. jax.jit and jax.grad "
             "alone cannot communicate: call it inside jax.shard_map over these axes, or inside ax.spmd(fn, group)"
@@ -138,7 +139,7 @@ def bound_scope(group: Group) -> Scope | None:
         return Scope(group.axes, None if everyone else group.positions)
     # Inside `spmd` the group's own sub-mesh is bound: one axis, just its ranks.
     bound = jax.sharding.get_abstract_mesh()
-    own = bound.axis_names == bound.manual_axes == ("data",) and bound.size == group.size
+    own = bound.axis_names == ("data",) and manual_axes() == {"data"} and bound.size == group.size
     return Scope(("data",)) if own else None
 
 

@@ -1,4 +1,4 @@
-"""Casting values to a varying type, in the words of this floor: trees and axis names; types are read by `compat/varying.py`.
+"""Casting values to a varying type, in this floor's words: trees and axis names. `compat/varying_types.py` reads the types.
 
 With `check_vma=False` no value has a varying type: `varying_axes` is empty and `vary` changes nothing.
 """
@@ -7,9 +7,10 @@ from typing import TypeVar
 
 import jax
 
-from axonml_jax.compat.varying import CASTS as CASTS
-from axonml_jax.compat.varying import cast_to_varying, manual_axes
-from axonml_jax.compat.varying import varying_axes as varying_axes
+from axonml_jax.compat.around import manual_axes
+from axonml_jax.compat.varying_types import CASTS as CASTS
+from axonml_jax.compat.varying_types import cast_to_varying
+from axonml_jax.compat.varying_types import varying_axes as varying_axes
 from axonml_jax.mesh.axes import AxisNames, as_axes
 
 T = TypeVar("T")

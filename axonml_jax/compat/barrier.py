@@ -1,10 +1,11 @@
 """Order without data flow: values that are there only when others are, and that no compiler pass may merge or hoist across.
 
-Barriers of one program, none of which changes a value. XLA's schedulers and its search for common subexpressions respect them;
-XLA:CPU of jax 0.10 removes them early (`training/compiler.py` tells it not to).
+A barrier changes no value. XLA's schedulers and its search for common subexpressions respect it, on CPU with
+`versions.CPU_BARRIER_OPTIONS`.
 
 Types. Since jax 0.11 a barrier leaves varying types as they are (`check_vma=True`). Before, it types every result as varying
-over whatever any operand varies over: type operands alike first, or compare `varying_axes` of what comes back.
+over whatever any operand varies over (`versions.BARRIERS_JOIN_TYPES`): type operands alike first, or compare `varying_axes` of
+what comes back.
 """
 
 from typing import Any, TypeVar

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from jax.interpreters import mlir
 
+from axonml_jax.compat.stablehlo import parsed
 from axonml_jax.ledger.entry import Branch, Collective, Loop
 
 _KINDS: dict[str, str] = {
@@ -36,7 +36,7 @@ def collectives_in_lowered(program: Any) -> tuple[Collective, ...]:
       A tuple of `Collective`; a permute's group size is 0, which its text does not tell.
     """
     text = program if isinstance(program, str) else program.as_text()
-    module = mlir.ir.Module.parse(text, context=mlir.make_ir_context())
+    module = parsed(text)  # alive while it is read
     return tuple(_Reader(module).read())
 
 

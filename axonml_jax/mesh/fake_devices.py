@@ -8,6 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from axonml_jax.compat.platform import backend_started
 from axonml_jax.logging import logger
 from axonml_jax.mesh.environment import launch_environment
 
@@ -84,14 +85,6 @@ def requested_devices() -> int:
     requested = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return requested if requested >= 0 else int(forced[-1]) if forced else 1
-
-
-def backend_started() -> bool:
-    """Whether JAX has started a backend, which fixes the devices of this process."""
-    # JAX has no public way to ask without starting one.
-    from jax._src import xla_bridge
-
-    return xla_bridge.backends_are_initialized()
 
 
 def _tell_of_processes(n: int) -> None:

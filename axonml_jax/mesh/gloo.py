@@ -4,9 +4,10 @@ Left alone, it takes the address of the machine's own name, which on Debian is 1
 machines cannot reach that, and the first collective fails with "Connection refused".
 """
 
-import functools
 import os
 import socket
+
+from axonml_jax.compat.platform import let_gloo_listen_on
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """PyTorch's variable for the network interface; it wins."""
@@ -14,14 +15,11 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 def use_route_to(host: str, port: int) -> None:
     """Make gloo listen on the address from which this process reaches the coordinator. Call it before JAX's devices start."""
-    # JAX has no public option for it: its CPU client calls this function with the coordinator's client only.
-    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
-
-    make = _jax.make_gloo_tcp_collectives
-    make = make.func if isinstance(make, functools.partial) else make
     interface = os.environ.get(INTERFACE)
-    where = {"interface": interface} if interface else {"hostname": address_towards(host, port)}
-    _jax.make_gloo_tcp_collectives = functools.partial(make, **where)  # pyright: ignore[reportAttributeAccessIssue]
+    if interface:
+        let_gloo_listen_on(interface=interface)
+    else:
+        let_gloo_listen_on(hostname=address_towards(host, port))
 
 
 def address_towards(host: str, port: int) -> str:

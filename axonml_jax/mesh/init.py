@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from axonml_jax.compat.coordination import coordinator_client
+from axonml_jax.compat.platform import backend_started
 from axonml_jax.mesh.backend import Backend, GlooBackend, NCCLBackend, TPUBackend
 from axonml_jax.mesh.coordinator import bind_address, host_port
 from axonml_jax.mesh.environment import LaunchEnvironment, launch_environment
-from axonml_jax.mesh.fake_devices import backend_started
 from axonml_jax.mesh.gloo import use_route_to
 from axonml_jax.mesh.group import DEFAULT_TIMEOUT
 from axonml_jax.mesh.leave import leave_on_error, say_goodbye
-from axonml_jax.mesh.process_engine import coordinator_client
 from axonml_jax.mesh.roll_call import roll_call
 from axonml_jax.mesh.world import MockBackend, World, local_world
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from axonml_jax.compat.coordination import CoordinatorClient, coordinator_client
 from axonml_jax.mesh.engine import Engine, check_agreement, describe
 from axonml_jax.mesh.program import Program, place, row
 
@@ -61,15 +62,5 @@ class ProcessEngine(Engine):
         check_agreement(dict(sorted(calls.items())))
 
 
-def _calls(client, said) -> dict[int, str]:
+def _calls(client: CoordinatorClient, said: str) -> dict[int, str]:
     return {int(key.rsplit("/", 1)[1]): call for key, call in client.key_value_dir_get(said)}
-
-
-def coordinator_client():
-    """JAX's connection to its coordinator: key-value store and barriers of the job."""
-    # jax.distributed has no public handle to its key-value store and barriers; Orbax reads the same attribute.
-    from jax._src import distributed
-
-    client = distributed.global_state.client
-    assert client is not None, "several processes without jax.distributed"
-    return client

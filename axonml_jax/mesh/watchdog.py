@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
+from axonml_jax.compat.coordination import coordinator_client
 from axonml_jax.mesh.leave import leave_now
-from axonml_jax.mesh.process_engine import coordinator_client
 
 _FOLDER = "axonml_jax/watchdog/"
 _TICK = 1.0

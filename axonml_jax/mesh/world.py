@@ -8,8 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from axonml_jax.compat.platform import backend_started
 from axonml_jax.mesh.backend import Backend
-from axonml_jax.mesh.fake_devices import backend_started, fake_devices, requested_devices
+from axonml_jax.mesh.fake_devices import fake_devices, requested_devices
 from axonml_jax.mesh.group import DEFAULT_TIMEOUT, ProcessGroup, as_ranks
 from axonml_jax.mesh.rendezvous import Board
 

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.primitives import axis_index, axis_size, sum_over
 from axonml_jax.collectives.varying import vary, vary_like
+from axonml_jax.compat.versions import BRANCHES_WRITE_IN_PLACE
 from axonml_jax.parallel.pipeline.agreement import refuse_disagreement
 from axonml_jax.parallel.pipeline.line import Held, Line, trace_line
 from axonml_jax.parallel.pipeline.outputs import outputs_of
 from axonml_jax.parallel.pipeline.packing import Buffers
 from axonml_jax.parallel.pipeline.reading import EachTick, EachTurn, Kept
-from axonml_jax.parallel.pipeline.rings import IN_PLACE, lend, nothing, shift_ring, slots, store, take_back
+from axonml_jax.parallel.pipeline.rings import lend, nothing, shift_ring, slots, store, take_back
 from axonml_jax.parallel.pipeline.shared import sum_shared
 from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers
 from axonml_jax.parallel.pipeline.stages import Stage
@@ -153,7 +154,7 @@ class _Run:
         return _Carry(
             slots(line.activations, timetable.activations.size + 1),
             slots(line.cotangents, timetable.cotangents.size + 1) if differentiates else {},
-            slots(line.residuals, timetable.residuals.size + (not IN_PLACE)) if differentiates else {},
+            slots(line.residuals, timetable.residuals.size + (not BRANCHES_WRITE_IN_PLACE)) if differentiates else {},
             self.no_gradients,
             self.held.states,
             slots(line.outputs, timetable.num_microbatches + 1),

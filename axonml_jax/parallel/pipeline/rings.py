@@ -6,16 +6,13 @@ from jax.typing import ArrayLike
 
 from axonml_jax.collectives.primitives import shift
 from axonml_jax.collectives.varying import vary
+from axonml_jax.compat.versions import BRANCHES_WRITE_IN_PLACE
 from axonml_jax.parallel.pipeline.packing import Buffers, Sizes
 
 
 def nothing(sizes: Sizes) -> Buffers:
     """What an idle rank writes and sends; it goes to the trash and is never read."""
     return {group: vary(jnp.zeros(size, group.dtype), group.axes) for group, size in sizes.items()}
-
-
-IN_PLACE = jax.__version_info__ >= (0, 11)
-"""Whether XLA lets a branch write into a buffer of the loop around it; before, it copies the whole buffer in every tick."""
 
 
 def slots(sizes: Sizes, count: int) -> Buffers:
@@ -32,14 +29,16 @@ def store(buffers: Buffers, values: Buffers, slot: ArrayLike) -> Buffers:
 
 def lend(buffers: Buffers, slot: ArrayLike) -> tuple[Buffers, ArrayLike]:
     """What a branch writes one slot of, and which: the buffers themselves, or an empty slot of its own."""
-    if IN_PLACE:
+    if BRANCHES_WRITE_IN_PLACE:
         return buffers, slot
     return slots({group: buffer.shape[1] for group, buffer in buffers.items()}, 1), jnp.zeros_like(slot)
 
 
 def take_back(buffers: Buffers, written: Buffers, slot: ArrayLike) -> Buffers:
     """The buffers after a branch wrote to what was lent to it."""
-    return written if IN_PLACE else store(buffers, {group: one[0] for group, one in written.items()}, slot)
+    return (
+        written if BRANCHES_WRITE_IN_PLACE else store(buffers, {group: one[0] for group, one in written.items()}, slot)
+    )
 
 
 def shift_ring(values: Buffers, axis: str, num_ranks: int, step: int, wraps: bool) -> Buffers:

@@ -4,6 +4,7 @@ import jax
 
 from axonml_jax.collectives.primitives import axis_size
 from axonml_jax.collectives.varying import vary, varying_axes
+from axonml_jax.compat.around import manual_axes
 from axonml_jax.mesh.axes import AxisNames, as_axes
 
 
@@ -15,7 +16,7 @@ def bound(axes: AxisNames) -> tuple[str, ...]:
     >>> bound("tensor")
     ()
     """
-    manual = jax.sharding.get_abstract_mesh().manual_axes
+    manual = manual_axes()
     return tuple(axis for axis in as_axes(axes) if axis in manual)
 
 

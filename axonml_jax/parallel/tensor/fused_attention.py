@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from axonml_jax.collectives.varying import varying_axes
+from axonml_jax.compat.around import manual_axes, platform_around
 
 PLATFORMS = {"splash": "tpu", "cudnn": "cuda"}
 """Which platform each kernel is for."""
@@ -56,9 +57,7 @@ def target_platform(mesh: Mesh | None = None) -> str:
 
     JAX's "gpu" reads "cuda" here.
     """
-    around = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
-    device = None if around.empty else around.abstract_device
-    platform = jax.default_backend() if device is None else device.platform
+    platform = platform_around(mesh)
     return "cuda" if platform == "gpu" else platform
 
 
@@ -154,4 +153,4 @@ def _alone() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1
-    return all(size == 1 or axis in mesh.manual_axes for axis, size in mesh.shape.items())
+    return all(size == 1 or axis in manual_axes() for axis, size in mesh.shape.items())

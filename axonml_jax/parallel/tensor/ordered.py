@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
 
 from axonml_jax.collectives.pairs import zeros_like_varying
 from axonml_jax.collectives.primitives import gather_whole, scatter_sum, sum_over
 from axonml_jax.collectives.varying import vary, varying_axes
+from axonml_jax.compat.around import current_trace
 from axonml_jax.compat.barrier import together
 
 
@@ -58,22 +58,18 @@ class Prefetch:
 
     def last(self, y: jax.Array) -> jax.Array:
         """`y`, the result of the call: the backward's gathers begin when its gradient is there."""
-        return y if self._token is None or self._trace != _trace() else _last(y, self._token)
+        return y if self._token is None or self._trace != current_trace() else _last(y, self._token)
 
     @property
     def token(self) -> jax.Array:
         """Available when the product before has started."""
-        if self._token is None or self._trace != _trace():
+        if self._token is None or self._trace != current_trace():
             return jnp.zeros((), jnp.float32)
         return self._token
 
     @token.setter
     def token(self, token: jax.Array) -> None:
-        self._token, self._trace = token, _trace()
-
-
-def _trace() -> Any:
-    return get_opaque_trace_state()
+        self._token, self._trace = token, current_trace()
 
 
 @jax.custom_vjp

@@ -35,11 +35,3 @@ def cast_to_varying(x: Any, axes: tuple[str, ...]) -> jax.Array:
       axes: bound manual mesh axes.
     """
     return jax.lax.pcast(x, axes, to="varying")
-
-
-def manual_axes() -> frozenset[str]:
-    """The mesh axes over which the code being traced runs inside `shard_map`: those that varying types are about.
-
-    Axes that `shard_map` leaves to the partitioner are none of them, nor is an axis that only `vmap` names.
-    """
-    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)

@@ -1,0 +1,34 @@
+"""What surrounds the code that is being traced: its trace, the mesh axes that are bound, the platform it is compiled for."""
+
+from typing import Any
+
+import jax
+from jax.extend.core import get_opaque_trace_state
+from jax.sharding import Mesh
+
+
+def current_trace() -> Any:
+    """The trace that this code runs in: equal to another exactly where values of one may be used in the other.
+
+    Inside `jax.checkpoint`, a scan's body or another traced function it differs from what is around them.
+    """
+    return get_opaque_trace_state()
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes over which the code being traced runs inside `shard_map`: those that varying types are about.
+
+    Axes that `shard_map` leaves to the partitioner are none of them, nor is an axis that only `vmap` names.
+    """
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def platform_around(mesh: Mesh | None = None) -> str:
+    """What is compiled for, as devices name it ("cpu", "gpu", "tpu").
+
+    Args:
+      mesh: where the program will run; None: the mesh around this code, if any, else the default backend.
+    """
+    around = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
+    device = None if around.empty else around.abstract_device
+    return jax.default_backend() if device is None else device.platform

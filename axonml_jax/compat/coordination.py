@@ -1,0 +1,42 @@
+"""JAX's connection to the coordinator of a job of several processes: its key-value store and its barriers."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class CoordinatorClient(Protocol):
+    """What the library uses of it. Whatever fails raises `jax.errors.JaxRuntimeError`; times are in milliseconds."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        """Set a key that nobody has set, or any."""
+        ...
+
+    def key_value_increment(self, key: str, increment: int) -> int:
+        """Add to a key's number, 0 at first; the sum."""
+        ...
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """All whole keys under a folder (`key` ends with a slash), with their values."""
+        ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Wait until a key is set; its value."""
+        ...
+
+    def key_value_delete(self, key: str) -> None:
+        """Forget a key, or the folder of that name."""
+        ...
+
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int] | None = None) -> None:
+        """Wait until the processes, or all, have come here; a name is good for one barrier."""
+        ...
+
+
+def coordinator_client() -> CoordinatorClient:
+    """This process's connection."""
+    # jax.distributed has no public handle to its key-value store and barriers; Orbax reads the same attribute.
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    assert client is not None, "several processes without jax.distributed"
+    return client

@@ -1,0 +1,20 @@
+"""What differs from one version of JAX to the next and cannot be asked, only known: which version does what."""
+
+import jax
+
+BRANCHES_WRITE_IN_PLACE: bool = jax.__version_info__ >= (0, 11)
+"""Whether XLA lets a branch write into a buffer of the loop around it; before, it copies the whole buffer in every tick."""
+
+CPU_BARRIER_OPTIONS: dict[str, str] | None = (
+    None
+    if jax.__version_info__ >= (0, 11)
+    else {"xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"}
+)
+"""Options of `jax.jit` with which XLA:CPU respects barriers; None: it does without.
+
+XLA:CPU of jax 0.10 removes barriers before it merges equal operations (0.11 and later do not). It also compiles loops over
+little data as one function, in which a barrier that is still there aborts the process.
+"""
+
+BARRIERS_JOIN_TYPES: bool = jax.__version_info__ < (0, 11)
+"""Whether a barrier types all its results as varying over what any operand varies over; later ones leave types as they are."""
