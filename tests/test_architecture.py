@@ -14,9 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "axonml_jax"
 
 FLOORS: dict[int, tuple[str, ...]] = {
-    6: ("launch", "__main__"),
-    5: ("facade", "planner"),
-    4: ("training", "checkpoint", "data", "models", "ledger", "testing"),
+    7: ("launch", "__main__"),
+    6: ("facade", "planner"),
+    5: ("training", "checkpoint", "data", "models", "ledger", "testing"),
+    4: ("cost",),
     3: ("parallel",),
     2: ("collectives", "sharding", "model"),
     1: ("mesh", "logging", "synonyms"),

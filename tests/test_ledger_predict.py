@@ -11,10 +11,10 @@ from predicted_steps import GPT, LLAMA, config
 
 import axonml_jax as ax
 from axonml_jax._types import named_leaves
-from axonml_jax.ledger.predict.decoder import decoder_weights, problems
+from axonml_jax.cost.decoder import decoder_weights, problems
+from axonml_jax.cost.published.axonn import Grid, layer_volumes
+from axonml_jax.cost.published.states import FLOAT32_ADAM, zero
 from axonml_jax.ledger.predict.picture import in_bytes, sent_by_axes
-from axonml_jax.ledger.published.axonn import Grid, layer_volumes
-from axonml_jax.ledger.published.states import FLOAT32_ADAM, zero
 from axonml_jax.models.presets import PRESETS, preset
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.pipeline.policy import Pipelined

@@ -5,10 +5,10 @@ from fractions import Fraction
 
 import pytest
 
-from axonml_jax.ledger.published.activations import layer_bytes
-from axonml_jax.ledger.published.axonn import Grid, layer_volumes, shared_bandwidth
-from axonml_jax.ledger.published.states import FLOAT32_ADAM, deepspeed, megatron, zero
-from axonml_jax.ledger.wire import wire_elements
+from axonml_jax.cost.published.axonn import Grid, layer_volumes, shared_bandwidth
+from axonml_jax.cost.published.layer_activations import layer_bytes
+from axonml_jax.cost.published.states import FLOAT32_ADAM, deepspeed, megatron, zero
+from axonml_jax.cost.wire import wire_elements
 
 # (parameters, ranks): GB under stages 1, 2 and 3, as printed; the 7.5B block is rounded, the others truncated.
 TABLE_1 = {

@@ -1,5 +1,6 @@
 """What a training step holds and sends: predicted from shapes, counted on its trace and lowered program, beside theory."""
 
+from axonml_jax.cost.wire import wire_elements as wire_elements
 from axonml_jax.ledger.agreement import Difference as Difference
 from axonml_jax.ledger.agreement import agreement as agreement
 from axonml_jax.ledger.compiled import CompiledCollective as CompiledCollective
@@ -18,4 +19,3 @@ from axonml_jax.ledger.report import TrafficRow as TrafficRow
 from axonml_jax.ledger.schedule import Moved as Moved
 from axonml_jax.ledger.schedule import moved as moved
 from axonml_jax.ledger.traced import collectives_in as collectives_in
-from axonml_jax.ledger.wire import wire_elements as wire_elements

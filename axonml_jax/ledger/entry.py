@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from axonml_jax.ledger.wire import Amount, exact, wire_elements
+from axonml_jax.cost.wire import Amount, exact, wire_elements
 
 
 @dataclass(frozen=True, slots=True)

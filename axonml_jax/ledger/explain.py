@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, overload
 
-from axonml_jax.ledger.predict.decoder import is_decoder
+from axonml_jax.cost.decoder import is_decoder
+from axonml_jax.cost.wire import Amount, exact
 from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.ledger.report import MODEL, Report
 from axonml_jax.ledger.traced import collectives_in
-from axonml_jax.ledger.wire import Amount, exact
 from axonml_jax.parallel.plan import Plan
 
 Minimum = Amount | float | Mapping[str, Amount | float]

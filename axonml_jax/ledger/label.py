@@ -2,10 +2,11 @@
 
 import re
 
+from axonml_jax.cost.flow import GRADIENTS as GRADIENTS
+from axonml_jax.cost.flow import PARAMETERS as PARAMETERS
+
 _LABEL = re.compile(r"axonml\.([A-Za-z_]\w*)(?:\.pad(\d+))?")
 
-GRADIENTS = "gradients"
-PARAMETERS = "parameters"
 SCALARS = "scalars"
 PADDING = "padding"
 

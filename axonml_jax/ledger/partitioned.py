@@ -10,9 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from axonml_jax.cost.wire import Amount, exact, wire_elements
 from axonml_jax.ledger.compiled import CompiledCollective, collectives_in_compiled
 from axonml_jax.ledger.table import aligned, number
-from axonml_jax.ledger.wire import Amount, exact, wire_elements
 
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
+from axonml_jax.cost.wire import Amount, exact
 from axonml_jax.ledger.entry import Collective
 from axonml_jax.ledger.label import GRADIENTS, PARAMETERS
 from axonml_jax.ledger.rows import TrafficRow, traffic_rows
 from axonml_jax.ledger.table import aligned, number
-from axonml_jax.ledger.wire import Amount, exact
 
 MODEL = f"{GRADIENTS}+{PARAMETERS}"
 """The part of the traffic that grows with the number of parameters."""

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from axonml_jax.cost.wire import Amount, exact
 from axonml_jax.ledger.entry import Collective
 from axonml_jax.ledger.label import PADDING
-from axonml_jax.ledger.wire import Amount, exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

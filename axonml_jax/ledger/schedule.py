@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from axonml_jax.cost.wire import KINDS as WIRE_KINDS
+from axonml_jax.cost.wire import wire_elements
 from axonml_jax.ledger.compiled import KINDS, callees, computations_of
 from axonml_jax.ledger.table import aligned
-from axonml_jax.ledger.wire import KINDS as WIRE_KINDS
-from axonml_jax.ledger.wire import wire_elements
 
 _LINE = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
 _SHAPE = re.compile(r"\b(pred|[suf]\d+|bf16|f8\w+)\[([\d,]*)\]")

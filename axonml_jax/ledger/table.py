@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from axonml_jax.ledger.wire import Amount
+from axonml_jax.cost.wire import Amount
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from axonml_jax.cost.flow import ONCE, Flow
 from axonml_jax.ledger.label import GRADIENTS, PARAMETERS
-from axonml_jax.ledger.predict.flow import ONCE, Flow
 from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.mesh.axes import AXES
 from axonml_jax.planner.assumptions import Assumptions

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axonml_jax.ledger.predict.activations import block_activations, compute_dtype
-from axonml_jax.ledger.predict.layer_flows import Layers, layer_flows
-from axonml_jax.ledger.predict.stages import stage_costs, stages_of
-from axonml_jax.ledger.wire import wire_elements
+from axonml_jax.cost.activations import block_activations, compute_dtype
+from axonml_jax.cost.cuts import stage_costs, stages_of
+from axonml_jax.cost.layer_flows import Layers, layer_flows
+from axonml_jax.cost.wire import wire_elements
 from axonml_jax.mesh.axes import LAYER_AXES, batch_axes
 from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig

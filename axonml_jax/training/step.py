@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from axonml_jax._types import LossFn, PyTree
 from axonml_jax.collectives.primitives import sum_over
+from axonml_jax.cost.published.minimum import minimum_traffic
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.parallel.theory import minimum_traffic
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.memory import to_host_memory
 from axonml_jax.sharding.place import is_deleted

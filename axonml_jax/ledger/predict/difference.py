@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from axonml_jax.cost.wire import Amount, exact
 from axonml_jax.ledger.entry import Collective
 from axonml_jax.ledger.label import SCALARS
 from axonml_jax.ledger.predict.prediction import Prediction
-from axonml_jax.ledger.wire import Amount, exact
 
 
 @dataclass(frozen=True, slots=True, order=True)

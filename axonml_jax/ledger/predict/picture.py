@@ -4,8 +4,8 @@ import textwrap
 from pathlib import Path
 from typing import Any, Protocol
 
-from axonml_jax.ledger.predict.flow import Flow
-from axonml_jax.ledger.predict.memory import Memory
+from axonml_jax.cost.flow import Flow
+from axonml_jax.cost.held import Memory
 
 
 class Drawn(Protocol):

@@ -9,16 +9,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from axonml_jax.ledger.predict.activations import block_activations, compute_dtype
-from axonml_jax.ledger.predict.decoder import DecoderLike, decoder_weights, layer_degrees, problems
-from axonml_jax.ledger.predict.flow import EACH_TICK, Flow, merged
-from axonml_jax.ledger.predict.layer_flows import Layers, layer_flows
-from axonml_jax.ledger.predict.memory import Memory, batch_bytes, memory
+from axonml_jax.cost.activations import block_activations, compute_dtype
+from axonml_jax.cost.cuts import Stages, bubble, stage_costs, stages_of, timetable_of
+from axonml_jax.cost.decoder import DecoderLike, decoder_weights, layer_degrees, problems
+from axonml_jax.cost.flow import EACH_TICK, Flow, merged
+from axonml_jax.cost.held import Memory, batch_bytes, memory
+from axonml_jax.cost.layer_flows import Layers, layer_flows
+from axonml_jax.cost.weight import Placed, place
+from axonml_jax.cost.weight_flows import minimum_traffic, small_flows, weight_flows
+from axonml_jax.cost.wire import Amount, exact
 from axonml_jax.ledger.predict.prediction import Prediction
-from axonml_jax.ledger.predict.stages import Stages, bubble, stage_costs, stages_of, timetable_of
-from axonml_jax.ledger.predict.weight import Placed, place
-from axonml_jax.ledger.predict.weight_flows import minimum_traffic, small_flows, weight_flows
-from axonml_jax.ledger.wire import Amount, exact
 from axonml_jax.mesh.axes import AXES, LAYER_AXES, as_axes, flat_axes
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.fabric import Fabric

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from axonml_jax.ledger.predict.flow import Flow
-from axonml_jax.ledger.predict.memory import Memory
+from axonml_jax.cost.flow import Flow
+from axonml_jax.cost.held import Memory
+from axonml_jax.cost.wire import Amount, exact
 from axonml_jax.ledger.table import aligned, number
-from axonml_jax.ledger.wire import Amount, exact
 from axonml_jax.parallel.pipeline.costs import StageCosts
 from axonml_jax.parallel.pipeline.timetable import Timetable
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from axonml_jax.ledger.label import GRADIENTS, PARAMETERS
-from axonml_jax.ledger.predict.decoder import DecoderLike, layer_degrees
-from axonml_jax.ledger.predict.flow import EACH_MICROBATCH, Flow
-from axonml_jax.ledger.predict.weight import Placed
+from axonml_jax.cost.decoder import DecoderLike, layer_degrees
+from axonml_jax.cost.flow import EACH_MICROBATCH, GRADIENTS, PARAMETERS, Flow
+from axonml_jax.cost.weight import Placed
 
 SUM, GATHER, SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 

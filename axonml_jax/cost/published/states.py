@@ -6,7 +6,7 @@ They differ in what they keep in float32 and in what they count, so a figure is 
 from dataclasses import dataclass
 from fractions import Fraction
 
-from axonml_jax.ledger.wire import Amount, exact
+from axonml_jax.cost.wire import Amount, exact
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from axonml_jax.ledger.wire import Amount, exact
+from axonml_jax.cost.wire import Amount, exact
 
 
 def layer_bytes(

@@ -3,7 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from axonml_jax.ledger.wire import Amount, exact, wire_elements
+from axonml_jax.cost.wire import Amount, exact, wire_elements
+
+GRADIENTS = "gradients"
+PARAMETERS = "parameters"
 
 ONCE = "once"
 EACH_MICROBATCH = "each microbatch"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from axonml_jax.ledger.predict.decoder import DecoderLike, layer_degrees
+from axonml_jax.cost.decoder import DecoderLike, layer_degrees
 from axonml_jax.parallel.tensor.fused_attention import PLATFORMS, kernel_of, shape_obstacles
 
 

@@ -6,12 +6,12 @@ from fractions import Fraction
 
 import jax.numpy as jnp
 
-from axonml_jax.ledger.label import GRADIENTS, PARAMETERS
-from axonml_jax.ledger.predict.flow import EACH_MICROBATCH, ONCE, Flow
-from axonml_jax.ledger.predict.weight import Placed
+from axonml_jax.cost.flow import EACH_MICROBATCH, GRADIENTS, ONCE, PARAMETERS, Flow
+from axonml_jax.cost.published.minimum import leaf_traffic
+from axonml_jax.cost.rounds import rounds
+from axonml_jax.cost.weight import Placed
 from axonml_jax.mesh.axes import AxisNames, as_axes, flat_axes
 from axonml_jax.parallel.pipeline.policy import AXIS
-from axonml_jax.parallel.theory import leaf_traffic, rounds
 from axonml_jax.parallel.transfer import Transfer
 
 

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from axonml_jax.ledger.predict.activations import BlockActivations
-from axonml_jax.ledger.predict.stages import Stages
-from axonml_jax.ledger.predict.weight import Placed
+from axonml_jax.cost.activations import BlockActivations
+from axonml_jax.cost.cuts import Stages
+from axonml_jax.cost.weight import Placed
 from axonml_jax.parallel.pipeline.timetable import Timetable
 from axonml_jax.parallel.plan import Plan
 

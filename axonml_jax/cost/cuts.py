@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from axonml_jax.ledger.predict.decoder import DecoderLike
+from axonml_jax.cost.decoder import DecoderLike
 from axonml_jax.parallel.pipeline.assign import balanced
 from axonml_jax.parallel.pipeline.costs import StageCosts
 from axonml_jax.parallel.pipeline.policy import AXIS, Pipelined

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from axonml_jax.ledger.predict.weight import Place, Weight
+from axonml_jax.cost.weight import Place, Weight
 from axonml_jax.mesh.axes import LAYER_AXES
 
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.cost.rounds import Rounds, rounds
 from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.strategy import AbstractStrategy
-from axonml_jax.parallel.theory import Rounds, rounds
 from axonml_jax.sharding.layout import Layout
 
 Place = Literal["first", "block", "last", "both ends"]

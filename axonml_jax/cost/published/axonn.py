@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
-from axonml_jax.ledger.wire import Amount, exact
+from axonml_jax.cost.wire import Amount, exact
 
 
 @dataclass(frozen=True, kw_only=True)
