@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax._types import PyTree, named_leaves, path_name
+from axonml_jax.compat.canaries.typed import require_types
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.model.functional import Variables
 from axonml_jax.parallel.fabric import Fabric
@@ -42,6 +43,7 @@ def bind_plan(
 
     Raises:
       ValueError: when the plan's degrees are not the mesh's, or when the mesh has axes the plan gives no meaning to.
+      CanaryError: when the JAX that is installed tells varying types in another way than the library reads them.
     """
     degrees = dict(mesh.shape)
     if plan.mesh is not None and (wanted := plan.mesh.resolve(mesh.size).degrees) != {
@@ -60,6 +62,7 @@ def bind_plan(
         )
     plan = plan.decided(Fabric.of(list(mesh.devices.flat)), degrees)
     strategies = plan.on(degrees)
+    require_types(plan.check_vma)
 
     def layout(path: tuple, leaf: Layout) -> Layout:
         for dim, entry in enumerate(in_layers.get(path_name(path), PartitionSpec())):

@@ -1,0 +1,27 @@
+"""Every canary, in the order in which `python -m axonml_jax.compat` runs them."""
+
+from axonml_jax.compat.canaries import (
+    asked_policies,
+    barriers,
+    collective_names,
+    equations,
+    kept_residuals,
+    placing,
+    processes,
+    traces,
+    typed,
+)
+from axonml_jax.compat.canary import Canary
+
+CANARIES: tuple[Canary, ...] = (
+    *typed.CANARIES,
+    *barriers.CANARIES,
+    *kept_residuals.CANARIES,
+    *asked_policies.CANARIES,
+    *equations.CANARIES,
+    *collective_names.CANARIES,
+    *traces.CANARIES,
+    *placing.CANARIES,
+    *processes.CANARIES,
+)
+"""Every canary there is."""

@@ -1,0 +1,118 @@
+"""Canaries about how processes start and meet (`platform.py`, `coordination.py`)."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from axonml_jax.compat.canary import Canary, expect
+from axonml_jax.compat.coordination import CoordinatorClient
+from axonml_jax.compat.platform import backend_started, let_gloo_listen_on
+
+_SECOND = 1000
+
+
+@contextmanager
+def _alone() -> Iterator[CoordinatorClient]:
+    """A client of a coordinator of one process."""
+    from jax._src import distributed
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    expect(hasattr(distributed.global_state, "client"), "jax.distributed's state has no client")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    service = _jax.get_distributed_runtime_service(address, 1)
+    client = _jax.get_distributed_runtime_client(address, 0, init_timeout=10, shutdown_on_destruction=False)
+    client.connect()
+    try:
+        yield client
+    finally:
+        client.shutdown()
+        service.shutdown()
+
+
+def _coordinator() -> None:
+    with _alone() as client:
+        client.key_value_set("canary/a", "1")
+        client.key_value_set("canary/a", "2", allow_overwrite=True)
+        expect(_refused(lambda: client.key_value_set("canary/a", "3")), "a key is set twice without a word")
+        counts = [client.key_value_increment("canary/n", by) for by in (1, 2)]
+        expect(counts == [1, 3], f"counting 1 and 2 more gives {counts}")
+        held = dict(client.key_value_dir_get("canary/"))
+        expect(held == {"canary/a": "2", "canary/n": "3"}, f"a folder of two keys holds {held}")
+        expect(
+            client.blocking_key_value_get("canary/a", _SECOND) == "2",
+            "a key that is set is not found by waiting for it",
+        )
+        expect(_refused(lambda: client.blocking_key_value_get("canary/b", 1)), "a key that is not set is found")
+        client.key_value_delete("canary/a")
+        expect(len(client.key_value_dir_get("canary/")) == 1, "a deleted key is still there")
+        client.wait_at_barrier("canary", _SECOND)
+        client.wait_at_barrier("canary of some", _SECOND, [0])
+
+
+def _refused(call: Any) -> bool:
+    try:
+        call()
+    except jax.errors.JaxRuntimeError:
+        return True
+    return False
+
+
+def _gloo() -> None:
+    from jax._src import distributed, xla_bridge
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    class Asked(Exception):
+        pass
+
+    asked: list[dict[str, Any]] = []
+
+    def make(**given: Any) -> None:
+        asked.append(given)
+        raise Asked
+
+    state, flag = distributed.global_state, "jax_cpu_collectives_implementation"
+    made, client, chosen = _jax.make_gloo_tcp_collectives, state.client, getattr(jax.config, flag)
+    expect("hostname" in str(made.__doc__) and "interface" in str(made.__doc__), f"gloo's maker takes {made.__doc__}")
+    try:
+        _jax.make_gloo_tcp_collectives, state.client = make, "client"
+        jax.config.update(flag, "gloo")
+        let_gloo_listen_on(hostname="canary")
+        xla_bridge.make_cpu_client()
+    except Asked:
+        expect(asked[0].get("hostname") == "canary", f"JAX's CPU client makes gloo's collectives with {asked}")
+    finally:
+        _jax.make_gloo_tcp_collectives, state.client = made, client
+        jax.config.update(flag, chosen)
+    expect(bool(asked), "JAX's CPU client does not ask for gloo's collectives where we answer")
+
+
+def _started() -> None:
+    jax.devices()
+    expect(backend_started(), "JAX has devices and says that no backend has started")
+
+
+CANARIES = (
+    Canary(
+        "the coordinator's store",
+        "The client of jax.distributed sets, counts, lists, waits for and deletes keys, and meets at barriers.",
+        "Processes miss each other's word: a watchdog that hears nothing, checkpoints that wait in vain.",
+        _coordinator,
+    ),
+    Canary(
+        "where gloo listens",
+        "JAX's CPU client calls make_gloo_tcp_collectives in jaxlib's module, which takes a host name or an interface.",
+        "CPU processes of several machines cannot reach each other.",
+        _gloo,
+    ),
+    Canary(
+        "whether a backend has started",
+        "JAX knows whether it has started a backend without starting one.",
+        "Simulated devices are asked for too late, and are not there.",
+        _started,
+    ),
+)
