@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from axonml_jax.model.elementwise import all_but_elementwise
+from axonml_jax.program.recomputed import all_but_elementwise
 
 
 def kept(fun, *args):

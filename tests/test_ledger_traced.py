@@ -244,8 +244,8 @@ def test_a_body_alone_needs_its_axis_sizes():
 
 
 def test_an_unknown_communicating_primitive_is_refused(monkeypatch):
-    from axonml_jax.ledger import primitives
+    from axonml_jax.program import rules
 
-    monkeypatch.delitem(primitives._KINDS, "pmax")
+    monkeypatch.delitem(rules.RULES, "pmax")
     with pytest.raises(ValueError, match="'pmax' names the mesh axes"):
         entries_of(lambda x: lax.pmax(x, "data"), mesh=MESH)

@@ -8,8 +8,8 @@ from jax.extend.core import Literal
 from ledger_steps import abstract_mesh, floats
 from tensor_cases import P
 
+from axonml_jax.compat.operation import Operation
 from axonml_jax.ledger import collectives_in
-from axonml_jax.parallel.tensor.auto.flow import plain_call
 from axonml_jax.parallel.tensor.linear3d import ParallelLinear
 from axonml_jax.parallel.tensor.ordered import Prefetch
 from axonml_jax.parallel.tensor.specs import tensor_specs
@@ -145,7 +145,7 @@ def products_before_gathers(jaxpr, known, found):
     waited = lambda v: frozenset() if isinstance(v, Literal) else known.get(v, frozenset())
     for eqn in jaxpr.eqns:
         before = frozenset().union(*(waited(v) for v in eqn.invars))
-        inner = eqn.params["jaxpr"] if eqn.primitive.name == "shard_map" else plain_call(eqn)
+        inner = eqn.params["jaxpr"] if eqn.primitive.name == "shard_map" else Operation(eqn).call
         if inner is not None:
             inner = getattr(inner, "jaxpr", inner)
             known.update({var: waited(v) for var, v in zip(inner.invars, eqn.invars, strict=True)})

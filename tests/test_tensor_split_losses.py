@@ -10,7 +10,9 @@ from fsdp_plans import mesh_of
 from jax.sharding import PartitionSpec as P
 
 import axonml_jax as ax
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.parallel.tensor.differing import differing
+from axonml_jax.parallel.tensor.marks import marked_program
 
 F64 = {"param_dtype": jnp.float64}
 IDS = np.arange(8).reshape(2, 4) % 12
@@ -188,8 +190,8 @@ def test_what_differs_from_rank_to_rank_is_told_from_what_is_whole(name):
     seen = []
 
     def local(own, whole):
-        jaxpr = jax.make_jaxpr(program)(own, whole).jaxpr
-        seen.append(differing(jaxpr, [frozenset(["tensor"]), frozenset()], lambda *_: None))
+        traced = marked_program(trace(program, own, whole).jaxpr)
+        seen.append(differing(traced, [frozenset(["tensor"]), frozenset()], lambda *_: None))
         return own
 
     mapped = jax.shard_map(

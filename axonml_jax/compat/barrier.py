@@ -14,6 +14,9 @@ import jax
 
 T = TypeVar("T")
 
+PRIMITIVE = "optimization_barrier"
+"""The name of its equations."""
+
 
 def together(values: T) -> T:
     """The same values, none of which is there before all are.

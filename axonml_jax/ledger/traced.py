@@ -1,17 +1,18 @@
 """Count the collectives of a traced program: exact, with axes, loops and labels, and without any device."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from axonml_jax.collectives.varying import CASTS
+from axonml_jax.compat.jaxpr import is_jaxpr, live
+from axonml_jax.compat.operation import Mapped
 from axonml_jax.ledger.entry import Branch, Collective, Loop
 from axonml_jax.ledger.label import SCALARS, label_of
 from axonml_jax.ledger.primitives import Call, read
+from axonml_jax.program.program import Equation, Program, no_calls, read_program
+from axonml_jax.program.rules import rule_of
 
 
 def collectives_in(
@@ -37,9 +38,9 @@ def collectives_in(
     Raises:
       ValueError: for a collective over axes of unknown size, or a primitive that names axes and is not known.
     """
-    jaxpr = program if hasattr(_open(program), "eqns") else trace(program, *args, **kwargs).jaxpr
+    jaxpr = program if is_jaxpr(program) else trace(program, *args, **kwargs).jaxpr
     place = _Place(axis_sizes=dict(axis_sizes or {}))
-    return tuple(_walk(_without_dead_code(_open(jaxpr)), place))
+    return tuple(_walk(read_program(live(jaxpr), no_calls), place))
 
 
 def trace(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -61,72 +62,58 @@ class _Place:
         return replace(self, path=(*self.path, step))
 
 
-def _open(jaxpr: Any) -> Any:
-    """A jaxpr without its constants: JAX 0.12 drops the difference between open and closed ones."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    return inner if hasattr(inner, "eqns") else jaxpr
-
-
-def _without_dead_code(jaxpr: Any) -> Any:
-    live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return live
-
-
-def _walk(jaxpr: Any, place: _Place) -> Iterator[Collective]:
-    """The collectives of one jaxpr, joining the leaves of each call."""
+def _walk(program: Program, place: _Place) -> Iterator[Collective]:
+    """The collectives of one program, joining the leaves of each call."""
     run = _Run(place)
-    for eqn in jaxpr.eqns:
-        inner = list(jaxprs_in_params(eqn.params))
-        call = None if inner else read(eqn, place.axis_sizes)
+    for equation in program.equations:
+        inner = bool(equation.op.bodies)
+        call = None if inner else read(equation.op, place.axis_sizes)
         if call is not None:
-            if not run.continues(eqn, call):
+            if not run.continues(equation, call):
                 yield from run.flush()
-            run.add(eqn, call)
-        elif inner or eqn.primitive.name not in CASTS:
+            run.add(equation, call)
+        elif inner or not rule_of(equation.name).casts:
             yield from run.flush()
-            yield from _descend(eqn, inner, replace(place, scope=_scope(place, eqn)))
+            yield from _descend(equation, replace(place, scope=_scope(place, equation)))
     yield from run.flush()
 
 
-def _descend(eqn: Any, inner: list[Any], place: _Place) -> Iterator[Collective]:
-    """The collectives of an equation's inner jaxprs (jit, checkpoint, custom derivatives: simply those)."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "cond":
-        yield from _branches(params["branches"], place)
+def _descend(equation: Equation, place: _Place) -> Iterator[Collective]:
+    """The collectives of an equation's inner programs (jit, checkpoint, custom derivatives: simply those)."""
+    op = equation.op
+    if equation.branches:
+        yield from _branches(equation.branches, place)
         return
-    if name == "scan":
-        place = place.inside(Loop(params["length"], unroll=int(params["unroll"])))
-    elif name == "while":
+    if (scan := op.scan) is not None:
+        place = place.inside(Loop(scan.options["length"], unroll=int(scan.options["unroll"])))
+    elif op.loop is not None:
         place = place.inside(Loop())
-    elif name == "shard_map":
-        place = _enter_shard_map(params, place)
-    for jaxpr in inner:
-        yield from _walk(_open(jaxpr), place)
+    elif (mapped := op.mapped) is not None:
+        place = _enter_shard_map(mapped, place)
+    for body in equation.bodies:
+        yield from _walk(body, place)
 
 
-def _enter_shard_map(params: dict[str, Any], place: _Place) -> _Place:
+def _enter_shard_map(mapped: Mapped, place: _Place) -> _Place:
     """Bind the mesh: its manual axes have sizes, the others of more than one rank are the partitioner's."""
-    sizes = dict(params["mesh"].shape)
-    manual = set(params["newly_manual_axes"]) | set(place.axis_sizes)
+    sizes, manual = mapped.axis_sizes, mapped.manual | set(place.axis_sizes)
     automatic = tuple(axis for axis, size in sizes.items() if axis not in manual and size > 1)
     bound = {axis: size for axis, size in sizes.items() if axis in manual}
     return replace(place, axis_sizes={**place.axis_sizes, **bound}, automatic=automatic)
 
 
-def _branches(branches: Any, place: _Place) -> Iterator[Collective]:
+def _branches(branches: Sequence[Program], place: _Place) -> Iterator[Collective]:
     """Every branch of a conditional; those that another branch outweighs are not counted."""
-    each = [
-        list(_walk(_open(branch), place.inside(Branch(index, len(branches))))) for index, branch in enumerate(branches)
-    ]
+    each = [list(_walk(branch, place.inside(Branch(index, len(branches))))) for index, branch in enumerate(branches)]
     weights = [sum(entry.step_wire_bytes for entry in entries if entry.counted) for entries in each]
     heaviest = weights.index(max(weights))
     for index, entries in enumerate(each):
         yield from entries if index == heaviest else (replace(entry, counted=False) for entry in entries)
 
 
-def _scope(place: _Place, eqn: Any) -> str:
-    """The whole name stack: an inner jaxpr's equations name only their own part."""
-    return "/".join(part for part in (place.scope, str(eqn.source_info.name_stack)) if part)
+def _scope(place: _Place, equation: Equation) -> str:
+    """The whole name stack: an inner program's equations name only their own part."""
+    return "/".join(part for part in (place.scope, str(equation.op.scopes)) if part)
 
 
 class _Run:
@@ -139,15 +126,14 @@ class _Run:
         self.outputs: set[int] = set()
         self.scope = ""
 
-    def continues(self, eqn: Any, call: Call) -> bool:
+    def continues(self, equation: Equation, call: Call) -> bool:
         """Same source position, collective and scope as the run's, and independent of its results."""
-        depends = any(id(var) in self.outputs for var in eqn.invars)
-        return self.key == self._key(eqn, call) and not depends
+        return self.key == self._key(equation, call) and self.outputs.isdisjoint(equation.read)
 
-    def add(self, eqn: Any, call: Call) -> None:
-        self.key, self.scope = self._key(eqn, call), _scope(self.place, eqn)
+    def add(self, equation: Equation, call: Call) -> None:
+        self.key, self.scope = self._key(equation, call), _scope(self.place, equation)
         self.calls.append(call)
-        self.outputs.update(id(var) for var in eqn.outvars)
+        self.outputs.update(equation.outputs)
 
     def flush(self) -> Iterator[Collective]:
         """The run as one `Collective` per dtype."""
@@ -155,9 +141,8 @@ class _Run:
             yield self._collective([call for call in self.calls if call.dtype == dtype])
         self.calls, self.key, self.outputs = [], None, set()
 
-    def _key(self, eqn: Any, call: Call) -> Any:
-        info = eqn.source_info
-        return (eqn.primitive.name, call.axes, call.group_size, _scope(self.place, eqn), info.traceback)
+    def _key(self, equation: Equation, call: Call) -> Any:
+        return equation.name, call.axes, call.group_size, _scope(self.place, equation), equation.op.traceback
 
     def _collective(self, calls: list[Call]) -> Collective:
         first = calls[0]

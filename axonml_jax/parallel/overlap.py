@@ -8,8 +8,8 @@ import jax
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.buckets import assign_buckets
 from axonml_jax.mesh.axes import AxisNames
-from axonml_jax.model.sink import sink
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.program.sink import sink
 from axonml_jax.sharding.layout import Layout, is_layout
 
 

@@ -3,10 +3,9 @@
 Stricter than what lets an optimizer see shards (`elementwise`): a wrong answer there is refused, here it would be silent.
 """
 
-from axonml_jax.model.atoms import is_constant
-from axonml_jax.model.elementwise import ELEMENTWISE
-from axonml_jax.model.program import Equation, Program
-from axonml_jax.model.trace import acts
+from axonml_jax.program.atoms import is_constant
+from axonml_jax.program.program import Equation, Program
+from axonml_jax.program.rules import is_elementwise
 
 
 def alike(whole: Program, sliced: Program) -> bool:
@@ -24,10 +23,10 @@ def alike(whole: Program, sliced: Program) -> bool:
     for ours, theirs in zip(whole.equations, sliced.equations, strict=True):
         if not _same(ours, theirs):
             return False
-        name, shapes = theirs.eqn.primitive.name, [sliced.avals[number].shape for number in theirs.outputs]
+        name, shapes = theirs.name, [sliced.avals[number].shape for number in theirs.outputs]
         spread = name == "broadcast_in_dim" and all(not sliced.avals[n].shape or n in uniform for n in theirs.read)
         if not marked.intersection(theirs.read):
-            if (name in ELEMENTWISE and all(n in uniform or not sliced.avals[n].shape for n in theirs.read)) or spread:
+            if (is_elementwise(name) and all(n in uniform or not sliced.avals[n].shape for n in theirs.read)) or spread:
                 uniform.update(theirs.outputs)
             elif shapes != [whole.avals[number].shape for number in ours.outputs]:
                 return False
@@ -35,7 +34,7 @@ def alike(whole: Program, sliced: Program) -> bool:
         own = [sliced.avals[n].shape for n in theirs.read if n in marked]
         others = [n for n in theirs.read if n not in marked and n not in uniform and sliced.avals[n].shape]
         kept = name == "broadcast_in_dim" and shapes == own
-        if not (name in ELEMENTWISE or kept) or others or {*own, *shapes} != {own[0]}:
+        if not (is_elementwise(name) or kept) or others or {*own, *shapes} != {own[0]}:
             return False
         marked.update(theirs.outputs)
     return True
@@ -43,10 +42,9 @@ def alike(whole: Program, sliced: Program) -> bool:
 
 def _same(ours: Equation, theirs: Equation) -> bool:
     """Whether two equations are the same operation with the same constants, shapes aside."""
-    if ours.eqn.primitive is not theirs.eqn.primitive or acts(theirs.eqn):
+    if not ours.op.is_alike(theirs.op) or theirs.op.acts:
         return False
     constants = [[str(atom.val) if is_constant(atom) else None for atom in each.inputs] for each in (ours, theirs)]
     if constants[0] != constants[1]:
         return False
-    shaped = ours.eqn.primitive.name == "broadcast_in_dim"
-    return shaped or str(ours.eqn.params) == str(theirs.eqn.params) or ours.inputs == theirs.inputs == ()
+    return ours.name == "broadcast_in_dim" or ours.op.does_the_same(theirs.op) or ours.inputs == theirs.inputs == ()

@@ -1,7 +1,8 @@
 """What a rank cannot do with its part of a parameter, and whose code asked for it."""
 
 from collections.abc import Sequence
-from typing import Any
+
+from axonml_jax.compat.operation import Operation
 
 
 class Mixing(Exception):
@@ -17,8 +18,6 @@ class Mixing(Exception):
         self.what, self.frames = what, tuple(frames)
 
 
-def frames_of(eqn: Any, outer: Sequence[str]) -> list[str]:
-    """Names of the functions around an equation: those around the outermost call first, as inner ones may be cached."""
-    traceback = eqn.source_info.traceback
-    own = [frame.function_name for frame in traceback.frames] if traceback is not None else []
-    return list(outer) + own
+def frames_of(op: Operation, outer: Sequence[str]) -> list[str]:
+    """Names of the functions around an operation: those around the outermost call first, as inner ones may be cached."""
+    return [*outer, *op.functions]

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import jaxprs_in_params
 
 from axonml_jax._types import PyTree
-from axonml_jax.model.atoms import is_constant
-from axonml_jax.model.trace import trace
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.program.atoms import is_constant
+from axonml_jax.program.program import Program, no_calls, read_program
 from axonml_jax.sharding.layout import Layout, is_layout
 from axonml_jax.sharding.stored import map_layouts
 from axonml_jax.training.apply import apply
@@ -116,7 +116,8 @@ class OnShards:
         run = lambda grads, state, params, loss: apply(self.tx, grads, state, params, loss)
 
         def traced(shape: Any) -> Any:
-            return trace(run, *(jax.tree.map(shape, tree, is_leaf=is_layout) for tree in trees), loss).jaxpr
+            shapes = (jax.tree.map(shape, tree, is_leaf=is_layout) for tree in trees)
+            return read_program(trace(run, *shapes, loss).jaxpr, no_calls)
 
         if self.program(loss).has_totals:
             return False
@@ -148,12 +149,12 @@ def stored_shard(seen: Any, layout: Layout) -> Any:
     return jnp.reshape(seen, layout.shard) if not layout.shape and layout.shard else seen
 
 
-def operations(jaxpr: Any) -> Iterator[tuple[str, ...]]:
+def operations(program: Program) -> Iterator[tuple[str, ...]]:
     """The operations of a program with their constants, in order: they differ where its Python code looks at shapes."""
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name, *(str(atom.val) for atom in eqn.invars if is_constant(atom))
-        for inner in jaxprs_in_params(eqn.params):
-            yield from operations(inner)
+    for equation in program.equations:
+        yield equation.name, *(str(atom.val) for atom in equation.inputs if is_constant(atom))
+        for body in equation.bodies:
+            yield from operations(body)
 
 
 def _seen_shape(layout: Layout) -> jax.ShapeDtypeStruct:

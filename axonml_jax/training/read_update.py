@@ -14,30 +14,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
 from axonml_jax._types import PyTree
-from axonml_jax.model.atoms import is_constant
-from axonml_jax.model.elementwise import ELEMENTWISE
-from axonml_jax.model.trace import acts, run_equation, trace
+from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.operation import Operation
+from axonml_jax.program.atoms import is_constant
+from axonml_jax.program.program import Equation, Program, no_calls, read_program
+from axonml_jax.program.rules import is_elementwise, rule_of
 from axonml_jax.sharding.layout import Layout
 from axonml_jax.training.mixing import Mixing, frames_of
 from axonml_jax.training.sharded_program import ShardedProgram, Step, neutral
 from axonml_jax.training.value import Value, kind_of
 
-_CALLS = frozenset(
-    (
-        "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
-        "checkpoint", "remat", "remat2",
-    )
-)  # fmt: skip
 _STILL = frozenset(("broadcast_in_dim", "reshape", "reshard", "sharding_constraint"))
 """What leaves a part of a parameter as it is, where the result is the parameter's shape or its elements in a row."""
 
 _JOINING = frozenset(("add", "and", "max", "min", "or"))
 """How single elements join totals: then they are sent in the round of these, and not what comes of them in the next."""
-
-_TOTALS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min"}
 
 
 def read_update(
@@ -59,10 +52,10 @@ def read_update(
     Raises:
       Mixing: when ranks cannot run it on what they hold.
     """
-    jaxpr = trace(fun, *args).jaxpr
+    program = read_program(trace(fun, *args).jaxpr, no_calls)
     reader = _Reader(layouts)
-    inputs = [reader.new(var.aval, owner) for var, owner in zip(jaxpr.invars, owners[0], strict=True)]
-    results = [reader.returned(*each) for each in zip(reader.read(jaxpr, inputs, ()), owners[1], strict=True)]
+    inputs = [reader.new(program.avals[number], owner) for number, owner in zip(program.inputs, owners[0], strict=True)]
+    results = [reader.returned(*each) for each in zip(reader.read(program, inputs, ()), owners[1], strict=True)]
     return ShardedProgram(
         steps=tuple(reader.steps),
         inputs=tuple(value.number for value in inputs),
@@ -87,16 +80,16 @@ class _Reader:
     def new(self, aval: Any, owner: int | None, *, uniform: bool = False, level: int = 0) -> Value:
         return Value(next(self._count), aval, owner, uniform, level)
 
-    def read(self, jaxpr: Any, given: Sequence[Value], frames: Sequence[str]) -> list[Value]:
+    def read(self, program: Program, given: Sequence[Value], frames: Sequence[str]) -> list[Value]:
         """The results of a program of these arguments."""
-        env: dict[Any, Value] = dict(zip(jaxpr.invars, given, strict=True))
-        for var, constant in zip(jaxpr.constvars, getattr(jaxpr, "consts", ()), strict=True):
-            env[var] = self._constant(constant, var.aval)
+        env: dict[int, Value] = dict(zip(program.inputs, given, strict=True))
+        for number, constant in program.constants.items():
+            env[number] = self._constant(constant, program.avals[number])
         look = lambda atom: self._constant(atom.val, atom.aval) if is_constant(atom) else env[atom]
-        for eqn in jaxpr.eqns:
-            made = self._equation(eqn, [look(atom) for atom in eqn.invars], frames_of(eqn, frames))
-            env.update(zip(eqn.outvars, made, strict=True))
-        return [look(atom) for atom in jaxpr.outvars]
+        for equation in program.equations:
+            made = self._equation(equation, [look(atom) for atom in equation.inputs], frames_of(equation.op, frames))
+            env.update(zip(equation.outputs, made, strict=True))
+        return [look(atom) for atom in program.outputs]
 
     def returned(self, value: Value, owner: int | None) -> Value:
         """A result, which must hold elements of the parameter that it belongs to, or be the same on all ranks."""
@@ -117,26 +110,22 @@ class _Reader:
         self.constants[value.number] = constant if typed else np.asarray(constant, aval.dtype)
         return value
 
-    def _equation(self, eqn: Any, given: list[Value], frames: Sequence[str]) -> list[Value]:
-        name, inner = eqn.primitive.name, list(jaxprs_in_params(eqn.params))
-        if name in _CALLS and inner:
-            return self.read(inner[0], given, frames)
-        if (
-            name == "random_bits"
-            and any(var.aval.size > 1 for var in eqn.outvars)
-            and any(each.axes for each in self.layouts)
-        ):
+    def _equation(self, equation: Equation, given: list[Value], frames: Sequence[str]) -> list[Value]:
+        op, name, avals = equation.op, equation.name, equation.op.made
+        if equation.called is not None:
+            return self.read(equation.called, given, frames)
+        split = any(each.axes for each in self.layouts)
+        if split and name == "random_bits" and any(aval.size > 1 for aval in avals):
             raise Mixing("random numbers of a parameter's shape", frames)
-        if name == "cond" and given[0].owner is None and self._must_split(given) and not acts(eqn):
-            cases = [self.read(branch, given[1:], frames) for branch in eqn.params["branches"]]
+        if equation.branches and given[0].owner is None and self._must_split(given) and not op.acts:
+            cases = [self.read(branch, given[1:], frames) for branch in equation.branches]
             return [self._chosen(given[0], list(each), frames) for each in zip(*cases, strict=True)]
-        given, owner = self._settled(eqn, given, frames)
-        avals = [var.aval for var in eqn.outvars]
+        given, owner = self._settled(op, given, frames)
         if owner is None:
             spread = name == "broadcast_in_dim"
-            uniform = (name in ELEMENTWISE or spread) and all(value.is_number for value in given)
-            run = (lambda values: values) if uniform and spread else (lambda values: run_equation(eqn, values))
-            return self._emit(run, given, avals, None, uniform=uniform, kind=kind_of(eqn, given) if uniform else None)
+            uniform = (is_elementwise(name) or spread) and all(value.is_number for value in given)
+            run = (lambda values: values) if uniform and spread else op.bind
+            return self._emit(run, given, avals, None, uniform=uniform, kind=kind_of(op, given) if uniform else None)
         if not self._whole(owner) and name in _STILL:
             return [given[0]._replace(aval=avals[0])]
         if not self._whole(owner) and name == "dot_general":  # of all dims: a sum of products
@@ -144,9 +133,9 @@ class _Reader:
             product = lambda values: [jnp.asarray(values[0] * values[1], avals[0].dtype)]
             given = self._emit(product, given, kinds, owner)
             return [self._total(jnp.sum, given[0], "sum", avals[0].dtype)]
-        if name in _TOTALS and given[0].aval.shape and not self._whole(owner):
-            return [self._total(lambda x: run_equation(eqn, [x])[0], given[0], _TOTALS[name], avals[0].dtype)]
-        return self._emit(lambda values: run_equation(eqn, values), given, avals, owner, kind=kind_of(eqn, given))
+        if (total := rule_of(name).total) and given[0].aval.shape and not self._whole(owner):
+            return [self._total(lambda x: op.bind([x])[0], given[0], total, avals[0].dtype)]
+        return self._emit(op.bind, given, avals, owner, kind=kind_of(op, given))
 
     def _chosen(self, index: Value, cases: list[Value], frames: Sequence[str]) -> Value:
         """A result of a conditional: all branches run, as totals in them need all ranks."""
@@ -157,24 +146,24 @@ class _Reader:
         choose = lambda values: [jax.lax.select_n(values[0], *map(jnp.asarray, values[1:]))]
         return self._emit(choose, given, [cases[0].aval], owner, uniform=uniform)[0]
 
-    def _settled(self, eqn: Any, given: list[Value], frames: Sequence[str]) -> tuple[list[Value], int | None]:
-        """What an equation acts on, and the parameter whose elements these are, or None: the same on all ranks."""
-        name, owned = eqn.primitive.name, [value for value in given if value.owner is not None]
+    def _settled(self, op: Operation, given: list[Value], frames: Sequence[str]) -> tuple[list[Value], int | None]:
+        """What an operation acts on, and the parameter whose elements these are, or None: the same on all ranks."""
+        name, owned = op.name, [value for value in given if value.owner is not None]
         if name in _JOINING and any(value.owner is None and value.level for value in given):
             given = [self._everywhere(value) if self._is_small(value) else value for value in given]
             owned = [value for value in given if value.owner is not None]
         if not owned:
             return given, None
-        if len({value.owner for value in owned}) == 1 and self._is_local(owned[0]) and not acts(eqn):
+        if len({value.owner for value in owned}) == 1 and self._is_local(owned[0]) and not op.acts:
             return given, owned[0].owner
-        shapes = {var.aval.shape for var in eqn.outvars}
-        if name in ELEMENTWISE:
-            return self._together(given, eqn.outvars[0].aval.shape, name, frames)
+        if is_elementwise(name):
+            return self._together(given, op.made[0].shape, name, frames)
+        shapes = {aval.shape for aval in op.made}
         if name in _STILL and shapes <= self._still(owned[0]):
             return given, owned[0].owner
-        if name == "dot_general" and _contracts_all(eqn):
+        if name == "dot_general" and _contracts_all(op):
             return self._together(given, given[0].aval.shape, name, frames)
-        if name in _TOTALS and len(eqn.params["axes"]) == len(owned[0].aval.shape):
+        if rule_of(name).total and len(op.options["axes"]) == len(owned[0].aval.shape):
             return given, owned[0].owner
         given = [self._everywhere(value) if self._is_small(value) else value for value in given]
         if any(value.owner is not None for value in given):
@@ -280,10 +269,10 @@ def _spreading(run: Any, given: Sequence[Value], *, split: bool) -> Any:
     return spread
 
 
-def _contracts_all(eqn: Any) -> bool:
+def _contracts_all(op: Operation) -> bool:
     """Whether a product is one of all elements with their like."""
-    (left, right), _ = eqn.params["dimension_numbers"]
-    return left == right == tuple(range(eqn.invars[0].aval.ndim)) == tuple(range(eqn.invars[1].aval.ndim))
+    left, right = op.contraction.contracted
+    return left == right == tuple(range(op.given[0].ndim)) == tuple(range(op.given[1].ndim))
 
 
 def _as(aval: Any, dtype: Any) -> Any:

@@ -12,11 +12,12 @@ import jax
 
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.varying import vary_like, varying_axes
-from axonml_jax.model.atoms import aval_of, entry_of, names_of, result_of
-from axonml_jax.model.program import Equation, Program, flatten, run
-from axonml_jax.model.trace import acts, trace
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.parallel.loading import load, moment, slices
 from axonml_jax.parallel.offload import CPUOffload
+from axonml_jax.program.atoms import aval_of, entry_of, names_of, result_of
+from axonml_jax.program.program import Equation, Program, read_program
+from axonml_jax.program.run import run
 from axonml_jax.sharding.memory import movable, to_device_memory, to_host_memory
 from axonml_jax.training.alike import alike
 
@@ -78,7 +79,7 @@ def _traced(update: Update, leaves: Sequence[jax.Array], treedef: Any, rests: An
     """The update as a stream, and the structure of its results. Nobody reads the first slices that it is traced with."""
     first = [leaf if n == 1 else leaf[: len(leaf) // n] for leaf, n in zip(leaves, trips, strict=True)]
     traced = trace(update, *treedef.unflatten(to_device_memory(first)))
-    program = flatten(traced.jaxpr)
+    program = read_program(traced.jaxpr)
     stream = _Stream(
         program=program,
         leaves=dict(zip(program.inputs, leaves, strict=True)),
@@ -196,7 +197,7 @@ class _Stream:
         results: list[tuple[int, ...]] = [(i,) for i in range(len(self.program.outputs))]
         wanted = [entry_of(atom, needs, nothing) for atom in self.program.outputs]
         for each in self.program.equations:
-            if acts(each.eqn):
+            if each.op.acts:
                 results.append(())
                 wanted.append(nothing.union(*(needs.get(number, nothing) for number in each.read)))
         pieces: dict[int, Piece] = {}
@@ -231,7 +232,7 @@ class _Stream:
         owner = {number: k for k, piece in enumerate(pieces) for number in piece.needed}
         shared, own, wanted = [], [[] for _ in pieces], set(names_of(self.program.outputs))
         for each in reversed(self.program.equations):
-            if wanted.intersection(each.outputs) or acts(each.eqn):
+            if wanted.intersection(each.outputs) or each.op.acts:
                 wanted.update(each.read)
                 found = next((needs[number] for number in each.read if number in needs), None)
                 (own[owner[next(iter(found))]] if found else shared).append(each)

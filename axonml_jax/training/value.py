@@ -3,7 +3,8 @@
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from axonml_jax.model.elementwise import ELEMENTWISE
+from axonml_jax.compat.operation import Operation
+from axonml_jax.program.rules import is_elementwise
 
 
 class Value(NamedTuple):
@@ -29,14 +30,14 @@ class Value(NamedTuple):
         return self.owner is None and (not self.aval.shape or self.uniform)
 
 
-def kind_of(eqn: Any, given: Sequence[Value]) -> Hashable:
-    """What an equation does to each element, whatever the shape; None: it may do anything else."""
-    shape = eqn.outvars[0].aval.shape
-    spread = eqn.primitive.name == "broadcast_in_dim" and given[0].is_number
-    if not spread and eqn.primitive.name not in ELEMENTWISE:
+def kind_of(op: Operation, given: Sequence[Value]) -> Hashable:
+    """What an operation does to each element, whatever the shape; None: it may do anything else."""
+    shape = op.made[0].shape
+    spread = op.name == "broadcast_in_dim" and given[0].is_number
+    if not spread and not is_elementwise(op.name):
         return None
     if any(not value.is_number and (value.owner is None or value.aval.shape != shape) for value in given):
         return None
-    options = () if spread else tuple(sorted((name, str(value)) for name, value in eqn.params.items()))
+    options = () if spread else tuple(sorted((name, str(value)) for name, value in op.options.items()))
     met = tuple(value.owner is None and (value.uniform, not value.aval.shape) for value in given)
-    return eqn.primitive.name, options, met, *(str(var.aval.dtype) for var in eqn.outvars)
+    return op.name, options, met, *(str(aval.dtype) for aval in op.made)

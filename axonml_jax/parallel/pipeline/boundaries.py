@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from axonml_jax.model.atoms import names_of
-from axonml_jax.model.program import Program
 from axonml_jax.parallel.pipeline.chain import marked
+from axonml_jax.program.atoms import names_of
+from axonml_jax.program.program import Program
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def boundaries(
 def _marks(program: Program, num_stages: int) -> list[int]:
     places = [0] * num_stages
     for position, equation in reversed(list(enumerate(program.equations))):
-        if (stage := marked(equation.eqn)) is not None:
+        if (stage := marked(equation.op)) is not None:
             places[stage] = position
     for stage in range(1, num_stages):  # a stage that receives no arrays has no mark: it is empty
         places[stage] = max(places[stage], places[stage - 1])

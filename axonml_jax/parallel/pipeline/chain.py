@@ -9,6 +9,7 @@ from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from axonml_jax._types import PyTree
+from axonml_jax.compat.operation import Operation
 
 _MARK = "axonml.stage"
 
@@ -31,10 +32,9 @@ def mark(tree: PyTree, stage: int) -> PyTree:
     return jax.tree.map(lambda x: checkpoint_name(x, f"{_MARK}{stage}"), tree)
 
 
-def marked(equation: Any) -> int | None:
-    """The stage that a traced equation marks the beginning of; None for all others."""
-    name = equation.params.get("name", "") if equation.primitive.name == "name" else ""
-    return int(name[len(_MARK) :]) if isinstance(name, str) and name.startswith(_MARK) else None
+def marked(op: Operation) -> int | None:
+    """The stage that an operation marks the beginning of; None for all others."""
+    return int(op.label[len(_MARK) :]) if op.label.startswith(_MARK) else None
 
 
 class Chain(nnx.Module):

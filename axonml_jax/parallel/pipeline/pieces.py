@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from axonml_jax.model.atoms import among, entry_of, names_of
-from axonml_jax.model.prelude import is_light
-from axonml_jax.model.program import Equation, Program, flatten
-from axonml_jax.model.trace import trace
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.parallel.pipeline.boundaries import Work, boundaries
-
-_COSTLY = frozenset(("dot_general", "conv_general_dilated", "sort", "scan", "while", "custom_call", "pure_callback"))
+from axonml_jax.program.atoms import among, entry_of, names_of
+from axonml_jax.program.program import Equation, Program, read_program
+from axonml_jax.program.rules import is_light, is_repeatable
 
 
 @dataclass(frozen=True)
@@ -74,11 +72,10 @@ class _Tags:
 
     def of(self, equation: Equation) -> str:
         read = {self.kinds.get(number, "work") for number in equation.read} - {"constant"}
-        name = equation.eqn.primitive.name
-        if equation.eqn.effects or name in _COSTLY or len(read) > 1 or "work" in read:
+        if len(read) > 1 or "work" in read or not is_repeatable(equation):
             return "work"
         kind = read.pop() if read else "constant"
-        return "work" if kind == "weight" and not is_light(equation) else kind
+        return "work" if kind == "weight" and not is_light(equation.op) else kind
 
 
 def cut_pieces(
@@ -106,7 +103,7 @@ def cut_pieces(
         changes it.
     """
     traced = trace(fun, list(weights), list(given), list(states))
-    program = flatten(traced.jaxpr)
+    program = read_program(traced.jaxpr)
     ends = len(weights), len(weights) + len(given)
     numbers = program.inputs
     w, g, s = numbers[: ends[0]], numbers[ends[0] : ends[1]], numbers[ends[1] :]

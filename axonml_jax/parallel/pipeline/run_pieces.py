@@ -10,10 +10,8 @@ import jax.numpy as jnp
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.collectives.primitives import axis_index, sum_over
 from axonml_jax.collectives.varying import vary, vary_like, varying_axes
-from axonml_jax.model.atoms import aval_of, result_of, results_of
 from axonml_jax.model.functional import Variables
 from axonml_jax.model.precision import cast_floating
-from axonml_jax.model.program import run
 from axonml_jax.parallel.pipeline.executor import PipelineResult, run_pipeline
 from axonml_jax.parallel.pipeline.packing import slot_value
 from axonml_jax.parallel.pipeline.pieces import Piece, Pieces, cut_pieces
@@ -23,6 +21,8 @@ from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers, Stored
 from axonml_jax.parallel.pipeline.stages import StageOutput
 from axonml_jax.parallel.pipeline.store import Named, on_own_rank
 from axonml_jax.parallel.pipeline.timetable import Timetable
+from axonml_jax.program.atoms import aval_of, result_of, results_of
+from axonml_jax.program.run import run
 
 if TYPE_CHECKING:
     from axonml_jax.parallel.placement import Placement

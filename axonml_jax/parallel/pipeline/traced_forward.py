@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.residuals import Saved
-from axonml_jax.model.atoms import aval_of, results_of, value_of
-from axonml_jax.model.program import Equation, Program, flatten, run
-from axonml_jax.model.trace import trace
 from axonml_jax.parallel.pipeline.traced_stage import Inputs, Results, TracedStage
 from axonml_jax.parallel.units.body import Transform
+from axonml_jax.program.atoms import aval_of
+from axonml_jax.program.program import Equation, Program, read_program
+from axonml_jax.program.run import run_program
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class TracedForward:
             return results, saved.residuals
 
         made = trace(forward, *inputs)
-        return cls(flatten(made.jaxpr), made.out_tree, replace(kept[-1], residuals=[]))
+        return cls(read_program(made.jaxpr), made.out_tree, replace(kept[-1], residuals=[]))
 
     @property
     def residuals(self) -> list[Any]:
@@ -54,14 +55,8 @@ class TracedForward:
 
     def apply(self, inputs: Inputs) -> tuple[Results, list[jax.Array]]:
         """The results, and what is kept."""
-        env = dict(self.program.constants)
-        env |= zip(self.program.inputs, (leaf for leaves in inputs for leaf in leaves), strict=True)
-        for equation in self.program.equations:
-            if _changes_nothing(equation):
-                env[equation.outputs[0]] = value_of(equation.inputs[0], env)
-            else:
-                run([equation], env)
-        return self.out_tree.unflatten(results_of(self.program.outputs, env))
+        same = lambda equation, operands: operands if _changes_nothing(equation) else None
+        return self.out_tree.unflatten(run_program(self.program, [leaf for leaves in inputs for leaf in leaves], same))
 
 
 def _changes_nothing(equation: Equation) -> bool:
@@ -69,9 +64,9 @@ def _changes_nothing(equation: Equation) -> bool:
 
     `jax.checkpoint` does so to what it keeps, because XLA may compute numbers of 16 bits with more; of wider ones it is a copy.
     """
-    eqn = equation.eqn
-    if eqn.primitive.name != "reduce_precision":
+    op = equation.op
+    if op.name != "reduce_precision":
         return False
-    info = jnp.finfo(eqn.invars[0].aval.dtype)
-    given = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+    info = jnp.finfo(op.given[0].dtype)
+    given = op.options["exponent_bits"], op.options["mantissa_bits"]
     return info.bits >= 32 and given == (info.nexp, info.nmant)

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.residuals import Saved
-from axonml_jax.model.atoms import Atom, among, aval_of, names_of, result_of, results_of
-from axonml_jax.model.prelude import mark, prelude_of
-from axonml_jax.model.program import Program, flatten
-from axonml_jax.model.segments import depends_on
-from axonml_jax.model.trace import trace
 from axonml_jax.parallel.pipeline.stages import Stage, StageOutput
 from axonml_jax.parallel.units.body import Body, Prelude, Transform, Values, add
+from axonml_jax.program.atoms import Atom, among, aval_of, names_of, result_of, results_of
+from axonml_jax.program.dataflow import with_gradient
+from axonml_jax.program.prelude import mark, prelude_of
+from axonml_jax.program.program import Program, read_program
 
 
 class Inputs(NamedTuple):
@@ -140,7 +140,7 @@ def trace_stage(
         return out._replace(aux=jax.lax.stop_gradient(out.aux), state=jax.lax.stop_gradient(out.state))
 
     traced = trace(flat, *(list(leaves) for leaves in inputs))
-    program = flatten(traced.jaxpr)
+    program = read_program(traced.jaxpr)
     numbers = _regroup(program.inputs, inputs)
     output = traced.out_tree.unflatten(program.outputs)
     places = Results(*(leaf if name == "loss" else jax.tree.leaves(leaf) for name, leaf in output._asdict().items()))
@@ -166,7 +166,7 @@ def _body(program: Program, numbers: Inputs, places: Results, start: Sequence[in
     results = names_of(program.outputs)
     read = dict.fromkeys(number for equation in work for number in equation.read)
     derived = [number for number in dict.fromkeys((*read, *results)) if number in marks.made_of]
-    varied = depends_on(program, start)
+    varied = with_gradient(program, start)
     plain = set(names_of((*places.aux, *places.state))) - set(names_of((*places.y, places.loss)))
     varied -= plain - {number for equation in program.equations for number in equation.read} - set(program.inputs)
     prelude = Prelude(sources, prelude_of(program, derived, marks), derived, varied)

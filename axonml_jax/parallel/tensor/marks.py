@@ -10,13 +10,22 @@ import jax
 from axonml_jax.collectives.pairs import gather_from, own_slice, split_to
 from axonml_jax.collectives.primitives import gather_whole
 from axonml_jax.mesh.axes import BATCH_AXES
+from axonml_jax.program.program import Program, read_program
 
-GATHERED, OWN = "axonml_gathered_parameter", "axonml_own_part"
-OPENED, CLOSED = "axonml_split_over_", "axonml_was_split_over_"
+MARK = "axonml_"
+"""How the names of all calls begin that mean something to the library."""
+
+GATHERED, OWN = f"{MARK}gathered_parameter", f"{MARK}own_part"
+OPENED, CLOSED = f"{MARK}split_over_", f"{MARK}was_split_over_"
 """The names of the equations, each a `jit`; the last two are followed by the axis."""
 
 Places = tuple[tuple[int, str], ...]
 """Which dims an array is split along, over which axis each: the outermost axis of a dim first."""
+
+
+def marked_program(jaxpr: Any) -> Program:
+    """A program with its marked calls kept and all others opened."""
+    return read_program(jaxpr, lambda op, inputs: not op.label.startswith(MARK))
 
 
 @dataclass(frozen=True, eq=False)

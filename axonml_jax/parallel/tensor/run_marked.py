@@ -10,21 +10,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
 from axonml_jax.collectives.pairs import copy_to
 from axonml_jax.collectives.varying import varying_axes
-from axonml_jax.model.atoms import is_constant, value_of, values_of
-from axonml_jax.model.trace import called_jaxpr, run_equation, scan_parts, scope_of
 from axonml_jax.parallel.tensor.marks import CLOSED, GATHERED, OPENED, OWN, Part, SplitValue
 from axonml_jax.parallel.tensor.split_loss import Form, WholeLosses
+from axonml_jax.program.atoms import Atom, is_constant
+from axonml_jax.program.program import Equation, Program
+from axonml_jax.program.run import run_program
 
 
-def run_marked(jaxpr: Any, values: Sequence[Any], losses: WholeLosses) -> list[Any]:
+def run_marked(program: Program, values: Sequence[Any], losses: WholeLosses) -> list[Any]:
     """Run a program; where a layer takes its part of what was gathered, it gets the shard.
 
     Args:
-      jaxpr: a closed jaxpr.
+      program: a program whose marked calls are kept.
       values: its inputs; a `SplitValue` in the place of each parameter that the program gathers first.
       losses: those that take a whole operand.
 
@@ -34,7 +34,7 @@ def run_marked(jaxpr: Any, values: Sequence[Any], losses: WholeLosses) -> list[A
     Communicates: an all-gather of every shard that something else reads, and an all-reduce of the gradient of every value
     that enters between paired layers.
     """
-    results = _Level(jaxpr, values, losses).results()
+    results = _Level(losses).run(program, values)
     if any(isinstance(value, Part) for value in results):
         raise ValueError(
             "auto_parallelize paired layers by example=, so that the output of one stays split until the other takes it; in "
@@ -46,114 +46,105 @@ def run_marked(jaxpr: Any, values: Sequence[Any], losses: WholeLosses) -> list[A
 class _Level:
     """A program in one trace."""
 
-    def __init__(self, jaxpr: Any, values: Sequence[Any], losses: WholeLosses):
+    def __init__(self, losses: WholeLosses):
         self.losses = losses
-        self.jaxpr, self.env = jaxpr, dict(zip(jaxpr.constvars, getattr(jaxpr, "consts", ()), strict=True))
-        self.env |= zip(jaxpr.invars, values, strict=True)
         self.entered: dict[Any, Any] = {}  # a value enters once, and its gradient is summed once
 
-    def results(self) -> list[Any]:
-        for eqn in self.jaxpr.eqns:
-            self.env.update(zip(eqn.outvars, self._run(eqn), strict=True))
-        return values_of(self.jaxpr.outvars, self.env)
+    def run(self, program: Program, values: Sequence[Any]) -> list[Any]:
+        """The results, as they are."""
+        return run_program(program, values, self._at)
 
-    def _run(self, eqn: Any) -> list[Any]:
-        given = values_of(eqn.invars, self.env)
-        name = str(eqn.params.get("name", ""))
+    def _at(self, equation: Equation, given: list[Any]) -> Sequence[Any]:
+        op, name = equation.op, equation.op.label
         if name.startswith(OPENED):
             return [Part(_read(given[0]), name.removeprefix(OPENED))]
         if name.startswith((CLOSED, GATHERED)):
             return [given[0].value if isinstance(given[0], Part) else given[0]]
         if name == OWN and isinstance(given[0], SplitValue):
             return [given[0].value]
-        results = _opened(eqn, given, self.losses)
+        results = _opened(equation, given, self.losses)
         if results is not None:
             return results
         axis = next((value.axis for value in given if isinstance(value, Part)), None)
         if axis is None:
-            return run_equation(eqn, [_read(value) for value in given])
-        with scope_of(eqn):
-            values = [self._enter(var, axis) for var in eqn.invars]
-        return [Part(result, axis) for result in run_equation(eqn, values)]
+            return op.bind([_read(value) for value in given])
+        with op.scope():
+            values = [self._enter(*each, axis) for each in zip(equation.inputs, given, strict=True)]
+        return [Part(result, axis) for result in op.bind(values)]
 
-    def _enter(self, var: Any, axis: str) -> Any:
+    def _enter(self, atom: Atom, value: Any, axis: str) -> Any:
         """A value where ranks work on parts; with `check_vma` JAX has cast a whole one already."""
-        value = value_of(var, self.env)
-        if isinstance(value, Part) or is_constant(var):
+        if isinstance(value, Part) or is_constant(atom):
             return _value(value)
-        if var not in self.entered:
+        if atom not in self.entered:
             whole = _read(value)
             cast = not jnp.issubdtype(whole.dtype, jnp.inexact) or axis in varying_axes(whole)
-            self.entered[var] = whole if cast else copy_to(whole, axis)
-        return self.entered[var]
+            self.entered[atom] = whole if cast else copy_to(whole, axis)
+        return self.entered[atom]
 
 
-def _loss(form: Form, eqn: Any, given: list[Any]) -> Any:
+def _loss(form: Form, equation: Equation, given: list[Any]) -> Any:
     """A loss of whole operands; of a table that nobody has read yet the shard is the part."""
     own, *others = given
-    with scope_of(eqn):
+    with equation.op.scope():
         if isinstance(own, SplitValue) and own.places == form.places:
             return form.part(own.value, *map(_read, others))
         return form.whole(*map(_read, given))
 
 
-def _opened(eqn: Any, given: list[Any], losses: WholeLosses) -> list[Any] | None:
+def _opened(equation: Equation, given: list[Any], losses: WholeLosses) -> list[Any] | None:
     """The results of an equation whose body is run with shards and parts as they are; None: it is run as it is."""
     shards = any(isinstance(value, SplitValue) for value in given)
     parts = any(isinstance(value, Part) for value in given)
-    if not parts and (form := losses.taken(eqn)) is not None:
-        return [_loss(form, eqn, given)]
-    marked = lambda jaxpr: shards or _has_marks(jaxpr) or losses.within(getattr(jaxpr, "jaxpr", jaxpr))
-    if (inner := called_jaxpr(eqn)) is not None and (parts or marked(inner)):
-        with scope_of(eqn):
-            return _Level(inner, given, losses).results()
-    if eqn.primitive.name in ("checkpoint", "remat", "remat2") and (parts or marked(eqn.params["jaxpr"])):
-        with scope_of(eqn):
-            return _checkpointed(eqn, given, losses)
-    if scan_parts(eqn) is not None and not parts and marked(eqn.params["jaxpr"]):
-        with scope_of(eqn):
-            return _scanned(eqn, given, losses)
+    if not parts and (form := losses.taken(equation)) is not None:
+        return [_loss(form, equation, given)]
+    body = equation.body
+    if body is None or equation.op.loop is not None:
+        return None
+    marked = shards or _has_marks(body) or losses.within(body)
+    if equation.op.checkpointed is not None and (parts or marked):
+        with equation.op.scope():
+            return _checkpointed(equation, body, given, losses)
+    if equation.op.scan is not None and marked and not parts:
+        with equation.op.scope():
+            return _scanned(equation, body, given, losses)
     return None
 
 
-def _checkpointed(eqn: Any, given: list[Any], losses: WholeLosses) -> list[Any]:
+def _checkpointed(equation: Equation, body: Program, given: list[Any], losses: WholeLosses) -> list[Any]:
     results: list[Any] = []
 
-    def body(*values: Any) -> list[Any]:
+    def call(*values: Any) -> list[Any]:
         again = [_on(old, value) for old, value in zip(given, values, strict=True)]
-        results[:] = _Level(eqn.params["jaxpr"], again, losses).results()
+        results[:] = _Level(losses).run(body, again)
         return [value.value if isinstance(value, Part) else _read(value) for value in results]
 
-    options = {key: eqn.params[key] for key in ("prevent_cse", "policy")}
-    made = jax.checkpoint(body, **options)(*map(_value, given))
+    view = equation.op.checkpointed
+    assert view is not None
+    made = jax.checkpoint(call, **view.options)(*map(_value, given))
     return [Part(value, old.axis) if isinstance(old, Part) else value for old, value in zip(results, made, strict=True)]
 
 
-def _scanned(eqn: Any, given: list[Any], losses: WholeLosses) -> list[Any]:
-    parts = scan_parts(eqn)
-    assert parts is not None
-    first = parts.num_consts + parts.num_carry
-    consts, carry = given[: parts.num_consts], [_read(value) for value in given[parts.num_consts : first]]
+def _scanned(equation: Equation, body: Program, given: list[Any], losses: WholeLosses) -> list[Any]:
+    scan = equation.op.scan
+    assert scan is not None
+    first = scan.first_scanned
+    consts, carry = given[: scan.num_consts], [_read(value) for value in given[scan.num_consts : first]]
     stacks = [(value.sliced() or value.whole) if isinstance(value, SplitValue) else value for value in given[first:]]
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         own = [_on(old, _value(old)) for old in consts]  # what this body gathers belongs to its own trace
         own += [*carry, *(_on(old, value) for old, value in zip(stacks, slices, strict=True))]
-        results = run_marked(eqn.params["jaxpr"], own, losses)
-        return results[: parts.num_carry], results[parts.num_carry :]
+        results = run_marked(body, own, losses)
+        return results[: scan.num_carry], results[scan.num_carry :]
 
-    options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(step, carry, [_value(value) for value in stacks], **options)
+    carry, ys = jax.lax.scan(step, carry, [_value(value) for value in stacks], **scan.options)
     return [*carry, *ys]
 
 
-def _has_marks(jaxpr: Any) -> bool:
+def _has_marks(program: Program) -> bool:
     """Whether layers leave outputs split within a body."""
-    return any(
-        str(eqn.params.get("name", "")).startswith(OPENED)
-        or any(_has_marks(getattr(inner, "jaxpr", inner)) for inner in jaxprs_in_params(eqn.params))
-        for eqn in jaxpr.eqns
-    )
+    return any(each.op.label.startswith(OPENED) or any(map(_has_marks, each.bodies)) for each in program.equations)
 
 
 def _read(value: Any) -> Any:

@@ -14,14 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
 from axonml_jax.collectives.varying import types_are_checked, varying_axes
 from axonml_jax.parallel.tensor.axes import degree
 from axonml_jax.parallel.tensor.differing import Axes, differing
-from axonml_jax.parallel.tensor.marks import Places
+from axonml_jax.parallel.tensor.marks import MARK, Places
+from axonml_jax.program.program import Equation, Program
 
-PREFIX = "axonml_split_loss_"
+PREFIX = f"{MARK}split_loss_"
 """How the equations' names begin."""
 
 
@@ -109,35 +109,32 @@ class WholeLosses:
     """The losses of a program whose first operand is whole.
 
     Args:
-      jaxpr: a program, not closed; it stays alive as long as this.
+      program: a program whose marked calls are kept.
       given: over which axes each input differs.
     """
 
-    def __init__(self, jaxpr: Any, given: Sequence[Axes]):
-        self.jaxpr, self._axes, self._done = jaxpr, {}, set()
-        differing(jaxpr, given, self._visit)
+    def __init__(self, program: Program, given: Sequence[Axes]):
+        self._axes: dict[Equation, Axes] = {}
+        self._done: set[Equation] = set()
+        differing(program, given, self._visit)
 
-    def _visit(self, eqn: Any, operands: Sequence[Axes]) -> None:
-        form = _form(eqn)
+    def _visit(self, equation: Equation, operands: Sequence[Axes]) -> None:
+        form = _form(equation)
         if form is not None and len(operands) == len(form.dims):
-            self._axes[id(eqn)] = eqn, self._axes.get(id(eqn), (eqn, frozenset()))[1] | operands[0]
+            self._axes[equation] = self._axes.get(equation, frozenset()) | operands[0]
 
-    def taken(self, eqn: Any) -> Form | None:
+    def taken(self, equation: Equation) -> Form | None:
         """The form of an equation to run for whole operands; None: it is none of these, or not as it was written."""
-        form, (_, differs) = _form(eqn), self._axes.get(id(eqn), (eqn, frozenset()))
-        as_written = form is not None and tuple(v.aval.ndim for v in eqn.invars) == form.dims and len(eqn.outvars) == 1
-        if form is None or not as_written or id(eqn) not in self._axes or differs & set(form.axes):
+        form, op = _form(equation), equation.op
+        as_written = form is not None and tuple(aval.ndim for aval in op.given) == form.dims and len(op.made) == 1
+        if form is None or not as_written or equation not in self._axes or self._axes[equation] & set(form.axes):
             return None
-        self._done.add(id(eqn))
+        self._done.add(equation)
         return form
 
-    def within(self, jaxpr: Any) -> bool:
+    def within(self, program: Program) -> bool:
         """Whether a body has one of them."""
-        return any(
-            id(eqn) in self._axes
-            or any(self.within(getattr(inner, "jaxpr", inner)) for inner in jaxprs_in_params(eqn.params))
-            for eqn in jaxpr.eqns
-        )
+        return any(each in self._axes or any(map(self.within, each.bodies)) for each in program.equations)
 
     def refuse(self) -> None:
         """Refuse those that nobody took: batched ones, those in branches, those whole over some of the axes.
@@ -145,13 +142,13 @@ class WholeLosses:
         Raises:
           ValueError: naming the first.
         """
-        for key, (eqn, differs) in self._axes.items():
-            if key not in self._done and (form := _form(eqn)) is not None:
-                form.require(eqn.invars[0].aval, differs)
+        for equation, differs in self._axes.items():
+            if equation not in self._done and (form := _form(equation)) is not None:
+                form.require(equation.op.given[0], differs)
 
 
-def _form(eqn: Any) -> Form | None:
-    return _forms.get(str(eqn.params.get("name", ""))) if eqn.primitive.name in ("jit", "pjit") else None
+def _form(equation: Equation) -> Form | None:
+    return _forms.get(equation.op.label)
 
 
 @functools.cache

@@ -13,11 +13,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from axonml_jax._types import named_leaves, path_name
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.mesh.axes import LAYER_AXES, as_axes
 from axonml_jax.model.functional import Functional, Variables
-from axonml_jax.model.trace import trace
 from axonml_jax.parallel.tensor.axes import bound, degree
-from axonml_jax.parallel.tensor.marks import Places, SplitValue, closed, gathered, opened, part_of
+from axonml_jax.parallel.tensor.marks import Places, SplitValue, closed, gathered, marked_program, opened, part_of
 from axonml_jax.parallel.tensor.run_marked import run_marked
 from axonml_jax.parallel.tensor.specs import SPEC, WHOLE, tensor_specs
 from axonml_jax.parallel.tensor.split_loss import WholeLosses, recorded, whole_allowed
@@ -74,10 +74,10 @@ def reading_whole(fun: Callable, model: Functional, variables: Variables, *args:
         return [leaf for leaf in out if isinstance(leaf, jax.Array)]
 
     values = [leaf for _, leaf in leaves]
-    jaxpr = trace(arrays_of, *values).jaxpr
-    losses = WholeLosses(jaxpr.jaxpr, [frozenset(axis for _, axis in at) for at in found])
+    program = marked_program(trace(arrays_of, *values).jaxpr)
+    losses = WholeLosses(program, [frozenset(axis for _, axis in at) for at in found])
     shards = [SplitValue(leaf, at) if at else leaf for leaf, at in zip(values, own, strict=True)]
-    arrays = iter(run_marked(jaxpr, shards, losses))
+    arrays = iter(run_marked(program, shards, losses))
     losses.refuse()
     return seen["treedef"].unflatten([next(arrays) if leaf is None else leaf for leaf in seen["fixed"]])
 
@@ -94,8 +94,8 @@ def _checked(fun: Callable, places: Mapping[str, Places], variables: Variables, 
             made = fun(Variables(params, frozen, state), *args)
             return [leaf for leaf in jax.tree.leaves(made) if isinstance(leaf, jax.Array)]
 
-        jaxpr = trace(arrays_of, *(leaf for _, leaf in leaves)).jaxpr
-        WholeLosses(jaxpr.jaxpr, [frozenset(axis for _, axis in at) for at in found]).refuse()
+        program = marked_program(trace(arrays_of, *(leaf for _, leaf in leaves)).jaxpr)
+        WholeLosses(program, [frozenset(axis for _, axis in at) for at in found]).refuse()
     return out
 
 

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 from axonml_jax.collectives.varying import vary, varying_axes
 from axonml_jax.compat.residuals import Saved, vjp_without
-from axonml_jax.model.program import Equation, run, run_named
+from axonml_jax.program.program import Equation
+from axonml_jax.program.recomputed import run_named
+from axonml_jax.program.run import run
 
 Values = dict[int, Any]
 """Arrays by their number in a program."""

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from axonml_jax.collectives.varying import vary_like
 from axonml_jax.compat.residuals import Saved
-from axonml_jax.model.atoms import among, is_constant, names_of, value_of, values_of
-from axonml_jax.model.prelude import mark, prelude_of
-from axonml_jax.model.program import Program, flatten
-from axonml_jax.model.segments import Segment, depends_on
-from axonml_jax.model.trace import scan_parts, scope_of
 from axonml_jax.parallel.units.body import Body, Prelude, Transform, Values, add
 from axonml_jax.parallel.units.gathered import Gathered, Slices
+from axonml_jax.program.atoms import among, is_constant, names_of, value_of, values_of
+from axonml_jax.program.dataflow import with_gradient
+from axonml_jax.program.prelude import mark, prelude_of
+from axonml_jax.program.program import Program
+from axonml_jax.program.segments import Segment
 
 
 class LoopSaved(NamedTuple):
@@ -38,7 +38,7 @@ class Loop:
       constants: the body's constants.
       results: the number of every result.
       returned: the body's number or literal of every result.
-      params: of the scan.
+      options: of the scan.
       scope: a context with the scan's name and source line.
     """
 
@@ -52,7 +52,7 @@ class Loop:
     constants: Values
     results: tuple[int, ...]
     returned: tuple[Any, ...]
-    params: Mapping[str, Any]
+    options: Mapping[str, Any]
     scope: Callable[[], Any]
 
     def apply(
@@ -116,9 +116,9 @@ class Loop:
                 slices.sync(self._trained, list(of(self.scanned).values())),
             )
 
-        params = dict(self.params) | {"reverse": not self.params["reverse"]}
+        options = dict(self.options) | {"reverse": not self.options["reverse"]}
         gathered = Gathered(slices, self.scanned, shards, self.scope)
-        (first, totals), (stacked, own) = gathered.scan(trip, (start, totals), xs, params)
+        (first, totals), (stacked, own) = gathered.scan(trip, (start, totals), xs, options)
         grads: Values = {}
         for k, grad in (first | totals | stacked).items():
             if not is_constant(self.operands[k]):
@@ -154,7 +154,7 @@ class Loop:
     def _scan(self, trip: Callable, given: dict[int, Any], shards: Values, slices: Slices) -> tuple[Values, Any]:
         carry, xs = [given[k] for k in self._carry], {k: given[k] for k in self._stacked}
         gathered = Gathered(slices, self.scanned, shards, self.scope)
-        carry, (out, extra) = gathered.scan(trip, carry, xs, self.params)
+        carry, (out, extra) = gathered.scan(trip, carry, xs, self.options)
         return dict(zip(self.results, [*carry, *out], strict=True)), extra
 
     def _given(self, inputs: Values, prepared: Values) -> dict[int, Any]:
@@ -200,11 +200,10 @@ def loop_of(segment: Segment, program: Program, prelude: Prelude) -> Loop:
       prelude: the segment's.
     """
     (equation,) = segment.equations
-    eqn, parts = equation.eqn, scan_parts(equation.eqn)
-    assert parts is not None
-    inner = flatten(eqn.params["jaxpr"])
+    scan, inner = equation.op.scan, equation.body
+    assert scan is not None and inner is not None
     derived = set(segment.derived)
-    carry = range(parts.num_consts, parts.num_consts + parts.num_carry)
+    carry = range(scan.num_consts, scan.first_scanned)
     weights = [
         k for k, atom in enumerate(equation.inputs) if k in segment.scanned or (among(atom, derived) and k not in carry)
     ]
@@ -227,21 +226,21 @@ def loop_of(segment: Segment, program: Program, prelude: Prelude) -> Loop:
         body=Body(own, work, inputs, outputs, inner.avals),
         operands=equation.inputs,
         inner=inner.inputs,
-        num_consts=parts.num_consts,
-        num_carry=parts.num_carry,
+        num_consts=scan.num_consts,
+        num_carry=scan.num_carry,
         scanned=segment.scanned,
         constants=dict(inner.constants),
         results=equation.outputs,
         returned=inner.outputs,
-        params={name: eqn.params[name] for name in ("length", "reverse", "unroll")},
-        scope=lambda: scope_of(eqn),
+        options=scan.options,
+        scope=equation.op.scope,
     )
 
 
 def _varied(inner: Program, start: set[int], carry: range) -> frozenset[int]:
     """Values of a trip that have a gradient: what one trip makes of them, the next one may carry."""
     while True:
-        varied = depends_on(inner, start)
+        varied = with_gradient(inner, start)
         more = {inner.inputs[k] for i, k in enumerate(carry) if among(inner.outputs[i], varied)} - start
         if not more:
             return varied

@@ -1,8 +1,8 @@
 """From the segments of a cut program to what runs them."""
 
-from axonml_jax.model.segments import Cut, Segment
 from axonml_jax.parallel.units.body import Body, Prelude
 from axonml_jax.parallel.units.loop import Loop, loop_of
+from axonml_jax.program.segments import Cut, Segment
 
 
 def part_of(segment: Segment, cut: Cut) -> Body | Loop:

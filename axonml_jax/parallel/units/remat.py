@@ -6,15 +6,14 @@ from typing import Any, Literal
 import jax
 
 from axonml_jax._types import PyTree, named_leaves
-from axonml_jax.model.atoms import results_of
-from axonml_jax.model.elementwise import PRODUCT_PARTS, all_but_elementwise
 from axonml_jax.model.functional import Functional
-from axonml_jax.model.program import PRODUCTS
-from axonml_jax.model.segments import cut
 from axonml_jax.parallel.units.gathered import Slices
 from axonml_jax.parallel.units.loop import Loop
 from axonml_jax.parallel.units.parts import part_of
 from axonml_jax.parallel.units.wrap import Wrap, units
+from axonml_jax.program.atoms import results_of
+from axonml_jax.program.recomputed import PRODUCT_PARTS, PRODUCTS, all_but_elementwise
+from axonml_jax.program.segments import cut
 
 Remat = Literal["full", "selective"] | None
 """What the backward recomputes: nothing (in scans and pipelines, where it lies apart from its forward, what is elementwise);

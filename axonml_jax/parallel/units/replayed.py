@@ -11,9 +11,7 @@ from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.collectives.varying import varying_axes
 from axonml_jax.compat.barrier import together
 from axonml_jax.mesh.axes import AxisNames
-from axonml_jax.model.atoms import among, results_of
 from axonml_jax.model.functional import Functional
-from axonml_jax.model.segments import Cut, Segment, cut
 from axonml_jax.parallel.loading import load, moment
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units.body import Values, add
@@ -22,6 +20,8 @@ from axonml_jax.parallel.units.loop import Loop
 from axonml_jax.parallel.units.parts import part_of
 from axonml_jax.parallel.units.remat import transform_of
 from axonml_jax.parallel.units.wrap import units
+from axonml_jax.program.atoms import among, results_of
+from axonml_jax.program.segments import Cut, Segment, cut
 from axonml_jax.sharding.layout import Layout, is_layout
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.collectives.varying import vary, vary_like
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.model.functional import Variables
-from axonml_jax.model.trace import trace
 from axonml_jax.sharding.layout import is_layout
 from axonml_jax.training.engine.engine import Differentiated, GradientEngine
 from axonml_jax.training.objective import shard_key
@@ -91,7 +91,7 @@ def _typed_carry(run: OneMicrobatch, state: PyTree, key: jax.Array, batch: PyTre
     leaves, treedef = jax.tree.flatten(state)
     for _ in leaves:
         traced = trace(lambda s: jax.tree.leaves(run(treedef.unflatten(s), key, batch, inner, None)[2]), leaves)
-        wider = [vary_like(leaf, var.aval) for leaf, var in zip(leaves, traced.jaxpr.outvars, strict=True)]
+        wider = [vary_like(leaf, aval) for leaf, aval in zip(leaves, traced.made, strict=True)]
         if all(new is old for new, old in zip(wider, leaves, strict=True)):
             break
         leaves = wider

@@ -2,17 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from flax import nnx
-from jax.extend.core import Jaxpr, Var
 
-from axonml_jax.model.atoms import entry_of, names_of
-from axonml_jax.model.trace import plain_call
 from axonml_jax.parallel.tensor.auto.example import Example
-from axonml_jax.parallel.tensor.auto.flow import Flow, Path
+from axonml_jax.parallel.tensor.auto.flow import Path, Walk
 from axonml_jax.parallel.tensor.auto.ports import Port
 from axonml_jax.parallel.tensor.auto.probe import PREFIX, Part, modes_of, traced
+from axonml_jax.program.atoms import entry_of, names_of
+from axonml_jax.program.program import Program
 
 
 @dataclass
@@ -73,28 +71,27 @@ class _Search:
 
     def __init__(self, model: nnx.Module, names: list[Path], example: Example, ranks: int):
         self.model, self.names, self.example, self.ranks = model, names, example, ranks
-        self.jaxprs: dict[bool | None, Any] = {}
+        self.programs: dict[bool | None, Program] = {}
         self.read: set[Path] = set()
         self.why: dict[Path, str] = {}
         self.blocks: dict[Path, int] = {}
         for mode in modes_of(model):
             try:
-                jaxpr, owners = traced(model, dict.fromkeys(names), example, ranks, mode)
+                program, owners = traced(model, dict.fromkeys(names), example, ranks, mode)
             except Exception:
                 if mode is None:
                     raise
                 continue  # a mode in which the model cannot be called, such as dropout without a stream
-            self.jaxprs[mode] = jaxpr.jaxpr
-            self.read |= {owners[i] for i in _read_outside(jaxpr.jaxpr, set(owners))}
+            self.programs[mode] = program
+            self.read |= {owners[i] for i in _read_outside(program, set(owners))}
 
-    def settled(self, ports: Mapping[Path, Port], able: set[Path]) -> list[Flow]:
+    def settled(self, ports: Mapping[Path, Port], able: set[Path]) -> list[Walk]:
         """Walks in which no guess is wrong: fewer and fewer of `able` leave their output split."""
         while True:
             flows = []
-            for jaxpr in self.jaxprs.values():
-                flows.append(Flow(self.names, ports, {p: self.blocks.get(p, 1) for p in able}, self.ranks))
-                flows[-1].run(jaxpr, {})
-                flows[-1].end(jaxpr)
+            for program in self.programs.values():
+                flows.append(Walk(self.names, ports, {p: self.blocks.get(p, 1) for p in able}, self.ranks))
+                flows[-1].run(program)
             broken = _torn(flows) | {path: why for flow in flows for path, why in flow.broken.items()}
             if fused := self._fused(flows, ports, able & broken.keys()):
                 self.blocks |= fused
@@ -104,13 +101,13 @@ class _Search:
                 return flows
             able = able - broken.keys()
 
-    def _fused(self, flows: list[Flow], ports: Mapping[Path, Port], broken: set[Path]) -> dict[Path, int]:
+    def _fused(self, flows: list[Walk], ports: Mapping[Path, Port], broken: set[Path]) -> dict[Path, int]:
         """Layers to try again as several side by side, whose output is cut into them."""
         found = {path: blocks for flow in flows for path, blocks in flow.fused.items() if path in broken}
         fits = lambda path, blocks: ports[path].fuses and ports[path].out_size % (blocks * self.ranks) == 0
         return {p: blocks for p, blocks in found.items() if p not in self.blocks and fits(p, blocks)}
 
-    def same_code(self, flows: list[Flow]) -> bool:
+    def same_code(self, flows: list[Walk]) -> bool:
         """Whether the model does the same with a rank's features: code that reads sizes off shapes would not."""
         parts: dict[Path, Part | None] = dict.fromkeys(self.names)
         for flow in flows:
@@ -118,10 +115,10 @@ class _Search:
             parts |= {path: Part("row", dim) for path, (dim, _) in flow.rows.items()}
         if not any(flow.rows for flow in flows):
             return True
-        for mode, flow in zip(self.jaxprs, flows, strict=True):
+        for mode, flow in zip(self.programs, flows, strict=True):
             try:
                 split, _ = traced(self.model, parts, self.example, self.ranks, mode)
-                differs = flow.differs_on_a_rank(split.jaxpr)
+                differs = flow.differs_on_a_rank(split)
             except (TypeError, ValueError) as error:
                 differs = f"on a rank's features the model's code fails: {str(error).splitlines()[0]}"
             if differs is not None:
@@ -130,7 +127,7 @@ class _Search:
         return True
 
 
-def _torn(flows: list[Flow]) -> dict[Path, str]:
+def _torn(flows: list[Walk]) -> dict[Path, str]:
     """Columns that feed a row in one mode of the model which takes something else in another."""
     torn: dict[Path, str] = {}
     for flow in flows:
@@ -140,11 +137,11 @@ def _torn(flows: list[Flow]) -> dict[Path, str]:
     return torn
 
 
-def _used(flows: list[Flow]) -> set[Path]:
+def _used(flows: list[Walk]) -> set[Path]:
     return set().union(*(flow.used() for flow in flows))
 
 
-def _kinds(flows: list[Flow]) -> list[set[Path]]:
+def _kinds(flows: list[Walk]) -> list[set[Path]]:
     """The layers that leave their output split, those together that feed one row or have one name in several blocks."""
     kinds: list[set] = []
     for _, sources in (taken for flow in flows for taken in flow.taken):
@@ -155,23 +152,23 @@ def _kinds(flows: list[Flow]) -> list[set[Path]]:
     return [{path for path in _used(flows) if of(path) in kind} for kind in kinds]
 
 
-def _read_outside(jaxpr: Jaxpr, positions: set[int]) -> Iterator[int]:
+def _read_outside(program: Program, positions: set[int]) -> Iterator[int]:
     """Which inputs are read by more than layers' own calls."""
-    alias = {jaxpr.invars[i]: i for i in positions}
-    yield from _reads(jaxpr, alias)
-    yield from (alias[var] for var in names_of(jaxpr.outvars) if var in alias)
+    alias = {program.inputs[i]: i for i in positions}
+    yield from _reads(program, alias)
+    yield from (alias[number] for number in names_of(program.outputs) if number in alias)
 
 
-def _reads(jaxpr: Jaxpr, alias: dict[Var, int]) -> Iterator[int]:
-    """The reads, one by one; `alias` learns the variables that calls hand an input through to."""
-    for eqn in jaxpr.eqns:
-        mine = [entry_of(atom, alias, None) for atom in eqn.invars]
-        if all(i is None for i in mine) or str(eqn.params.get("name", "")).startswith(PREFIX):
+def _reads(program: Program, alias: dict[int, int]) -> Iterator[int]:
+    """The reads, one by one; `alias` learns the values that calls hand an input through to."""
+    for equation in program.equations:
+        mine = [entry_of(atom, alias, None) for atom in equation.inputs]
+        if all(i is None for i in mine) or equation.op.label.startswith(PREFIX):
             continue
-        if (inner := plain_call(eqn)) is not None:
-            inside = {v: i for v, i in zip(inner.invars, mine, strict=True) if i is not None}
+        if (inner := equation.called) is not None:
+            inside = {number: i for number, i in zip(inner.inputs, mine, strict=True) if i is not None}
             yield from _reads(inner, inside)
-            through = ((v, entry_of(own, inside, None)) for v, own in zip(eqn.outvars, inner.outvars, strict=True))
-            alias |= {v: i for v, i in through if i is not None}
+            through = ((n, entry_of(own, inside, None)) for n, own in zip(equation.outputs, inner.outputs, strict=True))
+            alias |= {number: i for number, i in through if i is not None}
         else:
             yield from (i for i in mine if i is not None)

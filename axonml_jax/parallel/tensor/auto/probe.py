@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.parallel.tensor.auto.example import Example
+from axonml_jax.parallel.tensor.marks import MARK, marked_program
+from axonml_jax.program.program import Program
 
-PREFIX = "axonml_layer_"
+PREFIX = f"{MARK}layer_"
 
 
 class Part(NamedTuple):
@@ -28,8 +31,8 @@ def modes_of(model: nnx.Module) -> list[bool | None]:
 
 def traced(
     model: nnx.Module, paths: Mapping[tuple, Part | None], example: Example, ranks: int, training: bool | None = None
-) -> tuple[Any, dict]:
-    """The jaxpr of a call of the model, and whose parameter each of its first inputs is.
+) -> tuple[Program, dict]:
+    """The program of a call of the model, and whose parameter each of its first inputs is.
 
     Args:
       model: the model; a copy of it is traced.
@@ -39,8 +42,8 @@ def traced(
       training: True or False switch the model as `model.train()` and `model.eval()` do.
 
     Returns:
-      (closed jaxpr, number of an input variable -> path of the layer that owns it); a layer's calls are `jit` equations named
-      `PREFIX` and the layer's position in `paths`.
+      (program, number of an input -> path of the layer that owns it); a layer's calls are `jit` equations named `PREFIX` and
+      the layer's position in `paths`.
     """
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     names = {path: i for i, path in enumerate(paths)}
@@ -54,14 +57,14 @@ def traced(
             copy.train() if training else copy.eval()
         return [leaf for leaf in jax.tree.leaves(example.call(copy, arrays)) if isinstance(leaf, jax.Array)]
 
-    jaxpr = jax.make_jaxpr(call)(params, rest, example.arrays)
+    program = marked_program(trace(call, params, rest, example.arrays).jaxpr)
     owners, leaves = {}, jax.tree_util.tree_leaves_with_path(params)
     for number, (where, _) in enumerate(leaves):
         keys = tuple(getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in where)
         owner = next((path for path in names if keys[: len(path)] == path), None)
         if owner is not None:
             owners[number] = owner
-    return jaxpr, owners
+    return program, owners
 
 
 def _probe(kind: type, name: str, part: Part | None, ranks: int) -> type:

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axonml_jax.model.atoms import entry_of, names_of
-from axonml_jax.model.prelude import Marks, mark, prelude_of
-from axonml_jax.model.program import Equation, Program, flatten
-from axonml_jax.model.trace import scan_parts, trace
+from axonml_jax.compat.jaxpr import trace
+from axonml_jax.program.atoms import entry_of, names_of
+from axonml_jax.program.dataflow import reads, with_gradient
+from axonml_jax.program.prelude import Marks, mark, prelude_of
+from axonml_jax.program.program import Equation, Program, read_program
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def cut(
         return jax.tree.map(lambda x: jnp.copy(x) if id(x) in given else x, fun(weights, *args))
 
     traced = trace(results, list(weights), *args)
-    program = flatten(traced.jaxpr)
+    program = read_program(traced.jaxpr)
     marks = mark(program, {number: i for i, number in enumerate(program.inputs[: len(weights)])})
     scanned = _scanned(program, marks, sliceable)
     pieces = _pieces(marks, scanned, units())
@@ -105,32 +106,18 @@ def cut(
         for weight in segment.weights:
             first.setdefault(weight, i)
             last[weight] = i
-    varied = depends_on(program, program.inputs[:trained])
+    varied = with_gradient(program, program.inputs[:trained])
     return Cut(program, len(weights), tuple(segments), first, last, varied, traced.out_tree)
-
-
-def depends_on(program: Program, start: Iterable[int]) -> frozenset[int]:
-    """Floating values that depend on those given, they included."""
-    varied = {number for number in start if jnp.issubdtype(program.avals[number].dtype, jnp.inexact)}
-    for equation in program.equations:
-        if any(number in varied for number in equation.read):
-            varied |= {n for n in equation.outputs if jnp.issubdtype(program.avals[n].dtype, jnp.inexact)}
-    return frozenset(varied)
 
 
 def _scanned(program: Program, marks: Marks, sliceable: Collection[int]) -> dict[int, dict[int, int]]:
     """For every scan the weights that are scanned over there and read nowhere else: operand position -> weight."""
-    reads: dict[int, int] = dict.fromkeys(names_of(program.outputs), 1)
-    for equation in program.equations:
-        for number in equation.read:
-            reads[number] = reads.get(number, 0) + 1
-    found = {}
+    counts, found = reads(program), {}
     for position in marks.work:
         equation = program.equations[position]
-        if (parts := scan_parts(equation.eqn)) is None:
+        if (scan := equation.op.scan) is None:
             continue
-        first = parts.num_consts + parts.num_carry
-        alone = {k: n for k, n in enumerate(equation.inputs) if k >= first and entry_of(n, reads, 0) == 1}
+        alone = {k: n for k, n in enumerate(equation.inputs) if k >= scan.first_scanned and entry_of(n, counts, 0) == 1}
         weights = {k: marks.weights[number] for k, number in alone.items() if number in marks.weights}
         own = {k: weight for k, weight in weights.items() if weight in sliceable}
         if own:

@@ -6,12 +6,10 @@ A cast weight that lay among the residuals of a backward pass would be a whole c
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from jax.extend.core import jaxprs_in_params
-
-from axonml_jax.model.atoms import names_of
-from axonml_jax.model.program import Equation, Program
-
-_HEAVY = frozenset(("dot_general", "conv_general_dilated", "sort", "threefry2x32"))
+from axonml_jax.program.atoms import names_of
+from axonml_jax.program.dataflow import made_by
+from axonml_jax.program.program import Equation, Program
+from axonml_jax.program.rules import is_light
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ def mark(program: Program, weights: Mapping[int, int]) -> Marks:
     made_of = {number: frozenset((weight,)) for number, weight in weights.items()}
     results, work = set(names_of(program.outputs)), []
     for position, equation in enumerate(program.equations):
-        prepares = is_light(equation) and all(number in made_of for number in equation.read)
+        prepares = is_light(equation.op) and all(number in made_of for number in equation.read)
         if prepares and not results.intersection(equation.outputs):
             made = frozenset().union(*(made_of[number] for number in equation.read))
             made_of |= dict.fromkeys(equation.outputs, made)
@@ -48,17 +46,4 @@ def mark(program: Program, weights: Mapping[int, int]) -> Marks:
 
 def prelude_of(program: Program, derived: Iterable[int], marks: Marks) -> tuple[Equation, ...]:
     """The light equations that make `derived` from the weights, in order."""
-    wanted, needed = {number for number in derived if number not in marks.weights}, []
-    for equation in reversed(program.equations):
-        if wanted.intersection(equation.outputs):
-            needed.append(equation)
-            wanted |= {number for number in equation.read if number not in marks.weights}
-    return tuple(reversed(needed))
-
-
-def is_light(equation: Equation) -> bool:
-    """Whether it may be run again for nothing: no contraction, no call or loop, no random bits, no communication."""
-    eqn, name = equation.eqn, equation.eqn.primitive.name
-    return not (
-        list(jaxprs_in_params(eqn.params)) or eqn.effects or name in _HEAVY or name.startswith(("random_", "custom_"))
-    )
+    return tuple(made_by(program.equations, derived, marks.weights))

@@ -1,24 +1,25 @@
 """Atoms: what an equation reads and a program returns, each the name of a value or a constant written into the program.
 
-A jaxpr names its values by variables, a flat program (`program.py`) by numbers. A constant has no name and cannot be hashed,
-so it is never a key: every table and set of values is asked here, wherever an atom may be a constant.
+A program (`program.py`) names its values by numbers. A constant has no name and cannot be hashed, so it is never a key: every
+table and set of values is asked here, wherever an atom may be a constant.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
+
+from axonml_jax.compat.jaxpr import is_literal
 
 Atom = Any
-"""A `jax.extend.core.Var` or a number, or a `jax.extend.core.Literal`."""
+"""A number, or a constant with a `val` and an `aval`."""
 
 T = TypeVar("T")
 
 
 def is_constant(atom: Atom) -> bool:
     """Whether an atom is a constant."""
-    return isinstance(atom, Literal)
+    return is_literal(atom)
 
 
 def names_of(atoms: Iterable[Atom]) -> tuple[Any, ...]:
