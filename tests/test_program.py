@@ -111,8 +111,7 @@ def test_a_part_of_a_result_is_made_of_the_part_that_it_follows_alone(name):
 
 def test_every_rule_of_dims_was_tried():
     tried = {equation.name for fun, *args in OPERATIONS.values() for equation in program_of(fun, *args).equations}
-    tried |= {"unstack"} - {each.name for each in gc.get_objects() if isinstance(each, Primitive)}
-    assert not set(DIMS) - tried
+    assert set(DIMS) - tried <= {"unstack"}  # before jax 0.12 a list of an array's rows is slices
     assert all(RULES[name].follow is DIMS[name] for name in DIMS)
 
 
