@@ -111,10 +111,12 @@ BREAKS = {
     "traces are told apart": [(around, "get_opaque_trace_state", lambda: 0)],
     "the platform around": [(jax.sharding, "get_abstract_mesh", lambda: types.SimpleNamespace(empty=True))],
     "donated buffers": [(jax, "jit", lambda fun, donate_argnums: JIT(fun))],
+    "branches write in place": [(versions, "BRANCHES_WRITE_IN_PLACE", not versions.BRANCHES_WRITE_IN_PLACE)],
     "host memory": [(jax, "device_put", lambda x, where: x)],
     "the coordinator's store": [(_jax, "get_distributed_runtime_client", OtherClient)],
     "where gloo listens": [(xla_bridge, "make_cpu_client", lambda: None)],
     "whether a backend has started": [(xla_bridge, "backends_are_initialized", lambda: False)],
+    "threads of simulated devices": [(os, "environ", {**os.environ, "NPROC": "9999"})],
 }
 
 

@@ -1,5 +1,6 @@
-"""Canaries about where arrays lie: donated buffers and host memory."""
+"""Canaries about where arrays lie: donated buffers, buffers that branches write into, host memory."""
 
+import re
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from axonml_jax.compat import versions
 from axonml_jax.compat.canaries.on_two import AXIS, SPLIT, floats
 from axonml_jax.compat.canary import Canary, expect
 
@@ -23,6 +25,23 @@ def _donated() -> None:
 
 def _buffers(x: Any) -> list[int]:
     return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+
+
+def _in_place() -> None:
+    rows, size = 8, 4096
+
+    def step(buffer: Any, i: Any) -> Any:
+        put = lambda row: lambda buffer: jax.lax.dynamic_update_index_in_dim(buffer, row(buffer[i % rows]), i % rows, 0)
+        return jax.lax.cond(i % 2 == 0, put(jnp.sin), put(jnp.cos), buffer), None
+
+    loop = jax.jit(lambda buffer: jax.lax.scan(step, buffer, jnp.arange(16))[0], donate_argnums=0)
+    text = str(loop.lower(floats(rows, size)).compile().as_text())
+    copied = [line for line in text.splitlines() if re.search(rf"= f32\[{rows},{size}\]\S* copy\(", line)]
+    in_place = versions.BRANCHES_WRITE_IN_PLACE
+    expect(
+        bool(copied) != in_place,
+        f"of a loop whose branches write into its buffer XLA:CPU copies the buffer {len(copied)} times",
+    )
 
 
 def _host() -> None:
@@ -43,6 +62,12 @@ CANARIES = (
         "A committed, sharded array that is donated is deleted, and the step writes into its buffers.",
         "Every step holds parameters and optimizer state twice.",
         _donated,
+    ),
+    Canary(
+        "branches write in place",
+        "From jax 0.11 on XLA:CPU lets a branch write into a buffer of the loop around it.",
+        "A pipeline copies everything that it keeps in every tick; or writes twice what it could write once.",
+        _in_place,
     ),
     Canary(
         "host memory",

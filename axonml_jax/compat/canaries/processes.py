@@ -1,8 +1,10 @@
 """Canaries about how processes start and meet (`platform.py`, `coordination.py`)."""
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -96,6 +98,21 @@ def _started() -> None:
     expect(backend_started(), "JAX has devices and says that no backend has started")
 
 
+def _threads() -> None:
+    asked, threads = os.environ.get("NPROC", ""), Path("/proc/self/task")
+    if jax.devices()[0].platform != "cpu" or not asked or not threads.exists():
+        return  # no simulated devices, or no way to see threads
+    pool = [thread for thread in threads.glob("*/comm") if _name(thread).startswith("tf_XLAEigen")]
+    expect(len(pool) >= int(asked), f"with NPROC={asked} XLA:CPU has {len(pool)} threads in its pool")
+
+
+def _name(thread: Path) -> str:
+    try:
+        return thread.read_text()
+    except OSError:
+        return ""  # it has just ended
+
+
 CANARIES = (
     Canary(
         "the coordinator's store",
@@ -114,5 +131,11 @@ CANARIES = (
         "JAX knows whether it has started a backend without starting one.",
         "Simulated devices are asked for too late, and are not there.",
         _started,
+    ),
+    Canary(
+        "threads of simulated devices",
+        "The environment variable NPROC sizes XLA:CPU's pool of threads when the backend starts (seen on Linux only).",
+        "Simulated devices wait for each other for ever on machines with few cores.",
+        _threads,
     ),
 )
