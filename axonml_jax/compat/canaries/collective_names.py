@@ -27,14 +27,14 @@ def _named() -> None:
     for check_vma in (True, False):
         for what, (known, call) in KNOWN.items():
             found = body_of(on_two(call, SPLIT, check_vma=check_vma), floats(4))
-            ours = [eqn for eqn in found if eqn.primitive.name in known]
+            ours = [operation for operation in found if operation.name in known]
             expect(
                 len(ours) == 1,
                 f"with check_vma={check_vma} {what} traces to {names(found)}, not to one of {sorted(known)}",
             )
-            params = ours[0].params
-            axes = params.get("axis_name", params.get("axes"))
-            expect(axes in (AXIS, (AXIS,)), f"{what} names its axes {axes!r}: {sorted(params)}")
+            expect(
+                ours[0].mesh_axes == (AXIS,), f"{what} names the axes {ours[0].mesh_axes} in {sorted(ours[0].options)}"
+            )
 
 
 def _transposed() -> None:

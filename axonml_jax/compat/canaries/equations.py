@@ -1,16 +1,17 @@
-"""Canaries about jaxprs and their equations, which the library reads, cuts and runs again."""
+"""Canaries about jaxprs and their equations (`jaxpr.py`, `operation.py`), which are read, cut and run again."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
-from jax.interpreters import partial_eval
 
-from axonml_jax.compat.canaries.on_two import AXIS, SPLIT, floats, names, on_two
+from axonml_jax.compat.barrier import after
+from axonml_jax.compat.canaries.on_two import AXIS, SPLIT, body_of, floats, names, on_two, operations
 from axonml_jax.compat.canary import Canary, expect
+from axonml_jax.compat.jaxpr import is_literal, live, opened
+from axonml_jax.compat.operation import Operation
 
 
 @jax.custom_jvp
@@ -40,112 +41,82 @@ def _program(x: Any) -> Any:
     return jax.lax.cond(total > 0, jnp.sin, jnp.cos, x)
 
 
-def _traced() -> dict[str, Any]:
-    """The equations of a program with one of each kind, by primitive."""
-    return {eqn.primitive.name: eqn for eqn in jax.make_jaxpr(_program)(floats(4)).eqns}
-
-
-_BODIES: dict[frozenset[str], tuple[str, ...]] = {
-    frozenset({"jit", "pjit"}): ("jaxpr",),
-    frozenset({"checkpoint", "remat2"}): ("jaxpr",),
-    frozenset({"custom_jvp_call"}): ("call_jaxpr",),
-    frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"}): ("call_jaxpr", "fun_jaxpr"),
-    frozenset({"scan"}): ("jaxpr",),
-    frozenset({"while"}): ("body_jaxpr",),
-    frozenset({"cond"}): ("branches",),
+_VIEWS: dict[str, tuple[Callable[[Operation], Any], int]] = {
+    "mere calls": (lambda operation: operation.called, 1),
+    "calls": (lambda operation: operation.call, 4),
+    "calls under jax.checkpoint": (lambda operation: operation.checkpointed, 1),
+    "scans": (lambda operation: operation.scan, 1),
+    "while loops": (lambda operation: operation.loop, 1),
+    "conditionals": (lambda operation: operation.branches, 1),
 }
+"""What an operation may be read as, and how many of `_program` are."""
 
 
 def _inner() -> None:
-    found = _traced()
-    found |= {
-        eqn.primitive.name: eqn for eqn in jax.make_jaxpr(on_two(jnp.sin, SPLIT, check_vma=False))(floats(2)).eqns
-    }
-    for known, keys in (_BODIES | {frozenset({"shard_map"}): ("jaxpr",)}).items():
-        eqn = next((found[name] for name in known if name in found), None)
-        if eqn is None:
-            expect(False, f"no equation is called {' or '.join(sorted(known))}: {list(found)}")
-            continue
-        name, held = eqn.primitive.name, list(jaxprs_in_params(eqn.params))
-        expect(any(key in eqn.params for key in keys), f"{name} holds its body in none of {keys}: {sorted(eqn.params)}")
+    found = operations(_program, floats(4))
+    for what, (view, count) in _VIEWS.items():
+        read = [operation.name for operation in found if view(operation) is not None]
         expect(
-            len(held) == {"while": 2, "cond": 2}.get(name, 1), f"jaxprs_in_params finds {len(held)} programs in {name}"
+            len(read) == count, f"of the operations {names(found)} these are read as {what}: {read}, expected {count}"
         )
-    sizes = found["shard_map"].params
-    expect({"mesh", "newly_manual_axes"} <= set(sizes), f"shard_map says {sorted(sizes)}")
+    held = {operation.name: len(operation.bodies) for operation in found if operation.bodies}
+    expect(sorted(held.values()) == [1, 1, 1, 1, 1, 2, 2], f"programs inside operations: {held}")
+    mapped = operations(on_two(jnp.sin, SPLIT, check_vma=False), floats(2))[0].mapped
+    said = mapped and (dict(mapped.axis_sizes), mapped.manual)
+    expect(said == ({AXIS: 2}, frozenset({AXIS})), f"a shard_map over two ranks says {said}")
 
 
 def _scans() -> None:
-    params = _traced()["scan"].params
-    if "ft_in" in params:  # jax 0.12
-        consts, carry, _ = params["ft_in"].unpack()
-        sizes = len(consts), len(carry)
-    else:
-        expect("num_consts" in params and "num_carry" in params, f"a scan says {sorted(params)}")
-        sizes = params["num_consts"], params["num_carry"]
-    expect(sizes == (1, 1), f"a scan with one constant and one carry says that it has {sizes}")
-    missing = {"length", "reverse", "unroll", "jaxpr"} - set(params)
-    expect(not missing, f"a scan does not say {sorted(missing)}")
+    found = [operation.scan for operation in operations(_program, floats(4)) if operation.scan]
+    sizes = [(scan.num_consts, scan.num_carry, scan.first_scanned) for scan in found]
+    expect(sizes == [(1, 1, 2)], f"scans with one constant and one carry say that they have {sizes}")
+    expect(found[0].options["length"] == 4, f"a scan of four trips says {dict(found[0].options)}")
 
 
 def _bound_again() -> None:
-    traced: Any = jax.make_jaxpr(_program)(floats(4))
-
     def run(x: Any) -> Any:
-        values = dict(zip(traced.jaxpr.invars, [x], strict=True))
-        for eqn in traced.eqns:
-            params = eqn.primitive.get_bind_params(eqn.params)
-            functions, params = params if isinstance(params, tuple) else ([], params)  # jax < 0.11
-            read = [atom.val if isinstance(atom, jax.extend.core.Literal) else values[atom] for atom in eqn.invars]
-            made = eqn.primitive.bind(*functions, *read, **params)
-            values |= zip(eqn.outvars, made if eqn.primitive.multiple_results else [made], strict=True)
-        return values[traced.jaxpr.outvars[0]]
+        program = opened(jax.make_jaxpr(_program)(floats(4)))
+        values = dict(zip(program.inputs, [x], strict=True))
+        for operation in map(Operation, program.equations):
+            read = [atom.val if is_literal(atom) else values[atom] for atom in operation.operands]
+            values |= zip(operation.results, operation.bind(read), strict=True)
+        return values[program.outputs[0]]
 
-    again = names(list(jax.make_jaxpr(run)(floats(4)).eqns))
-    expect(
-        again == names(list(traced.eqns)),
-        f"equations that are bound again make {again}, not {names(list(traced.eqns))}",
-    )
+    first, again = operations(_program, floats(4)), operations(run, floats(4))
+    expect(names(again) == names(first), f"operations that are run again make {names(again)}, not {names(first)}")
+    scopes = [(str(a.scopes), str(b.scopes)) for a, b in zip(first, again, strict=True)]
+    expect(all(a == b for a, b in scopes), f"name scopes before and after operations were run again: {scopes}")
 
 
 def _literals() -> None:
-    atoms: list[Any] = [atom for eqn in jax.make_jaxpr(lambda x: x + 1.0)(floats(4)).eqns for atom in eqn.invars]
-    found = [isinstance(atom, jax.extend.core.Literal) for atom in atoms]
+    atoms = [atom for operation in operations(lambda x: x + 1.0, floats(4)) for atom in operation.operands]
+    found = [is_literal(atom) for atom in atoms]
     expect(found == [False, True], f"of x + 1.0 these operands are literals: {found}")
     expect(float(atoms[1].val) == 1.0 and atoms[1].aval.shape == (), f"the literal 1.0 reads {atoms[1]}")
 
 
 def _sources() -> None:
-    info = _traced()["sin"].source_info
+    first = operations(_program, floats(4))[0]
     expect(
-        str(info.name_stack) == "canary",
-        f"an equation under named_scope('canary') stands under {str(info.name_stack)!r}",
+        str(first.scopes) == "canary", f"an operation under named_scope('canary') stands under {str(first.scopes)!r}"
     )
-    frames = [] if info.traceback is None else [frame.function_name for frame in info.traceback.frames]
-    expect("_program" in frames or any(name.endswith("._program") for name in frames), f"its traceback has {frames}")
+    called = [name.rsplit(".", 1)[-1] for name in first.functions]
+    expect("_program" in called, f"an operation that _program calls was called by {called}")
+    expect("_program" in first.line, f"its line is {first.line!r}")
 
 
 def _dead_code() -> None:
-    traced = jax.make_jaxpr(lambda x: (jnp.tan(x), jax.lax.optimization_barrier((x, jnp.sin(x)))[0])[1])(floats(4))
-    live, used = partial_eval.dce_jaxpr(getattr(traced, "jaxpr", traced), [True], instantiate=True)
-    left = names(list(live.eqns))
-    expect(
-        left == ["sin", "optimization_barrier"] and used == [True],
-        f"without dead code are left {left}, of inputs {used}",
-    )
+    traced = jax.make_jaxpr(lambda x: (jnp.tan(x), after(x, jnp.sin(x)))[1])(floats(4))
+    left = [Operation(eqn).name for eqn in opened(live(traced)).equations]
+    expect(left == ["sin", "optimization_barrier"], f"of tan, sin and a barrier that waits for sin are left {left}")
 
 
 def _effects() -> None:
-    printing = jax.make_jaxpr(lambda x: jax.debug.print("{}", x) or x)(floats(1)).eqns[0]
-    expect(bool(printing.effects), f"printing has the effects {list(printing.effects)}")
-    body = (
-        jax.make_jaxpr(on_two(lambda x: x + jax.lax.psum(x, AXIS), SPLIT, check_vma=False))(floats(2))
-        .eqns[0]
-        .params["jaxpr"]
-    )
-    sums = [eqn for eqn in body.eqns if eqn.primitive.name == "psum"]
-    kinds = {type(effect).__name__ for eqn in sums for effect in eqn.effects}
-    expect(kinds <= {"NamedAxisEffect"}, f"a sum over the ranks has the effects {sorted(kinds)}")
+    printing = operations(lambda x: jax.debug.print("{}", x) or x, floats(1))
+    expect(any(operation.acts for operation in printing), f"nothing of {names(printing)} acts, which prints")
+    sums = body_of(on_two(lambda x: x + jax.lax.psum(x, AXIS), SPLIT, check_vma=False), floats(2))
+    acting = {operation.name: list(operation.eqn.effects) for operation in sums if operation.acts}
+    expect(not acting, f"a sum over the ranks acts: {acting}")
 
 
 def _printed() -> None:

@@ -7,6 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from axonml_jax.compat.canary import expect
+from axonml_jax.compat.jaxpr import opened
+from axonml_jax.compat.operation import Operation
+
 AXIS = "canary"
 SPLIT, WHOLE = PartitionSpec(AXIS), PartitionSpec()
 MESH = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
@@ -24,12 +28,19 @@ def on_two(
     return jax.shard_map(fun, mesh=MESH, in_specs=specs, out_specs=out, check_vma=check_vma)
 
 
-def body_of(fun: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> list[Any]:
-    """The equations inside the one `shard_map` that a function consists of."""
-    (mapped,) = jax.make_jaxpr(fun)(*args).eqns
-    return list(mapped.params["jaxpr"].eqns)
+def operations(fun: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> list[Operation]:
+    """What a function traces to."""
+    return [Operation(eqn) for eqn in opened(jax.make_jaxpr(fun)(*args)).equations]
 
 
-def names(equations: list[Any]) -> list[str]:
+def body_of(fun: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> list[Operation]:
+    """What is inside the one `shard_map` that a function consists of."""
+    (outer,) = operations(fun, *args)
+    mapped = outer.mapped
+    expect(mapped is not None, f"a shard_map traces to {outer.name}")
+    return [Operation(eqn) for eqn in opened(mapped.body).equations] if mapped else []
+
+
+def names(found: list[Operation]) -> list[str]:
     """Of their primitives."""
-    return [equation.primitive.name for equation in equations]
+    return [operation.name for operation in found]
