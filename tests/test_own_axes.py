@@ -130,8 +130,8 @@ def test_a_plan_with_own_axes_is_a_value():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch": "positions"}, "batch='positions' must be one of"),
-        ({"batch": None}, "work on the same rows have the same gradients"),
+        ({"batch": "columns"}, "batch='columns' must be one of"),
+        ({"batch": None}, "share the batch have the same gradients"),
         ({"parameters": "layers"}, "give all three or none"),
         ({"reads": "use", "reduces": "microbatch"}, "parameters='sharded'"),
         ({"parameters": "sharded", "reads": "use"}, "is reduced after every microbatch"),

@@ -15,6 +15,7 @@ from axonml_jax.data.columns import as_dataset
 from axonml_jax.data.fetch import Fetch, FromStart, MapDataset
 from axonml_jax.data.order import seed_offenders
 from axonml_jax.data.position import Batching, Position
+from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import BatchLayout
 
 ENDLESS = 2**62
@@ -34,10 +35,12 @@ def create_dataloader(
     num_workers: int = 0,
     prefetch: int = 2,
     collate: Callable[[Sequence], Any] | None = None,
+    plan: Plan | None = None,
 ) -> "DataLoader":
     """Batches of a dataset as global arrays, dim 0 split over the mesh's batch axes (`data`, `fsdp`, `depth`).
 
-    A loader knows no plan: over axes of your own (`ax.Plan(axes=...)`) a step splits its batches further.
+    With axes of your own (`ax.Plan(axes=...)`) give the plan: rows are split as it says. Positions are whole in a batch, and
+    are split as a step takes it.
 
     Batch i of an epoch holds places i*B to (i+1)*B of the epoch's order, the one `DistributedSampler` uses; a process
     loads only the rows its devices hold.
@@ -63,6 +66,7 @@ def create_dataloader(
         `if __name__ == "__main__":`, the dataset and collate must pickle); 0: this process loads.
       prefetch: batches placed on the devices ahead of the one in use; workers load as many more each.
       collate: samples of this process's rows -> pytree of arrays with one row per sample; None: `stack_samples`.
+      plan: says over which mesh axes rows are split; None: over those of the library's own that do.
 
     Raises:
       TypeError: the dataset lacks `__len__` or `__getitem__`.
@@ -71,10 +75,11 @@ def create_dataloader(
     samples = as_dataset(dataset)
     _check_dataset(samples)
     offenders = seed_offenders(seed)
-    offenders += _batch_offenders(global_batch_size, mesh, len(samples), drop_last)
+    layout = BatchLayout.of(dict(mesh.shape)) if plan is None else plan.batch_layout(dict(mesh.shape))
+    offenders += _batch_offenders(global_batch_size, layout, len(samples), drop_last)
     limits = {"num_workers": (num_workers, 0), "prefetch": (prefetch, 0), "num_epochs": (num_epochs, 1)}
     offenders += [f"{k}={v}: must be at least {low}" for k, (v, low) in limits.items() if v is not None and v < low]
-    sharding = NamedSharding(mesh, PartitionSpec(BatchLayout.of(dict(mesh.shape)).rows or None))
+    sharding = NamedSharding(mesh, PartitionSpec(layout.rows or None))
     rows = [] if offenders else local_rows(sharding, global_batch_size)
     if not offenders and not len(rows):
         offenders = ["this process holds no device of the mesh; call it on the mesh's processes only"]
@@ -199,9 +204,8 @@ def _settle_flags() -> None:
         flags.FLAGS.mark_as_parsed()
 
 
-def _batch_offenders(size: int, mesh: Mesh, num_samples: int, drop_last: bool) -> list[str]:
-    layout = BatchLayout.of(dict(mesh.shape))
-    degrees, product = {axis: mesh.shape[axis] for axis in layout.rows}, layout.degree
+def _batch_offenders(size: int, layout: BatchLayout, num_samples: int, drop_last: bool) -> list[str]:
+    degrees, product = {axis: dict(layout.degrees)[axis] for axis in layout.rows}, layout.row_degree
     if size < 1:
         return [f"global_batch_size={size}: must be at least 1"]
     offenders = []

@@ -60,7 +60,7 @@ def _even(model: ParallelModel) -> Callable[[np.ndarray], jax.Array]:
     """The model's call for any number of prompts: as many more as divide over the batch axes, which are dropped again."""
 
     def logits(tokens: np.ndarray) -> jax.Array:
-        more = -len(tokens) % model._placement.batch_degree
+        more = -len(tokens) % model._placement.batch_layout.row_degree
         return model(np.pad(tokens, ((0, more), (0, 0)), mode="edge"))[: len(tokens)]
 
     return logits
@@ -80,8 +80,8 @@ class _Extend:
 
     def _rows(self, count: int) -> PartitionSpec:
         """Prompts are split over the batch axes where they divide, else every rank continues all."""
-        placement = self.model._placement
-        return placement.rank_spec if count % placement.batch_degree == 0 else PartitionSpec()
+        layout = self.model._placement.batch_layout
+        return PartitionSpec(layout.rows) if count % layout.row_degree == 0 else PartitionSpec()
 
     def _whole(self, variables: Variables, tokens: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
         placement, rest, view = self.model._placement, self.model._rest, self.model._functional

@@ -42,12 +42,14 @@ class Loss(NamedTuple):
     metrics: dict[str, WeightedMean]
 
 
-def parse_loss(returned: Any) -> Loss:
+def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
     """Read what a `loss_fn` returned.
 
     Args:
       returned: a scalar, a `WeightedMean`, or a pair of one of these and a dict of metrics, each an array (averaged
         over ranks and microbatches) or a `WeightedMean`.
+      positions: the mesh axes that split positions. Along them a plain number may be a mean or a sum of a rank's positions,
+        which nobody can tell: it must be a `WeightedMean` then.
 
     Raises:
       TypeError, ValueError: when it is none of these; names what was returned and the remedy.
@@ -58,6 +60,12 @@ def parse_loss(returned: Any) -> Loss:
             f"loss_fn returned metrics of type {type(metrics).__name__}: return (loss, dict of named arrays)"
         )
     weighted = isinstance(loss, WeightedMean)
+    if positions and (plain := _plain(loss, metrics)):
+        raise ValueError(
+            f"loss_fn returned {', '.join(plain)} as a plain number, but {', '.join(positions)} splits positions: whether it "
+            "is a mean or a sum over those of one rank cannot be told. Return ax.WeightedMean(total, weight), both summed over "
+            "the positions that loss_fn is given"
+        )
     total = _scalar(loss.total if weighted else loss, "its loss")
     weight = jax.lax.stop_gradient(_scalar(loss.weight, "its weight").astype(total.dtype)) if weighted else None
     if not jnp.issubdtype(total.dtype, jnp.floating):
@@ -65,6 +73,12 @@ def parse_loss(returned: Any) -> Loss:
             f"loss_fn returned a loss of dtype {total.dtype}: it must be a real floating scalar to have a gradient"
         )
     return Loss(total, weight, {name: _metric(name, value) for name, value in _flat(metrics).items()})
+
+
+def _plain(loss: Any, metrics: dict) -> list[str]:
+    """What is no `WeightedMean`."""
+    named = {"its loss": loss} | {f"metric {name!r}": leaf.value for name, leaf in _flat(metrics).items()}
+    return [name for name, value in named.items() if not isinstance(value, WeightedMean)]
 
 
 def _flat(metrics: dict) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A plan bound to a mesh and a model: where each parameter lives, and how a step reads and reduces it."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +12,7 @@ from axonml_jax._types import PyTree
 from axonml_jax.collectives.buckets import assign_buckets
 from axonml_jax.collectives.pairs import own_slice
 from axonml_jax.collectives.primitives import gather_whole
-from axonml_jax.mesh.axes import AxisNames, as_axes, flat_axes
+from axonml_jax.mesh.axes import AxisNames, flat_axes
 from axonml_jax.model.precision import cast_floating
 from axonml_jax.parallel.partition import PARTITIONED
 from axonml_jax.parallel.pipeline.staging import Staging
@@ -56,8 +56,13 @@ class Placement:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which the rows of the batch are split."""
-        return self.batch_layout.rows
+        """The mesh axes that split the batch: its rows, or its positions."""
+        return self.batch_layout.axes
+
+    @property
+    def position_axes(self) -> tuple[str, ...]:
+        """Those of them that split positions."""
+        return tuple(axis for axis, _ in self.batch_layout.positions)
 
     @property
     def batch_degree(self) -> int:
@@ -79,6 +84,11 @@ class Placement:
         """The number of batch shards of one model."""
         return self.ranks(self.joined_axes)
 
+    @property
+    def joined_rows(self) -> int:
+        """Into how many parts the rows of one model are split."""
+        return self.ranks(axis for axis in self.joined_axes if axis not in self.position_axes)
+
     @cached_property
     def buffer_axes(self) -> tuple[str, ...] | None:
         """The axes along which ranks keep buffers of their own between steps, stacked along dim 0; None: buffers are equal."""
@@ -96,9 +106,9 @@ class Placement:
         """The mesh axes along which the model's layers split their parameters."""
         return flat_axes(axis for axis, each in self.strategies.items() if each.role.parameters == "layers")
 
-    def ranks(self, axis: AxisNames) -> int:
+    def ranks(self, axis: AxisNames | Iterable[str]) -> int:
         """The number of ranks of an axis, or of several together."""
-        return math.prod(self.degrees[name] for name in as_axes(axis))
+        return math.prod(self.degrees[name] for name in ((axis,) if isinstance(axis, str) else axis))
 
     @property
     def resting(self) -> "Placement":

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Literal
 
-from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, AxisNames, as_axes, flat_axes
+from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, AxisNames, as_axes
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.ddp import Replicate
@@ -143,9 +143,15 @@ class Plan:
         return inwards(self.strategies, tuple(mesh_axes))
 
     def batch_layout(self, degrees: Mapping[str, int]) -> BatchLayout:
-        """How batches are split over a mesh of these degrees: by rows over every axis whose role says so."""
-        rows = (axis for axis, each in self.on(degrees).items() if each.role.batch == "rows")
-        return BatchLayout.of(degrees, flat_axes(rows))
+        """How batches are split over a mesh of these degrees: as the roles of its axes say."""
+        splits = {
+            name: (split, each)
+            for axis, each in self.on(degrees).items()
+            for name, split in each.role.splits(as_axes(axis)).items()
+        }
+        rows = (name for name, (split, _) in splits.items() if split == "rows")
+        positions = {name: each.position_dim for name, (split, each) in splits.items() if split == "positions"}
+        return BatchLayout.of(degrees, rows, positions)
 
     def reducing(self) -> "Plan":
         """The plan, but with strategies that all reduce gradients (see `AbstractStrategy.reducing`)."""

@@ -13,6 +13,7 @@ from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.role import Role
 from axonml_jax.parallel.transfer import Transfer
 from axonml_jax.parallel.units.wrap import Wrap
+from axonml_jax.sharding.batch import second_dim
 from axonml_jax.sharding.layout import Layout
 
 MIB = 2**20
@@ -77,6 +78,18 @@ class AbstractStrategy(abc.ABC):
         Returns:
           The sum's part that belongs to this rank's shard.
         """
+
+    def position_dim(self, path: str, shape: tuple[int, ...]) -> int | None:
+        """The dim of a leaf of the batch that holds positions, for a role that splits them: dim 1 of leaves that have one.
+
+        Args:
+          path: of the leaf in the batch, "tokens" or "0/mask"; of a call's argument its number or name.
+          shape: the whole leaf's.
+
+        Returns:
+          A dim after 0, which holds rows; None: every rank has all of the leaf's rows as they are.
+        """
+        return second_dim(path, shape)
 
     def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
         """`sync` of several leaves that travel together."""

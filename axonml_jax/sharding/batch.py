@@ -1,7 +1,7 @@
 """`BatchLayout`: how a global batch is split over a mesh; it checks batches, places them, and gives their specs."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,63 +10,115 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax._types import PyTree, named_leaves
+from axonml_jax._types import PyTree, named_leaves, path_name
 from axonml_jax.mesh.axes import batch_axes
+
+PositionDim = Callable[[str, tuple[int, ...]], int | None]
+"""`dim(path, shape)`: the dim of a batch leaf that holds its positions; None: it has none."""
+
+
+def second_dim(path: str, shape: tuple[int, ...]) -> int | None:
+    """Dim 1 of every leaf that has one, as of tokens [rows, positions]."""
+    return 1 if len(shape) > 1 else None
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Which mesh axes split the rows of a batch: dim 0 of every leaf that is no scalar. Scalars are the same everywhere.
+    """Which mesh axes split which dims of a batch's leaves.
+
+    Rows are dim 0 of every leaf that is no scalar; which dim holds positions, the axis's strategy says for each leaf. What no
+    axis splits, and scalars, are the same everywhere.
 
     Attributes:
-      rows: these axes, outermost first.
+      rows: the axes that split rows, outermost first.
       degrees: (axis, size) of every mesh axis.
+      positions: (axis, its rule) of every axis that splits positions.
 
     >>> layout = BatchLayout.of({"data": 2, "fsdp": 2, "tensor": 2})
     >>> layout.degree, layout.rows
     (4, ('data', 'fsdp'))
+    >>> layout = BatchLayout.of({"data": 2, "context": 4}, positions={"context": second_dim})
+    >>> layout.split("tokens", (8, 64)), layout.split("weights", (8,))
+    ({0: ('data',), 1: ('context',)}, {0: ('data',)})
     """
 
     rows: tuple[str, ...]
     degrees: tuple[tuple[str, int], ...]
+    positions: tuple[tuple[str, PositionDim], ...] = ()
 
     @classmethod
-    def of(cls, degrees: Mapping[str, int], rows: Iterable[str] | None = None) -> "BatchLayout":
+    def of(
+        cls,
+        degrees: Mapping[str, int],
+        rows: Iterable[str] | None = None,
+        positions: Mapping[str, PositionDim] | None = None,
+    ) -> "BatchLayout":
         """On a mesh of these degrees.
 
         Args:
           degrees: size of every mesh axis.
           rows: the axes that split rows; None: those of the library's own axes that do.
+          positions: the axes that split positions, and the rule of each.
         """
-        return cls(batch_axes(degrees) if rows is None else tuple(rows), tuple(degrees.items()))
+        rows = batch_axes(degrees) if rows is None else tuple(rows)
+        return cls(rows, tuple(degrees.items()), tuple((positions or {}).items()))
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that splits the batch, outermost first."""
+        along = {axis for axis, _ in self.positions}
+        return self.rows if not along else tuple(axis for axis, _ in self.degrees if axis in along or axis in self.rows)
+
+    @cached_property
+    def row_degree(self) -> int:
+        """Into how many parts rows are split."""
+        return self._size(self.rows)
 
     @cached_property
     def degree(self) -> int:
         """The number of batch shards."""
-        sizes = dict(self.degrees)
-        return math.prod(sizes[axis] for axis in self.rows)
+        return self._size(self.axes)
 
     @property
     def by_rank(self) -> PartitionSpec:
         """The spec of a value stacked by rank: one entry of dim 0 per batch shard."""
-        return PartitionSpec(self.rows)
+        return PartitionSpec(self.axes)
 
-    def spec(self, leaf: Any) -> PartitionSpec:
-        """The spec of one leaf."""
-        return PartitionSpec(self.rows) if np.ndim(leaf) and self.rows else PartitionSpec()
+    def _size(self, axes: Iterable[str]) -> int:
+        sizes = dict(self.degrees)
+        return math.prod(sizes[axis] for axis in axes)
+
+    def split(self, path: str, shape: tuple[int, ...]) -> dict[int, tuple[str, ...]]:
+        """The axes that split each dim of a leaf; of dims that none splits, nothing."""
+        found: dict[int, tuple[str, ...]] = {0: self.rows} if shape and self.rows else {}
+        for axis, dim_of in self.positions:
+            if (dim := dim_of(path, shape)) is not None:
+                if not 0 < dim < len(shape):
+                    raise ValueError(
+                        f"along {axis!r} positions of the batch's leaf {path or 'batch'!r} of shape {shape} are said to be dim "
+                        f"{dim}: dim 0 holds rows, so it must be one of {list(range(1, len(shape)))}, or None"
+                    )
+                found[dim] = (*found.get(dim, ()), axis)
+        return found
+
+    def spec(self, path: str, leaf: Any) -> PartitionSpec:
+        """The spec of one leaf, by its path in the batch."""
+        split = self.split(path, np.shape(leaf))
+        return PartitionSpec(*(split.get(dim) for dim in range(max(split, default=-1) + 1)))
 
     def specs(self, batch: PyTree) -> PyTree:
         """The spec of every leaf."""
-        return jax.tree.map(self.spec, batch)
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: self.spec(path_name(path), leaf), batch)
 
     def check(self, batch: PyTree, microbatches: int = 1) -> None:
         """Refuse a batch whose leaves do not split evenly into shards and microbatches.
 
         Raises:
+          TypeError: naming every leaf that is not made of numbers.
           ValueError: naming every leaf that does not divide, the rule and the nearest sizes that do; or that the batch has
-            no leaf with a batch dim.
+            no leaf with a batch dim, or none with positions where an axis splits these.
         """
-        degree, parts = self.degree, self.degree * microbatches
+        degree, parts = self.row_degree, self.row_degree * microbatches
         leaves = named_leaves(batch)
         if texts := {name or "batch": kind for name, leaf in leaves.items() if (kind := _not_numeric(leaf))}:
             raise TypeError(f"the batch's leaves must be arrays of numbers, but some are not: {texts}; take them out")
@@ -78,7 +130,7 @@ class BatchLayout:
         sizes = {shape[0] for shape in split.values()}
         wrong = {name: shape for name, shape in split.items() if shape[0] % parts or shape[0] == 0}
         if not wrong and len(sizes) == 1:
-            return
+            return self._check_positions(split)
         rows = "\n".join(f"  {name or 'batch'}: shape {shape}" for name, shape in (wrong or split).items())
         if not wrong:
             raise ValueError(
@@ -95,6 +147,29 @@ class BatchLayout:
             f"{', another number of microbatches,' if microbatches > 1 else ''} or another mesh"
         )
 
+    def _check_positions(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        dims = {name: {d: axes for d, axes in self.split(name, shape).items() if d} for name, shape in shapes.items()}
+        missing = [axis for axis, _ in self.positions if not any(axis in sum(at.values(), ()) for at in dims.values())]
+        if missing:
+            raise ValueError(
+                f"{missing} split positions, but no leaf of the batch has any:\n"
+                + "\n".join(f"  {name or 'batch'}: shape {shape}" for name, shape in shapes.items())
+                + "\nthe strategy's position_dim(path, shape) says which dim of a leaf holds them"
+            )
+        wrong = [
+            f"  {name or 'batch'}: shape {shapes[name]}, {shapes[name][dim]} positions (dim {dim}) over {axes} "
+            f"({self._size(axes)} ranks)"
+            for name, at in dims.items()
+            for dim, axes in at.items()
+            if shapes[name][dim] % self._size(axes) or not shapes[name][dim]
+        ]
+        if wrong:
+            raise ValueError(
+                "these positions do not split evenly:\n"
+                + "\n".join(wrong)
+                + "\npad the sequences to a multiple with positions of weight 0, or use another mesh"
+            )
+
     def place(self, batch: PyTree, mesh: Mesh) -> PyTree:
         """The global batch as arrays split over the batch shards of `mesh`.
 
@@ -103,11 +178,11 @@ class BatchLayout:
           mesh: a mesh of these degrees.
 
         Returns:
-          Global arrays; each process has moved only the rows that its devices hold.
+          Global arrays; each process has moved only the parts that its devices hold.
         """
 
-        def place(leaf):
-            sharding = NamedSharding(mesh, self.spec(leaf))
+        def place(path, leaf):
+            sharding = NamedSharding(mesh, self.spec(path_name(path), leaf))
             if not isinstance(leaf, jax.Array):
                 leaf = np.asarray(leaf)
             elif leaf.sharding == sharding:
@@ -119,7 +194,7 @@ class BatchLayout:
             host = np.asarray(leaf)
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-        return jax.tree.map(place, batch)
+        return jax.tree_util.tree_map_with_path(place, batch)
 
     def microbatches(self, rows: PyTree, count: int) -> PyTree:
         """One rank's rows [b, ...] -> [count, b/count, ...]; scalars are repeated."""

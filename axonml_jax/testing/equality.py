@@ -90,7 +90,7 @@ def _run_oracle(
     seed: int,
 ) -> dict[str, Any]:
     plan, placement = parallel.plan, parallel._placement
-    degree = placement.joined_degree
+    degree = placement.joined_rows
     key, options = jax.random.key(seed), {"precision": plan.precision, "max_grad_norm": max_grad_norm}
     joined = plan.batch_stats == "global" and (degree > 1 or not placement.own_axes)
     oracle = Oracle(view, loss_fn, tx, Parts(degree, plan.microbatches, "joined" if joined else "first"), **options)

@@ -37,7 +37,7 @@ class Differentiate:
         self.model, self.placement, self.rest, self.mesh, self.sync = model, placement, rest_of(placement), mesh, sync
         if not sync:
             _refuse_unstackable(placement)
-        self.objective = Objective(model, loss_fn, forward_mode(placement, training))
+        self.objective = Objective(model, loss_fn, forward_mode(placement, training), placement.position_axes)
         self._compiled = jax.jit(self._whole, compiler_options=compiler_options(placement, mesh))
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, dict, PyTree, PyTree]:

@@ -24,7 +24,7 @@ class EvalStep:
 
     def __init__(self, model: Functional, placement: Placement, mesh: Mesh, loss_fn: LossFn):
         self.placement, self.rest, self.mesh = placement, rest_of(placement), mesh
-        self.objective = Objective(model, loss_fn, forward_mode(placement, training=False))
+        self.objective = Objective(model, loss_fn, forward_mode(placement, training=False), placement.position_axes)
         self._compiled = jax.jit(self._whole, compiler_options=compiler_options(placement, mesh))
 
     def __call__(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:

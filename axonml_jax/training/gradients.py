@@ -58,7 +58,7 @@ def gradients(
     Communicates: what the plan's strategies do, once, and one small all-reduce for loss and metrics.
     """
     count = placement.plan.microbatches
-    parts = Parts(count * (placement.joined_degree if sync else 1), scale)
+    parts = Parts(count * (placement.joined_rows if sync else 1), scale)
     found = engine_of(placement, sync)(objective, placement, parts, sync).differentiate(variables, key, batch)
     loss, metrics, weight = means(found.losses, placement, count, sync)
     leaves, treedef = jax.tree.flatten(found.grads)
@@ -86,6 +86,6 @@ def means(losses: Loss, placement: Placement, count: int, sync: bool):
         with jax.named_scope("axonml.metrics"):
             leaves = all_reduce_leaves(leaves, placement.joined_axes, flat=len(leaves) > 1)
     total, weight, metrics = treedef.unflatten(leaves)
-    parts = count * (placement.joined_degree if sync else 1)
+    parts = count * (placement.joined_rows if sync else 1)
     loss = total / (parts if weight is None else weight)
     return loss, {name: metric.value for name, metric in metrics.items()}, weight

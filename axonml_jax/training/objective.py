@@ -33,11 +33,13 @@ class Objective:
       model: the model.
       loss_fn: the user's.
       mode: how the model runs.
+      positions: the mesh axes that split positions: a loss must then say over which it is a mean.
     """
 
     model: Functional
     loss_fn: LossFn
     mode: Mode
+    positions: tuple[str, ...] = ()
 
     def __post_init__(self):
         if not callable(self.loss_fn):
@@ -49,7 +51,7 @@ class Objective:
 
     def _of(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         bound = self.model.bind(variables, key, self.mode)
-        loss = parse_loss(self.loss_fn(bound, batch))
+        loss = parse_loss(self.loss_fn(bound, batch), self.positions)
         return loss, self.model.state_of(bound)
 
     def differentiable(self, parts: Parts, frozen: PyTree) -> Callable:

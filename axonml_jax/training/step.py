@@ -69,7 +69,7 @@ class TrainStep:
         self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
         self.norm_type = float(norm_type)
         self._on_shards = OnShards.of(tx, placement)
-        self.objective = Objective(model, loss_fn, forward_mode(placement, training))
+        self.objective = Objective(model, loss_fn, forward_mode(placement, training), placement.position_axes)
         options = compiler_options(placement, mesh)
         self._compiled = jax.jit(self._whole, donate_argnums=0, compiler_options=options)
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from axonml_jax.collectives.varying import types_are_checked, varying_axes
 from axonml_jax.parallel.tensor.axes import degree
-from axonml_jax.parallel.tensor.differing import Axes, differing
 from axonml_jax.parallel.tensor.marks import MARK, Places
+from axonml_jax.program.differing import Axes, differing
 from axonml_jax.program.program import Equation, Program
 
 PREFIX = f"{MARK}split_loss_"

@@ -22,10 +22,10 @@ class InLayers(AbstractStrategy):
     batch too, one all-reduce of every other gradient.
 
     Attributes:
-      batch: what of the batch the axis splits: "rows" (`depth`), or None.
+      batch: what of the batch the axis splits: "rows" (`depth`), "positions", or None.
     """
 
-    batch: Literal["rows"] | None = None
+    batch: Literal["rows", "positions"] | None = None
 
     @property
     def role(self) -> Role:

@@ -1,0 +1,222 @@
+"""An axis that splits positions: the step, evaluation and a call are those of one device; what cannot be told is refused."""
+
+import contextlib
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import axonml_jax as ax
+from axonml_jax.sharding.batch import BatchLayout
+from axonml_jax.testing import assert_equals_single_device
+
+WORDS, WIDTH, ROWS, LENGTH = 11, 6, 8, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Positions(ax.Replicate):
+    """Parameters are whole, and an axis splits positions."""
+
+    @property
+    def role(self):
+        return ax.Role(batch="positions")
+
+
+@dataclasses.dataclass(frozen=True)
+class Both(ax.Shard):
+    """Parameters rest sharded over two axes, of which one splits rows and one positions."""
+
+    @property
+    def role(self):
+        return dataclasses.replace(super().role, batch=("rows", "positions"))
+
+
+class Words(nnx.Module):
+    """A model of which every position is worked on alone."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.table = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+        self.head = nnx.Linear(WIDTH, WORDS, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x))
+        return self.head(x)
+
+
+class LinenWords(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(WORDS, WIDTH)(tokens)
+        for _ in range(2):
+            x = x + jnp.tanh(nn.Dense(WIDTH)(x))
+        return nn.Dense(WORDS)(x)
+
+
+def loss(model, batch):
+    """Labels of weight 0 fill the end of most rows, so that the last rank may have nothing else; rows have a weight too."""
+    each = optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["labels"])
+    weight = batch["mask"] * batch["rows"][:, None]
+    right = (jnp.argmax(model(batch["tokens"]), -1) == batch["labels"]) * weight
+    mean = lambda x: ax.WeightedMean(x.sum(), weight.sum())
+    return mean(each * weight), {"accuracy": mean(right)}
+
+
+def batch_of(seed=0):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, WORDS, (2, ROWS, LENGTH))
+    ends = np.array([1, 2, 3, 3, 2, 1, 3, 2])
+    mask = (np.arange(LENGTH) < ends[:, None]).astype(np.float32)
+    return {"tokens": tokens[0], "labels": tokens[1], "mask": mask, "rows": rng.uniform(size=ROWS).astype(np.float32)}
+
+
+SEQ = {"seq": Positions()}
+PLANS = {
+    "alone": ({"seq": 3}, {"axes": SEQ}),
+    "with data": ({"data": 2, "seq": 2}, {"axes": SEQ}),
+    "typed": ({"data": 2, "seq": 2}, {"axes": SEQ, "check_vma": True}),
+    "outside data": ({"seq": 2, "data": 2}, {"axes": SEQ, "accumulate": 2}),
+    "zero1": ({"fsdp": 2, "seq": 2}, {"axes": SEQ, "fsdp": ax.Shard(stage=1)}),
+    "zero3": ({"fsdp": 2, "seq": 2}, {"axes": SEQ, "fsdp": ax.Shard(stage=3), "accumulate": 2}),
+    "zero3 typed": ({"fsdp": 2, "seq": 2}, {"axes": SEQ, "fsdp": ax.Shard(stage=3), "check_vma": True}),
+    "sharded over both": ({"fsdp": 2, "seq": 2}, {"axes": {("fsdp", "seq"): Both(stage=3)}}),
+    "sharded over both, zero2": ({"data": 2, "fsdp": 2, "seq": 2}, {"axes": {("fsdp", "seq"): Both(stage=2)}}),
+    "remat, bf16": ({"data": 2, "seq": 2}, {"axes": SEQ, "remat": "full", "precision": "bf16"}),
+    "1f1b": ({"pipe": 2, "seq": 2}, {"axes": SEQ, "pipe": ax.Pipelined(num_microbatches=2)}),
+    "1f1b typed": ({"pipe": 2, "seq": 2}, {"axes": SEQ, "pipe": ax.Pipelined(num_microbatches=2), "check_vma": True}),
+    "offload": ({"data": 2, "seq": 2}, {"axes": SEQ, "offload": ax.CPUOffload.FULL}),
+}
+
+
+def mesh_of(degrees):
+    return jax.sharding.Mesh(
+        np.array(jax.devices()[: int(np.prod(list(degrees.values())))]).reshape(tuple(degrees.values())), tuple(degrees)
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_positions_split_over_ranks_train_as_on_one_device(plan):
+    degrees, settings = PLANS[plan]
+    batches = [batch_of(seed) for seed in range(3)]
+    assert_equals_single_device(Words(), loss, batches, ax.Plan(**settings), mesh=mesh_of(degrees), max_grad_norm=0.5)
+
+
+@pytest.mark.parametrize("plan", ["with data", "sharded over both", "zero3 typed"])
+def test_a_linen_model_does_too(plan):
+    degrees, settings = PLANS[plan]
+    model = LinenWords()
+    params = model.init(jax.random.key(0), batch_of()["tokens"])
+    assert_equals_single_device(
+        model, loss, [batch_of(1), batch_of(2)], ax.Plan(**settings), mesh=mesh_of(degrees), params=params
+    )
+
+
+@pytest.mark.parametrize("plan", ["alone", "with data", "typed", "zero3", "1f1b"])
+def test_a_call_and_an_evaluation_are_those_of_one_device(plan):
+    degrees, settings = PLANS[plan]
+    model, batch = Words(), batch_of()
+    parallel = ax.parallelize(model, mesh_of(degrees), ax.Plan(**settings))
+    np.testing.assert_allclose(parallel(batch["tokens"]), model(batch["tokens"]), rtol=1e-5, atol=1e-5)
+    wanted, metrics = loss(model, batch)
+    got = ax.Trainer(parallel, optax.sgd(0.1), loss).evaluate(batch)
+    np.testing.assert_allclose(got["loss"], wanted.value, rtol=1e-5)
+    np.testing.assert_allclose(got["accuracy"], metrics["accuracy"].value, rtol=1e-5)
+
+
+def sequences(mesh_degrees=None, **settings):
+    return ax.parallelize(Words(), mesh_of(mesh_degrees or {"data": 2, "seq": 2}), ax.Plan(axes=SEQ, **settings))
+
+
+def test_a_plain_number_is_refused_as_nobody_can_tell_a_mean_from_a_sum():
+    trainer = ax.Trainer(sequences(), optax.sgd(0.1), lambda model, batch: model(batch["tokens"]).mean())
+    with pytest.raises(ValueError, match=r"its loss as a plain number, but seq splits positions.*WeightedMean\(total"):
+        trainer.step(batch_of())
+    plain = lambda model, batch: (loss(model, batch)[0], {"mean": model(batch["tokens"]).mean()})
+    with pytest.raises(ValueError, match="metric 'mean' as a plain number"):
+        ax.Trainer(sequences(), optax.sgd(0.1), plain).evaluate(batch_of())
+
+
+def test_positions_that_do_not_divide_are_refused_by_name_before_anything_runs():
+    trainer = ax.Trainer(sequences({"seq": 4}), optax.sgd(0.1), loss)
+    with pytest.raises(ValueError) as error:
+        trainer.step(batch_of())
+    for name in ("tokens", "labels", "mask"):
+        assert f"{name}: shape (8, 6), 6 positions (dim 1) over ('seq',) (4 ranks)" in str(error.value)
+    assert "rows:" not in str(error.value)
+    with pytest.raises(ValueError, match=r"\['seq'\] split positions, but no leaf of the batch has any"):
+        trainer.step({"rows": np.zeros(8)})
+
+
+def test_an_output_that_is_made_of_a_ranks_own_positions_is_refused():
+    class Pooled(Words):
+        def __call__(self, tokens):
+            return {"each": super().__call__(tokens), "pooled": super().__call__(tokens).mean(1)}
+
+    class Joined(Words):
+        def __call__(self, tokens):
+            each = super().__call__(tokens)
+            joined = each.mean(1)
+            with contextlib.suppress(NameError):  # one device has no such axis
+                joined = jax.lax.pmean(joined, "seq")
+            return {"each": each, "pooled": joined}
+
+    mesh, plan, tokens = mesh_of({"data": 2, "seq": 2}), ax.Plan(axes=SEQ), batch_of()["tokens"]
+    with pytest.raises(ValueError, match=r"no positions, but every rank makes its own.*\{'pooled': \['seq'\]\}"):
+        ax.parallelize(Pooled(), mesh, plan)(tokens)
+    model = Joined()
+    got = ax.parallelize(model, mesh, plan)(tokens)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, model(tokens))
+
+
+def test_a_strategy_says_which_dim_holds_positions():
+    class Second(Positions):
+        def position_dim(self, path, shape):
+            return {"frames": 2, "tokens": 1}.get(path.split("/")[-1])
+
+    layout = ax.Plan(axes={"seq": Second()}).batch_layout({"data": 2, "seq": 2})
+    shapes = {
+        "in": {"frames": np.zeros((4, 3, 8)), "tokens": np.zeros((4, 6))},
+        "mask": np.zeros((4, 5)),
+        "step": np.zeros(()),
+    }
+    assert layout.specs(shapes) == {
+        "in": {"frames": PartitionSpec("data", None, "seq"), "tokens": PartitionSpec("data", "seq")},
+        "mask": PartitionSpec("data"),
+        "step": PartitionSpec(),
+    }
+    layout.check(shapes)
+    assert (layout.row_degree, layout.degree, layout.axes) == (2, 4, ("data", "seq"))
+    wrong = BatchLayout.of({"data": 2, "seq": 2}, positions={"seq": lambda path, shape: 0})
+    with pytest.raises(ValueError, match=r"positions of the batch's leaf 'x'.*dim 0 holds rows"):
+        wrong.check({"x": np.zeros((4, 4))})
+
+
+def test_a_role_of_several_axes_names_what_each_splits():
+    assert ax.Role(batch=("rows", "positions")).splits(("a", "b")) == {"a": "rows", "b": "positions"}
+    with pytest.raises(ValueError, match="says what 2 axes split, but the strategy has 1"):
+        ax.Role(batch=("rows", "positions")).splits(("a",))
+    with pytest.raises(ValueError, match="batch="):
+        ax.Role(batch=("rows", "columns"))
+
+
+def test_a_loader_splits_rows_as_the_plan_says_and_a_step_takes_them():
+    class Rows(ax.Replicate):
+        pass
+
+    plan = ax.Plan(axes={"island": Rows(), "seq": Positions()})
+    mesh, batch = mesh_of({"island": 2, "seq": 2}), batch_of()
+    (loaded,) = ax.create_dataloader(batch, ROWS, mesh, shuffle=False, num_epochs=1, plan=plan)
+    assert loaded["tokens"].sharding.spec == PartitionSpec(("island",))
+    trainer = ax.parallelize(Words(), mesh, plan).trainer(optax.sgd(0.1), loss)
+    np.testing.assert_allclose(trainer.step(loaded)["loss"], loss(Words(), batch)[0].value, rtol=1e-5)
+    with pytest.raises(ValueError, match="global_batch_size=7 does not divide over the batch axes island=2"):
+        ax.create_dataloader(batch, 7, mesh, plan=plan)
