@@ -11,7 +11,8 @@ from predicted_steps import GPT, LLAMA, config
 
 import axonml_jax as ax
 from axonml_jax._types import named_leaves
-from axonml_jax.cost.decoder import decoder_weights, problems
+from axonml_jax.cost.decoder.configuration import problems
+from axonml_jax.cost.decoder.decoder_weights import decoder_weights
 from axonml_jax.cost.published.axonn import Grid, layer_volumes
 from axonml_jax.cost.published.states import FLOAT32_ADAM, zero
 from axonml_jax.ledger.predict.picture import in_bytes, sent_by_axes

@@ -107,7 +107,7 @@ def test_the_first_price_is_near_the_ledgers(axes, precision, layer_overlap):
     asked = ax.plan(SMALL, assumptions=assumptions, precision=precision, **given).asked
     for degrees in legal_meshes(SMALL, 8, global_batch=16, length=64, axes=axes):
         ways = ways_on(SMALL, degrees, 16, 64)
-        for way, seconds, held in zip(ways, *quick(degrees, ways, asked), strict=True):
+        for way, seconds, held in zip(ways, *quick([(degrees, ways)], asked)[0], strict=True):
             with contextlib.suppress(ValueError):  # a schedule that refuses these sizes
                 found = exactly(asked, candidate(degrees, way)).price
                 assert 0.9 < seconds / found.time < 1.03 and 0.88 < held / found.memory < 1.01, (degrees, way)

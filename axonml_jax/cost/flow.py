@@ -2,8 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
-from axonml_jax.cost.wire import Amount, exact, wire_elements
+import jax.numpy as jnp
+
+from axonml_jax.cost.amounts import Many, nothing, varies
+from axonml_jax.cost.wire import exact, wire_elements
 
 GRADIENTS = "gradients"
 PARAMETERS = "parameters"
@@ -16,6 +21,8 @@ EACH_TICK = "each tick"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
     """Collectives of one label, kind, axes, dtype and place.
+
+    Sizes and counts are numbers for one plan, or arrays for many candidates at once.
 
     Attributes:
       label: what they move, in the words of the counted ledger: parameters, gradients, activations, ...
@@ -35,43 +42,71 @@ class Flow:
     label: str
     kind: str
     axes: tuple[str, ...]
-    group_size: int
+    group_size: Many
     dtype: str
     itemsize: int
-    elements: int
-    padding: int = 0
-    launches: int = 1
-    times: int = 1
+    elements: Many
+    padding: Many = 0
+    launches: Many = 1
+    times: Many = 1
     where: str = ONCE
     work: str = ""
 
     @property
-    def wire_bytes(self) -> Amount:
+    def wire_bytes(self) -> Many:
         """Bytes that one rank sends in one step, padding included."""
         return exact(self.times * self.itemsize * wire_elements(self.kind, self.elements, self.group_size))
 
     @property
-    def padding_bytes(self) -> Amount:
+    def padding_bytes(self) -> Many:
         """The part of them that is padding."""
         return exact(self.times * self.itemsize * wire_elements(self.kind, self.padding, self.group_size))
 
     @property
-    def count(self) -> int:
+    def count(self) -> Many:
         """Launches in one step."""
         return self.launches * self.times
 
+    @property
+    def sends(self) -> bool:
+        """Whether anything travels; of arrays it may."""
+        alone = not varies(self.group_size) and self.group_size == 1
+        return not (alone or nothing(self.times) or nothing(self.elements))
+
+
+@lru_cache(maxsize=256)
+def named(dtype: Any) -> tuple[str, int]:
+    """Name and bytes of a dtype.
+
+    >>> named("bfloat16")
+    ('bfloat16', 2)
+    """
+    found = jnp.dtype(dtype)
+    return found.name, found.itemsize
+
+
+def where_of(times: Many) -> str:
+    """The place of what runs so many times for a step's microbatches."""
+    return EACH_MICROBATCH if varies(times) or times > 1 else ONCE
+
+
+def joined(flows: Iterable[Flow]) -> list[Flow]:
+    """Flows that are alike joined, those that send nothing dropped."""
+    found: dict[tuple, list[Flow]] = {}
+    for flow in flows:
+        if flow.sends:
+            # Arrays of one axis, or of one place, are one and the same.
+            sizes = ("many" if varies(size) else size for size in (flow.group_size, flow.times))
+            key = (flow.label, flow.kind, flow.axes, flow.dtype, flow.where, flow.work, *sizes)
+            found.setdefault(key, []).append(flow)
+    return [alike[0] if len(alike) == 1 else _joined(alike) for alike in found.values()]
+
 
 def merged(flows: Iterable[Flow]) -> tuple[Flow, ...]:
-    """Flows that are alike joined, those that send nothing dropped; the heaviest first."""
-    joined: dict[tuple, Flow] = {}
-    for flow in flows:
-        if flow.group_size == 1 or not flow.times or not flow.elements:
-            continue
-        key = (flow.label, flow.kind, flow.axes, flow.group_size, flow.dtype, flow.where, flow.work, flow.times)
-        old = joined.get(key)
-        joined[key] = flow if old is None else _joined(old, flow)
-    return tuple(sorted(joined.values(), key=lambda flow: -flow.wire_bytes))
+    """Flows of one plan that are alike joined, those that send nothing dropped; the heaviest first."""
+    return tuple(sorted(joined(flows), key=lambda flow: -flow.wire_bytes))
 
 
-def _joined(a: Flow, b: Flow) -> Flow:
-    return replace(a, elements=a.elements + b.elements, padding=a.padding + b.padding, launches=a.launches + b.launches)
+def _joined(alike: list[Flow]) -> Flow:
+    total = {name: sum(getattr(flow, name) for flow in alike) for name in ("elements", "padding", "launches")}
+    return replace(alike[0], **total)

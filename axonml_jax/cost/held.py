@@ -1,19 +1,21 @@
-"""Bytes per device of a plan, by kind, on the rank of a pipeline that holds most."""
+"""`Memory`: bytes per device by kind, on the rank that holds most; and the items of it that weights and activations need."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from axonml_jax.cost.activations import BlockActivations
-from axonml_jax.cost.cuts import Stages
-from axonml_jax.cost.weight import Placed
-from axonml_jax.parallel.pipeline.timetable import Timetable
-from axonml_jax.parallel.plan import Plan
+from axonml_jax.cost.amounts import Many, either, most
+from axonml_jax.cost.decoder.activations import BlockActivations
+from axonml_jax.cost.passing import Ticks
+from axonml_jax.cost.rounds import Parts, Run
+from axonml_jax.cost.weight_groups import Group, Weights
+from axonml_jax.parallel.offload import CPUOffload
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes on one device. The first two and the batch rest between steps; the others come and go.
+
+    Each is a number for one plan, or an array for many candidates at once.
 
     Attributes:
       parameters: resting parameters, padding left out.
@@ -28,34 +30,33 @@ class Memory:
       host: bytes of all these that rest in host memory instead.
     """
 
-    parameters: int = 0
-    optimizer: int = 0
-    gradients: int = 0
-    activations: int = 0
-    gathered: int = 0
-    pipeline: int = 0
-    padding: int = 0
-    batch: int = 0
-    host: int = 0
+    parameters: Many = 0
+    optimizer: Many = 0
+    gradients: Many = 0
+    activations: Many = 0
+    gathered: Many = 0
+    pipeline: Many = 0
+    padding: Many = 0
+    batch: Many = 0
+    host: Many = 0
 
     @property
-    def arguments(self) -> int:
+    def arguments(self) -> Many:
         """What a compiled step takes: everything that rests, in device or host memory."""
         return self.parameters + self.optimizer + self.padding + self.batch
 
     @property
-    def temporaries(self) -> int:
+    def temporaries(self) -> Many:
         """What a step needs more, at its fullest moment.
 
         Gradients grow while activations go: the fullest moment is the beginning of the backward or its end. A pipeline
         accumulates gradients while others of its microbatches are under way: it holds both.
         """
-        if self.pipeline:
-            return self.activations + self.pipeline + self.gradients + self.gathered
-        return max(self.activations, self.gradients) + self.gathered
+        both = self.activations + self.pipeline + self.gradients
+        return either(self.pipeline > 0, both, most(self.activations, self.gradients)) + self.gathered
 
     @property
-    def total(self) -> int:
+    def total(self) -> Many:
         """Bytes on the device at the fullest moment."""
         return self.arguments + self.temporaries - self.host
 
@@ -64,100 +65,99 @@ class Memory:
         return {field.name: size for field in fields(self) if (size := getattr(self, field.name))}
 
 
-def states(placed: Sequence[Placed], moments: int) -> dict[str, int]:
+def states(weights: Weights, parts: Parts, run: Run, moments: int) -> dict[str, Many]:
     """Parameters, optimizer, gradients and padding that one rank rests with."""
-    total: dict[str, int] = {"parameters": 0, "optimizer": 0, "gradients": 0, "padding": 0}
-    for each in placed:
-        count, item, plan = each.count * (not each.copied), each.rest_dtype.itemsize, each.plan
-        kept = 1 + moments * each.weight.trained
-        total["parameters"] += count * (each.shard - each.padding) * item
-        total["optimizer"] += count * (each.shard - each.padding) * item * moments * each.weight.trained
-        total["padding"] += count * each.padding * item * kept
-        if each.weight.trained:
-            accumulates_whole = plan.microbatches > 1 and each.rounds.scatters == 1
-            own = each.read if accumulates_whole else each.shard
-            total["gradients"] += count * own * each.sum_dtype.itemsize
-    return total
+    parameters = optimizer = gradients = padding = 0
+    for group in weights.groups:
+        number, kept = resting(group, parts), moments * group.trained
+        parameters = parameters + number * group.rest_bytes
+        optimizer = optimizer + number * group.rest_bytes * kept
+        padding = padding + number * group.padding_bytes * (1 + kept)
+        if group.trained:
+            # What is reduced at the end accumulates whole.
+            whole = (run.microbatches > 1) & (run.rounds(group.sharded).reductions == 1)
+            gradients = gradients + number * either(whole, group.sum_bytes, group.shard_sum_bytes)
+    return {"parameters": parameters, "optimizer": optimizer, "gradients": gradients, "padding": padding}
 
 
-def gathered(placed: Sequence[Placed]) -> int:
-    """Whole parameters beside the shards: all of them, or with stage 3 the largest unit with its gradients."""
-    sharded = [each for each in placed if each.sharded]
-    if not sharded:
+def resting(group: Group, parts: Parts) -> Many:
+    """How many of each rest on a rank: what both ends of a pipeline read rests on the first."""
+    number = parts.number(group.place, group.count)
+    return number * parts.first if group.place == "both ends" else number
+
+
+def gathered(weights: Weights, parts: Parts, run: Run) -> Many:
+    """Whole parameters beside the shards: all of them, or those of units that are read at their use and one's gradients."""
+    axis = next((group.sharded for group in weights.groups if group.sharded is not None), None)
+    if axis is None:
         return 0
-    if not sharded[0].rounds.backward:
-        return sum(each.count * each.read * each.read_dtype.itemsize for each in placed)
-    units: dict[str, list[int]] = {}
-    for each in placed:
-        sizes = units.setdefault(each.weight.unit or each.weight.name, [0, 0])
-        one = (1 if each.weight.unit else each.count) * each.read // each.slices
-        sizes[0] += one * each.read_dtype.itemsize
-        sizes[1] += one * each.sum_dtype.itemsize
-    weights = max(size for size, _ in units.values())
-    return (1 + sharded[0].prefetch) * weights + max(size for _, size in units.values())
+    whole = sum(parts.number(group.place, group.count) * group.read_bytes for group in weights.groups)
+    return either(run.rounds(axis).at_use > 0, weights.unit_bytes, whole)
+
+
+def read_by_stages(weights: Weights, parts: Parts, chunks: Many, in_ticks: bool) -> Many:
+    """What a pipeline's rank reads beside what rests: all of its stages, or those that it is busy with and one's gradients.
+
+    Weights that are read as they rest are read where they are.
+    """
+    numbers = [parts.number(group.place, group.count) for group in weights.groups]
+    here = list(zip(weights.groups, numbers, strict=True))
+    elsewhere = any(group.place == "both ends" for group in weights.groups)
+    copied = most(0, *(either(number > 0, 1, 0) for group, number in here if elsewhere or not group.as_they_rest))
+    reads = sum(number * group.read_bytes for group, number in here)
+    sums = sum(number * group.sum_bytes * group.trained for group, number in here)
+    return copied * (whole_of_stages(reads, sums) // chunks if in_ticks else reads)
+
+
+def whole_of_stages(reads: Many, sums: Many) -> Many:
+    """Of stages that are gathered in a pipeline's ticks: a forward's and a backward's are whole, and one's gradients."""
+    return 2 * reads + sums
 
 
 def memory(
-    ranks: Sequence[Sequence[Placed]],
-    plan: Plan,
-    stages: Stages,
-    timetable: Timetable | None,
-    block: BlockActivations,
-    *,
-    moments: int,
-    batch: int,
-) -> Memory:
+    weights: Weights, ranks: Sequence[Parts], run: Run, *, activations: Many, pipeline: Many, whole: Many, moments: int,
+    batch: Many, offload: CPUOffload,
+) -> Memory:  # fmt: skip
     """Memory of the rank that holds most; a pipeline's ranks all allocate what the fullest needs.
 
     Args:
-      ranks: what each rank of a pipeline holds.
-      plan: the plan.
-      stages: blocks by stage.
-      timetable: of a pipeline.
-      block: activation bytes of a block.
+      weights: of the model.
+      ranks: what each rank of a pipeline has of it.
+      run: how a step runs.
+      activations, pipeline: as of `Memory`.
+      whole: what is whole beside what rests.
       moments: optimizer values per parameter.
       batch: bytes of a rank's rows.
+      offload: what rests on the host.
     """
-    each = [states(placed, moments) for placed in ranks]
-    most = {kind: max(own[kind] for own in each) for kind in each[0]}
-    whole, pipeline = max(gathered(placed) for placed in ranks), 0
-    if timetable is None:
-        activations = stages.blocks[0] * block.kept + max(block.head, block.rebuilt)
-    else:
-        activations, pipeline = _of_ticks(max(stages.blocks), timetable, block)
-        whole = max(_read_by_stages(placed, plan) for placed in ranks)
-    offload, host = plan.offload, 0
-    host += offload.params * most["parameters"] + offload.optimizer * most["optimizer"]
-    host += offload.gradients * most["gradients"]
-    return Memory(**most, activations=activations, gathered=whole, pipeline=pipeline, batch=batch, host=host)
+    each = [states(weights, parts, run, moments) for parts in ranks]
+    held = {kind: most(*(own[kind] for own in each)) for kind in each[0]}
+    return Memory(
+        **held, activations=activations, gathered=whole, pipeline=pipeline, batch=batch, host=on_host(held, offload)
+    )
 
 
-def _of_ticks(blocks: int, timetable: Timetable, block: BlockActivations) -> tuple[int, int]:
+def on_host(held: Mapping[str, Many], offload: CPUOffload) -> Many:
+    """Bytes of parameters, optimizer and gradients that rest in host memory."""
+    away = {"parameters": offload.params, "optimizer": offload.optimizer, "gradients": offload.gradients}
+    return sum(size * away.get(kind, False) for kind, size in held.items())
+
+
+def of_blocks(blocks: Many, block: BlockActivations) -> Many:
+    """Activations of a rank's blocks, and the head's or of a block that is recomputed."""
+    return blocks * block.kept + most(block.head, block.rebuilt)
+
+
+def of_ticks(blocks: Many, ticks: Ticks, block: BlockActivations) -> tuple[Many, Many]:
     """Slots of a pipeline, and what passes between ranks and through one tick.
 
     A stage is recomputed as a whole: what enters it is kept, and of its blocks what the policy keeps, but not what enters them.
     """
     slot = blocks * (block.kept - block.boundary) + block.boundary
-    tick = blocks * (block.rebuilt or block.kept) + block.head
-    passing = timetable.activations.size + timetable.cotangents.size + 2
-    return timetable.residuals.size * slot, slot + tick + passing * block.boundary
+    tick = blocks * either(block.rebuilt > 0, block.rebuilt, block.kept) + block.head
+    return ticks.slots * slot, slot + tick + (ticks.arriving + 2) * block.boundary
 
 
-def _read_by_stages(placed: Sequence[Placed], plan: Plan) -> int:
-    """What a pipeline's rank reads beside what rests: all of its stages, or those that it is busy with and one's gradients.
-
-    Weights that are read as they rest are read where they are.
-    """
-    here = [each for each in placed if each.count]
-    as_they_rest = all(each.read_dtype == each.rest_dtype and not each.sharded for each in here)
-    if as_they_rest and not any(each.weight.place == "both ends" for each in placed):
-        return 0
-    assert plan.pipe is not None
-    reads = sum(each.count * each.read * each.read_dtype.itemsize for each in here)
-    sums = sum(each.count * each.read * each.sum_dtype.itemsize for each in here if each.weight.trained)
-    return (2 * reads + sums) // plan.pipe.chunks if plan.pipe.in_ticks else reads
-
-
-def batch_bytes(rows: int, length: int) -> int:
-    """Tokens and targets of a rank's rows, int32."""
-    return 2 * 4 * math.prod((rows, length))
+def batch_bytes(rows: Many, positions: Many) -> Many:
+    """Tokens and targets of a rank's part of the batch, int32."""
+    return 2 * 4 * rows * positions

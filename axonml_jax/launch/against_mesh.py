@@ -49,7 +49,7 @@ def _against_split(mesh: MeshConfig, model: TransformerConfig, length: int) -> I
 
 def _indivisible(model: Any, length: int, own: dict[str, int]) -> Iterator[str]:
     """The sizes of the model that the axes it splits over do not divide, and the degrees that they may have."""
-    from axonml_jax.cost.decoder import problems
+    from axonml_jax.cost.decoder.configuration import problems
 
     over = lambda degrees: problems(model, degrees, length)
     if not (found := over(own)):

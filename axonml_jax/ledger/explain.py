@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, overload
 
-from axonml_jax.cost.decoder import is_decoder
+from axonml_jax.cost.decoder.configuration import is_decoder
 from axonml_jax.cost.wire import Amount, exact
 from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.ledger.predict.prediction import Prediction

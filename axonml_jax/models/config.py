@@ -1,6 +1,7 @@
 """The shape of a decoder-only transformer as a frozen value, with its parameter count and FLOPs."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from axonml_jax.parallel.tensor.attentions import ATTENTIONS
@@ -138,6 +139,7 @@ class TransformerConfig:
         return 6 * multiplied + 6 * self.num_layers * self.num_heads * 2 * self.head_size * length
 
 
+@lru_cache(maxsize=256)
 def even_chunk(size: int, about: int) -> int:
     """The chunk length nearest to `about` that cuts `size` evenly, in lanes of 128; where there is none, nearly evenly.
 

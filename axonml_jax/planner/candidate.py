@@ -1,8 +1,9 @@
-"""`Candidate`: one way to run a model on a number of devices, small enough to make a hundred thousand of."""
+"""`Candidate`: one way to run a model on a number of devices, of which a planner makes many; `Question`: what it is asked."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+from axonml_jax.cost.decoder.activations import compute_dtype
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.ddp import Replicate
@@ -12,6 +13,8 @@ from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.planner.assumptions import Assumptions
+from axonml_jax.planner.hardware import Hardware
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,3 +85,40 @@ class Candidate:
         words += [f"{self.remat} recomputation"] if self.remat else []
         words += [f"offload {self.offload.value}"] if self.offload.value != "none" else []
         return ", ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+      model: the transformer.
+      num_devices: how many.
+      hardware: of which kind.
+      global_batch: sequences per update.
+      length: of a sequence.
+      moments: optimizer values per parameter.
+      precision: the policy's name, or a `Precision`.
+      compute: the dtype that activations have.
+      assumptions: of the cost model.
+      memory: bytes that a plan may fill on a device.
+      strategy: one of the user's own along `fsdp`; None: the stages of ZeRO.
+    """
+
+    model: TransformerConfig
+    num_devices: int
+    hardware: Hardware
+    global_batch: int
+    length: int
+    moments: int
+    precision: Any
+    compute: str | None
+    assumptions: Assumptions
+    memory: float
+    strategy: AbstractStrategy | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that activations have."""
+        model: Any = self.model
+        return compute_dtype(model, self.compute)

@@ -3,6 +3,9 @@
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from axonml_jax.cost.amounts import Many, either, least, most, varies
 from axonml_jax.synonyms import meant
 
 GB, TERA = 1e9, 1e12
@@ -43,7 +46,7 @@ class Hardware:
     torus: int = 0
     sources: dict[str, str] = field(default_factory=dict, compare=False, hash=False)
 
-    def bandwidth(self, ranks: int, inner: int) -> float:
+    def bandwidth(self, ranks: Many, inner: Many) -> Many:
         """Bytes per second of one device along a mesh axis.
 
         Inside an island it is the link's. Across islands a node's whole connection is shared by the groups that use it at
@@ -53,14 +56,13 @@ class Hardware:
           ranks: of the axis.
           inner: product of the degrees of the axes inside it.
         """
-        if ranks * inner <= self.island:
-            return self.link
-        return min(self.link, self.cross * self.island / min(self.island, inner))
+        across = least(self.link, self.cross * self.island / least(self.island, inner))
+        return either(ranks * inner <= self.island, self.link, across)
 
-    def delay(self, ranks: int, inner: int) -> float:
+    def delay(self, ranks: Many, inner: Many) -> Many:
         """Seconds that one collective along a mesh axis takes however little it sends; it grows with log2 of its ranks."""
-        hops = max(1.0, math.log2(ranks))  # trees, or rings over several dims of a torus
-        return hops * (self.latency if ranks * inner <= self.island else self.cross_latency)
+        hops = most(1.0, np.log2(ranks) if varies(ranks) else math.log2(ranks))  # trees, or rings over a torus's dims
+        return hops * either(ranks * inner <= self.island, self.latency, self.cross_latency)
 
 
 def _tpu(

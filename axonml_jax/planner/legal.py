@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from axonml_jax.cost.decoder import problems
+from axonml_jax.cost.decoder.configuration import problems
 from axonml_jax.mesh.axes import AXES, batch_axes
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.offload import CPUOffload

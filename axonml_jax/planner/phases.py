@@ -1,13 +1,14 @@
 """A step as phases: what runs, what is sent meanwhile, and how much of the sending nothing hides."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from axonml_jax.cost.flow import ONCE, Flow
-from axonml_jax.ledger.label import GRADIENTS, PARAMETERS
-from axonml_jax.ledger.predict.prediction import Prediction
-from axonml_jax.mesh.axes import AXES
+from axonml_jax.cost.amounts import Many, either, least, varies
+from axonml_jax.cost.flow import GRADIENTS, ONCE, PARAMETERS, Flow
+from axonml_jax.cost.held import Memory
+from axonml_jax.mesh.axes import AXES, LAYER_AXES
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import Hardware
 
@@ -16,6 +17,55 @@ JOINED_BYTES = 32 * 2**20
 
 START, FORWARD, BACKWARD, TICKS, END = "start", "forward", "backward", "ticks", "end"
 """A step's parts: what comes before the first microbatch, its passes or a pipeline's ticks, and what comes after the last."""
+
+
+class Predicted(Protocol):
+    """What is asked of a step that is priced: a `Prediction`, or arrays of many candidates (see `quick.py`)."""
+
+    @property
+    def degrees(self) -> Mapping[str, Many]:
+        """Of the mesh."""
+        ...
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether stages lie along a pipeline."""
+        ...
+
+    @property
+    def microbatches(self) -> Many:
+        """Of one update."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Of one update."""
+        ...
+
+    @property
+    def flops_per_token(self) -> int:
+        """Of forward and backward."""
+        ...
+
+    @property
+    def recomputed_flops_per_token(self) -> Many:
+        """What recomputation adds."""
+        ...
+
+    @property
+    def traffic(self) -> Sequence[Flow]:
+        """What is sent."""
+        ...
+
+    @property
+    def memory(self) -> Memory:
+        """What is held."""
+        ...
+
+    @property
+    def bubble(self) -> Many:
+        """Idle time over useful time."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +83,7 @@ class Sending:
     axes: str
     name: str
     kind: str
-    seconds: float
+    seconds: Many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,28 +100,28 @@ class Phase:
     """
 
     name: str
-    times: int
-    compute: float
+    times: Many
+    compute: Many
     every: tuple[Sending, ...]
     once: tuple[Sending, ...]
     assumptions: Assumptions
 
     @property
-    def exposed(self) -> float:
+    def exposed(self) -> Many:
         """Seconds of all runs that nothing hides."""
         return (self.times - 1) * self.waits(self.every) + self.waits((*self.every, *self.once))
 
-    def waits(self, sent: tuple[Sending, ...]) -> float:
+    def waits(self, sent: tuple[Sending, ...]) -> Many:
         """Seconds that one run takes longer for sending this."""
         given = self.assumptions
         weights, layers, passing = (
             sum(each.seconds for each in sent if each.kind == kind) for kind in ("weights", "layers", "passing")
         )
-        hidden = min(weights, given.overlap * self.compute) + min(layers, given.layer_overlap * self.compute)
+        hidden = least(weights, given.overlap * self.compute) + least(layers, given.layer_overlap * self.compute)
         return weights + layers + passing - hidden
 
 
-def phases(found: Prediction, hardware: Hardware, given: Assumptions) -> tuple[Phase, ...]:
+def phases(found: Predicted, hardware: Hardware, given: Assumptions) -> tuple[Phase, ...]:
     """The phases of a predicted step, in order.
 
     Without a pipeline every microbatch has a forward and a backward, which take one and two thirds of the products and the
@@ -82,7 +132,7 @@ def phases(found: Prediction, hardware: Hardware, given: Assumptions) -> tuple[P
     devices = math.prod(found.degrees.values())
     seconds = lambda flops: found.tokens * flops / devices / (hardware.flops * given.efficiency)
     products, again = seconds(found.flops_per_token), seconds(found.recomputed_flops_per_token)
-    if found.timetable is not None:
+    if found.pipelined:
         runs = {START: (1, 0.0), TICKS: (1, products + again), END: (1, 0.0)}
     else:
         times = found.microbatches
@@ -97,7 +147,7 @@ def phases(found: Prediction, hardware: Hardware, given: Assumptions) -> tuple[P
         name = _phase_of(flow, runs)
         times = runs[name][0]
         sent = flow_seconds(flow, found.degrees, hardware)
-        single = flow.where == ONCE and times > 1
+        single = flow.where == ONCE and (varies(times) or times > 1)
         own = Sending(",".join(flow.axes), flow.label or "layers", _kind(flow), sent if single else sent / times)
         (once if single else every)[name].append(own)
     return tuple(
@@ -122,39 +172,39 @@ def _phase_of(flow: Flow, runs: Mapping[str, object]) -> str:
 
 
 def _kind(flow: Flow) -> str:
-    if flow.label in (GRADIENTS, PARAMETERS) and "depth" not in flow.axes:
+    if flow.label in (GRADIENTS, PARAMETERS) and not set(flow.axes) & set(LAYER_AXES):  # else a layer waits for its own
         return "weights"
     return "passing" if flow.kind == "permute" else "layers"
 
 
-def network_by_axes(run: tuple[Phase, ...]) -> dict[str, float]:
+def network_by_axes(run: tuple[Phase, ...]) -> dict[str, Many]:
     """Seconds on the network by mesh axes, hidden or not."""
-    found: dict[str, float] = {}
+    found: dict[str, Many] = {}
     for times, each in _sendings(run):
         found[each.axes] = found.get(each.axes, 0.0) + times * each.seconds
     return found
 
 
-def _sendings(run: tuple[Phase, ...]) -> Iterator[tuple[int, Sending]]:
+def _sendings(run: tuple[Phase, ...]) -> Iterator[tuple[Many, Sending]]:
     for phase in run:
         yield from ((phase.times, each) for each in phase.every)
         yield from ((1, each) for each in phase.once)
 
 
-def flow_seconds(flow: Flow, degrees: Mapping[str, int], hardware: Hardware) -> float:
+def flow_seconds(flow: Flow, degrees: Mapping[str, Many], hardware: Hardware) -> Many:
     """Seconds that a flow keeps the network busy in a step, on its slowest axis."""
-    seconds = 0.0
-    for axis in flow.axes[:1]:  # a collective over several axes is limited by the outermost
-        inner = inner_product(degrees, axis)
-        joined = flow.launches
-        if flow.label in (GRADIENTS, PARAMETERS):  # XLA joins neighbours into launches of some tens of MB
-            joined = -(-flow.elements * flow.itemsize // JOINED_BYTES)
-        delays = flow.times * hardware.delay(flow.group_size, inner) * joined
-        seconds += float(flow.wire_bytes) / hardware.bandwidth(flow.group_size, inner) + delays
-    return seconds
+    inner = inner_product(degrees, flow.axes[0])  # a collective over several axes is limited by the outermost
+    arrays = flow.launches
+    if flow.label in (GRADIENTS, PARAMETERS):  # XLA joins neighbours into launches of some tens of MB
+        arrays = -(-flow.elements * flow.itemsize // JOINED_BYTES)
+    delays = flow.times * hardware.delay(flow.group_size, inner) * arrays
+    sent = flow.wire_bytes
+    sent = sent if varies(sent) else float(sent)
+    seconds = sent / hardware.bandwidth(flow.group_size, inner) + delays
+    return either(flow.group_size > 1, seconds, 0.0)
 
 
-def inner_product(degrees: Mapping[str, int], axis: str) -> int:
+def inner_product(degrees: Mapping[str, Many], axis: str) -> Many:
     """Product of the degrees of the axes inside one: how far apart its neighbours are."""
     if axis not in AXES:  # one of the user's own: nobody says what lies inside it
         return 1

@@ -4,15 +4,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from axonml_jax.ledger.predict.prediction import Prediction
+from axonml_jax.cost.amounts import Many
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import Hardware
-from axonml_jax.planner.phases import network_by_axes, phases
+from axonml_jax.planner.phases import Predicted, network_by_axes, phases
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """Seconds of one step on one device.
+    """Seconds of one step on one device; of many candidates arrays of them.
 
     Attributes:
       compute: products, recomputation included, at the assumed efficiency.
@@ -26,34 +26,34 @@ class Price:
       ideal: what an ideal device takes at its peak, without recomputation.
     """
 
-    compute: float
-    bubble: float
-    update: float
-    host: float
-    network: Mapping[str, float] = field(hash=False)
-    exposed: float
-    memory: int
+    compute: Many
+    bubble: Many
+    update: Many
+    host: Many
+    network: Mapping[str, Many] = field(hash=False)
+    exposed: Many
+    memory: Many
     tokens: int
     ideal: float
 
     @property
-    def time(self) -> float:
+    def time(self) -> Many:
         """Seconds of a step."""
         return self.compute + self.bubble + self.update + self.host + self.exposed
 
     @property
-    def mfu(self) -> float:
+    def mfu(self) -> Many:
         """Model FLOPs utilization: the ideal time over this one."""
         return self.ideal / self.time
 
     @property
-    def tokens_per_second(self) -> float:
+    def tokens_per_second(self) -> Many:
         """Over all devices."""
         return self.tokens / self.time
 
 
-def price(found: Prediction, hardware: Hardware, assumptions: Assumptions | None = None) -> Price:
-    """Price a predicted step.
+def price(found: Predicted, hardware: Hardware, assumptions: Assumptions | None = None) -> Price:
+    """Price a predicted step, or many candidates at once.
 
     A flow of b bytes over an axis takes b / bandwidth, and each of its executions a delay. In every phase (see `phases`) what
     parameters and gradients send hides behind `overlap` of its compute time, what layers send behind `layer_overlap`;

@@ -16,11 +16,11 @@ from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.strategy import AbstractStrategy
 from axonml_jax.planner.answer import Answer, Priced
 from axonml_jax.planner.assumptions import Assumptions
-from axonml_jax.planner.candidate import Candidate
+from axonml_jax.planner.candidate import Candidate, Question
 from axonml_jax.planner.hardware import Hardware, hardware
 from axonml_jax.planner.legal import REMATS, candidate, legal_meshes, stage_of, ways_on
 from axonml_jax.planner.price import price
-from axonml_jax.planner.quick import Question, quick
+from axonml_jax.planner.quick import quick
 
 EXACTLY, DOUBTFUL, LEAN = 48, 24, 8
 """How many ways the ledger prices exactly: the fastest that fit by the first price, of those that it finds slightly too
@@ -29,7 +29,7 @@ large, and those that need least memory."""
 PER_MESH = 3
 """How many of them at most are of one mesh."""
 
-MARGINS = {False: 1.02, True: 1.13}
+MARGINS = {False: 1.0, True: 1.13}
 """The first price is rough: what it finds this much too large may still fit, without a pipeline and with one."""
 
 _TOO_LARGE = "does not fit in a device's memory"
@@ -127,30 +127,34 @@ def _search(
 ) -> list[Priced]:
     """The exactly priced ways that fit, fastest first."""
     fitting, doubtful, lean = _Best(EXACTLY), _Best(DOUBTFUL), _Best(LEAN)
-    sizes = {"global_batch": asked.global_batch, "length": asked.length}
-    for degrees in legal_meshes(asked.model, asked.num_devices, axes=axes, illegal=illegal, **sizes):
-        if offload is not CPUOffload.NONE and "pipe" in degrees:
-            continue
-        ways = ways_on(asked.model, degrees, remats=remats, **sizes)
-        if asked.strategy is not None:
-            ways = tuple(way for way in ways if way.stage == stage_of(asked.strategy))
-        if not ways and asked.strategy is not None:  # a mesh without fsdp
-            continue
-        if not ways:
-            illegal["fewer sequences than a pipeline needs"] += 1
-            continue
-        seconds, held = quick(degrees, ways, asked)
-        memory = np.inf if offload.optimizer else asked.memory
-        limit = MARGINS["pipe" in degrees] * memory
+    meshes = _meshes(asked, axes, remats, offload, illegal)
+    for (degrees, ways), (seconds, held) in zip(meshes, quick(meshes, asked, offload), strict=True):
+        limit = MARGINS["pipe" in degrees] * asked.memory
         dropped[_TOO_LARGE] += int((held > limit).sum())
         make = lambda i, degrees=degrees, ways=ways: candidate(degrees, ways[i], offload, asked.strategy)
-        for best, among in ((fitting, held <= memory), (doubtful, (held > memory) & (held <= limit))):
+        for best, among in ((fitting, held <= asked.memory), (doubtful, (held > asked.memory) & (held <= limit))):
             for i in _fastest(np.flatnonzero(among), seconds, held):
                 best.keep(float(seconds[i]), make(i))
         leanest = int(held.argmin())
         if held[leanest] <= limit:
             lean.keep(float(held[leanest]), make(leanest))
     return _exactly(asked, list(dict.fromkeys([*fitting.found, *doubtful.found, *lean.found])), dropped)
+
+
+def _meshes(asked: Question, axes: tuple[str, ...], remats: tuple, offload: CPUOffload, illegal: Counter) -> list:
+    """Every legal mesh with the ways to run on it."""
+    found, sizes = [], {"global_batch": asked.global_batch, "length": asked.length}
+    for degrees in legal_meshes(asked.model, asked.num_devices, axes=axes, illegal=illegal, **sizes):
+        if offload is not CPUOffload.NONE and "pipe" in degrees:
+            continue
+        ways = ways_on(asked.model, degrees, remats=remats, **sizes)
+        if asked.strategy is not None:
+            ways = tuple(way for way in ways if way.stage == stage_of(asked.strategy))
+        if ways:
+            found.append((degrees, ways))
+        elif asked.strategy is None:  # else a mesh without fsdp
+            illegal["fewer sequences than a pipeline needs"] += 1
+    return found
 
 
 def _fastest(among: np.ndarray, seconds: np.ndarray, held: np.ndarray) -> list[int]:

@@ -1,7 +1,7 @@
 """Where one array lives between steps: its whole shape, the shape it is stored in, and the spec that splits that."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -57,7 +57,7 @@ class Layout:
         while entries and entries[-1] is None:
             entries.pop()
         stored = tuple(n * k for n, k in zip(shard, parts, strict=True))
-        return replace(self, spec=PartitionSpec(*entries), stored=stored, parts=tuple(parts))
+        return Layout(self.shape, self.dtype, PartitionSpec(*entries), stored, tuple(parts))
 
     @property
     def shard(self) -> tuple[int, ...]:

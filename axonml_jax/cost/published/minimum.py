@@ -1,12 +1,13 @@
 """What the papers say a plan must send: the amount beside which the ledger prints what a step sends. It decides nothing."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fractions import Fraction
+from typing import Any
 
 import jax
 
-from axonml_jax.cost.rounds import rounds
+from axonml_jax.cost.rounds import Run
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.plan import Plan
@@ -23,9 +24,9 @@ def minimum_traffic(placement: Placement) -> Fraction:
     little less than ZeRO-3's amount: what the backward does not read, such as biases and the first layer's weights, is not
     gathered again.
     """
-    leaves = [(layout, True) for layout in jax.tree.leaves(placement.params, is_leaf=is_layout)]
-    leaves += [(layout, False) for layout in jax.tree.leaves(placement.frozen, is_leaf=is_layout)]
-    amounts = [leaf_traffic(placement.plan, placement.degrees, layout, trained) for layout, trained in leaves]
+    trees = ((placement.params, True), (placement.frozen, False))
+    leaves = [(each, trained) for tree, trained in trees for each in jax.tree.leaves(tree, is_leaf=is_layout)]
+    amounts = [_of_leaf(placement, layout, trained) for layout, trained in leaves]
     if placement.stages is None:
         return sum(amounts, Fraction(0))
     # The rank with the most; activations are not in it.
@@ -34,18 +35,43 @@ def minimum_traffic(placement: Placement) -> Fraction:
     return max(each)
 
 
-def leaf_traffic(plan: Plan, degrees: Mapping[str, int], layout: Layout, trained: bool) -> Fraction:
-    """The same of one parameter."""
-    share, total = Fraction(layout.size), Fraction(0)
-    read, reduced = plan.precision.read_dtype(layout.dtype), plan.precision.reduce_dtype(layout.dtype)
+def _of_leaf(placement: Placement, layout: Layout, trained: bool) -> Fraction:
+    return weight_traffic(placement.plan, placement.degrees, layout.size, layout.axes, layout.dtype, trained)
+
+
+def weight_traffic(
+    plan: Plan, degrees: Mapping[str, int], size: int, split: Collection[str], dtype: Any, trained: bool
+) -> Fraction:
+    """The same of one parameter, or of several that rest alike.
+
+    Args:
+      plan: the plan.
+      degrees: of the mesh.
+      size: elements of the whole array.
+      split: the mesh axes over which ranks hold different parts of it.
+      dtype: between steps.
+      trained: whether it has gradients.
+    """
+    share, total, run = Fraction(size), Fraction(0), Run.of(plan, degrees)
+    read, reduced = plan.precision.read_dtype(dtype), plan.precision.reduce_dtype(dtype)
     for axis, strategy in reversed(plan.on(degrees).items()):
         role, ranks = strategy.role, math.prod(degrees[name] for name in as_axes(axis))
-        moved, split = share * Fraction(ranks - 1, ranks), layout.dim_of(axis) is not None
+        moved, own = share * Fraction(ranks - 1, ranks), as_axes(axis)[0] in split
         if role.parameters == "sharded":
-            often = rounds(plan, degrees, role)
-            gathers = often.forward + often.backward * trained
-            total += moved * (gathers * read.itemsize + often.scatters * reduced.itemsize * trained)
-        elif role.batch is not None and role.reduces != "never" and not split:
+            often = run.rounds(axis)
+            gathers = often.at_start + often.at_use * (1 + trained)
+            total += moved * (gathers * read.itemsize + often.reductions * reduced.itemsize * trained)
+        elif role.batch is not None and role.reduces != "never" and not own:
             total += 2 * moved * strategy.wire_dtype(reduced).itemsize * trained
-        share /= ranks if split or role.parameters == "sharded" else 1
+        share /= ranks if own or role.parameters == "sharded" else 1
     return total
+
+
+def tensor_traffic(blocks: int, microbatches: int, elements: int, itemsize: int, ranks: int) -> Fraction:
+    """Bytes per rank and update of Megatron's layers: four all-reduces of [b, s, h] per block and microbatch."""
+    return Fraction(4 * blocks * microbatches * 2 * elements * itemsize * (ranks - 1), ranks)
+
+
+def pipeline_traffic(chunks: int, microbatches: int, elements: int, itemsize: int) -> int:
+    """Bytes per rank and update between stages: one activation and one cotangent per boundary and microbatch."""
+    return 2 * chunks * microbatches * elements * itemsize

@@ -1,55 +1,28 @@
 """From a plan and a decoder's configuration to its prediction."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from fractions import Fraction
-from functools import lru_cache
-from typing import Any
 
 import jax.numpy as jnp
 
-from axonml_jax.cost.activations import block_activations, compute_dtype
-from axonml_jax.cost.cuts import Stages, bubble, stage_costs, stages_of, timetable_of
-from axonml_jax.cost.decoder import DecoderLike, decoder_weights, layer_degrees, problems
-from axonml_jax.cost.flow import EACH_TICK, Flow, merged
-from axonml_jax.cost.held import Memory, batch_bytes, memory
-from axonml_jax.cost.layer_flows import Layers, layer_flows
-from axonml_jax.cost.weight import Placed, place
-from axonml_jax.cost.weight_flows import minimum_traffic, small_flows, weight_flows
+from axonml_jax.cost.decoder.activations import compute_dtype
+from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees, problems
+from axonml_jax.cost.decoder.cuts import bubble, stages_of, timetable_of
+from axonml_jax.cost.decoder.work import recomputed_flops, stage_costs
+from axonml_jax.cost.flow import merged
+from axonml_jax.cost.held import Memory, resting
+from axonml_jax.cost.passing import Ticks
+from axonml_jax.cost.published.minimum import pipeline_traffic, tensor_traffic, weight_traffic
+from axonml_jax.cost.rounds import Parts, Run, splitting
+from axonml_jax.cost.step_cost import Step, flows, held, weights_of
 from axonml_jax.cost.wire import Amount, exact
 from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.mesh.axes import AXES, LAYER_AXES, as_axes, flat_axes
-from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.pipeline.timetable import Timetable
 from axonml_jax.parallel.plan import Plan
-
-LOSS_VALUES = 2
-"""A weighted mean: the total and its weight."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """A step of which is predicted: how it runs, on how much, and what its ranks hold.
-
-    Attributes:
-      tokens: of a rank's microbatch.
-      length: of a sequence.
-      ranks: weights by rank of the pipe axis.
-      fullest: the rank that holds most, whose traffic is told.
-    """
-
-    plan: Plan
-    model: DecoderLike
-    degrees: dict[str, int]
-    stages: Stages
-    timetable: Timetable | None
-    tokens: int
-    length: int
-    ranks: Sequence[tuple[Placed, ...]]
-    fullest: int
 
 
 def predict(
@@ -83,32 +56,36 @@ def predict(
     length = model.max_length if length is None else length
     rows = _rows(plan, model, degrees, global_batch, length)
     stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)
-    ranks = held_by_ranks(model, plan, degrees, stages)
-    fullest = max(range(stages.num_ranks), key=lambda rank: sum(each.count * each.read for each in ranks[rank]))
-    compute = compute_dtype(model, plan.precision.compute)
-    tokens = rows // plan.microbatches * length
-    apart = timetable is not None or (model.scan_layers and any(each.slices > 1 for each in ranks[fullest]))
-    block = block_activations(model, degrees, tokens, length, compute, plan.remat, platform, apart=apart)
-    held = memory(ranks, plan, stages, timetable, block, moments=moments, batch=batch_bytes(rows, length))
-    step = _Step(
-        plan=plan, model=model, degrees=degrees, stages=stages, timetable=timetable, tokens=tokens, length=length, ranks=ranks,
-        fullest=fullest,
-    )  # fmt: skip
-    flops, costs = model.flops_per_token(length), stage_costs(model, plan, stages, length)
+    step = Step(
+        model=model,
+        degrees=degrees,
+        run=Run.of(plan, degrees),
+        weights=weights_of(model, plan, degrees),
+        ranks=stages.ranks,
+        rows=rows,
+        length=length,
+        compute=compute_dtype(model, plan.precision.compute),
+        ticks=None if timetable is None else Ticks.of(timetable),
+        stage_blocks=max(stages.blocks),
+        chunks=1 if plan.pipe is None else plan.pipe.chunks,
+    )
+    in_ticks = plan.pipe is not None and plan.pipe.in_ticks
+    memory = held(step, moments=moments, offload=plan.offload, platform=platform, in_ticks=in_ticks)
+    flops, costs = model.flops_per_token(length), stage_costs(model, stages.blocks, step.run, length)
     return Prediction(
         degrees={axis: ranks for axis, ranks in degrees.items() if ranks > 1},
         plan=in_words(plan, degrees, model),
-        memory=held,
-        traffic=_flows(step),
-        minimum=_minimum(step),
+        memory=memory,
+        traffic=merged(flows(step)),
+        minimum=_minimum(plan, step),
         bubble=bubble(timetable, costs),
         ticks=0 if timetable is None else timetable.num_ticks,
         microbatches=plan.microbatches,
         params=model.num_params,
         tokens=global_batch * length,
         flops_per_token=flops,
-        recomputed_flops_per_token=_recomputed(model, plan, length),
-        notes=_notes(plan, degrees, timetable, held),
+        recomputed_flops_per_token=recomputed_flops(model, step.run, length),
+        notes=_notes(plan, degrees, timetable, memory),
         timetable=timetable,
         stage_costs=None if timetable is None else costs,
     )
@@ -116,11 +93,14 @@ def predict(
 
 def _rows(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], global_batch: int, length: int) -> int:
     """Sequences per rank and update, once everything divides."""
-    shards = plan.batch_layout(degrees).degree
+    roles = {axis: strategy.role for axis, strategy in plan.on(degrees).items()}
+    shards, positions = (math.prod(degrees[axis] for axis in splitting(roles, what)) for what in ("rows", "positions"))
     parts = shards * plan.microbatches
     found = problems(model, degrees, length)
     if global_batch % parts:
         found.append(f"{global_batch} sequences do not divide into {shards} shards of {plan.microbatches} microbatches")
+    if length % positions:
+        found.append(f"{length} positions do not divide into {positions} shards")
     if length > model.max_length:
         found.append(f"sequences of {length} are longer than the model's {model.max_length}")
     if degrees.get(AXIS, 1) > 1 and plan.pipe is None:
@@ -130,99 +110,29 @@ def _rows(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], global_bat
     return global_batch // shards
 
 
-def held_by_ranks(
-    model: DecoderLike, plan: Plan, degrees: Mapping[str, int], stages: Stages
-) -> list[tuple[Placed, ...]]:
-    """What each rank of the pipe axis holds (the one rank, without a pipeline)."""
-    placed = _placed(model, plan, tuple(degrees.items()))
-    found = []
-    for rank in range(stages.num_ranks):
-        here = {
-            "block": lambda each, rank=rank: stages.on_rank(rank) * each.count // model.num_layers,
-            "first": lambda each, rank=rank: each.count * stages.first(rank),
-            "last": lambda each, rank=rank: each.count * stages.last(rank),
-            "both ends": lambda each, rank=rank: each.count * (stages.first(rank) or stages.last(rank)),
-        }
-        away = lambda each, rank=rank: each.weight.place == "both ends" and not stages.first(rank)
-        found.append(tuple(each.times(here[each.weight.place](each), away(each)) for each in placed))
-    return found
-
-
-def _placed(model: DecoderLike, plan: Plan, degrees: tuple[tuple[str, int], ...]) -> tuple[Placed, ...]:
-    # Where weights rest does not depend on what the step does with them, so placements are shared between plans.
-    own: Any = plan.axes  # hashable, as every plan's are
-    layouts = _layouts(model, plan.data, plan.fsdp, own, plan.precision.param, degrees)
-    return tuple(replace(each, plan=plan) for each in layouts)
-
-
-@lru_cache(maxsize=4096)
-def _layouts(
-    model: Any, data: Any, fsdp: Any, axes: Any, param: str | None, degrees: tuple[tuple[str, int], ...]
-) -> tuple[Placed, ...]:
-    plan = Plan(data=data, fsdp=fsdp, axes=axes, precision=Precision(param=param))
-    return tuple(place(weight, plan, dict(degrees)) for weight in decoder_weights(model, dict(degrees)))
-
-
-def _flows(step: _Step) -> tuple[Flow, ...]:
-    """The traffic of the fullest rank."""
-    model, stages, rank, placed = step.model, step.stages, step.fullest, step.ranks[step.fullest]
-    layers = Layers(
-        config=model,
-        degrees=step.degrees,
-        tokens=step.tokens,
-        length=step.length,
-        dtype=placed[0].read_dtype.name if model.dtype is None else model.dtype,
-        blocks=stages.on_rank(rank),
-        first=stages.first(rank),
-        last=stages.last(rank),
-        times=step.plan.microbatches,
-        remat=step.plan.remat,
-    )
-    flows = [*weight_flows(placed), *small_flows(placed, LOSS_VALUES), *layer_flows(layers, placed)]
-    if step.timetable is not None:
-        flows += _passing(step.timetable, step.degrees, layers)
-    return merged(flows)
-
-
-def _passing(timetable: Timetable, degrees: dict[str, int], layers: Layers) -> list[Flow]:
-    """Activations and cotangents between stages: one permute each way in every tick."""
-    own = layer_degrees(layers.config, degrees)
-    share = own.get("tensor", 1) if layers.config.sequence_parallel else 1
-    make = lambda label, work: replace(
-        layers.flow("permute", AXIS, layers.tokens * layers.config.hidden_size // share, work, label=label),
-        times=timetable.num_ticks,
-        where=EACH_TICK,
-    )
-    return [make("activations", "forward"), make("cotangents", "backward")]
-
-
-def _minimum(step: _Step) -> dict[str, Amount]:
+def _minimum(plan: Plan, step: Step) -> dict[str, Amount]:
     """What theory allows, by label."""
-    plan, model = step.plan, step.model
-    found: dict[str, Amount] = {"gradients+parameters": exact(max(map(minimum_traffic, step.ranks)))}
-    item = jnp.dtype(compute_dtype(model, plan.precision.compute)).itemsize
-    whole = step.tokens * model.hidden_size
-    tensor = layer_degrees(model, step.degrees).get("tensor", 1)
-    if tensor > 1:
-        # Megatron: four all-reduces of [b, s, h] per block and microbatch.
-        calls = 4 * step.stages.on_rank(step.fullest) * plan.microbatches
-        found["layers"] = exact(Fraction(calls * 2 * whole * item * (tensor - 1), tensor))
-    if step.timetable is not None and plan.pipe is not None:
-        boundaries = plan.pipe.chunks * plan.microbatches
-        found["activations+cotangents"] = 2 * boundaries * whole * item // (tensor if model.sequence_parallel else 1)
+    degrees, model, run = step.degrees, step.model, step.run
+    weights = max(_minimum_of_weights(plan, step, parts) for parts in step.ranks)
+    found: dict[str, Amount] = {"gradients+parameters": exact(weights)}
+    whole, item = step.tokens * model.hidden_size, jnp.dtype(step.compute).itemsize
+    if (tensor := layer_degrees(model, degrees).get("tensor", 1)) > 1:
+        found["layers"] = exact(tensor_traffic(step.fullest.blocks, run.microbatches, whole, item, tensor))
+    if step.ticks is not None:
+        passed = whole // (tensor if model.sequence_parallel else 1)
+        found["activations+cotangents"] = pipeline_traffic(step.chunks, run.microbatches, passed, item)
     return found
 
 
-def _recomputed(model: DecoderLike, plan: Plan, length: int) -> int:
-    """A third of forward and backward again; only attention's own products where weight products are kept.
-
-    A loss that holds some words' logits at a time computes them once more.
-    """
-    logits = 2 * model.hidden_size * model.vocab_size if model.words_at_once else 0
-    if plan.remat is None:
-        return logits
-    attention = 6 * model.num_layers * model.num_heads * 2 * model.head_size * length
-    return (model.flops_per_token(length) if plan.remat == "full" else attention) // 3 + logits
+def _minimum_of_weights(plan: Plan, step: Step, parts: Parts) -> Fraction:
+    """ZeRO's of what rests on a rank."""
+    total = Fraction(0)
+    for group in step.weights.groups:
+        number = resting(group, parts)
+        if number:
+            whole = group.read * math.prod(step.degrees[axis] for axis in group.axes if axis in LAYER_AXES)
+            total += number * weight_traffic(plan, step.degrees, whole, group.axes, group.rest_dtype, group.trained)
+    return total
 
 
 def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:

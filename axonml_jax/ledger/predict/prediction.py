@@ -53,6 +53,11 @@ class Prediction:
     stage_costs: StageCosts | None = field(default=None, repr=False)
 
     @property
+    def pipelined(self) -> bool:
+        """Whether stages lie along a pipeline."""
+        return self.timetable is not None
+
+    @property
     def total_bytes(self) -> Amount:
         """Bytes that one rank sends in one step."""
         return exact(sum(flow.wire_bytes for flow in self.traffic))

@@ -51,3 +51,16 @@ def colour_by_rank(
         slots[mine] = np.reshape(np.asarray(coloured, np.int32), slots[mine].shape)
         counts.append(max(coloured, default=-1) + 1)
     return slots, tuple(counts)
+
+
+def held_by_rank(first: np.ndarray, last: np.ndarray, rank: np.ndarray, num_ranks: int) -> tuple[int, ...]:
+    """The most values that every rank holds at once: the slots that `colour_by_rank` finds, without finding them.
+
+    Args:
+      first, last, rank, num_ranks: as there.
+    """
+    changes = np.zeros((num_ranks, int(last.max(initial=0)) + 2), np.int64)
+    where = np.broadcast_to(rank[:, None], first.shape)
+    np.add.at(changes, (where, first), 1)
+    np.add.at(changes, (where, last + 1), -1)
+    return tuple(changes.cumsum(axis=1).max(axis=1).tolist())

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -10,26 +9,53 @@ from axonml_jax.parallel.pipeline.action import Action, Work
 from axonml_jax.parallel.pipeline.check import violations
 from axonml_jax.parallel.pipeline.draw import draw_grid
 from axonml_jax.parallel.pipeline.schedule import Ticks
-from axonml_jax.parallel.pipeline.slots import colour_by_rank
+from axonml_jax.parallel.pipeline.slots import colour_by_rank, held_by_rank
 
 Grid = tuple[tuple[int, ...], ...]
 
 
-class Buffer(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Buffer:
     """Where the values of one kind live.
 
     Attributes:
-      slots: of every value, [stage, microbatch].
-      counts: slots that each rank needs; a program that is the same on every rank allocates the maximum.
+      shape: [stage, microbatch] of the timetable.
+      stages: those that have such values.
+      first, last: ticks between which each is held, [stage, microbatch] of these stages; None: nothing is kept.
+      num_ranks: S.
     """
 
-    slots: np.ndarray
-    counts: tuple[int, ...]
+    shape: tuple[int, ...]
+    stages: slice
+    first: np.ndarray | None
+    last: np.ndarray | None
+    num_ranks: int
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """The slot of every value, [stage, microbatch]; -1 for stages that have none, 0 (trash) where nothing is kept."""
+        if self.first is None or self.last is None:
+            return np.zeros(self.shape, np.int32)
+        slots = np.full(self.shape, -1, np.int32)
+        slots[self.stages], counts = colour_by_rank(self.first, self.last, self._rank, self.num_ranks)
+        assert counts == self.counts
+        return slots
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Slots that each rank needs; a program that is the same on every rank allocates the maximum."""
+        if self.first is None or self.last is None:
+            return (0,) * self.num_ranks
+        return held_by_rank(self.first, self.last, self._rank, self.num_ranks)
 
     @property
     def size(self) -> int:
         """Slots to allocate on every rank, without the trash slot behind them."""
         return max(self.counts)
+
+    @property
+    def _rank(self) -> np.ndarray:
+        return np.arange(self.shape[0])[self.stages] % self.num_ranks
 
 
 @dataclass(frozen=True)
@@ -93,7 +119,7 @@ class Timetable:
     def residuals(self) -> Buffer:
         """What a forward keeps for its backward, held from F to the last of B, I and W, both ticks included."""
         last = self._last_use
-        return self._empty if last is None else self._buffer(slice(None), self.ticks.forward, last)
+        return self._buffer(slice(None), None if last is None else self.ticks.forward, last)
 
     @cached_property
     def activations(self) -> Buffer:
@@ -106,7 +132,7 @@ class Timetable:
         """Gradients of a stage's output: they arrive at the end of the next stage's tick and are held until used."""
         backward, last = self.ticks.backward, self._last_use
         if backward is None or last is None:
-            return self._empty
+            return self._buffer(slice(None), None, None)
         return self._buffer(slice(None, -1), backward[1:] + 1, last[:-1])
 
     @property
@@ -133,17 +159,8 @@ class Timetable:
     def _last_use(self) -> np.ndarray | None:
         return self.ticks.backward if self.ticks.weight is None else self.ticks.weight
 
-    @property
-    def _empty(self) -> Buffer:
-        """Nothing is kept: there is only the trash slot, 0."""
-        return Buffer(np.zeros(self.ticks.forward.shape, np.int32), (0,) * self.num_ranks)
-
-    def _buffer(self, stages: slice, first: np.ndarray, last: np.ndarray) -> Buffer:
-        """Slots of the values of some stages; -1 for stages that have none."""
-        slots = np.full(self.ticks.forward.shape, -1, np.int32)
-        rank = np.arange(self.num_stages)[stages] % self.num_ranks
-        slots[stages], counts = colour_by_rank(first, last, rank, self.num_ranks)
-        return Buffer(slots, counts)
+    def _buffer(self, stages: slice, first: np.ndarray | None, last: np.ndarray | None) -> Buffer:
+        return Buffer(self.ticks.forward.shape, stages, first, last, self.num_ranks)
 
 
 def _frozen(grid: np.ndarray) -> Grid:

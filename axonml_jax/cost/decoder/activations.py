@@ -1,10 +1,13 @@
 """Activation bytes of a decoder: what a block keeps for its backward, and what loss and head need at their fullest."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from axonml_jax.cost.decoder import DecoderLike, layer_degrees
+from axonml_jax.cost.amounts import Many, least
+from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
+from axonml_jax.cost.rounds import Run
 from axonml_jax.parallel.tensor.fused_attention import PLATFORMS, kernel_of, shape_obstacles
 
 
@@ -19,22 +22,22 @@ class BlockActivations:
       head: logits, their gradient and what the loss makes of them, at their fullest.
     """
 
-    kept: int
-    rebuilt: int
-    boundary: int
-    head: int
+    kept: Many
+    rebuilt: Many
+    boundary: Many
+    head: Many
 
 
 def block_activations(
     config: DecoderLike,
-    degrees: dict[str, int],
-    tokens: int,
+    degrees: Mapping[str, Many],
+    tokens: Many,
     length: int,
     compute: str,
-    remat: str | None,
+    run: Run,
     platform: str | None = None,
     *,
-    apart: bool = False,
+    apart: bool,
 ) -> BlockActivations:
     """What XLA keeps of the reference transformer, written as the tensors it is made of.
 
@@ -49,7 +52,7 @@ def block_activations(
       tokens: of one microbatch on one rank, whole sequences.
       length: of a sequence.
       compute: name of the activations' dtype.
-      remat: what the backward recomputes.
+      run: says what the backward recomputes.
       platform: what is compiled for, "tpu" or "cuda"; None: no kernel of attention is counted on.
       apart: whether the backward is in another loop than the forward, which then keeps products alone, all of them.
     """
@@ -68,12 +71,12 @@ def block_activations(
     closing = size * itemsize * (3 if config.use_bias else 2)
     selective = boundary + tokens * products // inside + tokens * closing // outside
     scores = config.num_heads * (wide if fused else length * wide) + size * itemsize  # and the mixed heads
-    kept = {None: whole, "full": boundary, "selective": selective}[remat]
-    if apart and remat is None:
-        kept = selective + tokens * scores // inside
+    plain = selective + tokens * scores // inside if apart else whole
+    kept = (1 - run.recomputes) * plain + run.full * boundary + run.selective * selective
     words = config.vocab_size // _vocabulary_cut(config, degrees)
-    words = min(config.words_at_once or words, words)
-    return BlockActivations(kept, whole if remat or apart else 0, boundary, tokens * words * (2 * wide + itemsize))
+    words = least(config.words_at_once or words, words)
+    rebuilt = whole if apart else run.recomputes * whole
+    return BlockActivations(kept, rebuilt, boundary, tokens * words * (2 * wide + itemsize))
 
 
 def fuses_attention(config: DecoderLike, length: int, compute: str, platform: str | None) -> bool:
@@ -84,7 +87,7 @@ def fuses_attention(config: DecoderLike, length: int, compute: str, platform: st
     return not any(shape_obstacles(kernel, compute, length, length, config.head_size))
 
 
-def _cuts(config: DecoderLike, degrees: dict[str, int]) -> tuple[int, int]:
+def _cuts(config: DecoderLike, degrees: Mapping[str, Many]) -> tuple[Many, Many]:
     """Into how many parts what is inside a layer is split, and what is between them."""
     own = layer_degrees(config, degrees)
     if config.split == "grid":
@@ -92,7 +95,7 @@ def _cuts(config: DecoderLike, degrees: dict[str, int]) -> tuple[int, int]:
     return own["tensor"], own["tensor"] if config.sequence_parallel else 1
 
 
-def _vocabulary_cut(config: DecoderLike, degrees: dict[str, int]) -> int:
+def _vocabulary_cut(config: DecoderLike, degrees: Mapping[str, Many]) -> Many:
     own = layer_degrees(config, degrees)
     return own["col"] if config.split == "grid" else own["tensor"]
 

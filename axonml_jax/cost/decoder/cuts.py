@@ -1,11 +1,12 @@
 """How a decoder's blocks lie on the stages of a pipeline, and what its timetable means for time and memory."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from axonml_jax.cost.decoder import DecoderLike
+from axonml_jax.cost.decoder.configuration import DecoderLike
+from axonml_jax.cost.decoder.work import block_products, head_products
+from axonml_jax.cost.rounds import Parts
 from axonml_jax.parallel.pipeline.assign import balanced
 from axonml_jax.parallel.pipeline.costs import StageCosts
 from axonml_jax.parallel.pipeline.policy import AXIS, Pipelined
@@ -31,13 +32,13 @@ class Stages:
         """Blocks of one rank."""
         return sum(self.blocks[rank :: self.num_ranks])
 
-    def first(self, rank: int) -> bool:
-        """Whether a rank has the embedding."""
-        return rank == 0
-
-    def last(self, rank: int) -> bool:
-        """Whether a rank has the head."""
-        return rank == self.num_ranks - 1
+    @property
+    def ranks(self) -> tuple[Parts, ...]:
+        """What the ranks have that may have most of something: the first, the fullest of those between, and the last."""
+        last, total = self.num_ranks - 1, sum(self.blocks)
+        between = max(range(1, last), key=self.on_rank, default=None)
+        chosen = (0, last) if between is None else (0, between, last)
+        return tuple(Parts(self.on_rank(r), int(r == 0), int(r == last), total) for r in dict.fromkeys(chosen))
 
 
 @lru_cache(maxsize=4096)
@@ -60,41 +61,8 @@ def stages_of(config: DecoderLike, plan: Plan, degrees: dict[str, int]) -> Stage
     count = plan.pipe.num_stages(ranks)
     if config.num_layers < count:
         raise ValueError(f"{config.num_layers} blocks cannot be cut into {count} stages (pipe={ranks})")
-    head = 0.0 if config.tie_embeddings else _head(config)
-    return Stages(ranks, _cut(config.num_layers, _block(config), head, count))
-
-
-def stage_costs(config: DecoderLike, plan: Plan, stages: Stages, length: int) -> StageCosts:
-    """What the stages' work costs, in multiplications per token: of their blocks, and of the head on the last one.
-
-    The embedding is looked up and costs nothing; a tied one multiplies as the head, though it lives on the first stage.
-
-    Args:
-      config: the model.
-      plan: says what the backward recomputes.
-      stages: blocks by stage.
-      length: of a sequence.
-    """
-    attention = 2.0 * config.num_heads * config.head_size * length
-    forward = [count * (_block(config) + attention) for count in stages.blocks]
-    again = [0.0] * len(forward)
-    if plan.remat is not None:
-        again = [count * attention for count in stages.blocks] if plan.remat == "selective" else list(forward)
-    forward[-1] += _head(config)
-    again[-1] += _head(config) * (plan.remat == "full")
-    back = tuple(own + more for own, more in zip(forward, again, strict=True))
-    return StageCosts(tuple(forward), back, tuple(forward))
-
-
-def _block(config: DecoderLike) -> float:
-    """Multiplications of a block's matrices per token."""
-    size, kv = config.hidden_size, config.kv_heads * config.head_size
-    inward = 2 if config.activation == "swiglu" else 1
-    return 2.0 * size * (size + kv) + (inward + 1.0) * size * config.mlp_size
-
-
-def _head(config: DecoderLike) -> float:
-    return float(config.hidden_size * config.vocab_size)
+    head = 0.0 if config.tie_embeddings else head_products(config)
+    return Stages(ranks, _cut(config.num_layers, block_products(config), head, count))
 
 
 @lru_cache(maxsize=1024)
@@ -117,8 +85,3 @@ def timetable_of(plan: Plan, degrees: dict[str, int]) -> Timetable | None:
 def bubble(timetable: Timetable | None, costs: StageCosts | None = None) -> float:
     """Idle time over useful time; 0 without a pipeline."""
     return 0.0 if timetable is None else simulate(timetable, costs).bubble_fraction
-
-
-def ranks_of(stages: Stages) -> Sequence[int]:
-    """Every rank of the pipe axis."""
-    return range(stages.num_ranks)

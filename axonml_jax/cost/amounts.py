@@ -1,0 +1,57 @@
+"""Sizes and counts as the cost model takes them: numbers, or arrays with an entry for every candidate of a planner."""
+
+from typing import Any
+
+import numpy as np
+
+Many = Any
+"""An int, a `Fraction` or a float; or a numpy array of them."""
+
+
+def varies(amount: Many) -> bool:
+    """Whether an amount is an array."""
+    return isinstance(amount, np.ndarray)
+
+
+def nothing(amount: Many) -> bool:
+    """Whether an amount is the number 0; an array may hold something."""
+    return not varies(amount) and not amount
+
+
+def several(ranks: Many) -> bool:
+    """Whether ranks are more than one; of arrays they may be."""
+    return varies(ranks) or ranks > 1
+
+
+def either(holds: Many, yes: Many, no: Many) -> Many:
+    """`yes` where something holds, elsewhere `no`.
+
+    >>> either(2 > 1, 3, 4), either(np.array([True, False]), 3, 4)
+    (3, array([3, 4]))
+    """
+    if varies(holds):
+        return np.where(holds, yes, no)
+    return yes if holds else no
+
+
+def most(*amounts: Many) -> Many:
+    """The largest.
+
+    >>> most(1, 2), most(2, np.array([1, 3]))
+    (2, array([2, 3]))
+    """
+    return _chosen(amounts, max, np.maximum)
+
+
+def least(*amounts: Many) -> Many:
+    """The smallest."""
+    return _chosen(amounts, min, np.minimum)
+
+
+def _chosen(amounts: tuple[Many, ...], one: Any, many: Any) -> Many:
+    numbers = [amount for amount in amounts if not varies(amount)]
+    chosen = [one(numbers)] if numbers else []
+    for amount in amounts:
+        if varies(amount):
+            chosen = [many(chosen[0], amount) if chosen else amount]
+    return chosen[0]

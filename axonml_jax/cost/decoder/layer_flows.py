@@ -1,0 +1,189 @@
+"""What the layers of a decoder send themselves: Megatron's all-reduces, sequence parallelism's gathers, AxoNN's grid."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from axonml_jax.cost.amounts import Many, varies
+from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
+from axonml_jax.cost.flow import EACH_MICROBATCH, GRADIENTS, PARAMETERS, Flow, named
+from axonml_jax.cost.rounds import Parts, Run
+from axonml_jax.cost.weight_groups import Weights
+from axonml_jax.parallel.pipeline.policy import AXIS
+
+SUM, GATHER, SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The layers that a rank runs, and on how much.
+
+    Attributes:
+      config: the model.
+      degrees: of the mesh.
+      tokens: positions of a rank's rows in one microbatch, whole sequences.
+      length: of a sequence.
+      dtype: of activations.
+      parts: of the model, that the rank has.
+      run: microbatches per step, and what the backward recomputes.
+    """
+
+    config: DecoderLike
+    degrees: Mapping[str, Many]
+    tokens: Many
+    length: int
+    dtype: str
+    parts: Parts
+    run: Run
+
+    def flow(
+        self, kind: str, axis: str, elements: Many, work: str, *, calls: Many = 1, arrays: Many = 1, label: str = "",
+        dtype: str = "",
+    ) -> Flow:  # fmt: skip
+        """`calls` collectives of so many elements, in so many arrays, in every microbatch."""
+        name, itemsize = named(dtype or self.dtype)
+        return Flow(
+            label=label,
+            kind=kind,
+            axes=(axis,),
+            group_size=self.degrees.get(axis, 1),
+            dtype=name,
+            itemsize=itemsize,
+            elements=calls * elements,
+            launches=calls * arrays,
+            times=self.run.microbatches,
+            where=EACH_MICROBATCH,
+            work=work,
+        )
+
+    @property
+    def boundary(self) -> Flow:
+        """What a stage of a pipeline hands on of one microbatch."""
+        share = 1
+        if self.config.sequence_parallel:
+            share = layer_degrees(self.config, self.degrees).get("tensor", 1)
+        return self.flow("permute", AXIS, self.tokens * self.config.hidden_size // share, "")
+
+
+def layer_flows(layers: Layers, weights: Weights) -> Iterator[Flow]:
+    """Everything that the layers communicate along their own axes."""
+    own = layer_degrees(layers.config, layers.degrees)
+    if all(not varies(ranks) and ranks == 1 for ranks in own.values()):
+        return
+    if layers.config.split == "grid":
+        yield from _grid(layers, weights)
+    elif layers.config.sequence_parallel:
+        yield from _sequence(layers, weights)
+    else:
+        yield from _tensor(layers, weights)
+
+
+def _tensor(layers: Layers, weights: Weights) -> Iterator[Flow]:
+    """Shoeybi et al. 2019: per block two all-reduces of [b, s, h] forward and two backward."""
+    whole = layers.tokens * layers.config.hidden_size
+    make = lambda work, calls: layers.flow(SUM, "tensor", whole, work, calls=calls)
+    parts, again, scan = layers.parts, layers.run.recomputes, layers.config.scan_layers
+    yield make("forward", 2 * parts.blocks + parts.first)
+    # Recomputing repeats every sum of the forward; in a scan, whose trips end with their units, not what a unit ends with.
+    repeated = again * (1 if scan else 2) * parts.blocks + again * parts.first * (not scan)
+    yield make("backward", 2 * parts.blocks + repeated + parts.last)
+    yield from _loss(layers, "tensor")
+    yield from _summed(layers, weights)
+
+
+def _sequence(layers: Layers, weights: Weights) -> Iterator[Flow]:
+    """Korthikanti et al. 2022: a gather and a scatter per half block each way, and the gathered input again."""
+    whole, again = layers.tokens * layers.config.hidden_size, layers.run.recomputes
+    blocks, first, last = layers.parts.blocks, layers.parts.first, layers.parts.last
+
+    def make(kind: str, work: str, calls: Many, ends: Many) -> Iterator[Flow]:
+        """`calls` of the blocks, which a ring cuts into hops, and those of what stands before and after the blocks."""
+        ranks, ring = layers.degrees["tensor"], layers.config.ring
+        if ring:
+            yield layers.flow("permute", "tensor", whole // ranks, work, calls=calls * (ranks - 1))
+        yield layers.flow(kind, "tensor", whole, work, calls=ends if ring else calls + ends)
+
+    yield from make(GATHER, "forward", 2 * blocks, last)
+    yield from make(SCATTER, "forward", 2 * blocks, first)
+    # Recomputing repeats what leads to the last product of a unit, not the scatter after it.
+    yield from make(GATHER, "backward", (4 + 2 * again) * blocks, first + (1 + again) * last)
+    yield from make(SCATTER, "backward", (2 + again) * blocks, last)
+    if layers.config.position == "learned":
+        yield layers.flow(GATHER, "tensor", layers.length * layers.config.hidden_size, "backward", calls=first)
+    yield from _loss(layers, "tensor")
+    yield from _summed(layers, weights)
+
+
+def _loss(layers: Layers, axis: str) -> Iterator[Flow]:
+    """Cross entropy of split logits: a maximum and a sum of two numbers per token, nothing backward."""
+    last, again = layers.parts.last, layers.run.recomputes
+    for numbers in (1, 2):
+        yield layers.flow(SUM, axis, numbers * layers.tokens, "forward", calls=last, dtype="float32")
+        yield layers.flow(SUM, axis, numbers * layers.tokens, "backward", calls=last * again, dtype="float32")
+
+
+def _summed(layers: Layers, weights: Weights) -> Iterator[Flow]:
+    """Gradients of parameters that every rank of `tensor` holds and of which each computes a part."""
+    for group in weights.groups:
+        if "tensor" in group.summed:
+            calls = layers.parts.number(group.place, group.count) * group.layers
+            one = group.read // group.layers
+            yield layers.flow(SUM, "tensor", one, "backward", calls=calls, arrays=group.arrays, dtype=group.read_dtype)
+
+
+def _grid(layers: Layers, weights: Weights) -> Iterator[Flow]:
+    """Singh et al. 2024, with activations whole over row and col between the pairs of layers."""
+    yield from _weights_over_depth(layers, weights)
+    config, row, col = layers.config, layers.degrees.get("row", 1), layers.degrees.get("col", 1)
+    size, inner, tokens, blocks = config.hidden_size, config.mlp_size, layers.tokens, layers.parts.blocks
+    kv, again = config.kv_heads * config.head_size, layers.run.recomputes  # recomputing repeats the whole forward
+    openings = [[size, kv, kv], [inner] * (2 if config.activation == "swiglu" else 1)]
+    for half, outs in enumerate(openings):
+        closed = (size, inner)[half]
+        ends = again * (not (config.scan_layers and half == 1))  # a trip's last product is not repeated
+        for out in outs:  # column-like layers: split input, partial outputs summed over col
+            yield layers.flow(SUM, "col", tokens * out // row, "forward", calls=blocks)
+            yield layers.flow(SUM, "col", tokens * out // row, "backward", calls=blocks * again)
+        yield layers.flow(SUM, "row", tokens * size // col, "backward", calls=blocks)
+        yield layers.flow(GATHER, "col", tokens * size, "backward", calls=blocks)
+        # The transposed layer after them: summed over row, its features joined over col.
+        yield layers.flow(SUM, "row", tokens * size // col, "forward", calls=blocks)
+        yield layers.flow(SUM, "row", tokens * size // col, "backward", calls=blocks * ends)
+        yield layers.flow(GATHER, "col", tokens * size, "forward", calls=blocks)
+        yield layers.flow(GATHER, "col", tokens * size, "backward", calls=blocks * ends)
+        yield layers.flow(SUM, "col", tokens * closed // row, "backward", calls=blocks)
+    yield from _ends_of_grid(layers, row, col)
+
+
+def _ends_of_grid(layers: Layers, row: Many, col: Many) -> Iterator[Flow]:
+    """What the embedding sends, and the head with its loss."""
+    size, tokens, again = layers.config.hidden_size, layers.tokens, layers.run.recomputes
+    first, last = layers.parts.first, layers.parts.last
+    looked_up_again = first * again * (not layers.config.scan_layers)
+    yield layers.flow(SUM, "col", tokens * size // row, "forward", calls=first)
+    yield layers.flow(GATHER, "row", tokens * size, "forward", calls=first)
+    yield layers.flow(SUM, "col", tokens * size // row, "backward", calls=looked_up_again)
+    yield layers.flow(GATHER, "row", tokens * size, "backward", calls=looked_up_again)
+    yield layers.flow(GATHER, "row", tokens * size, "backward", calls=last)
+    yield layers.flow(SUM, "col", tokens * size // row, "backward", calls=last)
+    yield layers.flow(SUM, "row", tokens * layers.config.vocab_size // col, "forward", calls=last)
+    yield layers.flow(SUM, "row", tokens * layers.config.vocab_size // col, "backward", calls=last * again)
+    yield from _loss(layers, "col")
+
+
+def _weights_over_depth(layers: Layers, weights: Weights) -> Iterator[Flow]:
+    """The block of every weight is gathered when it is used, forward and backward, and its gradient scattered."""
+    scan = layers.config.scan_layers
+    for group in weights.groups:
+        if "depth" not in group.axes:
+            continue
+        stack, looked_up, tied = group.layers, not group.again, group.place == "both ends"
+        block, reads = group.read // stack * layers.degrees["depth"], 2 if tied else 1
+        number = layers.parts.number(group.place, group.count) * stack
+        make = lambda kind, label, work, calls, block=block, group=group: layers.flow(
+            kind, "depth", block, work, calls=calls, arrays=group.arrays, label=label, dtype=group.read_dtype
+        )
+        yield make(GATHER, PARAMETERS, "forward", number * reads)
+        once_more = reads - (scan and (looked_up or tied))
+        again = (not looked_up) + layers.run.recomputes * (0 if scan and group.closes else once_more)
+        yield make(GATHER, PARAMETERS, "backward", number * again)
+        yield make(SCATTER, GRADIENTS, "backward", number * reads)

@@ -1,0 +1,150 @@
+"""`Placed`: a weight where a plan lets it rest, from a configuration or from the layouts of a model that is there."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.cost.amounts import Many, most, several
+from axonml_jax.cost.weight import Weight
+from axonml_jax.mesh.axes import AxisNames, flat_axes
+from axonml_jax.model.precision import Precision
+from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.role import Role
+from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.sharding.layout import Layout
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decides where weights rest and what one gather and one reduction of them send.
+
+    Attributes:
+      strategies: of the mesh's axes, outermost first.
+      degrees: of the mesh; arrays where they stand for many meshes.
+      precision: dtypes.
+      overlaps: whether gradients are reduced inside the backward.
+    """
+
+    strategies: Mapping[AxisNames, AbstractStrategy]
+    degrees: Mapping[str, Many]
+    precision: Precision
+    overlaps: bool
+
+    @classmethod
+    def of(cls, plan: Plan, degrees: Mapping[str, int]) -> "Setting":
+        """A plan's on a mesh."""
+        return cls(plan.on(degrees), degrees, plan.precision, plan.reducer(degrees).overlaps)
+
+    def ranks(self, axis: AxisNames) -> Many:
+        """Of an axis, or of several together."""
+        return self.degrees[axis] if isinstance(axis, str) else math.prod(self.degrees[name] for name in axis)
+
+    @cached_property
+    def roles(self) -> dict[AxisNames, Role]:
+        """Of the axes."""
+        return {axis: strategy.role for axis, strategy in self.strategies.items()}
+
+    @cached_property
+    def by_unit(self) -> bool:
+        """Whether parameters are read unit by unit, at their use."""
+        return any(role.reads == "use" and several(self.ranks(axis)) for axis, role in self.roles.items())
+
+    @cached_property
+    def layer_axes(self) -> frozenset[str]:
+        """The mesh axes along which layers split parameters."""
+        return frozenset(flat_axes(axis for axis, role in self.roles.items() if role.parameters == "layers"))
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A weight under a plan.
+
+    Attributes:
+      weight: which.
+      layout: where each of them rests; its sizes are arrays where it stands for many meshes.
+      setting: of the plan.
+    """
+
+    weight: Weight
+    layout: Layout
+    setting: Setting
+
+    @cached_property
+    def shard(self) -> Many:
+        """Elements of one that a rank holds between steps, padding included."""
+        return math.prod(self.layout.shard)
+
+    @cached_property
+    def read(self) -> Many:
+        """Elements of one that the model reads on a rank: whole but for what its own layers split."""
+        cuts = math.prod(self.setting.degrees[name] for name in self.layout.axes if name in self.setting.layer_axes)
+        return self.layout.size // cuts
+
+    @cached_property
+    def sharded(self) -> dict[AxisNames, AbstractStrategy]:
+        """The axes over which it rests sharded, to be gathered."""
+        split = lambda axis, role: role.parameters == "sharded" and self.layout.dim_of(axis) is not None
+        return {axis: self.setting.strategies[axis] for axis, role in self.setting.roles.items() if split(axis, role)}
+
+    @cached_property
+    def gathered(self) -> Many:
+        """Elements of one after its gathers, padding included."""
+        return self.shard * math.prod(map(self.setting.ranks, self.sharded))
+
+    @cached_property
+    def slices(self) -> int:
+        """In how many parts it is gathered: ZeRO-3 gathers one layer of a stack per trip of its scan."""
+        if self.weight.layers == 1 or not (self.setting.by_unit and self.sharded):
+            return 1
+        return self.weight.layers if all(self.layout.dim_of(axis) != 0 for axis in self.sharded) else 1
+
+    def reductions(self, axis: AxisNames) -> int:
+        """How often a step reduces its gradient along an axis: a stack's layer by layer, where that overlaps the backward."""
+        if self.setting.by_unit:
+            return self.slices if axis in self.sharded else 1
+        whole = bool(self.layout.parts) and several(self.layout.parts[0])
+        return 1 if whole or not self.setting.overlaps else self.weight.layers
+
+    @property
+    def padding(self) -> Many:
+        """Elements of one on a rank that are padding, as near as an even share of it is."""
+        ranks = math.prod(map(self.setting.ranks, self.sharded)) if several(self.shard) or self.shard else 1
+        return most(0, self.shard - -(-self.read // ranks))
+
+    @cached_property
+    def rest_dtype(self) -> Any:
+        """Between steps."""
+        return jnp.dtype(self.layout.dtype)
+
+    @cached_property
+    def read_dtype(self) -> Any:
+        """As the model reads it."""
+        return self.setting.precision.read_dtype(self.rest_dtype)
+
+    @cached_property
+    def sum_dtype(self) -> Any:
+        """Of its gradient while it is accumulated and reduced."""
+        return self.setting.precision.reduce_dtype(self.rest_dtype)
+
+
+def rests_at(weight: Weight, setting: Setting) -> Layout:
+    """Where one weight rests on one mesh, by the rules with which `bind_plan` places a real one."""
+    layout = split_by_layers(weight, setting.precision.param, setting.degrees)
+    for axis, strategy in setting.strategies.items():
+        layout = strategy.spec(layout, axis, setting.ranks(axis))
+    return layout
+
+
+def split_by_layers(weight: Weight, dtype: str | None, degrees: Mapping[str, int]) -> Layout:
+    """The layout of a weight as its layers split it, in a dtype or in the model's own."""
+    layout = Layout.whole(jax.ShapeDtypeStruct(weight.shape, jnp.dtype(dtype or weight.dtype)))
+    for axes, dim in weight.splits:
+        for axis in axes:
+            if degrees.get(axis, 1) > 1:
+                layout = layout.on(axis, dim, degrees[axis])
+    return layout

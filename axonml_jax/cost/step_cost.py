@@ -1,0 +1,143 @@
+"""`Step`: a training step on paper, or many of one kind at once; what it sends is one list, what it holds one sum."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from axonml_jax.cost.amounts import Many, most
+from axonml_jax.cost.decoder.activations import block_activations
+from axonml_jax.cost.decoder.configuration import DecoderLike
+from axonml_jax.cost.decoder.decoder_weights import decoder_weights
+from axonml_jax.cost.decoder.layer_flows import Layers, layer_flows
+from axonml_jax.cost.flow import Flow
+from axonml_jax.cost.held import Memory, batch_bytes, gathered, memory, of_blocks, of_ticks, read_by_stages
+from axonml_jax.cost.passing import Ticks, passing
+from axonml_jax.cost.placed import Placed, Setting, rests_at
+from axonml_jax.cost.rounds import Parts, Run, splitting
+from axonml_jax.cost.small_flows import small_flows
+from axonml_jax.cost.weight_flows import weight_flows
+from axonml_jax.cost.weight_groups import Weights, grouped
+from axonml_jax.parallel.offload import CPUOffload
+from axonml_jax.parallel.pipeline.policy import AXIS
+from axonml_jax.parallel.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step is made of. What is a `Many` may be an array with an entry for every candidate.
+
+    Attributes:
+      model: a decoder's configuration, with its layers split as the mesh needs.
+      degrees: of the mesh.
+      run: how often it does what it does.
+      weights: where they rest.
+      ranks: what those ranks of a pipeline have that may have most of something.
+      rows: sequences of a rank, whole or in part.
+      length: of a sequence, over all ranks that share its positions.
+      compute: name of the activations' dtype.
+      ticks: of a pipeline; None: there is none.
+      stage_blocks: blocks of the longest stage.
+      chunks: stages per rank.
+    """
+
+    model: DecoderLike
+    degrees: Mapping[str, Many]
+    run: Run
+    weights: Weights
+    ranks: Sequence[Parts]
+    rows: Many
+    length: int
+    compute: str
+    ticks: Ticks | None = None
+    stage_blocks: Many = 0
+    chunks: Many = 1
+
+    @property
+    def tokens(self) -> Many:
+        """Of a rank's microbatch."""
+        return self.rows // self.run.microbatches * self.positions
+
+    @property
+    def positions(self) -> Many:
+        """Of a sequence on a rank."""
+        return self.length // math.prod(self.degrees[axis] for axis in splitting(self.run.roles, "positions"))
+
+    @property
+    def fullest(self) -> Parts:
+        """What the rank has that reads most, whose traffic is told; the first of several."""
+        chosen, *others = self.ranks
+        reads = lambda parts: sum(parts.number(each.place, each.count) * each.read for each in self.weights.groups)
+        least = reads(chosen) if others else 0
+        for parts in others:
+            here = reads(parts)
+            chosen, least = chosen.instead(here > least, parts), most(least, here)
+        return chosen
+
+    @property
+    def layers(self) -> Layers:
+        """Those of the fullest rank."""
+        return Layers(
+            config=self.model, degrees=self.degrees, tokens=self.tokens, length=self.length,
+            dtype=self.model.dtype or self.weights.groups[0].read_dtype, parts=self.fullest, run=self.run,
+        )  # fmt: skip
+
+
+def flows(step: Step) -> Iterator[Flow]:
+    """Everything that the fullest rank sends: strategies and stages, the loss and the norm, layers, a pipeline's ticks."""
+    layers = step.layers
+    yield from weight_flows(step.weights, layers.parts, step.run, step.degrees)
+    yield from small_flows(step.weights, layers.parts, step.run, step.degrees)
+    yield from layer_flows(layers, step.weights)
+    if step.ticks is not None:
+        yield from passing(step.ticks, layers.boundary)
+
+
+def held(step: Step, *, moments: int, offload: CPUOffload, platform: str | None, in_ticks: bool) -> Memory:
+    """What the rank holds that holds most.
+
+    Args:
+      step: which.
+      moments: optimizer values per parameter.
+      offload: what rests on the host.
+      platform: what is compiled for (see `block_activations`).
+      in_ticks: whether a pipeline gathers its stages in its ticks.
+    """
+    apart = step.ticks is not None or (step.model.scan_layers and step.weights.sliced)
+    block = block_activations(
+        step.model, step.degrees, step.tokens, step.length, step.compute, step.run, platform, apart=apart
+    )
+    if step.ticks is None:
+        activations, pipeline = of_blocks(step.model.num_layers, block), 0
+        whole = gathered(step.weights, step.ranks[0], step.run)
+    else:
+        activations, pipeline = of_ticks(step.stage_blocks, step.ticks, block)
+        whole = most(*(read_by_stages(step.weights, parts, step.chunks, in_ticks) for parts in step.ranks))
+    return memory(
+        step.weights, step.ranks, step.run, activations=activations, pipeline=pipeline, whole=whole, moments=moments,
+        batch=batch_bytes(step.rows, step.positions), offload=offload,
+    )  # fmt: skip
+
+
+def weights_of(model: DecoderLike, plan: Plan, degrees: Mapping[str, int]) -> Weights:
+    """A decoder's weights under a plan; the same object for plans that differ in how a step runs only.
+
+    Args:
+      model: its configuration.
+      plan: with every default decided.
+      degrees: of the mesh; stages of `pipe` share them out.
+    """
+    own: Any = plan.axes  # hashable, as every plan's are
+    sizes = tuple((axis, ranks) for axis, ranks in degrees.items() if axis != AXIS)
+    return _weights(model, plan.data, plan.fsdp, own, plan.precision, sizes)
+
+
+@lru_cache(maxsize=4096)
+def _weights(
+    model: Any, data: Any, fsdp: Any, axes: Any, precision: Any, degrees: tuple[tuple[str, int], ...]
+) -> Weights:
+    plan = Plan(data=data, fsdp=fsdp, axes=axes, precision=precision)
+    setting = Setting.of(plan, dict(degrees))
+    weights = decoder_weights(model, dict(degrees))
+    return grouped([Placed(weight, rests_at(weight, setting), setting) for weight in weights])
