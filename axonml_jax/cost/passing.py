@@ -42,7 +42,7 @@ class Ticks:
           chunks: V, stages per rank.
 
         >>> Ticks.foreseen(False, 4, 8, 1), Ticks.foreseen(True, 4, 8, 1)
-        (Ticks(number=14, slots=7, arriving=2), Ticks(number=22, slots=8, arriving=2))
+        (Ticks(number=14, slots=7, arriving=2), Ticks(number=21, slots=8, arriving=2))
         """
         turns, rest = (microbatches - 1) // ranks, (microbatches - 1) % ranks
         first = chunks * ranks - 1  # the tick in which the last stage ends its first forward
