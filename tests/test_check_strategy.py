@@ -56,6 +56,12 @@ class SaysNothingOfSums(RingShard):
         return ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class PricesOneSizeOnly(RingShard):
+    def sync_flows(self, elements, layout, axis, ranks, dtype):
+        return super().sync_flows(int(elements), layout, axis, ranks, dtype)
+
+
 class NoValue(RingShard):
     def __init__(self, **options):
         super().__init__(**options)
@@ -71,6 +77,7 @@ BROKEN = {
     "a shard that is not sent": (Forgets(), "what rank 0 reads of a leaf is"),
     "a gather priced too low": (SaysLess(), "gather_flows says that"),
     "a sync priced at nothing": (SaysNothingOfSums(), "sync_flows says that"),
+    "no arrays of sizes": (PricesOneSizeOnly(), "cannot be asked for many sizes at once"),
     "no value": (NoValue(), "is not equal to another one made alike"),
 }
 

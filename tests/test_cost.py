@@ -8,12 +8,14 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from int8_strategy import Int8Shard
-from predicted_steps import GPT, LLAMA, config
+from predicted_steps import GPT, LLAMA, config, step_of
 from ring_strategy import RingShard
 
 import axonml_jax as ax
 from axonml_jax.cost.passing import Ticks
 from axonml_jax.cost.wire import KINDS, wire_elements
+from axonml_jax.facade.memory import estimate
+from axonml_jax.ledger import predict
 from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.planner.hardware import Hardware
 from axonml_jax.planner.legal import candidate, legal_meshes, ways_on
@@ -125,3 +127,16 @@ def test_the_rings_formulas_take_arrays(kind):
     alone = [float(wire_elements(kind, int(n), int(r))) for n, r in zip(elements, ranks, strict=True)]
     assert wire_elements(kind, elements, ranks) == pytest.approx(alone)
     assert wire_elements(kind, elements, 3) == pytest.approx([float(wire_elements(kind, int(n), 3)) for n in elements])
+
+
+@pytest.mark.parametrize("degrees", [{"data": 2, "fsdp": 3}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("fsdp", [ax.Replicate(), *(ax.Shard(stage=stage) for stage in (1, 2, 3))], ids=repr)
+def test_what_rests_is_the_same_by_configuration_and_by_the_layouts_of_a_model(fsdp, accumulate, degrees):
+    """Padding too: 3 ranks divide nothing here."""
+    model, plan = config(GPT, num_layers=4), ax.Plan(fsdp=fsdp, accumulate=accumulate, precision="bf16")
+    step, *_ = step_of(model, plan, degrees, 24)
+    found, held = estimate(step.placement, 2, step.model), predict(plan, model, degrees, global_batch=24).memory
+    assert found.param_bytes + found.optim_bytes == held.parameters + held.optimizer + held.padding
+    assert found.grad_bytes == held.gradients
+    assert fsdp.role.reads == "use" or found.gathered_bytes == held.gathered

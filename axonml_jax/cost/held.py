@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from axonml_jax.cost.amounts import Many, either, most
 from axonml_jax.cost.decoder.activations import BlockActivations
@@ -65,19 +66,45 @@ class Memory:
         return {field.name: size for field in fields(self) if (size := getattr(self, field.name))}
 
 
+class Rests(NamedTuple):
+    """Bytes of parameters that rest on a rank: of all, of trained ones, and of the padding of both, which is in neither."""
+
+    parameters: Many
+    trained: Many
+    padding: Many
+    trained_padding: Many
+
+
+def rests(weights: Weights, parts: Parts) -> Rests:
+    """What of a model rests on a rank."""
+    total = lambda own: sum(resting(group, parts) * own(group) for group in weights.groups)
+    return Rests(
+        total(lambda group: group.rest_bytes),
+        total(lambda group: group.rest_bytes * group.trained),
+        total(lambda group: group.padding_bytes),
+        total(lambda group: group.padding_bytes * group.trained),
+    )
+
+
+def gradients(weights: Weights, parts: Parts, run: Run) -> Many:
+    """Of what rests on a rank, at their fullest: what is reduced at the end of a step accumulates whole."""
+    total = 0
+    for group in weights.groups:
+        if group.trained:
+            whole = (run.microbatches > 1) & (run.rounds(group.sharded).reductions == 1)
+            total = total + resting(group, parts) * either(whole, group.sum_bytes, group.shard_sum_bytes)
+    return total
+
+
 def states(weights: Weights, parts: Parts, run: Run, moments: int) -> dict[str, Many]:
     """Parameters, optimizer, gradients and padding that one rank rests with."""
-    parameters = optimizer = gradients = padding = 0
-    for group in weights.groups:
-        number, kept = resting(group, parts), moments * group.trained
-        parameters = parameters + number * group.rest_bytes
-        optimizer = optimizer + number * group.rest_bytes * kept
-        padding = padding + number * group.padding_bytes * (1 + kept)
-        if group.trained:
-            # What is reduced at the end accumulates whole.
-            whole = (run.microbatches > 1) & (run.rounds(group.sharded).reductions == 1)
-            gradients = gradients + number * either(whole, group.sum_bytes, group.shard_sum_bytes)
-    return {"parameters": parameters, "optimizer": optimizer, "gradients": gradients, "padding": padding}
+    own = rests(weights, parts)
+    return {
+        "parameters": own.parameters,
+        "optimizer": moments * own.trained,
+        "gradients": gradients(weights, parts, run),
+        "padding": own.padding + moments * own.trained_padding,
+    }
 
 
 def resting(group: Group, parts: Parts) -> Many:

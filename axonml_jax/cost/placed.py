@@ -9,10 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axonml_jax._types import named_leaves
 from axonml_jax.cost.amounts import Many, most, several
+from axonml_jax.cost.flow import named
 from axonml_jax.cost.weight import Weight
 from axonml_jax.mesh.axes import AxisNames, flat_axes
 from axonml_jax.model.precision import Precision
+from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.role import Role
 from axonml_jax.parallel.strategy import AbstractStrategy
@@ -130,6 +133,33 @@ class Placed:
     def sum_dtype(self) -> Any:
         """Of its gradient while it is accumulated and reduced."""
         return self.setting.precision.reduce_dtype(self.rest_dtype)
+
+    @property
+    def read_bytes(self) -> Many:
+        """Of one as the model reads it on a rank."""
+        return self.read * named(self.read_dtype)[1]
+
+    @property
+    def sum_bytes(self) -> Many:
+        """Of its gradient on a rank, before it is reduced."""
+        return self.read * named(self.sum_dtype)[1]
+
+
+def placed_leaves(placement: Placement, units: Mapping[int, str] | None = None) -> list[Placed]:
+    """The parameters of a model that is there, trained ones first: every leaf where a bound plan lets it rest.
+
+    Args:
+      placement: the plan on its mesh.
+      units: by number of leaf the unit in which it is gathered at its use; of others each is one of its own.
+    """
+    plan = placement.plan
+    setting = Setting(placement.strategies, placement.degrees, plan.precision, placement.reducer.overlaps)
+    leaves = [(name, each, True) for name, each in named_leaves(placement.params).items()]
+    leaves += [(name, each, False) for name, each in named_leaves(placement.frozen).items()]
+    weight = lambda i, name, layout, trained: Weight(
+        name=f"{name} {i}", shape=layout.shape, dtype=layout.dtype, trained=trained, unit=(units or {}).get(i, "")
+    )
+    return [Placed(weight(i, *each), each[1], setting) for i, each in enumerate(leaves)]
 
 
 def rests_at(weight: Weight, setting: Setting) -> Layout:

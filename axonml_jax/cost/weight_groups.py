@@ -154,7 +154,7 @@ def _added(alike: list[tuple[Sent, ...]]) -> tuple[Sent, ...]:
 
 def _group(each: Placed) -> Group:
     weight, (rest, item) = each.weight, named(each.rest_dtype)
-    (read, read_item), (summed, sum_item) = named(each.read_dtype), named(each.sum_dtype)
+    read, (summed, sum_item) = named(each.read_dtype)[0], named(each.sum_dtype)
     return Group(
         place=weight.place, again=weight.again, rebuilds=weight.rebuilds, trained=weight.trained, layers=weight.layers,
         count=weight.count, scanned=weight.layers > 1 and weight.redone, closes=weight.name.endswith("down/kernel"),
@@ -162,7 +162,7 @@ def _group(each: Placed) -> Group:
         read_dtype=read, sum_dtype=summed, as_they_rest=read == rest and not each.sharded,
         gathers=tuple(_gathers(each)), syncs=tuple(_syncs(each)) if weight.trained else (), read=each.read, arrays=1,
         rest_bytes=(each.shard - each.padding) * item, padding_bytes=each.padding * item,
-        read_bytes=each.read * read_item, sum_bytes=each.read * sum_item, shard_sum_bytes=each.shard * sum_item,
+        read_bytes=each.read_bytes, sum_bytes=each.sum_bytes, shard_sum_bytes=each.shard * sum_item,
     )  # fmt: skip
 
 
@@ -203,8 +203,8 @@ def _unit_bytes(placed: Iterable[Placed]) -> Many:
     ahead = 0
     for each in placed:
         ahead = max([ahead, *(strategy.prefetch for strategy in each.sharded.values())])
-        one = (1 if each.weight.unit else each.weight.count) * each.read // each.slices
         read, summed = units.get(name := each.weight.unit or each.weight.name, (0, 0))
-        grads = one * named(each.sum_dtype)[1] * each.weight.trained
-        units[name] = read + one * named(each.read_dtype)[1], summed + grads
+        number = 1 if each.weight.unit else each.weight.count
+        grads = each.weight.trained * number * each.sum_bytes // each.slices
+        units[name] = read + number * each.read_bytes // each.slices, summed + grads
     return (1 + ahead) * most(*(read for read, _ in units.values())) + most(*(summed for _, summed in units.values()))

@@ -1,6 +1,5 @@
-"""Memory of a sharded model: by formula before anything runs, and measured."""
+"""Memory of a sharded model: added up from its layouts before anything runs, and measured."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +9,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from axonml_jax._types import named_leaves
+from axonml_jax.cost.held import gathered, gradients, rests, whole_of_stages
+from axonml_jax.cost.placed import Placed, placed_leaves
+from axonml_jax.cost.rounds import Parts, Run
+from axonml_jax.cost.weight_groups import grouped
 from axonml_jax.model.functional import Functional
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units.wrap import units
-from axonml_jax.sharding.layout import Layout, is_layout
 
 MIB = 2**20
 
@@ -95,91 +97,72 @@ class MemoryStats:
 
 def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemoryStats:
     """See `FSDP.memory_estimate`."""
-    trained = jax.tree.leaves(placement.params, is_leaf=is_layout)
-    layouts = [*trained, *jax.tree.leaves(placement.frozen, is_leaf=is_layout)]
     if placement.stages is not None:  # a device holds the stages of one rank, padded to the fullest one's
         return _of_stages(placement, moments)
-    plan = placement.plan
-    reduce = plan.precision.reduce_dtype
-    shards = placement.inner_axes or not plan.accumulate > 1
-    grads = sum(
-        math.prod(layout.shard if shards else placement.read_shape(layout)) * reduce(layout.dtype).itemsize
-        for layout in trained
-    )
-    params, optim = _resting(layouts), moments * _resting(trained)
-    whole = sum(layout.size * layout.dtype.itemsize for layout in layouts)
-    whole_trained = sum(layout.size * layout.dtype.itemsize for layout in trained)
+    plan, placed = placement.plan, placed_leaves(placement, _units(placement, model))
+    weights, all_of_it, run = grouped(placed), Parts(1, 1, 1, 1), Run.of(plan, placement.degrees)
+    own = rests(weights, all_of_it)
     return FSDPMemoryStats(
-        total_params=sum(layout.size for layout in layouts),
-        param_bytes=params,
-        grad_bytes=grads,
-        optim_bytes=optim,
-        gathered_bytes=_gathered(placement, layouts, model),
-        replicated_bytes=whole + (1 + moments) * whole_trained,
+        param_bytes=own.parameters + own.padding,
+        grad_bytes=gradients(weights, all_of_it, run),
+        optim_bytes=moments * (own.trained + own.trained_padding),
+        gathered_bytes=gathered(weights, all_of_it, run),
         offload=plan.offload,
+        **_whole(placed, moments),
     )
+
+
+def _whole(placed: Sequence[Placed], moments: int) -> dict[str, int]:
+    """The size of a model, and what it would need where every rank holds all of it."""
+    size = lambda each: each.layout.size * each.rest_dtype.itemsize
+    trained = sum(size(each) for each in placed if each.weight.trained)
+    return {
+        "total_params": sum(each.layout.size for each in placed),
+        "replicated_bytes": sum(map(size, placed)) + (1 + moments) * trained,
+    }
+
+
+def _units(placement: Placement, model: Functional) -> dict[int, str]:
+    """The unit of every parameter where units are gathered at their use; those outside are gathered together."""
+    if not placement.gathers_when_used:
+        return {}
+    names = [*named_leaves(placement.params), *named_leaves(placement.frozen)]
+    found = units(names, placement.by_unit.wrap, model.module_types())
+    inside = {i: f"unit {path}" for path, unit in found.items() for i in unit}
+    return {i: inside.get(i, "outside") for i in range(len(names))}
 
 
 def _of_stages(placement: Placement, moments: int) -> FSDPMemoryStats:
     """The same along a pipeline, where what rests are buffers of the fullest rank."""
-    stages, plan = placement.stages, placement.plan
+    stages, plan, placed = placement.stages, placement.plan, placed_leaves(placement)
     assert stages is not None
-    reduce, trained = plan.precision.reduce_dtype, stages.params.layouts
-    rests = [list(store.buffers.sizes.items()) for store in (stages.params, stages.frozen)]
-    params, frozen = (sum(size * jnp.dtype(group.dtype).itemsize for group, size in sizes) for sizes in rests)
-    grads = sum(size * jnp.dtype(reduce(group.dtype)).itemsize for group, size in rests[0])
-    elements = [math.prod(placement.read_shape(layout)) for layout in stages.layouts]
-    read = [n * placement.read_itemsize(layout) for n, layout in zip(elements, stages.layouts, strict=True)]
-    sums = [n * reduce(layout.dtype).itemsize for n, layout in zip(elements, trained, strict=False)]
-    ranks = [stage % stages.num_ranks for stage in stages.stages]
-    split, whole = any("fsdp" in layout.axes for layout in stages.layouts), 0
-    if stages.policy.in_ticks:  # a forward's stage, a backward's, and one's gradients
-        whole = 2 * _most(read, stages.stages) + _most(sums, stages.stages)
-    elif split or plan.precision.compute is not None:
+    reduce = plan.precision.reduce_dtype
+    buffers = [list(store.buffers.sizes.items()) for store in (stages.params, stages.frozen)]
+    params, frozen = (sum(size * jnp.dtype(group.dtype).itemsize for group, size in sizes) for sizes in buffers)
+    grads = sum(size * jnp.dtype(reduce(group.dtype)).itemsize for group, size in buffers[0])
+    read = [each.read_bytes for each in placed]
+    sums = [each.sum_bytes * each.weight.trained for each in placed]
+    ranks, whole = [stage % stages.num_ranks for stage in stages.stages], 0
+    if stages.policy.in_ticks:
+        whole = whole_of_stages(_most(read, stages.stages), _most(sums, stages.stages))
+    elif plan.precision.compute is not None or any(each.sharded for each in placed):
         whole, grads = _most(read, ranks), max(grads, _most(sums, ranks))
-    bytes_of = lambda layouts: sum(layout.size * layout.dtype.itemsize for layout in layouts)
     return FSDPMemoryStats(
-        total_params=sum(layout.size for layout in stages.layouts),
         param_bytes=params + frozen,
         grad_bytes=grads,
         optim_bytes=moments * params,
         gathered_bytes=whole,
-        replicated_bytes=bytes_of(stages.layouts) + (1 + moments) * bytes_of(trained),
         offload=plan.offload,
+        **_whole(placed, moments),
     )
 
 
 def _most(sizes: Sequence[int], places: Sequence[int]) -> int:
     """The largest sum of sizes at one place."""
     totals: dict[int, int] = {}
-    for size, place in zip(sizes, places, strict=False):  # frozen parameters are last, and have no gradients
+    for size, place in zip(sizes, places, strict=True):
         totals[place] = totals.get(place, 0) + size
     return max(totals.values(), default=0)
-
-
-def _resting(layouts: list[Layout]) -> int:
-    return sum(math.prod(layout.shard) * layout.dtype.itemsize for layout in layouts)
-
-
-def _gathered(placement: Placement, layouts: list[Layout], model: Functional) -> int:
-    """Whole parameters beside the shards: all of them, or with stage 3 the largest units that are whole at once."""
-    if not placement.sharded_axes:
-        return 0
-    sizes = [math.prod(placement.read_shape(layout)) for layout in layouts]
-    read = [size * placement.read_itemsize(layout) for size, layout in zip(sizes, layouts, strict=True)]
-    if not placement.gathers_when_used:
-        return sum(read)
-    names = [*named_leaves(placement.params), *named_leaves(placement.frozen)]
-    found = units(names, placement.by_unit.wrap, model.module_types())
-    inside = {i for unit in found.values() for i in unit}
-    groups = [*found.values(), [i for i in range(len(read)) if i not in inside]]
-    dtypes = [placement.plan.precision.reduce_dtype(layout.dtype) for layout in layouts]
-    reduced = [size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
-    trained = len(named_leaves(placement.params))
-    weights = max(sum(read[i] for i in group) for group in groups)
-    grads = max(sum(reduced[i] for i in group if i < trained) for group in groups)
-    # In the backward a unit's weights and their gradients are whole together; prefetched units come on top.
-    return (1 + placement.by_unit.prefetch) * weights + grads
 
 
 def measure(mesh: Mesh, trainer: Any) -> MemoryStats:

@@ -105,6 +105,9 @@ class AbstractStrategy(abc.ABC):
     ) -> Sequence[Transfer]:
         """What one `gather` of a leaf sends: the ledger and the planner price it.
 
+        The planner prices many meshes at once: then `elements` and the sizes of the layout are arrays, with an entry for
+        each mesh, and so are those of the transfers.
+
         Args:
           elements: of the shard that is gathered.
           layout: the leaf's.

@@ -161,6 +161,27 @@ class _Law:
                 f"sends {counted} ({'in a bucket' if self.bucketed else 'leaf by leaf'}, check_vma={self.check_vma})"
             )
 
+        self._hold_arrays(layouts[-2])
+
+    def _hold_arrays(self, layout: Layout) -> None:
+        """The planner asks for many sizes at once."""
+        strategy, sizes = self.strategy, [self.ranks * math.prod(layout.shard) * k for k in (1, 2)]
+        for flows in (strategy.gather_flows, strategy.sync_flows):
+            ask = lambda elements, flows=flows: flows(elements, layout, AXIS, self.ranks, np.dtype("float64"))
+            alone = [ask(size) for size in sizes]
+            try:
+                together = ask(np.array(sizes))
+            except (TypeError, ValueError) as error:
+                raise AssertionError(
+                    f"{flows.__name__} of {strategy!r} cannot be asked for many sizes at once"
+                ) from error
+            said = [list(np.broadcast_to(sent.elements, len(sizes))) for sent in together]
+            wanted = [[sent.elements for sent in same] for same in zip(*alone, strict=True)]
+            assert said == wanted, (
+                f"{flows.__name__} of {strategy!r} says {said} elements when asked for an array of sizes, {wanted} when asked "
+                "for one at a time: use arithmetic that takes both"
+            )
+
     def _place(self, values: Sequence[np.ndarray], layouts: Sequence[Any]) -> list[jax.Array]:
         mesh = _mesh(self.ranks)
         specs = [layout.spec if isinstance(layout, Layout) else layout for layout in layouts]
