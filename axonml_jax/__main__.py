@@ -10,8 +10,8 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from axonml_jax.launch.refusals import TRACEBACK, refusal, traceback_wanted
-from axonml_jax.mesh.leave import joined, leave_now
+from axonml_jax.launch.commands.refusals import TRACEBACK, refusal, traceback_wanted
+from axonml_jax.mesh.job.leave import joined, leave_now
 
 COMMANDS = ("train", "explain", "plan", "launch", "schedule", "devices")
 OTHERS = {
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; None: those of this process.
 
     Returns:
-      The exit status: 0; 2 for anything wrong with the arguments or the configuration, said in one message on stderr (see
-      launch/refusals.py); 130 after Ctrl-C; 143 after SIGTERM (a training run is saved after either); 141 when the reader of
-      its output is gone.
+      The exit status: 0; 2 for anything wrong with the arguments or the configuration, said in one message on stderr
+      (see launch/commands/refusals.py); 130 after Ctrl-C; 143 after SIGTERM (a training run is saved after either); 141
+      when the reader of its output is gone.
     """
     status = _status(list(sys.argv[1:] if argv is None else argv))
     if status not in (0, TERMINATED, INTERRUPTED) and joined():
@@ -74,11 +74,11 @@ def _status(arguments: Sequence[str]) -> int:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["launch"]:
-        from axonml_jax.launch.launcher import launch
+        from axonml_jax.launch.processes.launcher import launch
 
         return launch(arguments[1:])
     if arguments[:1] == ["schedule"]:
-        from axonml_jax.launch.schedule import schedule
+        from axonml_jax.launch.commands.schedule_command import schedule
 
         return schedule(arguments[1:])
     if arguments[:1] == ["plan"]:
@@ -87,7 +87,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return _run(*arguments)
     _refuse_unknown(arguments[:1])
     chosen = _parser().parse_args(arguments)
-    from axonml_jax.launch.devices import devices
+    from axonml_jax.launch.commands.devices import devices
 
     return devices(chosen.simulated)
 
@@ -96,7 +96,7 @@ def _refuse_unknown(first: Sequence[str]) -> None:
     """Name the command that was meant; a file alone says by its kind."""
     if not first or first[0].startswith("-") or first[0] in COMMANDS:
         return
-    from axonml_jax.launch.config import ConfigError
+    from axonml_jax.launch.config.run_config import ConfigError
     from axonml_jax.synonyms import nearest
 
     by_kind = {".py": "launch", ".yaml": "train", ".yml": "train"}.get(os.path.splitext(first[0])[1])
@@ -106,23 +106,30 @@ def _refuse_unknown(first: Sequence[str]) -> None:
 
 
 def _plan(arguments: Sequence[str]) -> int:
-    from axonml_jax.launch.plan_flags import plan_parser
+    from axonml_jax.launch.commands.plan_flags import plan_parser
 
     chosen = plan_parser().parse_args(arguments)
-    from axonml_jax.launch.plan import plan
+    from axonml_jax.launch.commands.plan_command import plan
 
     return plan(chosen, arguments)
 
 
 def _run(command: str, *arguments: str) -> int:
     # What follows is read by the configuration's own parser, made from the configuration's keys.
-    from axonml_jax.launch.own_flags import Budget, Estimate, budget_parser, estimate_parser, help_of, split_flags
-    from axonml_jax.launch.read_config import read_config
+    from axonml_jax.launch.config.own_flags import (
+        Budget,
+        Estimate,
+        budget_parser,
+        estimate_parser,
+        help_of,
+        split_flags,
+    )
+    from axonml_jax.launch.config.read_config import read_config
 
     parsers = [budget_parser(command), *([estimate_parser()] if command == "explain" else [])]
     [budget, *estimate], rest = split_flags(parsers, arguments)
     config = read_config(command, rest, help_of(parsers))
-    from axonml_jax.launch import run
+    from axonml_jax.launch.commands import train_command as run
 
     if command == "train":
         return run.train(config, Budget(**budget))

@@ -40,7 +40,7 @@ def seed(n: int) -> jax.Array:
 def _place() -> tuple[int, int]:
     """Which process this is, and of how many; asking must not start JAX's devices in a process that is alone."""
     thread = threading.current_thread()
-    if hasattr(thread, "rank"):  # a rank of `spawn` (mesh/spawn.py)
+    if hasattr(thread, "rank"):  # a rank of `spawn` (mesh/ranks/spawn.py)
         return thread.rank, thread.world_size  # pyright: ignore[reportAttributeAccessIssue]
     return (jax.process_index(), jax.process_count()) if jax.distributed.is_initialized() else (0, 1)
 

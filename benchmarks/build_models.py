@@ -12,7 +12,7 @@ import axonml_jax as ax
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.mlp import MLP
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from axonml_jax.parallel.tensor.megatron.cross_entropy import vocab_parallel_cross_entropy
 
 
 class ConvBlock(nnx.Module):

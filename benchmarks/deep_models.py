@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from axonml_jax.parallel.tensor.megatron.cross_entropy import vocab_parallel_cross_entropy
 
 
 class Block(nnx.Module):

@@ -38,7 +38,7 @@ def compared(wanted, plan, make, **options):
     """ "equal", "DIFFERENT", or why a plan does not take an optimizer."""
     from optax_setups import under
 
-    from axonml_jax.testing.compare import assert_trees_close
+    from axonml_jax.testing.trees_close import assert_trees_close
 
     try:
         assert_trees_close(under(plan, make, **options), wanted, "parameters")

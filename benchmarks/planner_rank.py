@@ -21,7 +21,7 @@ def measured(asked, one, rounds: int) -> float:
     import optax
     from flax import nnx
 
-    from axonml_jax.launch.text_task import loss_fn
+    from axonml_jax.launch.job.text_task import loss_fn
     from axonml_jax.models.transformer import Transformer
 
     found = one.candidate

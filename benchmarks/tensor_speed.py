@@ -22,7 +22,7 @@ from axonml_jax.model.functionalize import functionalize
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.planner.verify import topology_devices
-from axonml_jax.training.init import abstract_state
+from axonml_jax.training.state.first_state import abstract_state
 from axonml_jax.training.step import TrainStep
 
 BAR, MEMORY_BAR = 1.05, 1.25

@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from axonml_jax.collectives.primitives import axis_index, sum_over
 from axonml_jax.collectives.varying import vary
-from axonml_jax.parallel.pipeline.executor import run_pipeline
-from axonml_jax.parallel.pipeline.rooms import make_schedule
-from axonml_jax.parallel.pipeline.rows import make_timetable
-from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers, Stored
-from axonml_jax.parallel.pipeline.stages import Stage, StageOutput
+from axonml_jax.parallel.pipeline.cutting.stage import Stage, StageOutput
+from axonml_jax.parallel.pipeline.resting.stage_buffers import StageBuffers, Stored
+from axonml_jax.parallel.pipeline.running.executor import run_pipeline
+from axonml_jax.parallel.pipeline.schedules.registry import make_schedule
+from axonml_jax.parallel.pipeline.schedules.tick_rows import make_timetable
 
 ROWS, LENGTH, VOCABULARY = 2, 3, 7
 # Many small programs that run once: what LLVM would gain is less than it takes.

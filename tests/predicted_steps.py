@@ -5,13 +5,13 @@ import optax
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.launch.text_task import loss_fn
+from axonml_jax.launch.job.text_task import loss_fn
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.parallel.tensor.specs import tensor_specs
-from axonml_jax.training.init import abstract_state
+from axonml_jax.training.state.first_state import abstract_state
 
 GPT = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tie_embeddings": True, "use_bias": True}
 LLAMA = {"num_kv_heads": 2}

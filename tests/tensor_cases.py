@@ -8,12 +8,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from axonml_jax.collectives.pairs import reduce_from
+from axonml_jax.collectives.gradients.pairs import reduce_from
 from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.collectives.varying import vary
 from axonml_jax.mesh.axes import BATCH_AXES, as_axes
 from axonml_jax.parallel.tensor.specs import tensor_specs
-from axonml_jax.testing.compare import assert_trees_close
+from axonml_jax.testing.trees_close import assert_trees_close
 
 P = PartitionSpec
 WHOLE = P()

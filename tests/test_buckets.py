@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import axonml_jax as ax
-from axonml_jax.collectives.bucketed import all_reduce_leaves, all_reduce_tree
-from axonml_jax.collectives.buckets import assign_buckets
+from axonml_jax.collectives.gradients.bucketed import all_reduce_leaves, all_reduce_tree
+from axonml_jax.collectives.gradients.buckets import assign_buckets
 
 STRATEGIES = list(ax.GradSyncStrategy)
 

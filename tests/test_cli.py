@@ -16,8 +16,8 @@ import yaml
 from workers.launch import hearing_ctrl_c
 
 from axonml_jax.__main__ import main
-from axonml_jax.launch.read_config import read_config
-from axonml_jax.launch.run_folder import new_folder
+from axonml_jax.launch.config.read_config import read_config
+from axonml_jax.launch.job.run_folder import new_folder
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 QUICKSTART = str(CONFIGS / "quickstart.yaml")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from axonml_jax.data.text import ByteWindows, TextSplit, bigram_nats, load_text
-from axonml_jax.launch.config import DataConfig
-from axonml_jax.launch.text_task import read_text
+from axonml_jax.launch.config.run_config import DataConfig
+from axonml_jax.launch.job.text_task import read_text
 
 
 @pytest.fixture

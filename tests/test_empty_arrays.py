@@ -12,7 +12,7 @@ from fsdp_plans import mesh_of
 from jax.sharding import PartitionSpec
 
 import axonml_jax as ax
-from axonml_jax.collectives.pairs import gather_from, split_to
+from axonml_jax.collectives.gradients.pairs import gather_from, split_to
 from axonml_jax.testing import assert_equals_single_device
 
 RANKS = 4

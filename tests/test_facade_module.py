@@ -10,7 +10,7 @@ from plan_models import CASES, BatchNormNet, DropoutMLP, mean_loss, regression
 
 import axonml_jax as ax
 from axonml_jax.sharding.place import to_host
-from axonml_jax.testing.compare import assert_trees_close
+from axonml_jax.testing.trees_close import assert_trees_close
 
 RANKS, BATCH = 4, regression(8)
 KINDS = {"nnx": "batch_norm", "linen": "linen_batch_norm"}

@@ -12,7 +12,7 @@ from fsdp_plans import mesh_of
 from plan_models import CASES, DropoutMLP, TiedNet, mean_loss, regression, tokens
 
 import axonml_jax as ax
-from axonml_jax.testing.compare import assert_trees_close
+from axonml_jax.testing.trees_close import assert_trees_close
 
 RANKS = 3
 

@@ -20,7 +20,7 @@ from axonml_jax.model.functional import Mode
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.parallel.fabric import Fabric
-from axonml_jax.training.init import abstract_state
+from axonml_jax.training.state.first_state import abstract_state
 from axonml_jax.training.step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("compiled_for_users")

@@ -13,15 +13,15 @@ import time
 import pytest
 from workers.strangers import STRANGERS, stranger
 
-from axonml_jax.mesh.roll_call import roll_call
-from axonml_jax.mesh.sealed import job_token, sealed
+from axonml_jax.mesh.job.roll_call import roll_call
+from axonml_jax.mesh.job.sealed import job_token, sealed
 
 JOB = """
 import dataclasses
 import jax
 import numpy as np
 from axonml_jax.logging import logger, print0
-from axonml_jax.mesh.init import init, shutdown
+from axonml_jax.mesh.job.init import init, shutdown
 
 def total(x):
     return jax.lax.psum(x, "data")

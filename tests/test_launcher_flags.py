@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from axonml_jax.launch import worker_environment as environment
-from axonml_jax.launch.config import ConfigError
-from axonml_jax.launch.launch_options import read_options, streams_of
-from axonml_jax.launch.post_mortem import report, root_cause, traceback_of
-from axonml_jax.launch.worker import Failure
-from axonml_jax.mesh import coordinator
-from axonml_jax.mesh.environment import launch_environment
+from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.processes import worker_environment as environment
+from axonml_jax.launch.processes.launch_options import read_options, streams_of
+from axonml_jax.launch.processes.post_mortem import report, root_cause, traceback_of
+from axonml_jax.launch.processes.worker import Failure
+from axonml_jax.mesh.job import coordinator
+from axonml_jax.mesh.job.environment import launch_environment
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import pytest
 from workers.launch import free_port, hearing_ctrl_c
 from workers.strangers import STRANGERS, stranger
 
-from axonml_jax.launch import nodes
-from axonml_jax.launch.config import ConfigError
-from axonml_jax.launch.launch_options import read_options
-from axonml_jax.launch.news import is_news
-from axonml_jax.launch.nodes import Nodes
-from axonml_jax.mesh.sealed import TOKEN, sealed
+from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.processes import nodes
+from axonml_jax.launch.processes.launch_options import read_options
+from axonml_jax.launch.processes.news import is_news
+from axonml_jax.launch.processes.nodes import Nodes
+from axonml_jax.mesh.job.sealed import TOKEN, sealed
 
 TIME_LIMIT = 40
 WORK = """

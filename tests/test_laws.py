@@ -12,10 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import axonml_jax.collectives.exchange as exchange
 import axonml_jax.collectives.gather as gather
+import axonml_jax.collectives.gradients.sync as sync
 import axonml_jax.collectives.reduce as reduce
 import axonml_jax.collectives.reduce_scatter as reduce_scatter
 import axonml_jax.collectives.scatter as scatter
-import axonml_jax.collectives.sync as sync
 from axonml_jax.collectives.ops import ReduceOp
 from axonml_jax.mesh.group import ProcessGroup
 

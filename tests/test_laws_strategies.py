@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from test_laws import mesh, quickly_compiled
 
-from axonml_jax.collectives.buckets import GradSyncStrategy
-from axonml_jax.parallel.ddp import Replicate
-from axonml_jax.parallel.fsdp import Shard
-from axonml_jax.parallel.strategy import AbstractStrategy
-from axonml_jax.parallel.tensor.strategy import InLayers
+from axonml_jax.collectives.gradients.buckets import GradSyncStrategy
+from axonml_jax.parallel.strategies.in_layers import InLayers
+from axonml_jax.parallel.strategies.replicate import Replicate
+from axonml_jax.parallel.strategies.shard import Shard
+from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.sharding.layout import Layout
 from axonml_jax.sharding.stored import to_stored
 

@@ -27,14 +27,14 @@ FRESH = {
         assert "--xla_cpu_collective_timeout_seconds=77" in os.environ["XLA_FLAGS"]
     """,
     "spawn starts the devices it needs": """
-        from axonml_jax.mesh.spawn import spawn
+        from axonml_jax.mesh.ranks.spawn import spawn
         assert spawn(lambda world: world.rank, 3) == [0, 1, 2]
         import jax
         assert jax.device_count() == 3
     """,
     "spawn starts no fewer devices than were asked for": """
         from axonml_jax.mesh.fake_devices import fake_devices
-        from axonml_jax.mesh.spawn import spawn
+        from axonml_jax.mesh.ranks.spawn import spawn
         fake_devices(8)
         assert spawn(lambda world: world.world_size, 3) == [3, 3, 3]
         import jax
@@ -59,7 +59,7 @@ FRESH = {
     "logging and launch variables start no devices": """
         from axonml_jax.logging import logger, print0
         from axonml_jax.compat.platform import backend_started
-        import axonml_jax.mesh.init, axonml_jax.mesh.as_mesh
+        import axonml_jax.mesh.job.init, axonml_jax.mesh.as_mesh
         print0("x"); logger.warning("y")
         assert not backend_started()
     """,

@@ -11,7 +11,7 @@ from flax import nnx
 from fsdp_plans import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.launch.text_task import loss_fn
+from axonml_jax.launch.job.text_task import loss_fn
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.mlp import MLP
 from axonml_jax.models.transformer import Transformer

@@ -12,7 +12,7 @@ from flax import nnx
 from axonml_jax.models.config import ACTIVATIONS, NORMS, POSITIONS, TransformerConfig
 from axonml_jax.models.presets import PRESETS, preset
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.attend import attend, rotate
+from axonml_jax.parallel.tensor.megatron.attend import attend, rotate
 
 TINY = TransformerConfig(vocab_size=17, num_layers=2, hidden_size=16, num_heads=4, max_length=8)
 PUBLISHED = {

@@ -16,10 +16,10 @@ from axonml_jax.model.functional import Variables
 from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.sharding.layout import specs
 from axonml_jax.sharding.stored import from_stored, map_layouts, padded
-from axonml_jax.testing.compare import assert_trees_close
-from axonml_jax.training.on_shards import OnShards
-from axonml_jax.training.optimizer_name import written
-from axonml_jax.training.owners import owners
+from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.training.optimizer.on_shards import OnShards
+from axonml_jax.training.optimizer.optimizer_name import written
+from axonml_jax.training.optimizer.owners import owners
 
 SHARE = [
     ("FSDP", "clipping in the chain, adamw", {"check_vma": True}),

@@ -10,12 +10,12 @@ from pipeline_runs import VOCABULARY, Case, Outcome, batch_of, layouts, model, r
 
 from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.collectives.varying import vary
-from axonml_jax.parallel.pipeline import executor, tick
-from axonml_jax.parallel.pipeline.rooms import make_schedule
-from axonml_jax.parallel.pipeline.shared import without_copies
-from axonml_jax.parallel.pipeline.stage_buffers import StageBuffers, Stored
-from axonml_jax.parallel.pipeline.stages import Stage, StageOutput
-from axonml_jax.testing.compare import assert_trees_close
+from axonml_jax.parallel.pipeline.cutting.stage import Stage, StageOutput
+from axonml_jax.parallel.pipeline.resting.shared import without_copies
+from axonml_jax.parallel.pipeline.resting.stage_buffers import StageBuffers, Stored
+from axonml_jax.parallel.pipeline.running.stage_parameters import executor, tick
+from axonml_jax.parallel.pipeline.schedules.registry import make_schedule
+from axonml_jax.testing.trees_close import assert_trees_close
 
 # Fewer microbatches than ranks up to four times as many; every schedule in both kinds of types.
 CASES = [

@@ -10,14 +10,14 @@ from pipeline_models import Head, Hidden, Language, chain
 from plan_models import F64, DropoutMLP, linear, mean_loss, regression, token_loss, tokens
 
 import axonml_jax as ax
-from axonml_jax.launch.text_task import loss_fn as text_loss
+from axonml_jax.launch.job.text_task import loss_fn as text_loss
 from axonml_jax.ledger import collectives_in
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.pipeline.chain import LinenChain
+from axonml_jax.parallel.pipeline.cutting.chain import LinenChain
 from axonml_jax.testing import assert_equals_single_device
-from axonml_jax.testing.compare import assert_trees_close
-from axonml_jax.training.init import abstract_state
+from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.training.state.first_state import abstract_state
 
 
 def mesh_of(**degrees):

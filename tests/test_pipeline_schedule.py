@@ -7,13 +7,13 @@ import pytest
 from pipeline_cases import accepted
 
 import axonml_jax as ax
-from axonml_jax.parallel.pipeline.action import Action, format_orders, parse_orders
-from axonml_jax.parallel.pipeline.choose import choose
-from axonml_jax.parallel.pipeline.interleaved import Interleaved
-from axonml_jax.parallel.pipeline.one_f_one_b import OneFOneB
-from axonml_jax.parallel.pipeline.rooms import ROOMS, make_schedule
-from axonml_jax.parallel.pipeline.rows import make_timetable
-from axonml_jax.parallel.pipeline.zero_bubble import ZeroBubble
+from axonml_jax.parallel.pipeline.estimates.fastest import choose
+from axonml_jax.parallel.pipeline.schedules.action import Action, format_orders, parse_orders
+from axonml_jax.parallel.pipeline.schedules.interleaved import Interleaved
+from axonml_jax.parallel.pipeline.schedules.one_f_one_b import OneFOneB
+from axonml_jax.parallel.pipeline.schedules.registry import ROOMS, make_schedule
+from axonml_jax.parallel.pipeline.schedules.tick_rows import make_timetable
+from axonml_jax.parallel.pipeline.schedules.zero_bubble import ZeroBubble
 
 PIPELINE = Path(__file__).resolve().parents[1] / "axonml_jax" / "parallel" / "pipeline"
 FREE_OF_JAX = (

@@ -13,8 +13,8 @@ from fsdp_plans import mesh_of
 from jax.sharding import PartitionSpec
 
 import axonml_jax as ax
-from axonml_jax.parallel.pipeline.spreading import Spread
-from axonml_jax.parallel.pipeline.store import StageStore
+from axonml_jax.parallel.pipeline.resting.spreading import Spread
+from axonml_jax.parallel.pipeline.resting.stage_store import StageStore
 from axonml_jax.sharding.layout import Layout
 
 WIDTH, VOCABULARY = 8, 13

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from axonml_jax.__main__ import main
-from axonml_jax.launch.memory_size import memory_size
-from axonml_jax.launch.read_config import read_config
+from axonml_jax.launch.config.memory_size import memory_size
+from axonml_jax.launch.config.read_config import read_config
 
 PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 TINY = """

@@ -12,7 +12,7 @@ from ring_strategy import RingShard
 
 import axonml_jax as ax
 from axonml_jax.models.presets import preset
-from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
+from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import HARDWARE, Hardware, hardware
 from axonml_jax.planner.legal import candidate, candidates, divisors, legal_meshes, meshes, ways_on

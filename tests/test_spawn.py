@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axonml_jax.mesh import program as program_module
 from axonml_jax.mesh.group import ProcessGroup
-from axonml_jax.mesh.spawn import spawn
+from axonml_jax.mesh.ranks import group_program as program_module
+from axonml_jax.mesh.ranks.spawn import spawn
 from axonml_jax.mesh.world import MockBackend
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from axonml_jax.mesh.group import ProcessGroup
-from axonml_jax.mesh.rendezvous import PeerError
-from axonml_jax.mesh.spawn import spawn
+from axonml_jax.mesh.ranks.rendezvous import PeerError
+from axonml_jax.mesh.ranks.spawn import spawn
 from axonml_jax.mesh.world import World
 
 

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 from tensor_cases import EMBED, LINEAR, P, assert_equals_one_device, make_mesh, normal
 
-from axonml_jax.parallel.tensor.conv3d import ParallelConv
-from axonml_jax.parallel.tensor.embedding3d import ParallelEmbedding
-from axonml_jax.parallel.tensor.linear3d import ParallelLinear
-from axonml_jax.parallel.tensor.ordered import Prefetch
+from axonml_jax.parallel.tensor.axonn.conv3d import ParallelConv
+from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
+from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
+from axonml_jax.parallel.tensor.products.ordered import Prefetch
 from axonml_jax.parallel.tensor.specs import tensor_specs
 
 GRIDS = {

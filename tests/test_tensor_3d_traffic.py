@@ -10,8 +10,8 @@ from tensor_cases import P
 
 from axonml_jax.compat.operation import Operation
 from axonml_jax.ledger import collectives_in
-from axonml_jax.parallel.tensor.linear3d import ParallelLinear
-from axonml_jax.parallel.tensor.ordered import Prefetch
+from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
+from axonml_jax.parallel.tensor.products.ordered import Prefetch
 from axonml_jax.parallel.tensor.specs import tensor_specs
 
 BF16 = jnp.bfloat16

@@ -11,13 +11,18 @@ from ledger_steps import abstract_mesh, floats
 from tensor_cases import EMBED, LINEAR, P, assert_equals_one_device, drawn, normal, on_one_device, step_on_mesh
 
 from axonml_jax.ledger import collectives_in
-from axonml_jax.parallel.tensor.attend import attend
-from axonml_jax.parallel.tensor.attention import TensorParallelAttention
-from axonml_jax.parallel.tensor.column import ColumnParallelLinear
-from axonml_jax.parallel.tensor.embedding import VocabParallelEmbedding
-from axonml_jax.parallel.tensor.mlp import ParallelMLP
-from axonml_jax.parallel.tensor.row import RowParallelLinear
-from axonml_jax.parallel.tensor.sequence import ParallelLayerNorm, ParallelRMSNorm, join_sequence, split_sequence
+from axonml_jax.parallel.tensor.megatron.attend import attend
+from axonml_jax.parallel.tensor.megatron.attention import TensorParallelAttention
+from axonml_jax.parallel.tensor.megatron.column import ColumnParallelLinear
+from axonml_jax.parallel.tensor.megatron.embedding import VocabParallelEmbedding
+from axonml_jax.parallel.tensor.megatron.parallel_mlp import ParallelMLP
+from axonml_jax.parallel.tensor.megatron.row import RowParallelLinear
+from axonml_jax.parallel.tensor.megatron.sequence import (
+    ParallelLayerNorm,
+    ParallelRMSNorm,
+    join_sequence,
+    split_sequence,
+)
 from axonml_jax.parallel.tensor.specs import tensor_specs
 
 

@@ -9,8 +9,8 @@ from jax.extend.core import jaxprs_in_params
 from tensor_cases import EMBED, LINEAR, WHOLE, P, assert_equals_one_device, make_mesh, normal
 
 from axonml_jax.ledger import collectives_in
-from axonml_jax.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
-from axonml_jax.parallel.tensor.embedding import VocabParallelEmbedding
+from axonml_jax.parallel.tensor.megatron.cross_entropy import vocab_parallel_cross_entropy
+from axonml_jax.parallel.tensor.megatron.embedding import VocabParallelEmbedding
 
 # (ranks, leading dims of the ids, label smoothing, check_vma)
 CASES = [(1, 1, 0.0, True), (2, 2, 0.1, True), (2, 1, 0.0, False), (4, 3, 0.0, True), (4, 2, 0.1, False)]

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 from tensor_cases import LINEAR, P, assert_equals_one_device, make_mesh, normal, on_one_device
 
-from axonml_jax.parallel.tensor.column import ColumnParallelLinear
-from axonml_jax.parallel.tensor.linear3d import ParallelLinear
-from axonml_jax.parallel.tensor.options import LinearOptions
-from axonml_jax.parallel.tensor.row import RowParallelLinear
+from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
+from axonml_jax.parallel.tensor.megatron.column import ColumnParallelLinear
+from axonml_jax.parallel.tensor.megatron.row import RowParallelLinear
+from axonml_jax.parallel.tensor.products.options import LinearOptions
 from axonml_jax.parallel.tensor.specs import tensor_specs
 
 LEADS = {1: (6,), 2: (2, 3), 3: (2, 1, 3)}

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import axonml_jax as ax
 from axonml_jax.ledger.compiled import CompiledCollective
-from axonml_jax.ledger.partitioned import _axes
+from axonml_jax.ledger.partitioner import _axes
 from axonml_jax.parallel.partition import Partition
 from axonml_jax.testing import assert_equals_single_device
 

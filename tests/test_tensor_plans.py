@@ -9,7 +9,7 @@ from plan_models import F64, regression, tokens
 
 import axonml_jax as ax
 from axonml_jax.testing import assert_equals_single_device
-from axonml_jax.testing.compare import assert_trees_close
+from axonml_jax.testing.trees_close import assert_trees_close
 
 
 class Language(nnx.Module):

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import axonml_jax as ax
 from axonml_jax.compat.jaxpr import trace
-from axonml_jax.parallel.tensor.marks import marked_program
+from axonml_jax.parallel.tensor.whole.marks import marked_program
 from axonml_jax.program.differing import differing
 
 F64 = {"param_dtype": jnp.float64}

@@ -12,14 +12,14 @@ import yaml
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax.launch.config import ConfigError
-from axonml_jax.launch.fit import Record, fit
-from axonml_jax.launch.leftovers import MARK
-from axonml_jax.launch.preemption import Preemption
-from axonml_jax.launch.read_config import read_config
-from axonml_jax.launch.records import JsonLines, read_records
-from axonml_jax.launch.run_folder import RunFolder, earlier_folder, new_folder
-from axonml_jax.launch.worker_environment import RESTART_COUNT
+from axonml_jax.launch.config.read_config import read_config
+from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.job.fit import Record, fit
+from axonml_jax.launch.job.preemption import Preemption
+from axonml_jax.launch.job.records import JsonLines, read_records
+from axonml_jax.launch.job.run_folder import RunFolder, earlier_folder, new_folder
+from axonml_jax.launch.processes.leftovers import MARK
+from axonml_jax.launch.processes.worker_environment import RESTART_COUNT
 from axonml_jax.training.metrics import Throughput
 
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")

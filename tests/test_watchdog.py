@@ -6,7 +6,7 @@ import threading
 import pytest
 
 import axonml_jax as ax
-from axonml_jax.mesh.watchdog import explain, where_is
+from axonml_jax.mesh.job.watchdog import explain, where_is
 
 
 def said(count, begun, at="in train at run.py:1"):

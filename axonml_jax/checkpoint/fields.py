@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from axonml_jax.checkpoint.plain import is_whole
+from axonml_jax.checkpoint.plain_files import is_whole
 
 _INT64 = 2**63
 _SHOWN = 10

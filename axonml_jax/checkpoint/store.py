@@ -14,7 +14,7 @@ from axonml_jax.checkpoint import arrays
 from axonml_jax.checkpoint.compare import DIFFERENCES, differences, listing, refused
 from axonml_jax.checkpoint.contents import filled, leaves_of, scope_of
 from axonml_jax.checkpoint.manifest import ARRAYS, DamagedCheckpoint, Manifest, damage
-from axonml_jax.checkpoint.plain import number, plain
+from axonml_jax.checkpoint.plain_files import number, plain
 from axonml_jax.checkpoint.saving import Saving
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.logging import logger

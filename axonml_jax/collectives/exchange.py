@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from axonml_jax.collectives.along_dim import exchange_along
-from axonml_jax.collectives.dims import checked_dim, checked_position, require_divisible
+from axonml_jax.collectives.dim_checks import checked_dim, checked_position, require_divisible
 from axonml_jax.collectives.gather import member_rows
 from axonml_jax.collectives.primitives import shift
 from axonml_jax.collectives.scope import Group, Scope, run_collective

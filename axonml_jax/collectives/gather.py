@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from axonml_jax.collectives.along_dim import gather_along
-from axonml_jax.collectives.dims import checked_dim, checked_position
+from axonml_jax.collectives.dim_checks import checked_dim, checked_position
 from axonml_jax.collectives.scope import Group, Scope, run_collective
 
 

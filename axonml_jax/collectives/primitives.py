@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax.collectives.along_dim import gather_along, scatter_along
-from axonml_jax.collectives.dims import require_divisible
+from axonml_jax.collectives.dim_checks import require_divisible
 from axonml_jax.collectives.varying import vary
 from axonml_jax.mesh.axes import AxisNames, as_axes
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from axonml_jax.collectives.dims import checked_dim, checked_position, require_divisible
+from axonml_jax.collectives.dim_checks import checked_dim, checked_position, require_divisible
 from axonml_jax.collectives.ops import ReduceOp, identity_of
 from axonml_jax.collectives.reduce import summed
 from axonml_jax.collectives.reduce_scatter import own_reduction

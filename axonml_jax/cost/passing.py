@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from axonml_jax.cost.amounts import Many, either, least
 from axonml_jax.cost.flow import EACH_TICK, Flow
-from axonml_jax.parallel.pipeline.timetable import Timetable
+from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 
 
 @dataclass(frozen=True)

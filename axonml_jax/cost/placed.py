@@ -17,8 +17,8 @@ from axonml_jax.mesh.axes import AxisNames, flat_axes
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.parallel.role import Role
-from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.parallel.strategies.role import Role
+from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.sharding.layout import Layout
 
 

@@ -8,7 +8,7 @@ from axonml_jax.cost.amounts import Many, either
 from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.parallel.role import Role
+from axonml_jax.parallel.strategies.role import Role
 
 
 class Rounds(NamedTuple):

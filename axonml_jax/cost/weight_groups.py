@@ -8,7 +8,7 @@ from axonml_jax.cost.flow import named
 from axonml_jax.cost.placed import Placed
 from axonml_jax.cost.weight import Place
 from axonml_jax.mesh.axes import AxisNames
-from axonml_jax.parallel.transfer import Transfer
+from axonml_jax.parallel.strategies.transfer import Transfer
 
 
 @dataclass(frozen=True, kw_only=True)

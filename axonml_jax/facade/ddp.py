@@ -4,14 +4,14 @@ import warnings
 from typing import Any, Literal
 
 from axonml_jax._types import PyTree
-from axonml_jax.collectives.bucketed import CommHook
-from axonml_jax.collectives.buckets import GradSyncStrategy
+from axonml_jax.collectives.gradients.bucketed import CommHook
+from axonml_jax.collectives.gradients.buckets import GradSyncStrategy
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.mesh.as_mesh import as_mesh
 from axonml_jax.model.functional import Trainable
 from axonml_jax.model.precision import Precision
-from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.strategies.replicate import Replicate
 from axonml_jax.parallel.units.remat import Remat
 
 

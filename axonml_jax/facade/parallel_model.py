@@ -26,11 +26,11 @@ from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.parallel.units.replayed import check_units
 from axonml_jax.sharding.place import copies, place
-from axonml_jax.training.clip import Clip
 from axonml_jax.training.differentiate import Differentiate, SyncStacked, equalize
 from axonml_jax.training.forward import Forward
-from axonml_jax.training.init import first_variables
+from axonml_jax.training.optimizer.clip import Clip
 from axonml_jax.training.rest.choose import rest_of
+from axonml_jax.training.state.first_state import first_variables
 
 
 class ParallelModel(SavedModel):

@@ -8,7 +8,7 @@ from axonml_jax._types import LossFn, PyTree
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.model.functional import Trainable
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.training.state import TrainState
+from axonml_jax.training.state.train_state import TrainState
 from axonml_jax.training.step import TrainStep
 
 

@@ -15,14 +15,14 @@ from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import World
 from axonml_jax.model.functional import Trainable
 from axonml_jax.model.precision import Precision
-from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.offload import CPUOffload
-from axonml_jax.parallel.pipeline.chain import Chain, LinenChain, PipelineStage, join_variables
-from axonml_jax.parallel.pipeline.memory_stats import PipelineMemoryStats
+from axonml_jax.parallel.pipeline.cutting.chain import Chain, LinenChain, PipelineStage, join_variables
+from axonml_jax.parallel.pipeline.estimates.memory_stats import PipelineMemoryStats
 from axonml_jax.parallel.pipeline.policy import AXIS, Pipelined
-from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
-from axonml_jax.parallel.pipeline.timetable import Timetable
+from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
+from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.strategies.shard import Shard
 from axonml_jax.parallel.units.remat import Remat
 
 

@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.leaf import Leaf
-from axonml_jax.training.named_state import variable_leaves, variables_of
 from axonml_jax.training.rest.rest import Rest
+from axonml_jax.training.state.named_state import variable_leaves, variables_of
 
 
 class SavedModel(abc.ABC):

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from axonml_jax.model.functional import Functional
-from axonml_jax.parallel.pipeline.assign import Assignment, assign, by_prefix
-from axonml_jax.parallel.pipeline.chain import Chain, LinenChain, stage_of_modules
+from axonml_jax.parallel.pipeline.cutting.assign import Assignment, assign, by_prefix
+from axonml_jax.parallel.pipeline.cutting.chain import Chain, LinenChain, stage_of_modules
 from axonml_jax.parallel.pipeline.policy import Pipelined
 
 

@@ -3,16 +3,16 @@
 from typing import Any, Literal
 
 from axonml_jax._types import PyTree
-from axonml_jax.collectives.buckets import GradSyncStrategy
+from axonml_jax.collectives.gradients.buckets import GradSyncStrategy
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.facade.trainer import Trainer
-from axonml_jax.ledger.partitioned import PartitionedTraffic, partitioned_traffic
+from axonml_jax.ledger.partitioner import PartitionedTraffic, partitioned_traffic
 from axonml_jax.mesh.as_mesh import as_mesh
 from axonml_jax.model.functional import Trainable
 from axonml_jax.model.precision import Precision
-from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.partition import PARTITIONED, Partition, Rules
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.strategies.replicate import Replicate
 from axonml_jax.parallel.units.remat import Remat
 
 

@@ -14,12 +14,12 @@ from axonml_jax.facade.saved_model import SavedModel
 from axonml_jax.facade.state_dict import fitted
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.place import place, replicated
-from axonml_jax.training.checked_optimizer import checked_optimizer
 from axonml_jax.training.evaluate import EvalStep
-from axonml_jax.training.guard import NonFinite
-from axonml_jax.training.init import init_state
-from axonml_jax.training.learning_rate import injected_rate
-from axonml_jax.training.state import TrainState
+from axonml_jax.training.finite.guard import NonFinite
+from axonml_jax.training.optimizer.checked_optimizer import checked_optimizer
+from axonml_jax.training.state.first_state import init_state
+from axonml_jax.training.state.learning_rate import injected_rate
+from axonml_jax.training.state.train_state import TrainState
 from axonml_jax.training.step import Metrics, TrainStep
 
 M = TypeVar("M", bound=SavedModel)

@@ -5,6 +5,8 @@ from axonml_jax.ledger.agreement import Difference as Difference
 from axonml_jax.ledger.agreement import agreement as agreement
 from axonml_jax.ledger.compiled import CompiledCollective as CompiledCollective
 from axonml_jax.ledger.compiled import collectives_in_compiled as collectives_in_compiled
+from axonml_jax.ledger.compiled_schedule import Moved as Moved
+from axonml_jax.ledger.compiled_schedule import moved as moved
 from axonml_jax.ledger.entry import Branch as Branch
 from axonml_jax.ledger.entry import Collective as Collective
 from axonml_jax.ledger.entry import Loop as Loop
@@ -16,6 +18,4 @@ from axonml_jax.ledger.predict.predict import predict as predict
 from axonml_jax.ledger.predict.prediction import Prediction as Prediction
 from axonml_jax.ledger.report import Report as Report
 from axonml_jax.ledger.report import TrafficRow as TrafficRow
-from axonml_jax.ledger.schedule import Moved as Moved
-from axonml_jax.ledger.schedule import moved as moved
 from axonml_jax.ledger.traced import collectives_in as collectives_in

@@ -8,9 +8,9 @@ import jax
 
 from axonml_jax.compat.jaxpr import is_jaxpr, live
 from axonml_jax.compat.operation import Mapped
+from axonml_jax.ledger.communicating import Call, read
 from axonml_jax.ledger.entry import Branch, Collective, Loop
 from axonml_jax.ledger.label import SCALARS, label_of
-from axonml_jax.ledger.primitives import Call, read
 from axonml_jax.program.program import Equation, Program, no_calls, read_program
 from axonml_jax.program.rules import rule_of
 

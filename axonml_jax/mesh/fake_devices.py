@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from axonml_jax.compat.platform import backend_started
 from axonml_jax.logging import logger
-from axonml_jax.mesh.environment import launch_environment
+from axonml_jax.mesh.job.environment import launch_environment
 
 T = TypeVar("T")
 

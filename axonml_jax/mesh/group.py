@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from axonml_jax.mesh.axes import as_axes
-from axonml_jax.mesh.engine import Engine, LoneEngine, ThreadEngine
-from axonml_jax.mesh.process_engine import ProcessEngine
-from axonml_jax.mesh.program import Program
-from axonml_jax.mesh.rendezvous import Board
+from axonml_jax.mesh.ranks.group_program import Program
+from axonml_jax.mesh.ranks.process_engine import ProcessEngine
+from axonml_jax.mesh.ranks.rank_engine import Engine, LoneEngine, ThreadEngine
+from axonml_jax.mesh.ranks.rendezvous import Board
 from axonml_jax.synonyms import AXES as SYNONYMS
 
 DEFAULT_TIMEOUT = 300.0

@@ -12,7 +12,7 @@ from axonml_jax.compat.platform import backend_started
 from axonml_jax.mesh.backend import Backend
 from axonml_jax.mesh.fake_devices import fake_devices, requested_devices
 from axonml_jax.mesh.group import DEFAULT_TIMEOUT, ProcessGroup, as_ranks
-from axonml_jax.mesh.rendezvous import Board
+from axonml_jax.mesh.ranks.rendezvous import Board
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)

@@ -9,8 +9,8 @@ from flax import nnx
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.batch_norm import synchronize_nnx
+from axonml_jax.model.definition_order import definition_order
 from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
-from axonml_jax.model.order import definition_order
 from axonml_jax.model.precision import Precision
 from axonml_jax.model.trainable import merge, partition
 

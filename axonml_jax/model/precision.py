@@ -55,7 +55,7 @@ class Precision:
         `"float32"`: everything in float32. `"bf16"`: compute in bfloat16, the rest in float32. `"bf16-reduce"`: gradients are
         accumulated and reduced in bfloat16 too: half the bytes, and sums of 8 bits of precision. MaxText does so, and
         PyTorch's FSDP2 with `param_dtype=bfloat16` and no `reduce_dtype` reduces (and does not accumulate) so. `"fp16"`:
-        compute in float16, the rest in float32; a trainer's step then scales its loss (see `training/loss_scale.py`),
+        compute in float16, the rest in float32; a trainer's step then scales its loss (see `training/finite/loss_scale.py`),
         which `value_and_grad` does not.
 
         Raises:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from axonml_jax.parallel.tensor.attentions import ATTENTIONS
+from axonml_jax.parallel.tensor.megatron.attentions import ATTENTIONS
 from axonml_jax.synonyms import meant
 
 NORMS = ("rmsnorm", "layernorm")

@@ -5,15 +5,15 @@ from typing import Any
 from flax import nnx
 
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.parallel.tensor.attention import TensorParallelAttention
-from axonml_jax.parallel.tensor.column import ColumnParallelLinear
+from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
+from axonml_jax.parallel.tensor.axonn.linear3d import ROW_COL_DEPTH, ParallelLinear
 from axonml_jax.parallel.tensor.dropout import ParallelDropout
-from axonml_jax.parallel.tensor.embedding import VocabParallelEmbedding
-from axonml_jax.parallel.tensor.embedding3d import ParallelEmbedding
-from axonml_jax.parallel.tensor.linear3d import ROW_COL_DEPTH, ParallelLinear
-from axonml_jax.parallel.tensor.mlp import ParallelMLP
-from axonml_jax.parallel.tensor.pair import PairAxes
-from axonml_jax.parallel.tensor.sequence import ParallelLayerNorm, ParallelRMSNorm
+from axonml_jax.parallel.tensor.megatron.attention import TensorParallelAttention
+from axonml_jax.parallel.tensor.megatron.column import ColumnParallelLinear
+from axonml_jax.parallel.tensor.megatron.embedding import VocabParallelEmbedding
+from axonml_jax.parallel.tensor.megatron.parallel_mlp import ParallelMLP
+from axonml_jax.parallel.tensor.megatron.sequence import ParallelLayerNorm, ParallelRMSNorm
+from axonml_jax.parallel.tensor.products.pair import PairAxes
 
 INIT_STD = 0.02
 """Standard deviation of initial weights, as in GPT-2 and Llama."""

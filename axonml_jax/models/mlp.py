@@ -6,8 +6,8 @@ from itertools import pairwise
 import jax
 from flax import nnx
 
-from axonml_jax.parallel.tensor.column import ColumnParallelLinear
-from axonml_jax.parallel.tensor.row import RowParallelLinear
+from axonml_jax.parallel.tensor.megatron.column import ColumnParallelLinear
+from axonml_jax.parallel.tensor.megatron.row import RowParallelLinear
 
 
 class MLP(nnx.Module):

@@ -17,14 +17,14 @@ from axonml_jax.models.layers import (
     make_positions,
     make_vocabulary,
 )
-from axonml_jax.models.loss import cross_entropy
+from axonml_jax.models.lm_loss import cross_entropy
 from axonml_jax.models.stack import Stack
-from axonml_jax.parallel.tensor.attend import KVCache
-from axonml_jax.parallel.tensor.chunked_cross_entropy import chunked_cross_entropy
-from axonml_jax.parallel.tensor.embedding3d import ParallelEmbedding
-from axonml_jax.parallel.tensor.linear3d import ParallelLinear
-from axonml_jax.parallel.tensor.ordered import Prefetch
-from axonml_jax.parallel.tensor.sequence import split_sequence
+from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
+from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
+from axonml_jax.parallel.tensor.megatron.attend import KVCache
+from axonml_jax.parallel.tensor.megatron.chunked_cross_entropy import chunked_cross_entropy
+from axonml_jax.parallel.tensor.megatron.sequence import split_sequence
+from axonml_jax.parallel.tensor.products.ordered import Prefetch
 
 
 class Block(nnx.Module):

@@ -14,11 +14,11 @@ from axonml_jax.mesh.axes import as_axes
 from axonml_jax.model.functional import Variables
 from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.fits import check_axes
-from axonml_jax.parallel.partitioned import by_rules, left_to_partitioner
-from axonml_jax.parallel.pipeline.assign import Assignment
-from axonml_jax.parallel.pipeline.assign import assign as by_names
+from axonml_jax.parallel.partitioned_placement import by_rules, left_to_partitioner
+from axonml_jax.parallel.pipeline.cutting.assign import Assignment
+from axonml_jax.parallel.pipeline.cutting.assign import assign as by_names
 from axonml_jax.parallel.pipeline.policy import AXIS
-from axonml_jax.parallel.pipeline.staging import Staging
+from axonml_jax.parallel.pipeline.resting.staging import Staging
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.layout import Layout, is_layout, whole_layouts

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from jax.sharding import PartitionSpec
 
 from axonml_jax.mesh.axes import LAYER_AXES, as_axes
-from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.strategies.replicate import Replicate
 
 
 def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, PartitionSpec]) -> None:

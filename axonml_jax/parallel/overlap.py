@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from axonml_jax._types import PyTree
-from axonml_jax.collectives.buckets import assign_buckets
+from axonml_jax.collectives.gradients.buckets import assign_buckets
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.program.sink import sink

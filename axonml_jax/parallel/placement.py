@@ -9,15 +9,15 @@ import jax
 from jax.sharding import PartitionSpec
 
 from axonml_jax._types import PyTree
-from axonml_jax.collectives.buckets import assign_buckets
-from axonml_jax.collectives.pairs import own_slice
+from axonml_jax.collectives.gradients.buckets import assign_buckets
+from axonml_jax.collectives.gradients.pairs import own_slice
 from axonml_jax.collectives.primitives import gather_whole
 from axonml_jax.mesh.axes import AxisNames, flat_axes
 from axonml_jax.model.precision import cast_floating
 from axonml_jax.parallel.partition import PARTITIONED
-from axonml_jax.parallel.pipeline.staging import Staging
+from axonml_jax.parallel.pipeline.resting.staging import Staging
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.parallel.units.wrap import Wrap
 from axonml_jax.sharding.batch import BatchLayout
 from axonml_jax.sharding.layout import Layout, is_layout

@@ -9,15 +9,15 @@ from typing import Literal
 from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, AxisNames, as_axes
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.precision import Precision
-from axonml_jax.parallel.ddp import Replicate
 from axonml_jax.parallel.fabric import Fabric
-from axonml_jax.parallel.fsdp import Shard
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.partition import Partition
 from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.plan_axes import PlanAxes, axes_problems, inwards
-from axonml_jax.parallel.strategy import AbstractStrategy
-from axonml_jax.parallel.tensor.strategy import InLayers
+from axonml_jax.parallel.strategies.in_layers import InLayers
+from axonml_jax.parallel.strategies.replicate import Replicate
+from axonml_jax.parallel.strategies.shard import Shard
+from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.parallel.units.remat import Remat, checked_remat
 from axonml_jax.sharding.batch import BatchLayout
 from axonml_jax.synonyms import is_choice

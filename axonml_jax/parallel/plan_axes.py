@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from axonml_jax.mesh.axes import AXES, LAYER_AXES, AxisNames, as_axes
-from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 
 
 class PlanAxes(Mapping[AxisNames, AbstractStrategy]):
     """Strategies by axis name, or by the tuple of names of the axes that one strategy owns together; hashable.
 
-    >>> from axonml_jax.parallel.ddp import Replicate
+    >>> from axonml_jax.parallel.strategies.replicate import Replicate
     >>> PlanAxes({"island": Replicate()}) == {"island": Replicate()}
     True
     """

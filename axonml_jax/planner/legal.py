@@ -11,8 +11,8 @@ from axonml_jax.cost.decoder.configuration import problems
 from axonml_jax.mesh.axes import AXES, batch_axes
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.offload import CPUOffload
-from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
-from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
+from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.planner.candidate import Candidate
 
 FAMILIES: tuple[tuple[str, ...], ...] = (

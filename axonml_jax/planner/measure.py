@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.parallel.fabric import Fabric
-from axonml_jax.parallel.tensor.fused_attention import target_platform
+from axonml_jax.parallel.tensor.megatron.fused_attention import target_platform
 from axonml_jax.planner.hardware import Hardware
 
 UNKNOWN_MEMORY = 2.0**40

@@ -19,7 +19,7 @@ from axonml_jax.cost.step_cost import Step, flows, held
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.policy import Pipelined
-from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
+from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.planner.candidate import Question
 from axonml_jax.planner.legal import Way

@@ -13,7 +13,7 @@ from axonml_jax.mesh.axes import AXES
 from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.offload import CPUOffload
-from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.planner.answer import Answer, Priced
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.candidate import Candidate, Question

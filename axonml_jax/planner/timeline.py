@@ -8,8 +8,8 @@ import numpy as np
 
 from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.ledger.table import aligned
-from axonml_jax.parallel.pipeline.timetable import Timetable
-from axonml_jax.parallel.pipeline.trace import tick_times, trace_ticks
+from axonml_jax.parallel.pipeline.estimates.events import tick_times, trace_ticks
+from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import Hardware
 from axonml_jax.planner.phases import Phase, Sending, phases
@@ -22,7 +22,7 @@ HARDLY = 0.02
 """A printed part that is taken for less is shown as idle."""
 
 WORDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
-"""What a pipeline's slots are called (see `parallel/pipeline/schedule.py`)."""
+"""What a pipeline's slots are called (see `parallel/pipeline/schedules/schedule.py`)."""
 
 
 class Span(NamedTuple):

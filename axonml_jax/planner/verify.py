@@ -18,9 +18,9 @@ from jax.sharding import AxisType, Mesh
 
 from axonml_jax._types import PyTree
 from axonml_jax.ledger.compiled import collectives_in_compiled, device_peak
+from axonml_jax.ledger.compiled_schedule import Moved, moved, moved_table
 from axonml_jax.ledger.predict.difference import MemoryDifference, difference, memory_difference
 from axonml_jax.ledger.predict.prediction import Prediction
-from axonml_jax.ledger.schedule import Moved, moved, moved_table
 from axonml_jax.ledger.table import aligned
 from axonml_jax.ledger.traced import collectives_in
 from axonml_jax.mesh.axes import AXES
@@ -32,7 +32,7 @@ from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.planner.answer import Answer
-from axonml_jax.training.init import abstract_state, resting_shapes
+from axonml_jax.training.state.first_state import abstract_state, resting_shapes
 from axonml_jax.training.step import TrainStep
 
 

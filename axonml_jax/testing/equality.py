@@ -14,8 +14,8 @@ from axonml_jax.model.functional import Trainable, Variables
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.place import to_host
-from axonml_jax.testing.compare import assert_trees_close
 from axonml_jax.testing.oracle import Oracle, Parts, Run
+from axonml_jax.testing.trees_close import assert_trees_close
 
 
 def assert_equals_single_device(

@@ -11,10 +11,10 @@ from jax.sharding import AxisType, Mesh
 
 from axonml_jax.facade.parallelize import parallelize
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.parallel.strategy import AbstractStrategy
+from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.sharding.layout import Layout
 from axonml_jax.sharding.stored import from_stored, to_stored
-from axonml_jax.training.strategy_state import keeping
+from axonml_jax.training.state.strategy_state import keeping
 
 AXIS, STEPS, RATE = "checked", 3, 0.1
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax._types import PyTree, path_name
-from axonml_jax.collectives.bucketed import all_reduce_leaves
+from axonml_jax.collectives.gradients.bucketed import all_reduce_leaves
 from axonml_jax.collectives.primitives import axis_index, sum_over
 from axonml_jax.collectives.varying import varying_axes
 from axonml_jax.parallel.placement import Placement

@@ -13,7 +13,7 @@ from axonml_jax.collectives.primitives import axis_index, sum_over
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.parallel.tensor.whole_reads import reading_whole
+from axonml_jax.parallel.tensor.whole.whole_reads import reading_whole
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.objective import shard_key

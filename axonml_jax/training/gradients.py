@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 
 from axonml_jax._types import PyTree
-from axonml_jax.collectives.bucketed import all_reduce_leaves
+from axonml_jax.collectives.gradients.bucketed import all_reduce_leaves
 from axonml_jax.model.functional import Variables
 from axonml_jax.model.loss import Loss
 from axonml_jax.parallel.placement import Placement
@@ -13,7 +13,7 @@ from axonml_jax.training.engine.at_once import AtOnce
 from axonml_jax.training.engine.by_unit import ByUnit
 from axonml_jax.training.engine.engine import GradientEngine
 from axonml_jax.training.engine.pipelined import ByStage
-from axonml_jax.training.loss_scale import unscaled
+from axonml_jax.training.finite.loss_scale import unscaled
 from axonml_jax.training.objective import Objective, Parts
 from axonml_jax.training.rest.choose import rest_of
 

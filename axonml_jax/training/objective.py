@@ -8,7 +8,7 @@ import jax
 from axonml_jax._types import LossFn, PyTree
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.model.loss import Loss, parse_loss
-from axonml_jax.parallel.tensor.whole_reads import reading_whole
+from axonml_jax.parallel.tensor.whole.whole_reads import reading_whole
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,16 @@ from axonml_jax.sharding.memory import to_host_memory
 from axonml_jax.sharding.place import is_deleted
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.compiler import compiler_options
+from axonml_jax.training.finite.nonfinite import check_limit, skip_nonfinite
 from axonml_jax.training.gradients import gradients
-from axonml_jax.training.named_state import state_leaves, state_of_leaves
-from axonml_jax.training.nonfinite import check_limit, skip_nonfinite
-from axonml_jax.training.norm import clipped, norm
 from axonml_jax.training.objective import Objective
-from axonml_jax.training.on_shards import OnShards
+from axonml_jax.training.optimizer.norm import clipped, norm
+from axonml_jax.training.optimizer.on_shards import OnShards
+from axonml_jax.training.optimizer.streamed import streamed
 from axonml_jax.training.rest.choose import rest_of
-from axonml_jax.training.state import TrainState
-from axonml_jax.training.strategy_state import after_update, to_read
-from axonml_jax.training.streamed import streamed
+from axonml_jax.training.state.named_state import state_leaves, state_of_leaves
+from axonml_jax.training.state.strategy_state import after_update, to_read
+from axonml_jax.training.state.train_state import TrainState
 from axonml_jax.training.typed_errors import explain_typed_scan
 
 Metrics = dict[str, jax.Array]

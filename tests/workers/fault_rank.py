@@ -22,11 +22,11 @@ from flax import nnx
 import axonml_jax as ax
 from axonml_jax.checkpoint import manager as manager_room
 from axonml_jax.checkpoint import saving
-from axonml_jax.launch.fit import Record
-from axonml_jax.launch.preemption import Preemption
-from axonml_jax.launch.records import JsonLines
+from axonml_jax.launch.job.fit import Record
+from axonml_jax.launch.job.preemption import Preemption
+from axonml_jax.launch.job.records import JsonLines
 from axonml_jax.sharding.place import to_host
-from axonml_jax.training.agreement import check_same
+from axonml_jax.training.same_everywhere import check_same
 
 STEPS, EVERY, ROWS = 12, 3, 64
 STUCK_AFTER = float(os.environ.get("FAULT_STUCK_AFTER", "12"))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from axonml_jax.cost.amounts import Many, least
 from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
 from axonml_jax.cost.rounds import Run
-from axonml_jax.parallel.tensor.fused_attention import PLATFORMS, kernel_of, shape_obstacles
+from axonml_jax.parallel.tensor.megatron.fused_attention import PLATFORMS, kernel_of, shape_obstacles
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from itertools import pairwise
 from axonml_jax.cost.decoder.configuration import DecoderLike
 from axonml_jax.cost.decoder.work import block_products, head_products
 from axonml_jax.cost.rounds import Parts
-from axonml_jax.parallel.pipeline.assign import balanced
-from axonml_jax.parallel.pipeline.costs import StageCosts
+from axonml_jax.parallel.pipeline.cutting.assign import balanced
+from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
 from axonml_jax.parallel.pipeline.policy import AXIS, Pipelined
-from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
-from axonml_jax.parallel.pipeline.simulate import simulate
-from axonml_jax.parallel.pipeline.timetable import Timetable
+from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
+from axonml_jax.parallel.pipeline.estimates.simulate import simulate
+from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 from axonml_jax.parallel.plan import Plan
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from axonml_jax.cost.amounts import Many
 from axonml_jax.cost.decoder.configuration import DecoderLike
 from axonml_jax.cost.rounds import Run
-from axonml_jax.parallel.pipeline.costs import StageCosts
+from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
 
 
 def stage_costs(config: DecoderLike, blocks: Sequence[int], run: Run, length: int) -> StageCosts:

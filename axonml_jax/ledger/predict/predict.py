@@ -21,7 +21,7 @@ from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.mesh.axes import AXES, LAYER_AXES, as_axes, flat_axes
 from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.pipeline.policy import AXIS
-from axonml_jax.parallel.pipeline.timetable import Timetable
+from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 from axonml_jax.parallel.plan import Plan
 
 

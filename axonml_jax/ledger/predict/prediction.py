@@ -9,8 +9,8 @@ from axonml_jax.cost.flow import Flow
 from axonml_jax.cost.held import Memory
 from axonml_jax.cost.wire import Amount, exact
 from axonml_jax.ledger.table import aligned, number
-from axonml_jax.parallel.pipeline.costs import StageCosts
-from axonml_jax.parallel.pipeline.timetable import Timetable
+from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
+from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
 
-from axonml_jax.parallel.pipeline.rooms import make_schedule
-from axonml_jax.parallel.pipeline.rows import make_timetable
-from axonml_jax.parallel.pipeline.schedule import PipelineSchedule
-from axonml_jax.parallel.pipeline.timetable import Timetable
+from axonml_jax.parallel.pipeline.schedules.registry import make_schedule
+from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
+from axonml_jax.parallel.pipeline.schedules.tick_rows import make_timetable
+from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 
 AXIS = "pipe"
 """The mesh axis along which the stages lie."""

@@ -6,7 +6,7 @@ from flax import nnx
 
 from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.mesh.axes import AxisNames
-from axonml_jax.parallel.tensor.axes import bound
+from axonml_jax.parallel.tensor.bound_axes import bound
 
 
 class ParallelDropout(nnx.Dropout):

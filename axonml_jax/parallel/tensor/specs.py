@@ -15,7 +15,7 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import PartitionSpec
 
 from axonml_jax.mesh.axes import as_axes
-from axonml_jax.parallel.tensor.axes import degree
+from axonml_jax.parallel.tensor.bound_axes import degree
 
 SPEC = "tensor_spec"
 UNITS = "tensor_units"

@@ -11,7 +11,7 @@ from axonml_jax._types import PyTree, is_array
 from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.model.functional import Variables
 from axonml_jax.model.loss import Loss
-from axonml_jax.parallel.pipeline.run_pieces import run_pieces
+from axonml_jax.parallel.pipeline.running.run_pieces import run_pieces
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.training.engine.engine import Differentiated, GradientEngine
 from axonml_jax.training.objective import Objective, shard_key

@@ -8,7 +8,7 @@ from axonml_jax.sharding.layout import shardings
 from axonml_jax.training.rest.plain import Plain
 from axonml_jax.training.rest.rest import Rest
 from axonml_jax.training.rest.stacked import Stacked
-from axonml_jax.training.state import TrainState
+from axonml_jax.training.state.train_state import TrainState
 
 
 class Partitioned(Plain):

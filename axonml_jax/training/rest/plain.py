@@ -16,10 +16,10 @@ from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.memory import HOST, movable, offloaded, to_device_memory
 from axonml_jax.sharding.place import move, place
 from axonml_jax.sharding.stored import from_stored, map_layouts, padded, to_stored, unpadded
-from axonml_jax.training.apply import apply
-from axonml_jax.training.norm import Part, clipped, norm
-from axonml_jax.training.on_shards import OnShards
-from axonml_jax.training.opt_state import gather_stored, opt_layouts, own_parts
+from axonml_jax.training.optimizer.apply import apply
+from axonml_jax.training.optimizer.norm import Part, clipped, norm
+from axonml_jax.training.optimizer.on_shards import OnShards
+from axonml_jax.training.optimizer.opt_state import gather_stored, opt_layouts, own_parts
 from axonml_jax.training.rest.rest import Rest
 
 

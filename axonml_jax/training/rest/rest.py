@@ -15,11 +15,11 @@ from axonml_jax.collectives.varying import vary
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.model.loss import Loss
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.training.norm import Part
 from axonml_jax.training.objective import Objective
-from axonml_jax.training.on_shards import OnShards
-from axonml_jax.training.state import TrainState
-from axonml_jax.training.strategy_state import keeping
+from axonml_jax.training.optimizer.norm import Part
+from axonml_jax.training.optimizer.on_shards import OnShards
+from axonml_jax.training.state.strategy_state import keeping
+from axonml_jax.training.state.train_state import TrainState
 
 
 @dataclass(frozen=True, eq=False)

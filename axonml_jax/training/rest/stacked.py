@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from axonml_jax._types import PyTree
 from axonml_jax.model.functional import Variables
 from axonml_jax.sharding.layout import is_layout
-from axonml_jax.training.opt_state import opt_layouts
+from axonml_jax.training.optimizer.opt_state import opt_layouts
 from axonml_jax.training.rest.plain import Plain
 from axonml_jax.training.rest.rest import single, stacked
 

@@ -14,20 +14,20 @@ from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.collectives.varying import vary
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.model.loss import Loss
-from axonml_jax.parallel.pipeline.packing import Buffers
 from axonml_jax.parallel.pipeline.policy import AXIS
-from axonml_jax.parallel.pipeline.staging import Staging
-from axonml_jax.parallel.pipeline.store import StageStore, on_own_rank
+from axonml_jax.parallel.pipeline.resting.packing import Buffers
+from axonml_jax.parallel.pipeline.resting.stage_store import StageStore, on_own_rank
+from axonml_jax.parallel.pipeline.resting.staging import Staging
 from axonml_jax.sharding.layout import is_layout, shardings
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.memory import offloaded, to_device_memory
 from axonml_jax.sharding.place import replicated
-from axonml_jax.training.apply import apply
 from axonml_jax.training.engine.pipelined import pipelined_call, pipelined_loss
-from axonml_jax.training.norm import Part, clipped, norm
 from axonml_jax.training.objective import Objective
-from axonml_jax.training.on_shards import OnShards
-from axonml_jax.training.opt_state import opt_layouts, whole_shape
+from axonml_jax.training.optimizer.apply import apply
+from axonml_jax.training.optimizer.norm import Part, clipped, norm
+from axonml_jax.training.optimizer.on_shards import OnShards
+from axonml_jax.training.optimizer.opt_state import opt_layouts, whole_shape
 from axonml_jax.training.rest.rest import Rest
 from axonml_jax.training.rest.staged_optimizer import StagedOptimizer
 

@@ -18,17 +18,17 @@ from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.collectives.primitives import axis_index, gather_whole
 from axonml_jax.collectives.varying import vary
 from axonml_jax.compat.barrier import together
-from axonml_jax.parallel.pipeline.packing import Buffers
 from axonml_jax.parallel.pipeline.policy import AXIS
-from axonml_jax.parallel.pipeline.staging import Staging
-from axonml_jax.parallel.pipeline.store import StageStore, on_own_rank
+from axonml_jax.parallel.pipeline.resting.packing import Buffers
+from axonml_jax.parallel.pipeline.resting.stage_store import StageStore, on_own_rank
+from axonml_jax.parallel.pipeline.resting.staging import Staging
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Layout, is_layout
 from axonml_jax.sharding.place import copies
-from axonml_jax.training.on_shards import seen_shard, stored_shard
-from axonml_jax.training.opt_state import opt_owners
-from axonml_jax.training.runs import Runs, Tree
-from axonml_jax.training.sharded_program import Held, OnRank, ShardedProgram
+from axonml_jax.training.optimizer.on_shards import seen_shard, stored_shard
+from axonml_jax.training.optimizer.opt_state import opt_owners
+from axonml_jax.training.optimizer.runs import Runs, Tree
+from axonml_jax.training.optimizer.sharded_program import Held, OnRank, ShardedProgram
 
 _STAGES, _WHOLE = "stages", "whole"
 

@@ -10,11 +10,11 @@ from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.parallel.tensor.auto import swap
 from axonml_jax.parallel.tensor.auto.example import Example
 from axonml_jax.parallel.tensor.auto.exclude import Rule, excluded, rules_of
-from axonml_jax.parallel.tensor.auto.ground import Ground
 from axonml_jax.parallel.tensor.auto.making import making
 from axonml_jax.parallel.tensor.auto.pairing import Pairs, find_pairs
 from axonml_jax.parallel.tensor.auto.ports import port
-from axonml_jax.parallel.tensor.auto.report import AutoReport, Entry
+from axonml_jax.parallel.tensor.auto.swap_grounds import Ground
+from axonml_jax.parallel.tensor.auto.swap_report import AutoReport, Entry
 
 Path = tuple[Any, ...]
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from axonml_jax.collectives.primitives import axis_index, swap_parts
 from axonml_jax.mesh.axes import AxisNames
-from axonml_jax.parallel.tensor.axes import bound, degree
-from axonml_jax.parallel.tensor.column import ColumnParallelLinear
+from axonml_jax.parallel.tensor.bound_axes import bound, degree
+from axonml_jax.parallel.tensor.megatron.column import ColumnParallelLinear
 
 
 class FusedColumnLinear(ColumnParallelLinear):

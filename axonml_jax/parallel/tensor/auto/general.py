@@ -3,10 +3,10 @@
 import jax
 from flax import nnx
 
-from axonml_jax.collectives.pairs import copy_to, gather_from, own_slice, reduce_from
-from axonml_jax.parallel.tensor.axes import bound, degree
-from axonml_jax.parallel.tensor.substitute import substitute
-from axonml_jax.parallel.tensor.whole_reads import left_split, own_part, taken_split
+from axonml_jax.collectives.gradients.pairs import copy_to, gather_from, own_slice, reduce_from
+from axonml_jax.parallel.tensor.bound_axes import bound, degree
+from axonml_jax.parallel.tensor.products.substitute import substitute
+from axonml_jax.parallel.tensor.whole.whole_reads import left_split, own_part, taken_split
 
 
 class SplitLinearGeneral(nnx.LinearGeneral):

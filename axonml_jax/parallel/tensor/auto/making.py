@@ -11,8 +11,8 @@ from flax import nnx
 
 from axonml_jax.parallel.tensor.auto import swap
 from axonml_jax.parallel.tensor.auto.exclude import Rule
-from axonml_jax.parallel.tensor.auto.ground import Ground
-from axonml_jax.parallel.tensor.auto.report import AutoReport, Entry
+from axonml_jax.parallel.tensor.auto.swap_grounds import Ground
+from axonml_jax.parallel.tensor.auto.swap_report import AutoReport, Entry
 
 _KINDS = (*swap.RULES, nnx.MultiHeadAttention)
 _lock = threading.Lock()

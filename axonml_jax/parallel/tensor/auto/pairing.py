@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from flax import nnx
 
 from axonml_jax.parallel.tensor.auto.example import Example
-from axonml_jax.parallel.tensor.auto.flow import Path, Walk
 from axonml_jax.parallel.tensor.auto.ports import Port
 from axonml_jax.parallel.tensor.auto.probe import PREFIX, Part, modes_of, traced
+from axonml_jax.parallel.tensor.auto.walk import Path, Walk
 from axonml_jax.program.atoms import entry_of, names_of
 from axonml_jax.program.program import Program
 

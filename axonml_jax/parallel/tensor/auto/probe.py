@@ -9,7 +9,7 @@ from flax import nnx
 
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.parallel.tensor.auto.example import Example
-from axonml_jax.parallel.tensor.marks import MARK, marked_program
+from axonml_jax.parallel.tensor.whole.marks import MARK, marked_program
 from axonml_jax.program.program import Program
 
 PREFIX = f"{MARK}layer_"

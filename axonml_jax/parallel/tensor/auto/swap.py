@@ -13,14 +13,14 @@ from axonml_jax.parallel.tensor.auto.general import (
     SplitLinearGeneral,
     letters_of,
 )
-from axonml_jax.parallel.tensor.auto.ground import Ground
-from axonml_jax.parallel.tensor.column import ColumnParallelLinear
-from axonml_jax.parallel.tensor.conv3d import ParallelConv
-from axonml_jax.parallel.tensor.embedding import VocabParallelEmbedding
-from axonml_jax.parallel.tensor.embedding3d import ParallelEmbedding
-from axonml_jax.parallel.tensor.grid import Grid
-from axonml_jax.parallel.tensor.linear3d import ParallelLinear
-from axonml_jax.parallel.tensor.row import RowParallelLinear
+from axonml_jax.parallel.tensor.auto.swap_grounds import Ground
+from axonml_jax.parallel.tensor.axonn.conv3d import ParallelConv
+from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
+from axonml_jax.parallel.tensor.axonn.grid import Grid
+from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
+from axonml_jax.parallel.tensor.megatron.column import ColumnParallelLinear
+from axonml_jax.parallel.tensor.megatron.embedding import VocabParallelEmbedding
+from axonml_jax.parallel.tensor.megatron.row import RowParallelLinear
 from axonml_jax.parallel.tensor.specs import SPEC, UNITS, WHOLE, Units
 
 Change = tuple[type, dict[str, Any], dict[str, PartitionSpec], str]

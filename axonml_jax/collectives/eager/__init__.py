@@ -1,0 +1,1 @@
+"""What only eager ranks do: send to one another, exchange objects, join unequal batches."""

@@ -1,0 +1,1 @@
+"""Gradients summed or averaged over ranks: pairs of forward and backward, buckets, synchronizers."""

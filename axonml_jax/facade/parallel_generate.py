@@ -1,0 +1,111 @@
+"""`generate`: text from a causal model, on one device or under any plan that splits it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from axonml_jax.collectives.primitives import gather_whole
+from axonml_jax.facade.parallel_model import ParallelModel
+from axonml_jax.model.functional import Variables
+from axonml_jax.models import generate as models
+from axonml_jax.models.layers import VOCABULARY_AXES
+from axonml_jax.parallel.tensor.bound_axes import bound
+from axonml_jax.parallel.tensor.megatron.attend import KVCache
+from axonml_jax.sharding.place import place
+from axonml_jax.training.step import forward_mode
+
+
+def generate(
+    model: Any, tokens: Any, length: int, key: jax.Array, *, temperature: float = 1.0, window: int | None = None
+) -> np.ndarray:
+    """Continue prompts token by token: a parallel model's tokens are those of one device.
+
+    The reference transformer keeps keys and values, each rank those of its own heads, so that a token costs one position.
+    Nothing but the variables is needed: no trainer, no optimizer state.
+
+    Args:
+      model: a causal NNX module, a `ParallelModel` (any facade) of the reference transformer or of another causal model whose
+        calls map tokens [b, w] to logits [b, w, v], or a function that does.
+      tokens: integer [b, p], the prompts, the same in every process.
+      length: number of new tokens.
+      key: random key.
+      temperature: divides the logits; 0 takes the most likely token.
+      window: positions the model sees at most; None: p + length. Give the model's longest sequence for longer texts.
+
+    Returns:
+      int32 [b, p + length], prompts included.
+
+    Raises:
+      ValueError: for prompts or options that cannot work, such as more positions at once than the model's `max_length`.
+    """
+    if not isinstance(model, ParallelModel):
+        return models.generate(model, tokens, length, key, temperature=temperature, window=window)
+    most = models.longest(model._functional.abstract_module)
+    text = models.checked_prompts(tokens, length, temperature, window, most)
+    width = window or text.shape[1] + length
+    if hasattr(model._functional.abstract_module, "extend") and model._placement.stages is None:
+        after = models.Cached(_Extend(model, width), width)
+        return models.continued(after, text, length, key, temperature)
+    before, model._mode = model._mode, False
+    try:
+        return models.continued(models.Windowed(_even(model), width), text, length, key, temperature)
+    finally:
+        model._mode = before
+
+
+def _even(model: ParallelModel) -> Callable[[np.ndarray], jax.Array]:
+    """The model's call for any number of prompts: as many more as divide over the batch axes, which are dropped again."""
+
+    def logits(tokens: np.ndarray) -> jax.Array:
+        more = -len(tokens) % model._placement.batch_layout.row_degree
+        return model(np.pad(tokens, ((0, more), (0, 0)), mode="edge"))[: len(tokens)]
+
+    return logits
+
+
+class _Extend:
+    """The `Extend` of a parallel transformer: one program for prompts and one for each further token."""
+
+    def __init__(self, model: ParallelModel, room: int):
+        self.model, self.room = model, room
+        self.compiled = model._program(("extend", room), lambda: jax.jit(self._whole))
+
+    def __call__(self, tokens: np.ndarray, caches: Any) -> tuple[jax.Array, Any]:
+        model = self.model
+        given = place(np.asarray(tokens, np.int32), self._rows(tokens.shape[0]), model.mesh)
+        return self.compiled(model.variables, given, caches)
+
+    def _rows(self, count: int) -> PartitionSpec:
+        """Prompts are split over the batch axes where they divide, else every rank continues all."""
+        layout = self.model._placement.batch_layout
+        return PartitionSpec(layout.rows) if count % layout.row_degree == 0 else PartitionSpec()
+
+    def _whole(self, variables: Variables, tokens: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
+        placement, rest, view = self.model._placement, self.model._rest, self.model._functional
+        rows, specs = self._rows(tokens.shape[0]), rest.specs(variables)
+        heads = [axis for axis in ("tensor", "row") if placement.degrees.get(axis, 1) > 1][:1]
+        part = PartitionSpec(*(rows or (None,)), None, *(heads or (None,)))
+        blocks = len(view.abstract_module.blocks)
+        held = [KVCache(part, part, PartitionSpec())] * blocks  # pyright: ignore[reportArgumentType]  # specs for arrays
+        mode = forward_mode(placement, training=False)
+
+        def extend(read: Variables, tokens: jax.Array, caches: Any):
+            bound_model = view.bind(read, jax.random.key(0), mode)
+            logits, caches = models.extended(bound_model, tokens, caches, self.room)
+            axes = bound(VOCABULARY_AXES)
+            return (gather_whole(logits, axes, -1, invarying=True) if axes else logits), caches
+
+        def local(variables: Variables, tokens: jax.Array, caches: Any):
+            return rest.read(extend, view, rest.enter(variables), tokens, caches)
+
+        return jax.shard_map(
+            local,
+            mesh=self.model.mesh,
+            in_specs=(specs, rows, None if caches is None else held),
+            out_specs=(rows, held),
+            axis_names=placement.manual_axes,
+            check_vma=False,
+        )(variables, tokens, caches)

@@ -1,0 +1,1 @@
+"""The commands of `axonml-jax`, each from its flags to what it prints."""

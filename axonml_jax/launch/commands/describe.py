@@ -1,0 +1,78 @@
+"""A run in words: what is trained on what, what it holds, and what its step sends. From shapes alone: no array is made."""
+
+from dataclasses import asdict
+from typing import Any
+
+from flax import nnx
+
+from axonml_jax.facade.memory import FSDPMemoryStats, estimate
+from axonml_jax.launch.config.optimizer_config import make_optimizer
+from axonml_jax.launch.config.run_config import RunConfig
+from axonml_jax.launch.job.run_setup import Ground
+from axonml_jax.launch.job.text_task import build_model, loss_fn
+from axonml_jax.ledger.explain import explain
+from axonml_jax.ledger.report import Report
+from axonml_jax.model.functional import Functional, Variables
+from axonml_jax.model.functionalize import functionalize
+from axonml_jax.parallel.bind import bind_plan
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.tensor.specs import tensor_specs
+from axonml_jax.training.state.first_state import abstract_state
+from axonml_jax.training.step import TrainStep
+
+MOMENTS = {"adamw": 2, "lion": 1}
+"""Values that an optimizer keeps per parameter."""
+
+
+def describe(config: RunConfig, ground: Ground) -> str:
+    """Model, mesh, plan, memory and batch, a line each."""
+    model, train = config.model, config.train
+    tokens = train.global_batch_size * config.data.length
+    rows = {
+        "model": f"{model.num_params:,} parameters: {model.num_layers} layers, width {model.hidden_size}, "
+        f"{model.num_heads} heads, {model.norm}, {model.activation}, {model.position} positions",
+        "mesh": f"{', '.join(f'{axis}={size}' for axis, size in ground.mesh.shape.items())} on {ground.device_words}",
+        "plan": _settings(config.plan),
+        "memory": _memory(config, ground),
+        "optimizer": _settings(config.optim),
+        "batch": f"{train.global_batch_size} examples of {config.data.length} bytes, {tokens:,} tokens, per update; "
+        f"{train.steps} updates",
+    }
+    return "\n".join(f"{name:<10} {text}" for name, text in rows.items())
+
+
+def price(config: RunConfig, ground: Ground) -> Report:
+    """The ledger of the run's training step."""
+    view, shapes, placement = _placed(config, ground)
+    tx = make_optimizer(config.optim, config.train.steps)
+    step = TrainStep(view, placement, ground.mesh, loss_fn, tx, max_grad_norm=config.optim.max_grad_norm)
+    return explain(step, abstract_state(shapes, tx, placement), ground.batch)
+
+
+def memory(config: RunConfig, ground: Ground) -> FSDPMemoryStats:
+    """Bytes per device of parameters, gradients and optimizer state, by formula."""
+    view, _, placement = _placed(config, ground)
+    return estimate(placement, MOMENTS[config.optim.name], view)
+
+
+def _placed(config: RunConfig, ground: Ground) -> tuple[Functional, Variables, Placement]:
+    view, shapes = functionalize(nnx.eval_shape(lambda: build_model(config.model, config.train.seed)))
+    split = tensor_specs(view.abstract_module, ground.mesh.shape)
+    return view, shapes, bind_plan(ground.plan, shapes, ground.mesh, split)
+
+
+def _memory(config: RunConfig, ground: Ground) -> str:
+    held = memory(config, ground)
+    parts = {
+        "parameters": held.param_bytes,
+        "gradients": held.grad_bytes,
+        "optimizer": held.optim_bytes,
+        "gathered": held.gathered_bytes,
+        "on the host": held.host_bytes,
+    }
+    words = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in parts.items() if size)
+    return f"{held.total_memory_mb:.1f} MB per device without activations ({words})"
+
+
+def _settings(section: Any) -> str:
+    return ", ".join(f"{name}={value}" for name, value in asdict(section).items() if value is not None)

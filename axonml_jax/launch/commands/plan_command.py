@@ -1,0 +1,211 @@
+"""`axonml-jax plan`: the best plan for a number of devices, printed, drawn, and written as a configuration to train with."""
+
+import argparse
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from axonml_jax.launch.commands.describe import MOMENTS
+from axonml_jax.launch.commands.estimate import drawn
+from axonml_jax.launch.commands.plan_flags import MEASURE
+from axonml_jax.launch.commands.writable import require_writable
+from axonml_jax.launch.config.mesh_config import MeshConfig
+from axonml_jax.launch.config.pipeline_config import PipelineConfig
+from axonml_jax.launch.config.plan_config import PlanConfig
+from axonml_jax.launch.config.read_config import as_dict, read_config
+from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.ledger.predict.predict import predict
+from axonml_jax.mesh.axes import AXES
+from axonml_jax.mesh.shape import MeshShape
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.presets import PRESETS, preset
+from axonml_jax.planner.answer import Answer
+from axonml_jax.planner.assumptions import Assumptions
+from axonml_jax.planner.candidate import Candidate
+from axonml_jax.planner.hardware import hardware
+from axonml_jax.planner.price import price
+from axonml_jax.planner.search import plan as find_plan
+from axonml_jax.planner.timeline import timeline
+from axonml_jax.planner.verify import require_compiler, verify, verify_plan
+from axonml_jax.synonyms import nearest
+
+_STAGES = {0: None, 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
+
+
+def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Plan from the command line. Starts no devices, but for `--hardware measure`.
+
+    Args:
+      chosen: the flags' values.
+      arguments: of the command line, after `plan`.
+
+    Raises:
+      ValueError: for wrong arguments, or when no plan fits; with the reasons.
+    """
+    require_writable({"--picture": chosen.picture, "--write": chosen.write})
+    if chosen.verify:
+        require_compiler()
+    base, model, sizes = _subject(chosen)
+    if chosen.as_written:
+        return _as_written(base, chosen)
+    answer = find_plan(
+        model,
+        num_devices=chosen.devices,
+        hardware=_hardware(chosen),
+        axes=tuple(chosen.axes),
+        remats=[None if each == "none" else each for each in chosen.remat],
+        max_memory=chosen.max_memory,
+        offload=chosen.offload,
+        assumptions=Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap),
+        **sizes,
+    )
+    print(answer.to_json() if chosen.json else answer)
+    if chosen.ledger:
+        print("", answer.prediction, "", answer.timeline, sep="\n")
+    if chosen.picture is not None:
+        print(
+            "",
+            drawn(answer.prediction, answer.timeline, chosen.picture, _name(chosen, base), answer.asked.memory),
+            sep="\n",
+        )
+    if chosen.write is not None:
+        chosen.write.write_text(config_text(answer, base, arguments), encoding="utf-8")
+        print(f"\nwritten   {chosen.write}: axonml-jax train {chosen.write}")
+    return _verified(chosen.verify, lambda: verify(answer, chosen.verify)) if chosen.verify else 0
+
+
+def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
+    """What a configuration's own mesh and plan cost, and what a compiler makes of them."""
+    if base is None:
+        raise ValueError("--as-written wants a configuration file, whose mesh and plan it takes")
+    shape = MeshShape(**base.mesh.degrees).resolve(chosen.devices)
+    own, batch, length = replace(base.build_plan(), mesh=shape), base.train.global_batch_size, base.data.length
+    kind = hardware(_hardware(chosen))
+    model: Any = base.model
+    sizes = {"global_batch": batch, "length": length, "moments": MOMENTS[base.optim.name]}
+    found = predict(own, model, shape.degrees, **sizes, platform=kind.platform, torus=kind.torus)
+    given = Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap)
+    cost = price(found, kind, given)
+    line = timeline(found, kind, given)
+    print(found, f"\n{1e3 * cost.time:,.1f} ms/step, MFU {cost.mfu:.1%} on {chosen.devices:,} x {kind.name}", sep="\n")
+    print("", line, sep="\n")
+    if chosen.picture is not None:
+        print("", drawn(found, line, chosen.picture, base.name, chosen.max_memory or kind.memory), sep="\n")
+    compiling = lambda: verify_plan(own, base.model, found, chosen.verify, batch, length)
+    return _verified(chosen.verify, compiling) if chosen.verify else 0
+
+
+def _name(chosen: argparse.Namespace, base: RunConfig | None) -> str:
+    return chosen.model if base is None else base.name
+
+
+def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerConfig, dict[str, Any]]:
+    """The model, and how much of it is trained at once: a preset's, or a configuration file's."""
+    sizes: dict[str, Any] = {"global_batch": chosen.batch, "length": chosen.length, "precision": chosen.precision}
+    if chosen.model in PRESETS:
+        if chosen.batch is None:
+            raise ValueError("give --batch, the sequences per update")
+        return None, preset(chosen.model), sizes
+    if not Path(chosen.model).suffix:
+        near = nearest(chosen.model, PRESETS)
+        raise ValueError(
+            f"model {chosen.model!r} is neither a configuration file nor one of {', '.join(PRESETS)}"
+            + (f"; did you mean {near}?" if near else "")
+        )
+    config = read_config("plan", [chosen.model])
+    sizes = {
+        "global_batch": chosen.batch or config.train.global_batch_size,
+        "length": chosen.length or config.data.length,
+        "precision": config.plan.precision if chosen.precision == "bf16" else chosen.precision,
+        "moments": MOMENTS[config.optim.name],
+    }
+    return config, config.model, sizes
+
+
+def _hardware(chosen: argparse.Namespace) -> Any:
+    if chosen.hardware != MEASURE:
+        return chosen.hardware
+    from axonml_jax.planner.measure import measure
+
+    found = measure(chosen.devices)
+    print(f"measured  {found}\n")
+    return found
+
+
+def _verified(topology: str, compiling: Callable[[], Any]) -> int:
+    try:
+        print("", compiling(), sep="\n")
+    except (RuntimeError, ValueError, ModuleNotFoundError) as error:
+        raise ConfigError(f"--verify {topology}: {error}") from error
+    return 0
+
+
+def config_text(answer: Answer, base: RunConfig | None = None, arguments: Sequence[str] = ()) -> str:
+    """A configuration file that trains the answer's plan.
+
+    Args:
+      answer: the planner's.
+      base: settings to keep; None: the defaults, on the built-in text.
+      arguments: of the command line that asked, noted at the head of the file without `--write` and `--verify`.
+    """
+    found, model = answer.best.candidate, answer.model
+    length = answer.asked.length
+    if base is None:
+        base = RunConfig(name="planned", model=replace(model, max_length=max(model.max_length, length)))
+    config = replace(
+        base,
+        devices=replace(base.devices, simulated=base.devices.simulated and answer.asked.num_devices),
+        model=model,
+        mesh=MeshConfig(**{axis: found.mesh.get(axis, 1) for axis in AXES}),
+        plan=_plan_config(base.plan, found, answer.asked.precision),
+        pipeline=_pipeline(found),
+        data=replace(base.data, length=length),
+        train=replace(base.train, global_batch_size=answer.asked.global_batch),
+    )
+    values = _changed(config, as_dict(config))
+    head = f"# {found}\n# found for {answer.asked.num_devices:,} x {answer.asked.hardware.name}"
+    head += f" by:\n#   axonml-jax plan {shlex.join(_without_outputs(arguments))}\n" if arguments else "\n"
+    return head + yaml.safe_dump(values, sort_keys=False)
+
+
+def _changed(config: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """What of a configuration's values is not as it is by default."""
+    kept = {}
+    for field in fields(config):
+        value, default = getattr(config, field.name), field.default
+        if is_dataclass(value):
+            if inside := _changed(value, values[field.name]):
+                kept[field.name] = inside
+        elif default is MISSING or value != default:
+            kept[field.name] = values[field.name]
+    return kept
+
+
+def _without_outputs(arguments: Sequence[str]) -> list[str]:
+    """The arguments that decide the answer."""
+    outputs = ("--write", "--verify", "--picture")
+    kept = [each for before, each in zip(("", *arguments), arguments, strict=False) if before not in outputs]
+    return [each for each in kept if each.split("=")[0] not in (*outputs, "--json", "--ledger")]
+
+
+def _plan_config(base: PlanConfig, found: Candidate, precision: Any) -> PlanConfig:
+    return replace(
+        base,
+        sharding_strategy=_STAGES[found.stage],  # pyright: ignore[reportArgumentType]
+        prefetch=base.prefetch if found.stage == 3 else 0,
+        precision=precision,
+        accumulate=1 if found.schedule else found.microbatches,
+        remat=found.remat,  # pyright: ignore[reportArgumentType]
+        offload=found.offload.value,
+    )
+
+
+def _pipeline(found: Candidate) -> PipelineConfig:
+    if found.schedule is None:
+        return PipelineConfig()
+    schedule: Any = found.schedule.value
+    return PipelineConfig(schedule=schedule, microbatches=found.microbatches, chunks=found.chunks)

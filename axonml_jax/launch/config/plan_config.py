@@ -1,0 +1,85 @@
+"""The section `plan` of a configuration, and the `ax.Plan` that it means."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from axonml_jax.parallel.plan import Plan
+    from axonml_jax.parallel.strategies.strategy import AbstractStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """How the step runs on the mesh (see `ax.Plan`, `ax.DDP` and `ax.FSDP`).
+
+    Attributes:
+      sync_strategy: when gradients are averaged: inside the backward, after it, or never.
+      bucket_size_mb: gradients are reduced in buckets of this many MiB.
+      gradient_as_bucket_view: true reduces without a flat copy, false with one; null takes the faster on the backend.
+      comm_dtype: dtype in which gradients travel, such as bfloat16; null sends them as they are.
+      sharding_strategy: what is split along mesh.fsdp during a step; null is full_shard.
+      prefetch: units whose parameters are gathered ahead (full_shard and hybrid_shard); each costs a unit of memory.
+      offload: what rests in host memory between its uses.
+      precision: float32; bf16 or fp16 (compute in it, the rest in float32; fp16 scales the loss); bf16-reduce (gradients
+        are summed and sent in bfloat16 too); null leaves the model's dtypes.
+      accumulate: microbatches per update and rank.
+      remat: what the backward recomputes: full, selective (all but weight multiplications), or null for nothing.
+      check_vma: let JAX check which values vary over which axes.
+    """
+
+    sync_strategy: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
+    bucket_size_mb: float = 25.0
+    gradient_as_bucket_view: bool | None = None
+    comm_dtype: str | None = None
+    sharding_strategy: Literal["full_shard", "shard_grad_op", "shard_optimizer", "no_shard", "hybrid_shard"] | None = (
+        None
+    )
+    prefetch: int = 0
+    offload: Literal["none", "params", "optimizer_states", "full"] = "none"
+    precision: Literal["float32", "bf16", "bf16-reduce", "fp16"] | None = None
+    accumulate: int = 1
+    remat: Literal["full", "selective"] | None = None
+    check_vma: bool = False
+
+    def __post_init__(self):
+        try:
+            self.build()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"plan: {error}") from error
+
+    def build(self) -> "Plan":
+        """The plan that the section describes, without stages.
+
+        Raises:
+          ValueError, TypeError: for values that do not go together.
+        """
+        from axonml_jax.collectives.gradients.buckets import GradSyncStrategy
+        from axonml_jax.model.precision import Precision
+        from axonml_jax.parallel.offload import CPUOffload
+        from axonml_jax.parallel.plan import Plan
+        from axonml_jax.parallel.strategies.replicate import Replicate
+
+        data = Replicate(
+            sync_strategy=GradSyncStrategy(self.sync_strategy),
+            bucket_size_mb=self.bucket_size_mb,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            comm_dtype=self.comm_dtype,
+        )
+        return Plan(
+            data=data,
+            fsdp=self._sharding(),
+            precision=Precision.of(self.precision),
+            offload=CPUOffload(self.offload),
+            accumulate=self.accumulate,
+            remat=self.remat,
+            check_vma=self.check_vma,
+        )
+
+    def _sharding(self) -> "AbstractStrategy":
+        from axonml_jax.parallel.strategies.shard import ShardingStrategy
+
+        view = self.gradient_as_bucket_view
+        strategy = ShardingStrategy(self.sharding_strategy or "full_shard")
+        if strategy is ShardingStrategy.NO_SHARD:
+            return strategy.on_axis(prefetch=self.prefetch)
+        return strategy.on_axis(prefetch=self.prefetch, flat=None if view is None else not view)

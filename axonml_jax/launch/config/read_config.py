@@ -1,0 +1,201 @@
+"""From a YAML file and the command line to a `RunConfig`: every wrong key is named with the nearest known one."""
+
+import difflib
+import inspect
+import json
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
+
+from axonml_jax.launch.config.choice import Choice, values_of
+from axonml_jax.launch.config.nearest_file import nearest_file
+from axonml_jax.launch.config.numbers import unusable
+from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.synonyms import AXES, KEYS, NO_AXIS
+
+_NOT_SETTINGS = ("help", "print_config", "config")
+
+
+def read_config(command: str, argv: Sequence[str], more: str = "") -> RunConfig:
+    """The configuration of `axonml-jax COMMAND CONFIG [--section.key value ...]`; the command line wins over the file.
+
+    Args:
+      command: the subcommand, for its usage text.
+      argv: what follows it.
+      more: text below the help, of flags that are not keys of a configuration.
+
+    Raises:
+      ConfigError: for a missing or broken file, unknown keys (each with the nearest known one), wrong types and values.
+      SystemExit: after `--help`.
+    """
+    parser = config_parser(command, more)
+    if not argv or argv[0].startswith("-"):
+        if {"-h", "--help"} & set(argv):
+            parser.parse_args(["--help"])
+        raise ConfigError(f"give a configuration file first: axonml-jax {command} configs/quickstart.yaml")
+    path, flags = argv[0], _with_bare_switches(argv[1:])
+    _refuse_unknown(_keys_of(path), _flags_of(flags), path)
+    try:
+        values = parser.parse_args(["--config", path, *flags])
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise ConfigError(_explained(str(error))) from error
+    return _build(RunConfig, values)
+
+
+def as_dict(config: RunConfig) -> dict[str, Any]:
+    """A configuration as plain values, as a YAML file holds it."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def config_parser(command: str, more: str = "") -> ArgumentParser:
+    """The parser with one flag for every configuration key, its help taken from the docstrings."""
+    parser = ArgumentParser(
+        prog=f"axonml-jax {command}",
+        usage=f"axonml-jax {command} CONFIG [--section.key value ...]",
+        description="CONFIG is a YAML file; every key of it can be given as a flag, which wins over the file.",
+        epilog=more,
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help=SUPPRESS)
+    groups: dict[str, Any] = {}
+    for key, kind, default, text in settings():
+        section, _, name = key.rpartition(".")
+        if section not in groups:
+            title = _SECTIONS[section].__doc__ or ""
+            groups[section] = parser.add_argument_group(section or "run", title.split("\n")[0])
+        required: dict[str, Any] = {"required": True} if default is MISSING else {"default": default}
+        taken = Choice(key, kind, _in_words(kind)) if values_of(kind) else kind
+        groups[section].add_argument(f"--{key}", type=taken, help=text, metavar=name.upper(), **required)
+    return parser
+
+
+def settings() -> Iterator[tuple[str, Any, Any, str]]:
+    """Every configuration key with its type, default (or `MISSING`) and help."""
+    for section, cls in _SECTIONS.items():
+        kinds, texts = typing.get_type_hints(cls), attribute_docs(cls)
+        for field in fields(cls):
+            if not is_dataclass(kinds[field.name]):
+                key = f"{section}.{field.name}" if section else field.name
+                yield key, kinds[field.name], field.default, texts[field.name]
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """The `Attributes:` of a class docstring by name, each on one line."""
+    _, _, block = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
+    entries = re.findall(r"^ {2}(\w+): (.*(?:\n {4}.*)*)", block, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+_SECTIONS: dict[str, Any] = {"": RunConfig} | {
+    name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)
+}
+
+
+def _keys_of(path: str) -> list[str]:
+    if not Path(path).is_file():
+        near = nearest_file(Path(path))
+        raise ConfigError(f"no such configuration file: {path}" + (f"; did you mean {near}?" if near else ""))
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path} holds no keys: give a YAML file with sections such as model and train")
+    return list(_flat(content))
+
+
+def _flat(content: Mapping, prefix: str = "") -> Iterator[str]:
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key in _SECTIONS:
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key
+
+
+def _flags_of(flags: Sequence[str]) -> list[str]:
+    return [flag[2:].split("=")[0] for flag in flags if flag.startswith("--")]
+
+
+def _with_bare_switches(flags: Sequence[str]) -> list[str]:
+    """`--profile` alone means `--profile true`, for every yes-or-no setting."""
+    switches = {f"--{key}" for key, kind, _, _ in settings() if kind is bool}
+    pairs = pairwise([*flags, "--"])
+    return [f"{flag}=true" if flag in switches and after.startswith("--") else flag for flag, after in pairs]
+
+
+def _refuse_unknown(keys: Sequence[str], flags: Sequence[str], path: str) -> None:
+    known = [key for key, *_ in settings()]
+    problems = [f"unknown key {key!r} in {path}{_nearest(key, known)}" for key in keys if key not in known]
+    unknown = [flag for flag in flags if flag not in known and flag not in _NOT_SETTINGS]
+    problems += [f"unknown flag --{flag}{_nearest(flag, known, '--')}" for flag in unknown]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _nearest(key: str, known: Sequence[str], dashes: str = "") -> str:
+    """The nearest known key: the whole key's, or that of its last part, when somebody forgot the section."""
+    if key in _SECTIONS:
+        return (
+            f": {key} is a section, give its keys, such as {next(name for name in known if name.startswith(f'{key}.'))}"
+        )
+    lasts, named = {name.rpartition(".")[2]: name for name in reversed(known)}, key.rpartition(".")[2].lower()
+    if why := NO_AXIS.get(named):
+        return f": {why}"
+    if other := lasts.get(AXES.get(named) or KEYS.get(named, "")):
+        return f": did you mean {dashes}{other}?"
+    last = difflib.get_close_matches(key.rpartition(".")[2], lasts, n=1, cutoff=0.75)
+    whole = difflib.get_close_matches(key, [*known, *_SECTIONS], n=1, cutoff=0.6)
+    near = lasts[last[0]] if last and "." not in key else whole[0] if whole else lasts[last[0]] if last else None
+    return f": did you mean {dashes}{near}?" if near else "; --help lists all"
+
+
+def _explained(message: str) -> str:
+    """jsonargparse's message on one line; a value of the wrong type is told the type as people write it."""
+    message = " ".join(message.split())
+    found = re.match(r'(?:Parser key "|argument --)([\w.]+)"?: .*(?:Got|Given) value: (.*)', message)
+    kinds = {key: kind for key, kind, *_ in settings()}
+    if found is None or found[1] not in kinds:
+        return message.replace('Key "', 'key "').replace("unrecognized arguments", "not understood")
+    return f"{found[1]}={found[2]}: must be {_in_words(kinds[found[1]])}"
+
+
+def _in_words(kind: Any) -> str:
+    """A type as people write it: `one of float32, bf16, or null`."""
+    parts = typing.get_args(kind)
+    if kind in _WORDS:
+        return _WORDS[kind]
+    if typing.get_origin(kind) is typing.Literal:
+        return f"one of {', '.join(map(str, parts))}"
+    if typing.get_origin(kind) is tuple:
+        return f"a list such as [{', '.join('0.9' for _ in parts)}]"
+    return ", or ".join(_in_words(part) for part in parts)
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+def _build(cls: type, values: Namespace, section: str = "") -> Any:
+    """The dataclass from parsed values; the problems of all its sections are reported together."""
+    kinds, arguments, problems = typing.get_type_hints(cls), {}, []
+    for field in fields(cls):
+        value, key = values[field.name], f"{section}{field.name}"
+        problems += unusable(key, value)
+        try:
+            inside = is_dataclass(kinds[field.name])
+            arguments[field.name] = _build(kinds[field.name], value, f"{key}.") if inside else value
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        return cls(**arguments)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

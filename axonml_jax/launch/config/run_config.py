@@ -1,0 +1,205 @@
+"""What a training run is made of, as frozen values: the sections and keys of a configuration file.
+
+Nothing here imports JAX, so that help and wrong keys are answered at once.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from axonml_jax.launch.config.against_mesh import against_mesh
+from axonml_jax.launch.config.checkpoint_config import CheckpointConfig
+from axonml_jax.launch.config.lowest import at_least
+from axonml_jax.launch.config.mesh_config import MeshConfig
+from axonml_jax.launch.config.pipeline_config import PipelineConfig
+from axonml_jax.launch.config.plan_config import PlanConfig
+from axonml_jax.models.config import TransformerConfig
+
+if TYPE_CHECKING:
+    from axonml_jax.parallel.plan import Plan
+
+BYTES = 256
+"""Token ids of byte-level text."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be read or cannot run; the message says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesConfig:
+    """The devices of this process.
+
+    Attributes:
+      simulated: number of simulated CPU devices; null uses the devices that JAX finds.
+    """
+
+    simulated: int | None = None
+
+    def __post_init__(self):
+        at_least("devices", self, simulated=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text to train on, byte by byte.
+
+    Attributes:
+      path: a folder of text, or a file; null takes the source of the standard library of the running Python.
+      length: bytes per training example.
+      max_bytes: read no more than this; null reads everything.
+      valid_fraction: share of the bytes kept for validation.
+      num_workers: processes that load batches ahead; 0 loads in this one.
+    """
+
+    path: str | None = None
+    length: int = 128
+    max_bytes: int | None = 8_000_000
+    valid_fraction: float = 0.1
+    num_workers: int = 0
+
+    def __post_init__(self):
+        at_least("data", self, length=1, num_workers=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The optimizer and its learning rate over time.
+
+    Attributes:
+      name: adamw (Loshchilov and Hutter 2019) or lion (Chen et al. 2023).
+      learning_rate: the highest learning rate.
+      warmup_steps: steps over which the learning rate rises from 0.
+      schedule: after the warmup, cosine falls to a tenth at the last step; constant stays.
+      weight_decay: decoupled weight decay of matrices; vectors are not decayed.
+      betas: decay rates of the first and second average.
+      max_grad_norm: clip gradients to this global norm; null does not clip.
+    """
+
+    name: Literal["adamw", "lion"] = "adamw"
+    learning_rate: float = 3e-4
+    warmup_steps: int = 0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float | None = 1.0
+
+    def __post_init__(self):
+        problems = [f"betas={list(self.betas)}: each must be at least 0 and below 1"]
+        problems *= not all(0 <= beta < 1 for beta in self.betas)
+        for name in ("learning_rate", "max_grad_norm"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                problems.append(f"{name}={value}: must be positive")
+        at_least("optim", self, problems, warmup_steps=0, weight_decay=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, on how much at a time, and when to look.
+
+    Attributes:
+      steps: number of updates.
+      global_batch_size: examples per update over all devices.
+      eval_every: validate every this many steps, besides after the last; null only then.
+      eval_batches: batches of a validation, always the same ones; null takes the whole validation part.
+      log_every: record loss and speed every this many steps.
+      seed: of initial weights, the order of examples, dropout and samples.
+      max_nonfinite: skip updates whose loss or gradients are not finite; after this many in a row stop, and save the step
+        for inspection; null skips none.
+      stuck_timeout: seconds without progress after which one of several processes names those that are missing and ends the
+        job; null waits for ever.
+    """
+
+    steps: int = 1000
+    global_batch_size: int = 64
+    eval_every: int | None = None
+    eval_batches: int | None = None
+    log_every: int = 10
+    seed: int = 0
+    max_nonfinite: int | None = None
+    stuck_timeout: float | None = 1800.0
+
+    def __post_init__(self):
+        positive = ("steps", "global_batch_size", "eval_every", "eval_batches", "log_every", "max_nonfinite")
+        at_least("train", self, seed=0, stuck_timeout=1, **dict.fromkeys(positive, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Text the trained model writes at the end.
+
+    Attributes:
+      count: number of texts; 0 writes none.
+      length: bytes to write after the prompt.
+      prompt: how each text begins.
+      temperature: divides the logits; 0 takes the most likely byte.
+    """
+
+    count: int = 2
+    length: int = 200
+    prompt: str = "def "
+    temperature: float = 0.7
+
+    def __post_init__(self):
+        at_least("sample", self, ["prompt is empty"] * (not self.prompt), count=0, length=1, temperature=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """What is left on disk.
+
+    Attributes:
+      dir: the folder in which every run gets a folder of its own, called by its name.
+      tensorboard: write TensorBoard event files too.
+      plot: draw the loss curve.
+    """
+
+    dir: str = "runs"
+    tensorboard: bool = False
+    plot: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A training run.
+
+    Attributes:
+      name: of the run and its folder.
+      profile: write a profiler trace of a few steps into the run's folder.
+      resume: go on with an earlier run: auto (the newest of this name that has checkpoints, or else a new one) or the
+        folder of one; null starts a new one.
+      model: the transformer.
+    """
+
+    name: str = "run"
+    profile: bool = False
+    resume: str | None = None
+    devices: DevicesConfig = field(default_factory=DevicesConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    model: TransformerConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self):
+        problems = []
+        if self.model.vocab_size < BYTES:
+            problems.append(f"model.vocab_size={self.model.vocab_size}: bytes need at least {BYTES}")
+        if self.model.max_length < self.data.length:
+            problems.append(f"data.length={self.data.length} is above model.max_length={self.model.max_length}")
+        problems += against_mesh(self.mesh, self.plan, self.model, self.data.length)
+        problems += self.pipeline.problems(self.mesh, self.plan, self.model)
+        problems += self.checkpoint.against_validation(self.train.eval_every)
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            problems.append(f"name={self.name!r}: must be the name of a folder")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def build_plan(self) -> "Plan":
+        """The plan of the run."""
+        plan = self.plan.build()
+        return plan if self.mesh.pipe == 1 else replace(plan, pipe=self.pipeline.build())

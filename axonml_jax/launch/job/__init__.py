@@ -1,0 +1,1 @@
+"""A training job: devices, data, the loop, records, checkpoints and stopping."""

@@ -1,0 +1,101 @@
+"""The loop: draw a batch, make a step, measure, validate; what happens with the records is up to the caller."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from axonml_jax._types import PyTree
+from axonml_jax.facade.trainer import Trainer
+from axonml_jax.mesh.job.watchdog import Watchdog
+from axonml_jax.sharding.place import to_host
+from axonml_jax.training.metrics import Throughput
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was measured at a step.
+
+    Attributes:
+      step: number of updates made so far.
+      metrics: by name: `loss`, `grad_norm` and the loss function's own of this step's batch, `learning_rate` of the last
+        update where it is known, `tokens` seen since the run began, `wall_time` (seconds since it began, those of the
+        process before a resumption included), speeds since the record before (`compile_time` instead for the first step),
+        and `valid_*` after a validation.
+    """
+
+    step: int
+    metrics: dict[str, float]
+
+
+def fit(
+    trainer: Trainer,
+    batches: Iterator[PyTree],
+    *,
+    steps: int,
+    throughput: Throughput,
+    validate: Callable[[], dict[str, float]] | None = None,
+    validate_every: int | None = None,
+    log_every: int = 10,
+    learning_rate: Callable[[int], Any] | None = None,
+    start: int = 0,
+    elapsed: float = 0.0,
+    watchdog: Watchdog | None = None,
+    after: Callable[[int, dict[str, float]], bool] | None = None,
+) -> Iterator[Record]:
+    """Train for `steps` updates, yielding a record after the first, every `log_every`-th, every validated and the last.
+
+    Between records nothing waits for the devices. Stop iterating, and the training stops.
+
+    Args:
+      trainer: makes the steps.
+      batches: global batches, at least `steps` of them.
+      steps: number of updates.
+      throughput: turns durations into speeds.
+      validate: metrics of the model as it is now; its time counts in no speed.
+      validate_every: validate after every this many steps, besides the last; None only after the last.
+      log_every: steps between records.
+      learning_rate: the optimizer's schedule, of the number of updates made before; None: it is not known.
+      start: updates made already; the records of a resumed run are those it would have had uninterrupted.
+      elapsed: seconds that the run had taken until then.
+      watchdog: told of every step.
+      after: called after every step with its number and the metrics of its record (none where it has no record); true
+        stops the training.
+    """
+    before, clock = start, time.perf_counter()
+    began = clock - elapsed
+    for step, batch in zip(range(start + 1, steps + 1), batches, strict=False):
+        measured, first, metrics = trainer.step(batch), step == start + 1, {}
+        if watchdog is not None:
+            watchdog.began(step, measured["loss"])
+        due = step == steps or (validate_every is not None and step % validate_every == 0)
+        if due or step == 1 or step % log_every == 0:
+            metrics = as_floats(measured)
+            seconds = time.perf_counter() - clock
+            if learning_rate is not None:
+                metrics["learning_rate"] = float(learning_rate(max(step - int(metrics.get("skipped", 0)) - 1, 0)))
+            metrics |= {"tokens": step * throughput.tokens_per_step, "wall_time": time.perf_counter() - began}
+            metrics |= {"compile_time": seconds} if first else throughput.of(num_steps=step - before, seconds=seconds)
+            valid = validate() if due and validate else {}
+            metrics |= {f"valid_{name}": value for name, value in valid.items()}
+            yield Record(step, metrics)
+            before, clock = step, time.perf_counter()
+        elif first:  # compiling counts in no speed
+            jax.block_until_ready(measured)
+            before, clock = step, time.perf_counter()
+        if after is not None and after(step, metrics):
+            return
+
+
+def evaluate(trainer: Trainer, batches: Iterator[PyTree]) -> dict[str, float]:
+    """The mean over batches of equal weight of everything `trainer.evaluate` returns."""
+    results = [as_floats(trainer.evaluate(batch)) for batch in batches]
+    return {name: float(np.mean([result[name] for result in results])) for name in results[0]}
+
+
+def as_floats(metrics: dict[str, jax.Array]) -> dict[str, float]:
+    """Metrics as floats; the mean over models where there are several (NO_SYNC). Every process must call it."""
+    return {name: float(np.mean(value, dtype=np.float64)) for name, value in to_host(metrics).items()}

@@ -1,0 +1,152 @@
+"""The folder of a run: a new one, or that of the run to go on with, of which this job is the only writer."""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from axonml_jax.checkpoint.manager import CheckpointManager
+from axonml_jax.checkpoint.names import checkpoints_in
+from axonml_jax.checkpoint.team import Team
+from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.processes.leftovers import MARK
+from axonml_jax.launch.processes.worker_environment import RESTART_COUNT
+
+CHECKPOINT_FOLDER = "checkpoints"
+"""Where in it the checkpoints are."""
+
+_LAUNCH = "launch.txt"
+
+
+class RunFolder:
+    """Finds and claims the folder to go on with, as soon as it is made; a new one is made by `make`. A context.
+
+    All processes make the same calls; the main one decides.
+
+    Args:
+      config: of the run.
+      environ: the launcher's variables.
+
+    Raises:
+      ConfigError: when the folder to resume has no checkpoints.
+      FolderInUse: naming the process that writes it.
+    """
+
+    def __init__(self, config: RunConfig, environ: Mapping[str, str] = os.environ):
+        self._config, self._environ, self._team = config, environ, Team()
+        found = self._team.decide("find the run to go on with", partial(earlier_folder, config, environ))
+        self.resumed = found is not None
+        self._manager: CheckpointManager | None = None
+        self._path: Path | None = None
+        if found is not None:
+            self._claim(found)
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *exception):
+        if self._manager is not None:
+            self._manager.close()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes into it: the main one."""
+        return self._team.leads
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        assert self._path is not None, "make it first"
+        return self._path
+
+    @property
+    def manager(self) -> CheckpointManager:
+        """Of its checkpoints."""
+        assert self._manager is not None, "make the folder first"
+        return self._manager
+
+    def make(self) -> None:
+        """Make a new folder, unless there is one to go on with."""
+        if self._manager is None:
+            self._claim(self._team.decide("make the run's folder", partial(new_folder, self._config)))
+
+    def _claim(self, path: str) -> None:
+        section, folder = self._config.checkpoint, Path(path)
+        manager = CheckpointManager(
+            folder / CHECKPOINT_FOLDER,
+            every=section.every,
+            keep=section.keep,
+            best="valid_loss" if section.best else None,
+            asynchronous=section.asynchronous,
+        )
+        try:
+            manager.claim()
+        except BaseException:
+            manager.close()
+            raise
+        self._manager, self._path = manager, folder
+        if self.leads and (launch := self._environ.get(MARK)):
+            (folder / _LAUNCH).write_text(launch, encoding="utf-8")
+
+
+def earlier_folder(config: RunConfig, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The folder of the run to go on with, None for a new run. Nothing is written.
+
+    Args:
+      config: `resume` decides: null means a new run; `auto` the newest of this name that has checkpoints, if there is one;
+        anything else is the folder itself. Workers that their launcher has restarted take that of the attempt before.
+      environ: the launcher's variables.
+
+    Raises:
+      ConfigError: when the folder to resume has no checkpoints.
+    """
+    restarted = environ.get(RESTART_COUNT, "0") != "0"
+    folder = _before_restart(config, environ.get(MARK, "")) if restarted else None
+    if folder is None and config.resume is not None:
+        folder = _newest_with_checkpoints(config) if config.resume == "auto" else _asked_for(config.resume)
+    return None if folder is None else str(folder)
+
+
+def new_folder(config: RunConfig) -> str:
+    """The run's name, or its name with the number after the highest, so that numbers tell the age."""
+    root = Path(config.output.dir)
+    root.mkdir(parents=True, exist_ok=True)
+    while True:
+        taken = _of_this_name(config)
+        folder = root / (f"{config.name}-{max(taken) + 1}" if taken else config.name)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue  # another run of this name has begun at the same moment
+        return str(folder)
+
+
+def _of_this_name(config: RunConfig) -> dict[int, Path]:
+    """The folders of all runs of this name by number, the newest first."""
+    root, numbered = Path(config.output.dir), {}
+    for path in root.iterdir() if root.is_dir() else ():
+        rest = path.name.removeprefix(config.name)
+        if path.name.startswith(config.name) and (not rest or (rest[0] == "-" and rest[1:].isdecimal())):
+            numbered[int(rest[1:] or 1)] = path
+    return dict(sorted(numbered.items(), reverse=True))
+
+
+def _before_restart(config: RunConfig, launch: str) -> Path | None:
+    marked = ((folder, folder / _LAUNCH) for folder in _of_this_name(config).values())
+    return next((folder for folder, mark in marked if mark.is_file() and mark.read_text("utf-8") == launch), None)
+
+
+def _newest_with_checkpoints(config: RunConfig) -> Path | None:
+    return next((folder for folder in _of_this_name(config).values() if _has_checkpoints(folder)), None)
+
+
+def _asked_for(resume: str) -> Path:
+    if not _has_checkpoints(folder := Path(resume)):
+        raise ConfigError(
+            f"resume={resume}: {folder / CHECKPOINT_FOLDER} has no checkpoints; give the folder of a run, or auto"
+        )
+    return folder
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    return bool(checkpoints_in(folder / CHECKPOINT_FOLDER))

@@ -1,0 +1,107 @@
+"""Devices, mesh and plan of a run, checked before anything is allocated."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from axonml_jax.launch.commands.refusals import refusal
+from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.mesh.fake_devices import fake_devices
+from axonml_jax.mesh.job.environment import launch_environment
+from axonml_jax.mesh.job.init import init
+from axonml_jax.mesh.shape import make_mesh
+from axonml_jax.mesh.world import World
+from axonml_jax.parallel.plan import Plan
+from axonml_jax.sharding.batch import BatchLayout
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a run stands on.
+
+    Attributes:
+      world: the processes and their devices.
+      mesh: where the model lives.
+      plan: how its step runs.
+      batch: shapes of a global batch.
+    """
+
+    world: World
+    mesh: Mesh
+    plan: Plan
+    batch: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def device_words(self) -> str:
+        """The mesh's devices in words."""
+        device = self.mesh.devices.flat[0]
+        simulated = "simulated " if device.platform == "cpu" and self.mesh.size > self.world.num_processes else ""
+        processes = f" in {self.world.num_processes} processes" if self.world.num_processes > 1 else ""
+        return f"{self.mesh.size} {simulated}{device.device_kind} device{'s' * (self.mesh.size > 1)}{processes}"
+
+
+def lay_ground(config: RunConfig) -> Ground:
+    """Start the devices, and check that mesh and batch fit them. Call it before anything touches a JAX device.
+
+    Raises:
+      ValueError: for degrees whose product is not the number of devices, or a batch that does not divide.
+    """
+    world = start_devices(config.devices.simulated)
+    try:
+        mesh = make_mesh(devices=None, **config.mesh.degrees)
+    except ValueError as error:
+        raise ValueError(f"mesh: {error}") from error
+    rows = jax.ShapeDtypeStruct((config.train.global_batch_size, config.data.length), np.int32)
+    batch = {"tokens": rows, "targets": rows}
+    try:
+        BatchLayout.of(dict(mesh.shape)).check(batch, config.build_plan().microbatches)
+    except ValueError as error:
+        raise ValueError(f"train.global_batch_size={config.train.global_batch_size}: {error}") from error
+    return Ground(world, mesh, config.build_plan(), batch)
+
+
+def start_devices(simulated: int | None) -> World:
+    """The world of simulated CPU devices, or of those that JAX finds.
+
+    Raises:
+      ValueError: for simulated devices in one of several launched processes, or a platform that JAX does not have.
+    """
+    if simulated is not None:
+        launched = launch_environment(os.environ)
+        if launched is not None and launched.num_processes > 1:
+            raise ValueError(
+                f"devices.simulated={simulated}: this is one of {launched.num_processes} launched processes, and simulated "
+                "devices are all in one; add --devices.simulated null to use the processes' own devices, or start "
+                "axonml-jax train without a launcher"
+            )
+        fake_devices(simulated)
+    try:
+        return init()
+    except RuntimeError as error:
+        if "Unable to initialize backend" not in str(error):
+            raise
+        raise ValueError(f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: {error}") from error
+
+
+def all_or_refuse(*attempts: Callable[[], Any]) -> list[Any]:
+    """The results of all attempts.
+
+    Raises:
+      ConfigError: with every attempt's refusal (see refusals.py).
+    """
+    results, problems = [], {}
+    for attempt in attempts:
+        try:
+            results.append(attempt())
+        except Exception as error:
+            if (said := refusal(error)) is None:
+                raise
+            problems[said] = error
+    if problems:
+        raise ConfigError("\n".join(problems)) from next(iter(problems.values()))
+    return results

@@ -1,0 +1,111 @@
+"""What happens between two steps of `train`: checkpoints, stopping when asked to, stopping when updates are not finite."""
+
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from axonml_jax.checkpoint.manager import CheckpointManager
+from axonml_jax.checkpoint.store import save
+from axonml_jax.data.loader import DataLoader
+from axonml_jax.facade.trainer import Trainer
+from axonml_jax.launch.config.run_config import RunConfig
+from axonml_jax.launch.job.preemption import Preemption
+from axonml_jax.sharding.place import replicated, to_host
+from axonml_jax.training.finite.nonfinite import NonFinite
+
+NONFINITE = "nonfinite"
+"""Where in a run's folder the step is saved from which updates were not finite."""
+
+
+class Saves:
+    """Called after every step by `fit`.
+
+    Args:
+      manager: None saves nothing.
+      trainer: the run.
+      loader: its training data, whose position is saved too.
+      config: `train.steps` is saved in any case; `train.max_nonfinite` stops the run.
+      preemption: asked after every step.
+      inspection: where to save the first of too many updates in a row that were not finite.
+
+    Attributes:
+      stopped: the step after which SIGTERM or Ctrl-C has stopped the run, else None.
+      diverged: why the run was stopped when its updates were not finite, else None.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager | None,
+        trainer: Trainer,
+        loader: DataLoader,
+        config: RunConfig,
+        preemption: Preemption,
+        inspection: Path,
+    ):
+        self._manager, self._trainer, self._loader = manager, trainer, loader
+        self._steps, self._preemption, self._inspection = config.train.steps, preemption, inspection
+        self._limit = config.train.max_nonfinite
+        self._positions: deque[tuple[int, dict[str, Any]]] = deque(
+            maxlen=config.train.log_every + (self._limit or 0) + 2
+        )
+        self.stopped: int | None = None
+        self.diverged: str | None = None
+
+    def __call__(self, step: int, metrics: dict[str, float]) -> bool:
+        """Save if it is time.
+
+        Args:
+          step: updates made.
+          metrics: of the step's record, empty where it has none.
+
+        Returns:
+          Whether to stop.
+        """
+        if self._preemption.stop_after(step):
+            self.stopped = step
+        last = step == self._steps or self.stopped is not None
+        due = self._manager is not None and (last or self._manager.due(step))
+        self._positions.append((step, self._loader.state_dict()))
+        # Only where the host waits for the step anyway is it asked how the step went.
+        in_a_row = self._in_a_row() if due or metrics else 0
+        if self._limit is not None and in_a_row >= self._limit:
+            self._save_for_inspection()
+        elif self._manager is not None:
+            # In the middle of a row of skipped updates there is nothing new to save, unless this is the end.
+            if last or not in_a_row:
+                self._manager.save(step, self._trainer, data=self._loader, metrics=metrics, force=last)
+            self._manager.check()
+        return self.stopped is not None or self.diverged is not None
+
+    def _in_a_row(self) -> int:
+        guard = self._trainer.state.guard
+        return 0 if guard is None else int(to_host(guard.in_a_row))
+
+    def _save_for_inspection(self) -> None:
+        """The state before the first bad update, which it still is, and the position of that update's batch."""
+        state, mesh = self._trainer.state, self._trainer.model.mesh
+        assert state.guard is not None
+        since = int(to_host(state.guard.since))
+        state = replace(state, step=replicated(state.guard.since, mesh), guard=replicated(NonFinite.first(), mesh))
+        position = next((saved for step, saved in self._positions if step == since), None)
+        self._inspection.parent.mkdir(parents=True, exist_ok=True)
+        loader = None if position is None else _Position(position)
+        save(self._inspection, state, step=self._trainer.train_step, data=loader, replace=True)
+        self.diverged = (
+            f"stopped: {self._limit} updates in a row were not finite, the first after step {since}. The run as it was "
+            f"before that one is saved for inspection in {self._inspection}: restore it, and the next step repeats it"
+        )
+
+
+class _Position:
+    """A loader's position of some steps ago."""
+
+    def __init__(self, position: dict[str, Any]):
+        self._position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._position
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = state

@@ -1,0 +1,129 @@
+"""The model, the loss and the data of a run on byte-level text."""
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from axonml_jax._types import PyTree
+from axonml_jax.data.loader import DataLoader, create_dataloader
+from axonml_jax.data.text import ByteWindows, TextSplit, bigram_nats, load_text
+from axonml_jax.facade.parallel_generate import generate
+from axonml_jax.facade.parallel_model import ParallelModel
+from axonml_jax.launch.config.run_config import DataConfig, RunConfig, SampleConfig
+from axonml_jax.model.loss import WeightedMean
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.transformer import Transformer
+
+
+def loss_fn(model: Any, batch: PyTree) -> WeightedMean:
+    """Mean cross entropy in nats per byte."""
+    return WeightedMean(*model.loss(batch["tokens"], batch["targets"]))
+
+
+def build_model(config: TransformerConfig, seed: int) -> Transformer:
+    """The transformer with its first weights."""
+    return Transformer(config, rngs=nnx.Rngs(seed))
+
+
+def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
+    """The text that the section `data` names.
+
+    Args:
+      config: the section.
+      runs: the folder that runs are written to; it is no part of the text, which every run would change for the next.
+
+    Raises:
+      ValueError: for a missing or empty folder, one that runs are written to, or too little text for one example on either
+        side.
+    """
+    if config.path and runs and Path(config.path).resolve() == Path(runs).resolve():
+        raise ValueError(
+            f"data.path={config.path} is output.dir, the folder that runs are written to: every run would change the text "
+            "for the next. Give output.dir another folder; one inside data.path is left out of the text"
+        )
+    try:
+        split = load_text(config.path, max_bytes=config.max_bytes, valid_fraction=config.valid_fraction, without=runs)
+    except ValueError as error:
+        raise ValueError(f"data: {error}") from error
+    short = {name: len(part) for name, part in split._asdict().items() if len(part) <= config.length}
+    if short:
+        sizes = " and ".join(f"{size} bytes to {name}" for name, size in short.items())
+        raise ValueError(
+            f"data: the text leaves {sizes}, too few for one example of data.length={config.length}: give more text, "
+            "a shorter length or another valid_fraction"
+        )
+    return split
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Batches to train on, the batches of every validation, and the bigram model's loss on the same bytes.
+
+    Attributes:
+      train: endless loader.
+      valid: loader of one pass over the validation part, in order.
+      valid_batches: how many of its batches a validation takes.
+      valid_bytes: how many bytes that predicts.
+      bigram: nats per byte on exactly those bytes, fitted on the training part.
+      sizes: bytes of the training and the validation part.
+    """
+
+    train: DataLoader
+    valid: DataLoader
+    valid_batches: int
+    valid_bytes: int
+    bigram: float
+    sizes: tuple[int, int]
+
+
+def load_data(config: RunConfig, text: TextSplit, mesh: Mesh) -> TextData:
+    """Loaders over a text.
+
+    Raises:
+      ValueError: when either part of the text fills no batch.
+    """
+    size, workers = config.train.global_batch_size, config.data.num_workers
+    parts, content = text._asdict(), text.fingerprint
+    windows = {name: ByteWindows(part, config.data.length, content) for name, part in parts.items()}
+    few = {name: len(part) for name, part in windows.items() if len(part) < size}
+    if few:
+        counts = " and ".join(f"{count} examples to {name}" for name, count in few.items())
+        raise ValueError(
+            f"data: the text leaves {counts}, fewer than train.global_batch_size={size}: give more text, a smaller batch "
+            "or another valid_fraction"
+        )
+    train = create_dataloader(windows["train"], size, mesh, seed=config.train.seed, num_workers=workers)
+    valid = create_dataloader(windows["valid"], size, mesh, shuffle=False, num_epochs=1)
+    taken = min(config.train.eval_batches or len(valid), len(valid))
+    predicted = taken * size * config.data.length
+    bigram = bigram_nats(text.train, text.valid[: predicted + 1])
+    return TextData(train, valid, taken, predicted, bigram, (len(text.train), len(text.valid)))
+
+
+def valid_batches(data: TextData):
+    """The batches of one validation: the same at every call."""
+    data.valid.load_state_dict({**data.valid.state_dict(), "epoch": 0, "samples": 0})
+    return islice(data.valid, data.valid_batches)
+
+
+def write_samples(model: ParallelModel, config: SampleConfig, window: int, seed: int) -> list[str]:
+    """Texts that a model writes, on the devices and under the plan that it was trained with; every process must call this.
+
+    Args:
+      model: the trainer's.
+      config: the section `sample`.
+      window: bytes the model sees at most.
+      seed: of the draws.
+    """
+    prompt = np.frombuffer(config.prompt.encode(), np.uint8)
+    prompts = np.tile(prompt.astype(np.int32), (config.count, 1))
+    key = jax.random.key(seed)
+    writer = model.module if model.plan.independent else model  # of models that are not one, the first rank's
+    texts = generate(writer, prompts, config.length, key, temperature=config.temperature, window=window)
+    return [bytes(text.astype(np.uint8)).decode(errors="replace") for text in texts]

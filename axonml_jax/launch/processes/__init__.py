@@ -1,0 +1,1 @@
+"""The processes of a job: started, watched, in touch across machines, and ended."""

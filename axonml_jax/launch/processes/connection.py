@@ -1,0 +1,66 @@
+"""Whole JSON messages between two launchers over one TCP connection."""
+
+import select
+import socket
+
+from axonml_jax.mesh.job.sealed import opened, sealed
+
+_SEND_TIMEOUT = 5.0
+# The last lines of a failed worker's output are the longest message.
+_LONGEST = 2**26
+# A machine that loses its power or its network says nothing: found out in about ten seconds.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
+
+
+class Line:
+    """One end of a connection.
+
+    Args:
+      connection: a connected socket; closed with the line.
+      token: of the job; what does not carry its seal cuts the line.
+
+    Attributes:
+      cut: whether the other end has gone.
+    """
+
+    def __init__(self, connection: socket.socket, token: bytes = b""):
+        self.cut = False
+        self._connection = connection
+        self._token = token
+        self._part = b""
+        connection.settimeout(_SEND_TIMEOUT)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def fileno(self) -> int:
+        """The descriptor to select on."""
+        return self._connection.fileno()
+
+    def send(self, message: dict) -> None:
+        """Send a message; a cut line loses it."""
+        try:
+            self._connection.sendall(sealed(message, self._token))
+        except OSError:
+            self.cut = True
+
+    def messages(self) -> list[dict]:
+        """What has come since the last call, without waiting."""
+        while not self.cut and select.select([self._connection], [], [], 0)[0]:
+            try:
+                chunk = self._connection.recv(2**16)
+            except OSError:
+                chunk = b""
+            self.cut = not chunk
+            self._part += chunk
+            self.cut = self.cut or len(self._part) > _LONGEST
+        *whole, self._part = self._part.split(b"\n")
+        messages = [opened(text, self._token) for text in whole]
+        self.cut = self.cut or None in messages  # a stranger
+        return [message for message in messages if message is not None]
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+        self.cut = True

@@ -1,0 +1,170 @@
+"""What `axonml-jax launch` was asked for, as one frozen value; everything that cannot work is refused at once."""
+
+import argparse
+import importlib.machinery
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from axonml_jax.launch.config.nearest_file import nearest_file
+from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.processes.launch_flags import DEFAULT_PORT, launch_parser, refuse_unknown_flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What `axonml-jax launch` was asked for.
+
+    Attributes:
+      nproc_per_node: a number, `auto`, `cpu` or `gpu`.
+      nnodes: number of machines.
+      node_rank: which of them this is.
+      master_addr: host of node 0.
+      master_port: port there; None: a free one.
+      max_restarts: how often all workers are started again after a failure.
+      shutdown_timeout: seconds between Ctrl-C or SIGTERM and SIGKILL.
+      log_dir: folder for the workers' output; None: console only.
+      tee: per local rank, which streams go to files as well as to the console (1 stdout, 2 stderr, 3 both).
+      redirects: per local rank, which streams go to files instead.
+      module: whether `target` is a module's name.
+      target: the script or module.
+      arguments: what follows it.
+    """
+
+    nproc_per_node: str
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int | None
+    max_restarts: int
+    shutdown_timeout: float
+    log_dir: Path | None
+    tee: Mapping[int, int] | int
+    redirects: Mapping[int, int] | int
+    module: bool
+    target: str
+    arguments: tuple[str, ...]
+
+    @property
+    def command(self) -> list[str]:
+        """A worker's command line."""
+        return [sys.executable, *(["-m"] if self.module else []), self.target, *self.arguments]
+
+
+def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
+    """The flags before the script, the script, and its arguments.
+
+    Args:
+      argv: what follows `axonml-jax launch`.
+      environ: `PET_<FLAG>` variables are defaults, as for torchrun (Kubernetes' training operator sets them).
+
+    Raises:
+      ConfigError: for an unknown flag (with the nearest known one, or why torchrun's has no work here), values that
+        contradict each other, or a script or module that is not there.
+      SystemExit: after `--help`, or argparse's usage error.
+    """
+    parser = launch_parser(environ)
+    refuse_unknown_flags(argv, parser)
+    given = parser.parse_args(argv)
+    if given.target is None:
+        raise ConfigError("launch: give a script after the flags: axonml-jax launch --nproc-per-node 2 train.py")
+    problems = [*_contradictions(given), *_missing_program(given)]
+    if problems:
+        raise ConfigError("\n".join(f"launch: {problem}" for problem in problems))
+    host, port = _endpoint(given)
+    return LaunchOptions(
+        nproc_per_node=given.nproc_per_node,
+        nnodes=int(given.nnodes.rpartition(":")[2]),
+        node_rank=given.node_rank or 0,
+        master_addr=host or "127.0.0.1",
+        master_port=port,
+        max_restarts=given.max_restarts,
+        shutdown_timeout=given.shutdown_timeout,
+        log_dir=given.log_dir,
+        tee=given.tee if given.tee is not None else 3 if given.log_dir else 0,
+        redirects=given.redirects,
+        module=given.module,
+        target=given.target,
+        arguments=tuple(given.arguments),
+    )
+
+
+def streams_of(which: Mapping[int, int] | int, local_rank: int) -> int:
+    """The streams that `--tee` or `--redirects` mean for one worker."""
+    return which if isinstance(which, int) else which.get(local_rank, 0)
+
+
+def _contradictions(given: argparse.Namespace) -> list[str]:
+    problems = []
+    smallest, _, largest = given.nnodes.rpartition(":")
+    if not (given.nnodes.replace(":", "", 1).isdecimal() and int(largest) > 0 and smallest in ("", largest)):
+        problems.append(
+            f"--nnodes {given.nnodes}: must be a positive number; a compiled program has a fixed number of devices, so "
+            "ranges such as 1:4 are not offered"
+        )
+    elif int(largest) > 1:
+        problems += _unplaced(given, int(largest))
+    elif given.node_rank:
+        problems.append(f"--node-rank {given.node_rank} with --nnodes 1: give the number of machines as --nnodes")
+    where = {
+        name: value
+        for name in ("--master-addr", "--master-port", "--rdzv-endpoint")
+        if (value := getattr(given, name[2:].replace("-", "_"))) is not None
+    }
+    if given.standalone and (where or given.nnodes not in ("1", "1:1")):
+        said = " ".join([*where, *(["--nnodes"] if given.nnodes not in ("1", "1:1") else [])])
+        problems.append(
+            f"--standalone means one machine and a free port, so {said} contradicts it; give one or the other"
+        )
+    if given.rdzv_endpoint is not None and len(where) > 1:
+        problems.append(f"--rdzv-endpoint says what {' and '.join(list(where)[:-1])} say; give one or the other")
+    limits = {"--max-restarts": given.max_restarts, "--shutdown-timeout": given.shutdown_timeout}
+    problems += [f"{name} {value}: must not be negative" for name, value in limits.items() if value < 0]
+    return problems + _bad_ports(given)
+
+
+def _unplaced(given: argparse.Namespace, nnodes: int) -> list[str]:
+    problems = []
+    if given.node_rank is None:
+        problems.append(f"--nnodes {nnodes} needs --node-rank: 0 on one machine, up to {nnodes - 1} on the others")
+    elif not 0 <= given.node_rank < nnodes:
+        problems.append(f"--node-rank {given.node_rank} with --nnodes {nnodes}: must be 0 to {nnodes - 1}")
+    if given.master_addr is None and given.rdzv_endpoint is None:
+        problems.append(f"--nnodes {nnodes} needs --master-addr: the address of machine 0, the same on all")
+    return problems
+
+
+def _bad_ports(given: argparse.Namespace) -> list[str]:
+    try:
+        _, port = _endpoint(given)
+    except ValueError:
+        return [f"--rdzv-endpoint {given.rdzv_endpoint}: must be HOST or HOST:PORT"]
+    return [] if port is None or 0 < port < 65536 else [f"port {port}: must be 1 to 65535"]
+
+
+def _endpoint(given: argparse.Namespace) -> tuple[str | None, int | None]:
+    """Host and port as given; several machines must agree on a port, so there a missing one has a default."""
+    default = None if given.nnodes in ("1", "1:1") else DEFAULT_PORT
+    if given.rdzv_endpoint is None:
+        return given.master_addr, given.master_port or default
+    host, _, port = given.rdzv_endpoint.rpartition(":")
+    return (host, int(port)) if host else (port, default)
+
+
+def _missing_program(given: argparse.Namespace) -> list[str]:
+    if given.module:
+        # The first part only: importing a package to find its submodules would run its code here.
+        top = given.target.split(".")[0]
+        found = top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(
+            top, [os.getcwd(), *sys.path]
+        )
+        return [] if found else [f"no module named {top!r} (looked in {os.getcwd()} and this Python's packages)"]
+    path = Path(given.target)
+    if path.exists():
+        return []
+    near = nearest_file(path)
+    hint = f"; did you mean {near}?" if near else f" in {os.getcwd()}" * (not path.is_absolute())
+    looks_like_module = "; --module starts a module" * (path.suffix != ".py" and not near)
+    return [f"no such script: {given.target}{hint}{looks_like_module}"]

@@ -1,0 +1,182 @@
+"""`axonml-jax launch`: start the processes of a job on this machine, watch and restart them, say what went wrong."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.processes.interrupts import Interrupts
+from axonml_jax.launch.processes.launch_options import LaunchOptions, read_options, streams_of
+from axonml_jax.launch.processes.leftovers import Guard
+from axonml_jax.launch.processes.nodes import Nodes, Stopped
+from axonml_jax.launch.processes.post_mortem import report
+from axonml_jax.launch.processes.supervise import Ended, Supervisor, print_note
+from axonml_jax.launch.processes.worker import Worker
+from axonml_jax.launch.processes.worker_environment import Attempt, count_workers, worker_environment
+
+_PIPE_CLOSED = 128 + signal.SIGPIPE
+
+# What a process says that has waited in vain for one that ended well.
+_WAITING = re.compile(
+    r"Timed out while waiting|coordination service|CoordinationService|closed by peer|are missing|Socket closed"
+)
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Run a job.
+
+    Args:
+      argv: torchrun's flags, the script or module, and its arguments.
+
+    Returns:
+      0 when every process ended with 0; the exit status of the one that failed first (128 plus the number for a signal);
+      or 128 plus the number of the signal that stopped the launcher.
+
+    Raises:
+      ConfigError: for flags that cannot work, before anything is started.
+    """
+    options = read_options(argv, os.environ)
+    local_size, gpus = count_workers(options.nproc_per_node, os.environ)
+    _check_port(options)
+    logs = _log_folder(options)
+    with Interrupts() as interrupts:
+        try:
+            with Nodes(options, local_size, interrupts) as nodes:
+                return _Job(options, gpus, interrupts, nodes, logs).run()
+        except Stopped:
+            print_note(f"stopped by {interrupts.received[0].name} while waiting for the other machines' launchers")
+            return 128 + interrupts.received[0]
+        except BrokenPipeError:  # the reader of our output has gone, as after `| head`; the workers are stopped already
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _PIPE_CLOSED
+
+
+class _Job:
+    """The attempts of one launch, as one machine's launcher makes them."""
+
+    def __init__(
+        self, options: LaunchOptions, gpus: tuple[str, ...], interrupts: Interrupts, nodes: Nodes, logs: Path | None
+    ):
+        self._options = options
+        self._gpus = gpus
+        self._interrupts = interrupts
+        self._nodes = nodes
+        self._run_id = uuid.uuid4().hex
+        self._logs = logs
+
+    def run(self) -> int:
+        """Attempt after attempt, until one ends well, a signal comes, or no restart is left."""
+        restarts = 0
+        while True:
+            ended = self._attempt(restarts)
+            if ended.received:
+                self._nodes.leave(
+                    f"the launcher of node {self._options.node_rank} was stopped by {ended.received.name}"
+                )
+                print_note(f"stopped by {ended.received.name}; {_stopped(ended)}")
+                return 128 + ended.received
+            if ended.failure is None and not ended.elsewhere:
+                return 0
+            if ended.stopped:
+                print_note(_stopped(ended))
+            cause = self._nodes.verdict(ended.failure)
+            print_note(report(cause) if cause else self._nodes.lost or "another machine's workers failed")
+            if cause and ended.early and _WAITING.search("\n".join(cause.lines)):
+                print_note(
+                    f"rank(s) {list(ended.early)} had ended with exit code 0 before, and others were still at work with them: "
+                    "most likely that is the cause"
+                )
+            if restarts == self._options.max_restarts or self._nodes.lost:
+                return cause.exit_status if cause else 1
+            restarts += 1
+            print_note(f"restart {restarts} of {self._options.max_restarts}")
+
+    def _attempt(self, restarts: int) -> Ended:
+        """Start all workers, and watch them to the end."""
+        options, sizes = self._options, self._nodes.sizes
+        local_size = sizes[options.node_rank] if options.nnodes > 1 else sizes[0]
+        attempt = Attempt(
+            address=options.master_addr,
+            port=self._nodes.start(restarts, self._port(restarts)),
+            world_size=sum(sizes),
+            first_rank=sum(sizes[: options.node_rank]),
+            local_size=local_size,
+            node_rank=options.node_rank,
+            num_nodes=options.nnodes,
+            restarts=restarts,
+            max_restarts=options.max_restarts,
+            run_id=self._run_id,
+        )
+        others = self._nodes if options.nnodes > 1 else None
+        workers: list[Worker] = []
+        supervisor = Supervisor(workers, self._interrupts, self._run_id, options.shutdown_timeout, others)
+        with Guard(self._run_id) as guard, supervisor:
+            for local_rank in range(local_size):
+                workers.append(self._start(attempt, local_rank))
+                guard.watch(workers[-1].pid)
+            return supervisor.watch()
+
+    def _start(self, attempt: Attempt, local_rank: int) -> Worker:
+        rank = attempt.first_rank + local_rank
+        return Worker(
+            rank,
+            self._options.command,
+            worker_environment(os.environ, attempt, local_rank, self._gpus),
+            tee=streams_of(self._options.tee, local_rank),
+            quiet=streams_of(self._options.redirects, local_rank),
+            logs=self._logs and self._logs / f"attempt_{attempt.restarts}" / str(rank),
+        )
+
+    def _port(self, restarts: int) -> int:
+        # A port that a dead attempt has used may still be held by its last packets.
+        given = self._options.master_port
+        if self._options.nnodes > 1:
+            assert given is not None
+            return given + 1 + restarts
+        return given if given is not None and not restarts else free_port()
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _check_port(options: LaunchOptions) -> None:
+    """Refuse a port that is taken, before the workers find out one by one."""
+    if options.master_port is None or options.nnodes > 1:
+        return
+    try:
+        socket.create_server((options.master_addr, options.master_port)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"launch: cannot listen on {options.master_addr}:{options.master_port}: {error.strerror}; choose another "
+            "--master-port, or leave it out to have a free one picked"
+        ) from error
+
+
+def _log_folder(options: LaunchOptions) -> Path | None:
+    """A folder for this launch's logs, in its own place under the one that was given."""
+    if options.log_dir is None:
+        if options.tee or options.redirects:
+            raise ConfigError("launch: --tee and --redirects write files: say where with --log-dir DIR")
+        return None
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-node{options.node_rank}-{os.getpid()}"
+    folder = options.log_dir / name
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"launch: --log-dir {options.log_dir}: {error.strerror}") from error
+    print_note(f"every process's output is kept under {folder}")
+    return folder
+
+
+def _stopped(ended: Ended) -> str:
+    return f"rank(s) {', '.join(map(str, ended.stopped)) or 'none'} were stopped"

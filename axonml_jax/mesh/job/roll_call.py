@@ -1,0 +1,103 @@
+"""A roll call over plain TCP before JAX's own rendezvous, which aborts the process without saying who is missing."""
+
+import select
+import socket
+import time
+from contextlib import closing
+
+from axonml_jax.mesh.job.callers import Callers
+from axonml_jax.mesh.job.coordinator import listen
+from axonml_jax.mesh.job.sealed import is_count, job_token, opened, sealed
+
+_GRACE = 5.0
+_TICK = 1.0
+_LONGEST = 2**16
+
+
+def roll_call(coordinator: str, num_processes: int, process_id: int, timeout: float) -> None:
+    """Return once every process of the job has called. Process 0 listens at the coordinator's address, then frees it.
+
+    Args:
+      coordinator: `host:port` of process 0.
+      num_processes: number of processes.
+      process_id: which this is.
+      timeout: seconds to wait for the others.
+
+    Raises:
+      TimeoutError: in every process that came, naming those that did not.
+      ValueError: in every process, when two have the same id or they disagree on their number.
+      OSError: in process 0, when the port is taken or the address is not its machine's.
+    """
+    host, _, port = coordinator.rpartition(":")
+    token = job_token()
+    if process_id == 0:
+        fault = _collect(host.strip("[]"), int(port), num_processes, timeout, token)
+    else:
+        fault = _answer(host.strip("[]"), int(port), num_processes, process_id, timeout, token)
+    if fault:
+        kind = TimeoutError if "never arrived" in fault else ValueError
+        raise kind(
+            f"init: process {process_id} of {num_processes} at {coordinator}: {fault}. Ranks and WORLD_SIZE count "
+            "processes: start each id from 0 once, all with the same coordinator and number"
+        )
+
+
+def _collect(host, port, num_processes, timeout, token):
+    """Process 0: hear everyone, decide, tell everyone."""
+    deadline = time.monotonic() + timeout
+    present, heard, fault = {0}, [], ""
+    with listen(host, port, num_processes) as server, closing(Callers(server, token, _is_ours)) as callers:
+        while len(present) < num_processes and not fault and (left := deadline - time.monotonic()) > 0:
+            select.select(callers.sources(), [], [], min(left, _TICK))
+            for caller, said in callers.pump():
+                heard.append(caller)
+                fault = fault or _fault(said["process"], said["count"], present, num_processes)
+                present.add(said["process"])
+        if not fault and len(present) < num_processes:
+            missing = sorted(set(range(num_processes)) - present)
+            fault = f"process(es) {missing} never arrived within {timeout:g} s"
+        for caller in heard:
+            _tell(caller, fault, token)
+    return fault
+
+
+def _is_ours(message):
+    return is_count(message.get("count"), 1) and is_count(message.get("process"), 1, message["count"])
+
+
+def _fault(process, count, present, num_processes):
+    if process in present:
+        return f"two processes have id {process}"
+    if count != num_processes:
+        return f"process {process} says there are {count} processes, process 0 says {num_processes}"
+    return ""
+
+
+def _answer(host, port, num_processes, process_id, timeout, token):
+    """Another process: find process 0, say who we are, hear what it decided."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=_GRACE) as server:
+                server.sendall(sealed({"process": process_id, "count": num_processes}, token))
+                server.settimeout(max(deadline - time.monotonic(), 0) + _GRACE)
+                with server.makefile("rb") as lines:
+                    answer = opened(lines.readline(_LONGEST), token)
+            if answer is not None and isinstance(answer.get("fault"), str):
+                return answer["fault"]
+            raise ConnectionError("that was not process 0")
+        except OSError:
+            if time.monotonic() > deadline:
+                return f"process(es) [0] never arrived within {timeout:g} s"
+            time.sleep(0.1)
+
+
+def _tell(caller, fault, token):
+    caller.settimeout(_GRACE)
+    try:
+        caller.sendall(sealed({"fault": fault}, token))
+        caller.recv(1)  # the caller closes first, so that the port is free of lingering connections
+    except OSError:
+        pass  # it has gone; JAX's own rendezvous will notice
+    finally:
+        caller.close()

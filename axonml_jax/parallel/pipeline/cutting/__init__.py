@@ -1,0 +1,1 @@
+"""Cutting a model, or its traced microbatch, into stages."""

@@ -1,0 +1,1 @@
+"""Where the parameters of stages rest between steps: buffers on the ranks of `pipe`."""

@@ -1,0 +1,1 @@
+"""Running a timetable: ticks, the buffers between stages, and the weights of each tick."""

@@ -1,0 +1,209 @@
+"""The stages of a pipeline traced one after the other: what each sends, keeps and returns, and how all of it is packed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from axonml_jax.collectives.varying import vary, varying_axes
+from axonml_jax.parallel.pipeline.cutting.stage import Stage
+from axonml_jax.parallel.pipeline.cutting.traced_forward import TracedForward
+from axonml_jax.parallel.pipeline.cutting.traced_stage import Inputs, TracedStage, trace_stage
+from axonml_jax.parallel.pipeline.resting.packing import Buffers, Packing, Sizes, largest
+from axonml_jax.parallel.pipeline.resting.stage_buffers import StageBuffers
+from axonml_jax.parallel.units.body import Transform
+
+
+@dataclass(frozen=True)
+class Member:
+    """One stage in its place.
+
+    Attributes:
+      stage: the stage as given.
+      traced: its program.
+      weights, state: where its leaves lie on its rank.
+      read: how the weights that it reads are packed.
+      x: how the activations it receives are packed; empty on the first stage.
+      y: how those that it sends are packed.
+      residuals: how what it keeps for its backward is packed; None when nothing is differentiated.
+      forward: makes that, and the results; None likewise.
+    """
+
+    stage: Stage
+    traced: TracedStage
+    weights: Packing
+    state: Packing
+    read: Packing
+    x: Packing
+    y: Packing
+    residuals: Packing | None = None
+    forward: TracedForward | None = None
+
+    @property
+    def dx(self) -> Packing:
+        """How the gradients of what it receives are packed."""
+        return _part(self.x, self.traced.varied_x)
+
+    @property
+    def dy(self) -> Packing:
+        """How the gradients of what it sends are packed."""
+        return _part(self.y, self.traced.varied_y)
+
+
+@dataclass(frozen=True)
+class Line:
+    """All stages, and the sizes that every rank's buffers need.
+
+    Attributes:
+      members: the stages in order.
+      loss_like, aux_like: zeros, typed like the loss and the last stage's metrics.
+    """
+
+    members: tuple[Member, ...]
+    loss_like: jax.Array
+    aux_like: tuple[jax.Array, ...]
+
+    @property
+    def activations(self) -> Sizes:
+        """Of what is sent forward."""
+        return largest(member.x.sizes for member in self.members)
+
+    @property
+    def cotangents(self) -> Sizes:
+        """Of what is sent backward."""
+        return largest(member.dx.sizes for member in self.members)
+
+    @property
+    def residuals(self) -> Sizes:
+        """Of what is kept."""
+        return largest(member.residuals.sizes for member in self.members if member.residuals is not None)
+
+    @property
+    def read(self) -> Sizes:
+        """Of the weights that a stage reads."""
+        return largest(member.read.sizes for member in self.members)
+
+    @property
+    def outputs(self) -> Sizes:
+        """Of what the last stage returns."""
+        return self.members[-1].y.sizes
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has when stages are traced or run, inside `shard_map`.
+
+    Attributes:
+      layout, states_layout: where parameters and states lie.
+      weights, states: this rank's buffers.
+      given: leaves of the microbatches and their keys, each [M, ...].
+      given_tree: of (batch, keys).
+      axis: the pipeline's mesh axis.
+    """
+
+    layout: StageBuffers
+    states_layout: StageBuffers
+    weights: Buffers
+    states: Buffers
+    given: Sequence[jax.Array]
+    given_tree: Any
+    axis: str
+
+    def microbatch(self, index: ArrayLike) -> list[jax.Array]:
+        """One microbatch and its key, typed as varying over the pipeline too: a cast inside a stage would be kept."""
+        return [vary(jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.axis) for x in self.given]
+
+
+def trace_line(stages: Sequence[Stage], held: Held, transform: Transform | None) -> Line:
+    """Trace every stage on what the one before sends.
+
+    Args:
+      stages: in order.
+      held: what this rank has.
+      transform: what recomputation makes of a stage; None: nothing is differentiated.
+
+    Raises:
+      ValueError: when a loss is no floating scalar, or a state comes back otherwise than it was given.
+    """
+    members: list[Member] = []
+    for stage in stages:
+        members.append(_member(len(members), stage, held, members[-1] if members else None, transform))
+    losses = [member.traced.aval(member.traced.places.loss) for member in members]
+    wrong = [f"stage {i}: {loss.str_short()}" for i, loss in enumerate(losses) if loss.shape or not _is_float(loss)]
+    if wrong:
+        raise ValueError(f"the loss of a stage must be a floating scalar, not {'; '.join(wrong)}")
+    axes = frozenset({held.axis}).union(*map(varying_axes, losses))
+    last = members[-1].traced
+    metrics = [last.aval(atom) for atom in last.places.aux]
+    return Line(
+        tuple(members),
+        vary(jnp.zeros((), losses[-1].dtype), tuple(axes)),
+        tuple(vary(jnp.zeros(x.shape, _summed(x.dtype)), (held.axis, *varying_axes(x))) for x in metrics),
+    )
+
+
+def _member(number: int, stage: Stage, held: Held, before: Member | None, transform: Transform | None) -> Member:
+    weights, state = held.layout.packings[number], held.states_layout.packings[number]
+    x = Packing(()) if before is None else before.y
+    empty = {group: vary(jnp.zeros(size, group.dtype), group.axes) for group, size in x.sizes.items()}
+    read = list(stage.read(weights.unpack(held.weights)))
+    inputs = Inputs(read, held.microbatch(0), x.unpack(empty), state.unpack(held.states))
+    trained = [not slot.group.frozen for slot in weights.slots]
+    varied = [] if before is None else before.traced.varied_y
+    traced = trace_stage(stage, inputs, _arguments(number, held, before), trained, varied)
+    _check_state(number, traced, inputs.state)
+    y = Packing.of((traced.aval(atom) for atom in traced.places.y), held.axis)
+    member = Member(stage, traced, weights, state, Packing.of(read, held.axis), x, y)
+    if transform is None:
+        return member
+    forward = TracedForward.of(traced, inputs, transform)
+    return replace(member, residuals=Packing.of(forward.residuals, held.axis), forward=forward)
+
+
+def _arguments(number: int, held: Held, before: Member | None) -> Callable[[Inputs], tuple]:
+    """What a stage is called with, out of the leaves of its inputs."""
+
+    def arguments(leaves: Inputs) -> tuple:
+        batch, key = held.given_tree.unflatten(leaves.given)
+        x = None if before is None else before.traced.y_tree.unflatten(leaves.x)
+        state = held.states_layout.treedefs[number].unflatten(leaves.state)
+        return held.layout.treedefs[number].unflatten(leaves.weights), x, batch, key, state
+
+    return arguments
+
+
+def _check_state(number: int, traced: TracedStage, given: Sequence[jax.Array]) -> None:
+    """A rank's states lie in one buffer all the time: they may change in value only."""
+    avals = [traced.aval(atom) for atom in traced.places.state]
+    before = [f"{x.dtype}{list(x.shape)}" for x in given]
+    after = [f"{x.dtype}{list(x.shape)}" for x in avals]
+    if before != after:
+        raise ValueError(f"stage {number} was given a state of leaves {before} and returned {after}: return them alike")
+    for new, old in zip(avals, given, strict=True):
+        if more := varying_axes(new) - varying_axes(old):
+            raise ValueError(
+                f"stage {number}: a state of shape {old.shape} comes back varying over {sorted(more)}, over which it was the "
+                "same on all ranks: average it there, or give states that vary over these axes"
+            )
+
+
+def _part(packing: Packing, places: Sequence[int]) -> Packing:
+    """A packing of some of the arrays alone."""
+    ends: dict = {}
+    slots = []
+    for slot in (packing.slots[i] for i in places):
+        slots.append(slot._replace(offset=ends.get(slot.group, 0)))
+        ends[slot.group] = slots[-1].offset + slot.size
+    return Packing(tuple(slots))
+
+
+def _is_float(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def _summed(dtype: Any) -> Any:
+    """Metrics are summed: of booleans that is a count."""
+    return jnp.int32 if dtype == jnp.bool_ else dtype

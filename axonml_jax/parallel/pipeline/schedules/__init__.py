@@ -1,0 +1,1 @@
+"""Pipeline schedules and the timetables that they become: no JAX here."""

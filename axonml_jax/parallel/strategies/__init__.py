@@ -1,0 +1,1 @@
+"""The contract of strategies, and the strategies of the library: equal rooms."""

@@ -1,0 +1,1 @@
+"""Layers of AxoNN's 3-D tensor parallelism."""

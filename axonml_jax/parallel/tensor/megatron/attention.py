@@ -1,0 +1,163 @@
+"""`TensorParallelAttention`: self-attention whose heads are split over the ranks of an axis (Shoeybi et al. 2019)."""
+
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from axonml_jax.parallel.tensor.bound_axes import degree
+from axonml_jax.parallel.tensor.dropout import ParallelDropout
+from axonml_jax.parallel.tensor.megatron.attend import KVCache, attend, rotate
+from axonml_jax.parallel.tensor.megatron.attentions import ATTENTIONS
+from axonml_jax.parallel.tensor.megatron.fused_attention import attention_kernel, fused_attention
+from axonml_jax.parallel.tensor.products.options import LinearOptions
+from axonml_jax.parallel.tensor.products.ordered import Prefetch
+from axonml_jax.parallel.tensor.products.pair import (
+    PairAxes,
+    closed,
+    closing,
+    opened,
+    opening,
+    pair_options,
+    split_axis,
+)
+from axonml_jax.parallel.tensor.specs import Units
+
+
+class TensorParallelAttention(nnx.Module):
+    """Multi-head or grouped-query self-attention; a rank computes some heads, and no head is cut.
+
+    Args:
+      hidden_size: h.
+      num_heads: query heads; they must divide by the axis's n ranks.
+      num_kv_heads: key and value heads, a divisor of `num_heads`; None: as many. They must divide by n too, or n by them:
+        with fewer of them than ranks every rank holds the key and value weights whole and computes the one head it reads.
+      head_size: d; None: h / num_heads.
+      causal: whether a position sees only itself and those before it.
+      rope_theta: base of rotary positions; None: no positions.
+      use_bias: whether the linear layers have biases.
+      sequence_parallel: input and output are this rank's part of the sequence.
+      ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
+      overlap: issue each reduction of an input's gradient before the weights' gradients, to run behind them; not with `ring`.
+      dropout: rate on the attention weights in train mode; masks do not depend on the degree.
+      kernel: what computes the attention itself: "xla" (two einsums), "splash" (JAX's kernel on TPU), "cudnn" (on GPU), or
+        "auto": the kernel of the platform where it applies, else the einsums.
+      out_init: initializer of the last layer's kernel; None: that of the others.
+      axis: the mesh axis; three of them (row, col, depth) make it of AxoNN's 3-D layers, heads split over row. There key
+        and value heads must divide too.
+      rngs: streams `params` and, with dropout, `dropout`.
+      **options: those of `nnx.Linear`, for every linear layer.
+
+    Raises:
+      ValueError: for sizes that do not fit each other; in the call, when heads do not divide over the ranks, or a kernel
+        asked for by name does not apply.
+
+    Communicates: one all-reduce of [..., h] forward and one backward; with sequence parallelism an all-gather and a
+    reduce-scatter each way, and one more all-gather backward. Replicated key and value weights: an all-reduce of their
+    gradients.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_size: int | None = None,
+        causal: bool = True,
+        rope_theta: float | None = None,
+        use_bias: bool = True,
+        sequence_parallel: bool = False,
+        ring: bool = False,
+        overlap: bool = False,
+        dropout: float = 0.0,
+        kernel: str = "auto",
+        out_init: nnx.Initializer | None = None,
+        axis: PairAxes = "tensor",
+        rngs: nnx.Rngs,
+        **options: Unpack[LinearOptions],
+    ):
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if kernel not in ATTENTIONS:
+            raise ValueError(f"TensorParallelAttention: kernel={kernel!r} must be one of {', '.join(ATTENTIONS)}")
+        self.head_size = _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta)
+        self.causal, self.rope_theta, self.kernel = causal, rope_theta, kernel
+        self.kv_heads, self.split_axis = kv_heads, split_axis(axis)
+        flags = {"sequence_parallel": sequence_parallel, "ring": ring, "overlap": overlap}
+        shared = pair_options("TensorParallelAttention", axis, options, use_bias=use_bias, rngs=rngs, **flags)
+
+        def heads(units: Units):
+            return opening(hidden_size, units.count * self.head_size, units=units, **shared)
+
+        one_axis = isinstance(axis, str)
+        self.query = heads(Units(num_heads, "query heads"))
+        self.key = heads(Units(kv_heads, "key and value heads", replicated=one_axis))
+        self.value = heads(Units(kv_heads, "key and value heads", replicated=one_axis))
+        out: dict[str, Any] = shared | ({"kernel_init": out_init} if out_init else {})
+        self.out = closing(num_heads * self.head_size, hidden_size, **out)
+        self.dropout = ParallelDropout(dropout, dim=-3, axis=split_axis(axis), rngs=rngs if dropout else None)
+
+    def __call__(self, x: jax.Array, *, prefetch: Prefetch | None = None) -> jax.Array:
+        """Attend.
+
+        Args:
+          x: [..., s, h], the same on every rank; [..., s/n, h] with `sequence_parallel`.
+          prefetch: of 3-D layers: the order in which weights are gathered over depth, each while the layer before computes.
+
+        Returns:
+          As x.
+        """
+        mixed = self._mixed(*self._heads(x, 0, prefetch))
+        return closed(self.out, mixed.reshape(*mixed.shape[:-2], -1), prefetch=prefetch)
+
+    def _mixed(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        drops = self.dropout.rate > 0 and not self.dropout.deterministic
+        kernel = attention_kernel(self.kernel, query, key, drops=drops)
+        if kernel == "xla":
+            return attend(query, key, value, causal=self.causal, weights_fn=self.dropout)
+        return fused_attention(kernel, query, key, value, causal=self.causal)
+
+    def empty_cache(self, batch: int, room: int) -> KVCache:
+        """A cache of this rank's key and value heads with room for so many positions."""
+        heads = max(1, self.kv_heads // degree(self.split_axis))
+        shape = (batch, room, heads, self.head_size)
+        dtype = self.key.kernel.dtype if self.key.dtype is None else self.key.dtype
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+
+    def extend(self, x: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """The same for s more positions after those in a cache of this rank's key and value heads; for causal attention.
+
+        Args:
+          x: [b, s, h], whole.
+          cache: keys and values of the positions before.
+
+        Returns:
+          ([b, s, h], the cache with s more positions).
+        """
+        query, key, value = self._heads(x, cache.length)
+        start, cache = cache.length, cache.extended(key, value)
+        mixed = attend(query, cache.key, cache.value, causal=True, start=start)
+        return self.out(mixed.reshape(*mixed.shape[:-2], -1)), cache
+
+    def _heads(self, x: jax.Array, start: int | jax.Array, prefetch: Prefetch | None = None):
+        outputs = opened([self.query, self.key, self.value], x, prefetch=prefetch)
+        # How many heads there are is read off the projections: on a rank they are its own.
+        query, key, value = (y.reshape(*y.shape[:-1], -1, self.head_size) for y in outputs)
+        if self.rope_theta is not None:
+            query, key = (rotate(y, self.rope_theta, start) for y in (query, key))
+        return query, key, value
+
+
+def _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta) -> int:
+    size = hidden_size // num_heads if head_size is None else head_size
+    wrong = []
+    if head_size is None and hidden_size % num_heads:
+        wrong.append(f"hidden_size {hidden_size} is no multiple of num_heads {num_heads}: give head_size")
+    if num_heads % kv_heads:
+        wrong.append(f"num_heads {num_heads} is no multiple of num_kv_heads {kv_heads}")
+    if rope_theta is not None and size % 2:
+        wrong.append(f"rotary positions rotate pairs, and the head size {size} is odd")
+    if wrong:
+        raise ValueError("TensorParallelAttention: " + "; ".join(wrong))
+    return size

@@ -1,0 +1,113 @@
+"""`vocab_parallel_cross_entropy`: per-token losses of logits whose vocabulary is split, without ever joining them."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.collectives.primitives import axis_index, axis_size, max_over, sum_over
+from axonml_jax.mesh.axes import AxisNames
+from axonml_jax.parallel.tensor.bound_axes import bound
+from axonml_jax.parallel.tensor.whole.split_loss import Form, split_loss
+
+
+def vocab_parallel_cross_entropy(
+    logits_shard: jax.Array,
+    targets: jax.Array,
+    axis: AxisNames = "tensor",
+    *,
+    label_smoothing: float = 0.0,
+    ignore_label: int | None = None,
+) -> jax.Array:
+    """Cross entropy of every position in nats (Shoeybi et al. 2019).
+
+    Args:
+      logits_shard: [..., v/n], this rank's block of the vocabulary; [..., v] where the axis is not bound.
+      targets: integers [...], below v, the same on every rank.
+      axis: the mesh axis of n ranks that splits the vocabulary; of several those that are bound count.
+      label_smoothing: e in [0, 1): the target distribution is 1 - e on the target plus e spread evenly over all v.
+      ignore_label: positions whose target is this value have loss 0 and no gradient (they still count as positions:
+        divide by how many remain).
+
+    Returns:
+      [...], the same on every rank, in at least float32.
+
+    Raises:
+      ValueError: when shapes do not fit, label_smoothing is outside [0, 1), or the logits are whole on every rank although
+        the axis is bound. In a model whose layers `auto_parallelize` swapped they may be whole. In a `shard_map` of your own
+        with `check_vma=False` nothing can tell.
+
+    Communicates: forward a maximum and a sum of two (with smoothing three) numbers per token; nothing backward. What is
+    kept for the backward is the logits shard as given and one number per token.
+    """
+    if logits_shard.shape[:-1] != targets.shape or not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(
+            f"vocab_parallel_cross_entropy: logits of shape {logits_shard.shape} want integer targets of shape "
+            f"{logits_shard.shape[:-1]}, not {targets.dtype.name} of shape {targets.shape}"
+        )
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing} is outside [0, 1)")
+    # Compare in a type that holds the vocabulary: targets may be uint8.
+    targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
+    form = _form(bound(axis), float(label_smoothing), targets.ndim)
+    losses = split_loss(form, logits_shard, targets)
+    return losses if ignore_label is None else jnp.where(targets == ignore_label, 0, losses)
+
+
+@cache
+def _form(axes: tuple[str, ...], smoothing: float, ndim: int) -> Form:
+    return Form(
+        name="vocab_parallel_cross_entropy",
+        options=(smoothing,),
+        subject="logits",
+        remedy="let the layer that makes them leave its output split (gather_output=False), or take an ordinary cross entropy "
+        "of whole logits, such as this one with axis=()",
+        axes=axes,
+        part=lambda logits, targets: _cross_entropy(logits, targets, axes, smoothing),
+        whole=lambda logits, targets: _cross_entropy(logits, targets, (), smoothing),
+        dims=(ndim + 1, ndim),
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _cross_entropy(logits, targets, axes, smoothing):
+    return _forward(logits, targets, axes, smoothing)[0]
+
+
+def _forward(logits, targets, axes, smoothing):
+    """The losses, and what the backward needs: softmax = exp(logits - normalizer)."""
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    highest = jnp.max(wide, axis=-1)
+    highest = max_over(highest, axes) if axes else highest
+    shifted = wide - highest[..., None]
+    # A masked sum instead of indexing: the target's logit is on one rank, and the others add zero.
+    chosen = jnp.sum(jnp.where(_is_target(logits, targets, axes), shifted, 0), axis=-1)
+    parts = [jnp.sum(jnp.exp(shifted), axis=-1), chosen, *([jnp.sum(shifted, axis=-1)] if smoothing else [])]
+    sums = sum_over(jnp.stack(parts), axes) if axes else jnp.stack(parts)
+    log_sum = jnp.log(sums[0])
+    losses = log_sum - sums[1]
+    if smoothing:
+        losses = (1 - smoothing) * losses + smoothing * (log_sum - sums[2] / _vocabulary(logits, axes))
+    return losses, (logits, targets, highest + log_sum)
+
+
+def _backward(axes, smoothing, saved, ct):
+    logits, targets, normalizer = saved
+    wide = logits.astype(normalizer.dtype)
+    softmax = jnp.exp(wide - normalizer[..., None])
+    even = smoothing / _vocabulary(logits, axes)
+    grad = softmax - jnp.where(_is_target(logits, targets, axes), 1 - smoothing + even, even)
+    return (grad * ct[..., None]).astype(logits.dtype), None
+
+
+_cross_entropy.defvjp(_forward, _backward)
+
+
+def _is_target(logits, targets, axes):
+    size = logits.shape[-1]
+    first = axis_index(axes) * size if axes else 0
+    return jnp.arange(size) == (targets - first)[..., None]
+
+
+def _vocabulary(logits, axes) -> int:
+    return logits.shape[-1] * (axis_size(axes) if axes else 1)

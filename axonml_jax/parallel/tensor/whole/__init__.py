@@ -1,0 +1,1 @@
+"""Parameters that layers split and that all other code sees whole."""

@@ -1,0 +1,213 @@
+"""`check_strategy`: what a plan relies on in a strategy, ours or yours: a value, a law, flows, a training run."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from axonml_jax.ledger.traced import collectives_in
+from axonml_jax.parallel.strategies.role import Role
+from axonml_jax.parallel.strategies.strategy import AbstractStrategy
+from axonml_jax.sharding.layout import Layout
+from axonml_jax.sharding.stored import from_stored, to_stored
+from axonml_jax.testing.strategy_oracle import assert_trains_like_one_device
+from axonml_jax.testing.tolerances import FLOAT64
+
+SHAPES = ((), (1,), (5,), (7, 3), (2, 3, 5), (8, 6), (0, 4))
+"""Leaves that are tried: scalars, few sizes that divide, an empty one."""
+
+
+def check_strategy(strategy: AbstractStrategy, *, ranks: int = 3, tolerance: float = FLOAT64) -> None:
+    """Check a strategy on a simulated mesh: that it is a value, its law, what it says that it sends, and a training run.
+
+    The law: what `gather` gives is the parameter (of a lossy strategy: of every shard its `round_trip`), the same on every
+    rank, and `sync` is the transpose of gathering: it sums. Both are tried leaf by leaf and as a bucket, with `check_vma` on
+    and off, on scalars, sizes that do not divide and empty arrays. `gather_flows` and `sync_flows` are compared with the
+    collectives of the traced programs. Then a small model trains three steps under
+    `Plan(axes={"checked": strategy})` and is compared with one device (with the round trip, for a lossy strategy).
+
+    Args:
+      strategy: of any role but one that leaves parameters to layers or never reduces.
+      ranks: R, of the axis; so many devices are needed (`ax.fake_devices`).
+      tolerance: relative to the largest value, for float64; a strategy that reduces in a lower precision needs more.
+
+    Raises:
+      AssertionError: naming what does not hold, and for which leaf.
+      ValueError: when there are fewer than R devices, or for a role that cannot be checked alone.
+
+    Example::
+
+        ax.fake_devices(4)
+        ax.testing.check_strategy(ax.Shard(stage=2), ranks=4)
+    """
+    if len(jax.devices()) < ranks:
+        raise ValueError(
+            f"{ranks} ranks need as many devices, but there are {len(jax.devices())}: ax.fake_devices({ranks})"
+        )
+    _check_value(strategy)
+    if strategy.role.parameters == "layers" or strategy.role.reduces == "never" or strategy.role.batch is None:
+        raise ValueError(f"{strategy.role}: only what splits rows and reduces its gradients can be checked alone")
+    with jax.enable_x64(True):
+        for check_vma in (True, False):
+            for bucketed in (False, True):
+                _Law(strategy, ranks, check_vma, bucketed, tolerance).hold()
+        assert_trains_like_one_device(strategy, ranks, tolerance)
+
+
+def _check_value(strategy: Any) -> None:
+    assert isinstance(strategy, AbstractStrategy), f"{strategy!r} is no ax.AbstractStrategy"
+    assert isinstance(strategy.role, Role), f"role={strategy.role!r} must be an ax.Role"
+    assert is_dataclass(strategy) and type(strategy).__hash__, (
+        f"{type(strategy).__name__} must be a frozen dataclass: plans are compared and hashed"
+    )
+    again = type(strategy)(**{field.name: getattr(strategy, field.name) for field in fields(strategy) if field.init})
+    assert again == strategy and hash(again) == hash(strategy), f"{strategy!r} is not equal to another one made alike"
+
+
+@dataclass(frozen=True)
+class _Law:
+    """One way of trying the law."""
+
+    strategy: AbstractStrategy
+    ranks: int
+    check_vma: bool
+    bucketed: bool
+    tolerance: float
+
+    def hold(self) -> None:
+        layouts = [self.strategy.spec(_whole(shape), AXIS, self.ranks) for shape in SHAPES]
+        random = np.random.default_rng(3)
+        wholes = [random.normal(size=layout.shape) for layout in layouts]
+        stored = [np.asarray(to_stored(x, layout)) for x, layout in zip(wholes, layouts, strict=True)]
+        cotangents = [random.normal(size=(self.ranks, *layout.shape)) for layout in layouts]
+        given = self._place(stored, layouts), self._place(cotangents, [PartitionSpec(AXIS)] * len(layouts))
+        read, synced = self._programs(layouts)
+        values, sums = jax.device_get((jax.jit(read)(given[0]), jax.jit(synced)(given[1])))
+        for i, layout in enumerate(layouts):
+            seen = self._seen(stored[i], layout)
+            for rank in range(self.ranks):
+                self._same(values[i][rank], seen, f"what rank {rank} reads of a leaf", layout)
+            total = np.asarray(to_stored(cotangents[i].sum(0), layout))
+            self._same(sums[i], total, "sync, which must sum what gather's transpose sums,", layout)
+        self._hold_flows(layouts, given, read, synced)
+
+    def _programs(self, layouts: Sequence[Layout]) -> tuple[Any, Any]:
+        strategy, specs = self.strategy, [layout.spec for layout in layouts]
+        each = [PartitionSpec(AXIS)] * len(layouts)
+
+        def read(shards: list) -> list:
+            if self.bucketed:
+                wholes = strategy.gather_bucket(shards, layouts, AXIS)
+            else:
+                wholes = [strategy.gather(x, layout, AXIS) for x, layout in zip(shards, layouts, strict=True)]
+            return [whole[None] for whole in wholes]
+
+        def synced(cotangents: list) -> list:
+            own = [ct[0] for ct in cotangents]
+            if self.bucketed:
+                return list(strategy.sync_bucket(own, layouts, AXIS))
+            return [strategy.sync(x, layout, AXIS) for x, layout in zip(own, layouts, strict=True)]
+
+        options = {"mesh": _mesh(self.ranks), "check_vma": self.check_vma}
+        return (
+            jax.shard_map(read, in_specs=(specs,), out_specs=each, **options),
+            jax.shard_map(synced, in_specs=(each,), out_specs=specs, **options),
+        )
+
+    def _seen(self, stored: np.ndarray, layout: Layout) -> np.ndarray:
+        """What every rank must read: the shards' round trips put together, padding cut off."""
+        dim = layout.dim_of(AXIS)
+        shards = [stored] if dim is None else np.split(stored, self.ranks, axis=dim)
+        there = [np.asarray(self.strategy.round_trip(jnp.asarray(shard), layout, AXIS)) for shard in shards]
+        lossless = all(map(np.array_equal, shards, there))
+        assert lossless or not self.strategy.exact, f"round_trip changes a shard, so exact must be False ({layout})"
+        return there[0] if dim is None else np.asarray(from_stored(np.concatenate(there, axis=dim), layout))
+
+    def _same(self, got: Any, wanted: np.ndarray, what: str, layout: Layout) -> None:
+        how = f"{'in a bucket' if self.bucketed else 'alone'}, check_vma={self.check_vma}"
+        assert got.shape == wanted.shape, f"{what} has shape {got.shape}, not {wanted.shape} ({layout}; {how})"
+        apart = float(np.max(np.abs(got - wanted), initial=0.0))
+        allowed = self.tolerance * max(1.0, float(np.max(np.abs(wanted), initial=0.0)))
+        assert apart <= allowed, f"{what} is {apart:.3g} off, allowed {allowed:.3g} ({layout}; {how})"
+
+    def _hold_flows(self, layouts: Sequence[Layout], given: tuple, read: Any, synced: Any) -> None:
+        strategy, dtype = self.strategy, np.dtype("float64")
+        sizes = [(math.prod(layout.shard), math.prod(layout.shape)) for layout in layouts]
+        gathered = [
+            sent
+            for (shard, _), layout in zip(sizes, layouts, strict=True)
+            for sent in strategy.gather_flows(shard, layout, AXIS, self.ranks, dtype)
+        ]
+        reduced = [
+            sent
+            for (shard, whole), layout in zip(sizes, layouts, strict=True)
+            for sent in strategy.sync_flows(
+                whole if layout.dim_of(AXIS) is None else shard * self.ranks, layout, AXIS, self.ranks, dtype
+            )
+        ]
+        for name, said, program, arguments in (
+            ("gather_flows", gathered, read, given[0]),
+            ("sync_flows", reduced, synced, given[1]),
+        ):
+            counted = _by_kind(_counted(program, arguments))
+            expected = _by_kind((sent.kind, np.dtype(sent.dtype).name, sent.elements, sent.ranks) for sent in said)
+            assert counted == expected, (
+                f"{name} says that {strategy!r} sends {expected} (elements by kind, dtype and ranks), the traced program "
+                f"sends {counted} ({'in a bucket' if self.bucketed else 'leaf by leaf'}, check_vma={self.check_vma})"
+            )
+
+        self._hold_arrays(layouts[-2])
+
+    def _hold_arrays(self, layout: Layout) -> None:
+        """The planner asks for many sizes at once."""
+        strategy, sizes = self.strategy, [self.ranks * math.prod(layout.shard) * k for k in (1, 2)]
+        for flows in (strategy.gather_flows, strategy.sync_flows):
+            ask = lambda elements, flows=flows: flows(elements, layout, AXIS, self.ranks, np.dtype("float64"))
+            alone = [ask(size) for size in sizes]
+            try:
+                together = ask(np.array(sizes))
+            except (TypeError, ValueError) as error:
+                raise AssertionError(
+                    f"{flows.__name__} of {strategy!r} cannot be asked for many sizes at once"
+                ) from error
+            said = [list(np.broadcast_to(sent.elements, len(sizes))) for sent in together]
+            wanted = [[sent.elements for sent in same] for same in zip(*alone, strict=True)]
+            assert said == wanted, (
+                f"{flows.__name__} of {strategy!r} says {said} elements when asked for an array of sizes, {wanted} when asked "
+                "for one at a time: use arithmetic that takes both"
+            )
+
+    def _place(self, values: Sequence[np.ndarray], layouts: Sequence[Any]) -> list[jax.Array]:
+        mesh = _mesh(self.ranks)
+        specs = [layout.spec if isinstance(layout, Layout) else layout for layout in layouts]
+        return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(values, specs, strict=True)]
+
+
+AXIS = "checked"
+
+
+def _counted(program: Any, arguments: Any) -> Iterator[tuple[str, str, int, int]]:
+    for each in collectives_in(program, arguments):
+        yield each.kind, each.dtype, each.elements * each.executions, each.group_size
+
+
+def _by_kind(sent: Any) -> dict[tuple[str, str, int], int]:
+    """Elements by kind, dtype and ranks; what has none is left out."""
+    found: dict[tuple[str, str, int], int] = {}
+    for kind, dtype, elements, ranks in sent:
+        if elements:
+            found[kind, dtype, ranks] = found.get((kind, dtype, ranks), 0) + elements
+    return found
+
+
+def _whole(shape: tuple[int, ...]) -> Layout:
+    return Layout.whole(jax.ShapeDtypeStruct(shape, np.float64))
+
+
+def _mesh(ranks: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:ranks]), (AXIS,), axis_types=(AxisType.Auto,))

@@ -1,0 +1,1 @@
+"""Steps that are not finite: loss scaling, skipped updates and their counts."""

@@ -1,0 +1,1 @@
+"""What a run is between two steps, and how it begins."""
