@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from axonml_jax.cost.published.axonn import Grid, layer_volumes, shared_bandwidth
+from axonml_jax.cost.published.axonn import GridDegrees, layer_volumes, shared_bandwidth
 from axonml_jax.cost.published.layer_activations import layer_bytes
 from axonml_jax.cost.published.states import FLOAT32_ADAM, deepspeed, megatron, zero
 from axonml_jax.cost.wire import wire_elements
@@ -66,12 +66,12 @@ def test_activations_of_a_layer(tensor):
 
 
 def test_axonns_volumes():
-    grid = Grid(depth=2, row=2, col=2)
+    grid = GridDegrees(depth=2, row=2, col=2)
     volumes = layer_volumes(grid, 16, 2048, 4096, 16_384)
     assert volumes == {"data": 0, "depth": 50_331_648, "row": 67_108_864, "col": 268_435_456}
-    assert layer_volumes(Grid(data=2, depth=2, row=2, col=2), 16, 2048, 4096, 16_384)["data"] == 33_554_432
+    assert layer_volumes(GridDegrees(data=2, depth=2, row=2, col=2), 16, 2048, 4096, 16_384)["data"] == 33_554_432
     # A transposed layer of the swapped grid sends the same, with row and col in each other's place.
-    uneven, swapped = Grid(row=4, col=2), Grid(row=2, col=4)
+    uneven, swapped = GridDegrees(row=4, col=2), GridDegrees(row=2, col=4)
     plain, other = layer_volumes(uneven, 8, 16, 32, 64), layer_volumes(swapped, 8, 16, 32, 64, transposed=True)
     assert (plain["row"], plain["col"]) == (other["col"], other["row"])
     assert shared_bandwidth(100e9, 4, 2) == 50e9 and shared_bandwidth(100e9, 4, 16) == 25e9
@@ -79,7 +79,7 @@ def test_axonns_volumes():
 
 def test_axonns_volumes_are_ring_volumes():
     """The table's factors are those of `wire_elements`: an all-reduce twice, a gather and a scatter once."""
-    volumes = layer_volumes(Grid(depth=2, row=4, col=2), 8, 16, 32, 64)
+    volumes = layer_volumes(GridDegrees(depth=2, row=4, col=2), 8, 16, 32, 64)
     block, rows = 32 * 64 // 8, 8 * 16 // 2
     assert volumes["depth"] == 2 * (
         2 * wire_elements("all_gather", block, 2) + wire_elements("reduce_scatter", block, 2)

@@ -14,7 +14,7 @@ from workers.ddp_rank import BATCHES, RUNS, TX, plan_of
 from workers.launch import launch
 
 from axonml_jax.model.functionalize import functionalize
-from axonml_jax.testing.oracle import Oracle, Parts
+from axonml_jax.testing.oracle import Oracle, OracleParts
 
 SCRIPT = pathlib.Path(__file__).parent / "workers" / "ddp_rank.py"
 TIME_LIMIT = 240
@@ -35,7 +35,7 @@ def wanted(name):
     make, loss_fn, _, accumulate = RUNS[name]
     view, variables = functionalize(make())
     plan, key = plan_of(name), jax.random.key(0)
-    parts = Parts(1 if plan.independent else PROCESSES, accumulate)
+    parts = OracleParts(1 if plan.independent else PROCESSES, accumulate)
     oracle = Oracle(view, loss_fn, TX, parts, precision=plan.precision)
     if not plan.independent:
         return [oracle.run(variables, BATCHES, key)]

@@ -14,7 +14,7 @@ from axonml_jax.model.functional import Trainable, Variables
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.place import to_host
-from axonml_jax.testing.oracle import Oracle, Parts, Run
+from axonml_jax.testing.oracle import Oracle, OracleParts, Run
 from axonml_jax.testing.trees_close import assert_trees_close
 
 
@@ -93,7 +93,9 @@ def _run_oracle(
     degree = placement.joined_rows
     key, options = jax.random.key(seed), {"precision": plan.precision, "max_grad_norm": max_grad_norm}
     joined = plan.batch_stats == "global" and (degree > 1 or not placement.own_axes)
-    oracle = Oracle(view, loss_fn, tx, Parts(degree, plan.microbatches, "joined" if joined else "first"), **options)
+    oracle = Oracle(
+        view, loss_fn, tx, OracleParts(degree, plan.microbatches, "joined" if joined else "first"), **options
+    )
     if not placement.own_axes:
         return _as_tree(oracle.run(variables, batches, key))
     models = placement.ranks(placement.own_axes)

@@ -1,7 +1,7 @@
 """The oracle: the same model trained on one device, with no mesh and no collective.
 
 A plan with N batch shards and A microbatches is matched part by part: part (r, a) holds the rows that shard r sees in
-microbatch a and draws the same random keys. Parts are taken one after another; only where BatchNorm joins the shards of
+microbatch a and draws the same random keys. OracleParts are taken one after another; only where BatchNorm joins the shards of
 a microbatch are these mapped over together, joined by Flax's own axis name.
 """
 
@@ -23,7 +23,7 @@ AXIS = "oracle_shards"
 
 
 @dataclass(frozen=True)
-class Parts:
+class OracleParts:
     """How a plan divides the global batch, and what becomes of the model's own state.
 
     Attributes:
@@ -57,7 +57,7 @@ class Oracle:
         model: Functional,
         loss_fn: LossFn,
         tx: optax.GradientTransformation,
-        parts: Parts,
+        parts: OracleParts,
         *,
         precision: Precision,
         max_grad_norm: float | None = None,

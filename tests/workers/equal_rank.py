@@ -25,7 +25,7 @@ from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.sharding.place import to_host
-from axonml_jax.testing.oracle import Oracle, Parts
+from axonml_jax.testing.oracle import Oracle, OracleParts
 from axonml_jax.testing.trees_close import assert_trees_close
 
 STEPS, ROWS = 2, 4
@@ -72,7 +72,7 @@ def transformer(size):
 def alone(model, loss, batches):
     """What one device computes: losses, gradient norms, and parameters in the end."""
     view, variables = functionalize(model)
-    run = Oracle(view, loss, TX, Parts(1), precision=Precision()).run(variables, batches, jax.random.key(0))
+    run = Oracle(view, loss, TX, OracleParts(1), precision=Precision()).run(variables, batches, jax.random.key(0))
     return {"loss": run.losses, "grad_norm": run.norms, "parameters": jax.tree.leaves(to_host(run.variables.params))}
 
 

@@ -7,7 +7,7 @@ from axonml_jax.cost.wire import Amount, exact
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class GridDegrees:
     """Degrees of AxoNN's four dimensions: Gd, Gr, Gc inside a layer, Gdata around it."""
 
     data: int = 1
@@ -16,7 +16,9 @@ class Grid:
     col: int = 1
 
 
-def layer_volumes(grid: Grid, batch: int, length: int, inputs: int, outputs: int, transposed: bool = False) -> dict:
+def layer_volumes(
+    grid: GridDegrees, batch: int, length: int, inputs: int, outputs: int, transposed: bool = False
+) -> dict:
     """Bytes per GPU and step of one fully connected layer, forward and backward, by dimension.
 
     bf16 weights and activations, float32 gradients over data. B sequences of S, weight K x N:

@@ -7,7 +7,7 @@ import jax
 from axonml_jax.launch.commands.describe import MOMENTS
 from axonml_jax.launch.config.own_flags import Budget
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
-from axonml_jax.launch.job.run_setup import Ground
+from axonml_jax.launch.job.run_setup import RunSetup
 from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.parallel.fabric import Fabric
@@ -34,7 +34,7 @@ def baseline(budget: Budget) -> dict[str, float]:
         raise ConfigError(f"--check {budget.check}: no baseline ({error}); write one with {write}") from error
 
 
-def predicted(config: RunConfig, ground: Ground, kind: Hardware | None = None) -> Prediction:
+def predicted(config: RunConfig, ground: RunSetup, kind: Hardware | None = None) -> Prediction:
     """The ledger's prediction of a run's step, on the mesh's devices or on others of a kind."""
     return predict(
         ground.plan,
@@ -66,7 +66,7 @@ def over_budget(found: Prediction, budget: Budget) -> list[str]:
     return wrong
 
 
-def require_fit(config: RunConfig, ground: Ground, budget: Budget) -> None:
+def require_fit(config: RunConfig, ground: RunSetup, budget: Budget) -> None:
     """Refuse a plan that a device's memory cannot hold, as far as the device says what it has.
 
     Raises:

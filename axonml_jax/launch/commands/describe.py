@@ -8,7 +8,7 @@ from flax import nnx
 from axonml_jax.facade.memory import FSDPMemoryStats, estimate
 from axonml_jax.launch.config.optimizer_config import make_optimizer
 from axonml_jax.launch.config.run_config import RunConfig
-from axonml_jax.launch.job.run_setup import Ground
+from axonml_jax.launch.job.run_setup import RunSetup
 from axonml_jax.launch.job.text_task import build_model, loss_fn
 from axonml_jax.ledger.explain import explain
 from axonml_jax.ledger.report import Report
@@ -24,7 +24,7 @@ MOMENTS = {"adamw": 2, "lion": 1}
 """Values that an optimizer keeps per parameter."""
 
 
-def describe(config: RunConfig, ground: Ground) -> str:
+def describe(config: RunConfig, ground: RunSetup) -> str:
     """Model, mesh, plan, memory and batch, a line each."""
     model, train = config.model, config.train
     tokens = train.global_batch_size * config.data.length
@@ -41,7 +41,7 @@ def describe(config: RunConfig, ground: Ground) -> str:
     return "\n".join(f"{name:<10} {text}" for name, text in rows.items())
 
 
-def price(config: RunConfig, ground: Ground) -> Report:
+def price(config: RunConfig, ground: RunSetup) -> Report:
     """The ledger of the run's training step."""
     view, shapes, placement = _placed(config, ground)
     tx = make_optimizer(config.optim, config.train.steps)
@@ -49,19 +49,19 @@ def price(config: RunConfig, ground: Ground) -> Report:
     return explain(step, abstract_state(shapes, tx, placement), ground.batch)
 
 
-def memory(config: RunConfig, ground: Ground) -> FSDPMemoryStats:
+def memory(config: RunConfig, ground: RunSetup) -> FSDPMemoryStats:
     """Bytes per device of parameters, gradients and optimizer state, by formula."""
     view, _, placement = _placed(config, ground)
     return estimate(placement, MOMENTS[config.optim.name], view)
 
 
-def _placed(config: RunConfig, ground: Ground) -> tuple[Functional, Variables, Placement]:
+def _placed(config: RunConfig, ground: RunSetup) -> tuple[Functional, Variables, Placement]:
     view, shapes = functionalize(nnx.eval_shape(lambda: build_model(config.model, config.train.seed)))
     split = tensor_specs(view.abstract_module, ground.mesh.shape)
     return view, shapes, bind_plan(ground.plan, shapes, ground.mesh, split)
 
 
-def _memory(config: RunConfig, ground: Ground) -> str:
+def _memory(config: RunConfig, ground: RunSetup) -> str:
     held = memory(config, ground)
     parts = {
         "parameters": held.param_bytes,

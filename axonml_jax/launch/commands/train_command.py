@@ -31,7 +31,7 @@ from axonml_jax.launch.job.profile import traced
 from axonml_jax.launch.job.progress import progress
 from axonml_jax.launch.job.records import JsonLines, Recorder, TensorBoard, read_records, tensorboard_writer
 from axonml_jax.launch.job.run_folder import CHECKPOINT_FOLDER, RunFolder, earlier_folder
-from axonml_jax.launch.job.run_setup import Ground, all_or_refuse, lay_ground
+from axonml_jax.launch.job.run_setup import RunSetup, all_or_refuse, lay_ground
 from axonml_jax.launch.job.saves import NONFINITE, Saves
 from axonml_jax.launch.job.text_task import (
     TextData,
@@ -113,7 +113,7 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         return _train(config, ground, data, trainer, run, resume.begin(run, config, trainer, data))
 
 
-def _train(config: RunConfig, ground: Ground, data: TextData, trainer: Trainer, run: RunFolder, start: int) -> int:
+def _train(config: RunConfig, ground: RunSetup, data: TextData, trainer: Trainer, run: RunFolder, start: int) -> int:
     """Train from a step to the end, and say how it went."""
     mine, manager = run.path if run.leads else None, run.manager if config.checkpoint.every else None
     metrics = run.path / "metrics.jsonl"
@@ -148,7 +148,7 @@ def _shared_settings(config: RunConfig, text: TextSplit) -> dict[str, Any]:
     return {"jax version": jax.__version__, "flax version": version("flax")} | values | checksums
 
 
-def _trainer(config: RunConfig, ground: Ground) -> Trainer:
+def _trainer(config: RunConfig, ground: RunSetup) -> Trainer:
     model = build_model(config.model, config.train.seed)
     parallel = ParallelModel(model, ground.mesh, ground.plan, seed=config.train.seed)
     tx = make_optimizer(config.optim, config.train.steps)
@@ -159,7 +159,7 @@ def _trainer(config: RunConfig, ground: Ground) -> Trainer:
 
 def _run(
     config: RunConfig,
-    ground: Ground,
+    ground: RunSetup,
     data: TextData,
     trainer: Trainer,
     folder: Path | None,
@@ -211,7 +211,7 @@ def _recorders(config: RunConfig, folder: Path | None, start: int) -> Iterator[R
         yield TensorBoard(folder / "tensorboard", start)
 
 
-def _throughput(config: RunConfig, ground: Ground) -> Throughput:
+def _throughput(config: RunConfig, ground: RunSetup) -> Throughput:
     return Throughput(
         tokens_per_step=config.train.global_batch_size * config.data.length,
         flops_per_token=config.model.flops_per_token(config.data.length),

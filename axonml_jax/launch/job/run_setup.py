@@ -21,7 +21,7 @@ from axonml_jax.sharding.batch import BatchLayout
 
 
 @dataclass(frozen=True)
-class Ground:
+class RunSetup:
     """What a run stands on.
 
     Attributes:
@@ -45,7 +45,7 @@ class Ground:
         return f"{self.mesh.size} {simulated}{device.device_kind} device{'s' * (self.mesh.size > 1)}{processes}"
 
 
-def lay_ground(config: RunConfig) -> Ground:
+def lay_ground(config: RunConfig) -> RunSetup:
     """Start the devices, and check that mesh and batch fit them. Call it before anything touches a JAX device.
 
     Raises:
@@ -62,7 +62,7 @@ def lay_ground(config: RunConfig) -> Ground:
         BatchLayout.of(dict(mesh.shape)).check(batch, config.build_plan().microbatches)
     except ValueError as error:
         raise ValueError(f"train.global_batch_size={config.train.global_batch_size}: {error}") from error
-    return Ground(world, mesh, config.build_plan(), batch)
+    return RunSetup(world, mesh, config.build_plan(), batch)
 
 
 def start_devices(simulated: int | None) -> World:

@@ -12,7 +12,7 @@ _LONGEST = 2**26
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
 
 
-class Line:
+class Connection:
     """One end of a connection.
 
     Args:

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import asdict
 
 from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.processes.connection import Line
+from axonml_jax.launch.processes.connection import Connection
 from axonml_jax.launch.processes.interrupts import Interrupts
 from axonml_jax.launch.processes.launch_options import LaunchOptions
 from axonml_jax.launch.processes.news import is_answer, is_hello, is_news
@@ -55,8 +55,8 @@ class Nodes:
         self._interrupts = interrupts
         self._me = options.node_rank
         self._token = job_token()
-        self._opened: list[Line] = []
-        self._lines: dict[int, Line] = {}
+        self._opened: list[Connection] = []
+        self._lines: dict[int, Connection] = {}
         # By attempt, because the others may be an attempt ahead of this launcher.
         self._attempt = 0
         self._alarms: set[int] = set()
@@ -85,7 +85,7 @@ class Nodes:
         self._wait(lambda: restarts in self._ports)
         return self._ports.get(restarts, port)
 
-    def sockets(self) -> Sequence[Line]:
+    def sockets(self) -> Sequence[Connection]:
         """See `Others`."""
         return [line for line in self._lines.values() if not line.cut]
 
@@ -181,7 +181,7 @@ class Nodes:
             while len(sizes) < options.nnodes and not fault and time.monotonic() < deadline:
                 self._pause(callers.sources())
                 for connection, hello in callers.pump():
-                    self._opened.append(line := Line(connection, self._token))
+                    self._opened.append(line := Connection(connection, self._token))
                     fault = fault or self._fault(hello, sizes)
                     sizes[hello["node"]], self._lines[hello["node"]] = hello["size"], line
         if missing := sorted(set(range(options.nnodes)) - set(sizes)):
@@ -222,11 +222,11 @@ class Nodes:
             if is_news(message, options.nnodes):
                 self._take(message)
 
-    def _find_node_0(self, deadline: float) -> Line:
+    def _find_node_0(self, deadline: float) -> Connection:
         place = (self._options.master_addr.strip("[]"), self._options.master_port)
         while True:
             try:
-                return Line(socket.create_connection(place, timeout=5), self._token)
+                return Connection(socket.create_connection(place, timeout=5), self._token)
             except OSError as error:
                 if time.monotonic() > deadline:
                     self._refuse(f"node 0's launcher did not answer within {GATHER_TIMEOUT:g} s ({error})")

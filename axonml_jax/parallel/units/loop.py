@@ -25,7 +25,7 @@ class LoopSaved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loop:
+class UnitLoop:
     """A scan equation; operands are known by their position.
 
     Attributes:
@@ -191,7 +191,7 @@ class Loop:
         return [k for k in range(self.num_consts + self.num_carry, len(self.operands)) if k not in self.scanned]
 
 
-def loop_of(segment: Segment, program: Program, prelude: Prelude) -> Loop:
+def loop_of(segment: Segment, program: Program, prelude: Prelude) -> UnitLoop:
     """The loop that a segment with scanned weights is.
 
     Args:
@@ -221,7 +221,7 @@ def loop_of(segment: Segment, program: Program, prelude: Prelude) -> Loop:
     )
     inputs = [number for number in read if number not in marks.made_of and number not in made]
     outputs = [number for number in dict.fromkeys(names_of(inner.outputs)) if number in made]
-    return Loop(
+    return UnitLoop(
         prelude=prelude,
         body=Body(own, work, inputs, outputs, inner.avals),
         operands=equation.inputs,

@@ -1,11 +1,11 @@
 """From the segments of a cut program to what runs them."""
 
 from axonml_jax.parallel.units.body import Body, Prelude
-from axonml_jax.parallel.units.loop import Loop, loop_of
+from axonml_jax.parallel.units.loop import UnitLoop, loop_of
 from axonml_jax.program.segments import Cut, Segment
 
 
-def part_of(segment: Segment, cut: Cut) -> Body | Loop:
+def part_of(segment: Segment, cut: Cut) -> Body | UnitLoop:
     """A segment as a body, or as a loop where it scans over weights."""
     program = cut.program
     weights = [program.inputs[w] for w in segment.weights]

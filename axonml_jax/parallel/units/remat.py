@@ -8,7 +8,7 @@ import jax
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.functional import Functional
 from axonml_jax.parallel.units.gathered import Slices
-from axonml_jax.parallel.units.loop import Loop
+from axonml_jax.parallel.units.loop import UnitLoop
 from axonml_jax.parallel.units.parts import part_of
 from axonml_jax.parallel.units.wrap import Wrap, units
 from axonml_jax.program.atoms import results_of
@@ -73,8 +73,8 @@ def recomputed(loss: Callable, model: Functional, wrap: Wrap, remat: Remat, para
         for segment, part in zip(pieces.segments, parts, strict=True):
             own = {number[w]: weights[w] for w in segment.weights}
             inputs = {n: env[n] for n in segment.inputs}
-            transform = transform_of(remat, apart=isinstance(part, Loop))
-            if isinstance(part, Loop):
+            transform = transform_of(remat, apart=isinstance(part, UnitLoop))
+            if isinstance(part, UnitLoop):
                 stacks = {w: weights[w] for w in segment.scanned.values()}
                 env |= part.apply(own, inputs, stacks, whole, transform)
             else:

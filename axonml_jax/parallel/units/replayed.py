@@ -16,7 +16,7 @@ from axonml_jax.parallel.loading import load, moment
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units.body import Values, add
 from axonml_jax.parallel.units.gathered import Slices
-from axonml_jax.parallel.units.loop import Loop
+from axonml_jax.parallel.units.loop import UnitLoop
 from axonml_jax.parallel.units.parts import part_of
 from axonml_jax.parallel.units.remat import transform_of
 from axonml_jax.parallel.units.wrap import units
@@ -116,8 +116,8 @@ class _Run:
             read, entering = self._read(due, entering)
             held |= read
             weights = self._weights(segment, held)
-            transform = transform_of(remat, apart=isinstance(part, Loop))
-            if isinstance(part, Loop):
+            transform = transform_of(remat, apart=isinstance(part, UnitLoop))
+            if isinstance(part, UnitLoop):
                 own = {w: self.shards[w] for w in segment.scanned.values()}
                 if keep:
                     out, kept = part.forward(weights, entering, own, self.slices, transform)
@@ -157,7 +157,7 @@ class _Run:
             read, leaving = self._read(due, leaving)
             held |= read
             weights = self._weights(segment, held)
-            if isinstance(part, Loop):
+            if isinstance(part, UnitLoop):
                 own = {w: self.shards[w] for w in segment.scanned.values()}
                 of_inputs, of_weights, of_shards = part.backward(saved[i], weights, own, self.slices, leaving)
                 now |= self._finish(of_shards, axes, accumulated)

@@ -31,7 +31,7 @@ Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 """(gradients, parameters, optimizer's state) -> (parameters, optimizer's state, anything else), all in device memory."""
 
 
-class Piece(NamedTuple):
+class StreamedPiece(NamedTuple):
     """Results that need the same arguments.
 
     Attributes:
@@ -138,7 +138,7 @@ class _Stream:
 
     def is_sound(self) -> bool:
         """Whether every result that takes the place of a sliced argument is made, of arguments sliced like it alone."""
-        made: dict[int, Piece] = {i: piece for piece in self._pieces(self._needs()) for i in piece.results}
+        made: dict[int, StreamedPiece] = {i: piece for piece in self._pieces(self._needs()) for i in piece.results}
         for i, number in self.replaced.items():
             piece = made.get(i)
             kinds = {(self.leaves[n].shape, self.trips[n]) for n in (*(piece.needed if piece else ()), number)}
@@ -147,14 +147,14 @@ class _Stream:
         return all(i in self.replaced for i, piece in made.items() if self._count(piece) > 1)
 
     def _at_once(
-        self, piece: Piece, equations: list[Equation], env: Mapping[int, Any], at: Any
+        self, piece: StreamedPiece, equations: list[Equation], env: Mapping[int, Any], at: Any
     ) -> dict[int, jax.Array]:
         loaded = {n: load(self.leaves[n], at) for n in sorted(piece.needed & self.rests)}
         run(equations, inner := {**env, **loaded})
         return self._results(piece.results, inner)
 
     def _by_slices(
-        self, piece: Piece, equations: list[Equation], env: Mapping[int, Any], at: Any
+        self, piece: StreamedPiece, equations: list[Equation], env: Mapping[int, Any], at: Any
     ) -> dict[int, jax.Array]:
         """In a loop whose carry is what the results take the place of: every slice is read before it is written."""
         targets = {i: self.replaced[i] for i in piece.results}
@@ -179,7 +179,7 @@ class _Stream:
         made = {i: result_of(self.program.outputs[i], env) for i in which}
         return {i: to_host_memory(x, self.replaced.get(i) in self.rests) for i, x in made.items()}
 
-    def _count(self, piece: Piece) -> int:
+    def _count(self, piece: StreamedPiece) -> int:
         return max(self.trips[number] for number in piece.needed)
 
     def _needs(self) -> dict[int, frozenset[int]]:
@@ -191,7 +191,7 @@ class _Stream:
             needs |= dict.fromkeys(each.outputs, found) if found else {}
         return needs
 
-    def _pieces(self, needs: Mapping[int, frozenset[int]]) -> list[Piece]:
+    def _pieces(self, needs: Mapping[int, frozenset[int]]) -> list[StreamedPiece]:
         """The smallest that share nothing, in the order of the results; what acts on several makes them one."""
         nothing: frozenset[int] = frozenset()
         results: list[tuple[int, ...]] = [(i,) for i in range(len(self.program.outputs))]
@@ -200,19 +200,19 @@ class _Stream:
             if each.op.acts:
                 results.append(())
                 wanted.append(nothing.union(*(needs.get(number, nothing) for number in each.read)))
-        pieces: dict[int, Piece] = {}
+        pieces: dict[int, StreamedPiece] = {}
         owner: dict[int, int] = {}
         for i, (made, needed) in enumerate(zip(results, wanted, strict=True)):
             if needed:
                 touched = sorted({owner[n] for n in needed if n in owner})
-                parts = [pieces.pop(k) for k in touched] + [Piece(needed, made)]
+                parts = [pieces.pop(k) for k in touched] + [StreamedPiece(needed, made)]
                 first = min([*touched, i])
                 together = nothing.union(*(part.needed for part in parts))
-                pieces[first] = Piece(together, tuple(sorted(sum((part.results for part in parts), ()))))
+                pieces[first] = StreamedPiece(together, tuple(sorted(sum((part.results for part in parts), ()))))
                 owner |= dict.fromkeys(together, first)
         return [pieces[first] for first in sorted(pieces)]
 
-    def _joined(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def _joined(self, pieces: Sequence[StreamedPiece]) -> list[StreamedPiece]:
         """Neighbours together while they stay small."""
         joined, held = [], 0
         for piece in pieces:
@@ -221,12 +221,12 @@ class _Stream:
                 joined.append(piece)
                 held = size
             else:
-                joined[-1] = Piece(joined[-1].needed | piece.needed, joined[-1].results + piece.results)
+                joined[-1] = StreamedPiece(joined[-1].needed | piece.needed, joined[-1].results + piece.results)
                 held += size
         return joined
 
     def _work(
-        self, needs: Mapping[int, frozenset[int]], pieces: Sequence[Piece]
+        self, needs: Mapping[int, frozenset[int]], pieces: Sequence[StreamedPiece]
     ) -> tuple[list[Equation], list[list[Equation]]]:
         """The equations that need nothing of a piece, and each piece's own; nobody runs what no result needs."""
         owner = {number: k for k, piece in enumerate(pieces) for number in piece.needed}

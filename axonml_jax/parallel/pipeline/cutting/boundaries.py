@@ -10,7 +10,7 @@ from axonml_jax.program.program import Program
 
 
 @dataclass(frozen=True)
-class Work:
+class CutWork:
     """What is divided.
 
     Attributes:
@@ -27,7 +27,7 @@ class Work:
 
 
 def boundaries(
-    work: Work, num_stages: int, begins: Sequence[Sequence[int]] | None, weight_names: Sequence[str]
+    work: CutWork, num_stages: int, begins: Sequence[Sequence[int]] | None, weight_names: Sequence[str]
 ) -> list[int]:
     """The position of the first equation of every stage, in order.
 
@@ -65,7 +65,7 @@ def _marks(program: Program, num_stages: int) -> list[int]:
     return places
 
 
-def _crossing(work: Work) -> list[int]:
+def _crossing(work: CutWork) -> list[int]:
     """Bytes of values that cross from before each work equation to it or behind."""
     program, count = work.program, len(work.positions)
     last = dict.fromkeys(names_of(work.results), count)

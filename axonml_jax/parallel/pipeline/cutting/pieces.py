@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from axonml_jax.compat.jaxpr import trace
-from axonml_jax.parallel.pipeline.cutting.boundaries import Work, boundaries
+from axonml_jax.parallel.pipeline.cutting.boundaries import CutWork, boundaries
 from axonml_jax.program.atoms import among, entry_of, names_of
 from axonml_jax.program.program import Equation, Program, read_program
 from axonml_jax.program.rules import is_light, is_repeatable
@@ -121,7 +121,7 @@ def cut_pieces(
             work.append(position)
     again = _Again(program, kinds, made_by, {number: i for i, number in enumerate(w)})
     uses = [again.weights(program.equations[position].read) for position in work]
-    starts = boundaries(Work(program, work, uses, results), num_stages, begins, weight_names)
+    starts = boundaries(CutWork(program, work, uses, results), num_stages, begins, weight_names)
     pieces = _Cutter(program, work, starts, again, s, new, results, kept).pieces(state_names)
     return Pieces(program, w, g, s, results, new, results_tree, pieces)
 

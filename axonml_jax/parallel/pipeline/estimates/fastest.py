@@ -21,7 +21,7 @@ SEVERAL_CHUNKS: dict[PipelineSchedule, tuple[bool, ...]] = {
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ScheduleCandidate:
     """One way to run a step.
 
     Attributes:
@@ -49,7 +49,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ScheduleChoice:
     """The fastest way that was accepted, and the reason.
 
     Attributes:
@@ -58,9 +58,9 @@ class Choice:
       candidates: everything that was accepted, fastest first.
     """
 
-    best: Candidate
+    best: ScheduleCandidate
     reason: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ScheduleCandidate, ...]
 
 
 def choose(
@@ -72,7 +72,7 @@ def choose(
     schedules: Sequence[PipelineSchedule | str] = tuple(PipelineSchedule),
     max_activations: int | None = None,
     split_overhead: Times | None = None,
-) -> Choice:
+) -> ScheduleChoice:
     """Simulate every way to run a step and take the fastest; of equally fast ones the one with fewer activations.
 
     >>> print(choose(4, 8).best)
@@ -115,12 +115,12 @@ def choose(
     if not accepted:
         raise ValueError("no schedule is possible: " + "; ".join(refused))
     ranked = sorted(accepted, key=lambda found: (found.makespan, found.activations))
-    return Choice(ranked[0], _reason(ranked, refused), tuple(ranked))
+    return ScheduleChoice(ranked[0], _reason(ranked, refused), tuple(ranked))
 
 
 def _candidates(
     planned: AbstractSchedule, costs: StageCosts, joined: int, split_overhead: Times | None
-) -> Iterator[Candidate]:
+) -> Iterator[ScheduleCandidate]:
     """Both kinds of rows of a schedule whose stages are `joined` of those that activations are counted in."""
     for rows in ROWS[:1] if planned.order_problems() else ROWS:
         timetable = make_timetable(planned, rows)
@@ -129,7 +129,7 @@ def _candidates(
         useful = sum(simulate(timetable, costs).busy)
         bubble = planned.num_ranks * makespan / useful - 1 if useful else 0.0
         activations = timetable.residuals.size * joined
-        yield Candidate(planned.name, rows, planned.num_chunks, timetable, makespan, bubble, activations)
+        yield ScheduleCandidate(planned.name, rows, planned.num_chunks, timetable, makespan, bubble, activations)
 
 
 def _split(costs: StageCosts, overhead: Times | None) -> StageCosts:
@@ -147,7 +147,7 @@ def _each(times: Times, count: int) -> Sequence[float]:
     return times if isinstance(times, Sequence) else [times] * count
 
 
-def _reason(ranked: Sequence[Candidate], refused: Sequence[str]) -> str:
+def _reason(ranked: Sequence[ScheduleCandidate], refused: Sequence[str]) -> str:
     best, *others = ranked
     lines = [f"{best}: fastest, {_figures(best)}"]
     for other in others:
@@ -157,5 +157,5 @@ def _reason(ranked: Sequence[Candidate], refused: Sequence[str]) -> str:
     return "\n".join([*lines, *refused])
 
 
-def _figures(found: Candidate) -> str:
+def _figures(found: ScheduleCandidate) -> str:
     return f"time {found.makespan:g}, bubble {found.bubble_fraction:.1%}, {found.activations} activations per rank"

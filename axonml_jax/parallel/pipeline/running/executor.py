@@ -19,7 +19,7 @@ from axonml_jax.parallel.pipeline.running.outputs import outputs_of
 from axonml_jax.parallel.pipeline.running.rings import lend, nothing, shift_ring, slots, store, take_back
 from axonml_jax.parallel.pipeline.running.sizes_agree import refuse_disagreement
 from axonml_jax.parallel.pipeline.running.tick import Part, backward, forward
-from axonml_jax.parallel.pipeline.running.traced_line import Held, Line, trace_line
+from axonml_jax.parallel.pipeline.running.traced_line import Held, TracedLine, trace_line
 from axonml_jax.parallel.pipeline.schedules.tick_table import Table, Work, make_table
 from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 from axonml_jax.parallel.units.remat import Remat, transform_of
@@ -117,7 +117,7 @@ class _Run:
     def __init__(
         self,
         timetable: Timetable,
-        line: Line,
+        line: TracedLine,
         held: Held,
         seed: Any,
         grad_dtype: Any,

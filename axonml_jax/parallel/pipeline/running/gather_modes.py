@@ -15,7 +15,7 @@ from axonml_jax.collectives.varying import vary_like
 from axonml_jax.parallel.pipeline.resting.packing import Buffers, Packing, Slot, largest
 from axonml_jax.parallel.pipeline.running.rings import nothing
 from axonml_jax.parallel.pipeline.running.tick import Read
-from axonml_jax.parallel.pipeline.running.traced_line import Held, Line, Member
+from axonml_jax.parallel.pipeline.running.traced_line import Held, Member, TracedLine
 from axonml_jax.parallel.pipeline.schedules.tick_table import Table
 
 
@@ -81,7 +81,7 @@ class EachTurn:
       grads: the rank's gradients, of which only groups and dtypes are read; empty: nothing is differentiated.
     """
 
-    line: Line
+    line: TracedLine
     held: Held
     grads: Buffers
 

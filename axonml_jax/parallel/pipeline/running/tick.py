@@ -12,7 +12,7 @@ from axonml_jax.collectives.varying import vary_like
 from axonml_jax.parallel.pipeline.cutting.traced_stage import Inputs
 from axonml_jax.parallel.pipeline.resting.packing import Buffers
 from axonml_jax.parallel.pipeline.running.rings import nothing
-from axonml_jax.parallel.pipeline.running.traced_line import Held, Line, Member
+from axonml_jax.parallel.pipeline.running.traced_line import Held, Member, TracedLine
 from axonml_jax.parallel.pipeline.schedules.tick_table import Work
 
 Read = Callable[[Member], Sequence[jax.Array]]
@@ -45,7 +45,7 @@ class Made(NamedTuple):
 
 
 def forward(
-    line: Line,
+    line: TracedLine,
     held: Held,
     activations: Buffers,
     residuals: Buffers,
@@ -100,7 +100,7 @@ def forward(
 
 
 def backward(
-    line: Line,
+    line: TracedLine,
     held: Held,
     residuals: Buffers,
     cotangents: Buffers,
@@ -150,6 +150,6 @@ def _zero(member: Member, place: int) -> jax.Array:
     return member.traced.body.cotangent(member.traced.places.y[place])  # pyright: ignore[reportArgumentType]
 
 
-def _switch(line: Line, work: Work, run: Callable[[Member], Any], idle: Callable[[], Any]) -> Any:
+def _switch(line: TracedLine, work: Work, run: Callable[[Member], Any], idle: Callable[[], Any]) -> Any:
     branches = [lambda member=member: run(member) for member in line.members]
     return jax.lax.switch(jnp.asarray(work.stage), [*branches, idle])

@@ -54,7 +54,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Line:
+class TracedLine:
     """All stages, and the sizes that every rank's buffers need.
 
     Attributes:
@@ -117,7 +117,7 @@ class Held:
         return [vary(jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.axis) for x in self.given]
 
 
-def trace_line(stages: Sequence[Stage], held: Held, transform: Transform | None) -> Line:
+def trace_line(stages: Sequence[Stage], held: Held, transform: Transform | None) -> TracedLine:
     """Trace every stage on what the one before sends.
 
     Args:
@@ -138,7 +138,7 @@ def trace_line(stages: Sequence[Stage], held: Held, transform: Transform | None)
     axes = frozenset({held.axis}).union(*map(varying_axes, losses))
     last = members[-1].traced
     metrics = [last.aval(atom) for atom in last.places.aux]
-    return Line(
+    return TracedLine(
         tuple(members),
         vary(jnp.zeros((), losses[-1].dtype), tuple(axes)),
         tuple(vary(jnp.zeros(x.shape, _summed(x.dtype)), (held.axis, *varying_axes(x))) for x in metrics),

@@ -13,8 +13,8 @@ from axonml_jax.parallel.tensor.auto.exclude import Rule, excluded, rules_of
 from axonml_jax.parallel.tensor.auto.making import making
 from axonml_jax.parallel.tensor.auto.pairing import Pairs, find_pairs
 from axonml_jax.parallel.tensor.auto.ports import port
-from axonml_jax.parallel.tensor.auto.swap_grounds import Ground
-from axonml_jax.parallel.tensor.auto.swap_report import AutoReport, Entry
+from axonml_jax.parallel.tensor.auto.split_axes import SplitAxes
+from axonml_jax.parallel.tensor.auto.swap_report import AutoReport, SwappedLayer
 
 Path = tuple[Any, ...]
 
@@ -72,7 +72,7 @@ def auto_parallelize(
             "example belongs to auto_parallelize(model, mesh, example=...): in a block there is no model yet"
         )
     mesh = args[0] if args else mesh
-    return making(Ground.of(mesh), AutoReport(_splitting(mesh)), rules_of(exclude, paths=False))
+    return making(SplitAxes.of(mesh), AutoReport(_splitting(mesh)), rules_of(exclude, paths=False))
 
 
 def _not_nnx(model: Any) -> str:
@@ -88,7 +88,7 @@ def _splitting(mesh: Any) -> dict[str, int]:
 
 
 def _swap_all(model: nnx.Module, mesh: Any, example: Example | None, exclude: tuple[Rule, ...]) -> AutoReport:
-    ground = Ground.of(mesh)
+    ground = SplitAxes.of(mesh)
     report = AutoReport(_splitting(mesh))
     modules = {path: module for path, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)}
     changes, reasons, kinds = _changes(modules, ground)
@@ -103,20 +103,22 @@ def _swap_all(model: nnx.Module, mesh: Any, example: Example | None, exclude: tu
             kind, attributes, specs, how = changes[path]
             changes[path] = kind, attributes, specs, f"{how}: {found.why[path]}"
     elif sum(bool(change[1].get("gather_output")) for change in changes.values()) > 1 and not ground.is_grid:
-        report.entries.append(Entry("(all)", "", None, "give example= to pair linear layers that feed each other"))
+        report.entries.append(
+            SwappedLayer("(all)", "", None, "give example= to pair linear layers that feed each other")
+        )
     for path, change in changes.items():
         swap.apply(modules[path], change)
     for path, kind in kinds.items():
         name = "/".join(map(str, path)) or "(the model)"
         if path in changes:
-            report.entries.append(Entry(name, kind, changes[path][0].__name__, changes[path][3]))
+            report.entries.append(SwappedLayer(name, kind, changes[path][0].__name__, changes[path][3]))
         else:
-            report.entries.append(Entry(name, kind, None, reasons[path]))
+            report.entries.append(SwappedLayer(name, kind, None, reasons[path]))
     return report
 
 
 def _changes(
-    modules: Mapping[Path, Any], ground: Ground
+    modules: Mapping[Path, Any], ground: SplitAxes
 ) -> tuple[dict[Path, swap.Change], dict[Path, str], dict[Path, str]]:
     """What each layer becomes, why some stay, and every layer's type, in the model's order."""
     changes: dict[Path, swap.Change] = {}
@@ -174,7 +176,9 @@ def _leave(changes: dict[Path, swap.Change], reasons: dict[Path, str], path: Pat
             reasons[each] = why
 
 
-def _paired(model: nnx.Module, modules: Mapping[Path, Any], changes: dict, ground: Ground, example: Example) -> Pairs:
+def _paired(
+    model: nnx.Module, modules: Mapping[Path, Any], changes: dict, ground: SplitAxes, example: Example
+) -> Pairs:
     """Pair linear layers: `changes` gets the columns that stay split and the rows that take them."""
     inside = {path for path in changes if path[:-1] in changes and path}  # of an attention layer split by heads
     found_ports = {path: port(modules[path], ground.axis, ground.ranks) for path in changes if path not in inside}

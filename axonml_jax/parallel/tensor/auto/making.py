@@ -11,8 +11,8 @@ from flax import nnx
 
 from axonml_jax.parallel.tensor.auto import swap
 from axonml_jax.parallel.tensor.auto.exclude import Rule
-from axonml_jax.parallel.tensor.auto.swap_grounds import Ground
-from axonml_jax.parallel.tensor.auto.swap_report import AutoReport, Entry
+from axonml_jax.parallel.tensor.auto.split_axes import SplitAxes
+from axonml_jax.parallel.tensor.auto.swap_report import AutoReport, SwappedLayer
 
 _KINDS = (*swap.RULES, nnx.MultiHeadAttention)
 _lock = threading.Lock()
@@ -28,11 +28,11 @@ class _Blocks(threading.local):
 
 
 class _Block:
-    def __init__(self, ground: Ground, report: AutoReport, exclude: tuple[Rule, ...]):
+    def __init__(self, ground: SplitAxes, report: AutoReport, exclude: tuple[Rule, ...]):
         self.ground, self.report, self.exclude = ground, report, exclude
         self.seen: set[Rule] = set()
         self.numbers: dict[str, int] = {}
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, SwappedLayer] = {}
         self.layers: list[Any] = []  # kept, so that no id is given twice
 
     def made(self, layer: Any) -> None:
@@ -49,7 +49,7 @@ class _Block:
                 part = getattr(layer, name) if name else layer
                 swap.apply(part, change)
                 self.entries.pop(id(part), None)  # a projection is told of with its attention
-        self.entries[id(layer)] = Entry(f"{kind.__name__} {number}", kind.__name__, became, why)
+        self.entries[id(layer)] = SwappedLayer(f"{kind.__name__} {number}", kind.__name__, became, why)
         self.layers.append(layer)
         self.report.entries[:] = self.entries.values()
 
@@ -67,7 +67,7 @@ _blocks = _Blocks()
 
 
 @contextmanager
-def making(ground: Ground, report: AutoReport, exclude: tuple[Rule, ...] = ()) -> Iterator[AutoReport]:
+def making(ground: SplitAxes, report: AutoReport, exclude: tuple[Rule, ...] = ()) -> Iterator[AutoReport]:
     """Swap what this thread makes until the block ends, whichever way it ends."""
     block = _Block(ground, report, exclude)
     _blocks.stack.append(block)

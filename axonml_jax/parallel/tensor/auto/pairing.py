@@ -7,7 +7,7 @@ from flax import nnx
 
 from axonml_jax.parallel.tensor.auto.example import Example
 from axonml_jax.parallel.tensor.auto.ports import Port
-from axonml_jax.parallel.tensor.auto.probe import PREFIX, Part, modes_of, traced
+from axonml_jax.parallel.tensor.auto.probe import PREFIX, LayerPart, modes_of, traced
 from axonml_jax.parallel.tensor.auto.walk import Path, Walk
 from axonml_jax.program.atoms import entry_of, names_of
 from axonml_jax.program.program import Program
@@ -109,10 +109,10 @@ class _Search:
 
     def same_code(self, flows: list[Walk]) -> bool:
         """Whether the model does the same with a rank's features: code that reads sizes off shapes would not."""
-        parts: dict[Path, Part | None] = dict.fromkeys(self.names)
+        parts: dict[Path, LayerPart | None] = dict.fromkeys(self.names)
         for flow in flows:
-            parts |= {path: Part("column", flow.opened[path]) for path in flow.used()}
-            parts |= {path: Part("row", dim) for path, (dim, _) in flow.rows.items()}
+            parts |= {path: LayerPart("column", flow.opened[path]) for path in flow.used()}
+            parts |= {path: LayerPart("row", dim) for path, (dim, _) in flow.rows.items()}
         if not any(flow.rows for flow in flows):
             return True
         for mode, flow in zip(self.programs, flows, strict=True):

@@ -15,7 +15,7 @@ from axonml_jax.program.program import Program
 PREFIX = f"{MARK}layer_"
 
 
-class Part(NamedTuple):
+class LayerPart(NamedTuple):
     """What of a layer is only a rank's: of a "column" the output, of a "row" the input, along `dim`."""
 
     kind: str
@@ -30,7 +30,11 @@ def modes_of(model: nnx.Module) -> list[bool | None]:
 
 
 def traced(
-    model: nnx.Module, paths: Mapping[tuple, Part | None], example: Example, ranks: int, training: bool | None = None
+    model: nnx.Module,
+    paths: Mapping[tuple, LayerPart | None],
+    example: Example,
+    ranks: int,
+    training: bool | None = None,
 ) -> tuple[Program, dict]:
     """The program of a call of the model, and whose parameter each of its first inputs is.
 
@@ -67,7 +71,7 @@ def traced(
     return program, owners
 
 
-def _probe(kind: type, name: str, part: Part | None, ranks: int) -> type:
+def _probe(kind: type, name: str, part: LayerPart | None, ranks: int) -> type:
     """A subclass whose calls are named ones."""
 
     def named(fn: Callable) -> Callable:

@@ -13,7 +13,7 @@ from axonml_jax.parallel.tensor.auto.general import (
     SplitLinearGeneral,
     letters_of,
 )
-from axonml_jax.parallel.tensor.auto.swap_grounds import Ground
+from axonml_jax.parallel.tensor.auto.split_axes import SplitAxes
 from axonml_jax.parallel.tensor.axonn.conv3d import ParallelConv
 from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
 from axonml_jax.parallel.tensor.axonn.grid import Grid
@@ -35,7 +35,7 @@ class Left(Exception):  # not an error: the answer "no", with its reason
     """Why a layer stays as it is."""
 
 
-def linear(layer: nnx.Linear, ground: Ground) -> Change:
+def linear(layer: nnx.Linear, ground: SplitAxes) -> Change:
     """A linear layer alone: by columns where they divide, else by rows."""
     if ground.is_grid:
         grid = Grid.of(ground.axes, False)
@@ -80,7 +80,7 @@ def row(axis: str, *, input_is_parallel: bool) -> Change:
     return RowParallelLinear, attributes, {"kernel": PartitionSpec(axis, None)}, how
 
 
-def embed(layer: nnx.Embed, ground: Ground) -> Change:
+def embed(layer: nnx.Embed, ground: SplitAxes) -> Change:
     """A table, by its rows."""
     if ground.is_grid:
         grid = Grid.of(ground.axes, False)
@@ -92,7 +92,7 @@ def embed(layer: nnx.Embed, ground: Ground) -> Change:
     return VocabParallelEmbedding, attributes, {"embedding": PartitionSpec(ground.axis, None)}, "rows of the table"
 
 
-def conv(layer: nnx.Conv, ground: Ground) -> Change:
+def conv(layer: nnx.Conv, ground: SplitAxes) -> Change:
     """A convolution, by its channels."""
     grid, groups = Grid.of(ground.axes, False), layer.feature_group_count
     _divide(
@@ -108,7 +108,7 @@ def conv(layer: nnx.Conv, ground: Ground) -> Change:
     return ParallelConv, attributes, specs, "channels, gathers its output"
 
 
-def linear_general(layer: nnx.LinearGeneral, ground: Ground) -> Change:
+def linear_general(layer: nnx.LinearGeneral, ground: SplitAxes) -> Change:
     """By the first output dim."""
     if layer.batch_axis:
         raise Left("it has batch axes")
@@ -131,7 +131,7 @@ def of_heads(layer: nnx.LinearGeneral, axis: str) -> Change:
     return SplitLinearGeneral, attributes, {"kernel": PartitionSpec(axis, *rest)}, "rows, takes a split input"
 
 
-def einsum(layer: nnx.Einsum, ground: Ground) -> Change:
+def einsum(layer: nnx.Einsum, ground: SplitAxes) -> Change:
     """By the first letter of the kernel that the result keeps and that divides."""
     if layer.einsum_str is None:
         raise Left("its equation is given with every call")
@@ -177,7 +177,7 @@ def _letter_specs(layer: nnx.Einsum, axis: str, letter: str) -> dict[str, Partit
     return specs
 
 
-def attention(layer: nnx.MultiHeadAttention, ground: Ground) -> dict[str, Change]:
+def attention(layer: nnx.MultiHeadAttention, ground: SplitAxes) -> dict[str, Change]:
     """By heads: the changes of the layer itself ("") and of its projections.
 
     Raises:
@@ -200,7 +200,7 @@ def attention(layer: nnx.MultiHeadAttention, ground: Ground) -> dict[str, Change
     return {"": (SplitHeadsAttention, {"mesh_axis": ground.axis}, {}, "heads, pairs its own projections"), **changes}
 
 
-RULES: Mapping[type, Callable[[Any, Ground], Change]] = {
+RULES: Mapping[type, Callable[[Any, SplitAxes], Change]] = {
     nnx.Linear: linear,
     nnx.Embed: embed,
     nnx.Conv: conv,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Entry:
+class SwappedLayer:
     """One layer.
 
     Attributes:
@@ -30,7 +30,7 @@ class AutoReport:
     """
 
     axes: dict[str, int]
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[SwappedLayer] = field(default_factory=list)
 
     def nothing_swapped(self) -> str | None:
         """What to warn of when the call had no effect; None: it had one."""
@@ -62,16 +62,16 @@ class AutoReport:
         split = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
         return "\n".join([f"auto_parallelize over {split}: {len(self.swapped)} of {len(self.entries)} layers", *lines])
 
-    def _folded(self) -> list[tuple[str, Entry]]:
+    def _folded(self) -> list[tuple[str, SwappedLayer]]:
         """One row for layers of repeated blocks to which the same happened: a path in which numbers that differ are `*`."""
-        alike: dict[tuple, list[Entry]] = {}
+        alike: dict[tuple, list[SwappedLayer]] = {}
         for each in self.entries:
             name = "/".join("*" if part.isdigit() else part for part in each.path.split("/"))
             alike.setdefault((name, each.kind, each.became, each.why), []).append(each)
         return [(_common(group), group[0]) for group in alike.values()]
 
 
-def _common(group: list[Entry]) -> str:
+def _common(group: list[SwappedLayer]) -> str:
     paths = zip(*(each.path.split("/") for each in group), strict=True)
     name = "/".join(parts[0] if len(set(parts)) == 1 else "*" for parts in paths)
     return name if len(group) == 1 else f"{name} ({len(group)} times)"

@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Ground:
+class SplitAxes:
     """How layers are split on a mesh.
 
     Attributes:
@@ -27,7 +27,7 @@ class Ground:
         return self.axis, "col", "depth"
 
     @staticmethod
-    def of(mesh: Any) -> "Ground":
+    def of(mesh: Any) -> "SplitAxes":
         """That of a mesh.
 
         Raises:
@@ -45,4 +45,4 @@ class Ground:
                 f"the mesh {dict(degrees)} has no axis that splits layers: give it tensor (Megatron's layers), or row, col and "
                 "depth (AxoNN's)"
             )
-        return Ground(axis, degrees.get(axis, 1), into, into > 1)
+        return SplitAxes(axis, degrees.get(axis, 1), into, into > 1)
