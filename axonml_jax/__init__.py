@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _MODULES: dict[str, str] = {
     name: module
     for module, name in re.findall(
-        r"^from (\S+) import (\w+)", pathlib.Path(__file__).with_suffix(".pyi").read_text("utf-8"), re.MULTILINE
+        r"^from (\S+) import \(?\s*(\w+)", pathlib.Path(__file__).with_suffix(".pyi").read_text("utf-8"), re.MULTILINE
     )
 }
 __all__ = [*_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -11,7 +11,7 @@ from pathlib import Path
 TRACEBACK = "AXONML_JAX_TRACEBACK"
 """Set it to 1 to see where a refusal was raised."""
 
-_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
+_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
 _KINDS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 
 
