@@ -1,6 +1,7 @@
 """The house stands as drawn: imports go down the floors, only `collectives/` communicates, rooms stay small."""
 
 import ast
+import collections
 import functools
 import graphlib
 import importlib
@@ -202,6 +203,26 @@ def test_no_file_is_too_long_or_named_after_nothing():
     long = {label(path): len(path.read_text("utf-8").splitlines()) for path in sources()}
     assert not {name: lines for name, lines in long.items() if lines > MAX_FILE_LINES}
     assert not [label(path) for path in sources() if path.name in BANNED_NAMES]
+
+
+MAX_FILES = 15
+
+# File names that two folders have, and class names with two meanings. They only get fewer.
+TWICE = {"memory.py", "picture.py"}
+TWO_MEANINGS = {"Choice", "Columns", "Parts", "Ticks"}
+
+
+def test_folders_are_small_and_names_have_one_meaning():
+    folders, names, classes = collections.Counter(), collections.Counter(), collections.Counter()
+    for path in modules():
+        if path.name not in ("__init__.py", "__main__.py"):
+            folders[label(path.parent)] += 1
+            names[path.name] += 1
+        public = [each.name for each in tree(path).body if isinstance(each, ast.ClassDef) and each.name[0] != "_"]
+        classes.update(public)
+    assert not {folder: count for folder, count in folders.items() if count > MAX_FILES}
+    assert {name for name, count in names.items() if count > 1} == TWICE
+    assert {name for name, count in classes.items() if count > 1} == TWO_MEANINGS
 
 
 def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -13,7 +13,7 @@ import axonml_jax as ax
 from axonml_jax._types import named_leaves
 from axonml_jax.cost.decoder.configuration import problems
 from axonml_jax.cost.decoder.decoder_weights import decoder_weights
-from axonml_jax.cost.published.axonn import Grid, layer_volumes
+from axonml_jax.cost.published.axonn import GridDegrees, layer_volumes
 from axonml_jax.cost.published.states import FLOAT32_ADAM, zero
 from axonml_jax.ledger.predict.picture import in_bytes, sent_by_axes
 from axonml_jax.models.presets import PRESETS, preset
@@ -112,11 +112,11 @@ def test_the_grids_traffic_is_axonns():
     found = predicted(model, degrees, 16, precision="bf16")
     h, f = 64, 128
     layers = [(h, h, False), (h, h, False), (h, h, False), (h, h, True), (h, f, False), (h, f, False), (f, h, True)]
-    volumes = [layer_volumes(Grid(depth=2, row=2, col=2), 16, 32, k, n, t) for k, n, t in layers]
+    volumes = [layer_volumes(GridDegrees(depth=2, row=2, col=2), 16, 32, k, n, t) for k, n, t in layers]
     table = (
         2 * 64 * 64 // 4 * 1 // 2
     )  # of the embedding, which is gathered once and scattered once; the head is a layer
-    head = layer_volumes(Grid(depth=2, row=2, col=2), 16, 32, h, 64, True)
+    head = layer_volumes(GridDegrees(depth=2, row=2, col=2), 16, 32, h, 64, True)
     depth = sum(
         float(flow.wire_bytes) for flow in found.traffic if flow.axes == ("depth",) and flow.label != "gradients"
     )

@@ -6,12 +6,12 @@ from typing import Any
 from axonml_jax.cost.decoder.activations import compute_dtype
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.parallel.strategies.replicate import Replicate
-from axonml_jax.parallel.strategies.shard import Shard
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.strategies.replicate import Replicate
+from axonml_jax.parallel.strategies.shard import Shard
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import Hardware

@@ -14,7 +14,7 @@ from axonml_jax.model.functional import Trainable, Variables
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.place import to_host
-from axonml_jax.testing.oracle import Oracle, OracleParts, Run
+from axonml_jax.testing.oracle import Oracle, OracleParts, OracleRun
 from axonml_jax.testing.trees_close import assert_trees_close
 
 
@@ -123,7 +123,7 @@ def _run_parallel(
     norms = [m.pop("grad_norm") for m in metrics]
     frozen = parallel._rest.outside_frozen(parallel.variables.frozen, parallel.mesh)
     held = Variables(parallel.parameters(), frozen, parallel.variables.state)
-    return _as_tree(Run(losses, norms, metrics, grads, held))
+    return _as_tree(OracleRun(losses, norms, metrics, grads, held))
 
 
 def _remember() -> optax.GradientTransformation:
@@ -133,7 +133,7 @@ def _remember() -> optax.GradientTransformation:
     )
 
 
-def _as_tree(run: Run) -> dict[str, Any]:
+def _as_tree(run: OracleRun) -> dict[str, Any]:
     v: Variables = run.variables
     tree = {
         "loss": run.losses,

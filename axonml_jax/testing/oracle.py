@@ -39,7 +39,7 @@ class OracleParts:
 
 
 @dataclass(frozen=True)
-class Run:
+class OracleRun:
     """What a run produced: per step losses, norms and metrics; the first step's gradients, clipped; the last variables."""
 
     losses: list[Any]
@@ -71,7 +71,7 @@ class Oracle:
         self._mode = Mode(training=training, batch_norm_axes=axes, sum_over_ranks=sum_over, precision=precision)
         self._step = jax.jit(self._update)
 
-    def run(self, variables: Variables, batches: Sequence[PyTree], key: jax.Array, first_shard: int = 0) -> Run:
+    def run(self, variables: Variables, batches: Sequence[PyTree], key: jax.Array, first_shard: int = 0) -> OracleRun:
         """Train from whole variables; `first_shard` is the index of the first shard, for a rank that trains alone."""
         cast = self.precision.cast_param
         variables = replace(variables, params=cast(variables.params), frozen=cast(variables.frozen))
@@ -81,7 +81,7 @@ class Oracle:
             variables, opt_state, *rest = self._step(variables, opt_state, step_key, batch, first_shard)
             steps.append(rest)
         grads, losses, norms, metrics = zip(*steps, strict=True)
-        return Run(list(losses), list(norms), list(metrics), grads[0], variables)
+        return OracleRun(list(losses), list(norms), list(metrics), grads[0], variables)
 
     def _update(self, variables: Variables, opt_state: Any, key: jax.Array, batch: PyTree, first_shard: int):
         value_and_grad = jax.value_and_grad(self._mean_loss, has_aux=True)

@@ -9,9 +9,9 @@ from axonml_jax.cost.decoder.work import block_products, head_products
 from axonml_jax.cost.rounds import Parts
 from axonml_jax.parallel.pipeline.cutting.assign import balanced
 from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
+from axonml_jax.parallel.pipeline.estimates.simulate import simulate
 from axonml_jax.parallel.pipeline.policy import AXIS, Pipelined
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
-from axonml_jax.parallel.pipeline.estimates.simulate import simulate
 from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 from axonml_jax.parallel.plan import Plan
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from axonml_jax.checkpoint.manifest import DamagedCheckpoint, Manifest
 from axonml_jax.facade.trainer import Trainer
-from axonml_jax.launch.config.run_config import stretches
+from axonml_jax.launch.config import stretches
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.job.run_folder import RunFolder
 from axonml_jax.launch.job.text_task import TextData

@@ -23,7 +23,7 @@ from axonml_jax.program.program import Equation, Program, no_calls, read_program
 from axonml_jax.program.rules import is_elementwise, rule_of
 from axonml_jax.sharding.layout import Layout
 from axonml_jax.training.optimizer.mixing import Mixing, frames_of
-from axonml_jax.training.optimizer.sharded_program import ShardedProgram, Step, neutral
+from axonml_jax.training.optimizer.sharded_program import ShardedProgram, UpdateStep, neutral
 from axonml_jax.training.optimizer.value import Value, kind_of
 
 _STILL = frozenset(("broadcast_in_dim", "reshape", "reshard", "sharding_constraint"))
@@ -72,7 +72,7 @@ class _Reader:
     """Turns a traced function into steps."""
 
     layouts: Sequence[Layout]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[UpdateStep] = field(default_factory=list)
     constants: dict[int, Any] = field(default_factory=dict)
     _sent: dict[int, Value] = field(default_factory=dict)
     _count: Any = field(default_factory=itertools.count)
@@ -231,7 +231,7 @@ class _Reader:
             run = lambda x: over(x, initial=start)
         made = self.new(jax.ShapeDtypeStruct((), dtype), None, level=value.level + 1)
         one, numbers = (lambda values: [run(values[0])]), ((value.number,), (made.number,))
-        self.steps.append(Step(one, *numbers, value.owner, value.level, total, dtype))
+        self.steps.append(UpdateStep(one, *numbers, value.owner, value.level, total, dtype))
         if bools:
             (made,) = self._emit(lambda values: [values[0] > 0], [made], [_as(made.aval, np.bool_)], None)
         return made
@@ -253,7 +253,7 @@ class _Reader:
         if not (uniform or raw) and any(value.uniform for value in given):
             run = _spreading(run, given, split=owner is not None and (kind is not None or not self._whole(owner)))
         inputs, outputs = tuple(value.number for value in given), tuple(value.number for value in made)
-        self.steps.append(Step(run, inputs, outputs, owner, level, kind=kind))
+        self.steps.append(UpdateStep(run, inputs, outputs, owner, level, kind=kind))
         return made
 
 

@@ -28,7 +28,7 @@ _JOIN = {"sum": sum_over, "max": max_over, "min": min_over}
 
 
 @dataclass(frozen=True)
-class Step:
+class UpdateStep:
     """One operation of an update.
 
     Attributes:
@@ -65,7 +65,7 @@ class ShardedProgram:
       pipe: axes along which ranks hold different parameters.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[UpdateStep, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     owners: tuple[tuple[int | None, ...], tuple[int | None, ...]]
@@ -112,7 +112,7 @@ class ShardedProgram:
         own = self._made([self.outputs[i] for i in mine], env, held)
         return {i: own[self.outputs[i]] for i in mine}
 
-    def _parts(self, totals: Sequence[Step], env: Mapping[int, Any], held: Held) -> jax.Array:
+    def _parts(self, totals: Sequence[UpdateStep], env: Mapping[int, Any], held: Held) -> jax.Array:
         """What this rank's elements come to, of every total; [len(totals)]."""
         present = self._present(held)
         own = self._made([n for step in totals for n in step.inputs if step.owner in present], env, held)
@@ -140,13 +140,13 @@ class ShardedProgram:
     def _present(self, held: Held) -> Collection[int]:
         return {owner for i in held if (owner := self.owners[0][i]) is not None}
 
-    def _axes(self, total: Step) -> tuple[str, ...]:
+    def _axes(self, total: UpdateStep) -> tuple[str, ...]:
         assert total.owner is not None
         return (*self.pipe, *self.layouts[total.owner].axes)
 
-    def _groups(self, totals: Iterable[Step]) -> list[list[Step]]:
+    def _groups(self, totals: Iterable[UpdateStep]) -> list[list[UpdateStep]]:
         """Totals that are joined at once."""
-        groups: dict[Any, list[Step]] = {}
+        groups: dict[Any, list[UpdateStep]] = {}
         for step in totals:
             groups.setdefault((step.total, self._axes(step), jnp.dtype(step.dtype)), []).append(step)
         return list(groups.values())
@@ -176,7 +176,7 @@ def _within(x: jax.Array, layout: Layout, empty: jax.Array) -> jax.Array:
     return x
 
 
-def _run(steps: Iterable[Step], env: dict[int, Any]) -> None:
+def _run(steps: Iterable[UpdateStep], env: dict[int, Any]) -> None:
     for step in steps:
         env.update(zip(step.outputs, step.run(typed_alike([env[number] for number in step.inputs])), strict=True))
 

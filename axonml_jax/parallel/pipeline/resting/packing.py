@@ -18,7 +18,7 @@ from axonml_jax.collectives.varying import types_are_checked, vary, vary_like, v
 from axonml_jax.compat.barrier import together
 
 
-class Group(NamedTuple):
+class BufferGroup(NamedTuple):
     """What the arrays of one buffer have in common.
 
     Attributes:
@@ -32,10 +32,10 @@ class Group(NamedTuple):
     frozen: bool = False
 
 
-Buffers = dict[Group, jax.Array]
+Buffers = dict[BufferGroup, jax.Array]
 """A flat array per group, [n], or one per group and slot, [slots, n]."""
 
-Sizes = Mapping[Group, int]
+Sizes = Mapping[BufferGroup, int]
 """Elements per group."""
 
 
@@ -49,7 +49,7 @@ class Slot(NamedTuple):
       key_impl: which random generator's keys these are; None: they are no keys.
     """
 
-    group: Group
+    group: BufferGroup
     offset: int
     shape: tuple[int, ...]
     key_impl: Any = None
@@ -65,7 +65,7 @@ class Packing:
     """Where each of several arrays lies.
 
     >>> packing = Packing.of([jnp.zeros((2, 3), "float32"), jnp.zeros(4, "int32"), jnp.ones((), "float32")])
-    >>> packing.sizes[Group("float32")], [slot.offset for slot in packing.slots]
+    >>> packing.sizes[BufferGroup("float32")], [slot.offset for slot in packing.slots]
     (7, [0, 0, 6])
     """
 
@@ -83,19 +83,19 @@ class Packing:
         more = {axis} if axis is not None and types_are_checked(axis) else frozenset()
         for array in arrays:
             data, key_impl = data_of(array.dtype, array.shape)
-            group = Group(jnp.dtype(data.dtype).name, tuple(sorted(varying_axes(array) | more)))
+            group = BufferGroup(jnp.dtype(data.dtype).name, tuple(sorted(varying_axes(array) | more)))
             slots.append(Slot(group, ends.get(group, 0), data.shape, key_impl))
             ends[group] = slots[-1].offset + data.size
         return cls(tuple(slots))
 
     @cached_property
-    def sizes(self) -> dict[Group, int]:
+    def sizes(self) -> dict[BufferGroup, int]:
         """Where the last array of each group ends."""
         return largest({slot.group: slot.offset + slot.size} for slot in self.slots)
 
     def pack(self, arrays: Sequence[Any], sizes: Sizes) -> Buffers:
         """Buffers of these sizes with the arrays in their places and zeros elsewhere."""
-        pieces: dict[Group, list[Any]] = {group: [] for group in sizes}
+        pieces: dict[BufferGroup, list[Any]] = {group: [] for group in sizes}
         ends = dict.fromkeys(sizes, 0)
         for slot, array in sorted(zip(self.slots, arrays, strict=True), key=lambda pair: pair[0].offset):
             gap = slot.offset - ends[slot.group]
@@ -172,13 +172,13 @@ def data_of(dtype: Any, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, A
     return jax.eval_shape(data, jax.ShapeDtypeStruct(shape, dtype)), impls[0]
 
 
-def largest(many: Iterable[Sizes]) -> dict[Group, int]:
+def largest(many: Iterable[Sizes]) -> dict[BufferGroup, int]:
     """The most that any of them needs, by group, in a fixed order.
 
-    >>> largest([{Group("int8"): 1}, {Group("int8"): 3, Group("bool"): 2}])[Group("int8")]
+    >>> largest([{BufferGroup("int8"): 1}, {BufferGroup("int8"): 3, BufferGroup("bool"): 2}])[BufferGroup("int8")]
     3
     """
-    sizes: dict[Group, int] = {}
+    sizes: dict[BufferGroup, int] = {}
     for each in many:
         for group, size in each.items():
             sizes[group] = max(size, sizes.get(group, 0))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax._types import PyTree
-from axonml_jax.parallel.pipeline.resting.packing import Buffers, Group, Packing, Slot, data_of, largest
+from axonml_jax.parallel.pipeline.resting.packing import BufferGroup, Buffers, Packing, Slot, data_of, largest
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Stored:
     shared: str | None = None
 
     @property
-    def group(self) -> Group:
+    def group(self) -> BufferGroup:
         """In which buffer it lies."""
         data, _ = data_of(self.dtype, self.shape)
-        return Group(jnp.dtype(data.dtype).name, tuple(sorted(self.axes)), self.frozen)
+        return BufferGroup(jnp.dtype(data.dtype).name, tuple(sorted(self.axes)), self.frozen)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StageBuffers:
 
     >>> stages = [{"w": Stored((2, 3), "float32")}, {"w": Stored((4,), "float32")}]
     >>> StageBuffers.of(stages, num_ranks=2).sizes
-    {Group(dtype='float32', axes=(), frozen=False): 6}
+    {BufferGroup(dtype='float32', axes=(), frozen=False): 6}
 
     Attributes:
       num_ranks: S.
@@ -76,7 +76,7 @@ class StageBuffers:
         trees = [jax.tree.map(_stored, stage, is_leaf=_is_stored) for stage in stages]
         flat = [jax.tree.flatten(tree, is_leaf=_is_stored) for tree in trees]
         _check_shared([leaves for leaves, _ in flat])
-        ends: list[dict[Group, int]] = [{} for _ in range(num_ranks)]
+        ends: list[dict[BufferGroup, int]] = [{} for _ in range(num_ranks)]
         shared: dict[str, dict[int, Slot]] = {}
         packings = []
         for stage, (leaves, _) in enumerate(flat):
@@ -86,7 +86,7 @@ class StageBuffers:
         return cls(num_ranks, tuple(packings), tuple(treedef for _, treedef in flat), shared)
 
     @cached_property
-    def sizes(self) -> dict[Group, int]:
+    def sizes(self) -> dict[BufferGroup, int]:
         """Elements per group, on every rank."""
         return largest(packing.sizes for packing in self.packings)
 
@@ -110,7 +110,7 @@ class StageBuffers:
         return self.treedefs[stage].unflatten(self.packings[stage].unpack(buffers))
 
 
-def _place(leaf: Stored, ends: dict[Group, int], shared: dict[str, dict[int, Slot]], rank: int) -> Slot:
+def _place(leaf: Stored, ends: dict[BufferGroup, int], shared: dict[str, dict[int, Slot]], rank: int) -> Slot:
     """The leaf's slot on a rank: the one it has there already, or the next free one."""
     holders = {} if leaf.shared is None else shared.setdefault(leaf.shared, {})
     if rank not in holders:

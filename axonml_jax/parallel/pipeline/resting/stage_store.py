@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax._types import PyTree
 from axonml_jax.parallel.pipeline.policy import AXIS
-from axonml_jax.parallel.pipeline.resting.packing import Buffers, Group, Packing, Slot, slot_value
+from axonml_jax.parallel.pipeline.resting.packing import BufferGroup, Buffers, Packing, Slot, slot_value
 from axonml_jax.parallel.pipeline.resting.spreading import Spread
 from axonml_jax.parallel.pipeline.resting.stage_buffers import StageBuffers, Stored
 from axonml_jax.sharding.layout import Layout
@@ -79,7 +79,7 @@ class StageStore:
     # Names, and the whole arrays over all ranks
 
     @property
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, BufferGroup]:
         """Every group by its name."""
         return {group_name(group): group for group in self.buffers.sizes}
 
@@ -160,7 +160,7 @@ class StageStore:
                 along = dict(zip(slot.group.axes, map(int, where), strict=True))
                 part[slot.offset : slot.offset + slot.size] = _shard(stored, layout, along, self.degrees).reshape(-1)
 
-    def _grid(self, group: Group) -> tuple[int, ...]:
+    def _grid(self, group: BufferGroup) -> tuple[int, ...]:
         return (self.num_ranks, *(self.degrees[axis] for axis in group.axes))
 
     # On one rank, inside `shard_map`
@@ -175,10 +175,10 @@ class StageStore:
         return Packing(tuple(self.slots[i] for i in values)).pack(list(values.values()), self.buffers.sizes)
 
 
-def group_name(group: Group) -> str:
+def group_name(group: BufferGroup) -> str:
     """A group's name.
 
-    >>> group_name(Group("float32")), group_name(Group("float32", ("fsdp",)))
+    >>> group_name(BufferGroup("float32")), group_name(BufferGroup("float32", ("fsdp",)))
     ('float32', 'float32 over fsdp')
     """
     return group.dtype + (f" over {' '.join(group.axes)}" if group.axes else "")
