@@ -32,37 +32,38 @@ def float16():
         pytest.skip(f"XLA:CPU compiles no float16 for this processor: {str(error)[:80]}")
 
 
-BOTH = (
-    "architecture", "buckets", "collectives_pairs", "ddp_program", "init_environment", "ledger_published", "mesh_shape",
-    "migration", "pipeline_program", "pipeline_schedule", "random_plans", "spawn", "spawn_errors",
+EVERY_ROW = (
+    "architecture", "buckets", "collectives_pairs", "compat", "ddp_program", "init_environment", "ledger_published",
+    "mesh_shape", "migration", "pipeline_program", "pipeline_schedule", "program", "spawn", "spawn_errors",
 )  # fmt: skip
-"""Modules that run whole at both ends of the JAX range: cheap ones, and those about what differs between versions."""
+"""Modules whose tables run whole: cheap ones, and those about what differs between versions of JAX."""
 
 
-COVERS = (
+LARGE = (
     "ddp_equality", "fsdp_equality", "laws", "ledger_difference", "models_generate", "models_parallel", "pipeline_executor",
     "pipeline_training", "processes_ddp", "tensor_3d", "tensor_auto", "tensor_block", "tensor_embedding", "tensor_linear",
     "tensor_plans",
 )  # fmt: skip
-"""Modules whose cases are covers of a product of plans: CI takes every other one."""
+"""Modules whose tables are products of plans, each row compiled: a quarter of the rows runs."""
 
 
 def pytest_collection_modifyitems(config, items):
-    """All other tests are shared between the two ends: CI runs each once, at the one end or the other.
+    """Of a table of cases some rows run: half of them, of a large one a quarter, at least one, chosen by their names.
 
-    Whoever names tests gets all of them, and so does AXONML_ALL_ROWS=1.
+    The choice is the same on every machine and for every version. Whoever names files or tests gets all rows, and so does
+    AXONML_ALL_ROWS=1.
     """
     if os.environ.get("AXONML_ALL_ROWS") or config.args_source is not config.ArgsSource.TESTPATHS:
         return
-    old = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)
-    counts, kept, dropped = collections.Counter(), [], []
+    tables = collections.defaultdict(list)
     for item in items:
-        module = item.module.__name__.removeprefix("test_")
-        counts[module] += 1
-        # Thue and Morse's sequence: no option that alternates from case to case falls to one end alone.
-        mine = module in BOTH or counts[module].bit_count() % 2 == old
-        if module in COVERS and hasattr(item, "callspec"):
-            mine = mine and zlib.crc32(item.nodeid.encode()) % 2
-        (kept if mine else dropped).append(item)
-    config.hook.pytest_deselected(items=dropped)
-    items[:] = kept
+        tables[item.nodeid.split("[")[0]].append(item)
+    kept = set()
+    for rows in tables.values():
+        module = rows[0].module.__name__.removeprefix("test_")
+        share = 1 if module in EVERY_ROW or not hasattr(rows[0], "callspec") else 4 if module in LARGE else 2
+        hashes = {row.nodeid: zlib.crc32(row.nodeid.encode()) for row in rows}
+        chosen = [each for each, number in hashes.items() if number % share == 0]
+        kept.update(chosen or [min(hashes, key=hashes.get)])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]

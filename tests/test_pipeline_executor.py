@@ -13,7 +13,7 @@ from axonml_jax.collectives.varying import vary
 from axonml_jax.parallel.pipeline.cutting.stage import Stage, StageOutput
 from axonml_jax.parallel.pipeline.resting.shared import without_copies
 from axonml_jax.parallel.pipeline.resting.stage_buffers import StageBuffers, Stored
-from axonml_jax.parallel.pipeline.running.stage_parameters import executor, tick
+from axonml_jax.parallel.pipeline.running import executor, tick
 from axonml_jax.parallel.pipeline.schedules.registry import make_schedule
 from axonml_jax.testing.trees_close import assert_trees_close
 
