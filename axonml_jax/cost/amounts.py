@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 Many = Any
-"""An int, a `Fraction` or a float; or a numpy array of them."""
+"""An int, a `Fraction` or a float; or a numpy array: of floats where it is large, as integers overflow without a word."""
 
 
 def varies(amount: Many) -> bool:
@@ -16,6 +16,15 @@ def varies(amount: Many) -> bool:
 def nothing(amount: Many) -> bool:
     """Whether an amount is the number 0; an array may hold something."""
     return not varies(amount) and not amount
+
+
+def divided(amount: Many, parts: Many) -> Many:
+    """`amount // parts`, which numpy does slowly to arrays of floats; those are exact up to 2**53.
+
+    >>> divided(7, 2), divided(np.array([7.0, 8.0]), 2)
+    (3, array([3., 4.]))
+    """
+    return np.floor(amount / parts) if varies(amount) or varies(parts) else amount // parts
 
 
 def several(ranks: Many) -> bool:

@@ -108,5 +108,8 @@ def merged(flows: Iterable[Flow]) -> tuple[Flow, ...]:
 
 
 def _joined(alike: list[Flow]) -> Flow:
-    total = {name: sum(getattr(flow, name) for flow in alike) for name in ("elements", "padding", "launches")}
-    return replace(alike[0], **total)
+    first = alike[0]
+    elements, padding, launches = first.elements, first.padding, first.launches
+    for flow in alike[1:]:
+        elements, padding, launches = elements + flow.elements, padding + flow.padding, launches + flow.launches
+    return replace(first, elements=elements, padding=padding, launches=launches)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from axonml_jax.cost.amounts import Many, either, most
+from axonml_jax.cost.amounts import Many, divided, either, most
 from axonml_jax.cost.decoder.activations import BlockActivations
 from axonml_jax.cost.passing import Ticks
 from axonml_jax.cost.rounds import Parts, Run
@@ -133,7 +133,7 @@ def read_by_stages(weights: Weights, parts: Parts, chunks: Many, in_ticks: bool)
     copied = most(0, *(either(number > 0, 1, 0) for group, number in here if elsewhere or not group.as_they_rest))
     reads = sum(number * group.read_bytes for group, number in here)
     sums = sum(number * group.sum_bytes * group.trained for group, number in here)
-    return copied * (whole_of_stages(reads, sums) // chunks if in_ticks else reads)
+    return copied * (divided(whole_of_stages(reads, sums), chunks) if in_ticks else reads)
 
 
 def whole_of_stages(reads: Many, sums: Many) -> Many:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from axonml_jax.cost.amounts import Many, either, least
+from axonml_jax.cost.amounts import Many, divided, either, least
 from axonml_jax.cost.flow import EACH_TICK, Flow
 from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 
@@ -44,7 +44,8 @@ class Ticks:
         >>> Ticks.foreseen(False, 4, 8, 1), Ticks.foreseen(True, 4, 8, 1)
         (Ticks(number=14, slots=7, arriving=2), Ticks(number=21, slots=8, arriving=2))
         """
-        turns, rest = (microbatches - 1) // ranks, (microbatches - 1) % ranks
+        turns = divided(microbatches - 1, ranks)
+        rest = microbatches - 1 - turns * ranks
         first = chunks * ranks - 1  # the tick in which the last stage ends its first forward
         number = 2 * first + turns * ranks * chunks + rest + 1
         # In the order of 1F1B as executed, a rank's first stage waits for its last one's backward, there and back.

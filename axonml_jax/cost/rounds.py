@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from axonml_jax.cost.amounts import Many, either
+from axonml_jax.cost.amounts import Many, divided, either
 from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.plan import Plan
@@ -127,7 +127,7 @@ class Parts:
     def number(self, place: str, count: int) -> Many:
         """How many a rank reads of weights of which the model has `count`, or of their groups."""
         if place == "block":
-            return self.blocks if count == self.total else self.blocks * count // self.total
+            return self.blocks if count == self.total else divided(self.blocks * count, self.total)
         ends = {"first": self.first, "last": self.last, "both ends": either(self.first > 0, 1, self.last)}
         return ends[place]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from axonml_jax.cost.amounts import Many, most
+from axonml_jax.cost.amounts import Many, divided, most
 from axonml_jax.cost.decoder.activations import block_activations
 from axonml_jax.cost.decoder.configuration import DecoderLike
 from axonml_jax.cost.decoder.decoder_weights import decoder_weights
@@ -57,12 +57,12 @@ class Step:
     @property
     def tokens(self) -> Many:
         """Of a rank's microbatch."""
-        return self.rows // self.run.microbatches * self.positions
+        return divided(self.rows, self.run.microbatches) * self.positions
 
     @property
     def positions(self) -> Many:
         """Of a sequence on a rank."""
-        return self.length // math.prod(self.degrees[axis] for axis in splitting(self.run.roles, "positions"))
+        return divided(self.length, math.prod(self.degrees[axis] for axis in splitting(self.run.roles, "positions")))
 
     @property
     def fullest(self) -> Parts:

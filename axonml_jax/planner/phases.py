@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from axonml_jax.cost.amounts import Many, either, least, varies
+from axonml_jax.cost.amounts import Many, divided, either, least, varies
 from axonml_jax.cost.flow import GRADIENTS, ONCE, PARAMETERS, Flow
 from axonml_jax.cost.held import Memory
 from axonml_jax.mesh.axes import AXES, LAYER_AXES
@@ -196,7 +196,7 @@ def flow_seconds(flow: Flow, degrees: Mapping[str, Many], hardware: Hardware) ->
     inner = inner_product(degrees, flow.axes[0])  # a collective over several axes is limited by the outermost
     arrays = flow.launches
     if flow.label in (GRADIENTS, PARAMETERS):  # XLA joins neighbours into launches of some tens of MB
-        arrays = -(-flow.elements * flow.itemsize // JOINED_BYTES)
+        arrays = -divided(-flow.elements * flow.itemsize, JOINED_BYTES)
     delays = flow.times * hardware.delay(flow.group_size, inner) * arrays
     sent = flow.wire_bytes
     sent = sent if varies(sent) else float(sent)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from axonml_jax.cost.amounts import Many
+from axonml_jax.cost.amounts import Many, divided
 from axonml_jax.cost.decoder.cuts import stages_of
 from axonml_jax.cost.decoder.work import recomputed_flops, stage_costs
 from axonml_jax.cost.flow import Flow, joined
@@ -29,7 +29,7 @@ from axonml_jax.planner.resting import Placing, Resting, spread, weights_togethe
 Meshes = Sequence[tuple[dict[str, int], tuple[Way, ...]]]
 """Degrees, and the ways to run on them."""
 
-AT_ONCE = 2**14
+AT_ONCE = 2**15
 """Candidates that are priced together: their arrays stay in a core's cache."""
 
 
@@ -201,8 +201,9 @@ def _step(together: Sequence[Choice], asked: Question) -> tuple[Step, Many]:
         ranks = [Parts(own, *ends, layers) for own, ends in zip(blocks, ((1, 0), (0, 0), (0, 1)), strict=True)]
         ticks = Ticks.foreseen(column("gpipe") > 0, degrees["pipe"], run.microbatches, chunks)
     step = Step(
-        model=placings[0].model, degrees=degrees, run=run, weights=weights, ranks=ranks, rows=asked.global_batch // shards,
-        length=asked.length, compute=asked.dtype, ticks=ticks, stage_blocks=longest, chunks=chunks,
+        model=placings[0].model, degrees=degrees, run=run, weights=weights, ranks=ranks,
+        rows=divided(asked.global_batch, shards), length=asked.length, compute=asked.dtype, ticks=ticks,
+        stage_blocks=longest, chunks=chunks,
     )  # fmt: skip
     return step, slowest
 
@@ -214,6 +215,6 @@ def _bubble(step: Step, slowest: Many) -> Many:
     rest of a group.
     """
     ranks, count, chunks = step.degrees["pipe"], step.run.microbatches, step.chunks
-    missing = ranks - 1 - (count - 1) % ranks
+    missing = ranks * (1 + divided(count - 1, ranks)) - count
     idle = (ranks - 1 + (chunks - 1) * missing) / (ranks * chunks)
     return (count * slowest + idle) * ranks / count - 1

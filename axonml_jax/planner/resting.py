@@ -109,26 +109,29 @@ def weights_together(placings: Sequence[Placing], meshes: Sequence[Mapping[str, 
       repeats: candidates of every mesh.
     """
     first, once = placings[0], np.ones(len(meshes), int)
-    degrees = {axis: spread([mesh[axis] for mesh in meshes], once) for axis in meshes[0]}
+    degrees = {axis: spread([mesh[axis] for mesh in meshes], once, int) for axis in meshes[0]}
     setting = Setting.of(first.plan, degrees)
-    layouts = [_together(same, once) for same in zip(*(each.layouts for each in placings), strict=True)]
-    weights = zip(decoder_weights(first.model, meshes[0]), layouts, strict=True)
-    found = grouped([Placed(weight, layout, setting) for weight, layout in weights])
-    return found.sizes(lambda size: np.repeat(size, repeats) if varies(size) else size)
+    layouts: dict[int, Layout] = {}  # weights of one shape that are split alike share theirs
+    for same in zip(*(each.layouts for each in placings), strict=True):
+        if id(same[0]) not in layouts:
+            layouts[id(same[0])] = _together(same, once)
+    weights = zip(decoder_weights(first.model, meshes[0]), first.layouts, strict=True)
+    found = grouped([Placed(weight, layouts[id(layout)], setting) for weight, layout in weights])
+    return found.sizes(lambda size: np.repeat(size.astype(float), repeats) if varies(size) else size)
 
 
 def _together(layouts: Sequence[Layout], once: np.ndarray) -> Layout:
     """Layouts of one form as one, whose sizes are arrays."""
     own = layouts[0]
     stored, parts = (
-        tuple(spread(sizes, once) for sizes in zip(*values, strict=True))
+        tuple(spread(sizes, once, int) for sizes in zip(*values, strict=True))
         for values in ([each.stored for each in layouts], [each.parts for each in layouts])
     )
     return Layout(own.shape, own.dtype, own.spec, stored, parts)
 
 
-def spread(values: Sequence[Any], repeats: np.ndarray) -> Any:
+def spread(values: Sequence[Any], repeats: np.ndarray, kind: type = float) -> Any:
     """One value per mesh as one per candidate; where all are equal, the number."""
     if all(value == values[0] for value in values):
         return values[0]
-    return np.repeat(np.array(values, float), repeats)
+    return np.repeat(np.array(values, kind), repeats)

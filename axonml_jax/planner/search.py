@@ -2,8 +2,9 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from axonml_jax.planner.answer import Answer, Priced
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.candidate import Candidate, Question
 from axonml_jax.planner.hardware import Hardware, hardware
-from axonml_jax.planner.legal import REMATS, candidate, legal_meshes, stage_of, ways_on
+from axonml_jax.planner.legal import REMATS, Way, candidate, legal_meshes, stage_of, ways_on
 from axonml_jax.planner.price import price
 from axonml_jax.planner.quick import quick
 
@@ -131,14 +132,20 @@ def _search(
     for (degrees, ways), (seconds, held) in zip(meshes, quick(meshes, asked, offload), strict=True):
         limit = MARGINS["pipe" in degrees] * asked.memory
         dropped[_TOO_LARGE] += int((held > limit).sum())
-        make = lambda i, degrees=degrees, ways=ways: candidate(degrees, ways[i], offload, asked.strategy)
+        make = partial(_candidate, degrees, ways, offload, asked)
         for best, among in ((fitting, held <= asked.memory), (doubtful, (held > asked.memory) & (held <= limit))):
             for i in _fastest(np.flatnonzero(among), seconds, held):
-                best.keep(float(seconds[i]), make(i))
+                best.keep(float(seconds[i]), partial(make, i))
         leanest = int(held.argmin())
         if held[leanest] <= limit:
-            lean.keep(float(held[leanest]), make(leanest))
+            lean.keep(float(held[leanest]), partial(make, leanest))
     return _exactly(asked, list(dict.fromkeys([*fitting.found, *doubtful.found, *lean.found])), dropped)
+
+
+def _candidate(
+    degrees: dict[str, int], ways: tuple[Way, ...], offload: CPUOffload, asked: Question, i: int
+) -> Candidate:
+    return candidate(degrees, ways[i], offload, asked.strategy)
 
 
 def _meshes(asked: Question, axes: tuple[str, ...], remats: tuple, offload: CPUOffload, illegal: Counter) -> list:
@@ -173,8 +180,11 @@ class _Best:
     def __init__(self, count: int):
         self.count, self._heap = count, []
 
-    def keep(self, measure: float, found: Candidate) -> None:
-        """Among the best so far."""
+    def keep(self, measure: float, make: Callable[[], Candidate]) -> None:
+        """Among the best so far; what is too bad is not even made."""
+        if len(self._heap) == self.count and -measure < self._heap[0][0]:
+            return
+        found = make()
         entry = (-measure, str(found), found)
         if len(self._heap) < self.count:
             heapq.heappush(self._heap, entry)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from axonml_jax.cost.amounts import Many, least
+from axonml_jax.cost.amounts import Many, divided, least
 from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
 from axonml_jax.cost.rounds import Run
 from axonml_jax.parallel.tensor.megatron.fused_attention import PLATFORMS, kernel_of, shape_obstacles
@@ -59,21 +59,21 @@ def block_activations(
     inside, outside = _cuts(config, degrees)
     size, inner, wide, itemsize = config.hidden_size, config.mlp_size, 4, jnp.dtype(compute).itemsize
     kv, gated = 2 * config.kv_heads * config.head_size, config.activation == "swiglu"
-    boundary = tokens * size * itemsize // outside
+    boundary = divided(tokens * size * itemsize, outside)
     fused = fuses_attention(config, length, compute, platform)
     # Attention weights as the softmax leaves and as it is read.
     within = config.num_heads * (wide if fused else length * (wide + itemsize))
     within += (2 * size + kv) * itemsize + inner * (5 if gated else 3) * itemsize
     between = 3 * size * itemsize + 4 * size * wide  # beside the block's input; what the norms make is in float32
     products = (size + kv + inner * (2 if gated else 1)) * itemsize
-    whole = boundary + tokens * within // inside + tokens * between // outside
+    whole = boundary + divided(tokens * within, inside) + divided(tokens * between, outside)
     # Of what is between the layers: both closing products, and with biases the first of them before its bias.
     closing = size * itemsize * (3 if config.use_bias else 2)
-    selective = boundary + tokens * products // inside + tokens * closing // outside
+    selective = boundary + divided(tokens * products, inside) + divided(tokens * closing, outside)
     scores = config.num_heads * (wide if fused else length * wide) + size * itemsize  # and the mixed heads
-    plain = selective + tokens * scores // inside if apart else whole
+    plain = selective + divided(tokens * scores, inside) if apart else whole
     kept = (1 - run.recomputes) * plain + run.full * boundary + run.selective * selective
-    words = config.vocab_size // _vocabulary_cut(config, degrees)
+    words = divided(config.vocab_size, _vocabulary_cut(config, degrees))
     words = least(config.words_at_once or words, words)
     rebuilt = whole if apart else run.recomputes * whole
     return BlockActivations(kept, rebuilt, boundary, tokens * words * (2 * wide + itemsize))

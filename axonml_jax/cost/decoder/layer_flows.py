@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from axonml_jax.cost.amounts import Many, varies
+from axonml_jax.cost.amounts import Many, divided, varies
 from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
 from axonml_jax.cost.flow import EACH_MICROBATCH, GRADIENTS, PARAMETERS, Flow, named
 from axonml_jax.cost.rounds import Parts, Run
@@ -61,7 +61,7 @@ class Layers:
         share = 1
         if self.config.sequence_parallel:
             share = layer_degrees(self.config, self.degrees).get("tensor", 1)
-        return self.flow("permute", AXIS, self.tokens * self.config.hidden_size // share, "")
+        return self.flow("permute", AXIS, divided(self.tokens * self.config.hidden_size, share), "")
 
 
 def layer_flows(layers: Layers, weights: Weights) -> Iterator[Flow]:
@@ -99,7 +99,7 @@ def _sequence(layers: Layers, weights: Weights) -> Iterator[Flow]:
         """`calls` of the blocks, which a ring cuts into hops, and those of what stands before and after the blocks."""
         ranks, ring = layers.degrees["tensor"], layers.config.ring
         if ring:
-            yield layers.flow("permute", "tensor", whole // ranks, work, calls=calls * (ranks - 1))
+            yield layers.flow("permute", "tensor", divided(whole, ranks), work, calls=calls * (ranks - 1))
         yield layers.flow(kind, "tensor", whole, work, calls=ends if ring else calls + ends)
 
     yield from make(GATHER, "forward", 2 * blocks, last)
@@ -126,7 +126,7 @@ def _summed(layers: Layers, weights: Weights) -> Iterator[Flow]:
     for group in weights.groups:
         if "tensor" in group.summed:
             calls = layers.parts.number(group.place, group.count) * group.layers
-            one = group.read // group.layers
+            one = divided(group.read, group.layers)
             yield layers.flow(SUM, "tensor", one, "backward", calls=calls, arrays=group.arrays, dtype=group.read_dtype)
 
 
@@ -136,21 +136,23 @@ def _grid(layers: Layers, weights: Weights) -> Iterator[Flow]:
     config, row, col = layers.config, layers.degrees.get("row", 1), layers.degrees.get("col", 1)
     size, inner, tokens, blocks = config.hidden_size, config.mlp_size, layers.tokens, layers.parts.blocks
     kv, again = config.kv_heads * config.head_size, layers.run.recomputes  # recomputing repeats the whole forward
+    whole = tokens * size
+    over_col = divided(whole, col)
     openings = [[size, kv, kv], [inner] * (2 if config.activation == "swiglu" else 1)]
     for half, outs in enumerate(openings):
         closed = (size, inner)[half]
         ends = again * (not (config.scan_layers and half == 1))  # a trip's last product is not repeated
         for out in outs:  # column-like layers: split input, partial outputs summed over col
-            yield layers.flow(SUM, "col", tokens * out // row, "forward", calls=blocks)
-            yield layers.flow(SUM, "col", tokens * out // row, "backward", calls=blocks * again)
-        yield layers.flow(SUM, "row", tokens * size // col, "backward", calls=blocks)
-        yield layers.flow(GATHER, "col", tokens * size, "backward", calls=blocks)
+            yield layers.flow(SUM, "col", divided(tokens * out, row), "forward", calls=blocks)
+            yield layers.flow(SUM, "col", divided(tokens * out, row), "backward", calls=blocks * again)
+        yield layers.flow(SUM, "row", over_col, "backward", calls=blocks)
+        yield layers.flow(GATHER, "col", whole, "backward", calls=blocks)
         # The transposed layer after them: summed over row, its features joined over col.
-        yield layers.flow(SUM, "row", tokens * size // col, "forward", calls=blocks)
-        yield layers.flow(SUM, "row", tokens * size // col, "backward", calls=blocks * ends)
-        yield layers.flow(GATHER, "col", tokens * size, "forward", calls=blocks)
-        yield layers.flow(GATHER, "col", tokens * size, "backward", calls=blocks * ends)
-        yield layers.flow(SUM, "col", tokens * closed // row, "backward", calls=blocks)
+        yield layers.flow(SUM, "row", over_col, "forward", calls=blocks)
+        yield layers.flow(SUM, "row", over_col, "backward", calls=blocks * ends)
+        yield layers.flow(GATHER, "col", whole, "forward", calls=blocks)
+        yield layers.flow(GATHER, "col", whole, "backward", calls=blocks * ends)
+        yield layers.flow(SUM, "col", divided(tokens * closed, row), "backward", calls=blocks)
     yield from _ends_of_grid(layers, row, col)
 
 
@@ -158,15 +160,17 @@ def _ends_of_grid(layers: Layers, row: Many, col: Many) -> Iterator[Flow]:
     """What the embedding sends, and the head with its loss."""
     size, tokens, again = layers.config.hidden_size, layers.tokens, layers.run.recomputes
     first, last = layers.parts.first, layers.parts.last
+    whole, logits = tokens * size, divided(tokens * layers.config.vocab_size, col)
+    over_row = divided(whole, row)
     looked_up_again = first * again * (not layers.config.scan_layers)
-    yield layers.flow(SUM, "col", tokens * size // row, "forward", calls=first)
-    yield layers.flow(GATHER, "row", tokens * size, "forward", calls=first)
-    yield layers.flow(SUM, "col", tokens * size // row, "backward", calls=looked_up_again)
-    yield layers.flow(GATHER, "row", tokens * size, "backward", calls=looked_up_again)
-    yield layers.flow(GATHER, "row", tokens * size, "backward", calls=last)
-    yield layers.flow(SUM, "col", tokens * size // row, "backward", calls=last)
-    yield layers.flow(SUM, "row", tokens * layers.config.vocab_size // col, "forward", calls=last)
-    yield layers.flow(SUM, "row", tokens * layers.config.vocab_size // col, "backward", calls=last * again)
+    yield layers.flow(SUM, "col", over_row, "forward", calls=first)
+    yield layers.flow(GATHER, "row", whole, "forward", calls=first)
+    yield layers.flow(SUM, "col", over_row, "backward", calls=looked_up_again)
+    yield layers.flow(GATHER, "row", whole, "backward", calls=looked_up_again)
+    yield layers.flow(GATHER, "row", whole, "backward", calls=last)
+    yield layers.flow(SUM, "col", over_row, "backward", calls=last)
+    yield layers.flow(SUM, "row", logits, "forward", calls=last)
+    yield layers.flow(SUM, "row", logits, "backward", calls=last * again)
     yield from _loss(layers, "col")
 
 
@@ -177,7 +181,7 @@ def _weights_over_depth(layers: Layers, weights: Weights) -> Iterator[Flow]:
         if "depth" not in group.axes:
             continue
         stack, looked_up, tied = group.layers, not group.again, group.place == "both ends"
-        block, reads = group.read // stack * layers.degrees["depth"], 2 if tied else 1
+        block, reads = divided(group.read, stack) * layers.degrees["depth"], 2 if tied else 1
         number = layers.parts.number(group.place, group.count) * stack
         make = lambda kind, label, work, calls, block=block, group=group: layers.flow(
             kind, "depth", block, work, calls=calls, arrays=group.arrays, label=label, dtype=group.read_dtype
