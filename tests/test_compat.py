@@ -24,6 +24,7 @@ from axonml_jax.compat.canary import Canary, CanaryError, expect
 from axonml_jax.compat.checkpoint_policy import SaveWhere
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.bind import bind_plan
+from axonml_jax.parallel.units.remat import transform_of
 
 BY_NAME = {canary.name: canary for canary in CANARIES}
 PSUM, SCAN, VJP, CHECKPOINT, JIT = jax.lax.psum, jax.lax.scan, jax.vjp, jax.checkpoint, jax.jit
@@ -238,3 +239,10 @@ def test_barriers_order_without_changing_values():
 
 def test_what_says_no_type_varies_over_nothing():
     assert varying_types.varying_axes(1.0) == frozenset() == varying_types.varying_axes(core.abstract_token)
+
+
+def test_what_a_policy_must_be_asked_about_is_refused_where_it_is_not():
+    with jax_remat3(True), pytest.raises(ValueError, match=r"jax_remat3 is on.*Set JAX_REMAT3=0"):
+        transform_of(None, apart=True)
+    with jax_remat3(True):
+        assert transform_of("selective", apart=True) and transform_of(None)

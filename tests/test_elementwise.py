@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.compat.checkpoint_policy import SaveWhere
 from axonml_jax.program.recomputed import all_but_elementwise
 
 
 def kept(fun, *args):
     """Shapes of the residuals that are no arguments."""
-    _, pull = jax.vjp(jax.checkpoint(fun, policy=all_but_elementwise), *args)
+    _, pull = jax.vjp(jax.checkpoint(fun, policy=SaveWhere(all_but_elementwise)), *args)
     shapes = [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.ndim]
     for arg in args:
         if arg.shape in shapes:

@@ -9,6 +9,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+
+
+def require_policies() -> None:
+    """Refuse a policy of this kind where JAX does not ask it about every operation.
+
+    Raises:
+      ValueError: with the remedy.
+    """
+    if jax.config.jax_remat3:
+        raise ValueError(
+            "jax_remat3 is on: jax.checkpoint then asks its policy about products alone and recomputes all the rest, so that a "
+            "scan or a pipeline would send twice and do most work twice. Set JAX_REMAT3=0, or "
+            "jax.config.update('jax_remat3', False)"
+        )
+
 
 class Saveable(NamedTuple):
     """A result that may be saved for the backward: the operation under `jax.checkpoint` that makes it.

@@ -1,7 +1,7 @@
 """What a recomputing backward keeps of a forward: whatever is not elementwise or merely placed; it makes the rest again."""
 
 import math
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from axonml_jax.compat.checkpoint_policy import Saveable
 from axonml_jax.program.program import Equation
 from axonml_jax.program.rules import is_redone, rule_of
 from axonml_jax.program.run import run
@@ -23,21 +24,22 @@ LITTLE = 16
 """A slice that leaves no more than this part of an array is kept in the array's place."""
 
 
-def all_but_elementwise(prim: Any, *avals: Any, **params: Any) -> bool:
-    """Whether a result is kept for the backward, as `jax.checkpoint` asks: whatever is not elementwise or moved about.
+def all_but_elementwise(result: Saveable) -> bool:
+    """Whether a result is kept for the backward, as `SaveWhere` asks: whatever is not elementwise or moved about.
 
     Products, sums, random bits, lookups and collectives are never done twice. Comparisons of floats are kept, a byte each:
     dropout's mask instead of the bits it is made of. So is what little is taken of a large array: the one column that counts
     of the 128 that an attention kernel writes. Of complex results the parts are kept, where they are named.
     """
-    if prim.name == "name":
-        return params["name"] in (PARTS, PRODUCT_PARTS)
-    if prim.name in ("slice", "dynamic_slice"):
+    name, avals, params = result.primitive, result.operands, result.params
+    if result.given_name is not None:
+        return result.given_name in (PARTS, PRODUCT_PARTS)
+    if name in ("slice", "dynamic_slice"):
         taken = params.get("slice_sizes") or np.subtract(params["limit_indices"], params["start_indices"])
         return math.prod(map(int, taken)) * LITTLE <= avals[0].size
-    if rule_of(prim.name).compares:
+    if rule_of(name).compares:
         return any(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
-    return not is_redone(prim.name) and not _complex(prim, avals, params)
+    return not is_redone(name) and not _complex(result)
 
 
 def run_named(equations: Iterable[Equation], env: MutableMapping[int, Any]) -> None:
@@ -69,8 +71,8 @@ def _named(value: Any, name: str) -> Any:
     return jax.lax.complex(checkpoint_name(value.real, name), checkpoint_name(value.imag, name))
 
 
-def _complex(prim: Any, avals: Sequence[Any], params: Mapping[str, Any]) -> bool:
+def _complex(result: Saveable) -> bool:
     """Whether an operation may have complex results."""
-    if prim.name == "fft":
-        return params["fft_type"] != jax.lax.FftType.IRFFT
-    return prim.name == "eig" or any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals)
+    if result.primitive == "fft":
+        return result.params["fft_type"] != jax.lax.FftType.IRFFT
+    return result.primitive == "eig" or any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in result.operands)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax
 
 from axonml_jax._types import PyTree, named_leaves
+from axonml_jax.compat.checkpoint_policy import SaveWhere, require_policies
 from axonml_jax.model.functional import Functional
 from axonml_jax.parallel.units.gathered import Slices
 from axonml_jax.parallel.units.loop import UnitLoop
@@ -36,8 +37,10 @@ def transform_of(remat: Remat, *, apart: bool = False) -> Callable[[Callable], C
     """
     if remat is None and not apart:
         return lambda work: work
+    if remat is None:
+        require_policies()
     products = jax.checkpoint_policies.save_only_these_names(PRODUCTS, PRODUCT_PARTS)
-    policy = {None: all_but_elementwise, "selective": products, "full": None}[remat]
+    policy = {None: SaveWhere(all_but_elementwise), "selective": products, "full": None}[remat]
     return lambda work: jax.checkpoint(work, policy=policy, prevent_cse=not apart)
 
 
