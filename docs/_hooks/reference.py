@@ -5,7 +5,19 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 PACKAGE = Path(__file__).resolve().parents[2] / "axonml_jax"
-ORDER = ("facade", "mesh", "collectives", "sharding", "model", "parallel", "training", "data", "models", "ledger")
+ORDER = (
+    "facade",
+    "mesh",
+    "collectives",
+    "sharding",
+    "model",
+    "parallel",
+    "training",
+    "data",
+    "models",
+    "ledger",
+    "cost",
+)
 
 
 def rooms():
