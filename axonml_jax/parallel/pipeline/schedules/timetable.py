@@ -64,7 +64,7 @@ class Timetable:
 
     Attributes:
       num_ranks: S.
-      forward: tick of F, [stage][microbatch].
+      forward: tick of F, by stage and then by microbatch.
       backward: tick of B, or of I where `weight` is given; None: forwards only.
       weight: tick of W; None: backwards are whole.
 
