@@ -11,7 +11,6 @@ from axonml_jax.parallel.pipeline.cutting.assign import balanced
 from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
 from axonml_jax.parallel.pipeline.estimates.simulate import simulate
 from axonml_jax.parallel.pipeline.policy import AXIS, Pipelined
-from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
 from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 from axonml_jax.parallel.plan import Plan
 
@@ -66,8 +65,8 @@ def stages_of(config: DecoderLike, plan: Plan, degrees: dict[str, int]) -> Stage
 
 
 @lru_cache(maxsize=1024)
-def _timetable(schedule: PipelineSchedule, ranks: int, microbatches: int, chunks: int) -> Timetable:
-    return Pipelined(schedule=schedule, num_microbatches=microbatches, chunks=chunks).timetable(ranks, microbatches)
+def _timetable(pipe: Pipelined, ranks: int, microbatches: int) -> Timetable:
+    return pipe.timetable(ranks, microbatches)
 
 
 def timetable_of(plan: Plan, degrees: dict[str, int]) -> Timetable | None:
@@ -79,7 +78,7 @@ def timetable_of(plan: Plan, degrees: dict[str, int]) -> Timetable | None:
     ranks = degrees.get(AXIS, 1)
     if plan.pipe is None or ranks == 1:
         return None
-    return _timetable(plan.pipe.schedule, ranks, plan.microbatches, plan.pipe.chunks)
+    return _timetable(plan.pipe, ranks, plan.microbatches)
 
 
 def bubble(timetable: Timetable | None, costs: StageCosts | None = None) -> float:

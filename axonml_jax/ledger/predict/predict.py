@@ -143,8 +143,7 @@ def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:
         if strategy.role.parameters != "layers" and not usual and any(degrees[name] > 1 for name in as_axes(axis)):
             words.append(strategy.in_words(axis))
     if plan.pipe is not None and degrees.get(AXIS, 1) > 1:
-        chunks = f" x {plan.pipe.chunks} chunks" if plan.pipe.chunks > 1 else ""
-        words.append(f"{plan.pipe.schedule}{chunks}")
+        words.append(plan.pipe.in_words)
     words.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
     if model.sequence_parallel and degrees.get("tensor", 1) > 1:
         words.append("sequence parallel")

@@ -88,8 +88,13 @@ class Pipelined:
             return num_microbatches
         return -(-num_microbatches // num_ranks) if self.turns else None
 
+    @property
+    def in_words(self) -> str:
+        """As tables print it."""
+        return f"{self.schedule}{f' x {self.chunks} chunks' if self.chunks > 1 else ''}"
+
     def timetable(self, num_ranks: int, num_microbatches: int) -> Timetable:
-        """What is executed.
+        """What is executed, and what the ledger prices; a schedule of your own comes in here (docs/guides/extending.md).
 
         Raises:
           ValueError: for sizes that the schedule refuses, with the rule and the remedy.
