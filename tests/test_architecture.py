@@ -134,7 +134,10 @@ def test_the_drawing_agrees_with_the_floors():
     drawn = {
         int(line[0]): set(re.findall(r"(\w+)(?:/|\.py)", line)) for line in drawing.splitlines() if line[:1].isdigit()
     }
-    assert drawn == {floor: set(rooms) for floor, rooms in FLOORS.items()}
+    floors = {floor: set(rooms) for floor, rooms in FLOORS.items()}
+    assert drawn == floors
+    pictured = re.findall(r'data-floor="(\d)">(.*?)</g>', text, re.DOTALL)
+    assert {int(floor): set(re.findall(r">(\w+)(?:/|\.py)<", rooms)) for floor, rooms in pictured} == floors
 
 
 def lax_names(path: Path):

@@ -98,6 +98,32 @@ def test_links_to_files_exist(path):
     assert not missing, missing
 
 
+@pytest.mark.parametrize("path", PAGES, ids=label)
+def test_files_that_a_page_or_its_pictures_name_exist(path):
+    named = set(re.findall(r"(?<![\w./{-])((?:[\w-]+/)+[\w-]+\.py)\b", path.read_text("utf-8")))
+    missing = [file for file in named if not any((ROOT / top / file).exists() for top in ("", "axonml_jax", "tests"))]
+    assert not missing, f"{label(path)} names files that do not exist: {missing}"
+
+
+def test_the_folders_in_the_architecture_are_those_of_the_package():
+    table = (DOCS / "architecture.md").read_text("utf-8").split("## The contract")[0]
+    named = {found.rstrip("/") for found in re.findall(r"`([\w/]+/)`", table)}
+    folders = {path.parent.relative_to(ROOT / "axonml_jax").as_posix() for path in MODULES} - {"."}
+    known = folders | {folder.rsplit("/")[-1] for folder in folders}
+    assert named <= known, f"docs/architecture.md names no folders of the package: {named - known}"
+    silent = {folder for folder in folders if folder not in named and folder.rsplit("/")[-1] not in named}
+    assert not silent, f"docs/architecture.md does not say what these hold: {silent}"
+
+
+def test_the_contract_in_the_architecture_is_the_strategys():
+    from axonml_jax.parallel.strategies.strategy import AbstractStrategy
+
+    text = (DOCS / "architecture.md").read_text("utf-8")
+    table = re.search(r"\| Member \| Says \|(.*?)\n\n", text, re.DOTALL).group(1)
+    listed = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
+    assert listed == {name for name in vars(AbstractStrategy) if not name.startswith("_")}
+
+
 def test_the_tree_in_the_readme_exists():
     tree = re.search(r"```text\n(axonml_jax/.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL).group(1)
     missing, folder = [], ""
