@@ -44,6 +44,11 @@ class Saveable(NamedTuple):
         """The name that `checkpoint_name` gave to its operand; None for every other operation."""
         return self.params["name"] if self.primitive == "name" else None
 
+    @property
+    def fft_type(self) -> jax.lax.FftType | None:
+        """Of a Fourier transform; None for every other operation."""
+        return self.params["fft_type"] if self.primitive == "fft" else None
+
 
 @dataclass(frozen=True)
 class SaveWhere:

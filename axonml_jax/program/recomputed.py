@@ -74,5 +74,5 @@ def _named(value: Any, name: str) -> Any:
 def _complex(result: Saveable) -> bool:
     """Whether an operation may have complex results."""
     if result.primitive == "fft":
-        return result.params["fft_type"] != jax.lax.FftType.IRFFT
+        return result.fft_type != jax.lax.FftType.IRFFT
     return result.primitive == "eig" or any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in result.operands)
