@@ -10,11 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import Literal
 
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.tensor.megatron.cross_entropy import vocab_parallel_cross_entropy
+from axonml_jax.program.atoms import names_of
+from axonml_jax.program.dataflow import forward
+from axonml_jax.program.program import read_program
 
 
 class Block(nnx.Module):
@@ -82,14 +85,12 @@ class Case:
             _, vjp = jax.vjp(lambda p: self.loss(nnx.merge(graphdef, p), batch), params)
             return jax.tree.leaves(vjp)
 
-        jaxpr = jax.make_jaxpr(kept)(params, self.batch(self.rows)).jaxpr
-        inputs = set(jaxpr.invars[len(jax.tree.leaves(params)) :])
-        active = set(inputs)
-        for eqn in jaxpr.eqns:
-            if any(not isinstance(var, Literal) and var in active for var in eqn.invars):
-                active.update(eqn.outvars)
-        saved = {var for var in jaxpr.outvars if not isinstance(var, Literal)} & (active - inputs)
-        return sum(var.aval.size * var.aval.dtype.itemsize for var in saved)
+        program = read_program(trace(kept, params, self.batch(self.rows)).jaxpr)
+        inputs = set(program.inputs[len(jax.tree.leaves(params)) :])
+        reached = lambda equation, operands: [any(operands)] * len(equation.outputs)
+        active = forward(program, [number in inputs for number in program.inputs], reached, False)
+        saved = {number for number in names_of(program.outputs) if active.get(number)} - inputs
+        return sum(program.avals[number].size * program.avals[number].dtype.itemsize for number in saved)
 
 
 def mlp(width: int = 1024, blocks: int = 16, rows: int = 128, scan: bool = False) -> Case:

@@ -23,6 +23,7 @@ import axonml_jax as ax
 from axonml_jax.ledger import predict
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.planner.verify import abstract_step, verify_plan
+from axonml_jax.program.program import Program, read_program
 
 MIB = 2**20
 RANKS = 4
@@ -54,18 +55,15 @@ def traced(shape: TransformerConfig, schedule: str, microbatches: int, rows: int
     return step, step.trace(state, batch)
 
 
-def loop(jaxpr) -> Loop | None:
+def loop(program: Program) -> Loop | None:
     """What the outermost scan of a program carries."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan":
-            avals = [var.aval for var in eqn.outvars]  # the loop returns its carry and nothing else
+    for equation in program.equations:
+        if equation.op.scan is not None:
+            avals = equation.op.made  # the loop returns its carry and nothing else
             slots, flat = ([a.size * a.dtype.itemsize for a in avals if a.ndim == dims] for dims in (2, 1))
             return Loop(sum(slots), sum(flat))
-        for value in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda x: hasattr(getattr(x, "jaxpr", x), "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns") and (found := loop(inner)):
+        for body in equation.bodies:
+            if found := loop(body):
                 return found
     return None
 
@@ -80,7 +78,7 @@ def simulated(shape: TransformerConfig, rows: int, pairs: int):
     print("| --- | --- | --- | --- | --- | --- |")
     for schedule, microbatches in ROWS:
         step, program = traced(shape, schedule, microbatches, rows)
-        carried, planned = loop(program.jaxpr.jaxpr), program.lower().compile().memory_analysis()
+        carried, planned = loop(read_program(program.jaxpr)), program.lower().compile().memory_analysis()
         temporaries = planned.temp_size_in_bytes
         beside = temporaries / (carried.slots + 2 * carried.gradients)
         sizes = [mb(temporaries), f"{beside:.3f}", mb(carried.slots), mb(carried.gradients)]
