@@ -51,8 +51,13 @@ def is_jaxpr(value: Any) -> bool:
 
 def jaxprs_among(params: Mapping[str, Any]) -> tuple[Any, ...]:
     """The jaxprs among an equation's parameters, as they are there: closed ones stay closed."""
-    values = (value if isinstance(value, tuple) else (value,) for value in params.values())
-    return tuple(each for some in values for each in some if isinstance(each, (ClosedJaxpr, Jaxpr)))
+    found = []
+    for value in params.values():
+        if isinstance(value, (ClosedJaxpr, Jaxpr)):
+            found.append(value)
+        elif isinstance(value, tuple):
+            found += [each for each in value if isinstance(each, (ClosedJaxpr, Jaxpr))]
+    return tuple(found)
 
 
 def is_literal(atom: Any) -> bool:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -66,32 +65,24 @@ class Contraction(NamedTuple):
 _CALLS = frozenset(("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"))
 
 
-@dataclass(frozen=True, eq=False)
 class Operation:
     """One equation.
 
-    Attributes:
+    Args:
       eqn: JAX's own.
       around: the name scopes of the calls that it was taken out of.
+
+    Attributes:
+      name: the primitive's.
+      operands: what it reads: variables and literals.
+      results: the variables that it defines.
     """
 
-    eqn: Any
-    around: Any = None
-
-    @property
-    def name(self) -> str:
-        """The primitive's."""
-        return self.eqn.primitive.name
-
-    @property
-    def operands(self) -> Sequence[Any]:
-        """What it reads: variables and literals."""
-        return self.eqn.invars
-
-    @property
-    def results(self) -> Sequence[Any]:
-        """The variables that it defines."""
-        return self.eqn.outvars
+    def __init__(self, eqn: Any, around: Any = None):
+        self.eqn, self.around = eqn, around
+        self.name: str = eqn.primitive.name
+        self.operands: Sequence[Any] = eqn.invars
+        self.results: Sequence[Any] = eqn.outvars
 
     @property
     def given(self) -> list[Any]:
@@ -127,7 +118,7 @@ class Operation:
 
     @cached_property
     def bodies(self) -> tuple[Any, ...]:
-        """All jaxprs among its parameters."""
+        """All jaxprs among its parameters; closed ones stay closed."""
         return jaxprs_among(self.eqn.params)
 
     @property

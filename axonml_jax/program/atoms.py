@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
-from axonml_jax.compat.jaxpr import is_literal
+from axonml_jax.compat.jaxpr import Literal
 
 Atom = Any
 """A number, or a constant with a `val` and an `aval`."""
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 def is_constant(atom: Atom) -> bool:
     """Whether an atom is a constant."""
-    return is_literal(atom)
+    return isinstance(atom, Literal)
 
 
 def names_of(atoms: Iterable[Atom]) -> tuple[Any, ...]:
     """The atoms that are names, in order."""
-    return tuple(atom for atom in atoms if not is_constant(atom))
+    return tuple([atom for atom in atoms if not isinstance(atom, Literal)])
 
 
 def among(atom: Atom, some: Collection[Hashable]) -> bool:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from axonml_jax.compat.jaxpr import opened
+from axonml_jax.compat.jaxpr import Literal, opened
 from axonml_jax.compat.operation import Operation
-from axonml_jax.program.atoms import Atom, is_constant, names_of
+from axonml_jax.program.atoms import Atom, names_of
 
 Opens = Callable[[Operation, Sequence[Atom]], bool]
 """`opens(operation, inputs)`: whether the body of a call stands in its place."""
@@ -24,22 +24,19 @@ class Equation:
 
     Attributes:
       op: the operation.
+      name: the primitive's.
       inputs: what it reads: numbers and constants.
       outputs: the numbers of what it makes.
       opens: which calls in its bodies are opened.
     """
 
     op: Operation
+    name: str
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
     opens: Opens
 
-    @property
-    def name(self) -> str:
-        """The primitive's."""
-        return self.op.name
-
-    @property
+    @cached_property
     def read(self) -> tuple[int, ...]:
         """The numbered values that it reads."""
         return names_of(self.inputs)
@@ -143,14 +140,13 @@ class _Reader:
         for var, value in parts.constants:
             env[var] = self.new(var)
             self.constants[env[var]] = value
-        look = lambda var: var if is_constant(var) else env[var]
         for eqn in parts.equations:
             op = Operation(eqn, around)
-            given = tuple(look(var) for var in op.operands)
-            if op.called is not None and self.opens(op, given):
+            given = tuple([var if isinstance(var, Literal) else env[var] for var in op.operands])
+            if op.name == "jit" and self.opens(op, given):
                 made = self.inline(opened(op.called), given, op.scopes)
             else:
                 made = tuple(map(self.new, op.results))
-                self.equations.append(Equation(op, given, made, self.opens))
+                self.equations.append(Equation(op, op.name, given, made, self.opens))
             env.update(zip(op.results, made, strict=True))
-        return [look(var) for var in parts.outputs]
+        return [var if isinstance(var, Literal) else env[var] for var in parts.outputs]

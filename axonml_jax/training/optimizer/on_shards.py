@@ -1,7 +1,7 @@
 """An optimizer's update of what ranks hold: it sees its own part of every parameter, and is right, or is refused."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,7 @@ class OnShards:
         if self.program(loss).has_totals:
             return False
         try:
-            return list(operations(traced(_seen_shape))) == list(operations(traced(whole_shape)))
+            return operations(traced(_seen_shape)) == operations(traced(whole_shape))
         except (TypeError, ValueError):
             return False
 
@@ -149,12 +149,16 @@ def stored_shard(seen: Any, layout: Layout) -> Any:
     return jnp.reshape(seen, layout.shard) if not layout.shape and layout.shard else seen
 
 
-def operations(program: Program) -> Iterator[tuple[str, ...]]:
+def operations(program: Program) -> list[tuple[Any, ...]]:
     """The operations of a program with their constants, in order: they differ where its Python code looks at shapes."""
+    found = []
     for equation in program.equations:
-        yield equation.name, *(str(atom.val) for atom in equation.inputs if is_constant(atom))
+        some = len(equation.read) < len(equation.inputs)
+        constants = [str(atom.val) for atom in equation.inputs if is_constant(atom)] if some else ()
+        found.append((equation.name, *constants))
         for body in equation.bodies:
-            yield from operations(body)
+            found += operations(body)
+    return found
 
 
 def _seen_shape(layout: Layout) -> jax.ShapeDtypeStruct:
