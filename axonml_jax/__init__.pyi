@@ -39,8 +39,8 @@ from axonml_jax.collectives.spmd import spmd as spmd
 from axonml_jax.data.loader import create_dataloader as create_dataloader
 from axonml_jax.data.sampler import DistributedSampler as DistributedSampler
 from axonml_jax.facade.ddp import DDP as DDP
+from axonml_jax.facade.device_memory import FSDPMemoryStats as FSDPMemoryStats
 from axonml_jax.facade.fsdp import FSDP as FSDP
-from axonml_jax.facade.memory import FSDPMemoryStats as FSDPMemoryStats
 from axonml_jax.facade.memory_plot import plot_memory as plot_memory
 from axonml_jax.facade.parallel_generate import generate as generate
 from axonml_jax.facade.parallel_model import ParallelModel as ParallelModel

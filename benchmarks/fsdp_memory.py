@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh
 from paired import machine
 
 import axonml_jax as ax
-from axonml_jax.facade.memory import FSDPMemoryStats, estimate
+from axonml_jax.facade.device_memory import FSDPMemoryStats, estimate
 from axonml_jax.ledger.compiled import device_peak
 from axonml_jax.ledger.compiled_schedule import Moved, moved
 from axonml_jax.model.functionalize import functionalize

@@ -210,10 +210,6 @@ def test_no_file_is_too_long_or_named_after_nothing():
 
 MAX_FILES = 15
 
-# File names that two folders have, and class names with two meanings. They only get fewer.
-TWICE = {"memory.py", "picture.py"}
-TWO_MEANINGS = {"Choice", "Columns", "Parts", "Ticks"}
-
 
 def test_folders_are_small_and_names_have_one_meaning():
     folders, names, classes = collections.Counter(), collections.Counter(), collections.Counter()
@@ -224,8 +220,8 @@ def test_folders_are_small_and_names_have_one_meaning():
         public = [each.name for each in tree(path).body if isinstance(each, ast.ClassDef) and each.name[0] != "_"]
         classes.update(public)
     assert not {folder: count for folder, count in folders.items() if count > MAX_FILES}
-    assert {name for name, count in names.items() if count > 1} == TWICE
-    assert {name for name, count in classes.items() if count > 1} == TWO_MEANINGS
+    assert not [name for name, count in names.items() if count > 1]
+    assert not [name for name, count in classes.items() if count > 1]
 
 
 def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -12,9 +12,9 @@ from predicted_steps import GPT, LLAMA, config, step_of
 from ring_strategy import RingShard
 
 import axonml_jax as ax
-from axonml_jax.cost.passing import Ticks
+from axonml_jax.cost.passing import TickCounts
 from axonml_jax.cost.wire import KINDS, wire_elements
-from axonml_jax.facade.memory import estimate
+from axonml_jax.facade.device_memory import estimate
 from axonml_jax.ledger import predict
 from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.planner.hardware import Hardware
@@ -106,16 +106,16 @@ def test_ticks_by_formula_are_the_timetables(schedule, chunks, ranks):
     for count in (2, 3, 4, 5, 8, 12, 16, 24):
         policy = Pipelined(schedule=schedule, num_microbatches=count, chunks=chunks)
         try:
-            timetable = Ticks.of(policy.timetable(ranks, count))
+            timetable = TickCounts.of(policy.timetable(ranks, count))
         except ValueError:
             continue
-        foreseen = Ticks.foreseen(schedule == "gpipe", ranks, count, chunks)
+        foreseen = TickCounts.foreseen(schedule == "gpipe", ranks, count, chunks)
         assert (foreseen.number, foreseen.arriving) == (timetable.number, timetable.arriving)
         even = chunks == 1 or count <= ranks or count % ranks == 0
         assert (
             foreseen.slots == timetable.slots if even else timetable.slots <= foreseen.slots <= 1.25 * timetable.slots
         )
-        arrays = Ticks.foreseen(
+        arrays = TickCounts.foreseen(
             np.array([schedule == "gpipe"]), np.array([ranks]), np.array([count]), np.array([chunks])
         )
         assert (arrays.number[0], arrays.slots[0]) == (foreseen.number, foreseen.slots)

@@ -13,6 +13,7 @@ from plan_models import CASES, DropoutMLP, TiedNet, mean_loss, regression, token
 
 import axonml_jax as ax
 from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.training.finite.loss_scale import LossScale
 
 RANKS = 3
 
@@ -79,7 +80,7 @@ def test_float16_skips_an_overflow_halves_the_scale_and_then_learns(mesh, float1
 
 
 def test_the_loss_scale_doubles_after_200_clean_steps():
-    scale = ax.training.loss_scale.LossScale.first()
+    scale = LossScale.first()
     for _ in range(199):
         scale = scale.after(jnp.bool_(True))
     assert (scale.scale, scale.clean) == (2.0**16, 199)

@@ -12,10 +12,10 @@ from predicted_steps import GPT, config
 import axonml_jax as ax
 from axonml_jax.__main__ import CLOSED_PIPE
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
+from axonml_jax.planner.answer_picture import COLOURS, draw
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import Hardware
 from axonml_jax.planner.phases import phases
-from axonml_jax.planner.picture import COLOURS, draw
 from axonml_jax.planner.price import price
 from axonml_jax.planner.timeline import timeline
 

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import axonml_jax as ax
+from axonml_jax.parallel.partition import Partition
 from axonml_jax.sharding.batch import BatchLayout
 from axonml_jax.testing import assert_equals_single_device
 
@@ -80,6 +81,7 @@ def batch_of(seed=0):
 
 
 SEQ = {"seq": Positions()}
+RULES = [("blocks/0/kernel", PartitionSpec(None, "tensor")), (".*", PartitionSpec())]
 PLANS = {
     "alone": ({"seq": 3}, {"axes": SEQ}),
     "with data": ({"data": 2, "seq": 2}, {"axes": SEQ}),
@@ -220,3 +222,59 @@ def test_a_loader_splits_rows_as_the_plan_says_and_a_step_takes_them():
     np.testing.assert_allclose(trainer.step(loaded)["loss"], loss(Words(), batch)[0].value, rtol=1e-5)
     with pytest.raises(ValueError, match="global_batch_size=7 does not divide over the batch axes island=2"):
         ax.create_dataloader(batch, 7, mesh, plan=plan)
+
+
+def test_gradients_of_ranks_alone_and_partitioned_axes_are_refused_beside_positions():
+    model = sequences()
+    with model.no_sync(), pytest.raises(ValueError, match="along seq ranks have parts of the same sequences"):
+        model.value_and_grad(loss)(batch_of())
+    mesh = mesh_of({"data": 2, "tensor": 2})
+    with pytest.raises(ValueError, match=r"data splits positions, and partition= leaves an axis"):
+        ax.parallelize(Words(), mesh, ax.Plan(data=Positions(), partition=Partition.of(RULES)))
+
+
+def test_leaves_of_other_sizes_are_not_taken_for_positions():
+    trainer = ax.Trainer(sequences(), optax.sgd(0.1), loss)
+    with pytest.raises(
+        ValueError, match=r"different sizes there:[^?]*classes: shape \(8, 10\)[^?]*None for those without"
+    ):
+        trainer.step(batch_of() | {"classes": np.zeros((8, 10))})
+
+
+def test_an_axis_of_one_rank_changes_nothing():
+    model = ax.parallelize(Words(), mesh_of({"data": 2, "seq": 1}), ax.Plan(axes=SEQ))
+    plain = lambda model, batch: model(batch["tokens"]).mean()
+    assert np.isfinite(ax.Trainer(model, optax.sgd(0.1), plain).step(batch_of())["loss"])
+
+
+def test_logits_that_layers_leave_split_are_told_from_positions_of_as_many_ranks():
+    class Split(nnx.Module):
+        def __init__(self):
+            self.table = nnx.Embed(12, WIDTH, rngs=nnx.Rngs(0))
+            self.head = ax.ColumnParallelLinear(WIDTH, 12, rngs=nnx.Rngs(1))
+
+        def __call__(self, tokens):
+            return self.head(self.table(tokens))
+
+    model, tokens = Split(), batch_of()["tokens"]
+    mesh = mesh_of({"data": 2, "seq": 2, "tensor": 2})
+    np.testing.assert_allclose(
+        ax.parallelize(model, mesh, ax.Plan(axes=SEQ))(tokens), model(tokens), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_call_knows_its_arguments_by_the_models_names_and_apart():
+    class Named(Positions):
+        def position_dim(self, path, shape):
+            return 1 if path.split("/")[0] == "tokens" else None
+
+    class Nested(Words):
+        def __call__(self, tokens, more=None):
+            first, second = (tokens["a/b"], tokens["a"]["b"]) if isinstance(tokens, dict) else (tokens, tokens)
+            return super().__call__(first) - 2 * super().__call__(second)
+
+    model, tokens = Nested(), batch_of()["tokens"]
+    parallel = ax.parallelize(model, mesh_of({"data": 2, "seq": 2}), ax.Plan(axes={"seq": Named()}))
+    np.testing.assert_allclose(parallel(tokens), model(tokens), rtol=1e-5, atol=1e-5)
+    both = {"a/b": tokens, "a": {"b": tokens[:, ::-1].copy()}}
+    np.testing.assert_allclose(parallel(both), model(both), rtol=1e-5, atol=1e-5)

@@ -14,7 +14,7 @@ from axonml_jax.program.atoms import values_of
 from axonml_jax.program.dataflow import made_by, through, with_gradient
 from axonml_jax.program.dims import DIMS
 from axonml_jax.program.program import all_calls, no_calls, read_program
-from axonml_jax.program.rules import RULES, follow, is_light, is_repeatable, rule_of
+from axonml_jax.program.rules import RULES, follow, is_elementwise, is_light, is_redone, is_repeatable, rule_of
 from axonml_jax.program.run import run, run_program
 
 lax = jax.lax
@@ -200,8 +200,8 @@ def test_a_primitive_without_a_rule_is_opaque():
 
 
 OTHER_VERSIONS = set(
-    """closed_call log2 one_minus_square pbroadcast_dynamic reduced_vary_cast reduced_vary_cast_p unreduced_pmax unreduced_pmin
-    vary_unreduced_cast vary_unreduced_cast_p""".split()  # noqa: SIM905
+    """closed_call log2 one_minus_square pbroadcast_dynamic pcast reduced_vary_cast reduced_vary_cast_p unreduced_pmax
+    unreduced_pmin vary_unreduced_cast vary_unreduced_cast_p""".split()  # noqa: SIM905
 )
 """Primitives with a rule that one end of the supported range of JAX lacks."""
 
@@ -209,3 +209,12 @@ OTHER_VERSIONS = set(
 def test_every_name_with_a_rule_is_a_primitive_of_some_supported_jax():
     here = {each.name for each in gc.get_objects() if isinstance(each, Primitive)}
     assert set(RULES) - here <= OTHER_VERSIONS
+
+
+def test_bits_of_another_width_have_other_dims():
+    (equation,) = program_of(lambda x: lax.bitcast_convert_type(x, jnp.float32), jnp.zeros((3, 4), jnp.uint8)).equations
+    assert [follow(equation.op, 0, dim, 1) for dim in range(2)] == [None, None]
+
+
+def test_long_series_are_elementwise_and_kept():
+    assert is_elementwise("igamma") and not is_redone("igamma") and is_redone("exp")

@@ -8,7 +8,6 @@ from typing import TypeVar
 import jax
 
 from axonml_jax.compat.around import manual_axes
-from axonml_jax.compat.varying_types import CASTS as CASTS
 from axonml_jax.compat.varying_types import cast_to_varying
 from axonml_jax.compat.varying_types import varying_axes as varying_axes
 from axonml_jax.mesh.axes import AxisNames, as_axes

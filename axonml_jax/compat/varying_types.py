@@ -8,7 +8,17 @@ from typing import Any
 import jax
 from jax.core import AbstractValue, ShapedArray
 
-CASTS: frozenset[str] = frozenset({"pvary", "pcast", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"})
+CASTS: frozenset[str] = frozenset(
+    [
+        "pcast",
+        "preduced",
+        "pvary",
+        "reduced_vary_cast",
+        "reduced_vary_cast_p",
+        "vary_unreduced_cast",
+        "vary_unreduced_cast_p",
+    ]
+)
 """Primitives that change a varying type: they name axes but move nothing."""
 
 

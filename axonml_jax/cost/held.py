@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from axonml_jax.cost.amounts import Many, divided, either, most
 from axonml_jax.cost.decoder.activations import BlockActivations
-from axonml_jax.cost.passing import Ticks
-from axonml_jax.cost.rounds import Parts, Run
+from axonml_jax.cost.passing import TickCounts
+from axonml_jax.cost.rounds import Run, ShardCounts
 from axonml_jax.cost.weight_groups import Group, Weights
 from axonml_jax.parallel.offload import CPUOffload
 
@@ -75,7 +75,7 @@ class Rests(NamedTuple):
     trained_padding: Many
 
 
-def rests(weights: Weights, parts: Parts) -> Rests:
+def rests(weights: Weights, parts: ShardCounts) -> Rests:
     """What of a model rests on a rank."""
     total = lambda own: sum(resting(group, parts) * own(group) for group in weights.groups)
     return Rests(
@@ -86,7 +86,7 @@ def rests(weights: Weights, parts: Parts) -> Rests:
     )
 
 
-def gradients(weights: Weights, parts: Parts, run: Run) -> Many:
+def gradients(weights: Weights, parts: ShardCounts, run: Run) -> Many:
     """Of what rests on a rank, at their fullest: what is reduced at the end of a step accumulates whole."""
     total = 0
     for group in weights.groups:
@@ -96,7 +96,7 @@ def gradients(weights: Weights, parts: Parts, run: Run) -> Many:
     return total
 
 
-def states(weights: Weights, parts: Parts, run: Run, moments: int) -> dict[str, Many]:
+def states(weights: Weights, parts: ShardCounts, run: Run, moments: int) -> dict[str, Many]:
     """Parameters, optimizer, gradients and padding that one rank rests with."""
     own = rests(weights, parts)
     return {
@@ -107,13 +107,13 @@ def states(weights: Weights, parts: Parts, run: Run, moments: int) -> dict[str, 
     }
 
 
-def resting(group: Group, parts: Parts) -> Many:
+def resting(group: Group, parts: ShardCounts) -> Many:
     """How many of each rest on a rank: what both ends of a pipeline read rests on the first."""
     number = parts.number(group.place, group.count)
     return number * parts.first if group.place == "both ends" else number
 
 
-def gathered(weights: Weights, parts: Parts, run: Run) -> Many:
+def gathered(weights: Weights, parts: ShardCounts, run: Run) -> Many:
     """Whole parameters beside the shards: all of them, or those of units that are read at their use and one's gradients."""
     axis = next((group.sharded for group in weights.groups if group.sharded is not None), None)
     if axis is None:
@@ -122,7 +122,7 @@ def gathered(weights: Weights, parts: Parts, run: Run) -> Many:
     return either(run.rounds(axis).at_use > 0, weights.unit_bytes, whole)
 
 
-def read_by_stages(weights: Weights, parts: Parts, chunks: Many, in_ticks: bool) -> Many:
+def read_by_stages(weights: Weights, parts: ShardCounts, chunks: Many, in_ticks: bool) -> Many:
     """What a pipeline's rank reads beside what rests: all of its stages, or those that it is busy with and one's gradients.
 
     Weights that are read as they rest are read where they are.
@@ -142,7 +142,7 @@ def whole_of_stages(reads: Many, sums: Many) -> Many:
 
 
 def memory(
-    weights: Weights, ranks: Sequence[Parts], run: Run, *, activations: Many, pipeline: Many, whole: Many, moments: int,
+    weights: Weights, ranks: Sequence[ShardCounts], run: Run, *, activations: Many, pipeline: Many, whole: Many, moments: int,
     batch: Many, offload: CPUOffload,
 ) -> Memory:  # fmt: skip
     """Memory of the rank that holds most; a pipeline's ranks all allocate what the fullest needs.
@@ -175,7 +175,7 @@ def of_blocks(blocks: Many, block: BlockActivations) -> Many:
     return blocks * block.kept + most(block.head, block.rebuilt)
 
 
-def of_ticks(blocks: Many, ticks: Ticks, block: BlockActivations) -> tuple[Many, Many]:
+def of_ticks(blocks: Many, ticks: TickCounts, block: BlockActivations) -> tuple[Many, Many]:
     """Slots of a pipeline, and what passes between ranks and through one tick.
 
     A stage is recomputed as a whole: what enters it is kept, and of its blocks what the policy keeps, but not what enters them.

@@ -1,4 +1,4 @@
-"""`Ticks`: what a pipeline's timetable says of memory and traffic, exactly or by formula; and what passes between stages."""
+"""`TickCounts`: what a pipeline's timetable says of memory and traffic, exactly or by formula; what passes between stages."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 
 
 @dataclass(frozen=True)
-class Ticks:
+class TickCounts:
     """Of a pipeline in fused rows.
 
     Attributes:
@@ -23,14 +23,14 @@ class Ticks:
     arriving: Many
 
     @classmethod
-    def of(cls, timetable: Timetable) -> "Ticks":
+    def of(cls, timetable: Timetable) -> "TickCounts":
         """What a timetable says."""
         return cls(
             timetable.num_ticks, timetable.residuals.size, timetable.activations.size + timetable.cotangents.size
         )
 
     @classmethod
-    def foreseen(cls, gpipe: Many, ranks: Many, microbatches: Many, chunks: Many) -> "Ticks":
+    def foreseen(cls, gpipe: Many, ranks: Many, microbatches: Many, chunks: Many) -> "TickCounts":
         """The same by formula (docs/guides/pipeline-schedules.md), without a timetable.
 
         Slots are an upper bound with several chunks and more microbatches than ranks that are no multiple of them.
@@ -41,8 +41,8 @@ class Ticks:
           microbatches: M.
           chunks: V, stages per rank.
 
-        >>> Ticks.foreseen(False, 4, 8, 1), Ticks.foreseen(True, 4, 8, 1)
-        (Ticks(number=14, slots=7, arriving=2), Ticks(number=21, slots=8, arriving=2))
+        >>> TickCounts.foreseen(False, 4, 8, 1), TickCounts.foreseen(True, 4, 8, 1)
+        (TickCounts(number=14, slots=7, arriving=2), TickCounts(number=21, slots=8, arriving=2))
         """
         turns = divided(microbatches - 1, ranks)
         rest = microbatches - 1 - turns * ranks
@@ -53,7 +53,7 @@ class Ticks:
         return cls(either(gpipe, 2 * microbatches + 2 * ranks - 3, number), either(gpipe, microbatches, slots), 2)
 
 
-def passing(ticks: Ticks, boundary: Flow) -> Iterator[Flow]:
+def passing(ticks: TickCounts, boundary: Flow) -> Iterator[Flow]:
     """Activations and cotangents between stages: one permute each way in every tick.
 
     Args:

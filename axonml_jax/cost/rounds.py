@@ -1,4 +1,4 @@
-"""`Rounds` and `Run`: how often a step does what it does; `Parts`: which parts of a model a rank has."""
+"""`Rounds` and `Run`: how often a step does what it does; `ShardCounts`: which parts of a model a rank has."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -110,7 +110,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ShardCounts:
     """What a rank has of a model; the one rank, without a pipeline.
 
     Attributes:
@@ -131,7 +131,7 @@ class Parts:
         ends = {"first": self.first, "last": self.last, "both ends": either(self.first > 0, 1, self.last)}
         return ends[place]
 
-    def instead(self, holds: Many, other: "Parts") -> "Parts":
+    def instead(self, holds: Many, other: "ShardCounts") -> "ShardCounts":
         """Those of another rank where something holds."""
         choose = lambda name: either(holds, getattr(other, name), getattr(self, name))
-        return Parts(choose("blocks"), choose("first"), choose("last"), self.total)
+        return ShardCounts(choose("blocks"), choose("first"), choose("last"), self.total)

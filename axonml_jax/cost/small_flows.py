@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from axonml_jax.cost.amounts import Many, either, most
 from axonml_jax.cost.flow import Flow
-from axonml_jax.cost.rounds import Parts, Run, splitting
+from axonml_jax.cost.rounds import Run, ShardCounts, splitting
 from axonml_jax.cost.weight_groups import Weights
 from axonml_jax.parallel.pipeline.policy import AXIS
 
@@ -13,7 +13,7 @@ LOSS_VALUES = 2
 """A weighted mean: the total and its weight."""
 
 
-def small_flows(weights: Weights, parts: Parts, run: Run, degrees: Mapping[str, Many]) -> Iterator[Flow]:
+def small_flows(weights: Weights, parts: ShardCounts, run: Run, degrees: Mapping[str, Many]) -> Iterator[Flow]:
     """The loss's sum over the batch shards, and the gradient norm's over everything that splits gradients."""
     scalar = {"kind": "all_reduce", "dtype": "float32", "itemsize": 4}
     ranks = lambda axes: math.prod(degrees[axis] for axis in axes)

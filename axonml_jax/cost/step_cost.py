@@ -13,9 +13,9 @@ from axonml_jax.cost.decoder.decoder_weights import decoder_weights
 from axonml_jax.cost.decoder.layer_flows import Layers, layer_flows
 from axonml_jax.cost.flow import Flow
 from axonml_jax.cost.held import Memory, batch_bytes, gathered, memory, of_blocks, of_ticks, read_by_stages
-from axonml_jax.cost.passing import Ticks, passing
+from axonml_jax.cost.passing import TickCounts, passing
 from axonml_jax.cost.placed import Placed, Setting, rests_at
-from axonml_jax.cost.rounds import Parts, Run, splitting
+from axonml_jax.cost.rounds import Run, ShardCounts, splitting
 from axonml_jax.cost.small_flows import small_flows
 from axonml_jax.cost.weight_flows import weight_flows
 from axonml_jax.cost.weight_groups import Weights, grouped
@@ -46,11 +46,11 @@ class Step:
     degrees: Mapping[str, Many]
     run: Run
     weights: Weights
-    ranks: Sequence[Parts]
+    ranks: Sequence[ShardCounts]
     rows: Many
     length: int
     compute: str
-    ticks: Ticks | None = None
+    ticks: TickCounts | None = None
     stage_blocks: Many = 0
     chunks: Many = 1
 
@@ -65,7 +65,7 @@ class Step:
         return divided(self.length, math.prod(self.degrees[axis] for axis in splitting(self.run.roles, "positions")))
 
     @property
-    def fullest(self) -> Parts:
+    def fullest(self) -> ShardCounts:
         """What the rank has that reads most, whose traffic is told; the first of several."""
         chosen, *others = self.ranks
         reads = lambda parts: sum(parts.number(each.place, each.count) * each.read for each in self.weights.groups)

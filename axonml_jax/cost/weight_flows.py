@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 from axonml_jax.cost.amounts import Many, either, most, nothing
 from axonml_jax.cost.flow import GRADIENTS, ONCE, PARAMETERS, Flow, where_of
-from axonml_jax.cost.rounds import Parts, Run
+from axonml_jax.cost.rounds import Run, ShardCounts
 from axonml_jax.cost.weight_groups import Group, Sent, Weights
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.parallel.pipeline.policy import AXIS
 
 
-def weight_flows(weights: Weights, parts: Parts, run: Run, degrees: Mapping[str, Many]) -> Iterator[Flow]:
+def weight_flows(weights: Weights, parts: ShardCounts, run: Run, degrees: Mapping[str, Many]) -> Iterator[Flow]:
     """Gathers of parameters and reductions of gradients along the axes of strategies, of what a rank has.
 
     Args:

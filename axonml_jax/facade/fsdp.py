@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from axonml_jax._types import PyTree
-from axonml_jax.facade.memory import FSDPMemoryStats, MemoryStats, estimate, measure
+from axonml_jax.facade.device_memory import FSDPMemoryStats, MemoryStats, estimate, measure
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.mesh.as_mesh import as_mesh
 from axonml_jax.mesh.group import ProcessGroup

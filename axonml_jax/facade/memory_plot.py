@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from axonml_jax.facade.memory import MIB, FSDPMemoryStats
+from axonml_jax.facade.device_memory import MIB, FSDPMemoryStats
 
 _COLORS = {"parameters": "#4c72b0", "gradients": "#dd8452", "optimizer": "#55a868", "gathered for use": "#b7b7b7"}
 

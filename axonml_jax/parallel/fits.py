@@ -39,6 +39,13 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
 
 def _check_strategies(plan: Plan, degrees: Mapping[str, int]) -> None:
     """Refuse strategies that do not go together, or whose options would have no effect."""
+    along = [axis for axis, _ in plan.batch_layout(degrees).positions if degrees[axis] > 1]
+    if along and plan.partition is not None:
+        raise ValueError(
+            f"{', '.join(along)} splits positions, and partition= leaves an axis to XLA's partitioner, whose outputs are not "
+            "known to be whole there: use layers that split themselves (ax.ColumnParallelLinear, ax.auto_parallelize), or no "
+            "axis that splits positions"
+        )
     sharded = {
         axis: strategy
         for axis, strategy in plan.on(degrees).items()

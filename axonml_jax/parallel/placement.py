@@ -61,8 +61,8 @@ class Placement:
 
     @property
     def position_axes(self) -> tuple[str, ...]:
-        """Those of them that split positions."""
-        return tuple(axis for axis, _ in self.batch_layout.positions)
+        """Those of them that split positions, over more than one rank."""
+        return tuple(axis for axis, _ in self.batch_layout.positions if self.degrees[axis] > 1)
 
     @property
     def batch_degree(self) -> int:

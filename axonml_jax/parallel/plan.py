@@ -19,7 +19,7 @@ from axonml_jax.parallel.strategies.replicate import Replicate
 from axonml_jax.parallel.strategies.shard import Shard
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.parallel.units.remat import Remat, checked_remat
-from axonml_jax.sharding.batch import BatchLayout
+from axonml_jax.sharding.batch import BatchLayout, second_dim
 from axonml_jax.synonyms import is_choice
 
 
@@ -150,7 +150,9 @@ class Plan:
             for name, split in each.role.splits(as_axes(axis)).items()
         }
         rows = (name for name, (split, _) in splits.items() if split == "rows")
-        positions = {name: each.position_dim for name, (split, each) in splits.items() if split == "positions"}
+        own = lambda each: type(each).position_dim is not AbstractStrategy.position_dim
+        rules = {name: each for name, (split, each) in splits.items() if split == "positions"}
+        positions = {name: each.position_dim if own(each) else second_dim for name, each in rules.items()}
         return BatchLayout.of(degrees, rows, positions)
 
     def reducing(self) -> "Plan":

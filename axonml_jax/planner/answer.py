@@ -9,8 +9,8 @@ from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.ledger.table import aligned
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.planner.answer_picture import draw
 from axonml_jax.planner.candidate import Candidate, Question
-from axonml_jax.planner.picture import draw
 from axonml_jax.planner.price import Price
 from axonml_jax.planner.timeline import Timeline, timeline
 

@@ -13,8 +13,8 @@ from axonml_jax.cost.decoder.cuts import stages_of
 from axonml_jax.cost.decoder.work import recomputed_flops, stage_costs
 from axonml_jax.cost.flow import Flow, joined
 from axonml_jax.cost.held import Memory
-from axonml_jax.cost.passing import Ticks
-from axonml_jax.cost.rounds import Parts, Run, splitting
+from axonml_jax.cost.passing import TickCounts
+from axonml_jax.cost.rounds import Run, ShardCounts, splitting
 from axonml_jax.cost.step_cost import Step, flows, held
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.offload import CPUOffload
@@ -39,8 +39,8 @@ def quick(
     """(seconds, bytes) of the ways on every mesh.
 
     Ways of one discrete choice, on all meshes over which weights rest alike, have one list of flows and one of what is held,
-    whose sizes and counts are arrays. Bytes are the ledger's (see `Ticks.foreseen` for pipelines), and seconds those of the
-    ledger's price but for a pipeline's bubble.
+    whose sizes and counts are arrays. Bytes are the ledger's (see `TickCounts.foreseen` for pipelines), and seconds those of
+    the ledger's price but for a pipeline's bubble.
     """
     found = [(np.zeros(len(ways)), np.zeros(len(ways))) for _, ways in meshes]
     for together in alike(meshes, asked):
@@ -56,7 +56,7 @@ def quick(
     return found
 
 
-class Columns:
+class WayColumns:
     """Ways that are one discrete choice: alike in ZeRO's stage and in sequence parallelism.
 
     Attributes:
@@ -83,15 +83,15 @@ class Columns:
         self.cut = np.array([self.cuts.index((way.chunks, way.remat or "")) for way in own])
 
 
-def choices(ways: tuple[Way, ...]) -> tuple[Columns, ...]:
+def choices(ways: tuple[Way, ...]) -> tuple[WayColumns, ...]:
     """The ways of a mesh by discrete choice."""
     found: dict[tuple[int, bool], list[int]] = {}
     for i, way in enumerate(ways):
         found.setdefault((way.stage, way.sequence_parallel), []).append(i)
-    return tuple(Columns(ways, at) for at in found.values())
+    return tuple(WayColumns(ways, at) for at in found.values())
 
 
-def _cut_columns(model: TransformerConfig, pipe: int, columns: Columns, length: int) -> np.ndarray:
+def _cut_columns(model: TransformerConfig, pipe: int, columns: WayColumns, length: int) -> np.ndarray:
     """What `_cut` says of every way; [values, ways]."""
     return np.array([_cut(model, pipe, *key, length) for key in columns.cuts]).T[:, columns.cut]
 
@@ -115,7 +115,7 @@ def _cut(model: TransformerConfig, pipe: int, chunks: int, remat: str, length: i
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DiscreteChoice:
     """The ways of one discrete choice on one mesh.
 
     Attributes:
@@ -128,12 +128,12 @@ class Choice:
 
     number: int
     degrees: dict[str, int]
-    columns: Columns
+    columns: WayColumns
     placing: Placing
     cuts: np.ndarray | None
 
 
-def alike(meshes: Meshes, asked: Question) -> Iterator[list[Choice]]:
+def alike(meshes: Meshes, asked: Question) -> Iterator[list[DiscreteChoice]]:
     """Choices that make one list, at most so many candidates together."""
     resting, lists, cuts = Resting(asked), {}, {}
     same = {id(ways): choices(ways) for ways in {id(ways): ways for _, ways in meshes}.values()}
@@ -144,7 +144,9 @@ def alike(meshes: Meshes, asked: Question) -> Iterator[list[Choice]]:
             kind = (columns.stage, columns.sequence, tuple(degrees), placing.form, placing.strategies)
             if (pipe := given.get("pipe")) and (pipe, columns) not in cuts:
                 cuts[pipe, columns] = _cut_columns(asked.model, pipe, columns, asked.length)
-            lists.setdefault(kind, []).append(Choice(number, degrees, columns, placing, cuts.get((pipe, columns))))
+            lists.setdefault(kind, []).append(
+                DiscreteChoice(number, degrees, columns, placing, cuts.get((pipe, columns)))
+            )
     for together in lists.values():
         starts = np.cumsum([len(each.columns.at) for each in together]) // AT_ONCE
         for batch in np.unique(starts):
@@ -166,7 +168,9 @@ class Candidates:
     bubble: Many
 
 
-def candidates_of(together: Sequence[Choice], asked: Question, offload: CPUOffload = CPUOffload.NONE) -> Candidates:
+def candidates_of(
+    together: Sequence[DiscreteChoice], asked: Question, offload: CPUOffload = CPUOffload.NONE
+) -> Candidates:
     """The candidates of choices that make one list: the one after the other."""
     step, slowest = _step(together, asked)
     run, tokens = step.run, asked.global_batch * asked.length
@@ -183,7 +187,7 @@ def candidates_of(together: Sequence[Choice], asked: Question, offload: CPUOfflo
     )
 
 
-def _step(together: Sequence[Choice], asked: Question) -> tuple[Step, Many]:
+def _step(together: Sequence[DiscreteChoice], asked: Question) -> tuple[Step, Many]:
     """The step of all these candidates, and the slowest stages' part of all work."""
     repeats, placings = np.array([len(each.columns.at) for each in together]), [each.placing for each in together]
     column = lambda name: np.concatenate([getattr(each.columns, name) for each in together])
@@ -195,11 +199,11 @@ def _step(together: Sequence[Choice], asked: Question) -> tuple[Step, Many]:
     run = Run(roles=roles, pipelined="pipe" in degrees, **often)
     shards = math.prod(degrees[axis] for axis in splitting(roles, "rows"))
     layers, chunks = asked.model.num_layers, column("chunks")
-    slowest, longest, ranks, ticks = 1.0, layers, (Parts(layers, 1, 1, layers),), None
+    slowest, longest, ranks, ticks = 1.0, layers, (ShardCounts(layers, 1, 1, layers),), None
     if run.pipelined:
         slowest, longest, *blocks = np.concatenate([each.cuts for each in together if each.cuts is not None], axis=1)
-        ranks = [Parts(own, *ends, layers) for own, ends in zip(blocks, ((1, 0), (0, 0), (0, 1)), strict=True)]
-        ticks = Ticks.foreseen(column("gpipe") > 0, degrees["pipe"], run.microbatches, chunks)
+        ranks = [ShardCounts(own, *ends, layers) for own, ends in zip(blocks, ((1, 0), (0, 0), (0, 1)), strict=True)]
+        ticks = TickCounts.foreseen(column("gpipe") > 0, degrees["pipe"], run.microbatches, chunks)
     step = Step(
         model=placings[0].model, degrees=degrees, run=run, weights=weights, ranks=ranks,
         rows=divided(asked.global_batch, shards), length=asked.length, compute=asked.dtype, ticks=ticks,

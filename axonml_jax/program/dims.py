@@ -14,8 +14,9 @@ Follow = Callable[[Operation, int, int, int], int | None]
 
 
 def same(op: Operation, k: int, dim: int, parts: int) -> int | None:
-    """Elementwise: the same dim, where the operand is not spread over it."""
-    return dim if op.given[k].shape[dim] == op.made[0].shape[dim] else None
+    """Elementwise: the same dim, where the operand is not spread over it. Bits cast to another width have other dims."""
+    given, made = op.given[k].shape, op.made[0].shape
+    return dim if len(given) == len(made) and given[dim] == made[dim] else None
 
 
 def _broadcast(op: Operation, k: int, dim: int, parts: int) -> int | None:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from axonml_jax.compat.barrier import PRIMITIVE as BARRIER
 from axonml_jax.compat.operation import Operation
+from axonml_jax.compat.varying_types import CASTS
 from axonml_jax.program.dims import DIMS, Follow, same
 from axonml_jax.program.program import Equation
 
@@ -28,6 +29,7 @@ class Rule:
         bits of keys; "heavy": products, sorts, factorizations; "call", "branch", "loop": what its inner programs do;
         "collective": ranks exchange values, or a rank learns its index; "opaque": nothing is known.
       compares: it is a comparison.
+      costly: it is a long series for each element, and its results are kept.
       casts: it changes JAX's varying type of a value, names mesh axes, and sends nothing.
       total: how it joins the elements that it reduces: "sum", "max" or "min"; "" for all others.
       passes: each of its results is the operand in the same place.
@@ -37,6 +39,7 @@ class Rule:
 
     kind: Kind
     compares: bool = False
+    costly: bool = False
     casts: bool = False
     total: str = ""
     passes: bool = False
@@ -52,24 +55,25 @@ class Rule:
 OPAQUE = Rule("opaque")
 
 _ELEMENTWISE = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
-clz complex conj convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor igamma igammac
-imag integer_pow is_finite lgamma log log1p log2 logistic max min mul mulhi neg nextafter not one_minus_square or
-polygamma population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
-shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp clz complex conj
+convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma
+log log1p log2 logistic max min mul mulhi neg nextafter not one_minus_square or population_count pow real
+reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+square stop_gradient sub tan tanh xor
 """
+_SERIES = "bessel_i0e bessel_i1e igamma igammac polygamma regularized_incomplete_beta zeta"
 _COMPARING = "eq ge gt le lt ne"
-_CASTS = "preduced pvary reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p"
 _PLACING = "broadcast_in_dim concatenate iota name reshape rev split squeeze stack tile transpose unstack"
 _SELECTING = """
-argmax argmin cumlogsumexp cummax cummin cumprod cumsum dynamic_slice dynamic_update_slice gather pad reduce reduce_and
-reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window reduce_window_max reduce_window_min
-reduce_window_sum reduce_xor reshard scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
-select_and_gather_add select_and_scatter select_and_scatter_add sharding_constraint slice
+argmax argmin cumlogsumexp cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice gather
+layout_constraint pad reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window
+reduce_window_max reduce_window_min reduce_window_sum reduce_xor reshard scatter scatter-add scatter-max scatter-min
+scatter-mul scatter-sub select_and_gather_add select_and_scatter select_and_scatter_add sharding_constraint slice
+with_memory_space_constraint
 """
 _RANDOM = """
 iota_2x32_shape philox2x32 philox4x32 random_bits random_clone random_fold_in random_gamma random_seed random_split
-random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32 threefry4x32
+random_unwrap random_wrap rng_bit_generator threefry2x32 threefry4x32
 """
 _HEAVY = """
 approx_top_k cholesky conv_general_dilated dot_general eig eigh fft geqrf householder_product lu qr ragged_dot_general
@@ -95,9 +99,11 @@ _SENDS: Mapping[str, tuple[str, str]] = {
 def _table() -> Iterable[tuple[str, Rule]]:
     for name in _ELEMENTWISE.split():
         yield name, Rule("elementwise", follow=same)
+    for name in _SERIES.split():
+        yield name, Rule("elementwise", costly=True, follow=same)
     for name in _COMPARING.split():
         yield name, Rule("elementwise", compares=True, follow=same)
-    for name in _CASTS.split():
+    for name in CASTS:
         yield name, Rule("elementwise", casts=True, follow=same)
     kinds: Mapping[Kind, str] = {
         "placing": _PLACING,
@@ -122,12 +128,12 @@ RULES: Mapping[str, Rule] = dict(_table())
 
 
 def rule_of(name: str) -> Rule:
-    """The rule of a primitive; asynchronous collectives have that of the collective, and what waits for them sends nothing."""
+    """The rule of a primitive; asynchronous collectives have that of the collective, and what waits for one passes it on."""
     if (found := RULES.get(name)) is not None:
         return found
     base, done = RULES.get(name.removesuffix("_start")), RULES.get(name.removesuffix("_done"))
     if done is not None and done.sends is not None:
-        return replace(done, sends=None)
+        return replace(done, sends=None, passes=True)
     return base if base is not None and base.sends is not None else OPAQUE
 
 
@@ -138,7 +144,8 @@ def is_elementwise(name: str) -> bool:
 
 def is_redone(name: str) -> bool:
     """Whether a primitive is so cheap that its results are made again rather than kept: elementwise, or merely placing."""
-    return rule_of(name).kind in ("elementwise", "placing")
+    rule = rule_of(name)
+    return rule.kind in ("elementwise", "placing") and not rule.costly
 
 
 def is_light(op: Operation) -> bool:

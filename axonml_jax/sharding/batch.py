@@ -1,5 +1,6 @@
 """`BatchLayout`: how a global batch is split over a mesh; it checks batches, places them, and gives their specs."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -65,9 +66,8 @@ class BatchLayout:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that splits the batch, outermost first."""
-        along = {axis for axis, _ in self.positions}
-        return self.rows if not along else tuple(axis for axis, _ in self.degrees if axis in along or axis in self.rows)
+        """Every axis that splits the batch: those of rows, then those of positions."""
+        return (*self.rows, *(axis for axis, _ in self.positions))
 
     @cached_property
     def row_degree(self) -> int:
@@ -149,12 +149,21 @@ class BatchLayout:
 
     def _check_positions(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         dims = {name: {d: axes for d, axes in self.split(name, shape).items() if d} for name, shape in shapes.items()}
-        missing = [axis for axis, _ in self.positions if not any(axis in sum(at.values(), ()) for at in dims.values())]
+        along = {axis: dim_of for axis, dim_of in self.positions if self._size((axis,)) > 1}
+        missing = [axis for axis in along if not any(axis in sum(at.values(), ()) for at in dims.values())]
         if missing:
             raise ValueError(
                 f"{missing} split positions, but no leaf of the batch has any:\n"
                 + "\n".join(f"  {name or 'batch'}: shape {shape}" for name, shape in shapes.items())
                 + "\nthe strategy's position_dim(path, shape) says which dim of a leaf holds them"
+            )
+        unlike = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+        if second_dim in along.values() and len({shape[1] for shape in unlike.values()}) > 1:
+            raise ValueError(
+                f"{', '.join(along)} splits positions, which are dim 1 of every leaf unless the strategy's position_dim(path, "
+                "shape) says otherwise, but these leaves have different sizes there:\n"
+                + "\n".join(f"  {name or 'batch'}: shape {shape}" for name, shape in unlike.items())
+                + "\nsay which dim of each holds positions; None for those without, such as features or classes"
             )
         wrong = [
             f"  {name or 'batch'}: shape {shapes[name]}, {shapes[name][dim]} positions (dim {dim}) over {axes} "
@@ -188,7 +197,7 @@ class BatchLayout:
             elif leaf.sharding == sharding:
                 return leaf
             elif not leaf.is_fully_addressable:
-                return jax.jit(lambda x: x, out_shardings=sharding)(leaf)
+                return _moved(sharding)(leaf)
             if jax.process_count() == 1:
                 return jax.device_put(leaf, sharding)
             host = np.asarray(leaf)
@@ -206,6 +215,11 @@ class BatchLayout:
             )
 
         return jax.tree.map(split, rows)
+
+
+@functools.cache
+def _moved(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def _not_numeric(leaf: Any) -> str | None:

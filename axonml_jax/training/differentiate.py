@@ -80,6 +80,11 @@ def _refuse_unstackable(placement: Placement) -> None:
             "no_sync() gives every rank's own whole gradients, but along a pipeline ranks share one model: accumulate inside "
             "the step instead (accumulate=, or more microbatches)"
         )
+    if placement.position_axes:
+        raise ValueError(
+            f"no_sync() gives the gradients of every rank's own loss, but along {', '.join(placement.position_axes)} ranks "
+            "have parts of the same sequences, whose losses are one: accumulate inside the step instead (accumulate=)"
+        )
     each_ranks_specs(placement)
 
 

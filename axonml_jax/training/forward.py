@@ -1,6 +1,8 @@
 """The model's own call on a global batch, under any plan."""
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,22 +10,46 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from axonml_jax._types import PyTree, is_array, path_name
+from axonml_jax._types import PyTree, is_array, named_leaves, path_name
 from axonml_jax.collectives.primitives import axis_index, sum_over
+from axonml_jax.compat.canaries.typed import require_types
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.tensor.whole.whole_reads import reading_whole
+from axonml_jax.program.differing import SAME, differing
+from axonml_jax.program.program import read_program
+from axonml_jax.sharding.batch import BatchLayout
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.objective import shard_key
 from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.step import forward_mode
 from axonml_jax.training.typed_errors import explain_typed_scan
-from axonml_jax.training.whole_outputs import SPLITTING, refuse_partial, split_dims, varying
+from axonml_jax.training.whole_outputs import SPLITTING, longer_dims, refuse_partial, split_dims, varying
 
 Arrays = Mapping[str, Any]
 """A call's arrays by their paths: an argument's number or name, then the path in it."""
+
+
+def parameter_names(model: Any) -> list[str]:
+    """What a model's `__call__` calls its positional arguments; nothing where it takes any number."""
+    try:
+        parameters = inspect.signature(type(model).__call__).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [each.name for each in parameters if each.kind in plain][1:]
+
+
+def unique(names: list[str]) -> list[str]:
+    """Names of which no two are the same: a later one has its number behind it."""
+    taken: set[str] = set()
+    for i, name in enumerate(names):
+        names[i] = f"{name}#{i}" if name in taken else name
+        taken.add(name)
+    return names
 
 
 class Forward:
@@ -39,17 +65,27 @@ class Forward:
         self.mode = forward_mode(placement, training)
         options = compiler_options(placement, mesh)
         self._compiled = jax.jit(self._whole, static_argnames="static", compiler_options=options)
+        self._parameters = parameter_names(model.module(model.shapes))
 
     def __call__(self, variables: Variables, key: jax.Array, args: tuple, kwargs: dict) -> tuple[PyTree, PyTree]:
         """Run the model; arguments that are no arrays (flags, strings) are passed as they are."""
         leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
-        arrays = {path_name(path[1:]): leaf for path, leaf in leaves if is_array(leaf)}
+        names = unique([self._name(path) for path, _ in leaves])
+        arrays = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True) if is_array(leaf)}
         self.placement.batch_layout.check(arrays)
-        static = (treedef, tuple((path_name(path[1:]), None if is_array(leaf) else leaf) for path, leaf in leaves))
+        rest = [(name, None if name in arrays else leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
+        static = (treedef, tuple(rest))
         with explain_typed_scan(self.placement.plan.check_vma):
             return bound_run_ahead(
                 self._compiled(variables, key, self.placement.batch_layout.place(arrays, self.mesh), static=static)
             )
+
+    def _name(self, path: tuple) -> str:
+        """The path of an argument's leaf; a positional one has the name that the model's `__call__` gives it."""
+        own = path[1:]
+        if path[0].idx == 0 and own[0].idx < len(self._parameters):
+            return path_name((jax.tree_util.DictKey(self._parameters[own[0].idx]), *own[1:]))
+        return path_name(own)
 
     def _whole(self, variables: Variables, key: jax.Array, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree]:
         placement, specs = self.placement, self.rest.specs(variables)
@@ -99,15 +135,18 @@ class Forward:
         """For every output the dim that grows with the batch, or -1, and the dims that are split otherwise, with their axes."""
         placement, key = self.placement, jax.random.key(0)
         parts, dims = self._batch_dims(variables, arrays, static)
-        splitting = {axis: placement.degrees.get(axis, 1) for axis in (*placement.position_axes, *SPLITTING)}
+        split = self._position_dims(parts, dims, variables, arrays, static)
+        splitting = {axis: placement.degrees.get(axis, 1) for axis in SPLITTING}
         if all(degree == 1 for degree in splitting.values()) or placement.at_rest is not None:
-            return dims, jax.tree.map(lambda _: {}, dims)
+            return dims, split
 
         def alone(variables: Variables, arrays: Arrays):
             return self._call(variables, key, arrays, static, replace(self.mode, batch_norm_axes=()))[0]
 
+        @functools.cache
         def typed() -> PyTree:
             seen = []
+            require_types(True)
 
             def local(variables: Variables, arrays: Arrays):
                 own = self.rest.enter(variables)
@@ -119,32 +158,72 @@ class Forward:
             return seen[-1]
 
         whole = jax.eval_shape(alone, self.model.shapes, arrays)
-        split = split_dims(whole, parts, dims, splitting, typed)
-        if any(placement.ranks(axis) > 1 for axis in placement.position_axes):
-            call = lambda variables, arrays: self._read_and_call(self.rest.enter(variables), key, arrays, static)[0]
-            specs = (self.rest.specs(variables), placement.batch_layout.specs(arrays))
-            refuse_partial(call, (variables, arrays), specs, split, placement, self.mesh)
-        return dims, split
+        return dims, split_dims(whole, parts, dims, split, splitting, typed)
+
+    def _position_dims(
+        self, parts: PyTree, dims: PyTree, variables: Variables, arrays: Arrays, static: tuple
+    ) -> PyTree:
+        """For every output `{dim: axes}` of the positions that are split: those dims that are longer where ranks have all."""
+        placement, layout = self.placement, self.placement.batch_layout
+        split = jax.tree.map(lambda _: {}, dims)
+        for axis in placement.position_axes:
+            others = tuple(each for each in layout.positions if each[0] != axis)
+            longer = self._outputs(variables, arrays, static, replace(layout, positions=others))
+            split = jax.tree.map(
+                lambda own, small, large, axis=axis: own | longer_dims(own, small, large, axis),
+                split,
+                parts,
+                longer,
+                is_leaf=lambda x: isinstance(x, dict) and all(isinstance(key, int) for key in x),
+            )
+        if placement.position_axes:
+            refuse_partial(self._made_of_parts(variables, arrays, static), split, placement.position_axes)
+        return split
+
+    def _made_of_parts(self, variables: Variables, arrays: Arrays, static: tuple) -> dict[str, frozenset[str]]:
+        """Over which axes each output may differ, by its path, for what the model reads the same on all ranks."""
+        layout, found = self.placement.batch_layout, {}
+        axes = {name: frozenset(sum(layout.split(name, x.shape).values(), ())) for name, x in arrays.items()}
+
+        def probed(read: Variables, key: jax.Array, arrays: Arrays) -> tuple[Any, PyTree]:
+            out, state = self._call(read, key, arrays, static)
+            named = named_leaves(out)
+            flat = lambda read, key, arrays: jax.tree.leaves(self._call(read, key, arrays, static)[0])
+            program = read_program(trace(flat, read, key, arrays).jaxpr)
+            given = [SAME] * len(jax.tree.leaves((read, key))) + jax.tree.leaves(
+                {name: axes[name] for name in arrays}, is_leaf=lambda x: isinstance(x, frozenset)
+            )
+            found.update(zip(named, differing(program, given, lambda *_: None), strict=True))
+            return out, state
+
+        def local(variables: Variables, arrays: Arrays) -> PyTree:
+            return self.rest.read(probed, self.model, self.rest.enter(variables), jax.random.key(0), arrays)[0]
+
+        self._shapes(local, variables, arrays, layout)
+        return found
 
     def _batch_dims(self, variables: Variables, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree]:
         """One rank's outputs, and for each the dim that grows with the batch, or -1: seen by tracing two batch sizes."""
-        placement = self.placement
+        more = lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype) if x.ndim else x
+        layout = self.placement.batch_layout
+        small = self._outputs(variables, arrays, static, layout)
+        large = self._outputs(variables, {name: more(x) for name, x in arrays.items()}, static, layout)
+        return small, jax.tree.map(_growing_dim, small, large)
 
-        def local(variables, arrays):
-            own = self.rest.enter(variables)
-            return self._read_and_call(own, jax.random.key(0), arrays, static)[0]
+    def _outputs(self, variables: Variables, arrays: Arrays, static: tuple, layout: BatchLayout) -> PyTree:
+        """One rank's outputs, of a batch that is split so."""
 
-        def outputs(factor: int):
-            more = lambda x: jax.ShapeDtypeStruct((factor * x.shape[0], *x.shape[1:]), x.dtype) if x.ndim else x
-            shapes = {name: more(x) for name, x in arrays.items()}
-            specs = (self.rest.specs(variables), placement.batch_layout.specs(shapes))
-            # Unchecked and said to be replicated, so that the shapes seen are those of one rank.
-            options = {"axis_names": placement.manual_axes, "check_vma": False}
-            call = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), **options)
-            return jax.eval_shape(call, variables, shapes)
+        def local(variables: Variables, arrays: Arrays) -> PyTree:
+            return self._read_and_call(self.rest.enter(variables), jax.random.key(0), arrays, static)[0]
 
-        small = outputs(1)
-        return small, jax.tree.map(_growing_dim, small, outputs(2))
+        return self._shapes(local, variables, arrays, layout)
+
+    def _shapes(self, local: Callable, variables: Variables, arrays: Arrays, layout: BatchLayout) -> PyTree:
+        # Unchecked and said to be replicated, so that the shapes seen are those of one rank.
+        options = {"axis_names": self.placement.manual_axes, "check_vma": False}
+        specs = (self.rest.specs(variables), layout.specs(arrays))
+        call = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), **options)
+        return jax.eval_shape(call, variables, arrays)
 
     def _finish(self, out: Any, dim: int, split: dict) -> Any:
         taken = {axis for axes in split.values() for axis in axes}

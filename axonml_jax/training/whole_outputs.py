@@ -1,25 +1,24 @@
 """Outputs that are split on a rank: positions, or what a model's own layers leave split; along which dims and mesh axes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
 
-from axonml_jax._types import PyTree, named_leaves, path_name
+from axonml_jax._types import PyTree, path_name
 from axonml_jax.collectives.varying import varying_axes
-from axonml_jax.compat.jaxpr import trace
-from axonml_jax.mesh.axes import as_axes
-from axonml_jax.parallel.placement import Placement
-from axonml_jax.program.differing import differing
-from axonml_jax.program.program import read_program
 
 SPLITTING = ("row", "col", "tensor")
 """The axes along which layers may leave outputs split; `depth` splits the batch."""
 
 
 def split_dims(
-    whole: PyTree, parts: PyTree, batch_dims: PyTree, splitting: Mapping[str, int], typed: Callable[[], PyTree]
+    whole: PyTree,
+    parts: PyTree,
+    batch_dims: PyTree,
+    known: PyTree,
+    splitting: Mapping[str, int],
+    typed: Callable[[], PyTree],
 ) -> PyTree:
     """For every output `{dim: mesh axes}` of what is split besides rows.
 
@@ -27,7 +26,8 @@ def split_dims(
       whole: the outputs' shapes on one device.
       parts: those on one rank.
       batch_dims: the dim of each that grows with the batch, or -1.
-      splitting: the mesh axes that may split outputs besides rows, and their sizes.
+      known: `{dim: mesh axes}` of what is known already.
+      splitting: the mesh axes that may split other dims, and their sizes.
       typed: the axes each output varies over; called only where sizes leave a choice.
 
     Raises:
@@ -36,20 +36,20 @@ def split_dims(
     splitting = {axis: degree for axis, degree in splitting.items() if degree > 1}
     unclear: list[str] = []
 
-    def of(path: tuple, full: Any, part: Any, batch_dim: int) -> dict[int, tuple[str, ...]]:
-        found = {}
-        for dim, (size, own) in enumerate(zip(getattr(full, "shape", ()), getattr(part, "shape", ()), strict=True)):
-            if dim == batch_dim or size == own:
+    def of(path: tuple, full: Any, part: Any, batch_dim: int, own: dict) -> dict[int, tuple[str, ...]]:
+        found = dict(own)
+        for dim, (size, left) in enumerate(zip(getattr(full, "shape", ()), getattr(part, "shape", ()), strict=True)):
+            if dim == batch_dim or dim in own or size == left:
                 continue
-            axes = [axis for axis, degree in splitting.items() if own * degree == size]
+            axes = [axis for axis, degree in splitting.items() if left * degree == size]
             if len(axes) != 1:
                 axes = [axis for axis in axes if axis in _at(typed(), path)]
             if len(axes) != 1:
-                unclear.append(f"  {path_name(path) or 'output'}: {own} of {size} along dim {dim}")
+                unclear.append(f"  {path_name(path) or 'output'}: {left} of {size} along dim {dim}")
             found[dim] = tuple(axes)
         return found
 
-    dims = jax.tree_util.tree_map_with_path(of, whole, parts, batch_dims)
+    dims = jax.tree_util.tree_map_with_path(of, whole, parts, batch_dims, known)
     if unclear:
         raise ValueError(
             "these outputs are split on a rank, and it cannot be told over which mesh axis "
@@ -60,38 +60,25 @@ def split_dims(
     return dims
 
 
-def refuse_partial(
-    call: Callable[..., PyTree], args: tuple, specs: tuple, split: PyTree, placement: Placement, mesh: Mesh
-) -> None:
+def longer_dims(known: dict, small: Any, large: Any, axis: str) -> dict[int, tuple[str, ...]]:
+    """The dims of an output that are longer where ranks have all positions of an axis, added to what is known of them."""
+    sizes = zip(getattr(small, "shape", ()), getattr(large, "shape", ()), strict=True)
+    return {dim: (*known.get(dim, ()), axis) for dim, (a, b) in enumerate(sizes) if a != b}
+
+
+def refuse_partial(differs: Mapping[str, frozenset[str]], split: PyTree, along: Collection[str]) -> None:
     """Refuse outputs that ranks make of their own positions and that have no positions themselves, such as a mean over them.
 
     Args:
-      call: what a rank runs, inside `shard_map`.
-      args, specs: its arguments' shapes, and how they are split.
-      split: what `split_dims` found.
-      placement, mesh: where.
+      differs: over which axes each output may differ, by its path.
+      split: `{dim: mesh axes}` of each output.
+      along: the axes that split positions.
 
     Raises:
       ValueError: naming them.
     """
-    along, found = frozenset(axis for axis in placement.position_axes if placement.ranks(axis) > 1), {}
-
-    def local(*args: PyTree) -> None:
-        named = {}
-
-        def flat(*args: PyTree) -> list[jax.Array]:
-            named.update({name: x for name, x in named_leaves(call(*args)).items() if isinstance(x, jax.Array)})
-            return list(named.values())
-
-        program = read_program(trace(flat, *args).jaxpr)
-        spread = lambda spec: frozenset(axis for entry in spec for axis in as_axes(entry or ()))
-        given = jax.tree.leaves(jax.tree.map(spread, specs, is_leaf=lambda x: isinstance(x, PartitionSpec)))
-        found.update(zip(named, differing(program, given, lambda *_: None), strict=True))
-
-    options = {"axis_names": placement.manual_axes, "check_vma": False}
-    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), **options), *args)
     taken = {name: set(sum(dims.values(), ())) for name, dims in _named(split).items()}
-    wrong = {name: sorted(along & axes - taken.get(name, set())) for name, axes in found.items()}
+    wrong = {name: sorted(axes & set(along) - taken.get(name, set())) for name, axes in differs.items()}
     if wrong := {name or "output": axes for name, axes in wrong.items() if axes}:
         raise ValueError(
             f"these outputs have no positions, but every rank makes its own of the positions that it has: {wrong} (output: "

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from axonml_jax.cost.decoder.configuration import DecoderLike
 from axonml_jax.cost.decoder.work import block_products, head_products
-from axonml_jax.cost.rounds import Parts
+from axonml_jax.cost.rounds import ShardCounts
 from axonml_jax.parallel.pipeline.cutting.assign import balanced
 from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
 from axonml_jax.parallel.pipeline.estimates.simulate import simulate
@@ -32,12 +32,12 @@ class Stages:
         return sum(self.blocks[rank :: self.num_ranks])
 
     @property
-    def ranks(self) -> tuple[Parts, ...]:
+    def ranks(self) -> tuple[ShardCounts, ...]:
         """What the ranks have that may have most of something: the first, the fullest of those between, and the last."""
         last, total = self.num_ranks - 1, sum(self.blocks)
         between = max(range(1, last), key=self.on_rank, default=None)
         chosen = (0, last) if between is None else (0, between, last)
-        return tuple(Parts(self.on_rank(r), int(r == 0), int(r == last), total) for r in dict.fromkeys(chosen))
+        return tuple(ShardCounts(self.on_rank(r), int(r == 0), int(r == last), total) for r in dict.fromkeys(chosen))
 
 
 @lru_cache(maxsize=4096)

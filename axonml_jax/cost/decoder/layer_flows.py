@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from axonml_jax.cost.amounts import Many, divided, varies
 from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
 from axonml_jax.cost.flow import EACH_MICROBATCH, GRADIENTS, PARAMETERS, Flow, named
-from axonml_jax.cost.rounds import Parts, Run
+from axonml_jax.cost.rounds import Run, ShardCounts
 from axonml_jax.cost.weight_groups import Weights
 from axonml_jax.parallel.pipeline.policy import AXIS
 
@@ -32,7 +32,7 @@ class Layers:
     tokens: Many
     length: int
     dtype: str
-    parts: Parts
+    parts: ShardCounts
     run: Run
 
     def flow(

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from axonml_jax.facade.memory import FSDPMemoryStats, estimate
+from axonml_jax.facade.device_memory import FSDPMemoryStats, estimate
 from axonml_jax.launch.config.optimizer_config import make_optimizer
 from axonml_jax.launch.config.run_config import RunConfig
 from axonml_jax.launch.job.run_setup import RunSetup

@@ -5,7 +5,7 @@ from pathlib import Path
 from axonml_jax.launch.config.own_flags import Estimate
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.ledger.predict.prediction import Prediction
-from axonml_jax.planner.picture import draw
+from axonml_jax.planner.answer_picture import draw
 from axonml_jax.planner.price import price
 from axonml_jax.planner.timeline import Timeline, timeline
 

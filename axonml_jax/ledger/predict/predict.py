@@ -12,9 +12,9 @@ from axonml_jax.cost.decoder.cuts import bubble, stages_of, timetable_of
 from axonml_jax.cost.decoder.work import recomputed_flops, stage_costs
 from axonml_jax.cost.flow import merged
 from axonml_jax.cost.held import Memory, resting
-from axonml_jax.cost.passing import Ticks
+from axonml_jax.cost.passing import TickCounts
 from axonml_jax.cost.published.minimum import pipeline_traffic, tensor_traffic, weight_traffic
-from axonml_jax.cost.rounds import Parts, Run, splitting
+from axonml_jax.cost.rounds import Run, ShardCounts, splitting
 from axonml_jax.cost.step_cost import Step, flows, held, weights_of
 from axonml_jax.cost.wire import Amount, exact
 from axonml_jax.ledger.predict.prediction import Prediction
@@ -65,7 +65,7 @@ def predict(
         rows=rows,
         length=length,
         compute=compute_dtype(model, plan.precision.compute),
-        ticks=None if timetable is None else Ticks.of(timetable),
+        ticks=None if timetable is None else TickCounts.of(timetable),
         stage_blocks=max(stages.blocks),
         chunks=1 if plan.pipe is None else plan.pipe.chunks,
     )
@@ -124,7 +124,7 @@ def _minimum(plan: Plan, step: Step) -> dict[str, Amount]:
     return found
 
 
-def _minimum_of_weights(plan: Plan, step: Step, parts: Parts) -> Fraction:
+def _minimum_of_weights(plan: Plan, step: Step, parts: ShardCounts) -> Fraction:
     """ZeRO's of what rests on a rank."""
     total = Fraction(0)
     for group in step.weights.groups:

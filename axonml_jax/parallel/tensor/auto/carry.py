@@ -62,7 +62,7 @@ def _followed(equation: Equation, k: int, mark: Split, ranks: int) -> Split | No
     if mark.blocks == 1:
         dim = follow(op, k, mark.dim, ranks)
         return None if dim is None else Split(dim, frozenset())
-    dim, shape = follow(op, k, mark.dim, 1), op.made[0].shape
+    dim, shape = follow(op, k, mark.dim, 1), op.made[0].shape if op.made else ()
     if blocks_wanted(equation, mark) == mark.blocks:
         if op.name != "reshape":
             return Split(mark.dim, frozenset())
@@ -74,7 +74,10 @@ def _followed(equation: Equation, k: int, mark: Split, ranks: int) -> Split | No
 
 def blocks_wanted(equation: Equation, mark: Split) -> int:
     """Into how many equal parts behind each other an equation cuts a split dim; 1: it does not."""
-    op, shape, out = equation.op, equation.op.given[0].shape, equation.op.made[0].shape
+    op = equation.op
+    if op.name not in ("split", "slice", "reshape"):
+        return 1
+    shape, out = op.given[0].shape, op.made[0].shape
     size = shape[mark.dim]
     if op.name == "split" and op.options["axis"] == mark.dim:
         sizes = set(op.options["sizes"])

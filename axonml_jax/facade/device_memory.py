@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from axonml_jax._types import named_leaves
 from axonml_jax.cost.held import gathered, gradients, rests, whole_of_stages
 from axonml_jax.cost.placed import Placed, placed_leaves
-from axonml_jax.cost.rounds import Parts, Run
+from axonml_jax.cost.rounds import Run, ShardCounts
 from axonml_jax.cost.weight_groups import grouped
 from axonml_jax.model.functional import Functional
 from axonml_jax.parallel.offload import CPUOffload
@@ -100,7 +100,7 @@ def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemor
     if placement.stages is not None:  # a device holds the stages of one rank, padded to the fullest one's
         return _of_stages(placement, moments)
     plan, placed = placement.plan, placed_leaves(placement, _units(placement, model))
-    weights, all_of_it, run = grouped(placed), Parts(1, 1, 1, 1), Run.of(plan, placement.degrees)
+    weights, all_of_it, run = grouped(placed), ShardCounts(1, 1, 1, 1), Run.of(plan, placement.degrees)
     own = rests(weights, all_of_it)
     return FSDPMemoryStats(
         param_bytes=own.parameters + own.padding,
