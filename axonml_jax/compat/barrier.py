@@ -8,9 +8,13 @@ over whatever any operand varies over (`versions.BARRIERS_JOIN_TYPES`): type ope
 what comes back.
 """
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
+
+from axonml_jax.compat.varying_types import varying_axes
+from axonml_jax.compat.versions import BARRIERS_JOIN_TYPES
 
 T = TypeVar("T")
 
@@ -25,6 +29,21 @@ def together(values: T) -> T:
       values: a pytree of arrays without typed random keys, which have no barrier.
     """
     return jax.lax.optimization_barrier(values)
+
+
+def together_as_typed(values: Sequence[Any]) -> list[Any]:
+    """`together` of arrays that may vary over different axes, each of which keeps its type.
+
+    Where a barrier types all of its results alike (before jax 0.11) there is one for each type.
+    """
+    if not BARRIERS_JOIN_TYPES:
+        return list(together(list(values)))
+    found: list[Any] = list(values)
+    for axes in {varying_axes(value): None for value in values}:
+        own = [i for i, value in enumerate(values) if varying_axes(value) == axes]
+        for i, value in zip(own, together([values[i] for i in own]), strict=True):
+            found[i] = value
+    return found
 
 
 def after(value: T, others: Any) -> T:

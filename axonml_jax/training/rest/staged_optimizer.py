@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.collectives.primitives import axis_index, gather_whole
 from axonml_jax.collectives.varying import vary
-from axonml_jax.compat.barrier import together
+from axonml_jax.compat.barrier import together_as_typed
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.pipeline.resting.packing import Buffers
 from axonml_jax.parallel.pipeline.resting.stage_store import StageStore, on_own_rank
@@ -129,7 +129,7 @@ class StagedOptimizer:
 
         def finish(made: dict[int, Any]) -> tuple[Buffers, Buffers]:
             # All at once, so that XLA does not compute a moment again in the loops that pad and store it.
-            made = dict(zip(made, together(list(made.values())), strict=True))
+            made = dict(zip(made, together_as_typed(list(made.values())), strict=True))
             return _typed(runs.pack(2, made)), _typed(runs.pack(1, made))
 
         (new, state), made = program.run(whole, on(alone), finish, on(runs))
