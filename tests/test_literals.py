@@ -23,13 +23,16 @@ PLANS = {
 
 
 TYPED = ["ddp, recomputed"]
-if not jax.__version__.startswith(
-    "0.10"
-):  # whose typed mode refuses a constant in a unit's loop, or sent between stages
-    TYPED += ["full_shard, ahead", "pipeline"]
+if not jax.__version__.startswith("0.10"):  # whose typed mode refuses a constant in a unit's loop
+    TYPED += ["full_shard, ahead"]
+
+# A loop whose results are constants is work: they are sent, and then typed as differing along the pipeline, and others are not.
+SENT = pytest.param("pipeline", True, marks=pytest.mark.xfail(strict=True, raises=ValueError, reason="a known limit"))
 
 
-@pytest.mark.parametrize(("plan", "typed"), [*((plan, False) for plan in PLANS), *((plan, True) for plan in TYPED)])
+@pytest.mark.parametrize(
+    ("plan", "typed"), [*((plan, False) for plan in PLANS), *((plan, True) for plan in TYPED), SENT]
+)
 def test_constants_in_a_program_train_as_on_one_device(plan, typed):
     degrees, options = PLANS[plan]
     programs, batch = literal_models.programs(typed), literal_models.batch(8)
