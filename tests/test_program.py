@@ -10,6 +10,7 @@ import pytest
 from jax.extend.core import Primitive
 
 from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.varying_types import CASTS
 from axonml_jax.program.atoms import values_of
 from axonml_jax.program.dataflow import made_by, through, with_gradient
 from axonml_jax.program.dims import DIMS
@@ -218,3 +219,14 @@ def test_bits_of_another_width_have_other_dims():
 
 def test_long_series_are_elementwise_and_kept():
     assert is_elementwise("igamma") and not is_redone("igamma") and is_redone("exp")
+
+
+def test_what_is_placed_is_light_and_what_has_no_key_is_not_repeated():
+    placed = program_of(lambda x: jax.device_put(x, jax.devices()[0]), X).equations
+    assert [(each.name, is_light(each.op)) for each in placed] == [("device_put", True)]
+    assert rule_of("rng_uniform").kind == "opaque"
+
+
+def test_casts_are_those_that_the_canaries_watch_and_a_waiting_half_passes_its_operand_on():
+    assert {name for name, rule in RULES.items() if rule.casts} == CASTS
+    assert rule_of("psum_done").passes and not rule_of("psum_start").passes

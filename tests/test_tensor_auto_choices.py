@@ -1,6 +1,7 @@
 """What the user says to `auto_parallelize`, by example and exclude, and what it says of every layer."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -94,6 +95,22 @@ def test_an_example_that_is_no_call_of_the_model_is_refused():
         refused(example=ARRAY, example_kwargs={"rng": 1})
     with pytest.raises(TypeError, match="must map names of keyword arguments"):
         refused(example=ARRAY, example_kwargs=[ARRAY])
+
+
+def test_features_that_are_printed_and_bits_that_are_cast_do_not_stop_the_walk():
+    class Printing(nnx.Module):
+        def __init__(self):
+            self.first, self.second = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 4, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            y = self.first(x)
+            jax.debug.print("{}", y)
+            bits = jax.lax.bitcast_convert_type(jnp.zeros((2, 4), jnp.uint8), jnp.float32)
+            return self.second(jnp.einsum("ij,bj->ib", jnp.eye(8), y).T) + bits[:, None]
+
+    report = ax.auto_parallelize(Printing(), abstract_mesh(tensor=2), example=ARRAY)
+    assert report.swapped["first"] == report.swapped["second"] == "ColumnParallelLinear"
+    assert "mixes or counts its parts" in str(report)
 
 
 # What leaves layers out, and which of the model's stay swapped.

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import Literal as Literal  # a constant written into a jaxpr: a `val` and an `aval`, but no hash
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from axonml_jax._types import PyTree
@@ -58,11 +59,6 @@ def jaxprs_among(params: Mapping[str, Any]) -> tuple[Any, ...]:
         elif isinstance(value, tuple):
             found += [each for each in value if isinstance(each, (ClosedJaxpr, Jaxpr))]
     return tuple(found)
-
-
-def is_literal(atom: Any) -> bool:
-    """Whether what an equation reads is a constant written into the jaxpr, with a `val` and an `aval`; it cannot be hashed."""
-    return isinstance(atom, Literal)
 
 
 def opened(jaxpr: Any) -> Opened:

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.compat import jaxpr
 from axonml_jax.compat.barrier import after
 from axonml_jax.compat.canaries.on_two import AXIS, SPLIT, body_of, floats, names, on_two, operations
 from axonml_jax.compat.canary import Canary, expect
-from axonml_jax.compat.jaxpr import is_literal, live, opened
+from axonml_jax.compat.jaxpr import live, opened
 from axonml_jax.compat.operation import Operation
 
 
@@ -78,7 +79,7 @@ def _bound_again() -> None:
         program = opened(jax.make_jaxpr(_program)(floats(4)))
         values = dict(zip(program.inputs, [x], strict=True))
         for operation in map(Operation, program.equations):
-            read = [atom.val if is_literal(atom) else values[atom] for atom in operation.operands]
+            read = [atom.val if isinstance(atom, jaxpr.Literal) else values[atom] for atom in operation.operands]
             values |= zip(operation.results, operation.bind(read), strict=True)
         return values[program.outputs[0]]
 
@@ -90,7 +91,7 @@ def _bound_again() -> None:
 
 def _literals() -> None:
     atoms = [atom for operation in operations(lambda x: x + 1.0, floats(4)) for atom in operation.operands]
-    found = [is_literal(atom) for atom in atoms]
+    found = [isinstance(atom, jaxpr.Literal) for atom in atoms]
     expect(found == [False, True], f"of x + 1.0 these operands are literals: {found}")
     expect(float(atoms[1].val) == 1.0 and atoms[1].aval.shape == (), f"the literal 1.0 reads {atoms[1]}")
 
