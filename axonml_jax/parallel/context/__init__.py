@@ -1,0 +1,1 @@
+"""Long sequences: positions split over the ranks of an axis, and attention across them."""
