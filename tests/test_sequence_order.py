@@ -1,9 +1,12 @@
 """Which rank holds which positions of a sequence."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from axonml_jax.parallel.context.context_split import positions_of
+from axonml_jax.parallel.context.context_split import ContextSplit, current_split, positions_of, seen_whole, split_by
 from axonml_jax.sharding.sequence_order import ORDERS, order_parts, sequence_order
 
 
@@ -30,3 +33,26 @@ def test_what_does_not_divide_and_unknown_orders_are_refused():
         sequence_order("zigzag", 12, 4)
     with pytest.raises(ValueError, match="order='dual' must be one of contiguous, zigzag, striped"):
         sequence_order("dual", 8, 2)
+
+
+@jax.jit
+def own_positions(x):
+    split = current_split("context")
+    return jnp.full(x.shape, -1) if split is None else split.own_positions(x.shape[0])
+
+
+def test_a_function_under_an_inner_jit_is_traced_anew_under_another_split():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("context",))
+    spec = PartitionSpec("context")
+
+    def seen(within):
+        def local(x):
+            with within:
+                return own_positions(x)
+
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.zeros(8)).tolist()
+
+    assert seen(split_by(ContextSplit("context", "zigzag"))) == sequence_order("zigzag", 8, 2).tolist()
+    assert seen(split_by(ContextSplit("context", "striped"))) == sequence_order("striped", 8, 2).tolist()
+    assert seen(seen_whole("context")) == [-1] * 8
+    assert seen(split_by(ContextSplit("other", "striped"))) == list(range(8))

@@ -1,7 +1,6 @@
 """How the positions that this code sees are split over ranks, as the plan around it says."""
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,17 +44,22 @@ def positions_of(order: Order, rank: int | jax.Array, ranks: int, count: int) ->
     return rank * count + places
 
 
-_SPLIT: contextvars.ContextVar[tuple[ContextSplit, ...]] = contextvars.ContextVar("axonml_context", default=())
+# Known to JAX: a function under an inner `jax.jit` that was traced under one split is traced anew under another.
+_SPLITS = jax.make_user_context(())
 
 
 @contextlib.contextmanager
 def split_by(split: ContextSplit) -> Iterator[None]:
     """Within it code that runs inside `shard_map` over the split's axis sees sequences split so."""
-    token = _SPLIT.set((*_SPLIT.get(), split))
-    try:
+    with _SPLITS((*_SPLITS.value, (split.axis, split))):
         yield
-    finally:
-        _SPLIT.reset(token)
+
+
+@contextlib.contextmanager
+def seen_whole(axis: str) -> Iterator[None]:
+    """Within it code that runs inside `shard_map` over the axis sees whole sequences, the same on all its ranks."""
+    with _SPLITS((*_SPLITS.value, (axis, None))):
+        yield
 
 
 def current_split(axis: str = "context") -> ContextSplit | None:
@@ -65,4 +69,4 @@ def current_split(axis: str = "context") -> ContextSplit | None:
     """
     if not bound(axis) or axis_size(axis) == 1:
         return None
-    return next((split for split in reversed(_SPLIT.get()) if split.axis == axis), ContextSplit(axis))
+    return next((split for name, split in reversed(_SPLITS.value) if name == axis), ContextSplit(axis))
