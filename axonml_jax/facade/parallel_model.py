@@ -26,7 +26,7 @@ from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.parallel.units.replayed import check_units
 from axonml_jax.sharding.place import copies, place
-from axonml_jax.training.differentiate import Differentiate, SyncStacked, equalize
+from axonml_jax.training.differentiate import Differentiate, SyncStacked, equalize, hooks_program
 from axonml_jax.training.forward import Forward
 from axonml_jax.training.optimizer.clip import Clip
 from axonml_jax.training.rest.choose import rest_of
@@ -70,6 +70,7 @@ class ParallelModel(SavedModel):
         self._placement = bind_plan(plan, whole, self.mesh, split, stages)
         self._rest = rest_of(self._placement)
         check_units(self._placement, self._functional)
+        self._functional.state_joins()  # refused before anything is allocated
         self.variables: Variables = first_variables(self._functional, whole, self._rest, self.mesh)
         self._key, self._calls = jax.random.key(int(seed)), 0
         self._mode: bool | None = None
@@ -140,6 +141,11 @@ class ParallelModel(SavedModel):
     def sync_parameters(self) -> None:
         """Give every rank the first rank's parameters and buffers, bit for bit."""
         self.variables = equalize(self.variables, self._placement, self.mesh)
+
+    def after_update(self) -> None:
+        """Run every module's own `after_update` once, where you update parameters yourself; a trainer's step does it."""
+        program = self._program(("hooks",), lambda: hooks_program(self._functional, self._placement, self.mesh))
+        self.variables = replace(self.variables, state=program(self.variables.state))
 
     def give_up(self) -> Variables:
         """The variables, to be donated: copies where the user may hold the arrays themselves."""

@@ -9,6 +9,7 @@ import jax
 
 from axonml_jax._types import PyTree
 from axonml_jax.model.precision import Precision
+from axonml_jax.model.state_joins import Join
 
 Trainable = str | Sequence[str] | Callable[[str], bool] | Any | None
 """Which parameters train: None (all), regular expressions of path names, a predicate of the path name, or an NNX filter."""
@@ -98,6 +99,24 @@ class Functional(abc.ABC):
     @abc.abstractmethod
     def synchronized(self) -> Callable[[str], bool]:
         """Whether the state leaf of a path name is made equal on all ranks by `Mode.batch_norm_axes` itself."""
+
+    @abc.abstractmethod
+    def state_joins(self) -> Mapping[str, Join]:
+        """How state leaves of which ranks have their own join, by path, where a module class says it in `state_joins`.
+
+        Of a Linen module those seen in the calls made so far.
+
+        Raises:
+          ValueError: with everything that is wrong with the declarations.
+        """
+
+    @abc.abstractmethod
+    def after_update(self, state: PyTree) -> PyTree:
+        """The state after an update: every module's own `after_update` has run on it, once.
+
+        Raises:
+          ValueError: when a hook changed more than the values of state, or cannot run.
+        """
 
 
 def abstract(tree: PyTree) -> PyTree:

@@ -10,6 +10,7 @@ from flax.core import unfreeze
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.batch_norm import synchronize_linen
 from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
+from axonml_jax.model.state_joins import HOOK, Join, declared_joins, linen_kinds
 from axonml_jax.model.trainable import merge, partition
 
 
@@ -76,6 +77,25 @@ class LinenFunctional(Functional):
         kept = {n for n in names if n.startswith("batch_stats/") and n.rsplit("/", 1)[-1] in ("mean", "var")}
         return kept.__contains__
 
+    def state_joins(self) -> Mapping[str, Join]:
+        """As the classes of the modules seen so far declare, of variables in any collection."""
+        return declared_joins(linen_kinds(self._types, self._shapes.state), self._shapes.state)
+
+    def after_update(self, state: PyTree) -> PyTree:
+        """Nothing: a Linen module has its variables only while it is called.
+
+        Raises:
+          ValueError: naming the modules that want to be asked.
+        """
+        found = ((path or "the root", kind) for path, kind in self._types.items() if hasattr(kind, HOOK))
+        hooked = [f"{kind.__name__} at {path}" for path, kind in found]
+        if hooked:
+            raise ValueError(
+                f"{HOOK} runs on NNX modules; a Linen module has variables only while it is called, but these have such a "
+                f"method: {', '.join(hooked)}. Write them as NNX modules, or name the method otherwise"
+            )
+        return state
+
 
 class BoundLinen:
     """A Linen module with its variables, called like an NNX module: `model(x)`, `model(x, method="encode")`.
@@ -102,7 +122,8 @@ class BoundLinen:
         args, kwargs = self._mode.precision.cast_compute((args, kwargs))
 
         def note(call: Callable, args: tuple, kwargs: dict, context: Any):
-            self._types["/".join(context.module.path)] = type(context.module)
+            # Lifted transforms call lambdas of wrappers whose path is empty, like the root's, which comes first.
+            self._types.setdefault("/".join(context.module.path), type(context.module))
             return call(*args, **kwargs)
 
         joined = synchronize_linen(self._mode.batch_norm_axes, self._mode.sum_over_ranks)

@@ -12,6 +12,7 @@ from axonml_jax.model.batch_norm import synchronize_nnx
 from axonml_jax.model.definition_order import definition_order
 from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
 from axonml_jax.model.precision import Precision
+from axonml_jax.model.state_joins import HOOK, Join, check_same_shapes, declared_joins, nnx_kinds, run_hooks, with_hooks
 from axonml_jax.model.trainable import merge, partition
 
 
@@ -107,6 +108,29 @@ class NNXFunctional(Functional):
             for leaf in ("mean", "var")
         }
         return owners.__contains__
+
+    def state_joins(self) -> Mapping[str, Join]:
+        """As the modules' classes declare."""
+        return declared_joins(nnx_kinds(self.abstract_module, self._shapes.state), self._shapes.state)
+
+    def after_update(self, state: PyTree) -> PyTree:
+        """The hooks run on a module that holds this state, and shapes in the place of all else."""
+        params = merge(self._shapes.params, self._shapes.frozen)
+        model = nnx.merge(self.graphdef, params, self._streams, state, copy=True)
+        modules = with_hooks(model)
+        if not modules:
+            return state
+        run_hooks(modules)
+        changed = named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        own = named_leaves(params)
+        if wrong := [name for name, leaf in changed.items() if leaf is not own.get(name)]:
+            raise ValueError(
+                f"{HOOK} may change a model's state only: parameters are changed by the optimizer, but it changed "
+                f"{', '.join(wrong)}"
+            )
+        new = self.state_of(model)
+        check_same_shapes(state, new)
+        return new
 
     @property
     def abstract_module(self) -> nnx.Module:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from axonml_jax._types import LossFn, PyTree
+from axonml_jax._types import LossFn, PyTree, path_name
 from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.model.loss import Loss, parse_loss
@@ -94,6 +94,7 @@ class Oracle:
         update = optax.with_extra_args_support(self.tx).update
         updates, opt_state = update(used, opt_state, variables.params, value=loss)
         params = optax.apply_updates(variables.params, updates)
+        state = self.model.after_update(state)
         return Variables(params, variables.frozen, state), opt_state, used, loss, norm, metrics
 
     def _mean_loss(self, params: PyTree, variables: Variables, key: jax.Array, batch: PyTree, first_shard: int):
@@ -118,8 +119,22 @@ class Oracle:
         states, losses = jax.lax.scan(microbatch, states, (jnp.arange(microbatches), self._rows(batch)))
         total: Loss = jax.tree.map(lambda x: x.sum(0), losses)
         mean = total.total / (shards * microbatches if total.weight is None else total.weight)
-        state = _mean_state(states) if self.parts.buffers == "joined" else jax.tree.map(lambda x: x[0], states)
+        state = self._joined_state(variables.state, states)
         return mean, (state, {name: metric.value for name, metric in total.metrics.items()})
+
+    def _joined_state(self, before: PyTree, states: PyTree) -> PyTree:
+        """Of what every shard ended with: what a module declares, else the mean of floats and the first of others."""
+        declared = self.model.state_joins()
+        floats = "mean" if self.parts.buffers == "joined" else "first"
+
+        def join(path: tuple, old: jax.Array, each: jax.Array) -> jax.Array:
+            default = floats if jnp.issubdtype(each.dtype, jnp.floating) else "first"
+            how = declared.get(path_name(path), default)
+            if how == "sum":
+                return old + (each - old).sum(0, dtype=each.dtype)
+            return each.mean(0) if how == "mean" else each.max(0) if how == "max" else each[0]
+
+        return jax.tree_util.tree_map_with_path(join, before, states)
 
     @staticmethod
     def _map_together(part: Callable, args: tuple):
@@ -137,8 +152,3 @@ class Oracle:
             return x.reshape(shards, microbatches, size, *x.shape[1:]).swapaxes(0, 1)
 
         return jax.tree.map(rows, batch)
-
-
-def _mean_state(states: PyTree) -> PyTree:
-    """Floating leaves averaged over shards, others the first shard's."""
-    return jax.tree.map(lambda x: x.mean(0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0], states)

@@ -1,41 +1,69 @@
 """Making the model's own state (BatchNorm averages, counters) equal on all ranks after a step."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
 from axonml_jax._types import PyTree, path_name
 from axonml_jax.collectives.gradients.bucketed import all_reduce_leaves
-from axonml_jax.collectives.primitives import axis_index, sum_over
+from axonml_jax.collectives.primitives import axis_index, max_over, sum_over
 from axonml_jax.collectives.varying import varying_axes
+from axonml_jax.model.functional import Functional
+from axonml_jax.model.state_joins import Join
 from axonml_jax.parallel.placement import Placement
 
 
-def sync_buffers(state: PyTree, placement: Placement, synchronized: Callable[[str], bool]) -> PyTree:
+def sync_buffers(before: PyTree, state: PyTree, placement: Placement, model: Functional) -> PyTree:
     """The state every rank goes on with.
 
-    With `batch_stats="global"` floating leaves become the mean over ranks (exact for averages of per-example values) and
-    others the first rank's; leaves that the forward pass joined itself are left alone. With "local" and
+    A leaf that a module class declares (`Functional.state_joins`) joins over all ranks that train one model as declared. Of
+    the others, with `batch_stats="global"` floating leaves become the mean over ranks (exact for averages of per-example
+    values) and the rest the first rank's; leaves that the forward pass joined itself are left alone. With "local" and
     `broadcast_buffers` all become the first rank's; without, each rank keeps its own.
+
+    Args:
+      before: this rank's state at the start, the same on all ranks that train one model.
+      state: this rank's after all its microbatches.
+      placement: the plan on its mesh.
+      model: whose state it is.
 
     Communicates: at most one all-reduce of the leaves that need it.
     """
     plan, apart = placement.plan, placement.buffer_axes or ()
     axes = tuple(axis for axis in placement.batch_axes if axis not in apart)
-    if not axes:
+    declared, synchronized = model.state_joins(), model.synchronized()
+    if not axes and not (declared and placement.joined_axes):
         return state
 
-    def finish(path, leaf):
+    def finish(path, old, leaf):
+        if (join := declared.get(path_name(path))) is not None:
+            return _joined(join, old, leaf, placement)
         joined = plan.batch_stats == "global" and synchronized(path_name(path))
-        if joined or (plan.check_vma and not varying_axes(leaf) & set(axes)):
+        if joined or not axes or (plan.check_vma and not varying_axes(leaf) & set(axes)):
             return leaf
         if plan.batch_stats == "global" and jnp.issubdtype(leaf.dtype, jnp.floating):
-            return all_reduce_leaves([leaf], axes, flat=False)[0] / placement.ranks(axes)
+            return _mean(leaf, axes, placement)
         return first_ranks(leaf, axes)
 
     with jax.named_scope("axonml.buffers"):
-        return jax.tree_util.tree_map_with_path(finish, state)
+        return jax.tree_util.tree_map_with_path(finish, before, state)
+
+
+def _joined(join: Join, before: jax.Array, leaf: jax.Array, placement: Placement) -> jax.Array:
+    """A declared leaf; what is typed as the same everywhere was still added by every rank."""
+    axes = placement.joined_axes
+    if not axes:
+        return leaf
+    if join == "sum":
+        return before + sum_over(leaf - before, axes)
+    if placement.plan.check_vma and not varying_axes(leaf) & set(axes):
+        return leaf
+    if join == "mean":
+        return _mean(leaf, axes, placement)
+    return max_over(leaf, axes) if join == "max" else first_ranks(leaf, axes)
+
+
+def _mean(leaf: jax.Array, axes: tuple[str, ...], placement: Placement) -> jax.Array:
+    return all_reduce_leaves([leaf], axes, flat=False)[0] / placement.ranks(axes)
 
 
 def first_ranks(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

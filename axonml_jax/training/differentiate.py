@@ -1,5 +1,6 @@
 """PyTorch-style pieces of a step: gradients alone, and their synchronization alone."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +68,7 @@ class Differentiate:
         placement, rest = self.placement, self.rest
         variables = rest.enter(variables)
         result = gradients(self.objective, placement, variables, key, batch, sync=self.sync)
-        state = sync_buffers(result.state, placement, self.model.synchronized())
+        state = sync_buffers(variables.state, result.state, placement, self.model)
         state = rest.leave(Variables(variables.params, variables.frozen, state)).state
         grads = to_host_memory(result.grads, placement.plan.offload.gradients)
         own = (result.loss, result.metrics, grads)
@@ -150,6 +151,22 @@ def _sync_program(placement: Placement, mesh: Mesh) -> Any:
             check_vma=placement.plan.check_vma,
         )
     )
+
+
+def hooks_program(model: Functional, placement: Placement, mesh: Mesh) -> Callable[[PyTree], PyTree]:
+    """`run(state) -> state`: every module's `after_update` runs once, for those who update parameters themselves."""
+
+    def local(state: PyTree) -> PyTree:
+        rest = rest_of(placement)
+        own = rest.enter(Variables({}, {}, state))
+        return rest.leave(replace(own, state=model.after_update(own.state))).state
+
+    def run(state: PyTree) -> PyTree:
+        specs = rest_of(placement).buffer_specs(state)
+        manual = placement.manual_axes
+        return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, axis_names=manual)(state)
+
+    return jax.jit(run)
 
 
 def equalize(variables: Variables, placement: Placement, mesh: Mesh) -> Variables:

@@ -96,7 +96,7 @@ class Forward:
             variables = self.rest.enter(variables)
             out, state = self._read_and_call(variables, key, arrays, static)
             out = jax.tree.map(self._finish, out, dims, inner)
-            state = sync_buffers(state, placement, self.model.synchronized())
+            state = sync_buffers(variables.state, state, placement, self.model)
             return out, self.rest.leave(Variables(variables.params, variables.frozen, state)).state
 
         def out_spec(dim: int, split: dict):

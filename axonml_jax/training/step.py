@@ -143,7 +143,8 @@ class TrainStep:
             if self.max_grad_norm is not None:
                 grads = clipped(grads, size, self.max_grad_norm)
             new = rest.update(self.tx, self._on_shards, grads, opt_state, params, result.loss)
-            buffers, kept = sync_buffers(result.state, placement, self.model.synchronized()), state.strategies
+            joined = sync_buffers(state.variables.state, result.state, placement, self.model)
+            buffers, kept = self.model.after_update(joined), state.strategies
             if kept is not None:
                 changed, kept = after_update(placement, new[0], params, kept)
                 new = changed, new[1]

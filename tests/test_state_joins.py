@@ -1,0 +1,240 @@
+"""Model state that says how it joins over ranks and changes once per update equals a loop over all parts on one device."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from plan_models import F64, linear
+from state_models import LENGTH, TX, LinenNet, LinenRouter, Net, OneDevice, batch_of, loss_fn, named
+
+import axonml_jax as ax
+from axonml_jax.testing import assert_equals_single_device
+
+STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Positions(ax.Replicate):
+    @property
+    def role(self):
+        return ax.Role(batch="positions")
+
+
+def pipe(schedule, count, **options):
+    return ax.Pipelined(schedule=schedule, num_microbatches=count, **{"split": ("blocks/1",), **options})
+
+
+SPLIT = ("blocks/0", "blocks/1", "last")
+PLANS = {
+    "ddp": ({"data": 2}, {}),
+    "ddp, accumulated": ({"data": 2}, {"accumulate": 3}),
+    "ddp, accumulated, unchecked": ({"data": 3}, {"accumulate": 2, "check_vma": False}),
+    "ddp, buckets in turn": ({"data": 2}, {"data": ax.Replicate(sync_strategy="synchronous"), "accumulate": 2}),
+    "buffers of ranks": ({"data": 2}, {"batch_stats": "local"}),
+    "buffers of ranks, kept apart": ({"data": 2}, {"batch_stats": "local", "broadcast_buffers": False}),
+    "zero-1, remat": ({"fsdp": 2}, {"fsdp": ax.Shard(stage=1), "remat": "full"}),
+    "zero-2, accumulated": ({"fsdp": 2}, {"fsdp": ax.Shard(stage=2), "accumulate": 2}),
+    "zero-3, accumulated, remat": ({"fsdp": 2}, {"accumulate": 2, "remat": "full"}),
+    "hybrid, offloaded": ({"data": 2, "fsdp": 2}, {"offload": ax.CPUOffload("full")}),
+    "tensor": ({"data": 2, "tensor": 2}, {"accumulate": 2}),
+    "positions": ({"data": 2, "long": 2}, {"axes": {"long": Positions()}, "accumulate": 2}),
+    "1f1b": ({"pipe": 2, "data": 2}, {"pipe": pipe("1f1b", 3), "accumulate": 2}),
+    "interleaved, gathered by chunk": (
+        {"pipe": 2, "fsdp": 2},
+        {"pipe": pipe("interleaved", 2, chunks=2, gather="chunk", split=SPLIT), "remat": "full"},
+    ),
+    "zero-bubble, tensor": ({"pipe": 2, "tensor": 2}, {"pipe": pipe("zero-bubble", 3)}),
+}
+
+
+def mesh_of(degrees):
+    axes = tuple(degrees)
+    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+    devices = jax.devices()[: math.prod(degrees.values())]
+    return jax.sharding.Mesh(np.array(devices).reshape(tuple(degrees.values())), axes, axis_types=kinds)
+
+
+def parallel(degrees, options, model=None):
+    return ax.parallelize(model or Net(), mesh_of(degrees), ax.Plan(**options))
+
+
+def held(model):
+    """A model's state and parameters by name."""
+    whole = model.whole()
+    return named(whole.state), named(whole.params)
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_joined_state_is_that_of_a_loop_over_all_parts(name):
+    degrees, options = PLANS[name]
+    model = parallel(degrees, options)
+    split = [axis for axis in ("data", "fsdp") if axis in degrees]
+    ranks, count = math.prod(degrees[axis] for axis in split), model.plan.microbatches
+    one, trainer = OneDevice(ranks, count, degrees.get("long", 1)), model.trainer(TX, loss_fn)
+    for seed in range(STEPS):
+        batch = batch_of(2 * ranks * count, seed)
+        one.step(batch)
+        trainer.step(batch)
+        trainer.evaluate(batch)
+    (state, params), (wanted, weights) = held(model), one.values
+    local = options.get("batch_stats") == "local"
+    not_declared = [name for name in state if name.endswith("plain")]
+    for name in not_declared:  # as before: see test_facade_buffers.py
+        given, expected = state.pop(name), wanted.pop(name)
+        assert np.allclose(given, expected) is not local
+    assert_same(state, wanted)
+    assert_same(params, weights)
+    tokens = 2 * ranks * count * LENGTH
+    router = lambda name: state[f"again/{name}"]
+    assert router("total").sum() == tokens * STEPS and not router("counts").any() and router("bias").any()
+    assert router("updates") == STEPS and router("calls") == ranks * degrees.get("long", 1) * count * STEPS
+
+
+def test_independent_models_join_along_the_other_axes_alone():
+    model = parallel({"data": 2, "fsdp": 2}, {"data": ax.Replicate(sync_strategy="no_sync")})
+    batch, ones = batch_of(8), [OneDevice(2, 1) for _ in range(2)]
+    model.trainer(TX, loss_fn).step(batch)
+    for rank, one in enumerate(ones):
+        one.step({name: x[4 * rank : 4 * rank + 4] for name, x in batch.items()})
+        state = {name: x[rank] for name, x in named(model.variables.state).items()}
+        assert_same(state, one.values[0])
+
+
+@pytest.mark.parametrize("precision", [None, pytest.param("fp16", id="float16")])
+def test_a_skipped_update_leaves_the_state_bit_for_bit(precision, request):
+    options = {"pipe": pipe("gpipe", 2)}
+    if precision:
+        request.getfixturevalue("float16")
+        options = {"precision": "fp16"}
+    model = parallel({"pipe": 2, "data": 2} if precision is None else {"data": 2}, options)
+    trainer = model.trainer(TX, loss_fn, **({} if precision else {"max_nonfinite": 3}))
+    good, bad = batch_of(8), batch_of(8)
+    bad["x"] = bad["x"] * np.inf
+    for batch in (good, bad, *[good] * (14 if precision else 1)):  # float16 looks for its scale first
+        before = held(model)[0]
+        trainer.step(batch)
+        after = held(model)[0]
+        if batch is bad:
+            assert {n: x.tobytes() for n, x in after.items()} == {n: x.tobytes() for n, x in before.items()}
+    assert after["again/updates"] > 1
+
+
+def test_a_loop_of_ones_own_calls_the_hooks_itself():
+    batch, one = batch_of(8), parallel({"data": 2}, {})
+    one.trainer(optax.sgd(0.1), loss_fn).step(batch)
+    for options in ({}, {"batch_stats": "local", "broadcast_buffers": False}):
+        model = parallel({"data": 2}, options)
+        _, grads = model.value_and_grad(loss_fn)(batch)
+        counts = held(model)[0]["again/counts"]
+        assert counts.sum() == 8 * LENGTH
+        model.set_parameters(jax.tree.map(lambda p, g: p - 0.1 * g, model.parameters(), grads))
+        model.after_update()
+        state, wanted = held(model)[0], held(one)[0]
+        if options:
+            state, wanted = ({n: x for n, x in each.items() if "plain" not in n} for each in (state, wanted))
+        assert_same(state, wanted)
+    model.eval()
+    model(batch["x"])  # this router counts in every mode; a call is no update
+    assert held(model)[0]["again/updates"] == 1
+
+
+def test_a_checkpoint_holds_what_is_between_two_updates(tmp_path):
+    batches = [batch_of(12, seed) for seed in range(2)]
+    source = parallel({"data": 2}, {}).trainer(TX, loss_fn)
+    source.step(batches[0])
+    ax.save(tmp_path / "saved", source)
+    source.step(batches[1])
+    other = parallel({"pipe": 2, "data": 2}, {"pipe": pipe("1f1b", 1)}).trainer(TX, loss_fn)
+    ax.restore(tmp_path / "saved", other)
+    other.step(batches[1])
+    assert_same(held(other.model)[0], held(source.model)[0])
+
+
+ROWS = {
+    "nnx ddp": (Net, {"data": 2}, {"accumulate": 2}),
+    "nnx local": (Net, {"data": 2}, {"batch_stats": "local"}),
+    "linen ddp": (LinenNet, {"data": 2}, {"accumulate": 2}),
+    "linen zero-3": (LinenNet, {"fsdp": 2}, {"remat": "full"}),
+    "linen pipeline": (LinenNet, {"pipe": 2, "data": 2}, {"pipe": pipe("gpipe", 2, split=("router_1",))}),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_librarys_own_oracle_joins_and_updates_too(name):
+    make, degrees, options = ROWS[name]
+    params = make().init(jax.random.key(0), batch_of(1)["x"]) if make is LinenNet else None
+    plan = ax.Plan(**options)
+    rows = 2 * math.prod(degrees.values()) // degrees.get("pipe", 1) * plan.microbatches
+    batches = [batch_of(rows, seed) for seed in range(2)]
+    assert_equals_single_device(make(), loss_fn, batches, plan, mesh=mesh_of(degrees), params=params)
+
+
+def changed(**attributes):
+    """A small model whose class says other things."""
+
+    def __init__(self):
+        self.layer, self.counts = linear(5, 2, nnx.Rngs(0)), nnx.Variable(jnp.zeros(2, jnp.int32))
+        self.flag, self.off = nnx.Variable(jnp.array(True)), None
+
+    body = {"__init__": __init__, "__call__": lambda self, x: self.layer(x), **attributes}
+    return type("Small", (nnx.Module,), body)()
+
+
+def grow(self):
+    self.counts.set_value(jnp.zeros(3, jnp.int32))
+
+
+def train(self):
+    self.layer.kernel[...] = jnp.zeros((5, 2))
+
+
+WRONG = {
+    "an unknown join": ({"state_joins": {"counts": "total"}}, r"Small at the root: 'counts': 'total' is no join"),
+    "an unknown name": ({"state_joins": {"count": "sum"}}, "Small at the root: 'count' is no state of it"),
+    "a parameter": ({"state_joins": {"layer": "sum"}}, "'layer' is no state of it: give a variable that is neither"),
+    "a mean of integers": ({"state_joins": {"counts": "mean"}}, "counts is int32, of which there is no mean"),
+    "a sum of flags": ({"state_joins": {"flag": "sum"}}, "flag is bool, of which there is no sum"),
+    "no mapping": ({"state_joins": ["counts"]}, "must be a mapping of names to joins"),
+    "a hook that changes a shape": ({"after_update": grow}, r"counts: int32\[2\], now int32\[3\]"),
+    "a hook that trains": ({"after_update": train}, "shapes|layer/kernel"),
+    "a hook that reads a parameter": ({"after_update": lambda self: self.layer.kernel[...] + 1}, "shapes there"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_join_is_refused_by_name(name):
+    attributes, message = WRONG[name]
+    with pytest.raises((TypeError, ValueError, AttributeError), match=message):
+        parallel({"data": 2}, {}, changed(**attributes)).trainer(TX, loss_fn).step(batch_of(4))
+
+
+def test_what_is_switched_off_joins_nothing():
+    model = parallel({"data": 2}, {}, changed(state_joins={"off": "sum", "flag": "first"}))
+    model.trainer(TX, loss_fn).step(batch_of(4))
+
+
+def test_a_linen_module_with_a_hook_is_refused_by_name():
+    class Hooked(LinenRouter):
+        def after_update(self):
+            pass
+
+    class Around(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(2, param_dtype=F64)(Hooked(name="router")(x))
+
+    params = Around().init(jax.random.key(0), batch_of(1)["x"])
+    trainer = ax.parallelize(Around(), mesh_of({"data": 2}), ax.Plan(), params=params).trainer(TX, loss_fn)
+    with pytest.raises(ValueError, match=r"Hooked at router.*NNX"):
+        trainer.step(batch_of(4))
