@@ -68,6 +68,8 @@ from axonml_jax.model.loss import WeightedMean as WeightedMean
 from axonml_jax.model.precision import Precision as Precision
 from axonml_jax.model.safetensors import load_safetensors as load_safetensors
 from axonml_jax.model.safetensors import save_safetensors as save_safetensors
+from axonml_jax.parallel.context.context_attention import context_attention as context_attention
+from axonml_jax.parallel.context.context_attention import context_positions as context_positions
 from axonml_jax.parallel.offload import CPUOffload as CPUOffload
 from axonml_jax.parallel.pipeline.cutting.chain import PipelineStage as PipelineStage
 from axonml_jax.parallel.pipeline.estimates.memory_stats import PipelineMemoryStats as PipelineMemoryStats
@@ -101,6 +103,7 @@ from axonml_jax.parallel.tensor.products.ordered import Prefetch as Prefetch
 from axonml_jax.parallel.tensor.specs import tensor_specs as tensor_specs
 from axonml_jax.planner.hardware import Hardware as Hardware
 from axonml_jax.planner.search import plan as plan
+from axonml_jax.sharding.sequence_order import sequence_order as sequence_order
 from axonml_jax.training.state.train_state import TrainState as TrainState
 from axonml_jax.training.step import TrainStep as TrainStep
 

@@ -20,17 +20,29 @@ def product(table):
     return [dict(zip(table, row, strict=True)) for row in itertools.product(*table.values())]
 
 
-def pairwise(table, seed=0):
-    """Combinations such that every pair of values of two options occurs together (greedy, seeded)."""
+def pairwise(table, seed=0, possible=None):
+    """Combinations such that every pair of values of two options occurs together that can (greedy, seeded).
+
+    Args:
+      table: the values of each option.
+      seed: of the choice.
+      possible: whether a combination can be; None: all can.
+    """
     rng, names = random.Random(seed), list(table)
-    wanted = {
-        ((a, x), (b, y))
-        for (a, b) in itertools.combinations(names, 2)
-        for x, y in itertools.product(map(str, table[a]), map(str, table[b]))
-    }
+    if possible is None:
+        wanted = {
+            ((a, x), (b, y))
+            for (a, b) in itertools.combinations(names, 2)
+            for x, y in itertools.product(map(str, table[a]), map(str, table[b]))
+        }
+        draw = lambda: {name: rng.choice(list(values)) for name, values in table.items()}
+    else:
+        rows = [row for row in product(table) if possible(row)]
+        wanted = set().union(*map(_pairs, rows))
+        draw = lambda: rng.choice(rows)
     cover = []
     while wanted:
-        candidates = [{name: rng.choice(list(values)) for name, values in table.items()} for _ in range(60)]
+        candidates = [draw() for _ in range(60)]
         best = max(candidates, key=lambda row: len(_pairs(row) & wanted))
         if _pairs(best) & wanted:
             cover.append(best)

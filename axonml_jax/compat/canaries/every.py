@@ -8,6 +8,7 @@ from axonml_jax.compat.canaries import (
     kept_residuals,
     placing,
     processes,
+    random_elements,
     traces,
     typed,
 )
@@ -23,5 +24,6 @@ CANARIES: tuple[Canary, ...] = (
     *traces.CANARIES,
     *placing.CANARIES,
     *processes.CANARIES,
+    *random_elements.CANARIES,
 )
 """Every canary there is."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.collectives.primitives import axis_index, axis_size
+from axonml_jax.parallel.context.method import Method
 from axonml_jax.parallel.tensor.bound_axes import bound
 from axonml_jax.sharding.sequence_order import Order, order_parts
 
@@ -24,7 +25,7 @@ class ContextSplit:
 
     axis: str
     order: Order = "contiguous"
-    method: str | tuple[int, str] = "auto"
+    method: Method = "auto"
 
     def own_positions(self, count: int) -> jax.Array:
         """The global positions of this rank's `count` places, int32 [count]; inside `shard_map` over the axis."""

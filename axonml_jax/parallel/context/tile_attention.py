@@ -1,0 +1,254 @@
+"""Attention of some queries to some keys, tile by tile, with the backward written by hand: no more scores than of one tile.
+
+Forward and backward are those of FlashAttention-2 (Dao 2023): the forward keeps the logarithm of every query's sum of weights,
+the backward computes the weights anew from it, so that keys may come in any number of pieces, in any order.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.collectives.varying import vary
+from axonml_jax.parallel.context.attention_dropout import WeightsDropout
+from axonml_jax.parallel.context.tiles import Cut, Side
+from axonml_jax.parallel.context.visible import Visible
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What is the same for all pieces of one attention.
+
+    Letters of all shapes here: b rows, g key and value heads, r query heads of each, x places of a tile of queries, y of keys,
+    d head size, e that of values, t tiles of queries, u tiles of keys.
+
+    Attributes:
+      visible: what positions see.
+      segmented: whether queries see the keys of their own segment only.
+      scale: of the scores.
+      queries, keys: how places are cut into tiles.
+      bias: `bias(query positions [x], key positions [y], *arrays) -> [heads or 1, x, y]`, added to the scores; or None.
+      dropout: of the weights, or None.
+      axes: the mesh axes over which everything here is typed as varying.
+    """
+
+    visible: Visible
+    segmented: bool
+    scale: float
+    queries: Cut
+    keys: Cut
+    bias: Callable[..., jax.Array] | None
+    dropout: WeightsDropout | None
+    axes: tuple[str, ...]
+
+    @property
+    def skips(self) -> bool:
+        """Whether a pair of tiles may have nothing to do."""
+        return self.segmented or not self.visible.everything
+
+
+class Given(NamedTuple):
+    """What besides queries, keys and values an attention reads.
+
+    Attributes:
+      arrays: what the bias is made of.
+      key: the dropout's key data; None without.
+      first_head: the first of these query heads among all that the bias and the dropout speak of.
+    """
+
+    arrays: tuple[jax.Array, ...] = ()
+    key: jax.Array | None = None
+    first_head: int | jax.Array = 0
+
+
+class Tile(NamedTuple):
+    """Where a tile's places are: positions [x], and segments [b, x] or None."""
+
+    positions: jax.Array
+    segments: jax.Array | None
+
+
+def forward(how: Attention, given: Given, q: jax.Array, at: Side, k: jax.Array, v: jax.Array, side: Side):
+    """Queries read a piece's keys.
+
+    Args:
+      how, given: the attention.
+      q: [t, b, g, r, x, d].
+      at: their places.
+      k: [u, b, g, y, d].
+      v: [u, b, g, y, e].
+      side: their places.
+
+    Returns:
+      (out [t, b, g, r, x, e], lse [t, b, g, r, x]) in at least float32: a query that sees no key has 0 and -inf.
+    """
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+
+    def of_queries(_, own):
+        q_tile, here = own
+        shape = q_tile.shape[:-1]
+        zero = jnp.zeros((*shape, v.shape[-1]), wide), jnp.zeros(shape, wide)
+
+        def with_keys(carry, keys):
+            k_tile, v_tile, there = keys
+
+            def more(carry):
+                out, total, highest = carry
+                scores = _scores(how, given, q_tile, _tile(here), k_tile, _tile(there))
+                top = jnp.maximum(highest, scores.max(-1))
+                shown = jnp.where(jnp.isneginf(top), 0, top)
+                weights, again = jnp.exp(scores - shown[..., None]), jnp.exp(highest - shown)
+                total = total * again + weights.sum(-1)
+                weights = _dropped(how, given, weights, _tile(here), _tile(there)).astype(v.dtype)
+                part = jnp.einsum("bgrxy,bgye->bgrxe", weights, v_tile, preferred_element_type=wide)
+                return out * again[..., None] + part, total, top
+
+            return _where_seen(how, here, there, more, carry), None
+
+        start = vary((*zero, jnp.full(shape, -jnp.inf, wide)), how.axes)
+        (out, total, top), _ = _loop(with_keys, start, (k, v, side))
+        seen = total > 0
+        lse = jnp.where(seen, jnp.where(seen, top, 0) + jnp.log(jnp.where(seen, total, 1)), -jnp.inf)
+        return None, (out / jnp.where(seen, total, 1)[..., None], lse)
+
+    return _loop(of_queries, None, (q, at))[1]
+
+
+def merged(first, second):
+    """The results of two pieces, `(out, lse)` each, as of one."""
+    (out, lse), (more, other) = first, second
+    both = jnp.logaddexp(lse, other)
+    shown = jnp.where(jnp.isneginf(both), 0, both)
+    return out * jnp.exp(lse - shown)[..., None] + more * jnp.exp(other - shown)[..., None], both
+
+
+class Kept(NamedTuple):
+    """What the backward reads of the queries: q and out's gradient [t, b, g, r, x, d or e], lse and `out * gradient` summed
+    over the head [t, b, g, r, x]."""
+
+    q: jax.Array
+    grad: jax.Array
+    lse: jax.Array
+    inner: jax.Array
+
+
+def backward(how: Attention, given: Given, kept: Kept, at: Side, k: jax.Array, v: jax.Array, side: Side):
+    """The gradients of `forward`, merged with whatever other pieces: `kept.lse` is that of all of them.
+
+    Returns:
+      (dq like q, dk like k, dv like v, a gradient of each of `given.arrays`, None of those without one), in at least float32.
+    """
+    wide = jnp.promote_types(kept.q.dtype, jnp.float32)
+    floating = [i for i, x in enumerate(given.arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+    zeros = tuple(jnp.zeros(given.arrays[i].shape, wide) for i in floating)
+
+    def of_keys(carry, keys):
+        k_tile, v_tile, there = keys
+
+        def with_queries(carry, own):
+            index, tile, here = own
+
+            def more(carry):
+                dq, *sums = carry
+                dq_tile, *parts = _pair_backward(how, given, floating, tile, _tile(here), k_tile, v_tile, _tile(there))
+                return dq.at[index].add(dq_tile), *jax.tree.map(jnp.add, tuple(sums), tuple(parts))
+
+            return _where_seen(how, here, there, more, carry), None
+
+        dq, darrays = carry
+        empty = vary((jnp.zeros(k_tile.shape, wide), jnp.zeros(v_tile.shape, wide)), how.axes)
+        xs = (jnp.arange(len(kept.q)), kept, at)
+        (dq, dk, dv, darrays), _ = _loop(with_queries, (dq, *empty, darrays), xs)
+        return (dq, darrays), (dk, dv)
+
+    start = vary((jnp.zeros(kept.q.shape, wide), zeros), how.axes)
+    (dq, darrays), (dk, dv) = _loop(of_keys, start, (k, v, side))
+    made = dict(zip(floating, darrays, strict=True))
+    return dq, dk, dv, tuple(made.get(i) for i in range(len(given.arrays)))
+
+
+def _pair_backward(
+    how: Attention, given: Given, floating: list[int], own: Kept, here: Tile, k: jax.Array, v: jax.Array, there: Tile
+):
+    """The parts that a tile of queries and one of keys have in dq, dk, dv and the gradients of the floating arrays."""
+    wide = jnp.promote_types(own.q.dtype, jnp.float32)
+
+    def scores(*changed):
+        arrays = list(given.arrays)
+        for i, x in zip(floating, changed, strict=True):
+            arrays[i] = x
+        return _scores(how, given._replace(arrays=tuple(arrays)), own.q, here, k, there)
+
+    made, undo = jax.vjp(scores, *(given.arrays[i] for i in floating))
+    weights = jnp.exp(made - jnp.where(jnp.isneginf(own.lse), 0, own.lse)[..., None])
+    into = jnp.einsum("bgrxe,bgye->bgrxy", own.grad, v, preferred_element_type=wide)
+    into = _dropped(how, given, into, here, there)
+    dropped = _dropped(how, given, weights, here, there).astype(own.grad.dtype)
+    dscores = weights * (into - own.inner[..., None])
+    scaled = (dscores * how.scale).astype(own.q.dtype)
+    dq = jnp.einsum("bgrxy,bgyd->bgrxd", scaled, k, preferred_element_type=wide)
+    dk = jnp.einsum("bgrxy,bgrxd->bgyd", scaled, own.q, preferred_element_type=wide)
+    dv = jnp.einsum("bgrxy,bgrxe->bgye", dropped, own.grad, preferred_element_type=wide)
+    darrays = undo(dscores) if floating else ()
+    return dq, dk, dv, tuple(x.astype(wide) for x in darrays)
+
+
+def _scores(how: Attention, given: Given, q: jax.Array, here: Tile, k: jax.Array, there: Tile) -> jax.Array:
+    """[b, g, r, x, y] in at least float32; -inf where a query does not see a key."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bgrxd,bgyd->bgrxy", q, k, preferred_element_type=wide) * how.scale
+    if how.bias is not None:
+        groups, each = scores.shape[1:3]
+        places = vary((here.positions, there.positions), how.axes)
+        bias = _checked(how.bias(*places, *given.arrays), scores.shape).astype(wide)
+        if len(bias) > 1:
+            bias = jax.lax.dynamic_slice_in_dim(bias, given.first_head, groups * each, axis=0)
+        scores += bias.reshape(*((groups, each) if len(bias) > 1 else (1, 1)), *bias.shape[1:])
+    seen = how.visible.sees(here.positions, there.positions)
+    if here.segments is not None and there.segments is not None:
+        seen = seen & (here.segments[:, :, None] == there.segments[:, None, :])[:, None, None]
+    return jnp.where(seen, scores, -jnp.inf)
+
+
+def _checked(bias: jax.Array, scores: tuple[int, ...]) -> jax.Array:
+    queries, keys = scores[-2:]
+    if bias.ndim != 3 or bias.shape[1:] != (queries, keys):
+        raise ValueError(
+            f"context_attention: bias(query positions [{queries}], key positions [{keys}], *bias_arrays) returned an array of "
+            f"shape {bias.shape}: it must be [heads, {queries}, {keys}], or [1, {queries}, {keys}] for the same on all heads"
+        )
+    return bias
+
+
+def _dropped(how: Attention, given: Given, weights: jax.Array, here: Tile, there: Tile) -> jax.Array:
+    """[b, g, r, x, y] with some of them 0 and the others larger."""
+    if how.dropout is None or given.key is None:
+        return weights
+    rows, groups, each = weights.shape[:3]
+    heads = given.first_head + jnp.arange(groups * each)
+    keep = how.dropout.keep(given.key, rows, heads, here.positions, there.positions).reshape(weights.shape)
+    return jnp.where(keep, weights / (1 - how.dropout.rate), 0)
+
+
+def _where_seen(how: Attention, here: Side, there: Side, more: Callable, carry: Any) -> Any:
+    """`more(carry)` where a query of the tile may see a key of the other; else the carry as it is."""
+    if not how.skips:
+        return more(carry)
+    may = how.visible.may_see(here.first, here.last, there.first, there.last)
+    if here.least is not None and here.most is not None and there.least is not None and there.most is not None:
+        may = may & (here.least <= there.most) & (there.least <= here.most)
+    return jax.lax.cond(may, more, lambda carry: carry, carry)
+
+
+def _tile(side: Side) -> Tile:
+    return Tile(side.positions, side.segments)
+
+
+def _loop(body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
+    """`jax.lax.scan`; without a loop for one tile."""
+    if len(jax.tree.leaves(xs)[0]) > 1:
+        return jax.lax.scan(body, carry, xs)
+    carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
+    return carry, jax.tree.map(lambda x: x[None], out)

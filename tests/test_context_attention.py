@@ -1,0 +1,261 @@
+"""Attention of sequences whose positions are split over ranks equals that of whole sequences: results and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_oracle import plain_attention, with_gradients
+from jax.sharding import AxisType, PartitionSpec
+from plan_tables import pairwise
+
+import axonml_jax as ax
+from axonml_jax.ledger import collectives_in
+from axonml_jax.parallel.context.ring_rounds import RingRounds
+from axonml_jax.parallel.context.visible import Visible
+from axonml_jax.program.program import read_program
+from axonml_jax.sharding.sequence_order import sequence_order
+
+ROWS, SIZE = 2, 4
+TABLE = {
+    "method": ["gather", "ulysses", "ring", "2 x ring", "2 x gather"],
+    "order": ["contiguous", "zigzag", "striped"],
+    "rule": ["full", "causal", "window", "causal window", "documents", "cross", "causal documents"],
+    "heads": [(4, 4), (4, 2), (8, 1)],
+    "ranks": [2, 3, 4, 8],
+    "block": [3, 512],
+    "extra": [None, "bias", "dropout", "dropout by head"],
+    "check_vma": [False, True],
+}
+RULES = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (3, 2)},
+    "causal window": {"causal": True, "window": (4, 0)},
+    "documents": {"segments": True},
+    "cross": {},
+    "causal documents": {"causal": True, "segments": True},
+}
+
+
+def possible(row):
+    """Whether the heads, and the groups of a mixed method, divide over the ranks."""
+    count = {"ulysses": row["ranks"], "2 x ring": 2, "2 x gather": 2}.get(row["method"], 1)
+    n, g = row["heads"]
+    return row["ranks"] % count == 0 and n % count == 0 and (g % count == 0 or count % g == 0)
+
+
+COVER = pairwise(TABLE, possible=possible)
+
+
+def inputs(row, seed=0):
+    """Whole q, k, v, the bias's table and a cotangent in float64, and the segments of both."""
+    rng, (n, g) = np.random.default_rng(seed), row["heads"]
+    s = 4 * row["ranks"]
+    t = 2 * s if row["rule"] == "cross" else s
+    shapes = [(ROWS, s, n, SIZE), (ROWS, t, g, SIZE), (ROWS, t, g, SIZE), (n, 2 * t + s), (ROWS, s, n, SIZE)]
+    q, k, v, table, cotangent = (rng.standard_normal(shape) for shape in shapes)
+    ids = np.sort(rng.integers(0, 3, (ROWS, s)), axis=1).astype(np.int32)
+    return (q, k, v, table, cotangent), ids
+
+
+def shared_options(row, table, s):
+    """What the split attention and the plain one are given alike."""
+    options = dict(RULES[row["rule"]])
+    options.pop("segments", None)
+    if row["extra"] == "bias":
+        options["bias"] = lambda queries, keys, table: table[:, keys[None, :] - queries[:, None] + s]
+        options["bias_arrays"] = (table,)
+    return options
+
+
+def split_attention(row, ids, method, key):
+    degree, by_head = row["ranks"], row["extra"] == "dropout by head"
+    mesh = jax.make_mesh((degree,), ("context",), devices=jax.devices()[:degree], axis_types=(AxisType.Auto,))
+    split = PartitionSpec(None, "context")
+
+    def attend(q, k, v, table, ids):
+        options = shared_options(row, table, q.shape[1] * degree)
+        if "segments" in RULES[row["rule"]]:
+            options["segment_ids"] = ids
+        if row["extra"] in ("dropout", "dropout by head"):
+            keys = jax.random.split(key, q.shape[2]) if by_head else key
+            options |= {"dropout_rate": 0.3, "dropout_key": keys}
+        return ax.context_attention(q, k, v, method=method, order=row["order"], block_size=row["block"], **options)
+
+    call = jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(split, split, split, PartitionSpec(), split),
+        out_specs=split,
+        check_vma=row["check_vma"],
+    )
+
+    def whole(q, k, v, table, ids):
+        orders = [sequence_order(row["order"], x.shape[1], degree) for x in (q, k)]
+        out = call(q[:, orders[0]], k[:, orders[1]], v[:, orders[1]], table, ids[:, orders[0]])
+        return out[:, np.argsort(orders[0])]
+
+    return lambda q, k, v, table: whole(q, k, v, table, ids)
+
+
+def oracle(row, ids, key):
+    def dropped(weights):
+        if row["extra"] == "dropout":
+            keep = jax.random.bernoulli(key, 0.7, weights.shape)
+        else:
+            draw = lambda own: jax.random.bernoulli(own, 0.7, (len(weights), *weights.shape[2:]))
+            keep = jax.vmap(draw, out_axes=1)(jax.random.split(key, weights.shape[1]))
+        return jnp.where(keep, weights / 0.7, 0)
+
+    def attend(q, k, v, table):
+        options = shared_options(row, table, q.shape[1])
+        if "segments" in RULES[row["rule"]]:
+            options["segment_ids"] = jnp.asarray(ids)
+        drops = row["extra"] in ("dropout", "dropout by head")
+        return plain_attention(q, k, v, dropped=dropped if drops else None, **options)
+
+    return attend
+
+
+def named_method(row):
+    kind = row["method"].split(" x ")
+    return (2, kind[1]) if len(kind) == 2 else kind[0]
+
+
+@pytest.mark.parametrize("row", COVER, ids=lambda row: "-".join(str(x).replace(" ", "_") for x in row.values()))
+def test_results_and_gradients_are_those_of_whole_sequences(row):
+    arrays, ids = inputs(row)
+    key = jax.random.key(7)
+    wanted = jax.jit(with_gradients(oracle(row, ids, key)))(*arrays)
+    got = jax.jit(with_gradients(split_attention(row, jnp.asarray(ids), named_method(row), key)))(*arrays)
+    for name, a, b in zip(("out", "q", "k", "v", "table"), got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10, err_msg=name)
+
+
+def sent(method, ranks, *, backward=False, heads=(4, 2), **options):
+    """What one rank sends, as {kind: [elements of each]}; 8 float32 positions of q, k and v on each."""
+    mesh = jax.sharding.AbstractMesh((ranks,), ("context",), (AxisType.Auto,))
+    split, specs = PartitionSpec(None, "context"), PartitionSpec(None, "context")
+    shapes = [jax.ShapeDtypeStruct((ROWS, 8 * ranks, n, SIZE), jnp.float32) for n in (heads[0], heads[1], heads[1])]
+    attend = lambda q, k, v: ax.context_attention(q, k, v, method=method, **options)
+    both = lambda q, k, v: jax.vjp(attend, q, k, v)[1](q)
+    call = jax.shard_map(
+        both if backward else attend, mesh=mesh, in_specs=(split,) * 3, out_specs=specs, check_vma=False
+    )
+    found = {}
+    for entry in collectives_in(call, *shapes):
+        assert entry.axes == ("context",) and not entry.path
+        found.setdefault(entry.kind, []).extend(entry.leaf_elements)
+    return found
+
+
+def test_what_is_sent_is_what_the_formulas_say():
+    n, position = 4, ROWS * 8 * SIZE  # elements of one head's positions on a rank
+    kv, h, g = 2 * 2 * position, 4 * position, 2 * position
+    assert sent("gather", n) == {"all_gather": [n * kv]}  # a rank sends its part n - 1 times
+    assert sent("gather", n, backward=True) == {"all_gather": [n * kv] * 2, "reduce_scatter": [n * kv]}
+    assert sent("ring", n) == {"permute": [kv] * (n - 1)}
+    assert sent("ring", n, backward=True) == {
+        "permute": [kv] * 3 * (n - 1)
+    }  # keys and values twice, their gradients once
+    assert sent("ulysses", 2) == {"all_to_all": [h, g, g, h]}
+    gradients_alone = sorted([h, g, g, h, h, g, g])  # the result is not sent back
+    assert sorted(sent("ulysses", 2, backward=True)["all_to_all"]) == gradients_alone
+    assert sent("ulysses", n) == {"all_to_all": [h, 2 * g, 2 * g, h]}  # two key heads are repeated for four ranks
+    assert sent((2, "ring"), n) == {"all_to_all": [h, g, g, h], "permute": [kv]}
+    assert sent("ring", 1) == sent("auto", 1) == {}
+
+
+def test_a_ring_sends_no_further_than_positions_see():
+    window = {"window": (8, 0), "causal": True}
+    assert sent("ring", 8, **window, backward=True) == {"permute": [4 * ROWS * 8 * SIZE] * 3}
+    assert sent("auto", 8, **window) == sent("ring", 8, **window)
+    rounds = RingRounds.of(Visible(causal=True), [[(8 * r, 8 * r + 7)] for r in range(4)])
+    assert sum(len(rounds.keys(r)) for r in range(4)) == 4 * 3 / 2
+    assert [rounds.computing(r) for r in range(4)] == [(0, 1, 2, 3), (1, 2, 3), (2, 3), (3,)]
+    assert [rounds.home(r) for r in range(4)] == [(), ((3, 2),), ((3, 1),), ((3, 0),)]
+    zigzag = [[(4 * r, 4 * r + 3), (4 * (7 - r), 4 * (7 - r) + 3)] for r in range(4)]
+    assert all(len(RingRounds.of(Visible(causal=True), zigzag).keys(r)) == 4 for r in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "heads", "chosen"), [(2, (8, 8), "all_to_all"), (4, (4, 2), "all_to_all"), (8, (8, 1), "all_gather")]
+)
+def test_auto_takes_what_sends_less(ranks, heads, chosen):
+    found = {method: sent(method, ranks, heads=heads, backward=True) for method in ("auto", "gather", "ulysses")}
+    on_the_wire = lambda kinds: sum(sum(sizes) for sizes in kinds.values())
+    assert chosen in found["auto"]
+    assert on_the_wire(found["auto"]) == min(map(on_the_wire, found.values()))
+
+
+def test_scores_of_one_block_at_most_are_there():
+    """Of 64 positions in blocks of 8 no value has 64 x 64 entries, forward or backward, whatever the method."""
+    for method in ("gather", "ulysses", "ring"):
+        attend = lambda q, k, v, method=method: ax.context_attention(q, k, v, method=method, causal=True, block_size=8)
+        both = lambda *qkv, attend=attend: jax.vjp(attend, *qkv)[1](qkv[0])
+        mesh = jax.sharding.AbstractMesh((2,), ("context",), (AxisType.Auto,))
+        split = PartitionSpec(None, "context")
+        call = jax.shard_map(both, mesh=mesh, in_specs=(split,) * 3, out_specs=split, check_vma=False)
+        shapes = [jax.ShapeDtypeStruct((1, 64, 2, SIZE), jnp.float32)] * 3
+        assert max(sizes_in(read_program(jax.make_jaxpr(call)(*shapes)))) < 64 * 64
+
+
+def sizes_in(program):
+    for equation in program.equations:
+        yield from (getattr(aval, "size", 0) for aval in equation.op.made)
+        for body in equation.bodies:
+            yield from sizes_in(body)
+
+
+def test_inside_loops_and_recomputed_it_is_the_same():
+    row = {
+        "ranks": 2,
+        "order": "zigzag",
+        "rule": "causal",
+        "block": 3,
+        "extra": None,
+        "check_vma": True,
+        "heads": (4, 2),
+    }
+    (q, k, v, _, cotangent), ids = inputs(row)
+    split = split_attention(row, jnp.asarray(ids), "ring", None)
+    whole = lambda q, k, v, _: plain_attention(q, k, v, causal=True)
+
+    def layers(attention):
+        def run(q, k, v, more):
+            layer = jax.checkpoint(lambda x, _: (x + attention(x, k, v, more), None))
+            return jax.lax.scan(layer, q, None, length=2)[0]
+
+        return jax.jit(with_gradients(run))
+
+    for a, b in zip(layers(split)(q, k, v, q, cotangent), layers(whole)(q, k, v, q, cotangent), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_bfloat16_scores_are_summed_in_float32():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 64, 2, 16)), jnp.bfloat16) for _ in range(3))
+    got = ax.context_attention(q, k, v, causal=True, block_size=16)
+    wanted = plain_attention(*(x.astype(jnp.float32) for x in (q, k, v)), causal=True)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), wanted, atol=0.02)
+
+
+def test_what_does_not_fit_is_refused_at_once():
+    q, k = jnp.zeros((2, 8, 4, 4)), jnp.zeros((2, 8, 3, 4))
+    with pytest.raises(ValueError) as error:
+        ax.context_attention(q, k, k, window=(-1, 0), dropout_rate=0.5, segment_ids=jnp.zeros((2, 7), int))
+    for part in ("4 query heads are no multiple of 3", "window=", "segment_ids of shapes", "needs a dropout_key"):
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match="generator threefry"):
+        ax.context_attention(q, q, q, dropout_rate=0.5, dropout_key=jax.random.key(0, impl="rbg"))
+    with pytest.raises(
+        ValueError, match=r"method='ring2' must be one of auto, gather, ulysses, ring, or \(U, 'ring'\)"
+    ):
+        ax.context_attention(q, q, q, method="ring2")
+    with pytest.raises(ValueError, match=r"splits heads over 8 ranks: 4 query heads.*with U one of \[1, 2, 4\]"):
+        sent("ulysses", 8)
+    with pytest.raises(ValueError, match=r"\(3, 'ring'\): 3 must divide the 4 ranks"):
+        sent((3, "ring"), 4)
+    with pytest.raises(ValueError, match=r"bias\(.*returned an array of shape \(8, 8\)"):
+        ax.context_attention(q, q, q, bias=lambda queries, keys: 1.0 * queries[:, None] - keys[None])
