@@ -16,7 +16,7 @@ from jax._src import core, xla_bridge
 from jax._src.lib import _jax
 
 import axonml_jax as ax
-from axonml_jax.compat import around, jaxpr, varying_types, versions
+from axonml_jax.compat import around, jaxpr, random_bits, varying_types, versions
 from axonml_jax.compat.barrier import after, together
 from axonml_jax.compat.canaries import typed
 from axonml_jax.compat.canaries.every import CANARIES
@@ -117,6 +117,7 @@ BREAKS = {
     "where gloo listens": [(xla_bridge, "make_cpu_client", lambda: None)],
     "whether a backend has started": [(xla_bridge, "backends_are_initialized", lambda: False)],
     "threads of simulated devices": [(os, "environ", {**os.environ, "NPROC": "9999"})],
+    "elements are drawn alone": [(random_bits, "threefry_2x32", lambda key, counts: counts)],
 }
 
 

@@ -12,8 +12,8 @@ from axonml_jax.collectives.along_dim import gather_along, scatter_along
 from axonml_jax.collectives.primitives import axis_index, shift
 from axonml_jax.parallel.context.context_split import positions_of
 from axonml_jax.parallel.context.ring_rounds import Pairs, RingRounds
-from axonml_jax.parallel.context.tile_attention import Attention, Given, Kept, backward, forward, merged
-from axonml_jax.parallel.context.tiles import Cut, Side, side_of
+from axonml_jax.parallel.context.tile_attention import Attention, Given, KeptQueries, backward, forward, merged
+from axonml_jax.parallel.context.tiles import Side, TileCut, side_of
 from axonml_jax.sharding.sequence_order import Order, order_parts, sequence_order
 
 
@@ -55,10 +55,12 @@ class Ring:
         """The ranks that hold the same heads."""
         return np.arange(self.ranks).reshape(self.groups, self.heads).T.tolist()
 
-    def cuts(self, queries: int, keys: int, most: int) -> tuple[Cut, Cut]:
+    def cuts(self, queries: int, keys: int, most: int) -> tuple[TileCut, TileCut]:
         """How a group's queries are cut into tiles, and the keys that it reads at once, given the places of a rank."""
         pieces = self.groups if self.gathers else 1
-        return Cut(self.heads * queries, self.chunks, most), Cut(self.heads * keys * pieces, self.chunks * pieces, most)
+        return TileCut(self.heads * queries, self.chunks, most), TileCut(
+            self.heads * keys * pieces, self.chunks * pieces, most
+        )
 
     def index(self) -> int | jax.Array:
         """This rank's group."""
@@ -134,7 +136,7 @@ def read_backward(how: Attention, ring: Ring, given: Given, q, k, v, places: Pla
     grads = how.queries.tiles(grad, 3)
     wide = jnp.promote_types(q.dtype, jnp.float32)
     inner = (grads.astype(wide) * out.astype(wide)).sum(-1)
-    kept = Kept(how.queries.tiles(q, 3), grads, lse, inner)
+    kept = KeptQueries(how.queries.tiles(q, 3), grads, lse, inner)
     at = side_of(how.queries, places.positions, places.segments)
     if ring.gathers or ring.groups == 1:
         keys, values = (how.keys.tiles(x, 2) for x in _gathered(ring, k, v))
@@ -146,7 +148,7 @@ def read_backward(how: Attention, ring: Ring, given: Given, q, k, v, places: Pla
     return how.queries.joined(dq, 3), dk, dv, arrays
 
 
-def _ring_backward(how: Attention, ring: Ring, given: Given, kept: Kept, at: Side, k, v, places: Places):
+def _ring_backward(how: Attention, ring: Ring, given: Given, kept: KeptQueries, at: Side, k, v, places: Places):
     rounds, both, size = ring.rounds(how), jnp.concatenate([k, v], -1), k.shape[-1]
     total, own, travelling = None, jnp.zeros(()), jnp.zeros(())
     for number in range(rounds.count):

@@ -12,10 +12,10 @@ from axonml_jax.collectives.primitives import axis_index, axis_size
 from axonml_jax.collectives.varying import vary, varying_axes
 from axonml_jax.compat.around import platform_around
 from axonml_jax.compat.random_bits import can_draw_elements
+from axonml_jax.parallel.context.across_ranks import Places, Ring, read_backward, read_forward
 from axonml_jax.parallel.context.attention_dropout import WeightsDropout
 from axonml_jax.parallel.context.context_split import ContextSplit, current_split
 from axonml_jax.parallel.context.method import Method, heads_and_gathers
-from axonml_jax.parallel.context.across_ranks import Places, Ring, read_backward, read_forward
 from axonml_jax.parallel.context.tile_attention import Attention, Given
 from axonml_jax.parallel.context.tiles import block_for
 from axonml_jax.parallel.context.visible import Visible

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from axonml_jax.collectives.varying import vary
 from axonml_jax.parallel.context.attention_dropout import WeightsDropout
-from axonml_jax.parallel.context.tiles import Cut, Side
+from axonml_jax.parallel.context.tiles import Side, TileCut
 from axonml_jax.parallel.context.visible import Visible
 
 
@@ -37,8 +37,8 @@ class Attention:
     visible: Visible
     segmented: bool
     scale: float
-    queries: Cut
-    keys: Cut
+    queries: TileCut
+    keys: TileCut
     bias: Callable[..., jax.Array] | None
     dropout: WeightsDropout | None
     axes: tuple[str, ...]
@@ -124,7 +124,7 @@ def merged(first, second):
     return out * jnp.exp(lse - shown)[..., None] + more * jnp.exp(other - shown)[..., None], both
 
 
-class Kept(NamedTuple):
+class KeptQueries(NamedTuple):
     """What the backward reads of the queries: q and out's gradient [t, b, g, r, x, d or e], lse and `out * gradient` summed
     over the head [t, b, g, r, x]."""
 
@@ -134,7 +134,7 @@ class Kept(NamedTuple):
     inner: jax.Array
 
 
-def backward(how: Attention, given: Given, kept: Kept, at: Side, k: jax.Array, v: jax.Array, side: Side):
+def backward(how: Attention, given: Given, kept: KeptQueries, at: Side, k: jax.Array, v: jax.Array, side: Side):
     """The gradients of `forward`, merged with whatever other pieces: `kept.lse` is that of all of them.
 
     Returns:
@@ -170,7 +170,14 @@ def backward(how: Attention, given: Given, kept: Kept, at: Side, k: jax.Array, v
 
 
 def _pair_backward(
-    how: Attention, given: Given, floating: list[int], own: Kept, here: Tile, k: jax.Array, v: jax.Array, there: Tile
+    how: Attention,
+    given: Given,
+    floating: list[int],
+    own: KeptQueries,
+    here: Tile,
+    k: jax.Array,
+    v: jax.Array,
+    there: Tile,
 ):
     """The parts that a tile of queries and one of keys have in dq, dk, dv and the gradients of the floating arrays."""
     wide = jnp.promote_types(own.q.dtype, jnp.float32)

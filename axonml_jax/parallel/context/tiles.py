@@ -15,7 +15,7 @@ def block_for(platform: str) -> int:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TileCut:
     """How so many places are cut into tiles.
 
     Places lie in chunks, within which positions grow; no tile has places of two. A chunk that its tiles do not divide is
@@ -26,7 +26,7 @@ class Cut:
       chunks: of how many equal chunks.
       most: places of a tile at most.
 
-    >>> cut = Cut(places=12, chunks=2, most=4)
+    >>> cut = TileCut(places=12, chunks=2, most=4)
     >>> cut.size, cut.count
     (3, 4)
     """
@@ -89,7 +89,7 @@ class Side(NamedTuple):
     most: jax.Array | None = None
 
 
-def side_of(cut: Cut, positions: jax.Array, segments: jax.Array | None) -> Side:
+def side_of(cut: TileCut, positions: jax.Array, segments: jax.Array | None) -> Side:
     """The places of a piece.
 
     Args:
