@@ -108,7 +108,7 @@ def test_a_training_step_calls_what_acts_between_steps(monkeypatch):
 
 @pytest.mark.parametrize("strategy", [InLayers(), ax.Replicate(sync_strategy="no_sync")], ids=["layers", "never"])
 def test_roles_that_cannot_be_checked_alone_are_refused(strategy):
-    with pytest.raises(ValueError, match="only what splits rows and reduces its gradients can be checked alone"):
+    with pytest.raises(ValueError, match="only what splits the batch and reduces its gradients can be checked alone"):
         check_strategy(strategy)
 
 

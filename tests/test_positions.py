@@ -3,30 +3,18 @@
 import contextlib
 import dataclasses
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
+from position_models import ROWS, WIDTH, LinenWords, Positions, Words, batch_of, loss, mesh_of
 
 import axonml_jax as ax
 from axonml_jax.parallel.partition import Partition
 from axonml_jax.sharding.batch import BatchLayout
 from axonml_jax.testing import assert_equals_single_device
-
-WORDS, WIDTH, ROWS, LENGTH = 11, 6, 8, 6
-
-
-@dataclasses.dataclass(frozen=True)
-class Positions(ax.Replicate):
-    """Parameters are whole, and an axis splits positions."""
-
-    @property
-    def role(self):
-        return ax.Role(batch="positions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,48 +24,6 @@ class Both(ax.Shard):
     @property
     def role(self):
         return dataclasses.replace(super().role, batch=("rows", "positions"))
-
-
-class Words(nnx.Module):
-    """A model of which every position is worked on alone."""
-
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.table = nnx.Embed(WORDS, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
-        self.head = nnx.Linear(WIDTH, WORDS, rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.table(tokens)
-        for block in self.blocks:
-            x = x + jnp.tanh(block(x))
-        return self.head(x)
-
-
-class LinenWords(nn.Module):
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(WORDS, WIDTH)(tokens)
-        for _ in range(2):
-            x = x + jnp.tanh(nn.Dense(WIDTH)(x))
-        return nn.Dense(WORDS)(x)
-
-
-def loss(model, batch):
-    """Labels of weight 0 fill the end of most rows, so that the last rank may have nothing else; rows have a weight too."""
-    each = optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]), batch["labels"])
-    weight = batch["mask"] * batch["rows"][:, None]
-    right = (jnp.argmax(model(batch["tokens"]), -1) == batch["labels"]) * weight
-    mean = lambda x: ax.WeightedMean(x.sum(), weight.sum())
-    return mean(each * weight), {"accuracy": mean(right)}
-
-
-def batch_of(seed=0):
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(0, WORDS, (2, ROWS, LENGTH))
-    ends = np.array([1, 2, 3, 3, 2, 1, 3, 2])
-    mask = (np.arange(LENGTH) < ends[:, None]).astype(np.float32)
-    return {"tokens": tokens[0], "labels": tokens[1], "mask": mask, "rows": rng.uniform(size=ROWS).astype(np.float32)}
 
 
 SEQ = {"seq": Positions()}
@@ -97,12 +43,6 @@ PLANS = {
     "1f1b typed": ({"pipe": 2, "seq": 2}, {"axes": SEQ, "pipe": ax.Pipelined(num_microbatches=2), "check_vma": True}),
     "offload": ({"data": 2, "seq": 2}, {"axes": SEQ, "offload": ax.CPUOffload.FULL}),
 }
-
-
-def mesh_of(degrees):
-    return jax.sharding.Mesh(
-        np.array(jax.devices()[: int(np.prod(list(degrees.values())))]).reshape(tuple(degrees.values())), tuple(degrees)
-    )
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -57,11 +57,15 @@ def generate(
 
 
 def _even(model: ParallelModel) -> Callable[[np.ndarray], jax.Array]:
-    """The model's call for any number of prompts: as many more as divide over the batch axes, which are dropped again."""
+    """The model's call for any number of prompts: as many more as divide over the batch axes, which are dropped again.
+
+    Where positions are split, with as many more behind each as divide; a causal model does not see them.
+    """
+    layout = model._placement.batch_layout
 
     def logits(tokens: np.ndarray) -> jax.Array:
-        more = -len(tokens) % model._placement.batch_layout.row_degree
-        return model(np.pad(tokens, ((0, more), (0, 0)), mode="edge"))[: len(tokens)]
+        more, longer = -len(tokens) % layout.row_degree, -tokens.shape[1] % layout.position_parts
+        return model(np.pad(tokens, ((0, more), (0, longer)), mode="edge"))[: len(tokens)]
 
     return logits
 
@@ -93,8 +97,9 @@ class _Extend:
         mode = forward_mode(placement, training=False)
 
         def extend(read: Variables, tokens: jax.Array, caches: Any):
-            bound_model = view.bind(read, jax.random.key(0), mode)
-            logits, caches = models.extended(bound_model, tokens, caches, self.room)
+            with placement.inside(whole=placement.position_axes):
+                bound_model = view.bind(read, jax.random.key(0), mode)
+                logits, caches = models.extended(bound_model, tokens, caches, self.room)
             axes = bound(VOCABULARY_AXES)
             return (gather_whole(logits, axes, -1, invarying=True) if axes else logits), caches
 

@@ -71,6 +71,7 @@ class ParallelModel(SavedModel):
         self._rest = rest_of(self._placement)
         check_units(self._placement, self._functional)
         self._functional.state_joins()  # refused before anything is allocated
+        self._placement.check_model(self._functional)
         self.variables: Variables = first_variables(self._functional, whole, self._rest, self.mesh)
         self._key, self._calls = jax.random.key(int(seed)), 0
         self._mode: bool | None = None

@@ -1,7 +1,8 @@
 """A plan bound to a mesh and a model: where each parameter lives, and how a step reads and reduces it."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,9 +12,11 @@ from jax.sharding import PartitionSpec
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.gradients.buckets import assign_buckets
 from axonml_jax.collectives.gradients.pairs import own_slice
-from axonml_jax.collectives.primitives import gather_whole
-from axonml_jax.mesh.axes import AxisNames, flat_axes
+from axonml_jax.collectives.primitives import axis_index, gather_whole
+from axonml_jax.mesh.axes import AxisNames, as_axes, flat_axes
+from axonml_jax.model.functional import Functional
 from axonml_jax.model.precision import cast_floating
+from axonml_jax.parallel.context.context_split import seen_whole
 from axonml_jax.parallel.partition import PARTITIONED
 from axonml_jax.parallel.pipeline.resting.staging import Staging
 from axonml_jax.parallel.plan import Plan
@@ -63,6 +66,37 @@ class Placement:
     def position_axes(self) -> tuple[str, ...]:
         """Those of them that split positions, over more than one rank."""
         return tuple(axis for axis, _ in self.batch_layout.positions if self.degrees[axis] > 1)
+
+    @cached_property
+    def key_axes(self) -> tuple[str, ...]:
+        """Those along which ranks draw with random keys of their own."""
+        alike = (as_axes(axis) for axis, each in self.strategies.items() if each.role.keys == "alike")
+        return tuple(axis for axis in self.batch_axes if axis in self.batch_layout.rows or axis not in flat_axes(alike))
+
+    def key_number(self) -> int | jax.Array:
+        """This rank's number among those whose random keys differ, inside `shard_map`."""
+        return axis_index(self.key_axes) if self.key_axes else 0
+
+    @contextmanager
+    def inside(self, whole: Iterable[str] = ()) -> Iterator[None]:
+        """What strategies say of the model's code while it is traced inside `shard_map`.
+
+        Args:
+          whole: axes along which it sees whole sequences all the same.
+        """
+        with ExitStack() as stack:
+            for axis, strategy in self.strategies.items():
+                if self.ranks(axis) > 1:
+                    stack.enter_context(strategy.inside(axis))
+            for axis in whole:
+                stack.enter_context(seen_whole(axis))
+            yield
+
+    def check_model(self, model: Functional) -> None:
+        """Refuse what a strategy cannot run (see `AbstractStrategy.model_problems`)."""
+        there = [(axis, each) for axis, each in self.strategies.items() if self.ranks(axis) > 1]
+        if problems := [why for axis, each in there for why in each.model_problems(model, axis, self.degrees)]:
+            raise ValueError("; ".join(problems))
 
     @property
     def batch_degree(self) -> int:

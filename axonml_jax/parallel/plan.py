@@ -20,6 +20,7 @@ from axonml_jax.parallel.strategies.shard import Shard
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.parallel.units.remat import Remat, checked_remat
 from axonml_jax.sharding.batch import BatchLayout, second_dim
+from axonml_jax.sharding.sequence_order import Order
 from axonml_jax.synonyms import is_choice
 
 
@@ -153,7 +154,8 @@ class Plan:
         own = lambda each: type(each).position_dim is not AbstractStrategy.position_dim
         rules = {name: each for name, (split, each) in splits.items() if split == "positions"}
         positions = {name: each.position_dim if own(each) else second_dim for name, each in rules.items()}
-        return BatchLayout.of(degrees, rows, positions)
+        orders: dict[str, Order] = {name: each.position_order for name, each in rules.items()}
+        return BatchLayout.of(degrees, rows, positions, orders)
 
     def reducing(self) -> "Plan":
         """The plan, but with strategies that all reduce gradients (see `AbstractStrategy.reducing`)."""

@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax._types import PyTree, named_leaves, path_name
 from axonml_jax.mesh.axes import batch_axes
+from axonml_jax.sharding.rank_order import InRankOrder, RankOrder
+from axonml_jax.sharding.sequence_order import Order, order_parts
 
 PositionDim = Callable[[str, tuple[int, ...]], int | None]
 """`dim(path, shape)`: the dim of a batch leaf that holds its positions; None: it has none."""
@@ -27,13 +29,14 @@ def second_dim(path: str, shape: tuple[int, ...]) -> int | None:
 class BatchLayout:
     """Which mesh axes split which dims of a batch's leaves.
 
-    Rows are dim 0 of every leaf that is no scalar; which dim holds positions, the axis's strategy says for each leaf. What no
-    axis splits, and scalars, are the same everywhere.
+    Rows are dim 0 of every leaf that is no scalar; which dim holds positions, the axis's strategy says for each leaf, and in
+    which order ranks hold them. What no axis splits, and scalars, are the same everywhere.
 
     Attributes:
       rows: the axes that split rows, outermost first.
       degrees: (axis, size) of every mesh axis.
       positions: (axis, its rule) of every axis that splits positions.
+      orders: (axis, order) of those of several ranks that do not hold them one part after the other.
 
     >>> layout = BatchLayout.of({"data": 2, "fsdp": 2, "tensor": 2})
     >>> layout.degree, layout.rows
@@ -46,6 +49,7 @@ class BatchLayout:
     rows: tuple[str, ...]
     degrees: tuple[tuple[str, int], ...]
     positions: tuple[tuple[str, PositionDim], ...] = ()
+    orders: tuple[tuple[str, Order], ...] = ()
 
     @classmethod
     def of(
@@ -53,6 +57,7 @@ class BatchLayout:
         degrees: Mapping[str, int],
         rows: Iterable[str] | None = None,
         positions: Mapping[str, PositionDim] | None = None,
+        orders: Mapping[str, Order] | None = None,
     ) -> "BatchLayout":
         """On a mesh of these degrees.
 
@@ -60,9 +65,11 @@ class BatchLayout:
           degrees: size of every mesh axis.
           rows: the axes that split rows; None: those of the library's own axes that do.
           positions: the axes that split positions, and the rule of each.
+          orders: in which order their ranks hold them; those left out contiguously.
         """
         rows = batch_axes(degrees) if rows is None else tuple(rows)
-        return cls(rows, tuple(degrees.items()), tuple((positions or {}).items()))
+        kept = tuple(each for each in (orders or {}).items() if degrees[each[0]] > 1 and each[1] != "contiguous")
+        return cls(rows, tuple(degrees.items()), tuple((positions or {}).items()), kept)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -165,12 +172,20 @@ class BatchLayout:
                 + "\n".join(f"  {name or 'batch'}: shape {shape}" for name, shape in unlike.items())
                 + "\nsay which dim of each holds positions; None for those without, such as features or classes"
             )
+        split = [(name, shapes[name][dim], dim, axes) for name, at in dims.items() for dim, axes in at.items()]
+        orders = dict(self.orders)
+        if mixed := {
+            name or "batch": axes for name, _, _, axes in split if len(axes) > 1 and orders.keys() & set(axes)
+        }:
+            raise ValueError(
+                f"several axes split the positions of {mixed}, and an order is that of one axis: {orders}. Split positions "
+                "over one axis, or in order 'contiguous'"
+            )
         wrong = [
-            f"  {name or 'batch'}: shape {shapes[name]}, {shapes[name][dim]} positions (dim {dim}) over {axes} "
-            f"({self._size(axes)} ranks)"
-            for name, at in dims.items()
-            for dim, axes in at.items()
-            if shapes[name][dim] % self._size(axes) or not shapes[name][dim]
+            f"  {name or 'batch'}: shape {shapes[name]}, {length} positions (dim {dim}) over {axes} ({self._size(axes)} ranks"
+            f"{', order ' + repr(orders[axes[0]]) if axes[0] in orders else ''}): {self._nearest(length, axes)}"
+            for name, length, dim, axes in split
+            if length % self._parts(axes) or not length
         ]
         if wrong:
             raise ValueError(
@@ -179,31 +194,75 @@ class BatchLayout:
                 + "\npad the sequences to a multiple with positions of weight 0, or use another mesh"
             )
 
+    @cached_property
+    def position_parts(self) -> int:
+        """What the length of a sequence must be a multiple of."""
+        return self._parts(axis for axis, _ in self.positions)
+
+    def _parts(self, axes: Iterable[str]) -> int:
+        orders = dict(self.orders)
+        return math.prod(order_parts(orders.get(axis, "contiguous"), self._size((axis,))) for axis in axes)
+
+    def _nearest(self, length: int, axes: Iterable[str]) -> str:
+        parts = self._parts(axes)
+        below, above = length // parts * parts, (length // parts + 1) * parts
+        return f"{below} or {above} do" if below else f"{above} do"
+
     def place(self, batch: PyTree, mesh: Mesh) -> PyTree:
-        """The global batch as arrays split over the batch shards of `mesh`.
+        """The global batch as arrays split over the batch shards of `mesh`, for a program that calls `opened`.
 
         Args:
-          batch: arrays with the global batch as dim 0 (the same in every process), or arrays already placed.
+          batch: arrays with the global batch as dim 0 (the same in every process), wherever they are, with positions in
+            their own order.
           mesh: a mesh of these degrees.
 
         Returns:
-          Global arrays; each process has moved only the parts that its devices hold.
+          Global arrays, `marked`; each process has moved only the parts that its devices hold.
         """
 
         def place(path, leaf):
-            sharding = NamedSharding(mesh, self.spec(path_name(path), leaf))
+            name = path_name(path)
+            sharding, order = NamedSharding(mesh, self.spec(name, leaf)), self._order(name, np.shape(leaf))
             if not isinstance(leaf, jax.Array):
                 leaf = np.asarray(leaf)
-            elif leaf.sharding == sharding:
+            elif order is None and leaf.sharding == sharding:
                 return leaf
             elif not leaf.is_fully_addressable:
-                return _moved(sharding)(leaf)
+                return _moved(sharding, order)(leaf)
             if jax.process_count() == 1:
-                return jax.device_put(leaf, sharding)
-            host = np.asarray(leaf)
+                if isinstance(leaf, jax.Array) and order is not None:
+                    there = getattr(leaf.sharding, "mesh", None) == mesh
+                    return _moved(sharding, order)(leaf if there else jax.device_put(leaf, sharding))
+                return jax.device_put(leaf if order is None else order(leaf), sharding)
+            host = np.asarray(leaf) if order is None else order(np.asarray(leaf))
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-        return jax.tree_util.tree_map_with_path(place, batch)
+        return self.marked(jax.tree_util.tree_map_with_path(place, batch))
+
+    def _order(self, path: str, shape: tuple[int, ...]) -> RankOrder | None:
+        """How a leaf's positions are reordered; None: they stay as they are."""
+        orders = dict(self.orders)
+        found = [(dim, axis) for dim, axes in self.split(path, shape).items() for axis in axes if axis in orders]
+        return next((RankOrder(dim, orders[axis], self._size((axis,))) for dim, axis in found), None)
+
+    def marked(self, batch: PyTree) -> PyTree:
+        """A batch (or shapes) as `place` gives it: wrapped where ranks hold positions in an order of their own."""
+        return InRankOrder(batch) if self.orders else batch
+
+    def opened(self, batch: PyTree) -> PyTree:
+        """The inverse of `marked`, inside a compiled program.
+
+        Raises:
+          TypeError: for a batch that was not placed, whose positions stand in another order.
+        """
+        if not self.orders:
+            return batch
+        if not isinstance(batch, InRankOrder):
+            raise TypeError(
+                f"ranks hold positions in the orders {dict(self.orders)}, and this batch was not placed so: call the step "
+                "itself, which places it"
+            )
+        return batch.batch
 
     def microbatches(self, rows: PyTree, count: int) -> PyTree:
         """One rank's rows [b, ...] -> [count, b/count, ...]; scalars are repeated."""
@@ -218,8 +277,8 @@ class BatchLayout:
 
 
 @functools.cache
-def _moved(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda x: x, out_shardings=sharding)
+def _moved(sharding: NamedSharding, order: RankOrder | None) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit((lambda x: x) if order is None else order, out_shardings=sharding)
 
 
 def _not_numeric(leaf: Any) -> str | None:

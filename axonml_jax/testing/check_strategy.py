@@ -28,8 +28,9 @@ def check_strategy(strategy: AbstractStrategy, *, ranks: int = 3, tolerance: flo
     The law: what `gather` gives is the parameter (of a lossy strategy: of every shard its `round_trip`), the same on every
     rank, and `sync` is the transpose of gathering: it sums. Both are tried leaf by leaf and as a bucket, with `check_vma` on
     and off, on scalars, sizes that do not divide and empty arrays. `gather_flows` and `sync_flows` are compared with the
-    collectives of the traced programs. Then a small model trains three steps under
-    `Plan(axes={"checked": strategy})` and is compared with one device (with the round trip, for a lossy strategy).
+    collectives of the traced programs. Then a small model, which works on every position alone, trains three steps under
+    `Plan(axes={"checked": strategy})` and is compared with one device (with the round trip, for a lossy strategy); what
+    `inside` gives is entered around its code.
 
     Args:
       strategy: of any role but one that leaves parameters to layers or never reduces.
@@ -51,7 +52,7 @@ def check_strategy(strategy: AbstractStrategy, *, ranks: int = 3, tolerance: flo
         )
     _check_value(strategy)
     if strategy.role.parameters == "layers" or strategy.role.reduces == "never" or strategy.role.batch is None:
-        raise ValueError(f"{strategy.role}: only what splits rows and reduces its gradients can be checked alone")
+        raise ValueError(f"{strategy.role}: only what splits the batch and reduces its gradients can be checked alone")
     with jax.enable_x64(True):
         for check_vma in (True, False):
             for bucketed in (False, True):

@@ -19,10 +19,9 @@ from axonml_jax.training.buffers import first_ranks, sync_buffers
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.each_rank import each_ranks_specs
 from axonml_jax.training.gradients import gradients
-from axonml_jax.training.objective import Objective
 from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.rest.rest import stacked
-from axonml_jax.training.step import forward_mode
+from axonml_jax.training.step import objective_of
 from axonml_jax.training.typed_errors import explain_typed_scan
 
 
@@ -38,7 +37,7 @@ class Differentiate:
         self.model, self.placement, self.rest, self.mesh, self.sync = model, placement, rest_of(placement), mesh, sync
         if not sync:
             _refuse_unstackable(placement)
-        self.objective = Objective(model, loss_fn, forward_mode(placement, training), placement.position_axes)
+        self.objective = objective_of(model, loss_fn, placement, training)
         self._compiled = jax.jit(self._whole, compiler_options=compiler_options(placement, mesh))
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, dict, PyTree, PyTree]:
@@ -49,10 +48,11 @@ class Differentiate:
 
     def trace(self, variables: Variables, key: jax.Array, batch: PyTree):
         """The program traced on arrays or shapes: what the ledger reads."""
-        return self._compiled.trace(variables, key, batch)
+        return self._compiled.trace(variables, key, self.placement.batch_layout.marked(batch))
 
     def _whole(self, variables: Variables, key: jax.Array, batch: PyTree):
         placement, rest = self.placement, self.rest
+        batch = placement.batch_layout.opened(batch)
         specs, own = rest.specs(variables), lambda: (placement.rank_spec, each_ranks_specs(placement))
         means, grads = (rest.means, specs.params) if self.sync else own()
         return jax.shard_map(

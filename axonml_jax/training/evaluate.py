@@ -4,15 +4,14 @@ import jax
 from jax.sharding import Mesh
 
 from axonml_jax._types import LossFn, PyTree
-from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import means
-from axonml_jax.training.objective import Objective, shard_key
+from axonml_jax.training.objective import shard_key
 from axonml_jax.training.rest.choose import rest_of
-from axonml_jax.training.step import forward_mode
+from axonml_jax.training.step import objective_of
 from axonml_jax.training.typed_errors import explain_typed_scan
 
 
@@ -24,7 +23,7 @@ class EvalStep:
 
     def __init__(self, model: Functional, placement: Placement, mesh: Mesh, loss_fn: LossFn):
         self.placement, self.rest, self.mesh = placement, rest_of(placement), mesh
-        self.objective = Objective(model, loss_fn, forward_mode(placement, training=False), placement.position_axes)
+        self.objective = objective_of(model, loss_fn, placement, training=False)
         self._compiled = jax.jit(self._whole, compiler_options=compiler_options(placement, mesh))
 
     def __call__(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
@@ -34,6 +33,7 @@ class EvalStep:
             return bound_run_ahead(self._compiled(variables, self.placement.batch_layout.place(batch, self.mesh)))
 
     def _whole(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
+        batch = self.placement.batch_layout.opened(batch)
         return jax.shard_map(
             self._local,
             mesh=self.mesh,
@@ -45,7 +45,7 @@ class EvalStep:
 
     def _local(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
         placement, variables = self.placement, self.rest.enter(variables)
-        key = shard_key(jax.random.key(0), 0, axis_index(placement.batch_axes))
+        key = shard_key(jax.random.key(0), 0, placement.key_number())
         loss = self.rest.loss(self.objective, variables, key, batch)
         mean, metrics, _ = means(jax.tree.map(lambda x: x[None], loss), placement, 1, True)
         return self.rest.kept({**metrics, "loss": mean})

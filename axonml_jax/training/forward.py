@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax._types import PyTree, is_array, named_leaves, path_name
-from axonml_jax.collectives.primitives import axis_index, sum_over
+from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.compat.canaries.typed import require_types
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Mode, Variables
+from axonml_jax.parallel.context.put_back import put_back
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.tensor.whole.whole_reads import reading_whole
 from axonml_jax.program.differing import SAME, differing
@@ -56,8 +57,8 @@ class Forward:
     """`forward(variables, key, args, kwargs) -> (outputs, state)`: dim 0 of every array argument is the global batch.
 
     Outputs keep the batch dim that grows with the batch, wherever it is. Dims that are split on a rank are whole outside:
-    positions, where an axis splits them, and what layers leave split, such as logits over the vocabulary. Floating outputs
-    without a batch dim are averaged over ranks.
+    positions, where an axis splits them, in the sequence's order, and what layers leave split, such as logits over the
+    vocabulary. Floating outputs without a batch dim are averaged over ranks.
     """
 
     def __init__(self, model: Functional, placement: Placement, mesh: Mesh, training: bool | None):
@@ -89,10 +90,11 @@ class Forward:
 
     def _whole(self, variables: Variables, key: jax.Array, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree]:
         placement, specs = self.placement, self.rest.specs(variables)
+        arrays = placement.batch_layout.opened(arrays)
         dims, inner = self._dims(variables, arrays, static)
 
         def local(variables, key, arrays):
-            key = shard_key(key, 0, axis_index(placement.batch_axes))
+            key = shard_key(key, 0, placement.key_number())
             variables = self.rest.enter(variables)
             out, state = self._read_and_call(variables, key, arrays, static)
             out = jax.tree.map(self._finish, out, dims, inner)
@@ -112,22 +114,31 @@ class Forward:
             check_vma=placement.plan.check_vma,
         )(variables, key, arrays)
 
-    def _read_and_call(self, variables: Variables, key: jax.Array, arrays: Arrays, static: tuple) -> tuple[Any, PyTree]:
+    def _read_and_call(
+        self, variables: Variables, key: jax.Array, arrays: Arrays, static: tuple, whole: tuple[str, ...] = ()
+    ) -> tuple[Any, PyTree]:
         def call(read: Variables, key: jax.Array, arrays: Arrays):
-            return self._call(read, key, arrays, static)
+            return self._call(read, key, arrays, static, whole=whole)
 
         return self.rest.read(call, self.model, variables, key, arrays)
 
     def _call(
-        self, variables: Variables, key: jax.Array, arrays: Arrays, static: tuple, mode: Mode | None = None
+        self,
+        variables: Variables,
+        key: jax.Array,
+        arrays: Arrays,
+        static: tuple,
+        mode: Mode | None = None,
+        whole: tuple[str, ...] = (),
     ) -> tuple[Any, PyTree]:
         treedef, rest = static
 
         def call(variables: Variables, key: jax.Array, arrays: Arrays) -> tuple[Any, PyTree]:
             leaves = [arrays.get(name, value) for name, value in rest]
             args, kwargs = treedef.unflatten(leaves)
-            bound = self.model.bind(variables, key, mode or self.mode)
-            return bound(*args, **kwargs), self.model.state_of(bound)
+            with self.placement.inside(whole):
+                bound = self.model.bind(variables, key, mode or self.mode)
+                return bound(*args, **kwargs), self.model.state_of(bound)
 
         return reading_whole(call, self.model, variables, key, arrays)
 
@@ -212,9 +223,11 @@ class Forward:
 
     def _outputs(self, variables: Variables, arrays: Arrays, static: tuple, layout: BatchLayout) -> PyTree:
         """One rank's outputs, of a batch that is split so."""
+        along = {axis for axis, _ in layout.positions}
+        whole = tuple(axis for axis in self.placement.position_axes if axis not in along)
 
         def local(variables: Variables, arrays: Arrays) -> PyTree:
-            return self._read_and_call(self.rest.enter(variables), jax.random.key(0), arrays, static)[0]
+            return self._read_and_call(self.rest.enter(variables), jax.random.key(0), arrays, static, whole)[0]
 
         return self._shapes(local, variables, arrays, layout)
 
@@ -226,7 +239,10 @@ class Forward:
         return jax.eval_shape(call, variables, arrays)
 
     def _finish(self, out: Any, dim: int, split: dict) -> Any:
-        taken = {axis for axes in split.values() for axis in axes}
+        taken, orders = {axis for axes in split.values() for axis in axes}, dict(self.placement.batch_layout.orders)
+        for along, axes in split.items():
+            for axis in orders.keys() & set(axes):
+                out = put_back(out, along, axis, orders[axis])
         axes = tuple(axis for axis in self.placement.batch_axes if axis not in taken)
         if dim >= 0 or not axes or not isinstance(out, jax.Array):  # a number that is no array is the same everywhere
             return out

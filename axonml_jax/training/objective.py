@@ -1,6 +1,7 @@
 """The user's loss as a pure function of what one rank reads, for one microbatch."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import jax
@@ -34,12 +35,14 @@ class Objective:
       loss_fn: the user's.
       mode: how the model runs.
       positions: the mesh axes that split positions: a loss must then say over which it is a mean.
+      inside: entered around the model's code while it is traced (see `Placement.inside`).
     """
 
     model: Functional
     loss_fn: LossFn
     mode: Mode
     positions: tuple[str, ...] = ()
+    inside: Callable[[], AbstractContextManager] = nullcontext
 
     def __post_init__(self):
         if not callable(self.loss_fn):
@@ -50,9 +53,10 @@ class Objective:
         return reading_whole(self._of, self.model, variables, key, batch)
 
     def _of(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
-        bound = self.model.bind(variables, key, self.mode)
-        loss = parse_loss(self.loss_fn(bound, batch), self.positions)
-        return loss, self.model.state_of(bound)
+        with self.inside():
+            bound = self.model.bind(variables, key, self.mode)
+            loss = parse_loss(self.loss_fn(bound, batch), self.positions)
+            return loss, self.model.state_of(bound)
 
     def differentiable(self, parts: Parts, frozen: PyTree) -> Callable:
         """The loss as JAX differentiates it.
@@ -78,5 +82,5 @@ class Objective:
 
 
 def shard_key(key: jax.Array, microbatch: int | jax.Array, shard: int | jax.Array) -> jax.Array:
-    """The randomness of one microbatch on one batch shard: masks differ per shard, so they depend on the batch degree."""
+    """The randomness of one microbatch on one batch shard: masks differ per shard, so they depend on its degree."""
     return jax.random.fold_in(jax.random.fold_in(key, microbatch), shard)

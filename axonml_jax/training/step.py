@@ -69,7 +69,7 @@ class TrainStep:
         self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
         self.norm_type = float(norm_type)
         self._on_shards = OnShards.of(tx, placement)
-        self.objective = Objective(model, loss_fn, forward_mode(placement, training), placement.position_axes)
+        self.objective = objective_of(model, loss_fn, placement, training)
         options = compiler_options(placement, mesh)
         self._compiled = jax.jit(self._whole, donate_argnums=0, compiler_options=options)
 
@@ -98,11 +98,11 @@ class TrainStep:
 
     def trace(self, state: TrainState, batch: PyTree):
         """The step traced on arrays or shapes (`.jaxpr`, `.lower()`): what the ledger reads."""
-        return self._compiled.trace(state, batch)
+        return self._compiled.trace(state, self.placement.batch_layout.marked(batch))
 
     def lower(self, state: TrainState, batch: PyTree):
         """The step lowered on arrays or shapes (`.as_text()`, `.compile()`)."""
-        return self._compiled.lower(state, batch)
+        return self._compiled.lower(state, self.placement.batch_layout.marked(batch))
 
     def state_leaves(self, state: TrainState) -> dict[str, Leaf]:
         """Everything in a state by a name that is the same under every plan; what checkpoints hold."""
@@ -117,7 +117,7 @@ class TrainStep:
         return minimum_traffic(self.placement)
 
     def _whole(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        specs = self.rest.state_specs(self.tx, state)
+        specs, batch = self.rest.state_specs(self.tx, state), self.placement.batch_layout.opened(batch)
         new = jax.shard_map(
             self._local,
             mesh=self.mesh,
@@ -167,6 +167,12 @@ def forward_mode(placement: Placement, training: bool | None) -> Mode:
     plan = placement.plan
     joined = placement.joined_axes if plan.batch_stats == "global" else ()
     return Mode(training=training, batch_norm_axes=joined, sum_over_ranks=sum_over, precision=plan.precision)
+
+
+def objective_of(model: Functional, loss_fn: LossFn, placement: Placement, training: bool | None) -> Objective:
+    """A loss function on a model, as it runs under a plan."""
+    mode = forward_mode(placement, training)
+    return Objective(model, loss_fn, mode, placement.position_axes, placement.inside)
 
 
 def step_key(state: TrainState) -> jax.Array:

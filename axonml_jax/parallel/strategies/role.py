@@ -23,6 +23,8 @@ class Role:
         "layers".
       reduces: when their gradients are reduced: once a "step", after every "microbatch", inside the "layers", or "never":
         every rank then trains a model of its own.
+      keys: random keys along axes that split positions: ranks have their "own", so that the masks of a plain dropout
+        differ; or they are "alike", for models that draw by global positions. Along axes that split rows they are own.
 
     Raises:
       ValueError: for a name that there is not, or a combination that would be wrong; says why.
@@ -32,6 +34,7 @@ class Role:
     parameters: Literal["whole", "sharded", "layers"] = "whole"
     reads: Literal["start", "use", "layers"] = "start"
     reduces: Literal["step", "microbatch", "layers", "never"] = "step"
+    keys: Literal["own", "alike"] = "own"
 
     def __post_init__(self):
         each = self.batch if isinstance(self.batch, tuple) and self.batch else (self.batch,)
@@ -49,6 +52,9 @@ class Role:
             ),
             "ranks that share the batch have the same gradients, whose sum would be too large: batch='rows' or 'positions'": (
                 None in each and not layers
+            ),
+            "ranks with the same keys draw the same masks for other rows: keys='alike' goes with batch='positions'": (
+                self.keys == "alike" and "positions" not in each
             ),
             "what is read at its use, or reduced after every microbatch, rests sharded: parameters='sharded'": (
                 not sharded and (self.reads == "use" or self.reduces == "microbatch")
@@ -82,4 +88,5 @@ _CHOICES = {
     "parameters": ("whole", "sharded", "layers"),
     "reads": ("start", "use", "layers"),
     "reduces": ("step", "microbatch", "layers", "never"),
+    "keys": ("own", "alike"),
 }

@@ -1,7 +1,8 @@
 """The contract of every strategy."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import jax
@@ -9,12 +10,14 @@ import jax.numpy as jnp
 
 from axonml_jax._types import PyTree
 from axonml_jax.mesh.axes import AxisNames, as_axes
+from axonml_jax.model.functional import Functional
 from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.strategies.role import Role
 from axonml_jax.parallel.strategies.transfer import Transfer
 from axonml_jax.parallel.units.wrap import Wrap
 from axonml_jax.sharding.batch import second_dim
 from axonml_jax.sharding.layout import Layout
+from axonml_jax.sharding.sequence_order import Order
 
 MIB = 2**20
 
@@ -90,6 +93,25 @@ class AbstractStrategy(abc.ABC):
           A dim after 0, which holds rows; None: every rank has all of the leaf's rows as they are.
         """
         return second_dim(path, shape)
+
+    @property
+    def position_order(self) -> Order:
+        """In which order ranks hold positions, for a role that splits them; batches and outputs keep the sequence's."""
+        return "contiguous"
+
+    def inside(self, axis: AxisNames) -> AbstractContextManager:
+        """What holds while the model's code is traced inside `shard_map`: entered around every call of it, and of the loss."""
+        return nullcontext()
+
+    def model_problems(self, model: Functional, axis: AxisNames, degrees: Mapping[str, int]) -> list[str]:
+        """Why a model cannot run under the strategy, with the remedy: asked, and refused, before anything is allocated.
+
+        Args:
+          model: the pure view of the user's; its modules are known where it is an NNX module.
+          axis: the strategy's, of more than one rank.
+          degrees: of the mesh.
+        """
+        return []
 
     def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
         """`sync` of several leaves that travel together."""

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax._types import PyTree
-from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.collectives.varying import vary, vary_like
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.mesh.axes import AxisNames
@@ -41,7 +40,7 @@ class OneByOne(GradientEngine):
     def differentiate(self, variables: Variables, key: jax.Array, batch: PyTree) -> Differentiated:
         """Accumulate."""
         placement = self.placement
-        rank = axis_index(placement.batch_axes)
+        rank = placement.key_number()
         keys = [shard_key(key, a, rank) for a in range(placement.plan.microbatches)]
         grads, losses, state = self._accumulated(self.one(variables), variables.state, keys, batch)
         return Differentiated(jax.tree.unflatten(jax.tree.structure(variables.params), grads), losses, state)

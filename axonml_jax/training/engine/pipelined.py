@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax._types import PyTree, is_array
-from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.model.functional import Variables
 from axonml_jax.model.loss import Loss
 from axonml_jax.parallel.pipeline.running.run_pieces import run_pieces
@@ -85,7 +84,7 @@ def _run(
     *,
     backward: bool,
 ) -> tuple[PyTree, Any, PyTree, PyTree]:
-    staging, shard = placement.stages, axis_index(placement.batch_axes) if placement.batch_axes else 0
+    staging, shard = placement.stages, placement.key_number()
     assert staging is not None
     timetable = staging.policy.timetable(staging.num_ranks, count)
     keys = jax.vmap(lambda m: shard_key(key, m, shard))(jnp.arange(count))

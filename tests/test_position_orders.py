@@ -1,0 +1,112 @@
+"""Ranks may hold positions in an order of their own: batches, calls and steps stay in the sequence's own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from position_models import WORDS, Positions, Words, batch_of, loss, mesh_of
+
+import axonml_jax as ax
+from axonml_jax._types import named_leaves
+from axonml_jax.parallel.context.context_split import ContextSplit, current_split, split_by
+from axonml_jax.sharding.sequence_order import sequence_order
+
+
+@dataclasses.dataclass(frozen=True)
+class Ordered(Positions):
+    """Ranks hold positions in an order of their own, draw with the same keys, and the model's code is told so."""
+
+    order: str = "zigzag"
+    keys: str = "alike"
+
+    @property
+    def role(self):
+        return ax.Role(batch="positions", keys=self.keys)
+
+    @property
+    def position_order(self):
+        return self.order
+
+    def inside(self, axis):
+        return split_by(ContextSplit(axis, self.order))
+
+    def model_problems(self, model, axis, degrees):
+        return [f"no head along {axis} of {degrees}"] * ("head/kernel" not in named_leaves(model.shapes.params))
+
+
+class Placed(Words):
+    """A model that says which position every token is of, as the split around it says."""
+
+    def __call__(self, tokens):
+        split = current_split("seq")
+        count = tokens.shape[1]
+        own = jnp.arange(count) if split is None else split.own_positions(count)
+        return super().__call__(tokens) * (1 + own[:, None])
+
+
+@pytest.mark.parametrize("length", [12, 36])
+@pytest.mark.parametrize("order", ["zigzag", "striped"])
+def test_a_call_is_given_and_gives_positions_in_the_sequences_order(order, length):
+    model, tokens = Placed(), np.random.default_rng(0).integers(0, WORDS, (4, length))
+    mesh = mesh_of({"data": 2, "seq": 3})
+    parallel = ax.parallelize(model, mesh, ax.Plan(axes={"seq": Ordered(order=order)}))
+    wanted = model(tokens)
+    on_rows = jax.device_put(tokens, jax.sharding.NamedSharding(mesh, PartitionSpec("data")))
+    split = jax.device_put(tokens, jax.sharding.NamedSharding(mesh, PartitionSpec("data", "seq")))
+    for given in (tokens, jnp.asarray(tokens), on_rows, split, split):
+        np.testing.assert_allclose(parallel(given), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_leaves_of_other_lengths_are_each_in_the_order_of_their_own_length():
+    class Second(Ordered):
+        def position_dim(self, path, shape):
+            return {"frames": 2, "tokens": 1}.get(path)
+
+    layout = ax.Plan(axes={"seq": Second()}).batch_layout({"data": 2, "seq": 2})
+    batch = {
+        "frames": np.arange(24).reshape(2, 1, 12),
+        "tokens": np.arange(8).reshape(2, 4),
+        "mask": np.arange(8).reshape(2, 4),
+    }
+    placed = layout.opened(layout.place(batch, mesh_of({"data": 2, "seq": 2})))
+    assert placed["frames"][0, 0].tolist() == sequence_order("zigzag", 12, 2).tolist()
+    assert placed["tokens"][1].tolist() == [4, 7, 5, 6] and placed["mask"].tolist() == batch["mask"].tolist()
+    with pytest.raises(TypeError, match=r"orders \{'seq': 'zigzag'\}, and this batch was not placed so"):
+        layout.opened(batch)
+    with pytest.raises(
+        ValueError, match=r"6 positions \(dim 1\) over \('seq',\) \(2 ranks, order 'zigzag'\): 4 or 8 do"
+    ):
+        layout.check({"tokens": np.zeros((2, 6)), "mask": np.zeros((2, 6))})
+
+
+def test_a_compiled_step_takes_no_batch_in_another_order():
+    trainer = ax.parallelize(Words(), mesh_of({"seq": 2}), ax.Plan(axes={"seq": Ordered()})).trainer(
+        optax.sgd(0.1), loss
+    )
+    batch = {name: x[:, :4] if x.ndim > 1 else x for name, x in batch_of().items()}
+    compiled = trainer.train_step.lower(trainer.state, batch).compile()
+    with pytest.raises(TypeError):
+        compiled(trainer.state, batch)
+
+
+def test_keys_are_alike_or_own_along_positions_and_always_own_along_rows():
+    def placement(keys):
+        plan = ax.Plan(axes={"seq": Ordered(keys=keys)})
+        return ax.parallelize(Words(), mesh_of({"data": 2, "seq": 2}), plan)._placement
+
+    assert (placement("own").key_axes, placement("alike").key_axes) == (("data", "seq"), ("data",))
+    with pytest.raises(ValueError, match="keys='alike' goes with batch='positions'"):
+        ax.Role(keys="alike")
+
+
+def test_a_strategy_refuses_a_model_and_one_order_is_that_of_one_axis():
+    with pytest.raises(ValueError, match=r"no head along seq of \{'seq': 2\}"):
+        ax.parallelize(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh_of({"seq": 2}), ax.Plan(axes={"seq": Ordered()}))
+    layout = ax.Plan(axes={"seq": Ordered(), "more": Positions()}).batch_layout({"seq": 2, "more": 2})
+    with pytest.raises(ValueError, match=r"several axes split the positions of \{'x': \('seq', 'more'\)\}"):
+        layout.check({"x": np.zeros((2, 8))})
