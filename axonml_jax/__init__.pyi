@@ -76,6 +76,7 @@ from axonml_jax.parallel.pipeline.estimates.memory_stats import PipelineMemorySt
 from axonml_jax.parallel.pipeline.policy import Pipelined as Pipelined
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule as PipelineSchedule
 from axonml_jax.parallel.plan import Plan as Plan
+from axonml_jax.parallel.strategies.context import Context as Context
 from axonml_jax.parallel.strategies.replicate import Replicate as Replicate
 from axonml_jax.parallel.strategies.role import Role as Role
 from axonml_jax.parallel.strategies.shard import Shard as Shard
@@ -86,6 +87,7 @@ from axonml_jax.parallel.tensor.auto.auto_parallelize import auto_parallelize as
 from axonml_jax.parallel.tensor.axonn.conv3d import ParallelConv as ParallelConv
 from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding as ParallelEmbedding
 from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear as ParallelLinear
+from axonml_jax.parallel.tensor.dropout import ParallelDropout as ParallelDropout
 from axonml_jax.parallel.tensor.megatron.attention import TensorParallelAttention as TensorParallelAttention
 from axonml_jax.parallel.tensor.megatron.chunked_cross_entropy import chunked_cross_entropy as chunked_cross_entropy
 from axonml_jax.parallel.tensor.megatron.column import ColumnParallelLinear as ColumnParallelLinear

@@ -20,6 +20,10 @@ AXES: dict[str, str] = {
     "stage": "pipe",
     "zero": "fsdp",
     "dp_shard": "fsdp",
+    "cp": "context",
+    "context_parallel": "context",
+    "seq": "context",
+    "sequence": "context",
     "tp": "tensor",
     "mp": "tensor",
     "model": "tensor",
@@ -102,9 +106,9 @@ KEYS: dict[str, str] = {
 """Keys of a configuration by the last part of their name."""
 
 NO_AXIS: dict[str, str] = {
-    "cp": "context parallelism has no mesh axis yet; layers along 'tensor' split the sequence with sequence_parallel=True",
     "ep": "expert parallelism has no mesh axis yet",
-    "sp": "sequence parallelism lies along 'tensor': give that axis, and sequence_parallel=True to the layers",
+    "sp": "sequence parallelism lies along 'tensor': give that axis, and sequence_parallel=True to the layers; whole models "
+    "split sequences along 'context'",
 }
 """What people look for as an axis and what there is in its place."""
 

@@ -31,7 +31,7 @@ WRONG = {
         ((QUICKSTART, "--lr", "1"), "unknown flag --lr: did you mean --optim.learning_rate?"),
         ((QUICKSTART, "--optim.wd", "1"), "unknown flag --optim.wd: did you mean --optim.weight_decay?"),
         ((QUICKSTART, "--bs", "8"), "unknown flag --bs: did you mean --train.global_batch_size?"),
-        ((QUICKSTART, "--mesh.cp", "8"), "context parallelism has no mesh axis yet"),
+        ((QUICKSTART, "--mesh.cp", "8"), "unknown flag --mesh.cp: did you mean --mesh.context?"),
         ((QUICKSTART, "--mesh.ep", "8"), "expert parallelism has no mesh axis yet"),
         ((QUICKSTART, "--plan.precision", "bf61"), "plan.precision=bf61: must be one of float32, bf16, bf16-reduce, fp16"),
         ((QUICKSTART, "--plan.sync_strategy", "overlaped"), "overlaped: must be one of overlapped, synchronous, no_sync"),

@@ -15,7 +15,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MODEL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_length": 128}
 
 KEYS = """
-name profile resume devices.simulated mesh.data mesh.pipe mesh.fsdp mesh.tensor mesh.row mesh.col mesh.depth
+name profile resume devices.simulated mesh.data mesh.pipe mesh.fsdp mesh.context mesh.tensor mesh.row mesh.col mesh.depth
 plan.sync_strategy plan.bucket_size_mb plan.gradient_as_bucket_view plan.comm_dtype
 plan.sharding_strategy plan.prefetch plan.offload plan.precision plan.accumulate plan.remat plan.check_vma
 pipeline.schedule pipeline.microbatches pipeline.chunks pipeline.gather

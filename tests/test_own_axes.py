@@ -118,7 +118,11 @@ def test_a_plan_with_own_axes_is_a_value():
     assert plan == other and hash(plan) == hash(other)
     assert dict(plan.axes) == {"island": ax.Replicate(), "far": ax.Replicate()} and plan.fsdp == ax.Shard(stage=2)
     together = ax.Plan(axes={("fsdp", "island"): ax.Shard(stage=1)})
-    assert together.fsdp == ax.Shard(stage=1) and list(together.strategies)[:2] == ["data", ("fsdp", "island")]
+    assert together.fsdp == ax.Shard(stage=1) and list(together.strategies)[:3] == [
+        "data",
+        "context",
+        ("fsdp", "island"),
+    ]
     assert dataclasses.replace(together, accumulate=2).axes == together.axes
     assert list(ax.Plan(axes={"island": ax.Shard()}).on(("pipe", "island", "fsdp", "data"))) == [
         "data",

@@ -72,6 +72,11 @@ def test_a_schedule_is_taken_by_any_of_its_names(other, ours):
 def test_axes_are_taken_by_the_names_of_the_trade():
     mesh = ax.make_mesh(dp=4, tp=2)
     assert dict(mesh.shape) == {"data": 4, "tensor": 2}
+    assert (
+        dict(ax.make_mesh(dp=2, cp=4).shape)
+        == dict(ax.make_mesh(data=2, sequence=4).shape)
+        == {"data": 2, "context": 4}
+    )
     assert ax.ProcessGroup(mesh, "tp").axes == ("tensor",)
     chosen = plan_parser().parse_args(["gpt2-small", "--devices", "8", "--axes", "dp", "tp", "--precision", "bfloat16"])
     assert chosen.axes == ["data", "tensor"] and chosen.precision == "bf16"
@@ -81,7 +86,6 @@ def test_axes_are_taken_by_the_names_of_the_trade():
 @pytest.mark.parametrize(
     ("axes", "words"),
     [
-        ({"cp": 2}, "'cp' (context parallelism has no mesh axis yet"),
         ({"ep": 2}, "'ep' (expert parallelism has no mesh axis yet"),
         ({"sp": 2}, "'sp' (sequence parallelism lies along 'tensor'"),
         ({"tensr": 2}, "'tensr' (did you mean 'tensor'?)"),

@@ -130,14 +130,14 @@ def weights_of(model: DecoderLike, plan: Plan, degrees: Mapping[str, int]) -> We
     """
     own: Any = plan.axes  # hashable, as every plan's are
     sizes = tuple((axis, ranks) for axis, ranks in degrees.items() if axis != AXIS)
-    return _weights(model, plan.data, plan.fsdp, own, plan.precision, sizes)
+    return _weights(model, plan.data, plan.fsdp, plan.context, own, plan.precision, sizes)
 
 
 @lru_cache(maxsize=4096)
 def _weights(
-    model: Any, data: Any, fsdp: Any, axes: Any, precision: Any, degrees: tuple[tuple[str, int], ...]
+    model: Any, data: Any, fsdp: Any, context: Any, axes: Any, precision: Any, degrees: tuple[tuple[str, int], ...]
 ) -> Weights:
-    plan = Plan(data=data, fsdp=fsdp, axes=axes, precision=precision)
+    plan = Plan(data=data, fsdp=fsdp, context=context, axes=axes, precision=precision)
     setting = Setting.of(plan, dict(degrees))
     weights = decoder_weights(model, dict(degrees))
     return grouped([Placed(weight, rests_at(weight, setting), setting) for weight in weights])

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 
-AXES: tuple[str, ...] = ("data", "pipe", "fsdp", "depth", "row", "col", "tensor")
+AXES: tuple[str, ...] = ("data", "pipe", "fsdp", "context", "depth", "row", "col", "tensor")
 """Every axis a library mesh may have, in canonical order."""
 
 BATCH_AXES: tuple[str, ...] = ("data", "fsdp", "depth")
-"""The axes over which the global batch is split."""
+"""The axes over which the rows of the global batch are split; `context` splits their positions."""
 
 LAYER_AXES: tuple[str, ...] = ("depth", "row", "col", "tensor")
 """The axes along which parallel layers split their parameters themselves."""
@@ -34,7 +34,7 @@ def flat_axes(axes: Iterable[AxisNames]) -> tuple[str, ...]:
 
 
 def batch_axes(axis_names: Iterable[str]) -> tuple[str, ...]:
-    """The axes among `axis_names` that split the batch, in canonical order.
+    """The axes among `axis_names` that split rows of the batch, in canonical order.
 
     >>> batch_axes(("tensor", "fsdp", "data"))
     ('data', 'fsdp')

@@ -27,7 +27,7 @@ class MeshShape:
     """The degree of every mesh axis: how many ways the work is split along it.
 
     Args:
-      data, pipe, fsdp, depth, row, col, tensor: an int >= 1, or -1 for "whatever the devices leave" (at most once).
+      data, pipe, fsdp, context, depth, row, col, tensor: an int >= 1, or -1 for "whatever the devices leave" (at most once).
 
     Raises:
       ValueError: for any other degree, or a second -1.
@@ -40,6 +40,7 @@ class MeshShape:
     data: int = _UNNAMED
     pipe: int = _UNNAMED
     fsdp: int = _UNNAMED
+    context: int = _UNNAMED
     depth: int = _UNNAMED
     row: int = _UNNAMED
     col: int = _UNNAMED
@@ -107,8 +108,8 @@ def make_mesh(*, devices: Sequence | None = None, **degrees: int) -> Mesh:
 
     Args:
       devices: JAX devices, taken in the order given. None: all devices, in the order that suits the machine's network.
-      **degrees: axis name (or dp, pp, tp) to degree, at most one of them -1. An axis given as 1 is kept; with no degree at all,
-        `data` takes every device.
+      **degrees: axis name (or dp, pp, cp, tp) to degree, at most one of them -1. An axis given as 1 is kept; with no degree at
+        all, `data` takes every device.
 
     Raises:
       ValueError: for an unknown axis, an illegal degree, or a product that is not the number of devices.

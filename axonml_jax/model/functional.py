@@ -97,6 +97,10 @@ class Functional(abc.ABC):
         """The type of every module by its path; of a Linen module those seen in the calls made so far."""
 
     @abc.abstractmethod
+    def declares(self, attribute: str) -> bool:
+        """Whether the class of the model, or of a module in it that is known before a call, has an attribute that is true."""
+
+    @abc.abstractmethod
     def synchronized(self) -> Callable[[str], bool]:
         """Whether the state leaf of a path name is made equal on all ranks by `Mode.batch_norm_axes` itself."""
 

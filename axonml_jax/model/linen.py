@@ -1,5 +1,6 @@
 """The pure view of a Linen module."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -70,6 +71,15 @@ class LinenFunctional(Functional):
     def module_types(self) -> Mapping[str, type]:
         """The type of every module seen in the calls made so far, by its path."""
         return self._types
+
+    def declares(self, attribute: str) -> bool:
+        """Of the model, and of the modules given to it as fields."""
+        parts = jax.tree.leaves(
+            [getattr(self._module, field.name, None) for field in dataclasses.fields(self._module)],
+            is_leaf=lambda x: isinstance(x, linen.Module),
+        )
+        modules = [self._module, *(part for part in parts if isinstance(part, linen.Module))]
+        return any(getattr(type(module), attribute, False) for module in modules)
 
     def synchronized(self) -> Callable[[str], bool]:
         """The `batch_stats` that `linen.BatchNorm` keeps, recognised by their names."""

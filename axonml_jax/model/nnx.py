@@ -98,6 +98,10 @@ class NNXFunctional(Functional):
         model = self.abstract_module
         return {"/".join(map(str, p)): type(m) for p, m in nnx.iter_graph(model) if isinstance(m, nnx.Module)}
 
+    def declares(self, attribute: str) -> bool:
+        """Of all its modules."""
+        return any(getattr(kind, attribute, False) for kind in self.module_types().values())
+
     def synchronized(self) -> Callable[[str], bool]:
         """The running averages of every `nnx.BatchNorm` that joins no axes of its own."""
         model = self.abstract_module

@@ -14,6 +14,7 @@ from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.partition import Partition
 from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.plan_axes import PlanAxes, axes_problems, inwards
+from axonml_jax.parallel.strategies.context import Context
 from axonml_jax.parallel.strategies.in_layers import InLayers
 from axonml_jax.parallel.strategies.replicate import Replicate
 from axonml_jax.parallel.strategies.shard import Shard
@@ -32,8 +33,9 @@ class Plan:
       mesh: degrees of the mesh; None when a mesh is given beside the plan.
       data: what happens to parameters on the `data` axis.
       fsdp: what happens to them on the `fsdp` axis.
+      context: what happens to them on the `context` axis, which splits the positions of sequences.
       axes: the same for axes of your own, by name, or by the tuple of names of axes that one strategy owns together; the
-        mesh, which you make, says where they stand. `data`, `fsdp` and `pipe` may be given here too.
+        mesh, which you make, says where they stand. `data`, `fsdp`, `context` and `pipe` may be given here too.
       pipe: the pipeline along the `pipe` axis; None: the model is not cut.
       partition: rules by which the partitioner splits any model's parameters over `tensor`; None: only the model's own layers
         split over it.
@@ -55,6 +57,7 @@ class Plan:
     mesh: MeshShape | None = None
     data: AbstractStrategy = field(default_factory=Replicate)
     fsdp: AbstractStrategy = field(default_factory=Shard)
+    context: AbstractStrategy = field(default_factory=Context)
     pipe: Pipelined | None = None
     axes: Mapping[AxisNames, AbstractStrategy] = field(default_factory=lambda: PlanAxes({}))
     partition: Partition | None = None
@@ -89,7 +92,7 @@ class Plan:
         if self.mesh is not None and not isinstance(self.mesh, MeshShape):
             problems.append(f"mesh={self.mesh!r} must be an ax.MeshShape of degrees (give a Mesh beside the plan)")
         problems += axes_problems(self.axes) or self._take_axes()
-        for name in ("data", "fsdp"):
+        for name in _USUAL:
             if not isinstance(getattr(self, name), AbstractStrategy):
                 problems.append(
                     f"{name}={getattr(self, name)!r} must be a strategy such as ax.Replicate() or ax.Shard()"
@@ -98,6 +101,7 @@ class Plan:
             problems.append(f"partition={self.partition!r} must be made by Partition.of(rules)")
         elif self.partition is not None and self.pipe is not None:
             problems.append("pipe: stages are split by the model's own layers only: leave partition out")
+        problems += self._join_context() if not problems else []
         problems += self._against_pipe() if not problems else []
         if problems:
             raise ValueError(f"Plan: {'; '.join(problems)}")
@@ -122,7 +126,7 @@ class Plan:
         """Moves what `axes` says of the usual axes to their own names."""
         given, problems = dict(self.axes), []
         for key, strategy in self.axes.items():
-            for name in {"data", "fsdp", "pipe"} & set(as_axes(key)):
+            for name in {*_USUAL, "pipe"} & set(as_axes(key)):
                 if (own := getattr(self, name)) not in (_DEFAULTS[name], strategy):
                     problems.append(f"{name}={own!r} and axes={{{key!r}: {strategy!r}}} are two strategies of one axis")
                 object.__setattr__(self, name, strategy)
@@ -131,11 +135,24 @@ class Plan:
         object.__setattr__(self, "axes", PlanAxes(given))
         return problems
 
+    def _join_context(self) -> list[str]:
+        """One strategy for `fsdp` and `context`, where the latter's says so."""
+        if (joint := self.context.with_fsdp(self.fsdp)) is None:
+            return []
+        if owners := [key for key in self.axes if {"fsdp", "context"} & set(as_axes(key))]:
+            return [
+                f"context={self.context!r} shards over fsdp and context, which axes= gives to the strategy of {owners}"
+            ]
+        for name in ("fsdp", "context"):
+            object.__setattr__(self, name, joint)
+        object.__setattr__(self, "axes", PlanAxes({**self.axes, ("fsdp", "context"): joint}))
+        return []
+
     @property
     def strategies(self) -> dict[AxisNames, AbstractStrategy]:
         """The strategy of every axis that this plan knows, by axis or by the axes that one strategy owns."""
         together = {name for key in self.axes for name in as_axes(key)}
-        usual = {"data": self.data, "fsdp": self.fsdp}
+        usual = {name: getattr(self, name) for name in _USUAL}
         layers = {axis: InLayers("rows" if axis in BATCH_AXES else None) for axis in LAYER_AXES}
         return {name: each for name, each in usual.items() if name not in together} | dict(self.axes) | layers
 
@@ -169,7 +186,7 @@ class Plan:
     def _changed(self, change: Callable[[AxisNames, AbstractStrategy], AbstractStrategy]) -> "Plan":
         own = {axis: change(axis, strategy) for axis, strategy in self.axes.items()}
         together = {name: strategy for axis, strategy in own.items() for name in as_axes(axis)}
-        usual = {name: together.get(name) or change(name, getattr(self, name)) for name in ("data", "fsdp")}
+        usual = {name: together.get(name) or change(name, getattr(self, name)) for name in _USUAL}
         return replace(self, axes=own, **usual)
 
     @property
@@ -188,4 +205,5 @@ class Plan:
         return there.get("data") or next(iter(there.values()), self.data)
 
 
-_DEFAULTS = {"data": Replicate(), "fsdp": Shard(), "pipe": None}
+_USUAL = ("data", "fsdp", "context")
+_DEFAULTS = {"data": Replicate(), "fsdp": Shard(), "context": Context(), "pipe": None}

@@ -21,7 +21,9 @@ AXIS, STEPS, RATE = "checked", 3, 0.1
 
 
 class _Small(nnx.Module):
-    """Sizes that divide nothing, a scalar, and a parameter that nothing reads."""
+    """Sizes that divide nothing, a scalar, and a parameter that nothing reads; every position is worked on alone."""
+
+    splits_positions = True
 
     def __init__(self):
         rngs = nnx.Rngs(0)

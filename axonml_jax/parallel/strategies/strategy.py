@@ -113,6 +113,14 @@ class AbstractStrategy(abc.ABC):
         """
         return []
 
+    def with_fsdp(self, fsdp: "AbstractStrategy") -> "AbstractStrategy | None":
+        """The strategy that owns `fsdp` and `context` together, asked of a plan's `context`; None: each keeps its own.
+
+        Args:
+          fsdp: the plan's.
+        """
+        return None
+
     def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
         """`sync` of several leaves that travel together."""
         return [self.sync(grad, layout, axis) for grad, layout in zip(grads, layouts, strict=True)]

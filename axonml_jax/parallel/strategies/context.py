@@ -1,0 +1,144 @@
+"""Context parallelism: ranks hold positions of the same sequences; parameters are whole, or sharded together with `fsdp`."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from axonml_jax.collectives.gradients.buckets import GradSyncStrategy
+from axonml_jax.mesh.axes import AxisNames, as_axes
+from axonml_jax.model.functional import Functional
+from axonml_jax.parallel.context.context_split import ContextSplit, split_by
+from axonml_jax.parallel.context.fits_model import problems_of, refusing_linen_dropout
+from axonml_jax.parallel.context.method import Method, method_problem
+from axonml_jax.parallel.strategies.replicate import Replicate
+from axonml_jax.parallel.strategies.role import Role
+from axonml_jax.parallel.strategies.shard import Shard
+from axonml_jax.parallel.strategies.strategy import AbstractStrategy
+from axonml_jax.sharding.sequence_order import ORDERS, Order
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitsPositions(AbstractStrategy):
+    """What strategies that split positions for `context_attention` share.
+
+    Attributes:
+      method: how attention reads the keys and values of other ranks: "auto", "gather", "ulysses", "ring", or (U, "ring") or
+        (U, "gather"), Ulysses among U ranks (see `ax.context_attention`).
+      order: in which order ranks hold positions (see `ax.sequence_order`); "auto" is "zigzag", which balances causal attention.
+    """
+
+    method: Method = "auto"
+    order: Literal["auto", "contiguous", "zigzag", "striped"] = "auto"
+
+    @property
+    def position_order(self) -> Order:
+        """The order, decided."""
+        return "zigzag" if self.order == "auto" else self.order
+
+    @contextmanager
+    def inside(self, axis: AxisNames) -> Iterator[None]:
+        """Layers can ask how their positions are split; plain dropout is refused."""
+        own = self._own(axis)
+        with split_by(ContextSplit(own, self.position_order, self.method)), refusing_linen_dropout(own):
+            yield
+
+    def model_problems(self, model: Functional, axis: AxisNames, degrees: Mapping[str, int]) -> list[str]:
+        """A model must say that it is written for this, and draw no masks that every rank would repeat."""
+        own = self._own(axis)
+        ranks, shared = degrees[own], 1 if isinstance(self.method, str) else self.method[0]
+        if ranks == 1:
+            return []
+        uneven = [f"method={self.method!r}: {shared} must divide the {ranks} ranks of {own}"] * (ranks % shared > 0)
+        return [*uneven, *problems_of(model, own, ranks)]
+
+    def _own(self, axis: AxisNames) -> str:
+        return next(name for name, split in self.role.splits(as_axes(axis)).items() if split == "positions")
+
+    def _split_problems(self) -> Iterator[str]:
+        if problem := method_problem(self.method):
+            yield problem
+        if self.order not in ("auto", *ORDERS):
+            yield f"order={self.order!r} must be one of auto, {', '.join(ORDERS)}"
+
+    def _split_in_words(self) -> str:
+        method = self.method if isinstance(self.method, str) else f"{self.method[1]} of {self.method[0]}"
+        return f"{self.position_order}{'' if method == 'auto' else f', {method}'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context(SplitsPositions, Replicate):
+    """Every rank of the axis holds other positions of the same sequences, and the whole parameter.
+
+    The model's code sees its rank's positions only: a module says that it is written for that by the class attribute
+    `splits_positions = True`. Random keys are the same on all ranks, for layers that draw masks by global positions.
+
+    Communicates: one all-reduce per bucket and update; what goes across positions the model's attention sends.
+
+    Attributes:
+      shard: parameters rest sharded over `fsdp` and this axis together, as the plan's `fsdp` says, and are gathered over both
+        at once.
+      method, order: see `SplitsPositions`.
+    """
+
+    shard: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.method, list):
+            object.__setattr__(self, "method", tuple(self.method))
+        super().__post_init__()
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from self._split_problems()
+        if self.shard not in (True, False):
+            yield f"shard={self.shard!r} must be True or False"
+        if self.sync_strategy in (GradSyncStrategy.NO_SYNC, GradSyncStrategy.NO_SYNC.value):
+            yield "sync_strategy=NO_SYNC: ranks along context have parts of the same sequences, and train one model"
+
+    @property
+    def role(self) -> Role:
+        """Splits positions, holds parameters whole; gradients are reduced once a step."""
+        return Role(batch="positions", keys="alike")
+
+    def with_fsdp(self, fsdp: AbstractStrategy) -> "ShardedContext | None":
+        """With `shard` the strategy of `fsdp` and `context` together."""
+        if not self.shard:
+            return None
+        if not isinstance(fsdp, Shard):
+            raise ValueError(
+                f"context={self!r} shards parameters as the plan's fsdp does, which is {fsdp!r}: give "
+                "fsdp=ax.Shard(stage=...), or shard=False"
+            )
+        return ShardedContext(**_fields(fsdp), method=self.method, order=self.order)
+
+    def in_words(self, axis: AxisNames) -> str:
+        """As tables print it."""
+        return f"sequences over {'*'.join(as_axes(axis))} ({self._split_in_words()})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedContext(SplitsPositions, Shard):
+    """Every rank of two axes holds a part of each parameter; the first splits rows, the second positions.
+
+    `Context(shard=True)` makes it. Communicates: what `Shard` does, over both axes at once.
+    """
+
+    def __post_init__(self):
+        if problems := list(self._split_problems()):
+            raise ValueError("; ".join(problems))
+        super().__post_init__()
+
+    @property
+    def role(self) -> Role:
+        """That of `Shard`, over rows and positions."""
+        return replace(super().role, batch=("rows", "positions"), keys="alike")
+
+    def in_words(self, axis: AxisNames) -> str:
+        """As tables print it."""
+        own = as_axes(axis)
+        return f"{super().in_words(axis)} over {'*'.join(own)}, sequences over {own[-1]} ({self._split_in_words()})"
+
+
+def _fields(shard: Shard) -> dict:
+    return {field.name: getattr(shard, field.name) for field in fields(Shard)}
