@@ -197,7 +197,8 @@ def test_attention_equals_jax_dot_product_attention():
 def test_rotary_scores_depend_on_the_distance_alone():
     draw = np.random.default_rng(0).normal
     query, key = (np.broadcast_to(draw(size=(1, 1, 1, 8)), (1, 6, 1, 8)) for _ in range(2))
-    turned_query, turned_key = (np.asarray(rotate(jnp.asarray(x), 100.0))[0, :, 0] for x in (query, key))
+    turn = lambda x: np.asarray(rotate(jnp.asarray(x), 100.0, jnp.arange(6)))[0, :, 0]
+    turned_query, turned_key = turn(query), turn(key)
     scores = turned_query @ turned_key.T
     np.testing.assert_allclose(scores[2:, 2:], scores[:-2, :-2], atol=1e-6)
     assert abs(scores[0, 1] - scores[0, 2]) > 1e-3

@@ -45,8 +45,9 @@ class TransformerConfig:
       overlap: issue the reductions of inputs' gradients before the weights' gradients, to run behind them; not with `ring`, and
         not in a loss of chunks of words, whose loop makes both.
       prefetch: with "grid", gather each layer's weights over depth while the layer before it computes.
-      attention: what computes attention: "xla" (einsums), "splash" (JAX's kernel on TPU), "cudnn" (on GPU), or "auto": the
-        platform's kernel where it applies, else the einsums. A kernel named here is used or refused with the reason.
+      attention: what computes attention: "xla" (einsums), "blocks" (block by block), "splash" (JAX's kernel on TPU), "cudnn"
+        (on GPU), or "auto": the platform's kernel where it applies, on CPU blocks for long sequences, else einsums. A kernel
+        named here is used or refused with the reason.
       scan_layers: stack the blocks' parameters and run the blocks in one loop, so that tracing and compiling take the same
         time for any number of them; without dropout. Parameters are then called blocks/layer/..., not blocks/0/...
       loss_chunk: words whose logits `Transformer.loss` holds at once, which are then computed twice; 0: all. None: parts of

@@ -82,7 +82,7 @@ def make_norm(config: TransformerConfig, *, rngs) -> ParallelRMSNorm | ParallelL
 def make_dropout(config: TransformerConfig, *, rngs) -> ParallelDropout:
     """Dropout of [b, s, h] at the configured rate; without dropout it keeps no random state."""
     axis = "tensor" if config.sequence_parallel else ()
-    return ParallelDropout(config.dropout, dim=-2, axis=axis, rngs=rngs if config.dropout else None)
+    return ParallelDropout(config.dropout, dim=-2, axis=axis, positions=True, rngs=rngs if config.dropout else None)
 
 
 def _inner(config: TransformerConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from axonml_jax.collectives.primitives import axis_size
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.layers import (
     VOCABULARY_AXES,
@@ -19,6 +20,7 @@ from axonml_jax.models.layers import (
 )
 from axonml_jax.models.lm_loss import cross_entropy
 from axonml_jax.models.stack import Stack
+from axonml_jax.parallel.context.context_split import context_positions, current_split
 from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
 from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
 from axonml_jax.parallel.tensor.megatron.attend import KVCache
@@ -60,12 +62,15 @@ class Transformer(nnx.Module):
     """A decoder-only language model: tokens in, logits of the next token out.
 
     Its layers are tensor-parallel ones: where `tensor`, or `row`, `col` and `depth`, are bound they split, elsewhere they are
-    plain. Parameters and first values are the same everywhere.
+    plain. Under `ax.Context` it sees its rank's positions, in the plan's order. Parameters and first values are the same
+    everywhere.
 
     Args:
       config: sizes and options; `models.presets` names published ones.
       rngs: streams `params` and, with dropout, `dropout`.
     """
+
+    splits_positions = True
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config, self.split_sequence = config, config.sequence_parallel
@@ -159,7 +164,8 @@ class Transformer(nnx.Module):
         return [block.attention.empty_cache(batch, room) for block in self.blocks]
 
     def _hidden(self, tokens: jax.Array, prefetch: Prefetch | None = None) -> jax.Array:
-        self._check_length(tokens.shape[1])
+        split = current_split()
+        self._check_length(tokens.shape[1] * (1 if split is None else axis_size(split.axis)))
         x = self._embedded(tokens, 0)
         if isinstance(self.blocks, Stack):
             return self.blocks(x)
@@ -177,7 +183,7 @@ class Transformer(nnx.Module):
     def _embedded(self, tokens: jax.Array, start: int | jax.Array) -> jax.Array:
         x = self.embed(tokens)
         if self.positions is not None:
-            own = self.positions(start + jnp.arange(tokens.shape[1]))
+            own = self.positions(start + context_positions(tokens.shape[1]))
             x = x + (split_sequence(own) if self.split_sequence else own)
         return self.dropout(x)
 

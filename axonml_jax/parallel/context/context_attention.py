@@ -19,7 +19,6 @@ from axonml_jax.parallel.context.method import Method, heads_and_gathers
 from axonml_jax.parallel.context.tile_attention import Attention, Given
 from axonml_jax.parallel.context.tiles import block_for
 from axonml_jax.parallel.context.visible import Visible
-from axonml_jax.parallel.tensor.bound_axes import bound
 from axonml_jax.sharding.sequence_order import Order
 
 Bias = Callable[..., jax.Array]
@@ -86,8 +85,9 @@ def context_attention(
     reduce-scatter of as many. "ulysses": four all-to-alls each way, (N-1)/N of all elements of q, k, v and the result. "ring":
     at most N-1 permutes of 2bcgd forward; backward as many, and as many of their gradients in float32.
     """
-    split = current_split(axis) or ContextSplit(axis)
-    ranks = axis_size(axis) if bound(axis) else 1
+    split = current_split(axis)
+    ranks = 1 if split is None else axis_size(axis)
+    split = split or ContextSplit(axis)
     window = (window, window) if isinstance(window, int) else window
     ids = segment_ids if isinstance(segment_ids, tuple) or segment_ids is None else (segment_ids, segment_ids)
     if problems := list(_problems(q, k, v, window, ids, dropout_rate, dropout_key)):
@@ -119,15 +119,6 @@ def context_attention(
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
     out = _attended(how, ring, given, grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), _places(ring, how, ids))
     return _heads_together(ring, out.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], v.shape[3]))
-
-
-def context_positions(count: int, axis: str = "context") -> jax.Array:
-    """The positions, in the whole sequence, of the `count` places that this code has of it, int32 [count].
-
-    Inside a model that runs under `ax.Context` they are this rank's, in the plan's order; elsewhere 0 to count - 1.
-    """
-    split = current_split(axis)
-    return jnp.arange(count, dtype=jnp.int32) if split is None else split.own_positions(count)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -71,3 +71,12 @@ def current_split(axis: str = "context") -> ContextSplit | None:
     if not bound(axis) or axis_size(axis) == 1:
         return None
     return next((split for name, split in reversed(_SPLITS.value) if name == axis), ContextSplit(axis))
+
+
+def context_positions(count: int, axis: str = "context") -> jax.Array:
+    """The positions, in the whole sequence, of the `count` places that this code has of it, int32 [count].
+
+    Inside a model that runs under `ax.Context` they are this rank's, in the plan's order; elsewhere 0 to count - 1.
+    """
+    split = current_split(axis)
+    return jnp.arange(count, dtype=jnp.int32) if split is None else split.own_positions(count)

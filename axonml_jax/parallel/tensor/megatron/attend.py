@@ -67,21 +67,20 @@ def attend(
     return jnp.einsum("...kgqs,...skd->...qkgd", weights, value).reshape(query.shape)
 
 
-def rotate(x: jax.Array, theta: float, start: int | jax.Array = 0) -> jax.Array:
+def rotate(x: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
     """Rotary position embedding (Su et al. 2021), pairing dim i with dim i + d/2 (the layout of published weights).
 
     Args:
-      x: [..., s, n, d], position along s starting at `start`; d is even.
+      x: [..., s, n, d]; d is even.
       theta: base of the frequencies theta ** (-2i / d).
-      start: position of the first.
+      positions: of x along s, integer [s].
 
     Returns:
       [..., s, n, d] in x's dtype.
     """
     half = x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    positions = (start + jnp.arange(x.shape[-3])).astype(jnp.float32)
-    angles = positions[:, None, None] * frequencies
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

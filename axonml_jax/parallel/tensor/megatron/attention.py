@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from axonml_jax.parallel.context.context_attention import context_attention
+from axonml_jax.parallel.context.context_split import context_positions, current_split
 from axonml_jax.parallel.tensor.bound_axes import degree
 from axonml_jax.parallel.tensor.dropout import ParallelDropout
 from axonml_jax.parallel.tensor.megatron.attend import KVCache, attend, rotate
 from axonml_jax.parallel.tensor.megatron.attentions import ATTENTIONS
-from axonml_jax.parallel.tensor.megatron.fused_attention import attention_kernel, fused_attention
+from axonml_jax.parallel.tensor.megatron.fused_attention import attention_kernel, fused_attention, in_context
 from axonml_jax.parallel.tensor.products.options import LinearOptions
 from axonml_jax.parallel.tensor.products.ordered import Prefetch
 from axonml_jax.parallel.tensor.products.pair import (
@@ -41,8 +43,9 @@ class TensorParallelAttention(nnx.Module):
       ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
       overlap: issue each reduction of an input's gradient before the weights' gradients, to run behind them; not with `ring`.
       dropout: rate on the attention weights in train mode; masks do not depend on the degree.
-      kernel: what computes the attention itself: "xla" (two einsums), "splash" (JAX's kernel on TPU), "cudnn" (on GPU), or
-        "auto": the kernel of the platform where it applies, else the einsums.
+      kernel: what computes the attention itself: "xla" (two einsums), "blocks" (block by block, see `ax.context_attention`),
+        "splash" (JAX's kernel on TPU), "cudnn" (on GPU), or "auto": the kernel of the platform where it applies, on CPU blocks
+        for long sequences, else the einsums.
       out_init: initializer of the last layer's kernel; None: that of the others.
       axis: the mesh axis; three of them (row, col, depth) make it of AxoNN's 3-D layers, heads split over row. There key
         and value heads must divide too.
@@ -52,6 +55,8 @@ class TensorParallelAttention(nnx.Module):
     Raises:
       ValueError: for sizes that do not fit each other; in the call, when heads do not divide over the ranks, or a kernel
         asked for by name does not apply.
+
+    Under `ax.Context` the input is this rank's positions, which attend to those of all ranks (see `ax.context_attention`).
 
     Communicates: one all-reduce of [..., h] forward and one backward; with sequence parallelism an all-gather and a
     reduce-scatter each way, and one more all-gather backward. Replicated key and value weights: an all-reduce of their
@@ -113,10 +118,18 @@ class TensorParallelAttention(nnx.Module):
 
     def _mixed(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         drops = self.dropout.rate > 0 and not self.dropout.deterministic
-        kernel = attention_kernel(self.kernel, query, key, drops=drops)
+        split = current_split()
+        kernel = attention_kernel(self.kernel, query, key, drops=drops) if split is None else in_context(self.kernel)
         if kernel == "xla":
             return attend(query, key, value, causal=self.causal, weights_fn=self.dropout)
-        return fused_attention(kernel, query, key, value, causal=self.causal)
+        if kernel != "blocks":
+            return fused_attention(kernel, query, key, value, causal=self.causal)
+        keys = self.dropout.keys(query.shape[-2]) if drops else None
+        joined = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
+        mixed = context_attention(
+            *joined, causal=self.causal, dropout_rate=self.dropout.rate if drops else 0.0, dropout_key=keys
+        )
+        return mixed.reshape(query.shape)
 
     def empty_cache(self, batch: int, room: int) -> KVCache:
         """A cache of this rank's key and value heads with room for so many positions."""
@@ -145,7 +158,8 @@ class TensorParallelAttention(nnx.Module):
         # How many heads there are is read off the projections: on a rank they are its own.
         query, key, value = (y.reshape(*y.shape[:-1], -1, self.head_size) for y in outputs)
         if self.rope_theta is not None:
-            query, key = (rotate(y, self.rope_theta, start) for y in (query, key))
+            positions = start + context_positions(query.shape[-3])
+            query, key = (rotate(y, self.rope_theta, positions) for y in (query, key))
         return query, key, value
 
 

@@ -16,14 +16,16 @@ PLATFORMS = {"splash": "tpu", "cudnn": "cuda"}
 """Which platform each kernel is for."""
 
 _LANES = 128
+_WORTH_BLOCKS = 256
 _BLOCK = 512
 
 
 def attention_kernel(asked: str, query: jax.Array, key: jax.Array, *, drops: bool) -> str:
-    """Which form of attention runs: "xla", "splash" or "cudnn".
+    """Which form of attention runs: "xla", "blocks", "splash" or "cudnn".
 
     Args:
       asked: one of `ATTENTIONS` (attentions.py). "auto" takes the kernel of the platform that is compiled for where it applies.
+        On CPU it takes blocks for at least 256 queries and keys: with fewer they are not faster than the einsums.
       query: [..., s, n, d] (s sequence, n heads, d head size).
       key: [..., t, k, d].
       drops: whether attention weights are dropped out.
@@ -32,14 +34,31 @@ def attention_kernel(asked: str, query: jax.Array, key: jax.Array, *, drops: boo
       ValueError: where a kernel was asked for by name and does not apply, with every reason.
     """
     if asked == "auto":
-        name = kernel_of(target_platform())
-        return name if name is not None and not any(_obstacles(name, query, key, drops)) else "xla"
+        name = kernel_of(platform := target_platform())
+        if name is not None and not any(_obstacles(name, query, key, drops)):
+            return name
+        long = min(query.shape[-3], key.shape[-3]) >= _WORTH_BLOCKS
+        return "blocks" if platform == "cpu" and long and not drops else "xla"
     if asked in PLATFORMS and (reasons := list(_obstacles(asked, query, key, drops))):
         raise ValueError(
             f"attention={asked!r} does not apply here: {'; '.join(reasons)}. Leave attention='auto' to use the kernel where it "
             "applies and the einsum form elsewhere"
         )
     return asked
+
+
+def in_context(asked: str) -> str:
+    """The form of attention where positions are split over ranks: "blocks".
+
+    Raises:
+      ValueError: where another was asked for by name.
+    """
+    if asked not in ("auto", "blocks"):
+        raise ValueError(
+            f"attention={asked!r} reads keys of this rank's positions alone, and the plan's context axis splits them over "
+            "ranks: leave attention='auto'"
+        )
+    return "blocks"
 
 
 def kernel_of(platform: str | None) -> str | None:
