@@ -14,6 +14,7 @@ from position_models import WORDS, Positions, Words, batch_of, loss, mesh_of
 import axonml_jax as ax
 from axonml_jax._types import named_leaves
 from axonml_jax.parallel.context.context_split import ContextSplit, current_split, split_by
+from axonml_jax.sharding.check_batch import check_batch
 from axonml_jax.sharding.sequence_order import sequence_order
 
 
@@ -81,7 +82,7 @@ def test_leaves_of_other_lengths_are_each_in_the_order_of_their_own_length():
     with pytest.raises(
         ValueError, match=r"6 positions \(dim 1\) over \('seq',\) \(2 ranks, order 'zigzag'\): 4 or 8 do"
     ):
-        layout.check({"tokens": np.zeros((2, 6)), "mask": np.zeros((2, 6))})
+        check_batch(layout, {"tokens": np.zeros((2, 6)), "mask": np.zeros((2, 6))})
 
 
 def test_a_compiled_step_takes_no_batch_in_another_order():
@@ -109,4 +110,4 @@ def test_a_strategy_refuses_a_model_and_one_order_is_that_of_one_axis():
         ax.parallelize(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh_of({"seq": 2}), ax.Plan(axes={"seq": Ordered()}))
     layout = ax.Plan(axes={"seq": Ordered(), "more": Positions()}).batch_layout({"seq": 2, "more": 2})
     with pytest.raises(ValueError, match=r"several axes split the positions of \{'x': \('seq', 'more'\)\}"):
-        layout.check({"x": np.zeros((2, 8))})
+        check_batch(layout, {"x": np.zeros((2, 8))})

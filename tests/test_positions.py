@@ -14,6 +14,7 @@ from position_models import ROWS, WIDTH, LinenWords, Positions, Words, batch_of,
 import axonml_jax as ax
 from axonml_jax.parallel.partition import Partition
 from axonml_jax.sharding.batch import BatchLayout
+from axonml_jax.sharding.check_batch import check_batch
 from axonml_jax.testing import assert_equals_single_device
 
 
@@ -135,11 +136,11 @@ def test_a_strategy_says_which_dim_holds_positions():
         "mask": PartitionSpec("data"),
         "step": PartitionSpec(),
     }
-    layout.check(shapes)
+    check_batch(layout, shapes)
     assert (layout.row_degree, layout.degree, layout.axes) == (2, 4, ("data", "seq"))
     wrong = BatchLayout.of({"data": 2, "seq": 2}, positions={"seq": lambda path, shape: 0})
     with pytest.raises(ValueError, match=r"positions of the batch's leaf 'x'.*dim 0 holds rows"):
-        wrong.check({"x": np.zeros((4, 4))})
+        check_batch(wrong, {"x": np.zeros((4, 4))})
 
 
 def test_a_role_of_several_axes_names_what_each_splits():

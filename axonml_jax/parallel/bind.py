@@ -78,7 +78,8 @@ def bind_plan(
 
     placement = Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
     if plan.pipe is None:
-        return placement if plan.partition is None else left_to_partitioner(placement)
+        left = plan.left(degrees)
+        return left_to_partitioner(placement, left) if left else placement
     shapes = named_leaves(variables.params) | named_leaves(variables.frozen)
     return replace(placement, stages=_staged(placement, shapes, assign))
 

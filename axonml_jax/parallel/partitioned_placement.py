@@ -1,7 +1,7 @@
-"""A placement whose `tensor` axis is left to XLA's partitioner, by a plan's path rules."""
+"""A placement that leaves axes to XLA's partitioner: `tensor` by a plan's path rules, or what splits positions."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,11 +39,11 @@ def by_rules(
     return partition.specs(merge(variables.params, variables.frozen), degrees)
 
 
-def left_to_partitioner(placement: Placement) -> Placement:
-    """A placement whose `tensor` axis is the partitioner's: leaves look whole along it inside a step, and rest split."""
+def left_to_partitioner(placement: Placement, axes: Collection[str]) -> Placement:
+    """A placement that leaves axes to the partitioner: leaves look whole along them inside a step, and rest as they did."""
 
     def whole(layout: Layout) -> Layout:
-        entries = [tuple(axis for axis in as_axes(entry or ()) if axis != PARTITIONED) for entry in layout.spec]
+        entries = [tuple(axis for axis in as_axes(entry or ()) if axis not in axes) for entry in layout.spec]
         spec = PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
         parts = [math.prod(placement.degrees[axis] for axis in entry) for entry in entries]
         parts += [1] * (len(layout.stored) - len(parts))
@@ -51,4 +51,5 @@ def left_to_partitioner(placement: Placement) -> Placement:
 
     seen = (jax.tree.map(whole, tree, is_leaf=is_layout) for tree in (placement.params, placement.frozen))
     params, frozen = seen
-    return replace(placement, params=params, frozen=frozen, at_rest=placement)
+    resting = replace(placement, left=frozenset(axes))
+    return replace(resting, params=params, frozen=frozen, at_rest=resting)

@@ -17,7 +17,6 @@ from axonml_jax.mesh.axes import AxisNames, as_axes, flat_axes
 from axonml_jax.model.functional import Functional
 from axonml_jax.model.precision import cast_floating
 from axonml_jax.parallel.context.context_split import seen_whole
-from axonml_jax.parallel.partition import PARTITIONED
 from axonml_jax.parallel.pipeline.resting.staging import Staging
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
@@ -37,7 +36,8 @@ class Placement:
       degrees: size of every mesh axis.
       params, frozen: a `Layout` for every leaf.
       stages: where leaves live along a pipeline; what rests is then what its stores say. None: there is no pipeline.
-      at_rest: with an axis left to the partitioner, where leaves rest; here they look whole along it.
+      left: the axes that a step leaves to XLA's partitioner.
+      at_rest: with such axes, where leaves rest; here they look whole along them.
     """
 
     plan: Plan
@@ -45,12 +45,14 @@ class Placement:
     params: PyTree
     frozen: PyTree
     stages: Staging | None = None
+    left: frozenset[str] = frozenset()
     at_rest: "Placement | None" = None
 
     @cached_property
     def strategies(self) -> dict[AxisNames, AbstractStrategy]:
-        """The strategies of the mesh's axes, outermost first: gathering goes inwards, reducing outwards."""
-        return self.plan.on(self.degrees)
+        """The strategies of the mesh's axes that a step binds, outermost first: gathering goes inwards, reducing outwards."""
+        there = self.plan.on(self.degrees)
+        return {axis: each for axis, each in there.items() if not self.left.intersection(as_axes(axis))}
 
     @cached_property
     def batch_layout(self) -> BatchLayout:
@@ -65,7 +67,11 @@ class Placement:
     @property
     def position_axes(self) -> tuple[str, ...]:
         """Those of them that split positions, over more than one rank."""
-        return tuple(axis for axis, _ in self.batch_layout.positions if self.degrees[axis] > 1)
+        return tuple(
+            axis
+            for axis in self.batch_layout.axes
+            if axis in dict(self.batch_layout.positions) and self.degrees[axis] > 1
+        )
 
     @cached_property
     def key_axes(self) -> tuple[str, ...]:
@@ -151,8 +157,8 @@ class Placement:
 
     @property
     def manual_axes(self) -> frozenset[str]:
-        """The mesh axes over which this library communicates: all but one that is left to the partitioner."""
-        return frozenset(self.degrees) - ({PARTITIONED} if self.at_rest is not None else frozenset())
+        """The mesh axes over which this library communicates: all but those that are left to the partitioner."""
+        return frozenset(self.degrees) - self.left
 
     @property
     def axes(self) -> tuple[AxisNames, ...]:

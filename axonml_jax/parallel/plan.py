@@ -11,7 +11,7 @@ from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.offload import CPUOffload
-from axonml_jax.parallel.partition import Partition
+from axonml_jax.parallel.partition import PARTITIONED, Partition
 from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.plan_axes import PlanAxes, axes_problems, inwards
 from axonml_jax.parallel.strategies.context import Context
@@ -160,6 +160,11 @@ class Plan:
         """The strategies whose axes a mesh has, from the outermost axis inwards (see `inwards`)."""
         return inwards(self.strategies, tuple(mesh_axes))
 
+    def left(self, degrees: Mapping[str, int]) -> frozenset[str]:
+        """The mesh axes that a step leaves to XLA's partitioner: what `partition` splits, and what strategies leave to it."""
+        own = {name for axis, each in self.on(degrees).items() if each.left_to_partitioner for name in as_axes(axis)}
+        return frozenset(own | ({PARTITIONED} if self.partition is not None else set()))
+
     def batch_layout(self, degrees: Mapping[str, int]) -> BatchLayout:
         """How batches are split over a mesh of these degrees: as the roles of its axes say."""
         splits = {
@@ -172,7 +177,7 @@ class Plan:
         rules = {name: each for name, (split, each) in splits.items() if split == "positions"}
         positions = {name: each.position_dim if own(each) else second_dim for name, each in rules.items()}
         orders: dict[str, Order] = {name: each.position_order for name, each in rules.items()}
-        return BatchLayout.of(degrees, rows, positions, orders)
+        return BatchLayout.of(degrees, rows, positions, orders, self.left(degrees))
 
     def reducing(self) -> "Plan":
         """The plan, but with strategies that all reduce gradients (see `AbstractStrategy.reducing`)."""

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax._types import PyTree, named_leaves, path_name
+from axonml_jax._types import PyTree, path_name
 from axonml_jax.mesh.axes import batch_axes
 from axonml_jax.sharding.rank_order import InRankOrder, RankOrder
 from axonml_jax.sharding.sequence_order import Order, order_parts
@@ -37,6 +37,8 @@ class BatchLayout:
       degrees: (axis, size) of every mesh axis.
       positions: (axis, its rule) of every axis that splits positions.
       orders: (axis, order) of those of several ranks that do not hold them one part after the other.
+      left: those of them that a step leaves to XLA's partitioner: its code sees whole sequences. Leaves that do not divide
+        are not split then.
 
     >>> layout = BatchLayout.of({"data": 2, "fsdp": 2, "tensor": 2})
     >>> layout.degree, layout.rows
@@ -50,6 +52,7 @@ class BatchLayout:
     degrees: tuple[tuple[str, int], ...]
     positions: tuple[tuple[str, PositionDim], ...] = ()
     orders: tuple[tuple[str, Order], ...] = ()
+    left: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -58,6 +61,7 @@ class BatchLayout:
         rows: Iterable[str] | None = None,
         positions: Mapping[str, PositionDim] | None = None,
         orders: Mapping[str, Order] | None = None,
+        left: Collection[str] = (),
     ) -> "BatchLayout":
         """On a mesh of these degrees.
 
@@ -66,147 +70,80 @@ class BatchLayout:
           rows: the axes that split rows; None: those of the library's own axes that do.
           positions: the axes that split positions, and the rule of each.
           orders: in which order their ranks hold them; those left out contiguously.
+          left: the axes that a step leaves to the partitioner.
         """
         rows = batch_axes(degrees) if rows is None else tuple(rows)
         kept = tuple(each for each in (orders or {}).items() if degrees[each[0]] > 1 and each[1] != "contiguous")
-        return cls(rows, tuple(degrees.items()), tuple((positions or {}).items()), kept)
+        return cls(rows, tuple(degrees.items()), tuple((positions or {}).items()), kept, frozenset(left))
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that splits the batch: those of rows, then those of positions."""
-        return (*self.rows, *(axis for axis, _ in self.positions))
+        """Every axis over which a step's ranks have parts of the batch: those of rows, then those of positions."""
+        return (*self.rows, *(axis for axis, _ in self.bound))
+
+    @cached_property
+    def bound(self) -> tuple[tuple[str, PositionDim], ...]:
+        """The axes that split positions in a step's `shard_map`."""
+        return tuple(each for each in self.positions if each[0] not in self.left)
 
     @cached_property
     def row_degree(self) -> int:
         """Into how many parts rows are split."""
-        return self._size(self.rows)
+        return self.size(self.rows)
 
     @cached_property
     def degree(self) -> int:
         """The number of batch shards."""
-        return self._size(self.axes)
+        return self.size(self.axes)
 
     @property
     def by_rank(self) -> PartitionSpec:
         """The spec of a value stacked by rank: one entry of dim 0 per batch shard."""
         return PartitionSpec(self.axes)
 
-    def _size(self, axes: Iterable[str]) -> int:
+    def size(self, axes: Iterable[str]) -> int:
+        """The ranks of these axes together."""
         sizes = dict(self.degrees)
         return math.prod(sizes[axis] for axis in axes)
 
-    def split(self, path: str, shape: tuple[int, ...]) -> dict[int, tuple[str, ...]]:
-        """The axes that split each dim of a leaf; of dims that none splits, nothing."""
+    def split(self, path: str, shape: tuple[int, ...], *, placed: bool = False) -> dict[int, tuple[str, ...]]:
+        """The axes that split each dim of a leaf; of dims that none splits, nothing.
+
+        Args:
+          path: of the leaf.
+          shape: the whole leaf's.
+          placed: of a placed leaf; False: as a step's `shard_map` splits it, which leaves some axes to the partitioner.
+        """
         found: dict[int, tuple[str, ...]] = {0: self.rows} if shape and self.rows else {}
-        for axis, dim_of in self.positions:
+        for axis, dim_of in self.positions if placed else self.bound:
             if (dim := dim_of(path, shape)) is not None:
                 if not 0 < dim < len(shape):
                     raise ValueError(
                         f"along {axis!r} positions of the batch's leaf {path or 'batch'!r} of shape {shape} are said to be dim "
                         f"{dim}: dim 0 holds rows, so it must be one of {list(range(1, len(shape)))}, or None"
                     )
-                found[dim] = (*found.get(dim, ()), axis)
+                if axis not in self.left or shape[dim] % self.size((axis,)) == 0:
+                    found[dim] = (*found.get(dim, ()), axis)
         return found
 
-    def spec(self, path: str, leaf: Any) -> PartitionSpec:
-        """The spec of one leaf, by its path in the batch."""
-        split = self.split(path, np.shape(leaf))
+    def spec(self, path: str, leaf: Any, *, placed: bool = False) -> PartitionSpec:
+        """The spec of one leaf, by its path in the batch (see `split`)."""
+        split = self.split(path, np.shape(leaf), placed=placed)
         return PartitionSpec(*(split.get(dim) for dim in range(max(split, default=-1) + 1)))
 
     def specs(self, batch: PyTree) -> PyTree:
         """The spec of every leaf."""
         return jax.tree_util.tree_map_with_path(lambda path, leaf: self.spec(path_name(path), leaf), batch)
 
-    def check(self, batch: PyTree, microbatches: int = 1) -> None:
-        """Refuse a batch whose leaves do not split evenly into shards and microbatches.
-
-        Raises:
-          TypeError: naming every leaf that is not made of numbers.
-          ValueError: naming every leaf that does not divide, the rule and the nearest sizes that do; or that the batch has
-            no leaf with a batch dim, or none with positions where an axis splits these.
-        """
-        degree, parts = self.row_degree, self.row_degree * microbatches
-        leaves = named_leaves(batch)
-        if texts := {name or "batch": kind for name, leaf in leaves.items() if (kind := _not_numeric(leaf))}:
-            raise TypeError(f"the batch's leaves must be arrays of numbers, but some are not: {texts}; take them out")
-        split = {name: np.shape(leaf) for name, leaf in leaves.items() if np.ndim(leaf)}
-        if not split:
-            raise ValueError(
-                f"the batch has no array with a batch dim to split over {degree} shards: leaves {list(leaves)}"
-            )
-        sizes = {shape[0] for shape in split.values()}
-        wrong = {name: shape for name, shape in split.items() if shape[0] % parts or shape[0] == 0}
-        if not wrong and len(sizes) == 1:
-            return self._check_positions(split)
-        rows = "\n".join(f"  {name or 'batch'}: shape {shape}" for name, shape in (wrong or split).items())
-        if not wrong:
-            raise ValueError(
-                f"the batch's leaves differ in the size of dim 0, which is the batch dim of all of them:\n{rows}"
-            )
-        size = min(shape[0] for shape in wrong.values())
-        below, above = size // parts * parts, (size // parts + 1) * parts
-        how = f"{degree} batch shards (mesh {dict(self.degrees)})" + (
-            f" x {microbatches} microbatches = {parts} parts" if microbatches > 1 else ""
-        )
-        raise ValueError(
-            f"the global batch does not split evenly into {how}:\n{rows}\n"
-            f"dim 0 must be a multiple of {parts}: use {f'{below} or ' if below else ''}{above} rows"
-            f"{', another number of microbatches,' if microbatches > 1 else ''} or another mesh"
-        )
-
-    def _check_positions(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        dims = {name: {d: axes for d, axes in self.split(name, shape).items() if d} for name, shape in shapes.items()}
-        along = {axis: dim_of for axis, dim_of in self.positions if self._size((axis,)) > 1}
-        missing = [axis for axis in along if not any(axis in sum(at.values(), ()) for at in dims.values())]
-        if missing:
-            raise ValueError(
-                f"{missing} split positions, but no leaf of the batch has any:\n"
-                + "\n".join(f"  {name or 'batch'}: shape {shape}" for name, shape in shapes.items())
-                + "\nthe strategy's position_dim(path, shape) says which dim of a leaf holds them"
-            )
-        unlike = {name: shape for name, shape in shapes.items() if len(shape) > 1}
-        if second_dim in along.values() and len({shape[1] for shape in unlike.values()}) > 1:
-            raise ValueError(
-                f"{', '.join(along)} splits positions, which are dim 1 of every leaf unless the strategy's position_dim(path, "
-                "shape) says otherwise, but these leaves have different sizes there:\n"
-                + "\n".join(f"  {name or 'batch'}: shape {shape}" for name, shape in unlike.items())
-                + "\nsay which dim of each holds positions; None for those without, such as features or classes"
-            )
-        split = [(name, shapes[name][dim], dim, axes) for name, at in dims.items() for dim, axes in at.items()]
-        orders = dict(self.orders)
-        if mixed := {
-            name or "batch": axes for name, _, _, axes in split if len(axes) > 1 and orders.keys() & set(axes)
-        }:
-            raise ValueError(
-                f"several axes split the positions of {mixed}, and an order is that of one axis: {orders}. Split positions "
-                "over one axis, or in order 'contiguous'"
-            )
-        wrong = [
-            f"  {name or 'batch'}: shape {shapes[name]}, {length} positions (dim {dim}) over {axes} ({self._size(axes)} ranks"
-            f"{', order ' + repr(orders[axes[0]]) if axes[0] in orders else ''}): {self._nearest(length, axes)}"
-            for name, length, dim, axes in split
-            if length % self._parts(axes) or not length
-        ]
-        if wrong:
-            raise ValueError(
-                "these positions do not split evenly:\n"
-                + "\n".join(wrong)
-                + "\npad the sequences to a multiple with positions of weight 0, or use another mesh"
-            )
-
     @cached_property
     def position_parts(self) -> int:
         """What the length of a sequence must be a multiple of."""
-        return self._parts(axis for axis, _ in self.positions)
+        return self.parts(axis for axis, _ in self.positions)
 
-    def _parts(self, axes: Iterable[str]) -> int:
+    def parts(self, axes: Iterable[str]) -> int:
+        """What a length must be a multiple of that these axes split, in the orders of their ranks."""
         orders = dict(self.orders)
-        return math.prod(order_parts(orders.get(axis, "contiguous"), self._size((axis,))) for axis in axes)
-
-    def _nearest(self, length: int, axes: Iterable[str]) -> str:
-        parts = self._parts(axes)
-        below, above = length // parts * parts, (length // parts + 1) * parts
-        return f"{below} or {above} do" if below else f"{above} do"
+        return math.prod(order_parts(orders.get(axis, "contiguous"), self.size((axis,))) for axis in axes)
 
     def place(self, batch: PyTree, mesh: Mesh) -> PyTree:
         """The global batch as arrays split over the batch shards of `mesh`, for a program that calls `opened`.
@@ -222,7 +159,7 @@ class BatchLayout:
 
         def place(path, leaf):
             name = path_name(path)
-            sharding, order = NamedSharding(mesh, self.spec(name, leaf)), self._order(name, np.shape(leaf))
+            sharding, order = NamedSharding(mesh, self.spec(name, leaf, placed=True)), self._order(name, np.shape(leaf))
             if not isinstance(leaf, jax.Array):
                 leaf = np.asarray(leaf)
             elif order is None and leaf.sharding == sharding:
@@ -243,7 +180,7 @@ class BatchLayout:
         """How a leaf's positions are reordered; None: they stay as they are."""
         orders = dict(self.orders)
         found = [(dim, axis) for dim, axes in self.split(path, shape).items() for axis in axes if axis in orders]
-        return next((RankOrder(dim, orders[axis], self._size((axis,))) for dim, axis in found), None)
+        return next((RankOrder(dim, orders[axis], self.size((axis,))) for dim, axis in found), None)
 
     def marked(self, batch: PyTree) -> PyTree:
         """A batch (or shapes) as `place` gives it: wrapped where ranks hold positions in an order of their own."""
@@ -279,9 +216,3 @@ class BatchLayout:
 @functools.cache
 def _moved(sharding: NamedSharding, order: RankOrder | None) -> Callable[[jax.Array], jax.Array]:
     return jax.jit((lambda x: x) if order is None else order, out_shardings=sharding)
-
-
-def _not_numeric(leaf: Any) -> str | None:
-    """The kind of a leaf that no device can hold; None for numbers."""
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    return str(dtype) if isinstance(dtype, np.dtype) and dtype.kind in "OSUMm" else None

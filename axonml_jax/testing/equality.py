@@ -13,6 +13,7 @@ from axonml_jax.facade.parallelize import parallelize
 from axonml_jax.model.functional import Trainable, Variables
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.sharding.check_batch import check_batch
 from axonml_jax.sharding.place import to_host
 from axonml_jax.testing.oracle import Oracle, OracleParts, OracleRun
 from axonml_jax.testing.trees_close import assert_trees_close
@@ -67,7 +68,7 @@ def assert_equals_single_device(
     plan = parallel.plan
     view, variables = functionalize(model, params, trainable)
     for each in batches:
-        parallel._placement.batch_layout.check(each, plan.microbatches)
+        check_batch(parallel._placement.batch_layout, each, plan.microbatches)
     wanted = _run_oracle(parallel, view, variables, loss_fn, batches, tx, max_grad_norm, seed)
     got = _run_parallel(parallel, loss_fn, batches, tx, max_grad_norm)
     if parallel._placement.buffer_axes is not None and not parallel._placement.own_axes:

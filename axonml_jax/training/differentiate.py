@@ -13,6 +13,7 @@ from axonml_jax.mesh.axes import as_axes
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.check_batch import check_batch
 from axonml_jax.sharding.layout import is_layout
 from axonml_jax.sharding.memory import to_device_memory, to_host_memory
 from axonml_jax.training.buffers import first_ranks, sync_buffers
@@ -42,7 +43,7 @@ class Differentiate:
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, dict, PyTree, PyTree]:
         """Differentiate; `key` is the step's randomness."""
-        self.placement.batch_layout.check(batch, self.placement.plan.microbatches)
+        check_batch(self.placement.batch_layout, batch, self.placement.plan.microbatches)
         with explain_typed_scan(self.placement.plan.check_vma):
             return bound_run_ahead(self._compiled(variables, key, self.placement.batch_layout.place(batch, self.mesh)))
 

@@ -7,6 +7,7 @@ from axonml_jax._types import LossFn, PyTree
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.check_batch import check_batch
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.gradients import means
 from axonml_jax.training.objective import shard_key
@@ -28,7 +29,7 @@ class EvalStep:
 
     def __call__(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
         """The loss and the loss function's metrics over the global batch [B, ...]; B divides by the batch shards."""
-        self.placement.batch_layout.check(batch)
+        check_batch(self.placement.batch_layout, batch)
         with explain_typed_scan(self.placement.plan.check_vma):
             return bound_run_ahead(self._compiled(variables, self.placement.batch_layout.place(batch, self.mesh)))
 

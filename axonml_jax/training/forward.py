@@ -22,6 +22,7 @@ from axonml_jax.parallel.tensor.whole.whole_reads import reading_whole
 from axonml_jax.program.differing import SAME, differing
 from axonml_jax.program.program import read_program
 from axonml_jax.sharding.batch import BatchLayout
+from axonml_jax.sharding.check_batch import check_batch
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.compiler import compiler_options
 from axonml_jax.training.objective import shard_key
@@ -73,7 +74,7 @@ class Forward:
         leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
         names = unique([self._name(path) for path, _ in leaves])
         arrays = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True) if is_array(leaf)}
-        self.placement.batch_layout.check(arrays)
+        check_batch(self.placement.batch_layout, arrays)
         rest = [(name, None if name in arrays else leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
         static = (treedef, tuple(rest))
         with explain_typed_scan(self.placement.plan.check_vma):

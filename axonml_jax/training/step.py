@@ -16,6 +16,7 @@ from axonml_jax.cost.published.minimum import minimum_traffic
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.check_batch import check_batch
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.memory import to_host_memory
 from axonml_jax.sharding.place import is_deleted
@@ -91,7 +92,7 @@ class TrainStep:
                 "this state was given to an earlier step, which reused its memory: go on from the state that step returned, "
                 "or give it a copy, jax.tree.map(jnp.copy, state)"
             )
-        self.placement.batch_layout.check(batch, self.placement.plan.microbatches)
+        check_batch(self.placement.batch_layout, batch, self.placement.plan.microbatches)
         bound_run_ahead(state.step)
         with explain_typed_scan(self.placement.plan.check_vma):
             return self._compiled(state, self.placement.batch_layout.place(batch, self.mesh))

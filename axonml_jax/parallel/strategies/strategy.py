@@ -99,6 +99,11 @@ class AbstractStrategy(abc.ABC):
         """In which order ranks hold positions, for a role that splits them; batches and outputs keep the sequence's."""
         return "contiguous"
 
+    @property
+    def left_to_partitioner(self) -> bool:
+        """Whether a step leaves its axes to XLA's partitioner: none is bound, and the model's code sees whole sequences."""
+        return False
+
     def inside(self, axis: AxisNames) -> AbstractContextManager:
         """What holds while the model's code is traced inside `shard_map`: entered around every call of it, and of the loss."""
         return nullcontext()

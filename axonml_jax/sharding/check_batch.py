@@ -1,0 +1,112 @@
+"""Whether a batch splits evenly over the ranks and microbatches of a plan."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from axonml_jax._types import PyTree, named_leaves
+from axonml_jax.sharding.batch import BatchLayout, second_dim
+
+
+def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> None:
+    """Refuse a batch whose leaves do not split evenly into shards and microbatches.
+
+    Raises:
+      TypeError: naming every leaf that is not made of numbers.
+      ValueError: naming every leaf that does not divide, the rule and the nearest sizes that do; or that the batch has
+        no leaf with a batch dim, or none with positions where an axis splits these.
+    """
+    degree, parts = layout.row_degree, layout.row_degree * microbatches
+    leaves = named_leaves(batch)
+    if texts := {name or "batch": kind for name, leaf in leaves.items() if (kind := _not_numeric(leaf))}:
+        raise TypeError(f"the batch's leaves must be arrays of numbers, but some are not: {texts}; take them out")
+    split = {name: np.shape(leaf) for name, leaf in leaves.items() if np.ndim(leaf)}
+    if not split:
+        raise ValueError(
+            f"the batch has no array with a batch dim to split over {degree} shards: leaves {list(leaves)}"
+        )
+    sizes = {shape[0] for shape in split.values()}
+    wrong = {name: shape for name, shape in split.items() if shape[0] % parts or shape[0] == 0}
+    if not wrong and len(sizes) == 1:
+        return _check_positions(layout, split)
+    rows = "\n".join(f"  {name or 'batch'}: shape {shape}" for name, shape in (wrong or split).items())
+    if not wrong:
+        raise ValueError(
+            f"the batch's leaves differ in the size of dim 0, which is the batch dim of all of them:\n{rows}"
+        )
+    size = min(shape[0] for shape in wrong.values())
+    below, above = size // parts * parts, (size // parts + 1) * parts
+    how = f"{degree} batch shards (mesh {dict(layout.degrees)})" + (
+        f" x {microbatches} microbatches = {parts} parts" if microbatches > 1 else ""
+    )
+    raise ValueError(
+        f"the global batch does not split evenly into {how}:\n{rows}\n"
+        f"dim 0 must be a multiple of {parts}: use {f'{below} or ' if below else ''}{above} rows"
+        f"{', another number of microbatches,' if microbatches > 1 else ''} or another mesh"
+    )
+
+
+def _check_positions(layout: BatchLayout, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    split = lambda name: layout.split(name, shapes[name], placed=True)
+    dims = {name: {d: axes for d, axes in split(name).items() if d} for name in shapes}
+    along = {axis: dim_of for axis, dim_of in layout.bound if layout.size((axis,)) > 1}
+    there = {axis for at in dims.values() for axes in at.values() for axis in axes}
+    left = [axis for axis, _ in layout.positions if axis in layout.left and layout.size((axis,)) > 1]
+    if torn := [axis for axis in left if axis not in there]:
+        raise ValueError(
+            f"no leaf's positions divide over {torn} ({layout.size(torn)} ranks): {dict(shapes)}. Pad the sequences to a "
+            "multiple with positions of weight 0, or use another mesh"
+        )
+    missing = [axis for axis in along if axis not in there]
+    if missing:
+        raise ValueError(
+            f"{missing} split positions, but no leaf of the batch has any:\n"
+            + "\n".join(f"  {name or 'batch'}: shape {shape}" for name, shape in shapes.items())
+            + "\nthe strategy's position_dim(path, shape) says which dim of a leaf holds them"
+        )
+    unlike = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+    if second_dim in along.values() and len({shape[1] for shape in unlike.values()}) > 1:
+        raise ValueError(
+            f"{', '.join(along)} splits positions, which are dim 1 of every leaf unless the strategy's position_dim(path, "
+            "shape) says otherwise, but these leaves have different sizes there:\n"
+            + "\n".join(f"  {name or 'batch'}: shape {shape}" for name, shape in unlike.items())
+            + "\nsay which dim of each holds positions; None for those without, such as features or classes"
+        )
+    _check_lengths(layout, shapes, dims)
+
+
+def _check_lengths(
+    layout: BatchLayout, shapes: Mapping[str, tuple[int, ...]], dims: Mapping[str, Mapping[int, tuple[str, ...]]]
+) -> None:
+    cut = [(name, shapes[name][dim], dim, axes) for name, at in dims.items() for dim, axes in at.items()]
+    orders = dict(layout.orders)
+    if mixed := {name or "batch": axes for name, _, _, axes in cut if len(axes) > 1 and orders.keys() & set(axes)}:
+        raise ValueError(
+            f"several axes split the positions of {mixed}, and an order is that of one axis: {orders}. Split positions "
+            "over one axis, or in order 'contiguous'"
+        )
+    wrong = [
+        f"  {name or 'batch'}: shape {shapes[name]}, {length} positions (dim {dim}) over {axes} ({layout.size(axes)} ranks"
+        f"{', order ' + repr(orders[axes[0]]) if axes[0] in orders else ''}): {_nearest(layout, length, axes)}"
+        for name, length, dim, axes in cut
+        if length % layout.parts(axes) or not length
+    ]
+    if wrong:
+        raise ValueError(
+            "these positions do not split evenly:\n"
+            + "\n".join(wrong)
+            + "\npad the sequences to a multiple with positions of weight 0, or use another mesh"
+        )
+
+
+def _nearest(layout: BatchLayout, length: int, axes: Iterable[str]) -> str:
+    parts = layout.parts(axes)
+    below, above = length // parts * parts, (length // parts + 1) * parts
+    return f"{below} or {above} do" if below else f"{above} do"
+
+
+def _not_numeric(leaf: Any) -> str | None:
+    """The kind of a leaf that no device can hold; None for numbers."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    return str(dtype) if isinstance(dtype, np.dtype) and dtype.kind in "OSUMm" else None
