@@ -31,8 +31,8 @@ TOKENS, TARGETS = IDS[:, :-1], np.where(IDS[:, 1:] % 5 == 0, -1, IDS[:, 1:])
 
 def gradients(model, loss):
     """(loss, gradients by name) of a function of the model."""
-    graph, state = nnx.split(model)
-    value, grads = jax.jit(jax.value_and_grad(lambda state: loss(nnx.merge(graph, state))))(state)
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+    value, grads = jax.jit(jax.value_and_grad(lambda params: loss(nnx.merge(graph, params, others, copy=True))))(params)
     return value, {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(grads)}
 
 
@@ -99,10 +99,28 @@ def test_the_splash_kernel_equals_the_einsums(kv_heads):
         np.testing.assert_allclose(own, right, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_transformer_attends_block_by_block_as_by_einsums(dropout):
+    """Masks of dropout too; grouped queries."""
+    own, right = (
+        gradients(Transformer(dataclasses.replace(TINY, attention=name, dropout=dropout), rngs=nnx.Rngs(0)), train_loss)
+        for name in ("blocks", "xla")
+    )
+    np.testing.assert_allclose(own[0], right[0], rtol=1e-12)
+    for name, grad in own[1].items():
+        np.testing.assert_allclose(grad, right[1][name], atol=1e-12, err_msg=name)
+
+
+def train_loss(model):
+    model.train()
+    return model.loss(TOKENS, TARGETS)[0]
+
+
 def test_a_kernel_is_chosen_where_it_applies_and_refused_by_name_elsewhere(monkeypatch):
     make = lambda length, size, dtype="bfloat16": jax.ShapeDtypeStruct((2, length, 4, size), dtype)
     choose = lambda asked, x, drops=False: fused.attention_kernel(asked, x, x, drops=drops)
-    assert choose("auto", make(256, 128)) == "xla"  # this is a CPU
+    assert choose("auto", make(256, 128)) == "blocks" and choose("auto", make(255, 128)) == "xla"  # this is a CPU
+    assert choose("auto", make(256, 128), drops=True) == "xla" and choose("blocks", make(8, 4), drops=True) == "blocks"
     monkeypatch.setattr(fused, "varying_axes", lambda x: frozenset())
     monkeypatch.setattr(fused, "_alone", lambda: True)
     monkeypatch.setattr(fused, "target_platform", lambda: "tpu")
@@ -119,7 +137,7 @@ def test_a_kernel_is_chosen_where_it_applies_and_refused_by_name_elsewhere(monke
         choose("splash", make(256, 128), drops=True)
     monkeypatch.setattr(fused, "_alone", lambda: False)
     assert choose("auto", make(256, 64)) == "xla"
-    with pytest.raises(ValueError, match="attention='flash': must be one of auto, xla, splash, cudnn"):
+    with pytest.raises(ValueError, match="attention='flash': must be one of auto, xla, blocks, splash, cudnn"):
         dataclasses.replace(TINY, attention="flash")
 
 

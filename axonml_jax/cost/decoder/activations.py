@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from axonml_jax.cost.amounts import Many, divided, least
 from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
 from axonml_jax.cost.rounds import Run
-from axonml_jax.parallel.tensor.megatron.fused_attention import PLATFORMS, kernel_of, shape_obstacles
+from axonml_jax.parallel.tensor.megatron.fused_attention import PLATFORMS, kernel_of, shape_obstacles, worth_blocks
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def block_activations(
       length: of a sequence.
       compute: name of the activations' dtype.
       run: says what the backward recomputes.
-      platform: what is compiled for, "tpu" or "cuda"; None: no kernel of attention is counted on.
+      platform: what is compiled for, "tpu", "cuda" or "cpu"; None: no kernel of attention is counted on.
       apart: whether the backward is in another loop than the forward, which then keeps products alone, all of them.
     """
     inside, outside = _cuts(config, degrees)
@@ -80,8 +80,12 @@ def block_activations(
 
 
 def fuses_attention(config: DecoderLike, length: int, compute: str, platform: str | None) -> bool:
-    """Whether attention runs in a kernel that holds no scores, on a platform (None: one that has none)."""
-    kernel = kernel_of(platform) if config.attention == "auto" else config.attention
+    """Whether attention holds no scores of all positions, on a platform (None: no kernel is counted on)."""
+    kernel = config.attention
+    if kernel == "auto":
+        kernel = kernel_of(platform) or ("blocks" if worth_blocks(platform, length, length) else None)
+    if kernel == "blocks":
+        return config.attention == "blocks" or not config.dropout
     if kernel is None or kernel not in PLATFORMS or config.dropout:
         return False
     return not any(shape_obstacles(kernel, compute, length, length, config.head_size))

@@ -37,8 +37,7 @@ def attention_kernel(asked: str, query: jax.Array, key: jax.Array, *, drops: boo
         name = kernel_of(platform := target_platform())
         if name is not None and not any(_obstacles(name, query, key, drops)):
             return name
-        long = min(query.shape[-3], key.shape[-3]) >= _WORTH_BLOCKS
-        return "blocks" if platform == "cpu" and long and not drops else "xla"
+        return "blocks" if not drops and worth_blocks(platform, query.shape[-3], key.shape[-3]) else "xla"
     if asked in PLATFORMS and (reasons := list(_obstacles(asked, query, key, drops))):
         raise ValueError(
             f"attention={asked!r} does not apply here: {'; '.join(reasons)}. Leave attention='auto' to use the kernel where it "
@@ -59,6 +58,11 @@ def in_context(asked: str) -> str:
             "ranks: leave attention='auto'"
         )
     return "blocks"
+
+
+def worth_blocks(platform: str | None, length: int, positions: int) -> bool:
+    """Whether attention of so many queries to so many keys is faster block by block than as einsums, as measured on CPU."""
+    return platform == "cpu" and min(length, positions) >= _WORTH_BLOCKS
 
 
 def kernel_of(platform: str | None) -> str | None:
