@@ -38,6 +38,7 @@ from axonml_jax.collectives.scatter import scatter as scatter
 from axonml_jax.collectives.spmd import spmd as spmd
 from axonml_jax.data.loader import create_dataloader as create_dataloader
 from axonml_jax.data.sampler import DistributedSampler as DistributedSampler
+from axonml_jax.facade.context_parallel import ContextParallel as ContextParallel
 from axonml_jax.facade.ddp import DDP as DDP
 from axonml_jax.facade.device_memory import FSDPMemoryStats as FSDPMemoryStats
 from axonml_jax.facade.fsdp import FSDP as FSDP

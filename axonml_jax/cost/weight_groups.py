@@ -20,7 +20,7 @@ class Sent:
       kind, dtype: as of a `Transfer`.
       itemsize: of the dtype.
       sharded: whether they rest sharded over the axis.
-      buffered: whether a pipeline's rank moves all that lies over the same axes as one array.
+      buffered: whether a pipeline's rank moves all that lies over the same axes as one array: along the outermost axis.
       elements, padding: of the full arrays.
       launches: arrays that travel.
       ranks: that take part.
@@ -183,7 +183,7 @@ def _syncs(each: Placed) -> Iterator[Sent]:
     roles = each.setting.roles
     for axis, strategy in sorted(outwards, key=lambda own: roles[own[0]].reduces != "microbatch"):
         ranks, sharded = each.setting.ranks(axis), axis in each.sharded
-        buffered, often = roles[axis].parameters == "whole", each.reductions(axis)
+        buffered, often = axis == outwards[-1][0] and roles[axis].parameters == "whole", each.reductions(axis)
         for sent in strategy.sync_flows(elements, each.layout, axis, ranks, each.sum_dtype) if several(ranks) else ():
             yield _sent(axis, sent, sharded, buffered, often, often)
         elements = elements // ranks if sharded else elements

@@ -14,12 +14,7 @@ from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.planner.candidate import Candidate
-
-FAMILIES: tuple[tuple[str, ...], ...] = (
-    ("data", "pipe", "fsdp", "tensor"),
-    ("data", "pipe", "fsdp", "depth", "row", "col"),
-)
-"""Mesh axes that go together: layers are split Megatron's way or AxoNN's."""
+from axonml_jax.planner.searched_axes import FAMILIES, SEARCHED
 
 REMATS = (None, "selective", "full")
 
@@ -51,7 +46,7 @@ def legal_meshes(
     *,
     global_batch: int,
     length: int,
-    axes: tuple[str, ...] = AXES,
+    axes: tuple[str, ...] = SEARCHED,
     illegal: Counter | None = None,
 ) -> Iterator[dict[str, int]]:
     """Every mesh (degrees above one) on which the model can run.
@@ -85,7 +80,7 @@ def candidates(
     *,
     global_batch: int,
     length: int,
-    axes: tuple[str, ...] = AXES,
+    axes: tuple[str, ...] = SEARCHED,
     offload: CPUOffload = CPUOffload.NONE,
 ) -> Iterator[Candidate]:
     """Every legal way to run on every legal mesh (see `legal_meshes` for the arguments)."""

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from axonml_jax.ledger.predict.predict import predict
-from axonml_jax.mesh.axes import AXES
 from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.offload import CPUOffload
@@ -46,7 +45,7 @@ def plan(
     precision: str | Precision | None = "bf16",
     moments: int = 2,
     max_memory: float | None = None,
-    axes: tuple[str, ...] = AXES,
+    axes: tuple[str, ...] = SEARCHED,
     remats: Sequence[str | None] = REMATS,
     offload: bool = False,
     strategies: Sequence[AbstractStrategy] = (),
@@ -83,6 +82,11 @@ def plan(
     """
     asked = _question(model, num_devices, hardware, global_batch, length, precision, moments, max_memory, assumptions)
     illegal, dropped, allowed = Counter(), Counter(), (axes, tuple(remats))
+    if others := [axis for axis in axes if axis not in SEARCHED]:
+        raise ValueError(
+            f"axes={list(axes)}: {', '.join(others)} is none of the axes that are searched, {', '.join(SEARCHED)}; "
+            "ax.explain(plan, model=...) prices a plan on any mesh"
+        )
     if unknown := set(remats) - set(REMATS):
         raise ValueError(f"remats={list(remats)}: {unknown} is no kind of recomputation; there are {REMATS}")
     found = _search(asked, *allowed, CPUOffload.NONE, illegal, dropped)

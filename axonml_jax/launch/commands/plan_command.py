@@ -13,7 +13,7 @@ from axonml_jax.launch.commands.describe import MOMENTS
 from axonml_jax.launch.commands.estimate import drawn
 from axonml_jax.launch.commands.plan_flags import MEASURE
 from axonml_jax.launch.commands.writable import require_writable
-from axonml_jax.launch.config.mesh_config import MeshConfig
+from axonml_jax.launch.config.mesh_config import ContextConfig, MeshConfig
 from axonml_jax.launch.config.pipeline_config import PipelineConfig
 from axonml_jax.launch.config.plan_config import PlanConfig
 from axonml_jax.launch.config.read_config import as_dict, read_config
@@ -162,6 +162,7 @@ def config_text(answer: Answer, base: RunConfig | None = None, arguments: Sequen
         model=model,
         mesh=MeshConfig(**{axis: found.mesh.get(axis, 1) for axis in AXES}),
         plan=_plan_config(base.plan, found, answer.asked.precision),
+        context=ContextConfig(),
         pipeline=_pipeline(found),
         data=replace(base.data, length=length),
         train=replace(base.train, global_batch_size=answer.asked.global_batch),

@@ -4,10 +4,10 @@ import argparse
 from pathlib import Path
 
 from axonml_jax.launch.config.memory_size import memory_size
-from axonml_jax.mesh.axes import AXES
 from axonml_jax.models.presets import PRESETS
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import HARDWARE
+from axonml_jax.planner.searched_axes import SEARCHED
 from axonml_jax.synonyms import AXES as SYNONYMS
 from axonml_jax.synonyms import meant
 
@@ -39,7 +39,7 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-memory", type=memory_size, metavar="SIZE", help="bytes of a device to use, as in 14GiB")
     named = lambda axis: SYNONYMS.get(axis.lower(), axis)
     parser.add_argument(
-        "--axes", nargs="+", choices=AXES, type=named, default=AXES, help="mesh axes to take (default: all)"
+        "--axes", nargs="+", choices=SEARCHED, type=named, default=SEARCHED, help="mesh axes to take (default: all)"
     )
     parser.add_argument(
         "--remat", nargs="+", choices=["none", "selective", "full"], default=["none", "selective", "full"],

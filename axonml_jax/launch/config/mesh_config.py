@@ -1,6 +1,11 @@
-"""The section `mesh` of a configuration."""
+"""The sections `mesh` and `context` of a configuration."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from axonml_jax.parallel.strategies.context import Context
 
 _INNER_AXES = ("pipe", "fsdp", "context", "depth", "row", "col", "tensor")
 """Mesh axes that are left out where their degree is 1."""
@@ -32,6 +37,58 @@ class MeshConfig:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The axes of the mesh."""
-        inner = {name: size for name in _INNER_AXES if (size := getattr(self, name)) != 1}
+        """The axes of the mesh; with `context` there is `fsdp`, as parameters may rest sharded over both together."""
+        kept = {"fsdp"} if self.context != 1 else set()
+        inner = {name: size for name in _INNER_AXES if (size := getattr(self, name)) != 1 or name in kept}
         return {"data": self.data} | inner
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextConfig:
+    """How the positions of sequences are split along mesh.context (see `ax.Context`).
+
+    Attributes:
+      method: how attention reads keys and values of other ranks: auto, gather, ulysses, ring, or [2, ring] or [2, gather] for
+        Ulysses among so many ranks and the other among the rest.
+      order: in which order ranks hold positions: contiguous, zigzag or striped; auto is zigzag.
+      shard: parameters rest sharded over mesh.fsdp and mesh.context together, as plan.sharding_strategy says.
+    """
+
+    method: tuple[int, str] | str = "auto"
+    order: Literal["auto", "contiguous", "zigzag", "striped"] = "auto"
+    shard: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.method, list):
+            object.__setattr__(self, "method", tuple(self.method))
+        try:
+            self.build()
+        except ValueError as error:
+            raise ValueError(f"context: {error}") from error
+
+    def build(self) -> "Context":
+        """The plan's part."""
+        from axonml_jax.parallel.strategies.context import Context
+
+        return Context(method=self.method, order=self.order, shard=self.shard)  # pyright: ignore[reportArgumentType]
+
+    def problems(self, mesh: MeshConfig, length: int) -> Iterator[str]:
+        """What of it does not go with the mesh, or with sequences of a length."""
+        if mesh.context == 1 and self != ContextConfig():
+            yield "the section context has no effect while mesh.context=1: set mesh.context"
+        if mesh.context < 2:
+            return
+        from axonml_jax.sharding.sequence_order import order_parts
+
+        strategy = self.build()
+        parts = order_parts(strategy.position_order, mesh.context)
+        if length % parts:
+            near = " or ".join(
+                str(count) for count in (length // parts * parts, (length // parts + 1) * parts) if count
+            )
+            yield (
+                f"data.length={length} does not divide into the {parts} parts of context.order={strategy.position_order} over "
+                f"mesh.context={mesh.context}: use {near}"
+            )
+        if not isinstance(self.method, str) and mesh.context % self.method[0]:
+            yield f"context.method={list(self.method)}: {self.method[0]} must divide mesh.context={mesh.context}"

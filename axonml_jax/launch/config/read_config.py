@@ -175,10 +175,11 @@ def _in_words(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return f"one of {', '.join(map(str, parts))}"
     if typing.get_origin(kind) is tuple:
-        return f"a list such as [{', '.join('0.9' for _ in parts)}]"
+        return f"a list such as [{', '.join(_EXAMPLES[part] for part in parts)}]"
     return ", or ".join(_in_words(part) for part in parts)
 
 
+_EXAMPLES = {int: "2", float: "0.9", str: "ring"}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from axonml_jax.launch.config.against_mesh import against_mesh
 from axonml_jax.launch.config.checkpoint_config import CheckpointConfig
 from axonml_jax.launch.config.lowest import at_least
-from axonml_jax.launch.config.mesh_config import MeshConfig
+from axonml_jax.launch.config.mesh_config import ContextConfig, MeshConfig
 from axonml_jax.launch.config.pipeline_config import PipelineConfig
 from axonml_jax.launch.config.plan_config import PlanConfig
 from axonml_jax.models.config import TransformerConfig
@@ -176,6 +176,7 @@ class RunConfig:
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     model: TransformerConfig
     data: DataConfig = field(default_factory=DataConfig)
@@ -191,7 +192,8 @@ class RunConfig:
             problems.append(f"model.vocab_size={self.model.vocab_size}: bytes need at least {BYTES}")
         if self.model.max_length < self.data.length:
             problems.append(f"data.length={self.data.length} is above model.max_length={self.model.max_length}")
-        problems += against_mesh(self.mesh, self.plan, self.model, self.data.length)
+        problems += against_mesh(self.mesh, self.plan, self.context.shard, self.model, self.data.length)
+        problems += self.context.problems(self.mesh, self.data.length)
         problems += self.pipeline.problems(self.mesh, self.plan, self.model)
         problems += self.checkpoint.against_validation(self.train.eval_every)
         if not self.name or "/" in self.name or self.name.startswith("."):
@@ -201,5 +203,5 @@ class RunConfig:
 
     def build_plan(self) -> "Plan":
         """The plan of the run."""
-        plan = self.plan.build()
+        plan = replace(self.plan.build(), context=self.context.build())
         return plan if self.mesh.pipe == 1 else replace(plan, pipe=self.pipeline.build())

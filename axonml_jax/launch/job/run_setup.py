@@ -17,7 +17,6 @@ from axonml_jax.mesh.job.init import init
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import World
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.sharding.batch import BatchLayout
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,13 @@ def lay_ground(config: RunConfig) -> RunSetup:
     except ValueError as error:
         raise ValueError(f"mesh: {error}") from error
     rows = jax.ShapeDtypeStruct((config.train.global_batch_size, config.data.length), np.int32)
-    batch = {"tokens": rows, "targets": rows}
+    batch, plan = {"tokens": rows, "targets": rows}, config.build_plan()
     try:
-        BatchLayout.of(dict(mesh.shape)).check(batch, config.build_plan().microbatches)
+        plan.batch_layout(dict(mesh.shape)).check(batch, plan.microbatches)
     except ValueError as error:
-        raise ValueError(f"train.global_batch_size={config.train.global_batch_size}: {error}") from error
-    return RunSetup(world, mesh, config.build_plan(), batch)
+        sizes = f"train.global_batch_size={config.train.global_batch_size}, data.length={config.data.length}"
+        raise ValueError(f"{sizes}: {error}") from error
+    return RunSetup(world, mesh, plan, batch)
 
 
 def start_devices(simulated: int | None) -> World:

@@ -95,12 +95,12 @@ def _rows(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], global_bat
     """Sequences per rank and update, once everything divides."""
     roles = {axis: strategy.role for axis, strategy in plan.on(degrees).items()}
     shards, positions = (math.prod(degrees[axis] for axis in splitting(roles, what)) for what in ("rows", "positions"))
-    parts = shards * plan.microbatches
-    found = problems(model, degrees, length)
+    parts, cuts = shards * plan.microbatches, plan.batch_layout(degrees).position_parts
+    found = problems(model, degrees, length // positions)
     if global_batch % parts:
         found.append(f"{global_batch} sequences do not divide into {shards} shards of {plan.microbatches} microbatches")
-    if length % positions:
-        found.append(f"{length} positions do not divide into {positions} shards")
+    if length % cuts:
+        found.append(f"{length} positions do not divide into {cuts} parts over {positions} ranks")
     if length > model.max_length:
         found.append(f"sequences of {length} are longer than the model's {model.max_length}")
     if degrees.get(AXIS, 1) > 1 and plan.pipe is None:
@@ -155,6 +155,9 @@ def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:
 
 def _notes(plan: Plan, degrees: Mapping[str, int], timetable: Timetable | None, held: Memory) -> tuple[str, ...]:
     found = {
+        "what attention sends of other ranks' keys and values is not counted": any(
+            degrees[axis] > 1 for axis, _ in plan.batch_layout(degrees).positions
+        ),
         "nothing is sent along an axis under NO_SYNC: its ranks train models of their own": plan.independent,
         "what layers send is counted for the microbatches that a stage works on; a trace counts every tick's dearest branch": (
             timetable is not None and any(degrees.get(axis, 1) > 1 for axis in LAYER_AXES)
