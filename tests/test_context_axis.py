@@ -174,9 +174,13 @@ def test_what_would_silently_be_wrong_is_refused_before_anything_is_allocated():
     with pytest.raises(ValueError, match="no module of the model says"):
         params = LinenWords().init(jax.random.key(0), batch_of()["tokens"])
         ax.parallelize(LinenWords(), mesh, plan_of(), params=params)
-    with pytest.raises(ValueError, match=r"same masks.*\{'blocks/0/drop': 0.5\} \(rates\); use ax.ParallelDropout"):
+    with pytest.raises(
+        ValueError, match=r"same masks.*\{'blocks/0/drop': 0.5\} \(rates\); use ax.ParallelDropout\(.*positions=True"
+    ):
         ax.parallelize(lambda: Dropping(), mesh, plan_of())
-    ax.parallelize(Dropping(ax.ParallelDropout, dim=-2), mesh, plan_of())
+    with pytest.raises(ValueError, match=r"\{'blocks/0/drop': 0.5\}"):
+        ax.parallelize(Dropping(ax.ParallelDropout, dim=-2), mesh, plan_of())
+    ax.parallelize(Dropping(ax.ParallelDropout, dim=-2, positions=True), mesh, plan_of())
     with pytest.raises(ValueError, match=r"method=\(3, 'ring'\): 3 must divide the 2 ranks of context"):
         ax.parallelize(Sequences(), mesh, ax.Plan(context=ax.Context(method=(3, "ring"))))
 

@@ -21,6 +21,7 @@ from axonml_jax.planner.hardware import Hardware, hardware
 from axonml_jax.planner.legal import REMATS, Way, candidate, legal_meshes, stage_of, ways_on
 from axonml_jax.planner.price import price
 from axonml_jax.planner.quick import quick
+from axonml_jax.planner.searched_axes import SEARCHED
 
 EXACTLY, DOUBTFUL, LEAN = 48, 24, 8
 """How many ways the ledger prices exactly: the fastest that fit by the first price, of those that it finds slightly too

@@ -17,6 +17,7 @@ from axonml_jax.mesh.job.init import init
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import World
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.sharding.check_batch import check_batch
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def lay_ground(config: RunConfig) -> RunSetup:
     rows = jax.ShapeDtypeStruct((config.train.global_batch_size, config.data.length), np.int32)
     batch, plan = {"tokens": rows, "targets": rows}, config.build_plan()
     try:
-        plan.batch_layout(dict(mesh.shape)).check(batch, plan.microbatches)
+        check_batch(plan.batch_layout(dict(mesh.shape)), batch, plan.microbatches)
     except ValueError as error:
         sizes = f"train.global_batch_size={config.train.global_batch_size}, data.length={config.data.length}"
         raise ValueError(f"{sizes}: {error}") from error

@@ -10,6 +10,7 @@ from flax import linen, nnx
 from axonml_jax.model.functional import Functional
 from axonml_jax.parallel.context.context_split import current_split
 from axonml_jax.parallel.tensor.dropout import ParallelDropout
+from axonml_jax.parallel.tensor.megatron.attention import TensorParallelAttention
 
 DECLARED = "splits_positions"
 """The class attribute by which a module says that its code is written for a rank's own positions."""
@@ -27,18 +28,19 @@ def problems_of(model: Functional, axis: str, ranks: int) -> Iterator[str]:
     if found := dict(_plain_dropouts(model.abstract_module)):
         yield (
             f"plain dropout would draw the same masks for the positions of every rank along {axis}: {found} (rates); use "
-            "ax.ParallelDropout, which draws them by global positions, or a rate of 0"
+            "ax.ParallelDropout(..., dim=-2, positions=True), which draws them by global positions, or a rate of 0"
         )
 
 
 def _plain_dropouts(module: nnx.Module | None) -> Iterator[tuple[str, float]]:
-    for path, each in nnx.iter_graph(module) if module is not None else ():
-        if isinstance(each, nnx.Dropout) and each.rate and not _knows_positions(type(each)):
+    """Dropout of a rate whose masks do not follow positions; that of attention's weights does without being told."""
+    modules = {} if module is None else dict(nnx.iter_graph(module))
+    for path, each in modules.items():
+        if not isinstance(each, nnx.Dropout) or not each.rate or getattr(type(each), DECLARED, False):
+            continue
+        of_weights = isinstance(modules.get(path[:-1]), TensorParallelAttention)
+        if not (isinstance(each, ParallelDropout) and (each.holds_positions or of_weights)):
             yield "/".join(map(str, path)), each.rate
-
-
-def _knows_positions(kind: type) -> bool:
-    return issubclass(kind, ParallelDropout) or getattr(kind, DECLARED, False)
 
 
 def refusing_linen_dropout(axis: str) -> AbstractContextManager:
@@ -49,7 +51,7 @@ def refusing_linen_dropout(axis: str) -> AbstractContextManager:
 
     def refuse(call: Any, args: tuple, kwargs: dict, context: Any) -> jax.Array:
         module = context.module
-        plain = isinstance(module, linen.Dropout) and not _knows_positions(type(module))
+        plain = isinstance(module, linen.Dropout) and not getattr(type(module), DECLARED, False)
         if plain and context.method_name == "__call__" and module.rate and current_split(axis) is not None:
             given = kwargs.get("deterministic", args[1] if len(args) > 1 else None)
             if not (module.deterministic if given is None else given):
