@@ -5,14 +5,14 @@ import jax.numpy as jnp
 
 
 def plain_attention(
-    q, k, v, *, causal=False, window=None, segment_ids=None, bias=None, bias_arrays=(), scale=None, dropped=None
+    q, k, v, *, causal=False, window=None, segment_ids=None, bias=None, arrays=(), scale=None, dropped=None
 ):
     """q [b, s, n, d], k and v [b, t, g, d] -> [b, s, n, d]; `dropped(weights [b, n, s, t])` changes the weights."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bsnd,btnd->bnst", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     queries, keys = jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
     if bias is not None:
-        scores += bias(queries, keys, *bias_arrays)
+        scores += bias(queries, keys, *arrays)
     ahead = keys[None, :] - queries[:, None]
     seen = jnp.ones(ahead.shape, bool)
     if causal:

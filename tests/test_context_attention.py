@@ -1,5 +1,7 @@
 """Attention of sequences whose positions are split over ranks equals that of whole sequences: results and gradients."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +66,7 @@ def shared_options(row, table, s):
     options.pop("segments", None)
     if row["extra"] == "bias":
         options["bias"] = lambda queries, keys, table: table[:, keys[None, :] - queries[:, None] + s]
-        options["bias_arrays"] = (table,)
+        options["arrays"] = (table,)
     return options
 
 
@@ -77,6 +79,8 @@ def split_attention(row, ids, method, key):
         options = shared_options(row, table, q.shape[1] * degree)
         if "segments" in RULES[row["rule"]]:
             options["segment_ids"] = ids
+        if "score_mod" in row:
+            options |= {"score_mod": row["score_mod"], "arrays": (table,)}
         if row["extra"] in ("dropout", "dropout by head"):
             keys = jax.random.split(key, q.shape[2]) if by_head else key
             options |= {"dropout_rate": 0.3, "dropout_key": keys}
@@ -130,6 +134,32 @@ def test_results_and_gradients_are_those_of_whole_sequences(row):
     got = jax.jit(with_gradients(split_attention(row, jnp.asarray(ids), named_method(row), key)))(*arrays)
     for name, a, b in zip(("out", "q", "k", "v", "table"), got, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10, err_msg=name)
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_scores_are_changed_as_a_function_says(method):
+    """A soft cap, a temperature per head with a gradient, and a very low number in the place of a mask."""
+    row = {"ranks": 2, "order": "zigzag", "rule": "full", "block": 3, "extra": None, "check_vma": True, "heads": (4, 2)}
+    (q, k, v, _, cotangent), ids = inputs(row)
+    heat, low = np.linspace(0.5, 2, 4), np.finfo(np.float64).min
+
+    def score_mod(scores, where, heat):
+        capped = 2 * jnp.tanh(scores * heat[where.heads][:, None, None] / 2)
+        seen = where.keys[None, :] <= where.queries[:, None] - 2  # the first two queries see no key
+        return jnp.where(seen, capped, low)
+
+    def plain(q, k, v, heat):
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        scores = jnp.einsum("bsnd,btnd->bnst", q, k) * SIZE**-0.5
+        at = jnp.arange(q.shape[1])
+        changed = score_mod(scores, types.SimpleNamespace(heads=jnp.arange(4), queries=at, keys=at), heat)
+        return jnp.einsum("bnst,btnd->bsnd", jax.nn.softmax(changed, -1), v)
+
+    split = split_attention(row | {"score_mod": score_mod}, jnp.asarray(ids), method, None)
+    got = jax.jit(with_gradients(split))(q, k, v, heat, cotangent)
+    wanted = jax.jit(with_gradients(plain))(q, k, v, heat, cotangent)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)
 
 
 def sent(method, ranks, *, backward=False, heads=(4, 2), **options):
@@ -257,5 +287,7 @@ def test_what_does_not_fit_is_refused_at_once():
         sent("ulysses", 8)
     with pytest.raises(ValueError, match=r"\(3, 'ring'\): 3 must divide the 4 ranks"):
         sent((3, "ring"), 4)
+    with pytest.raises(ValueError, match="bias and score_mod both change scores"):
+        ax.context_attention(q, q, q, bias=lambda *_: q, score_mod=lambda scores, *_: scores)
     with pytest.raises(ValueError, match=r"bias\(.*returned an array of shape \(8, 8\)"):
         ax.context_attention(q, q, q, bias=lambda queries, keys: 1.0 * queries[:, None] - keys[None])

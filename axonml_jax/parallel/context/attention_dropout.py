@@ -10,22 +10,19 @@ from axonml_jax.compat.random_bits import bernoulli_at
 
 @dataclass(frozen=True)
 class WeightsDropout:
-    """The mask of the weights [b, n, s, t]: `bernoulli(key, 1 - rate, [b, n, s, t])`, or for each head of its own key
-    `bernoulli(key of the head, 1 - rate, [b, s, t])`.
+    """The mask of the weights: `bernoulli(key, 1 - rate, shape)` of an array over rows, heads, queries and keys, or over some
+    of them; or for each head of its own key one over the others.
 
     Attributes:
       rate: the probability of being dropped.
-      heads: n, of the whole mask.
-      queries: s, of the whole sequence.
-      keys: t, of the whole sequence.
+      dims: (what it runs over, size) of each dim of that array: "row", "head", "query", "key", or "" for a dim of size 1; the
+        size of the first is not read.
       by_head: whether every head has a key of its own.
     """
 
     rate: float
-    heads: int
-    queries: int
-    keys: int
-    by_head: bool
+    dims: tuple[tuple[str, int], ...]
+    by_head: bool = False
 
     def keep(self, key: jax.Array, rows: int, heads: jax.Array, queries: jax.Array, keys: jax.Array) -> jax.Array:
         """Which weights of a tile stay.
@@ -38,30 +35,22 @@ class WeightsDropout:
           keys: int32 [y].
 
         Returns:
-          bool [b, h, x, y].
+          bool [b, h, x, y], of size 1 along what the mask does not run over.
         """
-        as_count = lambda x: x.astype(jnp.uint32)
-        row, place = jnp.arange(rows, dtype=jnp.uint32)[:, None, None, None], as_count(queries)[:, None]
-        if self.by_head:
-            high, low = _line(row, self.queries, place)
-        else:
-            first = row * jnp.uint32(self.heads) + as_count(heads)[:, None, None]
-            high, low = _line(first, self.queries, place)
-        high, low = _times(high, low, self.keys)
-        column = as_count(keys)[None, None, None, :]
-        ends = low + column
-        high = high + (ends < low).astype(jnp.uint32)
+        along = {"row": jnp.arange(rows), "head": heads, "query": queries, "key": keys, "": jnp.zeros(1, int)}
+        places = ("row", "head", "query", "key")
+        high = low = jnp.zeros((1, 1, 1, 1), jnp.uint32)
+        for name, size in self.dims:
+            own = along[name].astype(jnp.uint32)
+            if name:
+                own = jnp.expand_dims(own, [i for i, each in enumerate(places) if each != name])
+            high, low = _times(high, low, size)
+            ends = low + own
+            high, low = high + (ends < low).astype(jnp.uint32), ends
         if not self.by_head:
-            return bernoulli_at(key, 1 - self.rate, high, ends)
-        one = lambda own: bernoulli_at(own, 1 - self.rate, high[:, 0], ends[:, 0])
+            return bernoulli_at(key, 1 - self.rate, high, low)
+        one = lambda own: bernoulli_at(own, 1 - self.rate, high[:, 0], low[:, 0])
         return jnp.moveaxis(jax.vmap(one)(key[heads]), 0, 1)
-
-
-def _line(row: jax.Array, length: int, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """row * length + place in 64 bits, as an upper and a lower half."""
-    high, low = _times(jnp.zeros_like(row), row, length)
-    ends = low + place
-    return high + (ends < low).astype(jnp.uint32), ends
 
 
 def _times(high: jax.Array, low: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:

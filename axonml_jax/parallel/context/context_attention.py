@@ -16,13 +16,16 @@ from axonml_jax.parallel.context.across_ranks import Places, Ring, read_backward
 from axonml_jax.parallel.context.attention_dropout import WeightsDropout
 from axonml_jax.parallel.context.context_split import ContextSplit, current_split
 from axonml_jax.parallel.context.method import Method, heads_and_gathers
-from axonml_jax.parallel.context.tile_attention import Attention, Given
+from axonml_jax.parallel.context.tile_attention import Attention, Given, Where
 from axonml_jax.parallel.context.tiles import block_for
 from axonml_jax.parallel.context.visible import Visible
 from axonml_jax.sharding.sequence_order import Order
 
 Bias = Callable[..., jax.Array]
 """`bias(query positions [x], key positions [y], *arrays) -> [n or 1, x, y]`."""
+
+ScoreMod = Callable[..., jax.Array]
+"""`score_mod(scores [b, h, x, y], where, *arrays) -> scores`; `where` has `heads` [h], `queries` [x] and `keys` [y]."""
 
 
 def context_attention(
@@ -37,7 +40,8 @@ def context_attention(
     window: int | tuple[int, int] | None = None,
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     bias: Bias | None = None,
-    bias_arrays: tuple[jax.Array, ...] = (),
+    score_mod: ScoreMod | None = None,
+    arrays: tuple[jax.Array, ...] = (),
     scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -66,9 +70,12 @@ def context_attention(
       window: (left, right): a query at i sees positions from i - left to i + right; a number is both.
       segment_ids: int [b, c], this rank's part: a query sees the keys of its own segment only; for keys of other lengths a pair
         ([b, c], [b, c']).
-      bias: `bias(query positions [x], key positions [y], *bias_arrays) -> [n or 1, x, y]`, added to the scores: of parts of the
-        whole sequence, such as ALiBi's slopes times distances.
-      bias_arrays: what the bias is made of, such as a table of relative positions; gradients reach those that are floating.
+      bias: `bias(query positions [x], key positions [y], *arrays) -> [n or 1, x, y]`, added to the scores of a block: ALiBi's
+        slopes times distances, or what a table of relative positions says.
+      score_mod: in its place any change of a block's scaled scores: `score_mod(scores [b, h, x, y], where, *arrays)`, with the
+        block's heads, query positions and key positions in `where.heads`, `where.queries` and `where.keys` (as PyTorch's
+        FlexAttention, block by block).
+      arrays: what these two read; gradients reach those that are floating. Other arrays of a traced program they cannot read.
       scale: of the scores; None: d ** -0.5.
       dropout_rate: of the weights. The mask is `jax.random.bernoulli(dropout_key, 1 - dropout_rate, [b, n, s, t])`, of which
         every rank draws what it reads.
@@ -90,7 +97,7 @@ def context_attention(
     split = split or ContextSplit(axis)
     window = (window, window) if isinstance(window, int) else window
     ids = segment_ids if isinstance(segment_ids, tuple) or segment_ids is None else (segment_ids, segment_ids)
-    if problems := list(_problems(q, k, v, window, ids, dropout_rate, dropout_key)):
+    if problems := list(_problems(q, k, v, window, ids, dropout_rate, dropout_key, bias, score_mod)):
         raise ValueError("context_attention: " + "; ".join(problems))
     heads, each_has = q.shape[2], (q.shape[1], k.shape[1])
     sizes = {"ranks": ranks, "heads": heads, "kv_heads": k.shape[2], "places": q.shape[1]}
@@ -107,13 +114,12 @@ def context_attention(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         queries=queries,
         keys=keys,
-        bias=bias,
+        modify=score_mod if bias is None else partial(_plus, bias),
         dropout=_dropout(dropout_rate, key, heads, *(ranks * places for places in each_has)),
-        axes=_axes_of((q, k, v, ids, key, bias_arrays), ring.axis),
+        axes=_axes_of((q, k, v, ids, key, arrays), ring.axis),
     )
     first_head = 0 if ring.heads == 1 else axis_index(axis) % ring.heads * (heads // ring.heads)
-    arrays = tuple(jnp.asarray(x) for x in bias_arrays)
-    given = Given(arrays, key, first_head)
+    given = Given(tuple(jnp.asarray(x) for x in arrays), key, first_head)
     given, q, k, v = vary((given, q, k, v), how.axes)
     q, k, v = _heads_apart(ring, q, k, v)
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
@@ -128,14 +134,14 @@ def _attended(how: Attention, ring: Ring, given: Given, q, k, v, places: Places)
 
 
 def _attended_forward(how: Attention, ring: Ring, given: Given, q, k, v, places: Places):
-    out, lse = read_forward(how, ring, given, q, k, v, places)
-    out = out.astype(v.dtype)
-    return how.queries.joined(out, 3), (given, q, k, v, places, out, lse)
+    read = read_forward(how, ring, given, q, k, v, places)
+    read = read._replace(out=read.out.astype(v.dtype))
+    return how.queries.joined(read.out, 3), (given, q, k, v, places, read)
 
 
 def _attended_backward(how: Attention, ring: Ring, kept, grad):
-    given, q, k, v, places, out, lse = kept
-    dq, dk, dv, made = read_backward(how, ring, given, q, k, v, places, out, lse, grad)
+    given, q, k, v, places, read = kept
+    dq, dk, dv, made = read_backward(how, ring, given, q, k, v, places, read, grad)
     none: Any = None
     arrays = tuple(none if x is None else x.astype(y.dtype) for x, y in zip(made, given.arrays, strict=True))
     return Given(arrays, none, none), dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
@@ -172,8 +178,21 @@ def _places(ring: Ring, how: Attention, ids: tuple[jax.Array, jax.Array] | None)
     return Places(positions, jax.lax.dynamic_slice_in_dim(whole[0], index * count, count, axis=1), whole[-1])
 
 
+def _plus(bias: Bias, scores: jax.Array, where: Where, *arrays: jax.Array) -> jax.Array:
+    own, (queries, keys) = bias(where.queries, where.keys, *arrays), scores.shape[2:]
+    if own.ndim != 3 or own.shape[1:] != (queries, keys):
+        raise ValueError(
+            f"context_attention: bias(query positions [{queries}], key positions [{keys}], *arrays) returned an array of shape "
+            f"{own.shape}: it must be [heads, {queries}, {keys}], or [1, {queries}, {keys}] for the same on all heads"
+        )
+    return scores + (own if len(own) == 1 else own[where.heads])
+
+
 def _dropout(rate: float, key: jax.Array | None, heads: int, queries: int, keys: int) -> WeightsDropout | None:
-    return None if key is None else WeightsDropout(rate, heads, queries, keys, by_head=key.ndim == 2)
+    if key is None:
+        return None
+    heads_dim = () if key.ndim == 2 else (("head", heads),)
+    return WeightsDropout(rate, (("row", 1), *heads_dim, ("query", queries), ("key", keys)), by_head=key.ndim == 2)
 
 
 def _key_data(key: jax.Array) -> jax.Array:
@@ -185,7 +204,7 @@ def _axes_of(tree: Any, axis: str | None) -> tuple[str, ...]:
     return tuple(sorted(axes))
 
 
-def _problems(q, k, v, window, ids, rate, key) -> Iterator[str]:
+def _problems(q, k, v, window, ids, rate, key, bias, score_mod) -> Iterator[str]:
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4:
         yield f"{shapes} must be [rows, positions, heads, head size]"
@@ -198,6 +217,8 @@ def _problems(q, k, v, window, ids, rate, key) -> Iterator[str]:
         yield f"window={window!r} must be how many positions are seen before and after, or a pair of these"
     if ids is not None and (len(ids) != 2 or ids[0].shape != q.shape[:2] or ids[1].shape != k.shape[:2]):
         yield f"segment_ids of shapes {[x.shape for x in ids]} must be {q.shape[:2]} for queries and {k.shape[:2]} for keys"
+    if bias is not None and score_mod is not None:
+        yield "bias and score_mod both change scores: give one, which may do both"
     if not 0 <= rate < 1:
         yield f"dropout_rate={rate!r} must be at least 0 and below 1"
     if rate and key is None:

@@ -29,7 +29,8 @@ class Attention:
       segmented: whether queries see the keys of their own segment only.
       scale: of the scores.
       queries, keys: how places are cut into tiles.
-      bias: `bias(query positions [x], key positions [y], *arrays) -> [heads or 1, x, y]`, added to the scores; or None.
+      modify: `modify(scores [b, heads, x, y], where, *arrays) -> scores`: what is done to the scaled scores before what is not
+        seen is left out; or None.
       dropout: of the weights, or None.
       axes: the mesh axes over which everything here is typed as varying.
     """
@@ -39,7 +40,7 @@ class Attention:
     scale: float
     queries: TileCut
     keys: TileCut
-    bias: Callable[..., jax.Array] | None
+    modify: Callable[..., jax.Array] | None
     dropout: WeightsDropout | None
     axes: tuple[str, ...]
 
@@ -53,9 +54,9 @@ class Given(NamedTuple):
     """What besides queries, keys and values an attention reads.
 
     Attributes:
-      arrays: what the bias is made of.
+      arrays: what `modify` reads.
       key: the dropout's key data; None without.
-      first_head: the first of these query heads among all that the bias and the dropout speak of.
+      first_head: the first of these query heads among all that `modify` and the dropout speak of.
     """
 
     arrays: tuple[jax.Array, ...] = ()
@@ -63,11 +64,34 @@ class Given(NamedTuple):
     first_head: int | jax.Array = 0
 
 
+class Where(NamedTuple):
+    """Where a tile of scores is in the whole: its heads [h], and the positions of its queries [x] and keys [y]."""
+
+    heads: jax.Array
+    queries: jax.Array
+    keys: jax.Array
+
+
 class Tile(NamedTuple):
     """Where a tile's places are: positions [x], and segments [b, x] or None."""
 
     positions: jax.Array
     segments: jax.Array | None
+
+
+class Piece(NamedTuple):
+    """What queries read of some keys.
+
+    Attributes:
+      out: [t, b, g, r, x, e]; 0 for a query that sees none of them.
+      top: the highest score, [t, b, g, r, x]; -inf for such a query.
+      total: the logarithm of the sum of exp(score - top), as top. Their sum would lose it where all scores are a very low
+        number, which stands for keys that are not seen.
+    """
+
+    out: jax.Array
+    top: jax.Array
+    total: jax.Array
 
 
 def forward(how: Attention, given: Given, q: jax.Array, at: Side, k: jax.Array, v: jax.Array, side: Side):
@@ -82,7 +106,7 @@ def forward(how: Attention, given: Given, q: jax.Array, at: Side, k: jax.Array, 
       side: their places.
 
     Returns:
-      (out [t, b, g, r, x, e], lse [t, b, g, r, x]) in at least float32: a query that sees no key has 0 and -inf.
+      A `Piece`, in at least float32.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
 
@@ -96,7 +120,7 @@ def forward(how: Attention, given: Given, q: jax.Array, at: Side, k: jax.Array, 
 
             def more(carry):
                 out, total, highest = carry
-                scores = _scores(how, given, q_tile, _tile(here), k_tile, _tile(there))
+                scores = _changed(how, given, _scores(how, q_tile, k_tile), _tile(here), _tile(there))
                 top = jnp.maximum(highest, scores.max(-1))
                 shown = jnp.where(jnp.isneginf(top), 0, top)
                 weights, again = jnp.exp(scores - shown[..., None]), jnp.exp(highest - shown)
@@ -109,33 +133,35 @@ def forward(how: Attention, given: Given, q: jax.Array, at: Side, k: jax.Array, 
 
         start = vary((*zero, jnp.full(shape, -jnp.inf, wide)), how.axes)
         (out, total, top), _ = _loop(with_keys, start, (k, v, side))
-        seen = total > 0
-        lse = jnp.where(seen, jnp.where(seen, top, 0) + jnp.log(jnp.where(seen, total, 1)), -jnp.inf)
-        return None, (out / jnp.where(seen, total, 1)[..., None], lse)
+        total = jnp.where(total > 0, total, 1)
+        return None, Piece(out / total[..., None], top, jnp.log(total))
 
     return _loop(of_queries, None, (q, at))[1]
 
 
-def merged(first, second):
-    """The results of two pieces, `(out, lse)` each, as of one."""
-    (out, lse), (more, other) = first, second
-    both = jnp.logaddexp(lse, other)
-    shown = jnp.where(jnp.isneginf(both), 0, both)
-    return out * jnp.exp(lse - shown)[..., None] + more * jnp.exp(other - shown)[..., None], both
+def merged(one: Piece, other: Piece) -> Piece:
+    """What queries read of the keys of both."""
+    top = jnp.maximum(one.top, other.top)
+    shown = jnp.where(jnp.isneginf(top), 0, top)
+    first, second = (jnp.exp(each.top - shown + each.total) for each in (one, other))
+    total = jnp.where(first + second > 0, first + second, 1)
+    out = (one.out * first[..., None] + other.out * second[..., None]) / total[..., None]
+    return Piece(out, top, jnp.log(total))
 
 
 class KeptQueries(NamedTuple):
-    """What the backward reads of the queries: q and out's gradient [t, b, g, r, x, d or e], lse and `out * gradient` summed
-    over the head [t, b, g, r, x]."""
+    """What the backward reads of the queries: q and out's gradient [t, b, g, r, x, d or e], `Piece`'s top and total of all
+    keys, and `out * gradient` summed over the head [t, b, g, r, x]."""
 
     q: jax.Array
     grad: jax.Array
-    lse: jax.Array
+    top: jax.Array
+    total: jax.Array
     inner: jax.Array
 
 
 def backward(how: Attention, given: Given, kept: KeptQueries, at: Side, k: jax.Array, v: jax.Array, side: Side):
-    """The gradients of `forward`, merged with whatever other pieces: `kept.lse` is that of all of them.
+    """The gradients of `forward`, merged with whatever other pieces: `kept.top` and `kept.total` are those of all of them.
 
     Returns:
       (dq like q, dk like k, dv like v, a gradient of each of `given.arrays`, None of those without one), in at least float32.
@@ -182,51 +208,43 @@ def _pair_backward(
     """The parts that a tile of queries and one of keys have in dq, dk, dv and the gradients of the floating arrays."""
     wide = jnp.promote_types(own.q.dtype, jnp.float32)
 
-    def scores(*changed):
+    def changed(scores, *floats):
         arrays = list(given.arrays)
-        for i, x in zip(floating, changed, strict=True):
+        for i, x in zip(floating, floats, strict=True):
             arrays[i] = x
-        return _scores(how, given._replace(arrays=tuple(arrays)), own.q, here, k, there)
+        return _changed(how, given._replace(arrays=tuple(arrays)), scores, here, there)
 
-    made, undo = jax.vjp(scores, *(given.arrays[i] for i in floating))
-    weights = jnp.exp(made - jnp.where(jnp.isneginf(own.lse), 0, own.lse)[..., None])
+    scores, undo = jax.vjp(changed, _scores(how, own.q, k), *(given.arrays[i] for i in floating))
+    weights = jnp.exp(scores - jnp.where(jnp.isneginf(own.top), 0, own.top)[..., None] - own.total[..., None])
     into = jnp.einsum("bgrxe,bgye->bgrxy", own.grad, v, preferred_element_type=wide)
     into = _dropped(how, given, into, here, there)
     dropped = _dropped(how, given, weights, here, there).astype(own.grad.dtype)
-    dscores = weights * (into - own.inner[..., None])
+    dscores, *darrays = undo(weights * (into - own.inner[..., None]))
     scaled = (dscores * how.scale).astype(own.q.dtype)
     dq = jnp.einsum("bgrxy,bgyd->bgrxd", scaled, k, preferred_element_type=wide)
     dk = jnp.einsum("bgrxy,bgrxd->bgyd", scaled, own.q, preferred_element_type=wide)
     dv = jnp.einsum("bgrxy,bgrxe->bgye", dropped, own.grad, preferred_element_type=wide)
-    darrays = undo(dscores) if floating else ()
     return dq, dk, dv, tuple(x.astype(wide) for x in darrays)
 
 
-def _scores(how: Attention, given: Given, q: jax.Array, here: Tile, k: jax.Array, there: Tile) -> jax.Array:
-    """[b, g, r, x, y] in at least float32; -inf where a query does not see a key."""
+def _scores(how: Attention, q: jax.Array, k: jax.Array) -> jax.Array:
+    """[b, g, r, x, y] in at least float32, scaled."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("bgrxd,bgyd->bgrxy", q, k, preferred_element_type=wide) * how.scale
-    if how.bias is not None:
-        groups, each = scores.shape[1:3]
-        places = vary((here.positions, there.positions), how.axes)
-        bias = _checked(how.bias(*places, *given.arrays), scores.shape).astype(wide)
-        if len(bias) > 1:
-            bias = jax.lax.dynamic_slice_in_dim(bias, given.first_head, groups * each, axis=0)
-        scores += bias.reshape(*((groups, each) if len(bias) > 1 else (1, 1)), *bias.shape[1:])
+    return jnp.einsum("bgrxd,bgyd->bgrxy", q, k, preferred_element_type=wide) * how.scale
+
+
+def _changed(how: Attention, given: Given, scores: jax.Array, here: Tile, there: Tile) -> jax.Array:
+    """Scores as the softmax takes them: -inf where a query does not see a key."""
+    if how.modify is not None:
+        rows, groups, each, *tile = scores.shape
+        heads = given.first_head + jnp.arange(groups * each)
+        where = Where(*vary((heads, here.positions, there.positions), how.axes))
+        changed = how.modify(scores.reshape(rows, groups * each, *tile), where, *given.arrays)
+        scores = changed.astype(scores.dtype).reshape(scores.shape)
     seen = how.visible.sees(here.positions, there.positions)
     if here.segments is not None and there.segments is not None:
         seen = seen & (here.segments[:, :, None] == there.segments[:, None, :])[:, None, None]
     return jnp.where(seen, scores, -jnp.inf)
-
-
-def _checked(bias: jax.Array, scores: tuple[int, ...]) -> jax.Array:
-    queries, keys = scores[-2:]
-    if bias.ndim != 3 or bias.shape[1:] != (queries, keys):
-        raise ValueError(
-            f"context_attention: bias(query positions [{queries}], key positions [{keys}], *bias_arrays) returned an array of "
-            f"shape {bias.shape}: it must be [heads, {queries}, {keys}], or [1, {queries}, {keys}] for the same on all heads"
-        )
-    return bias
 
 
 def _dropped(how: Attention, given: Given, weights: jax.Array, here: Tile, there: Tile) -> jax.Array:
@@ -235,7 +253,8 @@ def _dropped(how: Attention, given: Given, weights: jax.Array, here: Tile, there
         return weights
     rows, groups, each = weights.shape[:3]
     heads = given.first_head + jnp.arange(groups * each)
-    keep = how.dropout.keep(given.key, rows, heads, here.positions, there.positions).reshape(weights.shape)
+    keep = how.dropout.keep(given.key, rows, heads, here.positions, there.positions)
+    keep = jnp.broadcast_to(keep, (rows, groups * each, *weights.shape[3:])).reshape(weights.shape)
     return jnp.where(keep, weights / (1 - how.dropout.rate), 0)
 
 
