@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.collectives.varying import vary
+from axonml_jax.compat.barrier import together
 from axonml_jax.parallel.context.attention_dropout import WeightsDropout
 from axonml_jax.parallel.context.tiles import Side, TileCut
 from axonml_jax.parallel.context.visible import Visible
@@ -109,6 +110,7 @@ def forward(how: Attention, given: Given, q: jax.Array, at: Side, k: jax.Array, 
       A `Piece`, in at least float32.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
+    q, at, side = _tied(q, at, side)
 
     def of_queries(_, own):
         q_tile, here = own
@@ -167,6 +169,8 @@ def backward(how: Attention, given: Given, kept: KeptQueries, at: Side, k: jax.A
       (dq like q, dk like k, dv like v, a gradient of each of `given.arrays`, None of those without one), in at least float32.
     """
     wide = jnp.promote_types(kept.q.dtype, jnp.float32)
+    q, at, side = _tied(kept.q, at, side)
+    kept = kept._replace(q=q)
     floating = [i for i, x in enumerate(given.arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
     zeros = tuple(jnp.zeros(given.arrays[i].shape, wide) for i in floating)
 
@@ -266,6 +270,16 @@ def _where_seen(how: Attention, here: Side, there: Side, more: Callable, carry: 
     if here.least is not None and here.most is not None and there.least is not None and there.most is not None:
         may = may & (here.least <= there.most) & (there.least <= here.most)
     return jax.lax.cond(may, more, lambda carry: carry, carry)
+
+
+def _tied(q: jax.Array, at: Side, side: Side) -> tuple[jax.Array, Side, Side]:
+    """The same, of which places seem to depend on the queries.
+
+    What depends on places alone, such as masks, is the same in every trip of a loop over layers: differentiating such a loop
+    JAX would compute it before the loop, for all tiles at once, and keep it.
+    """
+    tied: Any = together((q, at, side))
+    return tied
 
 
 def _tile(side: Side) -> Tile:
