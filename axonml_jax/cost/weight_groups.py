@@ -178,10 +178,11 @@ def _gathers(each: Placed) -> Iterator[Sent]:
 
 
 def _syncs(each: Placed) -> Iterator[Sent]:
-    """In the order of `Placement.sync`: what is reduced after every microbatch first, then from the innermost axis outwards."""
+    """In the order of `Placement.sync`: every microbatch's first, then what is scattered, and from the inside outwards."""
     elements, outwards = each.gathered, list(each.setting.strategies.items())[::-1]
     roles = each.setting.roles
-    for axis, strategy in sorted(outwards, key=lambda own: roles[own[0]].reduces != "microbatch"):
+    later = lambda role: (role.reduces != "microbatch", role.parameters != "sharded")
+    for axis, strategy in sorted(outwards, key=lambda own: later(roles[own[0]])):
         ranks, sharded = each.setting.ranks(axis), axis in each.sharded
         buffered, often = axis == outwards[-1][0] and roles[axis].parameters == "whole", each.reductions(axis)
         for sent in strategy.sync_flows(elements, each.layout, axis, ranks, each.sum_dtype) if several(ranks) else ():

@@ -253,7 +253,9 @@ class Placement:
           accumulated: gradients synchronized over `inner_axes` already; they join before the rest.
         """
         values = [self.to_reduce(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
-        outwards = list(reversed(self.strategies.items()))
+        # From the innermost axis outwards, but what is scattered first: sums of shards send less than those of whole gradients.
+        outwards = list(self.strategies.items())[::-1]
+        outwards.sort(key=lambda each: each[0] not in self.sharded_axes)
         inner = [each for each in outwards if each[0] in self.inner_axes]
         outer = [each for each in outwards if each[0] not in self.inner_axes]
         with jax.named_scope("axonml.gradients"), jax.named_scope(f"bucket{bucket}"):

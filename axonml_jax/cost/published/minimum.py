@@ -18,7 +18,7 @@ def minimum_traffic(placement: Placement) -> Fraction:
     """Bytes per rank and update of gradients and parameters on a ring, padding not counted.
 
     With P elements on N ranks and A microbatches, (N-1)/N times: 2P along a replicated axis (DDP); 2P, (1+A)P and 3AP along a
-    sharded one (ZeRO-1, 2 and 3), and then the axes outside it reduce only a rank's part. A pipeline's rank moves its own
+    sharded one (ZeRO-1, 2 and 3), and then all other axes reduce only a rank's part. A pipeline's rank moves its own
     stages: 2P where it gathers them once per step, 3P for each time that it gathers them otherwise. Gathered parameters
     travel in the compute dtype, gradients in the reduce dtype. Nothing travels along an axis under NO_SYNC. A step may send a
     little less than ZeRO-3's amount: what the backward does not read, such as biases and the first layer's weights, is not
@@ -54,16 +54,21 @@ def weight_traffic(
     """
     share, total, run = Fraction(size), Fraction(0), Run.of(plan, degrees)
     read, reduced = plan.precision.read_dtype(dtype), plan.precision.reduce_dtype(dtype)
-    for axis, strategy in reversed(plan.on(degrees).items()):
+    own = lambda axis: as_axes(axis)[0] in split
+    outwards = list(plan.on(degrees).items())[::-1]
+    outwards.sort(
+        key=lambda each: (not own(each[0]), each[1].role.parameters != "layers")
+    )  # what layers split is never whole
+    for axis, strategy in outwards:
         role, ranks = strategy.role, math.prod(degrees[name] for name in as_axes(axis))
-        moved, own = share * Fraction(ranks - 1, ranks), as_axes(axis)[0] in split
+        moved = share * Fraction(ranks - 1, ranks)
         if role.parameters == "sharded":
             often = run.rounds(axis)
             gathers = often.at_start + often.at_use * (1 + trained)
             total += moved * (gathers * read.itemsize + often.reductions * reduced.itemsize * trained)
-        elif role.batch is not None and role.reduces != "never" and not own:
+        elif role.batch is not None and role.reduces != "never" and not own(axis):
             total += 2 * moved * strategy.wire_dtype(reduced).itemsize * trained
-        share /= ranks if own or role.parameters == "sharded" else 1
+        share /= ranks if own(axis) or role.parameters == "sharded" else 1
     return total
 
 
