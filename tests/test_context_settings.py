@@ -50,10 +50,12 @@ def written(tmp_path):
 def test_a_configuration_makes_the_plan_and_the_mesh(written):
     made = written("--context.method", "[2, ring]", mesh={"data": 2, "context": 4}, context={"order": "striped"})
     assert made.build_plan().context == ax.Context(method=(2, "ring"), order="striped")
-    assert made.mesh.degrees == {"data": 2, "fsdp": 1, "context": 4}
+    assert made.mesh.degrees == {"data": 2, "context": 4} == made.degrees
     flags = ["--context.shard", "--plan.sharding_strategy", "zero2", "--mesh.cp", "4", "--context.method=gather"]
     flags = [flag.replace("mesh.cp", "mesh.context") for flag in flags]
-    plan = written(*flags).build_plan()
+    made = written(*flags)
+    assert made.degrees == {"data": -1, "fsdp": 1, "context": 4}
+    plan = made.build_plan()
     assert plan.context == plan.fsdp == plan.axes["fsdp", "context"]
     assert plan.fsdp.stage == 2 and plan.context.method == "gather"
 

@@ -33,6 +33,7 @@ def describe(config: RunConfig, ground: RunSetup) -> str:
         f"{model.num_heads} heads, {model.norm}, {model.activation}, {model.position} positions",
         "mesh": f"{', '.join(f'{axis}={size}' for axis, size in ground.mesh.shape.items())} on {ground.device_words}",
         "plan": _settings(config.plan),
+        **({"context": _settings(config.context)} if ground.mesh.shape.get("context", 1) > 1 else {}),
         "memory": _memory(config, ground),
         "optimizer": _settings(config.optim),
         "batch": f"{train.global_batch_size} examples of {config.data.length} bytes, {tokens:,} tokens, per update; "

@@ -82,7 +82,7 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     """What a configuration's own mesh and plan cost, and what a compiler makes of them."""
     if base is None:
         raise ValueError("--as-written wants a configuration file, whose mesh and plan it takes")
-    shape = MeshShape(**base.mesh.degrees).resolve(chosen.devices)
+    shape = MeshShape(**base.degrees).resolve(chosen.devices)
     own, batch, length = replace(base.build_plan(), mesh=shape), base.train.global_batch_size, base.data.length
     kind = hardware(_hardware(chosen))
     model: Any = base.model

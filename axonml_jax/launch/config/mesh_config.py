@@ -37,9 +37,8 @@ class MeshConfig:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The axes of the mesh; with `context` there is `fsdp`, as parameters may rest sharded over both together."""
-        kept = {"fsdp"} if self.context != 1 else set()
-        inner = {name: size for name in _INNER_AXES if (size := getattr(self, name)) != 1 or name in kept}
+        """The axes of the mesh."""
+        inner = {name: size for name in _INNER_AXES if (size := getattr(self, name)) != 1}
         return {"data": self.data} | inner
 
 

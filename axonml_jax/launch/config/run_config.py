@@ -201,6 +201,11 @@ class RunConfig:
         if problems:
             raise ValueError("; ".join(problems))
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The axes of the mesh: `fsdp` among them where parameters rest sharded over it and `context` together."""
+        return self.mesh.degrees | ({"fsdp": self.mesh.fsdp} if self.context.shard else {})
+
     def build_plan(self) -> "Plan":
         """The plan of the run."""
         plan = replace(self.plan.build(), context=self.context.build())

@@ -53,7 +53,7 @@ def lay_ground(config: RunConfig) -> RunSetup:
     """
     world = start_devices(config.devices.simulated)
     try:
-        mesh = make_mesh(devices=None, **config.mesh.degrees)
+        mesh = make_mesh(devices=None, **config.degrees)
     except ValueError as error:
         raise ValueError(f"mesh: {error}") from error
     rows = jax.ShapeDtypeStruct((config.train.global_batch_size, config.data.length), np.int32)

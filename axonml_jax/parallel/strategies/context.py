@@ -19,8 +19,8 @@ from axonml_jax.sharding.sequence_order import ORDERS, Order
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitsPositions(AbstractStrategy):
-    """What strategies that split positions for `context_attention` share.
+class SplitsPositions:
+    """What strategies share whose last axis splits positions for `context_attention`.
 
     Attributes:
       method: how attention reads the keys and values of other ranks: "auto", "gather", "ulysses", "ring", or (U, "ring") or
@@ -39,21 +39,18 @@ class SplitsPositions(AbstractStrategy):
     @contextmanager
     def inside(self, axis: AxisNames) -> Iterator[None]:
         """Layers can ask how their positions are split; plain dropout is refused."""
-        own = self._own(axis)
+        own = as_axes(axis)[-1]
         with split_by(ContextSplit(own, self.position_order, self.method)), refusing_linen_dropout(own):
             yield
 
     def model_problems(self, model: Functional, axis: AxisNames, degrees: Mapping[str, int]) -> list[str]:
         """A model must say that it is written for this, and draw no masks that every rank would repeat."""
-        own = self._own(axis)
+        own = as_axes(axis)[-1]
         ranks, shared = degrees[own], 1 if isinstance(self.method, str) else self.method[0]
         if ranks == 1:
             return []
         uneven = [f"method={self.method!r}: {shared} must divide the {ranks} ranks of {own}"] * (ranks % shared > 0)
         return [*uneven, *problems_of(model, own, ranks)]
-
-    def _own(self, axis: AxisNames) -> str:
-        return next(name for name, split in self.role.splits(as_axes(axis)).items() if split == "positions")
 
     def _split_problems(self) -> Iterator[str]:
         if problem := method_problem(self.method):
