@@ -136,6 +136,32 @@ def test_a_call_and_an_evaluation_are_those_of_one_device(name):
     np.testing.assert_allclose(got["accuracy"], metrics["accuracy"].value, rtol=1e-5)
 
 
+class Normed(Sequences):
+    """Its statistics are of all positions of all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(3))
+
+    def __call__(self, tokens):
+        return self.head(self.norm(self.table(tokens) + self.positions(ax.context_positions(tokens.shape[1]))))
+
+
+def test_statistics_join_over_positions_and_frozen_parameters_stay():
+    mesh = mesh_of({"data": 2, "context": 2})
+    assert_equals_single_device(
+        Normed(), by_position, batches(), plan_of(), mesh=mesh, trainable="^(norm|head|positions)/"
+    )
+
+
+def test_generation_of_any_model_sees_windows_that_divide():
+    model, prompts = Sequences(), batch_of(0, 5)["tokens"]
+    given = {"length": 4, "key": jax.random.key(0), "temperature": 0, "window": LENGTH - 1}
+    parallel = ax.parallelize(model, mesh_of({"data": 3, "context": 2}), plan_of())
+    wanted = ax.generate(lambda tokens: model(np.pad(tokens, ((0, 0), (0, 1)))), prompts, **given)
+    np.testing.assert_array_equal(ax.generate(parallel, prompts, **given), wanted)
+
+
 def test_a_loaders_batches_are_reordered_once_however_often_they_are_given():
     mesh, batch = mesh_of({"data": 2, "context": 2}), batch_of(0, LENGTH)
     (loaded,) = ax.create_dataloader(batch, len(batch["rows"]), mesh, shuffle=False, num_epochs=1)

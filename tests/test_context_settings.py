@@ -122,6 +122,12 @@ def test_a_prediction_says_the_order_and_refuses_lengths_and_the_planner_an_axis
         ax.plan(model, num_devices=8, global_batch=8, axes=("data", "context"))
 
 
+def test_what_is_scattered_is_scattered_before_context_sums_it():
+    step, state, rows = step_of(config(GPT), ax.Plan(**ZERO["stage1"]), {"data": 1, "fsdp": 2, "context": 2}, 8)
+    sent = {row.axes: row.elements for row in ax.explain(step, state, rows).traffic if row.label == "gradients"}
+    assert sent["context",] * 2 == sent["fsdp",]
+
+
 def test_the_ledger_counts_the_all_reduce_over_context_as_the_trainers_report_says():
     mesh = ax.make_mesh(data=2, context=2, devices=jax.devices()[:4])
     trainer = ax.ContextParallel(Sequences(), mesh).trainer(optax.sgd(0.1), by_position)

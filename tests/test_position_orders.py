@@ -13,7 +13,9 @@ from position_models import WORDS, Positions, Words, batch_of, loss, mesh_of
 
 import axonml_jax as ax
 from axonml_jax._types import named_leaves
+from axonml_jax.ledger import collectives_in
 from axonml_jax.parallel.context.context_split import ContextSplit, current_split, split_by
+from axonml_jax.parallel.context.put_back import put_back
 from axonml_jax.sharding.check_batch import check_batch
 from axonml_jax.sharding.sequence_order import sequence_order
 
@@ -111,3 +113,28 @@ def test_a_strategy_refuses_a_model_and_one_order_is_that_of_one_axis():
     layout = ax.Plan(axes={"seq": Ordered(), "more": Positions()}).batch_layout({"seq": 2, "more": 2})
     with pytest.raises(ValueError, match=r"several axes split the positions of \{'x': \('seq', 'more'\)\}"):
         check_batch(layout, {"x": np.zeros((2, 8))})
+
+
+@pytest.mark.parametrize("order", ["zigzag", "striped"])
+def test_every_process_places_its_own_parts_in_the_ranks_order(order, monkeypatch):
+    layout = ax.Plan(axes={"seq": Ordered(order=order)}).batch_layout({"data": 2, "seq": 2})
+    tokens, mesh = np.arange(48).reshape(4, 12), mesh_of({"data": 2, "seq": 2})
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for given in (tokens, jnp.asarray(tokens)):
+        (placed,) = jax.tree.leaves(layout.place({"tokens": given}, mesh))
+        np.testing.assert_array_equal(placed, tokens[:, sequence_order(order, 12, 2)])
+        assert placed.sharding.spec == PartitionSpec(("data",), ("seq",))
+
+
+@pytest.mark.parametrize(
+    ("order", "length", "sent"),
+    [("zigzag", 24, [("permute", 8)]), ("striped", 18, [("all_to_all", 6)]), ("striped", 12, [("all_gather", 12)])],
+)
+def test_outputs_are_put_back_by_exchanges_of_no_more_than_they_hold(order, length, sent):
+    """Elements of one row; a gather only where a rank's positions do not divide over the ranks."""
+    spec, given = PartitionSpec(None, "seq"), jnp.zeros((1, length))
+    local = lambda x: put_back(x, 1, "seq", order)
+    program = jax.shard_map(local, mesh=mesh_of({"seq": 3}), in_specs=spec, out_specs=spec)
+    assert [(each.kind, each.elements) for each in collectives_in(program, given)] == sent
+    in_order = np.arange(length)[sequence_order(order, length, 3)]
+    assert jax.jit(program)(in_order[None])[0].tolist() == list(range(length))
