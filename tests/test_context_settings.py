@@ -122,6 +122,25 @@ def test_a_prediction_says_the_order_and_refuses_lengths_and_the_planner_an_axis
         ax.plan(model, num_devices=8, global_batch=8, axes=("data", "context"))
 
 
+def test_a_checkpoint_goes_on_under_another_split_and_gradients_are_those_of_one_device(tmp_path):
+    first, batch = batch_of(0, POSITIONS), batch_of(1, POSITIONS)
+    meshes = [{"data": 1, "fsdp": 2, "context": 2}, {"data": 1, "context": 3}, {"data": 1}]
+    plans = [ax.Plan(context=ax.Context(shard=True, order="striped")), ax.Plan(), ax.Plan()]
+    losses, grads = [], []
+    for degrees, plan in zip(meshes, plans, strict=True):
+        mesh = ax.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
+        trainer = ax.parallelize(Sequences(), mesh, plan).trainer(optax.adam(1e-2), by_position)
+        grads.append(jax.device_get(trainer.model.value_and_grad(by_position)(first)[1]))
+        if "fsdp" in degrees:
+            trainer.step(first)
+            ax.save(tmp_path / "run", trainer)
+        ax.restore(tmp_path / "run", trainer)
+        losses.append(trainer.step(batch)["loss"])
+    np.testing.assert_allclose(losses, losses[-1:] * 3, rtol=1e-6)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    jax.tree.map(lambda *same: [close(each, same[-1]) for each in same], *grads)
+
+
 def test_what_is_scattered_is_scattered_before_context_sums_it():
     step, state, rows = step_of(config(GPT), ax.Plan(**ZERO["stage1"]), {"data": 1, "fsdp": 2, "context": 2}, 8)
     sent = {row.axes: row.elements for row in ax.explain(step, state, rows).traffic if row.label == "gradients"}
