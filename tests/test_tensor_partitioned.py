@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import axonml_jax as ax
 from axonml_jax.ledger.compiled import CompiledCollective
-from axonml_jax.ledger.partitioner import _axes
+from axonml_jax.ledger.partitioner import axes_of
 from axonml_jax.parallel.partition import Partition
 from axonml_jax.testing import assert_equals_single_device
 
@@ -116,7 +116,7 @@ def test_groups_are_told_apart_however_hlo_writes_them():
         "": {"data", "tensor"},
     }
     for groups, axes in written.items():
-        assert _axes(CompiledCollective("all_reduce", False, False, "f32[4]", groups), degrees) == axes
+        assert axes_of(CompiledCollective("all_reduce", False, False, "f32[4]", groups), degrees) == axes
 
 
 def test_rules_that_do_not_fit_are_refused_with_every_offender():

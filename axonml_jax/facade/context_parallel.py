@@ -7,7 +7,10 @@ from jax.sharding import Mesh
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.gradients.bucketed import CommHook
 from axonml_jax.collectives.gradients.buckets import GradSyncStrategy
+from axonml_jax.facade.accepting import traffic_along
 from axonml_jax.facade.parallel_model import ParallelModel
+from axonml_jax.facade.trainer import Trainer
+from axonml_jax.ledger.across_positions import PositionTraffic
 from axonml_jax.mesh.as_mesh import as_mesh
 from axonml_jax.mesh.group import ProcessGroup
 from axonml_jax.mesh.shape import make_mesh
@@ -27,8 +30,9 @@ AXIS = "context"
 class ContextParallel(ParallelModel):
     """Every device holds other positions of the same sequences, and the whole model or a part of it.
 
-    The model's code sees the positions of one device, and says so by the class attribute `splits_positions = True`; what goes
-    across positions is `ax.context_attention` (Liu et al. 2023; Jacobs et al. 2023).
+    The code of a model that is written for it sees the positions of one device, and says so by the class attribute
+    `splits_positions = True`; what goes across positions is `ax.context_attention` (Liu et al. 2023; Jacobs et al. 2023). The
+    code of any other model sees whole sequences; the attention in it is recognised and computed so.
 
     Args:
       model: an NNX module, a function without arguments that makes one, or a Linen module with `params=`.
@@ -38,6 +42,8 @@ class ContextParallel(ParallelModel):
         (U, "gather"), Ulysses among U ranks (see `ax.context_attention`).
       order: in which order ranks hold positions (see `ax.sequence_order`); "auto" is "zigzag", which balances causal attention.
         Batches are given and outputs come back in the sequence's own.
+      sees: what positions the model's code sees: "own", those of its device; "whole", those of all; "auto": as the model says.
+      allow_communication: what code that sees whole sequences may send across positions besides attention (see `ax.Context`).
       shard: parameters rest sharded over `fsdp` and `context` together, and are gathered over both at once (ZeRO-3).
       params: a Linen module's variables.
       bucket_size_mb, gradient_as_bucket_view, comm_dtype, comm_hook, remat, batch_stats, precision, trainable, check_vma, seed:
@@ -55,6 +61,8 @@ class ContextParallel(ParallelModel):
         *,
         method: Method = "auto",
         order: Order | Literal["auto"] = "auto",
+        sees: Literal["auto", "own", "whole"] = "auto",
+        allow_communication: bool | int = False,
         shard: bool = False,
         params: PyTree | None = None,
         bucket_size_mb: float = 25,
@@ -76,8 +84,9 @@ class ContextParallel(ParallelModel):
             "comm_dtype": comm_dtype,
             "comm_hook": comm_hook,
         }
+        own: dict[str, Any] = {"sees": sees, "allow_communication": allow_communication, "shard": shard}
         plan = Plan(
-            context=Context(method=method, order=order, shard=shard, **reducing),
+            context=Context(method=method, order=order, **own, **reducing),
             data=Replicate(**reducing),
             precision=Precision.of(precision),
             remat=remat,
@@ -85,6 +94,22 @@ class ContextParallel(ParallelModel):
             check_vma=check_vma,
         )
         super().__init__(model, _mesh(mesh, shard), plan, params=params, trainable=trainable, seed=seed)
+
+    def context_traffic(self, trainer: Trainer, batch: PyTree) -> PositionTraffic:
+        """What a step of a model that sees whole sequences sends along `context`, counted in the compiled program.
+
+        Args:
+          trainer: one of this model.
+          batch: arrays or shapes of a global batch; nothing runs.
+
+        Raises:
+          ValueError: for a model that sees its device's positions: `ax.explain` counts what it sends.
+        """
+        if "context" not in self._placement.left:
+            raise ValueError(
+                "the model's code sees its device's positions, and nothing is left to the partitioner: use ax.explain"
+            )
+        return traffic_along(self._placement, trainer.trace(batch).lower().compile(), "context")
 
 
 def _mesh(given: Any, shard: bool) -> Mesh:

@@ -67,7 +67,7 @@ class ParallelModel(SavedModel):
         self._functional, whole = functionalize(model, params, trainable)
         split = tensor_specs(self._functional.abstract_module, self.mesh.shape)
         stages = None if plan.pipe is None else stage_assigner(model, self._functional, plan.pipe)
-        self._placement = bind_plan(plan, whole, self.mesh, split, stages)
+        self._placement = bind_plan(plan.for_model(self._functional), whole, self.mesh, split, stages)
         self._rest = rest_of(self._placement)
         check_units(self._placement, self._functional)
         self._functional.state_joins()  # refused before anything is allocated

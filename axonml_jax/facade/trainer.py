@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from axonml_jax._types import LossFn, PyTree
+from axonml_jax.facade.accepting import accepting
 from axonml_jax.facade.saved_model import SavedModel
 from axonml_jax.facade.state_dict import fitted
 from axonml_jax.sharding.leaf import Leaf
@@ -135,6 +136,7 @@ class Trainer(Generic[M]):
                 norm_type=self._norm_type,
                 max_nonfinite=self._max_nonfinite,
                 training=mode,
+                accept=accepting(self._placement),
             )
         return self._steps[mode]
 

@@ -24,6 +24,7 @@ _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _OPCODE = re.compile(r"^(?:ROOT )?%?\S+ = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\(")
 _CALLEES = re.compile(r"\b(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, [a-z_]+=|$)")
+_PLACE = re.compile(r'\bop_name="([^"]*)"')
 _CALLEE_LISTS = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 
 
@@ -37,6 +38,7 @@ class CompiledCollective:
       asynchronous: whether it is the start of an asynchronous pair.
       result: its result type as HLO writes it.
       groups: its replica groups, or a permute's pairs, as HLO writes them.
+      place: the operation of the traced program that it comes from, with its name scopes.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class CompiledCollective:
     asynchronous: bool
     result: str
     groups: str = ""
+    place: str = ""
 
 
 def device_peak(compiled: Any) -> int:
@@ -101,8 +104,8 @@ def _walk(computations: dict[str, list[str]], name: str, in_loop: bool) -> Itera
         result, opcode = match.groups()
         base = opcode.removesuffix("-start")
         if base in KINDS:
-            groups = _GROUPS.search(line)
-            yield CompiledCollective(KINDS[base], in_loop, opcode != base, result, groups.group(1) if groups else "")
+            groups, place = (found.group(1) if (found := part.search(line)) else "" for part in (_GROUPS, _PLACE))
+            yield CompiledCollective(KINDS[base], in_loop, opcode != base, result, groups, place)
             continue
         for callee in callees(line):
             yield from _walk(computations, callee, in_loop or opcode == "while")

@@ -42,7 +42,7 @@ class PartitionedTraffic:
     def _sent(self, kind: str, result: str) -> Amount:
         # A reduce-scatter's result is one part of what it takes.
         factor = self.ranks if kind == "reduce_scatter" else 1
-        return wire_elements(kind, factor * _bytes(result), self.ranks)
+        return wire_elements(kind, factor * result_bytes(result), self.ranks)
 
     def __str__(self) -> str:
         header = ["label", "collective", "axes", "result", "where", "count", "bytes/rank"]
@@ -65,12 +65,14 @@ def partitioned_traffic(compiled: Any, degrees: Mapping[str, int], axis: str) ->
     found = Counter(
         (each.kind, re.sub(r"\{.*?\}", "", each.result), each.in_loop)
         for each in collectives_in_compiled(compiled)
-        if axis in _axes(each, degrees)
+        if axis in axes_of(each, degrees)
     )
-    return PartitionedTraffic(axis, degrees[axis], dict(sorted(found.items(), key=lambda item: -_bytes(item[0][1]))))
+    return PartitionedTraffic(
+        axis, degrees[axis], dict(sorted(found.items(), key=lambda item: -result_bytes(item[0][1])))
+    )
 
 
-def _axes(collective: CompiledCollective, degrees: Mapping[str, int]) -> set[str]:
+def axes_of(collective: CompiledCollective, degrees: Mapping[str, int]) -> set[str]:
     """The mesh axes along which the members of a group differ."""
     if named := _NAMED.search(collective.groups):
         return set(re.findall(r"\w+", named.group(2)))
@@ -90,7 +92,8 @@ def _groups(text: str) -> list[np.ndarray]:
     return [np.array([int(n) for n in group.split(",")]) for group in re.findall(r"\{([\d,]+)\}", text)]
 
 
-def _bytes(result: str) -> int:
+def result_bytes(result: str) -> int:
+    """Bytes of a result type as HLO writes it."""
     return sum(
         _itemsize(kind) * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in _ARRAY.findall(result)
     )

@@ -26,6 +26,7 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
             f"the mesh has {AXIS}={degrees[AXIS]}, and the plan says nothing about stages: give it "
             "pipe=ax.Pipelined(num_microbatches=..., schedule=...), use ax.Pipeline, or a mesh without this axis"
         )
+    _check_left(plan, degrees)
     _check_strategies(plan, degrees)
     unknown = {axis: size for axis, size in degrees.items() if axis not in known and size > 1}
     if unknown:
@@ -34,6 +35,19 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
             "same work. Give the mesh these devices on one of the plan's axes, or build the model with layers that split over "
             "them (ax.ColumnParallelLinear, ax.ParallelLinear, ...), or swap its own by ax.auto_parallelize, whose report says "
             "why each was left"
+        )
+
+
+def _check_left(plan: Plan, degrees: Mapping[str, int]) -> None:
+    """Refuse what an axis left to the partitioner does not go with."""
+    left = [
+        axis for axis, each in plan.on(degrees).items() if each.left_to_partitioner and degrees[as_axes(axis)[0]] > 1
+    ]
+    if left and plan.pipe is not None:
+        raise ValueError(
+            f"{', '.join(map(str, left))} is left to XLA's partitioner, since the model's code sees whole sequences, and a "
+            "pipeline's stages see their rank's positions: write the model for these (ax.context_attention, "
+            "ax.context_positions; splits_positions = True), or use a mesh without it"
         )
 
 

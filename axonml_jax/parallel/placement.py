@@ -1,13 +1,13 @@
 """A plan bound to a mesh and a model: where each parameter lives, and how a step reads and reduces it."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.gradients.buckets import assign_buckets
@@ -51,8 +51,10 @@ class Placement:
     @cached_property
     def strategies(self) -> dict[AxisNames, AbstractStrategy]:
         """The strategies of the mesh's axes that a step binds, outermost first: gathering goes inwards, reducing outwards."""
-        there = self.plan.on(self.degrees)
-        return {axis: each for axis, each in there.items() if not self.left.intersection(as_axes(axis))}
+        there, left = self.plan.on(self.degrees), self.left
+        # XLA's partitioner refuses a sum over an axis of one rank of what it splits over an axis that is left to it.
+        bound = lambda axis: not left or (self.ranks(axis) > 1 and not left.intersection(as_axes(axis)))
+        return {axis: each for axis, each in there.items() if bound(axis)}
 
     @cached_property
     def batch_layout(self) -> BatchLayout:
@@ -98,9 +100,16 @@ class Placement:
                 stack.enter_context(seen_whole(axis))
             yield
 
+    def rewritten(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """What a step traces in the place of the model's code (see `AbstractStrategy.rewritten`)."""
+        for axis, strategy in self.plan.on(self.degrees).items():
+            left = self.left.intersection(as_axes(axis)) and self.ranks(axis) > 1
+            fun = strategy.rewritten(fun, axis, self.plan.check_vma) if left else fun
+        return fun
+
     def check_model(self, model: Functional) -> None:
         """Refuse what a strategy cannot run (see `AbstractStrategy.model_problems`)."""
-        there = [(axis, each) for axis, each in self.strategies.items() if self.ranks(axis) > 1]
+        there = [(axis, each) for axis, each in self.plan.on(self.degrees).items() if self.ranks(axis) > 1]
         if problems := [why for axis, each in there for why in each.model_problems(model, axis, self.degrees)]:
             raise ValueError("; ".join(problems))
 
@@ -136,11 +145,6 @@ class Placement:
             return self.batch_axes
         return self.own_axes or None
 
-    @property
-    def rank_spec(self) -> PartitionSpec:
-        """The spec of a value stacked by rank: one entry of dim 0 per batch shard."""
-        return self.batch_layout.by_rank
-
     @cached_property
     def layer_axes(self) -> tuple[str, ...]:
         """The mesh axes along which the model's layers split their parameters."""
@@ -157,7 +161,7 @@ class Placement:
 
     @property
     def manual_axes(self) -> frozenset[str]:
-        """The mesh axes over which this library communicates: all but those that are left to the partitioner."""
+        """The mesh axes over which this library communicates."""
         return frozenset(self.degrees) - self.left
 
     @property

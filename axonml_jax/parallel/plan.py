@@ -8,6 +8,7 @@ from typing import Literal
 
 from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, AxisNames, as_axes
 from axonml_jax.mesh.shape import MeshShape
+from axonml_jax.model.functional import Functional
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.offload import CPUOffload
@@ -182,6 +183,10 @@ class Plan:
     def reducing(self) -> "Plan":
         """The plan, but with strategies that all reduce gradients (see `AbstractStrategy.reducing`)."""
         return self._changed(lambda axis, strategy: strategy.reducing())
+
+    def for_model(self, model: Functional) -> "Plan":
+        """The plan with every default of its strategies decided that depends on the model."""
+        return self._changed(lambda axis, strategy: strategy.for_model(model))
 
     def decided(self, fabric: Fabric, degrees: Mapping[str, int]) -> "Plan":
         """The plan with every default of its strategies decided that depends on the devices."""

@@ -54,7 +54,7 @@ class Differentiate:
     def _whole(self, variables: Variables, key: jax.Array, batch: PyTree):
         placement, rest = self.placement, self.rest
         batch = placement.batch_layout.opened(batch)
-        specs, own = rest.specs(variables), lambda: (placement.rank_spec, each_ranks_specs(placement))
+        specs, own = rest.specs(variables), lambda: (placement.batch_layout.by_rank, each_ranks_specs(placement))
         means, grads = (rest.means, specs.params) if self.sync else own()
         return jax.shard_map(
             self._local,

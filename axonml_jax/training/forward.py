@@ -131,6 +131,7 @@ class Forward:
         static: tuple,
         mode: Mode | None = None,
         whole: tuple[str, ...] = (),
+        alone: bool = False,
     ) -> tuple[Any, PyTree]:
         treedef, rest = static
 
@@ -141,19 +142,21 @@ class Forward:
                 bound = self.model.bind(variables, key, mode or self.mode)
                 return bound(*args, **kwargs), self.model.state_of(bound)
 
-        return reading_whole(call, self.model, variables, key, arrays)
+        traced = call if alone else self.placement.rewritten(call)
+        return reading_whole(traced, self.model, variables, key, arrays)
 
     def _dims(self, variables: Variables, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree]:
         """For every output the dim that grows with the batch, or -1, and the dims that are split otherwise, with their axes."""
         placement, key = self.placement, jax.random.key(0)
         parts, dims = self._batch_dims(variables, arrays, static)
         split = self._position_dims(parts, dims, variables, arrays, static)
-        splitting = {axis: placement.degrees.get(axis, 1) for axis in SPLITTING}
-        if all(degree == 1 for degree in splitting.values()) or placement.at_rest is not None:
+        splitting = {axis: placement.degrees.get(axis, 1) for axis in SPLITTING if axis not in placement.left}
+        if all(degree == 1 for degree in splitting.values()):
             return dims, split
 
         def alone(variables: Variables, arrays: Arrays):
-            return self._call(variables, key, arrays, static, replace(self.mode, batch_norm_axes=()))[0]
+            own = replace(self.mode, batch_norm_axes=())
+            return self._call(variables, key, arrays, static, own, alone=True)[0]
 
         @functools.cache
         def typed() -> PyTree:

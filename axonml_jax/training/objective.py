@@ -36,6 +36,7 @@ class Objective:
       mode: how the model runs.
       positions: the mesh axes that split positions: a loss must then say over which it is a mean.
       inside: entered around the model's code while it is traced (see `Placement.inside`).
+      rewritten: what is traced in its place (see `Placement.rewritten`).
     """
 
     model: Functional
@@ -43,6 +44,7 @@ class Objective:
     mode: Mode
     positions: tuple[str, ...] = ()
     inside: Callable[[], AbstractContextManager] = nullcontext
+    rewritten: Callable[[Callable], Callable] = lambda fun: fun
 
     def __post_init__(self):
         if not callable(self.loss_fn):
@@ -50,7 +52,7 @@ class Objective:
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         """The loss of one microbatch on one rank, and the model's state after it."""
-        return reading_whole(self._of, self.model, variables, key, batch)
+        return reading_whole(self.rewritten(self._of), self.model, variables, key, batch)
 
     def _of(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         with self.inside():

@@ -1,6 +1,6 @@
 """One training step: gather -> differentiate -> sync -> update, in one compiled program with donated state."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from numbers import Real
@@ -45,6 +45,7 @@ class TrainStep:
     Attributes:
       placement: the plan on its mesh.
       mesh: the mesh.
+      accept: called with every compiled program before it first runs; it may refuse it.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class TrainStep:
         norm_type: float = 2.0,
         max_nonfinite: int | None = None,
         training: bool | None = None,
+        accept: Callable[[Any], None] | None = None,
     ):
         if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm={max_grad_norm!r} must be a positive number; None does not clip")
@@ -68,7 +70,8 @@ class TrainStep:
         check_limit(max_nonfinite, bool(placement.own_axes))
         self.max_nonfinite = max_nonfinite
         self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
-        self.norm_type = float(norm_type)
+        self.norm_type, self.accept = float(norm_type), accept
+        self._accepted: dict[Any, Callable] = {}
         self._on_shards = OnShards.of(tx, placement)
         self.objective = objective_of(model, loss_fn, placement, training)
         options = compiler_options(placement, mesh)
@@ -95,7 +98,21 @@ class TrainStep:
         check_batch(self.placement.batch_layout, batch, self.placement.plan.microbatches)
         bound_run_ahead(state.step)
         with explain_typed_scan(self.placement.plan.check_vma):
-            return self._compiled(state, self.placement.batch_layout.place(batch, self.mesh))
+            batch = self.placement.batch_layout.place(batch, self.mesh)
+            return (
+                self._compiled(state, batch) if self.accept is None else self._accepted_for(state, batch)(state, batch)
+            )
+
+    def _accepted_for(self, state: TrainState, batch: PyTree) -> Callable:
+        """The program compiled for arrays like these, once it is accepted."""
+        leaves, treedef = jax.tree.flatten((state, batch))
+        like = (treedef, *((x.shape, x.dtype, x.sharding) for x in leaves))
+        if like not in self._accepted:
+            compiled = self._compiled.lower(state, batch).compile()
+            assert self.accept is not None
+            self.accept(compiled)
+            self._accepted[like] = compiled
+        return self._accepted[like]
 
     def trace(self, state: TrainState, batch: PyTree):
         """The step traced on arrays or shapes (`.jaxpr`, `.lower()`): what the ledger reads."""
@@ -173,7 +190,7 @@ def forward_mode(placement: Placement, training: bool | None) -> Mode:
 def objective_of(model: Functional, loss_fn: LossFn, placement: Placement, training: bool | None) -> Objective:
     """A loss function on a model, as it runs under a plan."""
     mode = forward_mode(placement, training)
-    return Objective(model, loss_fn, mode, placement.position_axes, placement.inside)
+    return Objective(model, loss_fn, mode, placement.position_axes, placement.inside, placement.rewritten)
 
 
 def step_key(state: TrainState) -> jax.Array:

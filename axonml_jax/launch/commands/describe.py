@@ -59,7 +59,7 @@ def memory(config: RunConfig, ground: RunSetup) -> FSDPMemoryStats:
 def _placed(config: RunConfig, ground: RunSetup) -> tuple[Functional, Variables, Placement]:
     view, shapes = functionalize(nnx.eval_shape(lambda: build_model(config.model, config.train.seed)))
     split = tensor_specs(view.abstract_module, ground.mesh.shape)
-    return view, shapes, bind_plan(ground.plan, shapes, ground.mesh, split)
+    return view, shapes, bind_plan(ground.plan.for_model(view), shapes, ground.mesh, split)
 
 
 def _memory(config: RunConfig, ground: RunSetup) -> str:

@@ -12,7 +12,15 @@ from axonml_jax.collectives.along_dim import gather_along, scatter_along
 from axonml_jax.collectives.primitives import axis_index, shift
 from axonml_jax.parallel.context.context_split import positions_of
 from axonml_jax.parallel.context.ring_rounds import Pairs, RingRounds
-from axonml_jax.parallel.context.tile_attention import Attention, Given, KeptQueries, Piece, backward, forward, merged
+from axonml_jax.parallel.context.tile_attention import (
+    Attention,
+    Given,
+    KeptQueries,
+    ReadPiece,
+    backward,
+    forward,
+    merged,
+)
 from axonml_jax.parallel.context.tiles import Side, TileCut, side_of
 from axonml_jax.sharding.sequence_order import Order, order_parts, sequence_order
 
@@ -107,7 +115,7 @@ class Places(NamedTuple):
 
 
 def read_forward(how: Attention, ring: Ring, given: Given, q: jax.Array, k: jax.Array, v: jax.Array, places: Places):
-    """All of a group's queries read all keys: q [b, g, r, c, d], k [b, g, t, d], v [b, g, t, e] -> a `Piece`.
+    """All of a group's queries read all keys: q [b, g, r, c, d], k [b, g, t, d], v [b, g, t, e] -> a `ReadPiece`.
 
     Communicates: an all-gather of keys and values, or a permute of them in every round but the first.
     """
@@ -127,7 +135,7 @@ def read_forward(how: Attention, ring: Ring, given: Given, q: jax.Array, k: jax.
     return functools.reduce(merged, parts)
 
 
-def read_backward(how: Attention, ring: Ring, given: Given, q, k, v, places: Places, read: Piece, grad):
+def read_backward(how: Attention, ring: Ring, given: Given, q, k, v, places: Places, read: ReadPiece, grad):
     """The gradients of q, k, v and `given.arrays`, given what `read_forward` returned, and the gradient of its `out`.
 
     Communicates: the keys and values again; with an all-gather, a reduce-scatter of their gradients, which travel with them in

@@ -45,6 +45,7 @@ def context_attention(
     scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    dropout_dims: tuple[tuple[str, int], ...] | None = None,
     block_size: int | None = None,
 ) -> jax.Array:
     """Attention of whole sequences, of which every rank of `axis` holds some positions: exact, with a backward by hand.
@@ -80,6 +81,8 @@ def context_attention(
       dropout_rate: of the weights. The mask is `jax.random.bernoulli(dropout_key, 1 - dropout_rate, [b, n, s, t])`, of which
         every rank draws what it reads.
       dropout_key: a threefry key; or n of them, one for every head, whose mask is then drawn as [b, s, t].
+      dropout_dims: of the drawn mask, where it is not [b, n, s, t]: pairs of what a dim runs over ("row", "head", "query",
+        "key", or "" for a dim of size 1) and its size.
       block_size: positions of a block at most; None: what is fast on the platform (256 on CPU, 512 elsewhere).
 
     Returns:
@@ -115,7 +118,7 @@ def context_attention(
         queries=queries,
         keys=keys,
         modify=score_mod if bias is None else partial(_plus, bias),
-        dropout=_dropout(dropout_rate, key, heads, *(ranks * places for places in each_has)),
+        dropout=_dropout(dropout_rate, key, dropout_dims, heads, *(ranks * places for places in each_has)),
         axes=_axes_of((q, k, v, ids, key, arrays), ring.axis),
     )
     first_head = 0 if ring.heads == 1 else axis_index(axis) % ring.heads * (heads // ring.heads)
@@ -188,11 +191,14 @@ def _plus(bias: Bias, scores: jax.Array, where: Where, *arrays: jax.Array) -> ja
     return scores + (own if len(own) == 1 else own[where.heads])
 
 
-def _dropout(rate: float, key: jax.Array | None, heads: int, queries: int, keys: int) -> WeightsDropout | None:
+def _dropout(
+    rate: float, key: jax.Array | None, dims: tuple[tuple[str, int], ...] | None, heads: int, queries: int, keys: int
+) -> WeightsDropout | None:
     if key is None:
         return None
-    heads_dim = () if key.ndim == 2 else (("head", heads),)
-    return WeightsDropout(rate, (("row", 1), *heads_dim, ("query", queries), ("key", keys)), by_head=key.ndim == 2)
+    by_head = key.ndim == 2
+    every = (("row", 1), *(() if by_head else (("head", heads),)), ("query", queries), ("key", keys))
+    return WeightsDropout(rate, every if dims is None else dims, by_head)
 
 
 def _key_data(key: jax.Array) -> jax.Array:

@@ -80,7 +80,7 @@ class Tile(NamedTuple):
     segments: jax.Array | None
 
 
-class Piece(NamedTuple):
+class ReadPiece(NamedTuple):
     """What queries read of some keys.
 
     Attributes:
@@ -107,7 +107,7 @@ def forward(how: Attention, given: Given, q: jax.Array, at: Side, k: jax.Array, 
       side: their places.
 
     Returns:
-      A `Piece`, in at least float32.
+      A `ReadPiece`, in at least float32.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q, at, side = _tied(q, at, side)
@@ -136,23 +136,23 @@ def forward(how: Attention, given: Given, q: jax.Array, at: Side, k: jax.Array, 
         start = vary((*zero, jnp.full(shape, -jnp.inf, wide)), how.axes)
         (out, total, top), _ = _loop(with_keys, start, (k, v, side))
         total = jnp.where(total > 0, total, 1)
-        return None, Piece(out / total[..., None], top, jnp.log(total))
+        return None, ReadPiece(out / total[..., None], top, jnp.log(total))
 
     return _loop(of_queries, None, (q, at))[1]
 
 
-def merged(one: Piece, other: Piece) -> Piece:
+def merged(one: ReadPiece, other: ReadPiece) -> ReadPiece:
     """What queries read of the keys of both."""
     top = jnp.maximum(one.top, other.top)
     shown = jnp.where(jnp.isneginf(top), 0, top)
     first, second = (jnp.exp(each.top - shown + each.total) for each in (one, other))
     total = jnp.where(first + second > 0, first + second, 1)
     out = (one.out * first[..., None] + other.out * second[..., None]) / total[..., None]
-    return Piece(out, top, jnp.log(total))
+    return ReadPiece(out, top, jnp.log(total))
 
 
 class KeptQueries(NamedTuple):
-    """What the backward reads of the queries: q and out's gradient [t, b, g, r, x, d or e], `Piece`'s top and total of all
+    """What the backward reads of the queries: q and out's gradient [t, b, g, r, x, d or e], `ReadPiece`'s top and total of all
     keys, and `out * gradient` summed over the head [t, b, g, r, x]."""
 
     q: jax.Array

@@ -1,15 +1,17 @@
 """Context parallelism: ranks hold positions of the same sequences; parameters are whole, or sharded together with `fsdp`."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from axonml_jax.collectives.gradients.buckets import GradSyncStrategy
 from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.model.functional import Functional
+from axonml_jax.parallel.context.attending_across import attending_across
 from axonml_jax.parallel.context.context_split import ContextSplit, split_by
-from axonml_jax.parallel.context.fits_model import problems_of, refusing_linen_dropout
+from axonml_jax.parallel.context.fits_model import DECLARED, problems_of, refusing_linen_dropout
 from axonml_jax.parallel.context.method import Method, method_problem
 from axonml_jax.parallel.strategies.replicate import Replicate
 from axonml_jax.parallel.strategies.role import Role
@@ -70,14 +72,23 @@ class Context(SplitsPositions, Replicate):
     The model's code sees its rank's positions only: a module says that it is written for that by the class attribute
     `splits_positions = True`. Random keys are the same on all ranks, for layers that draw masks by global positions.
 
+    A model that nobody wrote for this sees whole sequences: the axis is left to XLA's partitioner, and the attention that is
+    recognised in its traced code becomes `context_attention`. Positions then lie in contiguous order.
+
     Communicates: one all-reduce per bucket and update; what goes across positions the model's attention sends.
 
     Attributes:
+      sees: what positions the model's code sees: "own", those of its rank; "whole", those of all; "auto": its own where it says
+        `splits_positions = True`.
+      allow_communication: with `sees="whole"`, what the model's code may send across positions besides attention and sums:
+        False, as many bytes as its attention sends; True, whatever the partitioner sees fit; or bytes per rank and step.
       shard: parameters rest sharded over `fsdp` and this axis together, as the plan's `fsdp` says, and are gathered over both
         at once.
       method, order: see `SplitsPositions`.
     """
 
+    sees: Literal["auto", "own", "whole"] = "auto"
+    allow_communication: bool | int = False
     shard: bool = False
 
     def __post_init__(self):
@@ -88,10 +99,49 @@ class Context(SplitsPositions, Replicate):
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
         yield from self._split_problems()
+        if self.sees not in ("auto", "own", "whole"):
+            yield f"sees={self.sees!r} must be 'auto', 'own' or 'whole'"
+        elif self.sees == "whole" and self.order not in ("auto", "contiguous"):
+            yield f"order={self.order!r} reorders positions, and with sees='whole' the model's code sees them as they are given"
+        elif self.sees == "whole" and self.shard:
+            yield "shard=True shards parameters over an axis that sees='whole' leaves to the partitioner: use fsdp alone"
+        if not isinstance(self.allow_communication, int) or self.allow_communication < 0:
+            yield f"allow_communication={self.allow_communication!r} must be True, False or a number of bytes"
         if self.shard not in (True, False):
             yield f"shard={self.shard!r} must be True or False"
         if self.sync_strategy in (GradSyncStrategy.NO_SYNC, GradSyncStrategy.NO_SYNC.value):
             yield "sync_strategy=NO_SYNC: ranks along context have parts of the same sequences, and train one model"
+
+    @property
+    def position_order(self) -> Order:
+        """The order, decided."""
+        return "contiguous" if self.sees == "whole" else super().position_order
+
+    @property
+    def left_to_partitioner(self) -> bool:
+        """Where the model's code sees whole sequences."""
+        return self.sees == "whole"
+
+    def for_model(self, model: Functional) -> "Context":
+        """Says what positions the model's code sees."""
+        if self.sees != "auto":
+            return self
+        whole = not model.declares(DECLARED) and not self.shard and self.order in ("auto", "contiguous")
+        return replace(self, sees="whole" if whole else "own")
+
+    def model_problems(self, model: Functional, axis: AxisNames, degrees: Mapping[str, int]) -> list[str]:
+        """None where its code sees whole sequences."""
+        return [] if self.sees == "whole" else super().model_problems(model, axis, degrees)
+
+    def rewritten(self, fun: Callable[..., Any], axis: AxisNames, check_vma: bool) -> Callable[..., Any]:
+        """With the attention that is recognised across ranks."""
+        return attending_across(fun, as_axes(axis)[-1], self.method, check_vma=check_vma)
+
+    def partitioner_budget(self, attention: float) -> float:
+        """As `allow_communication` says."""
+        if isinstance(self.allow_communication, bool):
+            return math.inf if self.allow_communication else attention
+        return self.allow_communication
 
     @property
     def role(self) -> Role:

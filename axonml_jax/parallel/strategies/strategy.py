@@ -1,7 +1,8 @@
 """The contract of every strategy."""
 
 import abc
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -103,6 +104,25 @@ class AbstractStrategy(abc.ABC):
     def left_to_partitioner(self) -> bool:
         """Whether a step leaves its axes to XLA's partitioner: none is bound, and the model's code sees whole sequences."""
         return False
+
+    def for_model(self, model: Functional) -> Self:
+        """Itself with the defaults decided that depend on the model."""
+        return self
+
+    def rewritten(self, fun: Callable[..., Any], axis: AxisNames, check_vma: bool) -> Callable[..., Any]:
+        """For axes that are left to the partitioner: what a step traces in the place of the model's code.
+
+        Args:
+          fun: takes pytrees and returns one; it sees whole sequences.
+          axis: the strategy's.
+          check_vma: the plan's.
+        """
+        return fun
+
+    def partitioner_budget(self, attention: float) -> float:
+        """For axes that are left to the partitioner: bytes per rank and step that the model's code may send along them, besides
+        sums and the attention that was recognised, which sends so many."""
+        return math.inf
 
     def inside(self, axis: AxisNames) -> AbstractContextManager:
         """What holds while the model's code is traced inside `shard_map`: entered around every call of it, and of the loss."""

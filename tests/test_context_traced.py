@@ -1,0 +1,207 @@
+"""Models that nobody wrote for split sequences train under `ax.Context` as on one device: their attention is recognised."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import axonml_jax as ax
+from axonml_jax.ledger import collectives_in
+from axonml_jax.testing import assert_equals_single_device
+
+WORDS, WIDTH, ROWS, LENGTH = 11, 16, 4, 16
+FLAX = {"param_dtype": jnp.float32, "dtype": jnp.float32}  # its softmax is in float32, whatever the model's dtype
+
+
+class Flax(nnx.Module):
+    """Flax's own attention under its own causal mask, and a table of positions."""
+
+    def __init__(self, rate=0.0):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.table, self.places = (nnx.Embed(count, WIDTH, rngs=rngs, **FLAX) for count in (WORDS, LENGTH))
+        self.attention = nnx.MultiHeadAttention(
+            4, WIDTH, decode=False, dropout_rate=rate, deterministic=not rate, use_bias=False, rngs=rngs, **FLAX
+        )
+        self.inner = nnx.Linear(WIDTH, WIDTH, rngs=rngs, **FLAX)
+        self.dropout = nnx.Dropout(rate, deterministic=not rate, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.table(tokens) + self.places(jnp.arange(tokens.shape[1]))
+        x = x + self.attention(x, mask=nnx.make_causal_mask(tokens))
+        return self.table.attend(x + self.dropout(jnp.tanh(self.inner(x))))
+
+
+class Written(nnx.Module):
+    """Grouped queries, a sliding window, layers in a scan that are recomputed, all written by hand."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        draw = lambda *shape: nnx.Param(0.3 * jax.random.normal(rngs.params(), shape, jnp.float64))
+        self.table, self.q, self.kv = draw(WORDS, WIDTH), draw(2, WIDTH, 4, 4), draw(2, 2, WIDTH, 2, 4)
+
+    def __call__(self, tokens):
+        at = jnp.arange(tokens.shape[1])
+        seen = (at[:, None] >= at) & (at[:, None] - at < 5)
+
+        @jax.checkpoint
+        def layer(x, weights):
+            q = jnp.einsum("bsw,whd->bhsd", x, weights[0])
+            k, v = (jnp.repeat(jnp.einsum("bsw,whd->bhsd", x, each), 2, axis=1) for each in weights[1])
+            scores = jnp.where(seen, jnp.einsum("bhqd,bhkd->bhqk", q, k) / 2, -1e9)
+            mixed = jnp.einsum("bhqk,bhkd->bqhd", jax.nn.softmax(scores, -1), v)
+            return x + mixed.reshape(x.shape), None
+
+        x = jax.lax.scan(layer, self.table[...][tokens], (self.q[...], self.kv[...]))[0]
+        return x @ self.table[...].T
+
+
+class Padded(nn.Module):
+    """Linen's attention with a padding mask, pooled over positions; and a convolution over them."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        real = tokens > 2
+        x = nn.Embed(WORDS, WIDTH, **FLAX)(tokens)
+        x = x + nn.Conv(WIDTH, (3,), **FLAX)(x)
+        mask = nn.make_attention_mask(jnp.ones_like(tokens), real)
+        x = x + nn.MultiHeadDotProductAttention(2, use_bias=False, **FLAX)(x, mask=mask)
+        return nn.Dense(WORDS, **FLAX)((x * real[..., None]).mean(1))
+
+
+def shifted(model, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(model(tokens)[:, :-1], tokens[:, 1:]).mean()
+
+
+def pooled(model, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(model(tokens), tokens[:, 0]).mean()
+
+
+def batch_of(seed):
+    return np.random.default_rng(seed).integers(0, WORDS, (ROWS, LENGTH))
+
+
+def mesh_of(degrees):
+    return ax.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
+
+
+# mesh, plan, model, loss
+PLANS = {
+    "flax, gather": ({"context": 4}, {"context": ax.Context(method="gather")}, Flax, shifted),
+    "flax, data": ({"data": 2, "context": 2}, {"accumulate": 2}, Flax, shifted),
+    "flax, zero3": ({"fsdp": 2, "context": 2}, {"remat": "full"}, Flax, shifted),
+    "written, ring": ({"context": 4}, {"context": ax.Context(method="ring")}, Written, shifted),
+    "written, ulysses": ({"data": 2, "context": 2}, {"context": ax.Context(method="ulysses")}, Written, shifted),
+    "linen": ({"context": 2}, {}, Padded, pooled),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_models_train_as_on_one_device(plan):
+    degrees, settings, make, loss = PLANS[plan]
+    model, batches = make(), [batch_of(seed) for seed in range(2)]
+    params = model.init(jax.random.key(0), batches[0]) if isinstance(model, nn.Module) else None
+    assert_equals_single_device(
+        model, loss, batches, ax.Plan(**settings), mesh=mesh_of(degrees), params=params, max_grad_norm=0.5
+    )
+
+
+def test_masks_of_dropout_are_those_of_one_device():
+    """Those of the weights and of activations; one rank of rows, so that one device draws the same keys."""
+    runs = []
+    for degrees in ({"context": 4}, {"data": 1}):
+        trainer = ax.parallelize(Flax(rate=0.3), mesh_of(degrees), ax.Plan()).trainer(optax.sgd(0.1), shifted)
+        runs.append([float(trainer.step(batch_of(seed))["loss"]) for seed in range(3)])
+    np.testing.assert_allclose(*runs, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("method", "kind"), [("gather", "all_gather"), ("ring", "permute"), ("ulysses", "all_to_all")])
+def test_attention_is_sent_by_the_method_of_the_plan(method, kind):
+    model = ax.parallelize(Written(), mesh_of({"context": 2}), ax.Plan(context=ax.Context(method=method)))
+    trainer = model.trainer(optax.sgd(0.1), shifted)
+    found = [entry for entry in collectives_in(trainer.trace(batch_of(0)).jaxpr) if entry.axes == ("context",)]
+    assert kind in {entry.kind for entry in found} and all(entry.in_loop for entry in found)
+
+
+def test_what_a_step_sends_along_the_axis_is_listed():
+    model = ax.ContextParallel(Flax(), mesh_of({"context": 4}), method="gather")
+    traffic = model.context_traffic(model.trainer(optax.sgd(0.1), shifted), batch_of(0))
+    kv = 2 * ROWS * LENGTH * WIDTH * 4  # bytes of all keys and values; gathered twice, their gradients scattered once
+    gathered = [each for each in traffic.attention if each.kind == "all_gather"]
+    assert traffic.bytes(gathered) in (kv * 3 / 4, 2 * kv * 3 / 4)  # XLA may keep what the forward gathered
+    assert 0 < traffic.bytes(traffic.others) < traffic.bytes(traffic.attention)
+    assert "attention" in str(traffic) and "jvp" in str(traffic)
+    with pytest.raises(ValueError, match="allow_communication=-1 must be"):
+        ax.Context(allow_communication=-1)
+
+
+def test_calls_and_evaluation_are_those_of_one_device():
+    results = []
+    for degrees in ({"data": 2, "context": 2}, {"data": 1}):
+        model = ax.parallelize(Written(), mesh_of(degrees), ax.Plan())
+        trainer = model.trainer(optax.sgd(0.1), shifted)
+        trainer.step(batch_of(1))
+        results.append((model(batch_of(0)), trainer.evaluate(batch_of(0))["loss"]))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9)
+
+
+class Convolved(nnx.Module):
+    """A convolution over time and no attention."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.table = nnx.Embed(WORDS, WIDTH, rngs=rngs, **FLAX)
+        self.over_time = nnx.Conv(WIDTH, WIDTH, (5,), padding="CAUSAL", rngs=rngs, **FLAX)
+
+    def __call__(self, tokens):
+        return self.table.attend(jnp.tanh(self.over_time(self.table(tokens))))
+
+
+class Mixed(Convolved):
+    """Token mixing: a weight over positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.over_time = nnx.Linear(LENGTH, LENGTH, rngs=nnx.Rngs(1), **FLAX)
+
+    def __call__(self, tokens):
+        x = self.table(tokens)
+        return self.table.attend(x + self.over_time(x.swapaxes(1, 2)).swapaxes(1, 2))
+
+
+class Scanned(Convolved):
+    """A scan over positions, as of Mamba."""
+
+    def __call__(self, tokens):
+        step = lambda h, x: (0.9 * h + x,) * 2
+        x = self.table(tokens)
+        return self.table.attend(x + jax.lax.scan(step, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[1].swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("make", [Convolved, Mixed, Scanned])
+def test_what_else_goes_across_positions_is_refused_by_name_and_right_when_allowed(make):
+    mesh = mesh_of({"context": 4})
+    trainer = ax.parallelize(make(), mesh, ax.Plan()).trainer(optax.sgd(0.1), shifted)
+    place = "conv_general_dilated" if make is Convolved else "bytes, by"
+    with pytest.raises(ValueError, match=rf"(?s)across positions, more than 0:.*{place}.*allow_communication=True"):
+        trainer.step(batch_of(0))
+    plan = ax.Plan(context=ax.Context(allow_communication=True))
+    assert_equals_single_device(make(), shifted, [batch_of(0)], plan, mesh=mesh, steps=2)
+
+
+def test_what_does_not_go_together_is_refused():
+    tokens = batch_of(0)
+    odd = ax.parallelize(Written(), mesh_of({"context": 3}), ax.Plan()).trainer(optax.sgd(0.1), shifted)
+    with pytest.raises(ValueError, match=r"no leaf's positions divide over \['context'\] \(3 ranks\)"):
+        odd.step(tokens)
+    for context in ({"sees": "own"}, {"order": "zigzag"}, {"shard": True}):
+        degrees = {"fsdp": 2, "context": 2}
+        with pytest.raises(ValueError, match="splits_positions = True"):
+            ax.parallelize(Written(), mesh_of(degrees), ax.Plan(context=ax.Context(**context)))
+    with pytest.raises(ValueError, match="splits_positions = True"):
+        ax.parallelize(Written(), mesh_of({"pipe": 2, "context": 2}), ax.Plan(pipe=ax.Pipelined(num_microbatches=2)))
+    with pytest.raises(ValueError, match="order='striped' reorders positions"):
+        ax.Context(sees="whole", order="striped")
