@@ -172,6 +172,17 @@ def masked_late(s):
     return exps * (1 / exps.sum(-1, keepdims=True))
 
 
+def without_nan(s):
+    weights = jax.nn.softmax(s)
+    return jnp.where(jnp.isnan(weights), 0.0, weights)
+
+
+def spread_by_hand(s):
+    spread = lambda x: jax.lax.broadcast_in_dim(x, s.shape, (0, 1, 2))
+    exps = jnp.exp(s - spread(s.max(-1)))
+    return exps / spread(exps.sum(-1))
+
+
 def dropped(q, k, v, key):
     weights = jax.nn.softmax(scores(q, k))
     keep = jax.random.bernoulli(key, 0.75, weights.shape)

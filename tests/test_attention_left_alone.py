@@ -219,3 +219,18 @@ def test_two_that_share_their_weights_are_replaced_together():
     assert_trees_close(tuple(replaced(found, plain_attention)([Q, K, V])), fun(Q, K, V), "shared weights")
     (first,) = found.attentions[:1]
     assert_trees_close(tuple(replaced(found, plain_attention, [first])([Q, K, V])), fun(Q, K, V), "one of two")
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["varying types", "no types"])
+def test_a_program_traced_on_a_shard_is_read_and_run_there(check):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    fun = plain(lambda s: jnp.where(TRI > 0, s * 0.5, -jnp.inf))
+
+    def on_shard(q, k, v):
+        found = found_in(fun, (q, k, v))
+        assert [str(term) for term in found.attentions[0].mask] == ["causal"] and not found.attentions[0].left
+        return replaced(found, plain_attention)([q, k, v])[0]
+
+    spec = jax.sharding.PartitionSpec("data")
+    shards = jax.shard_map(on_shard, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=check)
+    assert_trees_close(jax.jit(shards)(Q, K, V), fun(Q, K, V), "shards")

@@ -52,10 +52,12 @@ from attention_spellings import (
     scanned,
     scores,
     self_attention,
+    spread_by_hand,
     spreads,
     tiles,
     told,
     where,
+    without_nan,
 )  # fmt: skip
 from flax import linen, nnx
 
@@ -184,6 +186,17 @@ SPELLINGS = {
     "log_softmax": Spelling(plain(softmax=lambda s: jnp.exp(jax.nn.log_softmax(s))), (Q, K, V), told("every key")),
     "divided at the end": Spelling(divided_late, (Q, K, V), told("every key")),
     "masked after exp": Spelling(plain(softmax=masked_late), (Q, K, V), told("causal")),
+    "no numbers replaced": Spelling(
+        plain(lambda s, m: jnp.where(m, s, -jnp.inf), without_nan), (Q, K, V, SOME),
+        told("the mask bool[2, 1, 8, 8] (batch, 1, query, key)"),
+    ),
+    "queries of padding zeroed": Spelling(
+        lambda q, k, v, n: mixed(jnp.where(n[:, None, :, None], jax.nn.softmax(scores(q, k)), 0), v), (Q, K, V, SEEN),
+        told("every key"),
+    ),
+    "a maximum spread by hand": Spelling(
+        plain(softmax=spread_by_hand), (Q, K, V), told("every key")
+    ),
     "masks of heads": Spelling(
         lambda q, k, v, g: mixed(jnp.einsum("bhij,h->bhij", jax.nn.softmax(scores(q, k)), g), v),
         (Q, K, V, normal(HEADS)), told("every key; weights times float64[4] (head)"),

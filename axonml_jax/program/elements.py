@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax.compat.operation import Operation
+from axonml_jax.compat.varying_types import CASTS
 from axonml_jax.program.atoms import Atom, is_constant
 from axonml_jax.program.nested import Nested, Node
 
@@ -221,6 +222,8 @@ def _bits(of_bool: Callable[..., Any], of_bits: Callable[..., Any]) -> Callable[
     return lambda op, *xs: (of_bool if op.made[0].dtype == np.bool_ else of_bits)(*xs)
 
 
+_SAME = ("copy", "layout_constraint", "name", "reshard", "sharding_constraint", "stop_gradient")
+
 ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
     "and": _bits(np.logical_and, np.bitwise_and),
     "or": _bits(np.logical_or, np.bitwise_or),
@@ -244,6 +247,6 @@ ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
     **{name: _by(fun) for name, fun in {"max": np.maximum, "min": np.minimum, "square": np.square}.items()},
     **{name: _by(fun) for name, fun in {"eq": np.equal, "ge": np.greater_equal, "gt": np.greater}.items()},
     **{name: _by(fun) for name, fun in {"le": np.less_equal, "lt": np.less, "rsqrt": lambda x: 1 / np.sqrt(x)}.items()},
-    **{name: lambda op, x: x for name in ("copy", "name", "stop_gradient", "sharding_constraint", "reshard")},
+    **{name: lambda op, x: x for name in (*CASTS, *_SAME)},
 }
 """What an elementwise operation makes of its operands' elements."""

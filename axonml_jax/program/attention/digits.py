@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from axonml_jax.compat.operation import Operation
+from axonml_jax.compat.varying_types import CASTS
 from axonml_jax.program.rules import follow
 
 
@@ -123,6 +124,7 @@ def before(op: Operation, indices: Indices) -> Indices | None:
 
 
 KEEPING = (
+    *CASTS,
     "convert_element_type",
     "copy",
     "name",

@@ -113,7 +113,7 @@ class FoundAttention:
       changes: of the scores, in order; what is the same for all keys of a query is left out, as the softmax leaves it out.
       scores_dtype, weights_dtype: of the product of q and k, and in which the weights meet v.
       precisions: of the two products.
-      zero: whether a query that sees no key gets 0, and not what the softmax makes of its filled scores.
+      zero: rules outside which the weights are set to zero after the softmax: what a query gets that sees no key.
       gates: arrays that the weights are multiplied with, alike for all keys.
       dropout: of the weights.
       line: the user's line that computes the scores.
@@ -131,7 +131,7 @@ class FoundAttention:
     scores_dtype: Any
     weights_dtype: Any
     precisions: tuple[Any, Any]
-    zero: bool
+    zero: tuple[Term, ...]
     gates: tuple[Operand, ...]
     dropout: WeightsDrop | None
     line: str

@@ -33,7 +33,7 @@ def plain_attention(found: FoundAttention, q: Any, k: Any, v: Any, given: Reads)
         scores = _changed(scores, change, found, given)
     weights = jax.nn.softmax(scores, axis=-1)
     if found.zero:
-        weights = jnp.where(_seen(found, found.mask, given), weights, 0)
+        weights = jnp.where(_seen(found, found.zero, given), weights, 0)
     for gate in found.gates:
         weights = weights * given(gate)
     weights = weights.astype(found.weights_dtype)

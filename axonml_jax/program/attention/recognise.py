@@ -1,7 +1,7 @@
 """`find_attention`: every attention of a program, told in one form."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +24,10 @@ from axonml_jax.program.attention.masks.mask_terms import Term
 from axonml_jax.program.attention.operand import KEYS, QUERIES, RESULT, SCORES, VALUES, Layout, Operand
 from axonml_jax.program.attention.roles import roles_of
 from axonml_jax.program.attention.softmax_chains import SoftmaxChain, SoftmaxChains, find_chains
-from axonml_jax.program.attention.sources import Source, activations, operand_indices, sources
+from axonml_jax.program.attention.sources import Source, activations, operand_indices, sources, varies_along
 from axonml_jax.program.attention.weights_changes import (
     NotUnderstood,
+    ReadChain,
     factor_of,
     is_known,
     scaled_difference,
@@ -63,7 +64,7 @@ def find_attention(program: Program, weights: Collection[int] | None = None) -> 
     for chain in chains.chains:
         product = chain.found.product
         try:
-            found.append(_Reader(values, chain, None if weights is None else active).read())
+            found.append(_Reader(values, chain, chains.marks, None if weights is None else active).read())
             products.append(product)
         except NotUnderstood as error:
             missed.append(Missed(product.equation.op.line, str(error)))
@@ -85,8 +86,8 @@ def _looks_like_scores(product: Node, chains: SoftmaxChains, active: Collection[
 class _Reader:
     """Reads one chain."""
 
-    def __init__(self, values: Nested, chain: SoftmaxChain, active: Collection[int] | None):
-        self.active = active
+    def __init__(self, values: Nested, chain: SoftmaxChain, marks: Mapping[int, Mark], active: Collection[int] | None):
+        self.marks, self.active = marks, active
         self.values, self.mark, self.out = values, chain.found, chain.out
         maker = values.maker(chain.out)
         assert maker is not None and chain.found.mix is not None
@@ -102,7 +103,7 @@ class _Reader:
         self.roles, self.masks = roles, MaskReader(self.values, self.level, roles.sizes)
         try:
             changes = self._changes()
-            weights = weights_changes(self.values, mark, roles, self.masks)
+            weights = weights_changes(ReadChain(self.values, mark, roles, self.masks), changes, self.marks)
         except HiddenMask:
             raise NotUnderstood("its masks are made where its result cannot read them") from None
         op, mixed = mark.product.equation.op, self.mix.equation.op
@@ -145,15 +146,15 @@ class _Reader:
         found: list[Change] = []
         last = True
         for raw in reversed(self.mark.raws):
-            if last and raw.how in ("add", "sub") and not self._keyed(raw):
+            if (
+                last
+                and raw.how in ("add", "sub")
+                and not varies_along(self.values, raw.atom, raw.indices, self.mark.over)
+            ):
                 continue
             last = last and raw.how in ("add", "sub", "select", "cast")
             found += reversed(self._change(raw))
         return (*reversed(found), *self._zeroed())
-
-    def _keyed(self, raw: Raw) -> bool:
-        """Whether something differs from key to key."""
-        return any(digit.label[0] in self.mark.over for index in raw.indices for digit in index)
 
     def _change(self, raw: Raw) -> list[Change]:
         if raw.how == "tanh":
@@ -216,9 +217,13 @@ class _Reader:
             return []
         pairs = zip(mark.zeroed, mark.summed, strict=False)
         alike = len(mark.zeroed) == len(mark.summed)
-        if not alike or not all(a.how == b.how and self.values.same(a.atom, b.atom) for a, b in pairs):
+        if not alike or not all(self._same(*pair) for pair in pairs):
             raise NotUnderstood("its exponentials are masked otherwise than their sum")
         return [self._hidden(raw) for raw in mark.zeroed]
+
+    def _same(self, a: Raw, b: Raw) -> bool:
+        """Whether two masks are the same. Of sums the dims of keys were there when they were masked."""
+        return (a.how, a.seen, a.indices) == (b.how, b.seen, b.indices) and self.values.same(a.atom, b.atom)
 
     def _hidden(self, raw: Raw) -> Change:
         if raw.how == "mul":

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from axonml_jax.program.atoms import Atom, is_constant, names_of
-from axonml_jax.program.attention.digits import Indices, before
+from axonml_jax.program.attention.digits import Indices, before, labels_of
 from axonml_jax.program.nested import Level, Nested, Node
 from axonml_jax.program.program import Program
 from axonml_jax.program.rules import is_light
@@ -41,6 +41,12 @@ def sources(values: Nested, atom: Atom, indices: Indices, *, casts: bool = False
             else before(maker.equation.op, source.indices)
         )
         source = None if found is None or maker is None else Source(maker.inputs[0], found)
+
+
+def varies_along(values: Nested, atom: Atom, indices: Indices, labels: Collection[Any]) -> bool:
+    """Whether a value differs along labels of some kinds, as ("left", 1) is of the kind "left", and was not spread there."""
+    *_, last = sources(values, atom, indices, casts=True)
+    return any(label[0] in labels for label in labels_of(last.indices))
 
 
 def operand_indices(values: Nested, node: Node, k: int, indices: Indices) -> Indices:

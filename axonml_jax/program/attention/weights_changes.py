@@ -1,22 +1,41 @@
 """What is done to the weights after the softmax: dropout, and zeros where nothing is seen."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from axonml_jax.program.atoms import Atom
-from axonml_jax.program.attention.digits import Indices, before, labels_of
-from axonml_jax.program.attention.found_attention import WeightsDrop
+from axonml_jax.program.atoms import Atom, is_constant
+from axonml_jax.program.attention.digits import Indices, before
+from axonml_jax.program.attention.found_attention import Change, Masked, WeightsDrop
 from axonml_jax.program.attention.mark import Mark, Raw
 from axonml_jax.program.attention.masks.mask_reading import AROUND, MaskReader
+from axonml_jax.program.attention.masks.mask_terms import Term
 from axonml_jax.program.attention.operand import SCORES, Operand
 from axonml_jax.program.attention.roles import Roles
-from axonml_jax.program.attention.sources import operand_indices
+from axonml_jax.program.attention.sources import operand_indices, varies_along
 from axonml_jax.program.elements import number
 from axonml_jax.program.nested import Nested, Node
 from axonml_jax.program.rules import is_elementwise
+
+
+@dataclass(frozen=True)
+class ReadChain:
+    """A chain whose dims have roles.
+
+    Attributes:
+      values: the program.
+      mark: of the chain's result.
+      roles: of its dims.
+      masks: reads its masks.
+    """
+
+    values: Nested
+    mark: Mark
+    roles: Roles
+    masks: MaskReader
 
 
 class NotUnderstood(Exception):
@@ -39,34 +58,45 @@ class Factor:
 
 
 class WeightsChanges(NamedTuple):
-    """What is done to weights: whether those of queries that see no key are zero, what multiplies them, and their dropout."""
+    """What is done to weights: where they are not set to zero, what multiplies them, and their dropout."""
 
-    zero: bool
+    zero: tuple[Term, ...]
     gates: tuple[Operand, ...]
     drop: WeightsDrop | None
 
 
-def weights_changes(values: Nested, mark: Mark, roles: Roles, masks: MaskReader) -> WeightsChanges:
+def weights_changes(chain: ReadChain, changes: Sequence[Change], marks: Mapping[int, Mark]) -> WeightsChanges:
     """What is done to the weights of a chain.
+
+    Args:
+      chain: it.
+      changes: of its scores.
+      marks: what every value is.
 
     Raises:
       NotUnderstood: for anything else.
     """
-    zero, gates, drop, scale = False, [], None, 1.0
+    values, mark, roles, masks = chain.values, chain.mark, chain.roles, chain.masks
+    zero, gates, drop, scale = (), [], None, 1.0
     for raw in mark.afters:
+        keyed = varies_along(values, raw.atom, raw.indices, mark.over)
         by = number(values, raw.atom) if raw.how != "select" else None
         if by is not None:
             scale *= 1 / by if raw.how == "div" else by
             continue
+        if raw.how == "select" and not raw.seen and _asks_for_nan(values, raw.atom, mark, marks):
+            hidden = [each for each in changes if isinstance(each, Masked) and each.fill == -math.inf]
+            zero += tuple(term for each in hidden for term in each.terms)
+            continue
         factor = _factor(values, raw) if raw.how != "div" else None
-        if factor is None and raw.how == "mul" and not any(label[0] in mark.over for label in labels_of(raw.indices)):
+        if factor is None and raw.how == "mul" and not keyed:
             gates.append(masks.operand(raw.atom, roles.of(raw.indices), SCORES))
             continue
         if factor is None:
             raise NotUnderstood("its weights are multiplied with an array")
         scale *= factor.number
-        if is_known(values, Raw("select", factor.condition, factor.indices, factor.seen), mark.raws):
-            zero = True
+        if not keyed or is_known(values, Raw("select", factor.condition, factor.indices, factor.seen), mark.raws):
+            zero += masks.terms(factor.condition, roles.of(factor.indices), factor.seen)
         elif drop is None:
             drop = _drop(values, factor, roles, masks)
         else:
@@ -78,7 +108,17 @@ def weights_changes(values: Nested, mark: Mark, roles: Roles, masks: MaskReader)
 
 def is_known(values: Nested, raw: Raw, raws: Sequence[Raw]) -> bool:
     """Whether the same mask hides scores before the softmax."""
-    return any(each.how == "select" and each.seen == raw.seen and values.same(each.atom, raw.atom) for each in raws)
+    alike = [each for each in raws if (each.how, each.seen, each.indices) == ("select", raw.seen, raw.indices)]
+    return any(values.same(each.atom, raw.atom) for each in alike)
+
+
+def _asks_for_nan(values: Nested, atom: Atom, mark: Mark, marks: Mapping[int, Mark]) -> bool:
+    """Whether a condition is true where a chain's own weights are no numbers."""
+    maker = values.maker(atom)
+    if maker is None or maker.name != "ne" or is_constant(maker.inputs[0]) or maker.inputs[0] != maker.inputs[1]:
+        return False
+    own = marks.get(maker.inputs[0])
+    return own is not None and own.stage == "weights" and own.product is mark.product
 
 
 def factor_of(values: Nested, atom: Atom, indices: Indices) -> Factor | None:
