@@ -192,14 +192,14 @@ class LinenDropping(LinenSequences):
 
 
 def test_what_would_silently_be_wrong_is_refused_before_anything_is_allocated():
-    mesh = mesh_of({"data": 2, "context": 2})
+    mesh, own = mesh_of({"data": 2, "context": 2}), ax.Plan(context=ax.Context(sees="own"))
     with pytest.raises(
         ValueError, match=r"context=2 splits sequences.*no module of the model says.*splits_positions = True"
     ):
-        ax.parallelize(lambda: Words(), mesh, plan_of())
+        ax.parallelize(lambda: Words(), mesh, own)
     with pytest.raises(ValueError, match="no module of the model says"):
         params = LinenWords().init(jax.random.key(0), batch_of()["tokens"])
-        ax.parallelize(LinenWords(), mesh, plan_of(), params=params)
+        ax.parallelize(LinenWords(), mesh, own, params=params)
     with pytest.raises(
         ValueError, match=r"same masks.*\{'blocks/0/drop': 0.5\} \(rates\); use ax.ParallelDropout\(.*positions=True"
     ):
