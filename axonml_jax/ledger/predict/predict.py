@@ -105,6 +105,10 @@ def _rows(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], global_bat
         found.append(f"sequences of {length} are longer than the model's {model.max_length}")
     if degrees.get(AXIS, 1) > 1 and plan.pipe is None:
         found.append(f"pipe={degrees[AXIS]} without a pipeline in the plan: give it pipe=ax.Pipelined(...)")
+    if degrees.get(AXIS, 1) > 1 and model.scan_layers:
+        found.append(
+            f"pipe={degrees[AXIS]} cuts between blocks, and scan_layers makes one loop of them: set it to False"
+        )
     if found:
         raise ValueError(f"this plan cannot run: {'; '.join(found)}")
     return global_batch // shards
