@@ -106,6 +106,7 @@ from axonml_jax.parallel.tensor.products.ordered import Prefetch as Prefetch
 from axonml_jax.parallel.tensor.specs import tensor_specs as tensor_specs
 from axonml_jax.planner.hardware import Hardware as Hardware
 from axonml_jax.planner.search import plan as plan
+from axonml_jax.sharding.sequence_order import causal_balance as causal_balance
 from axonml_jax.sharding.sequence_order import sequence_order as sequence_order
 from axonml_jax.training.state.train_state import TrainState as TrainState
 from axonml_jax.training.step import TrainStep as TrainStep

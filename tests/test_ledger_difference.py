@@ -9,12 +9,15 @@ from ring_strategy import RingShard
 
 import axonml_jax as ax
 from axonml_jax.ledger import collectives_in, difference, memory_difference, predict
+from axonml_jax.planner.hardware import hardware
+from axonml_jax.planner.price import price
 
 WHOLE = {"data": ax.Replicate(sync_strategy="synchronous")}
 SEQUENCE = {"sequence_parallel": True}
 SCAN = {"scan_layers": True, "loss_chunk": 24}
 PIPE = ax.Pipelined(num_microbatches=4)
 HOPS = ax.Shard(gather_hop=2, scatter_hop=4)
+CONTIGUOUS, SHARED = ax.Context(method="ring", order="contiguous"), ax.Context(method=(2, "gather"), shard=True)
 GRID = {"split": "grid", "num_kv_heads": 8}
 
 # (style, model options, degrees, plan options); batches are 8 sequences per microbatch.
@@ -44,6 +47,14 @@ ROWS = [
     (GPT, {}, {"data": 2, "fsdp": 2}, {"fsdp": RingShard(), "accumulate": 2}),
     (LLAMA, {}, {"data": 2, "fsdp": 4}, {"fsdp": Int8Shard()}),
     (LLAMA, {}, {"data": 2, "fsdp": 4}, {"data": ax.Replicate(sync_strategy="no_sync")}),
+    (GPT, {}, {"data": 2, "context": 4}, {"context": ax.Context(method="gather"), "remat": "full", "accumulate": 2}),
+    (LLAMA, {}, {"data": 2, "context": 4}, {"context": ax.Context(method="ulysses"), "precision": "bf16"}),
+    (LLAMA, SCAN, {"data": 1, "fsdp": 2, "context": 4}, {"context": CONTIGUOUS, "precision": "bf16"}),
+    (GPT, {}, {"data": 1, "context": 8}, {"context": ax.Context(method=(2, "ring"), order="striped"), "remat": "selective"}),
+    (GPT, SCAN, {"data": 1, "fsdp": 2, "context": 4}, {"context": SHARED, "remat": "full"}),
+    (LLAMA, {**SEQUENCE}, {"data": 2, "context": 2, "tensor": 2}, {"remat": "full"}),
+    (LLAMA, GRID, {"data": 1, "context": 2, "row": 2, "col": 2}, {"context": ax.Context(method="ring")}),
+    (LLAMA, {}, {"data": 1, "context": 8}, {}),
 ]  # fmt: skip
 
 
@@ -61,6 +72,18 @@ def test_predicted_traffic_is_that_of_the_traced_program(row):
     prediction = predict(plan, model, degrees, global_batch=batch, length=LENGTH)
     assert difference(prediction, collectives_in(step, state, rows)) == []
     assert prediction.minimum["gradients+parameters"] == step.minimum_traffic()
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+def test_the_busiest_ranks_causal_work_is_in_the_prediction_and_in_the_price(order):
+    given = {"model": config(GPT), "mesh": {"context": 4}, "global_batch": 8, "length": LENGTH}
+    found = ax.explain(ax.Plan(context=ax.Context(order=order)), **given)
+    assert found.causal_balance == ax.causal_balance(order, LENGTH, 4)
+    even = replace(found, uneven_flops_per_token=0.0)
+    more = price(found, hardware("v5e")).compute / price(even, hardware("v5e")).compute - 1
+    attention = 6 * 2 * 8 * 2 * 4 * LENGTH / found.flops_per_token  # layers, heads, sizes of a head twice
+    assert more == pytest.approx((found.causal_balance - 1) * attention)
+    assert ("the busiest rank computes" in str(found)) == (order != "zigzag")
 
 
 def test_a_difference_says_what_and_by_how_much():
@@ -85,6 +108,18 @@ def test_predicted_memory_is_near_what_the_compiler_plans(degrees, options):
     model = config(GPT, hidden_size=64, mlp_hidden_size=256, vocab_size=256, max_length=64)
     step, state, rows = step_of(model, plan, degrees, 64, length=64)
     prediction = predict(plan, model, degrees, global_batch=64, length=64)
+    found = memory_difference(prediction, step.lower(state, rows).compile())
+    arguments, temporaries = found.ratios
+    assert abs(arguments - 1) < 0.02 and abs(temporaries - 1) < 0.25, str(found)
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_predicted_memory_of_split_sequences_is_near_what_the_compiler_plans(method):
+    """What attention holds of other ranks' keys and values and of its tiles, which is most of it here."""
+    plan, degrees = ax.Plan(context=ax.Context(method=method), remat="full"), {"data": 1, "context": 4}
+    model = config(GPT, hidden_size=64, mlp_hidden_size=256, max_length=1024, num_layers=4, scan_layers=True)
+    step, state, rows = step_of(model, plan, degrees, 4, length=1024)
+    prediction = predict(plan, model, degrees, global_batch=4, length=1024, platform="cpu")
     found = memory_difference(prediction, step.lower(state, rows).compile())
     arguments, temporaries = found.ratios
     assert abs(arguments - 1) < 0.02 and abs(temporaries - 1) < 0.25, str(found)

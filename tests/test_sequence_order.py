@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from axonml_jax.parallel.context.context_split import ContextSplit, current_split, positions_of, seen_whole, split_by
-from axonml_jax.sharding.sequence_order import ORDERS, order_parts, sequence_order
+from axonml_jax.sharding.sequence_order import ORDERS, causal_balance, order_parts, sequence_order
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -24,6 +24,7 @@ def test_every_position_is_held_once_and_a_rank_knows_its_own(order, ranks):
 def test_the_causal_work_of_ranks_is_as_balanced_as_said(order, balance):
     work = (sequence_order(order, 256, 4).reshape(4, -1) + 1).sum(axis=1)
     assert work.max() / work.mean() == pytest.approx(balance, rel=3e-3)
+    assert causal_balance(order, 256, 4) == pytest.approx(work.max() / work.mean(), rel=1e-12)
 
 
 def test_what_does_not_divide_and_unknown_orders_are_refused():

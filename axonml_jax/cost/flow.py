@@ -12,6 +12,8 @@ from axonml_jax.cost.wire import exact, wire_elements
 
 GRADIENTS = "gradients"
 PARAMETERS = "parameters"
+ATTENTION = "attention"
+"""What attention sends of sequences whose positions are split over ranks."""
 
 ONCE = "once"
 EACH_MICROBATCH = "each microbatch"

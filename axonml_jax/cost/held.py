@@ -171,8 +171,8 @@ def on_host(held: Mapping[str, Many], offload: CPUOffload) -> Many:
 
 
 def of_blocks(blocks: Many, block: BlockActivations) -> Many:
-    """Activations of a rank's blocks, and the head's or of a block that is recomputed."""
-    return blocks * block.kept + most(block.head, block.rebuilt)
+    """Activations of a rank's blocks, and the head's or of a block that is recomputed and reads other ranks' positions."""
+    return blocks * block.kept + most(block.head, block.rebuilt + block.others)
 
 
 def of_ticks(blocks: Many, ticks: TickCounts, block: BlockActivations) -> tuple[Many, Many]:
@@ -181,7 +181,7 @@ def of_ticks(blocks: Many, ticks: TickCounts, block: BlockActivations) -> tuple[
     A stage is recomputed as a whole: what enters it is kept, and of its blocks what the policy keeps, but not what enters them.
     """
     slot = blocks * (block.kept - block.boundary) + block.boundary
-    tick = blocks * either(block.rebuilt > 0, block.rebuilt, block.kept) + block.head
+    tick = blocks * either(block.rebuilt > 0, block.rebuilt, block.kept) + block.head + block.others
     return ticks.slots * slot, slot + tick + (ticks.arriving + 2) * block.boundary
 
 

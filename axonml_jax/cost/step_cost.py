@@ -8,9 +8,11 @@ from typing import Any
 
 from axonml_jax.cost.amounts import Many, divided, most
 from axonml_jax.cost.decoder.activations import block_activations
+from axonml_jax.cost.decoder.attention_flows import attention_flows
 from axonml_jax.cost.decoder.configuration import DecoderLike
 from axonml_jax.cost.decoder.decoder_weights import decoder_weights
 from axonml_jax.cost.decoder.layer_flows import Layers, layer_flows
+from axonml_jax.cost.decoder.split_attention import SplitAttention
 from axonml_jax.cost.flow import Flow
 from axonml_jax.cost.held import Memory, batch_bytes, gathered, memory, of_blocks, of_ticks, read_by_stages
 from axonml_jax.cost.passing import TickCounts, passing
@@ -40,6 +42,7 @@ class Step:
       ticks: of a pipeline; None: there is none.
       stage_blocks: blocks of the longest stage.
       chunks: stages per rank.
+      attention: where it reads positions of other ranks.
     """
 
     model: DecoderLike
@@ -53,6 +56,7 @@ class Step:
     ticks: TickCounts | None = None
     stage_blocks: Many = 0
     chunks: Many = 1
+    attention: SplitAttention | None = None
 
     @property
     def tokens(self) -> Many:
@@ -85,11 +89,13 @@ class Step:
 
 
 def flows(step: Step) -> Iterator[Flow]:
-    """Everything that the fullest rank sends: strategies and stages, the loss and the norm, layers, a pipeline's ticks."""
+    """Everything that the fullest rank sends: strategies, the loss and the norm, layers, attention, a pipeline's ticks."""
     layers = step.layers
     yield from weight_flows(step.weights, layers.parts, step.run, step.degrees)
     yield from small_flows(step.weights, layers.parts, step.run, step.degrees)
     yield from layer_flows(layers, step.weights)
+    if step.attention is not None:
+        yield from attention_flows(layers, step.attention)
     if step.ticks is not None:
         yield from passing(step.ticks, layers.boundary)
 
@@ -106,7 +112,15 @@ def held(step: Step, *, moments: int, offload: CPUOffload, platform: str | None,
     """
     apart = step.ticks is not None or (step.model.scan_layers and step.weights.sliced)
     block = block_activations(
-        step.model, step.degrees, step.tokens, step.length, step.compute, step.run, platform, apart=apart
+        step.model,
+        step.degrees,
+        step.tokens,
+        step.length,
+        step.compute,
+        step.run,
+        platform,
+        step.attention,
+        apart=apart,
     )
     if step.ticks is None:
         activations, pipeline = of_blocks(step.model.num_layers, block), 0

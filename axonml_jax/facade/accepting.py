@@ -9,7 +9,7 @@ import jax
 from axonml_jax.ledger.across_positions import PositionTraffic, place, position_traffic
 from axonml_jax.ledger.table import number
 from axonml_jax.mesh.axes import as_axes
-from axonml_jax.parallel.context.attending_across import SCOPE
+from axonml_jax.parallel.context.context_attention import SCOPE
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import is_layout
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from axonml_jax.cost.amounts import Many, divided, either, least, varies
-from axonml_jax.cost.flow import GRADIENTS, ONCE, PARAMETERS, Flow
+from axonml_jax.cost.flow import ATTENTION, GRADIENTS, ONCE, PARAMETERS, Flow
 from axonml_jax.cost.held import Memory
 from axonml_jax.mesh.axes import AXES, LAYER_AXES
 from axonml_jax.planner.assumptions import Assumptions
@@ -50,6 +50,11 @@ class Predicted(Protocol):
     @property
     def recomputed_flops_per_token(self) -> Many:
         """What recomputation adds."""
+        ...
+
+    @property
+    def uneven_flops_per_token(self) -> Many:
+        """What the busiest rank computes more than the mean."""
         ...
 
     @property
@@ -131,7 +136,8 @@ def phases(found: Predicted, hardware: Hardware, given: Assumptions) -> tuple[Ph
     """
     devices = math.prod(found.degrees.values())
     seconds = lambda flops: found.tokens * flops / devices / (hardware.flops * given.efficiency)
-    products, again = seconds(found.flops_per_token), seconds(found.recomputed_flops_per_token)
+    products = seconds(found.flops_per_token + found.uneven_flops_per_token)
+    again = seconds(found.recomputed_flops_per_token)
     if found.pipelined:
         runs = {START: (1, 0.0), TICKS: (1, products + again), END: (1, 0.0)}
     else:
@@ -174,7 +180,7 @@ def _phase_of(flow: Flow, runs: Mapping[str, object]) -> str:
 def _kind(flow: Flow) -> str:
     if flow.label in (GRADIENTS, PARAMETERS) and not set(flow.axes) & set(LAYER_AXES):  # else a layer waits for its own
         return "weights"
-    return "passing" if flow.kind == "permute" else "layers"
+    return "passing" if flow.kind == "permute" and flow.label != ATTENTION else "layers"
 
 
 def network_by_axes(run: tuple[Phase, ...]) -> dict[str, Many]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from axonml_jax.cost.amounts import Many, divided
 from axonml_jax.cost.decoder.cuts import stages_of
-from axonml_jax.cost.decoder.work import recomputed_flops, stage_costs
+from axonml_jax.cost.decoder.work import recomputed_flops, stage_costs, uneven_flops
 from axonml_jax.cost.flow import Flow, joined
 from axonml_jax.cost.held import Memory
 from axonml_jax.cost.passing import TickCounts
@@ -163,6 +163,7 @@ class Candidates:
     tokens: int
     flops_per_token: int
     recomputed_flops_per_token: Many
+    uneven_flops_per_token: Many
     traffic: Sequence[Flow]
     memory: Memory
     bubble: Many
@@ -181,6 +182,7 @@ def candidates_of(
         tokens=tokens,
         flops_per_token=asked.model.flops_per_token(asked.length),
         recomputed_flops_per_token=recomputed_flops(step.model, run, asked.length),
+        uneven_flops_per_token=uneven_flops(step.model, run, asked.length, step.attention),
         traffic=joined(flows(step)),
         memory=held(step, moments=asked.moments, offload=offload, platform=asked.hardware.platform, in_ticks=False),
         bubble=_bubble(step, slowest) if run.pipelined else 0.0,

@@ -26,6 +26,10 @@ PLANS = {
     "hybrid": ("data fsdp", {"fsdp": ax.Shard(stage=3)}, {}),
     "tensor (Megatron)": ("tensor", {}, {}),
     "tensor, sequence parallel": ("tensor", {}, {"sequence_parallel": True}),
+    "context, gathered": ("context", {"context": ax.Context(method="gather")}, {}),
+    "context, Ulysses": ("context", {"context": ax.Context(method="ulysses")}, {}),
+    "context, ring": ("context", {"context": ax.Context(method="ring")}, {}),
+    "context and ZeRO-3 over both": ("fsdp context", {"context": ax.Context(method="gather", shard=True)}, {}),
     "3-D (AxoNN)": ("depth row col", {}, {"split": "grid"}),
     "pipeline": ("pipe", {"pipe": {}}, {}),
     "pipeline and DDP, tied embedding": ("data pipe", {"pipe": {}}, {"tie_embeddings": True}),
@@ -34,7 +38,7 @@ PLANS = {
 }  # fmt: skip
 WHOLE = ("Plan", "Mesh axes", "Whole parameters", "Whole gradients")
 SENT = ("Plan", "Sent once a step", "Sent in every microbatch")
-ORDER = ("parameters", "layers", "activations", "cotangents", "gradients")
+ORDER = ("parameters", "layers", "attention", "activations", "cotangents", "gradients")
 
 
 def tables():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from axonml_jax.cost.amounts import Many, divided, least
 from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
+from axonml_jax.cost.decoder.split_attention import SplitAttention
 from axonml_jax.cost.rounds import Run
 from axonml_jax.parallel.tensor.megatron.fused_attention import PLATFORMS, kernel_of, shape_obstacles, worth_blocks
 
@@ -20,12 +21,14 @@ class BlockActivations:
       rebuilt: what one block holds while it is recomputed (0 where nothing is).
       boundary: the activation between two blocks.
       head: logits, their gradient and what the loss makes of them, at their fullest.
+      others: what attention holds of other ranks' positions while it computes, and of their gradients.
     """
 
     kept: Many
     rebuilt: Many
     boundary: Many
     head: Many
+    others: Many = 0
 
 
 def block_activations(
@@ -36,6 +39,7 @@ def block_activations(
     compute: str,
     run: Run,
     platform: str | None = None,
+    attention: SplitAttention | None = None,
     *,
     apart: bool,
 ) -> BlockActivations:
@@ -54,13 +58,14 @@ def block_activations(
       compute: name of the activations' dtype.
       run: says what the backward recomputes.
       platform: what is compiled for, "tpu", "cuda" or "cpu"; None: no kernel of attention is counted on.
+      attention: where it reads positions of other ranks: block by block, without a kernel.
       apart: whether the backward is in another loop than the forward, which then keeps products alone, all of them.
     """
     inside, outside = _cuts(config, degrees)
     size, inner, wide, itemsize = config.hidden_size, config.mlp_size, 4, jnp.dtype(compute).itemsize
     kv, gated = 2 * config.kv_heads * config.head_size, config.activation == "swiglu"
     boundary = divided(tokens * size * itemsize, outside)
-    fused = fuses_attention(config, length, compute, platform)
+    fused = attention is not None or fuses_attention(config, length, compute, platform)
     # Attention weights as the softmax leaves and as it is read.
     within = config.num_heads * (wide if fused else length * (wide + itemsize))
     within += (2 * size + kv) * itemsize + inner * (5 if gated else 3) * itemsize
@@ -76,7 +81,8 @@ def block_activations(
     words = divided(config.vocab_size, _vocabulary_cut(config, degrees))
     words = least(config.words_at_once or words, words)
     rebuilt = whole if apart else run.recomputes * whole
-    return BlockActivations(kept, rebuilt, boundary, tokens * words * (2 * wide + itemsize))
+    others = 0 if attention is None else attention.held(tokens, itemsize, platform)
+    return BlockActivations(kept, rebuilt, boundary, tokens * words * (2 * wide + itemsize), others)
 
 
 def fuses_attention(config: DecoderLike, length: int, compute: str, platform: str | None) -> bool:

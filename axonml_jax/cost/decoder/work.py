@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from axonml_jax.cost.amounts import Many
 from axonml_jax.cost.decoder.configuration import DecoderLike
+from axonml_jax.cost.decoder.split_attention import SplitAttention
 from axonml_jax.cost.rounds import Run
 from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
 
@@ -26,6 +27,21 @@ def stage_costs(config: DecoderLike, blocks: Sequence[int], run: Run, length: in
     again[-1] += run.full * head_products(config)
     back = tuple(own + more for own, more in zip(forward, again, strict=True))
     return StageCosts(tuple(forward), back, tuple(forward))
+
+
+def uneven_flops(config: DecoderLike, run: Run, length: int, attention: SplitAttention | None) -> Many:
+    """Of a token: what the rank that computes most of causal attention computes beyond the mean.
+
+    Args:
+      config: the model.
+      run: says what the backward recomputes.
+      length: of a sequence.
+      attention: says how ranks share its positions; None: they have whole sequences.
+    """
+    if attention is None:
+        return 0.0
+    even = 6 * config.num_layers * config.num_heads * 2 * config.head_size * length
+    return (attention.balance - 1) * even * (3 + run.recomputes) / 3
 
 
 def block_products(config: DecoderLike) -> float:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from axonml_jax.cost.decoder.activations import compute_dtype
 from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees, problems
-from axonml_jax.cost.decoder.cuts import bubble, stages_of, timetable_of
-from axonml_jax.cost.decoder.work import recomputed_flops, stage_costs
+from axonml_jax.cost.decoder.cuts import Stages, bubble, stages_of, timetable_of
+from axonml_jax.cost.decoder.split_attention import SplitAttention
+from axonml_jax.cost.decoder.work import recomputed_flops, stage_costs, uneven_flops
 from axonml_jax.cost.flow import merged
 from axonml_jax.cost.held import Memory, resting
 from axonml_jax.cost.passing import TickCounts
@@ -56,19 +57,7 @@ def predict(
     length = model.max_length if length is None else length
     rows = _rows(plan, model, degrees, global_batch, length)
     stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)
-    step = Step(
-        model=model,
-        degrees=degrees,
-        run=Run.of(plan, degrees),
-        weights=weights_of(model, plan, degrees),
-        ranks=stages.ranks,
-        rows=rows,
-        length=length,
-        compute=compute_dtype(model, plan.precision.compute),
-        ticks=None if timetable is None else TickCounts.of(timetable),
-        stage_blocks=max(stages.blocks),
-        chunks=1 if plan.pipe is None else plan.pipe.chunks,
-    )
+    step = _step(plan, model, degrees, stages, timetable, rows, length)
     in_ticks = plan.pipe is not None and plan.pipe.in_ticks
     memory = held(step, moments=moments, offload=plan.offload, platform=platform, in_ticks=in_ticks)
     flops, costs = model.flops_per_token(length), stage_costs(model, stages.blocks, step.run, length)
@@ -85,9 +74,37 @@ def predict(
         tokens=global_batch * length,
         flops_per_token=flops,
         recomputed_flops_per_token=recomputed_flops(model, step.run, length),
-        notes=_notes(plan, degrees, timetable, memory),
+        causal_balance=1.0 if step.attention is None else step.attention.balance,
+        uneven_flops_per_token=uneven_flops(model, step.run, length, step.attention),
+        notes=_notes(plan, degrees, timetable, memory, step.attention),
         timetable=timetable,
         stage_costs=None if timetable is None else costs,
+    )
+
+
+def _step(
+    plan: Plan,
+    model: DecoderLike,
+    degrees: dict[str, int],
+    stages: Stages,
+    timetable: Timetable | None,
+    rows: int,
+    length: int,
+) -> Step:
+    """What the plan's step is made of, `rows` sequences on every rank."""
+    return Step(
+        model=model,
+        degrees=degrees,
+        run=Run.of(plan, degrees),
+        weights=weights_of(model, plan, degrees),
+        ranks=stages.ranks,
+        rows=rows,
+        length=length,
+        compute=compute_dtype(model, plan.precision.compute),
+        ticks=None if timetable is None else TickCounts.of(timetable),
+        stage_blocks=max(stages.blocks),
+        chunks=1 if plan.pipe is None else plan.pipe.chunks,
+        attention=SplitAttention.of(plan, model, degrees, length),
     )
 
 
@@ -157,10 +174,12 @@ def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:
     return ", ".join(words)
 
 
-def _notes(plan: Plan, degrees: Mapping[str, int], timetable: Timetable | None, held: Memory) -> tuple[str, ...]:
+def _notes(
+    plan: Plan, degrees: Mapping[str, int], timetable: Timetable | None, held: Memory, attention: SplitAttention | None
+) -> tuple[str, ...]:
     found = {
-        "what attention sends of other ranks' keys and values is not counted": any(
-            degrees[axis] > 1 for axis, _ in plan.batch_layout(degrees).positions
+        "what attention sends of other ranks' keys and values is not counted": (
+            attention is None and any(degrees[axis] > 1 for axis, _ in plan.batch_layout(degrees).positions)
         ),
         "nothing is sent along an axis under NO_SYNC: its ranks train models of their own": plan.independent,
         "what layers send is counted for the microbatches that a stage works on; a trace counts every tick's dearest branch": (

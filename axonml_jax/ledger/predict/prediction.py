@@ -31,6 +31,8 @@ class Prediction:
       tokens: of one update, over all devices.
       flops_per_token: of forward and backward, recomputation left out.
       recomputed_flops_per_token: what recomputation adds.
+      causal_balance: what the rank that computes most of causal attention computes of it, over the mean.
+      uneven_flops_per_token: what that rank computes more than the mean, in FLOPs per token.
       notes: what the numbers leave open.
       timetable: what the pipeline runs when; None without one.
       stage_costs: multiplications per token of the timetable's stages.
@@ -48,6 +50,8 @@ class Prediction:
     tokens: int
     flops_per_token: int
     recomputed_flops_per_token: int
+    causal_balance: float = 1.0
+    uneven_flops_per_token: float = 0.0
     notes: tuple[str, ...] = ()
     timetable: Timetable | None = field(default=None, repr=False)
     stage_costs: StageCosts | None = field(default=None, repr=False)
@@ -106,6 +110,7 @@ class Prediction:
             "tokens": self.tokens,
             "flops_per_token": self.flops_per_token,
             "recomputed_flops_per_token": self.recomputed_flops_per_token,
+            "causal_balance": self.causal_balance,
             "notes": list(self.notes),
         }
 
@@ -177,6 +182,8 @@ class Prediction:
     def _work(self) -> str:
         again = f" (and {self.recomputed_flops_per_token:,} again)" if self.recomputed_flops_per_token else ""
         lines = [f"{self.tokens:,} tokens per update, {self.flops_per_token:,} FLOPs per token{again}"]
+        if self.causal_balance > 1:
+            lines.append(f"causal attention: the busiest rank computes {self.causal_balance:.2f} times the mean")
         if self.ticks:
             lines.append(f"pipeline: {self.ticks} ticks, bubble {self.bubble:.1%} of the useful time")
         return "\n".join(lines)

@@ -17,9 +17,6 @@ from axonml_jax.program.attention.recognise import find_attention
 from axonml_jax.program.attention.rewrite import Reads, replaced
 from axonml_jax.program.program import read_program
 
-SCOPE = "axonml.attention"
-"""The name scope of what the attention sends."""
-
 
 def attending_across(fun: Callable[..., Any], axis: str, method: Method, *, check_vma: bool) -> Callable[..., Any]:
     """`fun` with the attention that is recognised in it computed by `context_attention` over a mesh axis.
@@ -79,10 +76,9 @@ def _attend(
     def across(q: jax.Array, k: jax.Array, v: jax.Array, arrays: tuple, key: Any) -> jax.Array:
         assert axis_size(axis) > 1
         masks = {} if key is None else {"dropout_key": key}
-        with jax.named_scope(SCOPE):
-            return context_attention(
-                q, k, v, axis=axis, method=method, order="contiguous", arrays=arrays, **masks, **options
-            )
+        return context_attention(
+            q, k, v, axis=axis, method=method, order="contiguous", arrays=arrays, **masks, **options
+        )
 
     return jax.shard_map(
         across,

@@ -24,10 +24,14 @@ from axonml_jax.sharding.sequence_order import Order
 Bias = Callable[..., jax.Array]
 """`bias(query positions [x], key positions [y], *arrays) -> [n or 1, x, y]`."""
 
+SCOPE = "axonml.attention"
+"""The name scope of everything here, by which the ledger knows what it sends."""
+
 ScoreMod = Callable[..., jax.Array]
 """`score_mod(scores [b, h, x, y], where, *arrays) -> scores`; `where` has `heads` [h], `queries` [x] and `keys` [y]."""
 
 
+@jax.named_scope(SCOPE)
 def context_attention(
     q: jax.Array,
     k: jax.Array,

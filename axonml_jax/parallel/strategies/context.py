@@ -41,9 +41,13 @@ class SplitsPositions:
     @contextmanager
     def inside(self, axis: AxisNames) -> Iterator[None]:
         """Layers can ask how their positions are split; plain dropout is refused."""
-        own = as_axes(axis)[-1]
-        with split_by(ContextSplit(own, self.position_order, self.method)), refusing_linen_dropout(own):
+        split = self.position_split(axis)
+        with split_by(split), refusing_linen_dropout(split.axis):
             yield
+
+    def position_split(self, axis: AxisNames) -> ContextSplit:
+        """Over the last axis."""
+        return ContextSplit(as_axes(axis)[-1], self.position_order, self.method)
 
     def model_problems(self, model: Functional, axis: AxisNames, degrees: Mapping[str, int]) -> list[str]:
         """A model must say that it is written for this, and draw no masks that every rank would repeat."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from axonml_jax._types import PyTree
 from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.model.functional import Functional
+from axonml_jax.parallel.context.context_split import ContextSplit
 from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.strategies.role import Role
 from axonml_jax.parallel.strategies.transfer import Transfer
@@ -99,6 +100,10 @@ class AbstractStrategy(abc.ABC):
     def position_order(self) -> Order:
         """In which order ranks hold positions, for a role that splits them; batches and outputs keep the sequence's."""
         return "contiguous"
+
+    def position_split(self, axis: AxisNames) -> ContextSplit | None:
+        """How `context_attention` reads positions of other ranks, which the ledger then prices; None: it does not."""
+        return None
 
     @property
     def left_to_partitioner(self) -> bool:

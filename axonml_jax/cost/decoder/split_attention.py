@@ -1,0 +1,113 @@
+"""`SplitAttention`: what a decoder's attention sends, and holds, of sequences whose positions are split over ranks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from axonml_jax.cost.amounts import Many, divided, either, least, most, varies
+from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
+from axonml_jax.parallel.context.context_split import ContextSplit
+from axonml_jax.parallel.context.method import heads_and_gathers
+from axonml_jax.parallel.context.tiles import block_for
+from axonml_jax.parallel.plan import Plan
+from axonml_jax.sharding.sequence_order import causal_balance, order_parts
+
+SCORES = 5
+"""Arrays as large as a tile's scores that its backward has at once: scores, weights, what comes into them, two to multiply."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitAttention:
+    """How a block's attention reads positions of other ranks (see `context_attention`).
+
+    Attributes:
+      split: the mesh axis, the order of positions and the method.
+      ranks: N, of the axis.
+      among: U, neighbours that split heads; 1: none do.
+      gathers: whether groups of them gather keys and values; else these go round.
+      heads, kv_heads: of a rank's layers.
+      head_size: of a head.
+      places: positions of a rank.
+    """
+
+    split: ContextSplit
+    ranks: Many
+    among: Many
+    gathers: bool
+    heads: Many
+    kv_heads: Many
+    head_size: int
+    places: Many
+
+    @classmethod
+    def of(cls, plan: Plan, config: DecoderLike, degrees: Mapping[str, Many], length: int) -> "SplitAttention | None":
+        """A plan's on a mesh, or on many at once: then the method must be named. None: ranks hold whole sequences.
+
+        Raises:
+          ValueError: for heads that the ranks cannot split.
+        """
+        every = (
+            strategy.position_split(axis)
+            for axis, strategy in plan.on(degrees).items()
+            if not strategy.left_to_partitioner
+        )
+        split = next((each for each in every if each is not None), None)
+        if split is None or (not varies(degrees[split.axis]) and degrees[split.axis] == 1):
+            return None
+        own = layer_degrees(config, degrees)
+        ranks, cut = degrees[split.axis], own["row" if config.split == "grid" else "tensor"]
+        heads, kv_heads = divided(config.num_heads, cut), most(1, divided(config.kv_heads, cut))
+        if varies(ranks) or varies(cut):
+            named: Any = {"gather": (1, True), "ring": (1, False), "ulysses": (ranks, True)}
+            among, gathers = named[split.method]
+        else:
+            among, gathers = heads_and_gathers(
+                split.method, ranks=ranks, heads=heads, kv_heads=kv_heads, window=None, causal=True, places=length // ranks,
+                order=split.order,
+            )  # fmt: skip
+        return cls(
+            split=split, ranks=ranks, among=among, gathers=gathers, heads=heads, kv_heads=kv_heads,
+            head_size=config.head_size, places=divided(length, ranks),
+        )  # fmt: skip
+
+    @property
+    def groups(self) -> Many:
+        """R: of ranks that share heads, each of which holds other positions."""
+        return divided(self.ranks, self.among)
+
+    @property
+    def queries(self) -> Many:
+        """Elements of a position's queries, or of what they read."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> Many:
+        """Elements of a position's keys, or of its values: Ulysses repeats heads of which there are too few."""
+        return most(self.kv_heads, self.among) * self.head_size
+
+    @property
+    def gradient_hops(self) -> Many:
+        """Permutes of the gradients of keys and values that go round, those that bring them home among them."""
+        around = self.groups - 1
+        # Contiguous, the last ranks' keys are done before the others': each come home in a round of its own.
+        return either(self.groups > 1, 2 * around - 1, 0) if self.split.order == "contiguous" else around
+
+    def held(self, tokens: Many, itemsize: int, platform: str | None) -> Many:
+        """Bytes that one block needs beside what it keeps: keys and values of others, their gradients, and a tile's scores.
+
+        Args:
+          tokens: of a rank's microbatch.
+          itemsize: of activations.
+          platform: as of `block_for`.
+        """
+        wide = max(4, itemsize)
+        parts = (itemsize + wide) * self.groups if self.gathers else 2 * itemsize + 3 * wide
+        chunk = divided(self.places, order_parts(self.split.order, 1))
+        tile = least(chunk, block_for(platform or ""))
+        scores = tokens / self.places * divided(self.heads, self.among) * tile * tile
+        return 2 * self.keys * tokens * parts + SCORES * wide * scores
+
+    @property
+    def balance(self) -> float:
+        """What the busiest rank computes of causal attention, over the mean."""
+        return causal_balance(self.split.order, self.places * self.ranks, self.ranks)
