@@ -209,6 +209,12 @@ def test_dropout_tells_how_its_mask_is_drawn():
     assert drawn[0].shape == (2, HEADS, LENGTH, LENGTH) and drawn[0].all()
 
 
+def test_rules_that_zero_weights_are_rules_of_the_mask():
+    hidden = lambda q, k, v: mixed(jax.nn.softmax(scores(q, k), where=TRI > 0), v)
+    (attention,) = found_in(hidden, (Q, K, V)).attentions
+    assert attention.zero == attention.mask and not attention.gates
+
+
 def test_two_that_share_their_weights_are_replaced_together():
     def fun(q, k, v):
         weights = jax.nn.softmax(scores(q, k))

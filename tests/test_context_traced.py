@@ -58,6 +58,20 @@ class Written(nnx.Module):
         return x @ self.table[...].T
 
 
+class Zeroed(nnx.Module):
+    """Causal attention whose weights are set to zero for queries of padding, after the softmax."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (WORDS, WIDTH), jnp.float64))
+
+    def __call__(self, tokens):
+        x, at = self.table[...][tokens], jnp.arange(tokens.shape[1])
+        scores = jnp.where(at[:, None] >= at, jnp.einsum("bqd,bkd->bqk", x, x) / 4, -jnp.inf)
+        weights = jnp.where((tokens > 2)[:, :, None], jax.nn.softmax(scores, -1), 0)
+        return (x + jnp.einsum("bqk,bkd->bqd", weights, x)) @ self.table[...].T
+
+
 class Padded(nn.Module):
     """Linen's attention with a padding mask, pooled over positions; and a convolution over them."""
 
@@ -95,6 +109,7 @@ PLANS = {
     "written, ring": ({"context": 4}, {"context": ax.Context(method="ring")}, Written, shifted),
     "written, ulysses": ({"data": 2, "context": 2}, {"context": ax.Context(method="ulysses")}, Written, shifted),
     "linen": ({"context": 2}, {}, Padded, pooled),
+    "zeroed": ({"context": 2}, {"context": ax.Context(allow_communication=True)}, Zeroed, shifted),
 }
 
 

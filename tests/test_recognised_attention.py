@@ -192,7 +192,7 @@ SPELLINGS = {
     ),
     "queries of padding zeroed": Spelling(
         lambda q, k, v, n: mixed(jnp.where(n[:, None, :, None], jax.nn.softmax(scores(q, k)), 0), v), (Q, K, V, SEEN),
-        told("every key"),
+        told("every key; weights of queries where bool[2, 8] (batch, query)"),
     ),
     "a maximum spread by hand": Spelling(
         plain(softmax=spread_by_hand), (Q, K, V), told("every key")

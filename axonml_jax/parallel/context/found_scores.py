@@ -29,7 +29,7 @@ def across_problem(found: FoundAttention, ranks: int) -> str | None:
     if sizes["query"] % ranks or sizes["key"] % ranks:
         return f"{sizes['query']} queries or {sizes['key']} keys do not divide over {ranks} ranks"
     if found.gates:
-        return "its weights are multiplied with arrays"
+        return "its weights are multiplied with arrays, or those of some queries set to 0"
     if found.zero and not all(isinstance(term, Band) for term in found.mask):
         return "queries that see no key get 0"
     if found.dropout is not None and not _draws_alike(found):

@@ -113,8 +113,8 @@ class FoundAttention:
       changes: of the scores, in order; what is the same for all keys of a query is left out, as the softmax leaves it out.
       scores_dtype, weights_dtype: of the product of q and k, and in which the weights meet v.
       precisions: of the two products.
-      zero: rules outside which the weights are set to zero after the softmax: what a query gets that sees no key.
-      gates: arrays that the weights are multiplied with, alike for all keys.
+      zero: of the rules of `mask` those outside which the weights are set to zero, too: what a query gets that sees no key.
+      gates: arrays that the weights are multiplied with, and rules outside which they are set to zero, alike for all keys.
       dropout: of the weights.
       line: the user's line that computes the scores.
       scopes: the name scopes of the result, as a path.
@@ -132,7 +132,7 @@ class FoundAttention:
     weights_dtype: Any
     precisions: tuple[Any, Any]
     zero: tuple[Term, ...]
-    gates: tuple[Operand, ...]
+    gates: tuple[Operand | Term, ...]
     dropout: WeightsDrop | None
     line: str
     scopes: str
@@ -211,7 +211,7 @@ class FoundAttention:
         said += [f"scores times {scale}" for scale in self.scales]
         said += [f"soft cap {self.cap:.3g}"] if self.cap is not None else []
         said += [str(change) for change in self.changes if isinstance(change, Added) and isinstance(change.by, Operand)]
-        said += [f"weights times {gate}" for gate in self.gates]
+        said += [f"weights {'times' if isinstance(gate, Operand) else 'of'} {gate}" for gate in self.gates]
         said += [str(self.dropout)] if self.dropout is not None else []
         said += [] if self.regular else ["its scores are changed in an order of their own"]
         said += [f"left as it is: {self.left}"] if self.left else [f"in place of {len(self.replaces)} equations"]

@@ -35,7 +35,8 @@ def plain_attention(found: FoundAttention, q: Any, k: Any, v: Any, given: Reads)
     if found.zero:
         weights = jnp.where(_seen(found, found.zero, given), weights, 0)
     for gate in found.gates:
-        weights = weights * given(gate)
+        is_array = isinstance(gate, Operand)
+        weights = weights * given(gate) if is_array else jnp.where(_seen(found, (gate,), given), weights, 0)
     weights = weights.astype(found.weights_dtype)
     if found.dropout is not None:
         kept = jnp.asarray(found.dropout.scale, weights.dtype)

@@ -61,7 +61,7 @@ class WeightsChanges(NamedTuple):
     """What is done to weights: where they are not set to zero, what multiplies them, and their dropout."""
 
     zero: tuple[Term, ...]
-    gates: tuple[Operand, ...]
+    gates: tuple[Operand | Term, ...]
     drop: WeightsDrop | None
 
 
@@ -95,8 +95,11 @@ def weights_changes(chain: ReadChain, changes: Sequence[Change], marks: Mapping[
         if factor is None:
             raise NotUnderstood("its weights are multiplied with an array")
         scale *= factor.number
-        if not keyed or is_known(values, Raw("select", factor.condition, factor.indices, factor.seen), mark.raws):
-            zero += masks.terms(factor.condition, roles.of(factor.indices), factor.seen)
+        terms = lambda factor=factor: masks.terms(factor.condition, roles.of(factor.indices), factor.seen)
+        if is_known(values, Raw("select", factor.condition, factor.indices, factor.seen), mark.raws):
+            zero += terms()
+        elif not keyed:
+            gates += terms()
         elif drop is None:
             drop = _drop(values, factor, roles, masks)
         else:
