@@ -20,6 +20,9 @@ PRODUCTS = "axonml.products"
 PARTS, PRODUCT_PARTS = "axonml.parts", "axonml.products.parts"
 """The names by which a checkpoint policy knows the real and imaginary parts of complex results, and of products among them."""
 
+KEPT = "axonml.kept"
+"""The name of what is kept whatever made it: a loop's results, of which JAX would else keep every trip's products instead."""
+
 LITTLE = 16
 """A slice that leaves no more than this part of an array is kept in the array's place."""
 
@@ -33,7 +36,7 @@ def all_but_elementwise(result: Saveable) -> bool:
     """
     name, avals, params = result.primitive, result.operands, result.params
     if result.given_name is not None:
-        return result.given_name in (PARTS, PRODUCT_PARTS)
+        return result.given_name in (PARTS, PRODUCT_PARTS, KEPT)
     if name in ("slice", "dynamic_slice"):
         taken = params.get("slice_sizes") or np.subtract(params["limit_indices"], params["start_indices"])
         return math.prod(map(int, taken)) * LITTLE <= avals[0].size

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from axonml_jax.collectives.along_dim import exchange_along, gather_along
 from axonml_jax.collectives.primitives import axis_index, axis_size
@@ -19,6 +20,7 @@ from axonml_jax.parallel.context.method import Method, heads_and_gathers
 from axonml_jax.parallel.context.tile_attention import Attention, Given, Where
 from axonml_jax.parallel.context.tiles import block_for
 from axonml_jax.parallel.context.visible import Visible
+from axonml_jax.program.recomputed import KEPT
 from axonml_jax.sharding.sequence_order import Order
 
 Bias = Callable[..., jax.Array]
@@ -142,7 +144,7 @@ def _attended(how: Attention, ring: Ring, given: Given, q, k, v, places: Places)
 
 def _attended_forward(how: Attention, ring: Ring, given: Given, q, k, v, places: Places):
     read = read_forward(how, ring, given, q, k, v, places)
-    read = read._replace(out=read.out.astype(v.dtype))
+    read = jax.tree.map(lambda x: checkpoint_name(x, KEPT), read._replace(out=read.out.astype(v.dtype)))
     return how.queries.joined(read.out, 3), (given, q, k, v, places, read)
 
 
