@@ -21,9 +21,11 @@ from axonml_jax.planner.hardware import Hardware
 from axonml_jax.planner.legal import candidate, legal_meshes, ways_on
 from axonml_jax.planner.quick import alike, candidates_of
 from axonml_jax.planner.search import exactly
+from axonml_jax.planner.searched_axes import FAMILIES
 
 ROOMY = Hardware(name="roomy", flops=1e12, memory=2**40, memory_bandwidth=1e11, link=1e9, island=4, cross=1e8, torus=3)
 SCAN = {"scan_layers": True, "loss_chunk": 24}
+WITHOUT_CONTEXT = tuple(dict.fromkeys(axis for family in FAMILIES for axis in family if axis != "context"))
 NORMS = 64
 """Bytes of the norm's numbers that may differ: what is split over the same axes along other dims is summed apart."""
 
@@ -39,7 +41,11 @@ ROWS = [
 ]
 
 
-def together(style, options, devices, precision, strategy):
+# The same, with sequences split; on the axes fsdp, context and another.
+SPLIT = [(LLAMA, {}, 8, "bf16", "tensor"), (GPT, SCAN, 8, None, "data"), (LLAMA, {}, 8, None, "pipe")]
+
+
+def together(style, options, devices, precision, strategy, axes=WITHOUT_CONTEXT):
     """Everything that is legal as the planner prices it: the candidates of a list, and their arrays."""
     model, batch = config(style, num_layers=6, **options), 2 * devices
     asked = ax.plan(
@@ -47,7 +53,7 @@ def together(style, options, devices, precision, strategy):
     ).asked
     asked, sizes = replace(asked, strategy=strategy), {"global_batch": batch, "length": 16}
     meshes = []
-    for degrees in legal_meshes(model, devices, **sizes):
+    for degrees in legal_meshes(model, devices, axes=axes, shortest=1 if "context" in axes else 1024, **sizes):
         ways = ways_on(model, degrees, **sizes)
         if ways := tuple(way for way in ways if strategy is None or way.stage == 3):
             meshes.append((degrees, ways))
@@ -75,8 +81,18 @@ def sent(traffic, amount):
 )
 def test_arrays_of_candidates_are_what_each_is_predicted_to_send_and_hold(row):
     """Exactly, but for a pipeline's slots, which are bounded where chunks get uneven numbers of microbatches."""
+    assert as_each_alone(together(*row)) > 40
+
+
+@pytest.mark.parametrize("row", SPLIT, ids=lambda row: row[-1])
+def test_arrays_of_candidates_that_split_sequences_are_what_each_is_predicted_to_send_and_hold(row):
+    assert as_each_alone(together(*row[:-1], None, axes=("fsdp", "context", row[-1]))) > 40
+
+
+def as_each_alone(lists):
+    """How many candidates of all lists were predicted alone, and found to be what the list says."""
     rng, tried = random.Random(0), 0
-    for asked, named, many in together(*row):
+    for asked, named, many in lists:
         for k in rng.sample(range(len(named)), min(len(named), 6)):
             with contextlib.suppress(ValueError):  # a schedule that refuses these sizes
                 alone = exactly(asked, named[k]).prediction
@@ -89,7 +105,7 @@ def test_arrays_of_candidates_are_what_each_is_predicted_to_send_and_hold(row):
                     held, exact = entry(getattr(many.memory, field.name), k), getattr(alone.memory, field.name)
                     slots = field.name == "activations" and uneven(named[k])
                     assert exact * (1 - 1e-12) <= held <= exact * (1.25 if slots else 1 + 1e-12), (named[k], field.name)
-    assert tried > 40
+    return tried
 
 
 def bytes_of(flow):

@@ -9,6 +9,7 @@ from ring_strategy import RingShard
 
 import axonml_jax as ax
 from axonml_jax.ledger import collectives_in, difference, memory_difference, predict
+from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import hardware
 from axonml_jax.planner.price import price
 
@@ -79,10 +80,11 @@ def test_the_busiest_ranks_causal_work_is_in_the_prediction_and_in_the_price(ord
     given = {"model": config(GPT), "mesh": {"context": 4}, "global_batch": 8, "length": LENGTH}
     found = ax.explain(ax.Plan(context=ax.Context(order=order)), **given)
     assert found.causal_balance == ax.causal_balance(order, LENGTH, 4)
-    even = replace(found, uneven_flops_per_token=0.0)
-    more = price(found, hardware("v5e")).compute / price(even, hardware("v5e")).compute - 1
+    compute = lambda blocks: price(found, hardware("v5e"), Assumptions(blocks=blocks)).compute
+    even = price(replace(found, causal_balance=1.0), hardware("v5e"), Assumptions(blocks=1.0)).compute
     attention = 6 * 2 * 8 * 2 * 4 * LENGTH / found.flops_per_token  # layers, heads, sizes of a head twice
-    assert more == pytest.approx((found.causal_balance - 1) * attention)
+    assert compute(1.0) / even - 1 == pytest.approx((found.causal_balance - 1) * attention)
+    assert compute(0.5) / even - 1 == pytest.approx((2 * found.causal_balance - 1) * attention)
     assert ("the busiest rank computes" in str(found)) == (order != "zigzag")
 
 
@@ -113,13 +115,21 @@ def test_predicted_memory_is_near_what_the_compiler_plans(degrees, options):
     assert abs(arguments - 1) < 0.02 and abs(temporaries - 1) < 0.25, str(found)
 
 
-@pytest.mark.parametrize("method", ["gather", "ring"])
-def test_predicted_memory_of_split_sequences_is_near_what_the_compiler_plans(method):
-    """What attention holds of other ranks' keys and values and of its tiles, which is most of it here."""
-    plan, degrees = ax.Plan(context=ax.Context(method=method), remat="full"), {"data": 1, "context": 4}
-    model = config(GPT, hidden_size=64, mlp_hidden_size=256, max_length=1024, num_layers=4, scan_layers=True)
-    step, state, rows = step_of(model, plan, degrees, 4, length=1024)
-    prediction = predict(plan, model, degrees, global_batch=4, length=1024, platform="cpu")
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    [
+        ({"data": 1, "context": 4}, {"context": ax.Context(method="gather"), "remat": "full"}),
+        ({"data": 1, "context": 4}, {"context": ax.Context(method="ring"), "remat": "full"}),
+        ({"data": 1, "fsdp": 2, "context": 2}, {"context": ax.Context(method="ulysses")}),
+    ],
+    ids=["gather", "ring", "ulysses, nothing recomputed, zero3"],
+)
+def test_predicted_memory_of_split_sequences_is_near_what_the_compiler_plans(degrees, options):
+    """What attention holds of other ranks' keys and values and of its tiles; and nothing for every pair of tiles."""
+    plan, length = ax.Plan(**options), 1024 if "remat" in options else 8192
+    model = config(GPT, hidden_size=64, mlp_hidden_size=256, max_length=length, num_layers=4, scan_layers=True)
+    step, state, rows = step_of(model, plan, degrees, 4, length=length)
+    prediction = predict(plan, model, degrees, global_batch=4, length=length, platform="cpu")
     found = memory_difference(prediction, step.lower(state, rows).compile())
     arguments, temporaries = found.ratios
     assert abs(arguments - 1) < 0.02 and abs(temporaries - 1) < 0.25, str(found)

@@ -49,6 +49,19 @@ def test_a_plan_is_written_as_a_configuration_that_trains_it(axes, tiny, tmp_pat
     assert config.train.global_batch_size == 16 and config.devices.simulated == int(devices)
 
 
+def test_a_plan_that_splits_sequences_is_written_with_its_method(tmp_path, capsys):
+    written, subject = tmp_path / "planned.yaml", tmp_path / "long.yaml"
+    subject.write_text(TINY.replace(": 32}", ": 8192}").replace("max_length: 32", "max_length: 8192"), "utf-8")
+    flags = ["--axes", "fsdp", "context", "--batch", "1", "--write", str(written), "--json"]
+    assert main(["plan", str(subject), "--devices", "4", *flags]) == 0
+    best = json.loads(capsys.readouterr().out.split("\n\nwritten")[0])["best"]
+    config = read_config("train", [str(written)])
+    assert (
+        config.mesh.context == best["mesh"]["context"] == 4 and f"attention by {config.context.method}" in best["plan"]
+    )
+    assert config.context.shard == ("fsdp*context" in best["plan"])
+
+
 def test_published_models_are_planned_by_name(capsys):
     assert main(["plan", "gpt2-small", "--devices", "8", "--hardware", "a100", "--batch", "64", "--ledger"]) == 0
     out = capsys.readouterr().out

@@ -5,12 +5,14 @@ import json
 import math
 from dataclasses import replace
 
+import jax
 import pytest
 from int8_strategy import Int8Shard
 from predicted_steps import GPT, LLAMA, config
 from ring_strategy import RingShard
 
 import axonml_jax as ax
+from axonml_jax.ledger import collectives_in, difference, memory_difference
 from axonml_jax.models.presets import preset
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
 from axonml_jax.planner.assumptions import Assumptions
@@ -18,6 +20,7 @@ from axonml_jax.planner.hardware import HARDWARE, Hardware, hardware
 from axonml_jax.planner.legal import candidate, candidates, divisors, legal_meshes, meshes, ways_on
 from axonml_jax.planner.quick import quick
 from axonml_jax.planner.search import exactly
+from axonml_jax.planner.verify import abstract_step
 
 SMALL = config(GPT, hidden_size=64, mlp_hidden_size=256, num_heads=4, num_layers=4, vocab_size=512, max_length=64)
 
@@ -225,3 +228,56 @@ def test_sizes_below_one_are_refused(given, message):
         ax.plan(config(GPT), **{"num_devices": 2, "global_batch": 2, **given})
     with pytest.raises(TypeError, match="give a TransformerConfig"):
         ax.plan(object(), num_devices=2, global_batch=2)
+
+
+LONG = config(LLAMA, num_layers=4, hidden_size=64, mlp_hidden_size=128, max_length=2**14, scan_layers=True)
+
+
+CPU = replace(TINY, memory=2**40, platform="cpu")
+
+
+def cheapest(asked, axes):
+    """The bytes of the leanest plan on these axes, by method."""
+    held = {}
+    for each in candidates(LONG, asked.num_devices, global_batch=asked.global_batch, length=2**14, axes=axes):
+        held.setdefault(each.method, []).append(exactly(asked, each).price.memory)
+    return {method: min(sizes) for method, sizes in held.items()}
+
+
+def test_sequences_are_split_where_they_do_not_fit_otherwise_and_that_compiles_and_sends_what_is_priced():
+    given = {
+        "num_devices": 4,
+        "hardware": CPU,
+        "global_batch": 4,
+        "axes": ("data", "fsdp", "context"),
+        "remats": ("full",),
+    }
+    roomy = ax.plan(LONG, **given)
+    assert roomy.best.candidate.method is None
+    found = ax.plan(LONG, max_memory=cheapest(roomy.asked, ("data", "fsdp"))[None] - 1, **given)
+    best = found.best.candidate
+    assert best.degree("context") > 1 and f"attention by {best.method}" in str(found)
+    assert found.plan.context.method == best.method
+    mesh = ax.make_mesh(devices=jax.devices()[:4], **best.mesh)
+    step, state, batch = abstract_step(found.plan, found.model, mesh, 4, 2**14)
+    traced = step.trace(state, batch)
+    assert [
+        each for each in difference(found.prediction, collectives_in(traced.jaxpr)) if each.label == "attention"
+    ] == []
+    resting = memory_difference(found.prediction, traced.lower().compile()).ratios[0]
+    assert abs(resting - 1) < 0.02  # of temporaries see test_ledger_difference.py
+
+
+def test_a_ring_is_chosen_where_gathered_keys_do_not_fit():
+    given = {"num_devices": 16, "hardware": CPU, "global_batch": 1, "axes": ("context",)}  # more than heads
+    roomy = ax.plan(LONG, **given)
+    held = cheapest(roomy.asked, given["axes"])
+    assert held["ring"] < held["gather"] and roomy.best.candidate.method != "ring"
+    assert ax.plan(LONG, max_memory=held["ring"], **given).best.candidate.method == "ring"
+
+
+def test_parts_of_sequences_that_are_too_short_or_do_not_divide_are_not_tried():
+    answer = ax.plan(LONG, num_devices=32, hardware=replace(TINY, memory=2**40), global_batch=32)
+    assert answer.illegal["fewer than 1,024 positions on a rank of context"]
+    with pytest.raises(ValueError, match="times: positions do not divide over twice the ranks of context"):
+        ax.plan(LONG, num_devices=4, hardware=TINY, global_batch=1, length=2**14 - 4, axes=("context",))

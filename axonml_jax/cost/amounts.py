@@ -27,6 +27,15 @@ def divided(amount: Many, parts: Many) -> Many:
     return np.floor(amount / parts) if varies(amount) or varies(parts) else amount // parts
 
 
+def plain(amount: Many) -> Many:
+    """An array whose entries are all equal as the number.
+
+    >>> plain(np.array([2, 4]) * np.array([4, 2])), plain(3)
+    (8, 3)
+    """
+    return amount.flat[0].item() if varies(amount) and (amount == amount.flat[0]).all() else amount
+
+
 def several(ranks: Many) -> bool:
     """Whether ranks are more than one; of arrays they may be."""
     return varies(ranks) or ranks > 1

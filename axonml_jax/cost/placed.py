@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax._types import named_leaves
-from axonml_jax.cost.amounts import Many, most, several
+from axonml_jax.cost.amounts import Many, most, plain, several
 from axonml_jax.cost.flow import named
 from axonml_jax.cost.weight import Weight
 from axonml_jax.mesh.axes import AxisNames, flat_axes
@@ -45,7 +45,7 @@ class Setting:
 
     def ranks(self, axis: AxisNames) -> Many:
         """Of an axis, or of several together."""
-        return self.degrees[axis] if isinstance(axis, str) else math.prod(self.degrees[name] for name in axis)
+        return self.degrees[axis] if isinstance(axis, str) else plain(math.prod(self.degrees[name] for name in axis))
 
     @cached_property
     def roles(self) -> dict[AxisNames, Role]:

@@ -11,6 +11,8 @@ class Assumptions:
       efficiency: share of the peak FLOP/s that products reach while nothing is waited for.
       overlap: share of the compute time behind which gathers of parameters and reductions of gradients can hide.
       layer_overlap: the same of what the layers send themselves; 0, as a product waits for its input.
+      blocks: of the efficiency, what attention reaches that reads positions of other ranks: it is computed block by block,
+        where TPUs and GPUs have kernels for the positions of one rank. Not measured.
       memory_margin: share of a device's memory that a plan may fill; the rest is for fragmentation and the runtime.
       host_bandwidth: bytes per second between a device and its host's memory.
     """
@@ -18,11 +20,14 @@ class Assumptions:
     efficiency: float = 0.5
     overlap: float = 0.7
     layer_overlap: float = 0.0
+    blocks: float = 0.5
     memory_margin: float = 0.9
     host_bandwidth: float = 16e9
 
     def __post_init__(self):
         wrong = {name: value for name, value in vars(self).items() if not value >= 0 or value != value}
         wrong |= {name: value for name, value in vars(self).items() if name != "host_bandwidth" and value > 1}
-        if wrong or not self.efficiency or not self.host_bandwidth:
-            raise ValueError(f"Assumptions: {wrong or vars(self)}: shares lie between 0 and 1, and efficiency above 0")
+        if wrong or not self.efficiency or not self.blocks or not self.host_bandwidth:
+            raise ValueError(
+                f"Assumptions: {wrong or vars(self)}: shares lie between 0 and 1, and efficiency and blocks above 0"
+            )

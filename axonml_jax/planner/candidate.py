@@ -4,12 +4,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from axonml_jax.cost.decoder.activations import compute_dtype
+from axonml_jax.mesh.axes import AXES
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.parallel.context.method import MethodName
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.strategies.context import Context
 from axonml_jax.parallel.strategies.replicate import Replicate
 from axonml_jax.parallel.strategies.shard import Shard
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
@@ -25,6 +28,8 @@ class Candidate:
       degrees: of the mesh, every axis with more than one rank.
       stage: of ZeRO along `fsdp`; 0 without it. Of another strategy the stage that reads and reduces when it does.
       strategy: another one along `fsdp`; None: `ax.Shard` of the stage.
+      method: how attention reads positions of other ranks; None without `context`.
+      shared: whether parameters rest sharded over `context` too.
       microbatches: per update and rank.
       remat: what the backward recomputes.
       sequence_parallel: with `tensor`.
@@ -42,6 +47,8 @@ class Candidate:
     chunks: int = 1
     offload: CPUOffload = CPUOffload.NONE
     strategy: AbstractStrategy | None = None
+    method: MethodName | None = None
+    shared: bool = False
 
     def degree(self, axis: str) -> int:
         """Ranks of a mesh axis."""
@@ -49,8 +56,9 @@ class Candidate:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The degrees, `data` always among them."""
-        return {"data": 1, **dict(self.degrees)}
+        """The degrees, `data` always among them, and `fsdp` where parameters rest over it and `context`."""
+        there = {"data": 1, **({"fsdp": 1} if self.shared else {}), **dict(self.degrees)}
+        return {axis: there[axis] for axis in AXES if axis in there}
 
     def plan(self, precision: Any = None) -> Plan:
         """The plan to hand to `ax.parallelize`."""
@@ -60,6 +68,7 @@ class Candidate:
         return Plan(
             mesh=MeshShape(**self.mesh),
             fsdp=self.strategy or (Shard(stage=self.stage) if self.stage else Replicate()),
+            context=Context() if self.method is None else Context(method=self.method, shard=self.shared),
             pipe=pipe,
             precision=precision,
             accumulate=1 if pipe else self.microbatches,
@@ -77,7 +86,9 @@ class Candidate:
     def __str__(self) -> str:
         words = [" x ".join(f"{axis} {ranks}" for axis, ranks in self.degrees) or "one device"]
         if self.stage:
-            words.append((self.strategy or Shard(stage=self.stage)).in_words("fsdp"))
+            over = " over fsdp*context" if self.shared else ""
+            words.append((self.strategy or Shard(stage=self.stage)).in_words("fsdp") + over)
+        words += [f"attention by {self.method}"] if self.method else []
         if self.schedule is not None:
             words.append(f"{self.schedule.value}{f' x {self.chunks} chunks' if self.chunks > 1 else ''}")
         words.append(f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}")

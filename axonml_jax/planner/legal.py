@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 from axonml_jax.cost.decoder.configuration import problems
 from axonml_jax.mesh.axes import AXES, batch_axes
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.parallel.context.method import MethodName, unsplittable
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.planner.candidate import Candidate
-from axonml_jax.planner.searched_axes import FAMILIES, SEARCHED
+from axonml_jax.planner.searched_axes import FAMILIES, SEARCHED, SHORTEST
+from axonml_jax.sharding.sequence_order import order_parts
 
 REMATS = (None, "selective", "full")
 
@@ -47,6 +49,7 @@ def legal_meshes(
     global_batch: int,
     length: int,
     axes: tuple[str, ...] = SEARCHED,
+    shortest: int = SHORTEST,
     illegal: Counter | None = None,
 ) -> Iterator[dict[str, int]]:
     """Every mesh (degrees above one) on which the model can run.
@@ -57,6 +60,7 @@ def legal_meshes(
       global_batch: sequences per update.
       length: of a sequence.
       axes: mesh axes that may have more than one rank.
+      shortest: positions of a rank at least.
       illegal: counts why meshes were refused, where given.
     """
     seen = set()
@@ -68,7 +72,7 @@ def legal_meshes(
             if (key := tuple(degrees.items())) in seen:
                 continue
             seen.add(key)
-            if not (reason := _refused(model, degrees, global_batch, length)):
+            if not (reason := _refused(model, degrees, global_batch, length, shortest)):
                 yield degrees
             elif illegal is not None:
                 illegal[reason] += 1
@@ -81,10 +85,13 @@ def candidates(
     global_batch: int,
     length: int,
     axes: tuple[str, ...] = SEARCHED,
+    shortest: int = SHORTEST,
     offload: CPUOffload = CPUOffload.NONE,
 ) -> Iterator[Candidate]:
     """Every legal way to run on every legal mesh (see `legal_meshes` for the arguments)."""
-    for degrees in legal_meshes(model, num_devices, global_batch=global_batch, length=length, axes=axes):
+    for degrees in legal_meshes(
+        model, num_devices, global_batch=global_batch, length=length, axes=axes, shortest=shortest
+    ):
         if offload is CPUOffload.NONE or "pipe" not in degrees:
             for way in ways_on(model, degrees, global_batch, length):
                 yield candidate(degrees, way, offload)
@@ -99,10 +106,12 @@ class Way(NamedTuple):
     schedule: PipelineSchedule | None
     chunks: int
     microbatches: int
+    method: MethodName | None = None
+    shared: bool = False
 
 
 def candidate(
-    degrees: dict[str, int],
+    degrees: Mapping[str, int],
     way: Way,
     offload: CPUOffload = CPUOffload.NONE,
     strategy: AbstractStrategy | None = None,
@@ -135,27 +144,39 @@ def ways_on(
 ) -> tuple[Way, ...]:
     """Every way to run on a mesh, with these kinds of recomputation; the same object for meshes that allow the same."""
     rows = global_batch // math.prod(degrees[axis] for axis in batch_axes(degrees))
-    tensor = degrees.get("tensor", 1)
-    splits = tensor > 1 and length % tensor == 0
-    return _ways(model.num_layers, "fsdp" in degrees, splits, degrees.get("pipe", 1), rows, remats)
+    tensor, context = degrees.get("tensor", 1), degrees.get("context", 1)
+    splits = tensor > 1 and length // context % tensor == 0
+    stages = [(stage, context > 1) for stage in (1, 2, 3)] if "fsdp" in degrees or context > 1 else []
+    stages += [(0, False)] if "fsdp" not in degrees else []
+    methods = _methods(model, context, tensor)
+    return _ways(model.num_layers, tuple(stages), splits, methods, degrees.get("pipe", 1), rows, remats)
+
+
+def _methods(model: TransformerConfig, context: int, tensor: int) -> tuple[MethodName | None, ...]:
+    """By which attention may read positions of other ranks."""
+    if context == 1:
+        return (None,)
+    heads = model.num_heads // tensor, max(1, model.kv_heads // tensor)
+    return ("gather", "ring") if unsplittable(context, *heads) else ("gather", "ulysses", "ring")
 
 
 @lru_cache(maxsize=1024)
 def _ways(
-    num_layers: int, sharded: bool, splits: bool, pipe: int, rows: int, remats: tuple[str | None, ...]
-) -> tuple[Way, ...]:
-    stages, sequence = (1, 2, 3) if sharded else (0,), (False, True) if splits else (False,)
+    num_layers: int, stages: tuple[tuple[int, bool], ...], splits: bool, methods: tuple[MethodName | None, ...], pipe: int,
+    rows: int, remats: tuple[str | None, ...],
+) -> tuple[Way, ...]:  # fmt: skip
     orders = list(_orders(num_layers, pipe, rows))
     return tuple(
-        Way(stage, split, remat, *order)
-        for stage in stages
-        for split in sequence
+        Way(stage, split, remat, *order, method, shared)
+        for stage, shared in stages
+        for split in ((False, True) if splits else (False,))
+        for method in methods
         for remat in remats
         for order in orders
     )
 
 
-def _refused(model: TransformerConfig, degrees: dict[str, int], global_batch: int, length: int) -> str:
+def _refused(model: TransformerConfig, degrees: dict[str, int], global_batch: int, length: int, shortest: int) -> str:
     """Why a mesh does not go with a model; empty when it does."""
     grid = any(axis in degrees for axis in ("depth", "row", "col"))
     if grid and model.loss_chunk:
@@ -167,6 +188,10 @@ def _refused(model: TransformerConfig, degrees: dict[str, int], global_batch: in
         return "fewer blocks than pipeline ranks"
     if global_batch % math.prod(degrees[axis] for axis in batch_axes(degrees)):
         return "the batch does not divide over its shards"
+    if (context := degrees.get("context", 1)) > 1 and length % order_parts("zigzag", context):
+        return "positions do not divide over twice the ranks of context"
+    if context > 1 and length // context < shortest:
+        return f"fewer than {shortest:,} positions on a rank of context"
     return ""
 
 

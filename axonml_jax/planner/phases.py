@@ -9,6 +9,7 @@ from axonml_jax.cost.amounts import Many, divided, either, least, varies
 from axonml_jax.cost.flow import ATTENTION, GRADIENTS, ONCE, PARAMETERS, Flow
 from axonml_jax.cost.held import Memory
 from axonml_jax.mesh.axes import AXES, LAYER_AXES
+from axonml_jax.parallel.tensor.megatron.fused_attention import kernel_of
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import Hardware
 
@@ -53,8 +54,13 @@ class Predicted(Protocol):
         ...
 
     @property
-    def uneven_flops_per_token(self) -> Many:
-        """What the busiest rank computes more than the mean."""
+    def blockwise_flops_per_token(self) -> Many:
+        """Of all those, of attention that reads positions of other ranks."""
+        ...
+
+    @property
+    def causal_balance(self) -> Many:
+        """What the busiest rank computes of it, over the mean."""
         ...
 
     @property
@@ -136,7 +142,8 @@ def phases(found: Predicted, hardware: Hardware, given: Assumptions) -> tuple[Ph
     """
     devices = math.prod(found.degrees.values())
     seconds = lambda flops: found.tokens * flops / devices / (hardware.flops * given.efficiency)
-    products = seconds(found.flops_per_token + found.uneven_flops_per_token)
+    slower = found.causal_balance / (given.blocks if kernel_of(hardware.platform) else 1)
+    products = seconds(found.flops_per_token + (slower - 1) * found.blockwise_flops_per_token)
     again = seconds(found.recomputed_flops_per_token)
     if found.pipelined:
         runs = {START: (1, 0.0), TICKS: (1, products + again), END: (1, 0.0)}

@@ -10,7 +10,8 @@ import numpy as np
 
 from axonml_jax.cost.amounts import Many, divided
 from axonml_jax.cost.decoder.cuts import stages_of
-from axonml_jax.cost.decoder.work import recomputed_flops, stage_costs, uneven_flops
+from axonml_jax.cost.decoder.split_attention import SplitAttention
+from axonml_jax.cost.decoder.work import blockwise_flops, recomputed_flops, stage_costs
 from axonml_jax.cost.flow import Flow, joined
 from axonml_jax.cost.held import Memory
 from axonml_jax.cost.passing import TickCounts
@@ -22,7 +23,7 @@ from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.planner.candidate import Question
-from axonml_jax.planner.legal import Way
+from axonml_jax.planner.legal import Way, candidate
 from axonml_jax.planner.price import price
 from axonml_jax.planner.resting import Placing, Resting, spread, weights_together
 
@@ -57,12 +58,12 @@ def quick(
 
 
 class WayColumns:
-    """Ways that are one discrete choice: alike in ZeRO's stage and in sequence parallelism.
+    """Ways that are one discrete choice: alike in ZeRO's stage and its axes, sequence parallelism and attention's method.
 
     Attributes:
       way: the first.
       at: where they are among all ways of their mesh.
-      stage, sequence: what they have in common.
+      choice: what they have in common.
       microbatches: per update and rank.
       full, selective: 1 where that is recomputed.
       chunks, gpipe: of a pipeline.
@@ -74,7 +75,7 @@ class WayColumns:
         own = [ways[i] for i in at]
         column = lambda values: np.array(list(values), float)
         self.way, self.at = own[0], np.array(at)
-        self.stage, self.sequence = self.way.stage, self.way.sequence_parallel
+        self.choice = choice_of(self.way)
         self.microbatches, self.chunks = column(way.microbatches for way in own), column(way.chunks for way in own)
         self.full = column(way.remat == "full" for way in own)
         self.selective = column(way.remat == "selective" for way in own)
@@ -83,11 +84,16 @@ class WayColumns:
         self.cut = np.array([self.cuts.index((way.chunks, way.remat or "")) for way in own])
 
 
+def choice_of(way: Way) -> tuple:
+    """What decides on the list of a way's flows, but for the mesh."""
+    return way.stage, way.shared, way.sequence_parallel, way.method
+
+
 def choices(ways: tuple[Way, ...]) -> tuple[WayColumns, ...]:
     """The ways of a mesh by discrete choice."""
-    found: dict[tuple[int, bool], list[int]] = {}
+    found: dict[tuple, list[int]] = {}
     for i, way in enumerate(ways):
-        found.setdefault((way.stage, way.sequence_parallel), []).append(i)
+        found.setdefault(choice_of(way), []).append(i)
     return tuple(WayColumns(ways, at) for at in found.values())
 
 
@@ -138,10 +144,10 @@ def alike(meshes: Meshes, asked: Question) -> Iterator[list[DiscreteChoice]]:
     resting, lists, cuts = Resting(asked), {}, {}
     same = {id(ways): choices(ways) for ways in {id(ways): ways for _, ways in meshes}.values()}
     for number, (given, ways) in enumerate(meshes):
-        degrees = {"data": 1, **given}
         for columns in same[id(ways)]:
+            degrees = candidate(given, columns.way).mesh
             placing = resting.placing(given, columns.way)
-            kind = (columns.stage, columns.sequence, tuple(degrees), placing.form, placing.strategies)
+            kind = (*columns.choice, tuple(degrees), placing.form, placing.strategies)
             if (pipe := given.get("pipe")) and (pipe, columns) not in cuts:
                 cuts[pipe, columns] = _cut_columns(asked.model, pipe, columns, asked.length)
             lists.setdefault(kind, []).append(
@@ -163,7 +169,8 @@ class Candidates:
     tokens: int
     flops_per_token: int
     recomputed_flops_per_token: Many
-    uneven_flops_per_token: Many
+    blockwise_flops_per_token: Many
+    causal_balance: Many
     traffic: Sequence[Flow]
     memory: Memory
     bubble: Many
@@ -182,7 +189,8 @@ def candidates_of(
         tokens=tokens,
         flops_per_token=asked.model.flops_per_token(asked.length),
         recomputed_flops_per_token=recomputed_flops(step.model, run, asked.length),
-        uneven_flops_per_token=uneven_flops(step.model, run, asked.length, step.attention),
+        blockwise_flops_per_token=blockwise_flops(step.model, run, asked.length, step.attention),
+        causal_balance=1.0 if step.attention is None else step.attention.balance,
         traffic=joined(flows(step)),
         memory=held(step, moments=asked.moments, offload=offload, platform=asked.hardware.platform, in_ticks=False),
         bubble=_bubble(step, slowest) if run.pipelined else 0.0,
@@ -209,7 +217,7 @@ def _step(together: Sequence[DiscreteChoice], asked: Question) -> tuple[Step, Ma
     step = Step(
         model=placings[0].model, degrees=degrees, run=run, weights=weights, ranks=ranks,
         rows=divided(asked.global_batch, shards), length=asked.length, compute=asked.dtype, ticks=ticks,
-        stage_blocks=longest, chunks=chunks,
+        stage_blocks=longest, chunks=chunks, attention=SplitAttention.of(plan, placings[0].model, degrees, asked.length),
     )  # fmt: skip
     return step, slowest
 

@@ -13,7 +13,7 @@ from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.planner.candidate import Candidate, Question
-from axonml_jax.planner.legal import Way
+from axonml_jax.planner.legal import Way, candidate
 from axonml_jax.sharding.layout import Layout
 
 
@@ -52,12 +52,13 @@ class Resting:
 
         Args:
           degrees: of the mesh, above 1.
-          way: of which the stage, sequence parallelism and whether there is a schedule decide.
+          way: of which the stage, attention's method, sequence parallelism and whether there is a schedule decide.
         """
         model = self._model(degrees, way)
-        plan, strategies = self._plan(degrees.get("fsdp", 1), way.stage)
-        own = tuple((axis, ranks) for axis, ranks in degrees.items() if axis not in ("data", "pipe"))
-        if (key := (own, model.scan_layers)) not in self._layouts:
+        plan, strategies = self._plan(degrees, way)
+        there = candidate(degrees, way).mesh.items()
+        own = tuple((axis, ranks) for axis, ranks in there if axis not in ("data", "pipe"))
+        if (key := (own, model.scan_layers, way.shared)) not in self._layouts:
             self._layouts[key] = self._placed(model, plan, dict(own))
         return Placing(*self._layouts[key], model, plan, strategies)
 
@@ -70,14 +71,16 @@ class Resting:
             self._models[key] = Candidate(degrees=tuple(degrees.items()), **way._asdict()).model(self.asked.model)
         return self._models[key]
 
-    def _plan(self, ranks: int, stage: int) -> tuple[Plan, int]:
-        if (ranks, stage) not in self._plans:
-            found = Candidate(degrees=(("fsdp", ranks),), stage=stage, strategy=self.asked.strategy)
-            plan = found.plan(self.asked.precision).decided(self.fabric, {"fsdp": ranks})
+    def _plan(self, degrees: Mapping[str, int], way: Way) -> tuple[Plan, int]:
+        ranks = {axis: degrees.get(axis, 1) for axis in ("fsdp", "context")}
+        chosen = {"stage": way.stage, "method": way.method, "shared": way.shared}
+        if (key := (*ranks.values(), *chosen.values())) not in self._plans:
+            found = Candidate(degrees=tuple(ranks.items()), strategy=self.asked.strategy, **chosen)
+            plan = found.plan(self.asked.precision).decided(self.fabric, ranks)
             # A strategy of the user's own may send in as many parts as there are ranks: those are a number for it.
-            own = None if self.asked.strategy is None else ranks
-            self._plans[ranks, stage] = plan, self._number((plan.fsdp, own))
-        return self._plans[ranks, stage]
+            own = None if self.asked.strategy is None else ranks["fsdp"]
+            self._plans[key] = plan, self._number((plan.fsdp, plan.context, own))
+        return self._plans[key]
 
     def _placed(self, model: Any, plan: Plan, own: dict[str, int]) -> tuple[list[Layout], int]:
         """The layouts, and the number of their form."""
@@ -87,11 +90,11 @@ class Resting:
             split = [((each.shape, each.splits, each.layers), split_by_layers(each, param, own)) for each in weights]
             self._split[key] = split
         found: dict[Any, Layout] = {}
-        strategies = Setting.of(plan, own).strategies
+        setting = Setting.of(plan, own)
         for same, layout in self._split[key]:
             if same not in found:
-                for axis, strategy in strategies.items():
-                    layout = strategy.spec(layout, axis, own[axis])  # pyright: ignore[reportArgumentType]
+                for axis, strategy in setting.strategies.items():
+                    layout = strategy.spec(layout, axis, setting.ranks(axis))
                 found[same] = layout
         forms = {
             same: (*sorted(layout.axes), same[2] > 1 and bool(layout.axes_of(0))) for same, layout in found.items()

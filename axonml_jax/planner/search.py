@@ -55,9 +55,9 @@ def plan(
 ) -> Answer:
     """Find the fastest plan that fits, on paper: no devices, no trace.
 
-    Every legal mesh (data, pipe, fsdp with a ZeRO stage, tensor with or without sequence parallelism, or AxoNN's depth, row and
-    col), schedule, number of chunks and of microbatches, and recomputation gets a first price; the best of them are priced
-    exactly by the ledger.
+    Every legal mesh (data, pipe, fsdp with a ZeRO stage, context with a method of attention, tensor with or without sequence
+    parallelism, or AxoNN's depth, row and col), schedule, number of chunks and of microbatches, and recomputation gets a first
+    price; the best of them are priced exactly by the ledger.
 
     Args:
       model: a transformer's configuration, or a model with one as its attribute `config`.
@@ -161,7 +161,7 @@ def _meshes(asked: Question, axes: tuple[str, ...], remats: tuple, offload: CPUO
             continue
         ways = ways_on(asked.model, degrees, remats=remats, **sizes)
         if asked.strategy is not None:
-            ways = tuple(way for way in ways if way.stage == stage_of(asked.strategy))
+            ways = tuple(way for way in ways if way.stage == stage_of(asked.strategy) and not way.shared)
         if ways:
             found.append((degrees, ways))
         elif asked.strategy is None:  # else a mesh without fsdp
@@ -246,6 +246,7 @@ def _sensitivity(asked: Question, found: list[Priced]) -> dict[str, tuple[float,
         "links half as fast": (replace(kind, link=kind.link / 2, cross=kind.cross / 2), given),
         "nothing overlaps": (kind, replace(given, overlap=0.0)),
         "efficiency a quarter lower": (kind, replace(given, efficiency=given.efficiency * 0.75)),
+        "attention across ranks half as fast": (kind, replace(given, blocks=given.blocks / 2)),
         "delays ten times longer": (
             replace(kind, latency=10 * kind.latency, cross_latency=10 * kind.cross_latency),
             given,

@@ -93,7 +93,7 @@ class SplitAttention:
         return either(self.groups > 1, 2 * around - 1, 0) if self.split.order == "contiguous" else around
 
     def held(self, tokens: Many, itemsize: int, platform: str | None) -> Many:
-        """Bytes that one block needs beside what it keeps: keys and values of others, their gradients, and a tile's scores.
+        """Bytes that a block needs beside what it keeps: keys and values of others, gradients, and a tile's scores.
 
         Args:
           tokens: of a rank's microbatch.
@@ -105,7 +105,10 @@ class SplitAttention:
         chunk = divided(self.places, order_parts(self.split.order, 1))
         tile = least(chunk, block_for(platform or ""))
         scores = tokens / self.places * divided(self.heads, self.among) * tile * tile
-        return 2 * self.keys * tokens * parts + SCORES * wide * scores
+        # What a group exchanges is there before and after; the gradients of queries are added up wide.
+        exchanged = either(self.among > 1, 4 * itemsize * (self.queries + self.keys), 0)
+        reading = self.queries * (wide + 2 * itemsize) + exchanged
+        return tokens * (2 * self.keys * parts + reading) + SCORES * wide * scores
 
     @property
     def balance(self) -> float:

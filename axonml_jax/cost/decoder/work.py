@@ -29,8 +29,8 @@ def stage_costs(config: DecoderLike, blocks: Sequence[int], run: Run, length: in
     return StageCosts(tuple(forward), back, tuple(forward))
 
 
-def uneven_flops(config: DecoderLike, run: Run, length: int, attention: SplitAttention | None) -> Many:
-    """Of a token: what the rank that computes most of causal attention computes beyond the mean.
+def blockwise_flops(config: DecoderLike, run: Run, length: int, attention: SplitAttention | None) -> Many:
+    """Of a token, forward and backward and recomputed: those of attention that reads positions of other ranks.
 
     Args:
       config: the model.
@@ -40,8 +40,7 @@ def uneven_flops(config: DecoderLike, run: Run, length: int, attention: SplitAtt
     """
     if attention is None:
         return 0.0
-    even = 6 * config.num_layers * config.num_heads * 2 * config.head_size * length
-    return (attention.balance - 1) * even * (3 + run.recomputes) / 3
+    return 2 * config.num_layers * config.num_heads * 2 * config.head_size * length * (3 + run.recomputes)
 
 
 def block_products(config: DecoderLike) -> float:

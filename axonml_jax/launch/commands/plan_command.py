@@ -162,7 +162,7 @@ def config_text(answer: Answer, base: RunConfig | None = None, arguments: Sequen
         model=model,
         mesh=MeshConfig(**{axis: found.mesh.get(axis, 1) for axis in AXES}),
         plan=_plan_config(base.plan, found, answer.asked.precision),
-        context=ContextConfig(),
+        context=ContextConfig(method=found.method, shard=found.shared) if found.method else ContextConfig(),
         pipeline=_pipeline(found),
         data=replace(base.data, length=length),
         train=replace(base.train, global_batch_size=answer.asked.global_batch),

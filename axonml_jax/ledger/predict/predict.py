@@ -10,7 +10,7 @@ from axonml_jax.cost.decoder.activations import compute_dtype
 from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees, problems
 from axonml_jax.cost.decoder.cuts import Stages, bubble, stages_of, timetable_of
 from axonml_jax.cost.decoder.split_attention import SplitAttention
-from axonml_jax.cost.decoder.work import recomputed_flops, stage_costs, uneven_flops
+from axonml_jax.cost.decoder.work import blockwise_flops, recomputed_flops, stage_costs
 from axonml_jax.cost.flow import merged
 from axonml_jax.cost.held import Memory, resting
 from axonml_jax.cost.passing import TickCounts
@@ -75,7 +75,7 @@ def predict(
         flops_per_token=flops,
         recomputed_flops_per_token=recomputed_flops(model, step.run, length),
         causal_balance=1.0 if step.attention is None else step.attention.balance,
-        uneven_flops_per_token=uneven_flops(model, step.run, length, step.attention),
+        blockwise_flops_per_token=blockwise_flops(model, step.run, length, step.attention),
         notes=_notes(plan, degrees, timetable, memory, step.attention),
         timetable=timetable,
         stage_costs=None if timetable is None else costs,

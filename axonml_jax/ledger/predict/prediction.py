@@ -32,7 +32,7 @@ class Prediction:
       flops_per_token: of forward and backward, recomputation left out.
       recomputed_flops_per_token: what recomputation adds.
       causal_balance: what the rank that computes most of causal attention computes of it, over the mean.
-      uneven_flops_per_token: what that rank computes more than the mean, in FLOPs per token.
+      blockwise_flops_per_token: of all these FLOPs, those of attention that reads positions of other ranks.
       notes: what the numbers leave open.
       timetable: what the pipeline runs when; None without one.
       stage_costs: multiplications per token of the timetable's stages.
@@ -51,7 +51,7 @@ class Prediction:
     flops_per_token: int
     recomputed_flops_per_token: int
     causal_balance: float = 1.0
-    uneven_flops_per_token: float = 0.0
+    blockwise_flops_per_token: float = 0.0
     notes: tuple[str, ...] = ()
     timetable: Timetable | None = field(default=None, repr=False)
     stage_costs: StageCosts | None = field(default=None, repr=False)

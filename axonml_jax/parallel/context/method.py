@@ -58,15 +58,15 @@ def heads_and_gathers(
         if near and order == "contiguous":
             return 1, False
         cheaper = 4 * (heads + max(kv_heads, ranks)) < 6 * ranks * kv_heads
-        return (ranks, True) if cheaper and not _unsplittable(ranks, heads, kv_heads) else (1, True)
+        return (ranks, True) if cheaper and not unsplittable(ranks, heads, kv_heads) else (1, True)
     if isinstance(method, str):
         count, gathers = (ranks, True) if method == "ulysses" else (1, method == "gather")
     else:
         count, gathers = method[0], method[1] == "gather"
     if ranks % count:
         raise ValueError(f"method={method!r}: {count} must divide the {ranks} ranks that split positions")
-    if problem := _unsplittable(count, heads, kv_heads):
-        able = [n for n in range(1, ranks + 1) if ranks % n == 0 and not _unsplittable(n, heads, kv_heads)]
+    if problem := unsplittable(count, heads, kv_heads):
+        able = [n for n in range(1, ranks + 1) if ranks % n == 0 and not unsplittable(n, heads, kv_heads)]
         raise ValueError(
             f"method={method!r} splits heads over {count} ranks: {problem}. Use method='gather' or 'ring', or "
             f"(U, 'ring') with U one of {able}"
@@ -74,7 +74,8 @@ def heads_and_gathers(
     return count, gathers
 
 
-def _unsplittable(count: int, heads: int, kv_heads: int) -> str | None:
+def unsplittable(count: int, heads: int, kv_heads: int) -> str | None:
+    """Why so many ranks cannot split heads; nothing where they can."""
     if heads % count:
         return f"{heads} query heads do not divide over them"
     if kv_heads % count and count % kv_heads:
