@@ -62,6 +62,15 @@ def test_a_plan_that_splits_sequences_is_written_with_its_method(tmp_path, capsy
     assert config.context.shard == ("fsdp*context" in best["plan"])
 
 
+def test_published_models_are_planned_for_longer_sequences(capsys):
+    flags = ["--devices", "64", "--batch", "1", "--length", "1048576", "--hardware", "v5e", "--json"]
+    assert main(["plan", "llama3-8b", *flags]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert best["mesh"]["context"] > 1 and "attention by" in best["plan"]
+    assert main(["plan", "gpt2-small", *flags]) == 2  # its positions are a table
+    assert "longer than the model's 1024" in capsys.readouterr().err
+
+
 def test_published_models_are_planned_by_name(capsys):
     assert main(["plan", "gpt2-small", "--devices", "8", "--hardware", "a100", "--batch", "64", "--ledger"]) == 0
     out = capsys.readouterr().out

@@ -109,7 +109,7 @@ def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerC
     if chosen.model in PRESETS:
         if chosen.batch is None:
             raise ValueError("give --batch, the sequences per update")
-        return None, preset(chosen.model), sizes
+        return None, _long_enough(preset(chosen.model), chosen.length or 0), sizes
     if not Path(chosen.model).suffix:
         near = nearest(chosen.model, PRESETS)
         raise ValueError(
@@ -124,6 +124,12 @@ def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerC
         "moments": MOMENTS[config.optim.name],
     }
     return config, config.model, sizes
+
+
+def _long_enough(config: TransformerConfig, length: int) -> TransformerConfig:
+    """A published model for longer sequences than it was trained on, where no table of positions ends."""
+    longer = max(length, config.max_length) if config.position == "rotary" else config.max_length
+    return replace(config, max_length=longer)
 
 
 def _hardware(chosen: argparse.Namespace) -> Any:
