@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import plain_attention, with_gradients
+from attention_oracle import gradients_by_hand, plain_attention, seen_by, with_gradients
 from jax.sharding import AxisType, PartitionSpec
 from plan_tables import pairwise
 
@@ -61,7 +61,7 @@ def inputs(row, seed=0):
 
 
 def shared_options(row, table, s):
-    """What the split attention and the plain one are given alike."""
+    """What the split attention is given beside segments and dropout."""
     options = dict(RULES[row["rule"]])
     options.pop("segments", None)
     if row["extra"] == "bias":
@@ -102,23 +102,25 @@ def split_attention(row, ids, method, key):
     return lambda q, k, v, table: whole(q, k, v, table, ids)
 
 
-def oracle(row, ids, key):
-    def dropped(weights):
-        if row["extra"] == "dropout":
-            keep = jax.random.bernoulli(key, 0.7, weights.shape)
-        else:
-            draw = lambda own: jax.random.bernoulli(own, 0.7, (len(weights), *weights.shape[2:]))
-            keep = jax.vmap(draw, out_axes=1)(jax.random.split(key, weights.shape[1]))
-        return jnp.where(keep, weights / 0.7, 0)
-
-    def attend(q, k, v, table):
-        options = shared_options(row, table, q.shape[1])
-        if "segments" in RULES[row["rule"]]:
-            options["segment_ids"] = jnp.asarray(ids)
-        drops = row["extra"] in ("dropout", "dropout by head")
-        return plain_attention(q, k, v, dropped=dropped if drops else None, **options)
-
-    return attend
+def oracle(row, arrays, ids, key):
+    """The result, and the gradients of q, k, v and the bias's table."""
+    q, k, v, table, cotangent = arrays
+    (rows, s, n, _), t = q.shape, k.shape[1]
+    options, extra = dict(RULES[row["rule"]]), row["extra"]
+    segments = ids if options.pop("segments", False) else None
+    at = np.arange(t)[None, :] - np.arange(s)[:, None] + s
+    bias, factors = table[:, at] if extra == "bias" else 0.0, 1.0
+    if extra == "dropout":
+        factors = np.asarray(jax.random.bernoulli(key, 0.7, (rows, n, s, t))) / 0.7
+    if extra == "dropout by head":
+        draw = lambda own: jax.random.bernoulli(own, 0.7, (rows, s, t))
+        factors = np.asarray(jax.vmap(draw, out_axes=1)(jax.random.split(key, n))) / 0.7
+    seen = seen_by(s, t, segment_ids=segments, **options)
+    *found, of_scores = gradients_by_hand(q, k, v, cotangent, seen, bias=bias, factors=factors)
+    of_table = np.zeros_like(table)
+    if extra == "bias":
+        np.add.at(of_table, (slice(None), at), of_scores.sum(0))
+    return *found, of_table
 
 
 def named_method(row):
@@ -130,7 +132,7 @@ def named_method(row):
 def test_results_and_gradients_are_those_of_whole_sequences(row):
     arrays, ids = inputs(row)
     key = jax.random.key(7)
-    wanted = jax.jit(with_gradients(oracle(row, ids, key)))(*arrays)
+    wanted = oracle(row, arrays, ids, key)
     got = jax.jit(with_gradients(split_attention(row, jnp.asarray(ids), named_method(row), key)))(*arrays)
     for name, a, b in zip(("out", "q", "k", "v", "table"), got, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10, err_msg=name)
