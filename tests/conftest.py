@@ -1,18 +1,36 @@
 """The strict test world: simulated devices (pyproject's `fake_devices`), float64 allowed, warnings are errors."""
 
 import collections
+import gc
 import os
 import zlib
 
 import jax
 import numpy as np
 import pytest
+from shared_programs import share_programs
 
 jax.config.update("jax_enable_x64", True)
 
 # Most programs here are compiled once and run for milliseconds, in this process and in those that tests start.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+
+SHARED = share_programs()
+
+
+@pytest.fixture(scope="session")
+def shared_programs():
+    """What is compiled in this process, shared by programs that are alike."""
+    return SHARED
+
+
+def pytest_collection_finish():
+    """Modules stay: the collector need not walk them again and again. It runs less often, as JAX makes many objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +58,9 @@ EVERY_ROW = (
 
 
 LARGE = (
-    "ddp_equality", "fsdp_equality", "laws", "ledger_difference", "models_generate", "models_parallel", "pipeline_executor",
+    "context_attention", "context_axis", "context_traced", "context_transformer", "ddp_equality", "facade_gradients",
+    "foreign_models", "fsdp_equality", "fsdp_facade", "laws", "ledger_difference", "literals", "models_generate",
+    "models_parallel", "offload_streams", "optimizers_on_shards", "own_axes", "pipeline_executor", "pipeline_facade",
     "pipeline_training", "processes_ddp", "tensor_3d", "tensor_auto", "tensor_block", "tensor_embedding", "tensor_linear",
     "tensor_plans",
 )  # fmt: skip

@@ -27,12 +27,21 @@ def move(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.jit(_copy, out_shardings=sharding)(leaf)
     if jax.process_count() == 1:
-        return jax.device_put(leaf, sharding)
+        return jax.device_put(_on_host(leaf, sharding), sharding)
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = move(jax.random.key_data(leaf), NamedSharding(sharding.mesh, PartitionSpec()))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _on_host(leaf: Any, sharding: NamedSharding) -> Any:
+    """An array of one CPU device as NumPy sees it, in the same memory: JAX would compile a program that slices it."""
+    if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    (device, *others) = leaf.sharding.device_set
+    splits = not sharding.is_fully_replicated
+    return np.asarray(leaf) if splits and not others and device.platform == "cpu" else leaf
 
 
 def copies(tree: PyTree) -> PyTree:
