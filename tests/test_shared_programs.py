@@ -65,3 +65,8 @@ def test_an_array_of_one_device_is_split_without_a_program(shared_programs, fake
     assert len(split.sharding.device_set) == 8 and split.addressable_shards[3].data.shape == (2, 3)
     jax.jit(lambda x: x * 0, donate_argnums=0)(split)
     np.testing.assert_array_equal(x, np.arange(48.0).reshape(16, 3))
+
+
+def test_a_weak_type_stays_when_an_array_is_split(fake_mesh):
+    weak = jax.lax.full((8,), 2.0)
+    assert weak.weak_type and move(weak, NamedSharding(fake_mesh, PartitionSpec("data"))).weak_type

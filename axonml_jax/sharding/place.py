@@ -37,8 +37,8 @@ def move(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 def _on_host(leaf: Any, sharding: NamedSharding) -> Any:
     """An array of one CPU device as NumPy sees it, in the same memory: JAX would compile a program that slices it."""
-    if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return leaf
+    if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) or leaf.weak_type:
+        return leaf  # NumPy has neither keys nor weak types
     (device, *others) = leaf.sharding.device_set
     splits = not sharding.is_fully_replicated
     return np.asarray(leaf) if splits and not others and device.platform == "cpu" else leaf
