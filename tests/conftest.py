@@ -58,11 +58,12 @@ EVERY_ROW = (
 
 
 LARGE = (
-    "context_attention", "context_axis", "context_traced", "context_transformer", "ddp_equality", "facade_gradients",
+    "cli", "context_attention", "context_axis", "context_traced", "context_transformer", "ddp_equality", "facade_gradients",
     "foreign_models", "fsdp_equality", "fsdp_facade", "laws", "ledger_difference", "literals", "models_generate",
     "models_parallel", "offload_streams", "optimizers_on_shards", "own_axes", "pipeline_executor", "pipeline_facade",
-    "pipeline_training", "processes_ddp", "tensor_3d", "tensor_auto", "tensor_block", "tensor_embedding", "tensor_linear",
-    "tensor_plans",
+    "pipeline_linen", "pipeline_training", "positions", "processes_ddp", "recognised_attention", "state_joins", "tensor_3d",
+    "tensor_auto", "tensor_auto_reads", "tensor_block", "tensor_embedding", "tensor_linear", "tensor_plans",
+    "tensor_split_losses",
 )  # fmt: skip
 """Modules whose tables are products of plans, each row compiled: a quarter of the rows runs."""
 
