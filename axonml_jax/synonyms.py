@@ -24,6 +24,9 @@ AXES: dict[str, str] = {
     "context_parallel": "context",
     "seq": "context",
     "sequence": "context",
+    "ep": "expert",
+    "expert_parallel": "expert",
+    "experts": "expert",
     "tp": "tensor",
     "mp": "tensor",
     "model": "tensor",
@@ -106,7 +109,6 @@ KEYS: dict[str, str] = {
 """Keys of a configuration by the last part of their name."""
 
 NO_AXIS: dict[str, str] = {
-    "ep": "expert parallelism has no mesh axis yet",
     "sp": "sequence parallelism lies along 'tensor': give that axis, and sequence_parallel=True to the layers; whole models "
     "split sequences along 'context'",
 }

@@ -32,7 +32,7 @@ WRONG = {
         ((QUICKSTART, "--optim.wd", "1"), "unknown flag --optim.wd: did you mean --optim.weight_decay?"),
         ((QUICKSTART, "--bs", "8"), "unknown flag --bs: did you mean --train.global_batch_size?"),
         ((QUICKSTART, "--mesh.cp", "8"), "unknown flag --mesh.cp: did you mean --mesh.context?"),
-        ((QUICKSTART, "--mesh.ep", "8"), "expert parallelism has no mesh axis yet"),
+        ((QUICKSTART, "--mesh.ep", "8"), "did you mean --mesh.expert?"),
         ((QUICKSTART, "--plan.precision", "bf61"), "plan.precision=bf61: must be one of float32, bf16, bf16-reduce, fp16"),
         ((QUICKSTART, "--plan.sync_strategy", "overlaped"), "overlaped: must be one of overlapped, synchronous, no_sync"),
         (("binary.yaml",), "binary.yaml is not YAML"),

@@ -86,7 +86,6 @@ def test_axes_are_taken_by_the_names_of_the_trade():
 @pytest.mark.parametrize(
     ("axes", "words"),
     [
-        ({"ep": 2}, "'ep' (expert parallelism has no mesh axis yet"),
         ({"sp": 2}, "'sp' (sequence parallelism lies along 'tensor'"),
         ({"tensr": 2}, "'tensr' (did you mean 'tensor'?)"),
         ({"dp": 4, "data": 2}, "mesh axes ['dp', 'data'] are names of one axis, 'data'"),

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 
-AXES: tuple[str, ...] = ("data", "pipe", "fsdp", "context", "depth", "row", "col", "tensor")
+AXES: tuple[str, ...] = ("data", "pipe", "fsdp", "expert", "context", "depth", "row", "col", "tensor")
 """Every axis a library mesh may have, in canonical order."""
 
-BATCH_AXES: tuple[str, ...] = ("data", "fsdp", "depth")
+BATCH_AXES: tuple[str, ...] = ("data", "fsdp", "expert", "depth")
 """The axes over which the rows of the global batch are split; `context` splits their positions."""
 
-LAYER_AXES: tuple[str, ...] = ("depth", "row", "col", "tensor")
+LAYER_AXES: tuple[str, ...] = ("expert", "depth", "row", "col", "tensor")
 """The axes along which parallel layers split their parameters themselves."""
 
 AxisNames = str | Sequence[str]

@@ -27,7 +27,8 @@ class MeshShape:
     """The degree of every mesh axis: how many ways the work is split along it.
 
     Args:
-      data, pipe, fsdp, context, depth, row, col, tensor: an int >= 1, or -1 for "whatever the devices leave" (at most once).
+      data, pipe, fsdp, expert, context, depth, row, col, tensor: an int >= 1, or -1 for "whatever the devices leave" (at most
+        once).
 
     Raises:
       ValueError: for any other degree, or a second -1.
@@ -40,6 +41,7 @@ class MeshShape:
     data: int = _UNNAMED
     pipe: int = _UNNAMED
     fsdp: int = _UNNAMED
+    expert: int = _UNNAMED
     context: int = _UNNAMED
     depth: int = _UNNAMED
     row: int = _UNNAMED

@@ -12,6 +12,7 @@ import jax
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.gradients.buckets import assign_buckets
 from axonml_jax.collectives.gradients.pairs import own_slice
+from axonml_jax.collectives.joined_ranks import joined_over
 from axonml_jax.collectives.primitives import axis_index, gather_whole
 from axonml_jax.mesh.axes import AxisNames, as_axes, flat_axes
 from axonml_jax.model.functional import Functional
@@ -93,6 +94,7 @@ class Placement:
           whole: axes along which it sees whole sequences all the same.
         """
         with ExitStack() as stack:
+            stack.enter_context(joined_over(self.joined_axes))
             for axis, strategy in self.strategies.items():
                 if self.ranks(axis) > 1:
                     stack.enter_context(strategy.inside(axis))

@@ -2,7 +2,8 @@
 
 A plan with N batch shards and A microbatches is matched part by part: part (r, a) holds the rows that shard r sees in
 microbatch a and draws the same random keys. Parts are taken one after another, by one program that does not depend on how many
-there are; only where BatchNorm joins the shards of a microbatch are these mapped over together, joined by Flax's own axis name.
+there are; only where layers join the shards of a microbatch, as BatchNorm and routers do, are these mapped over together, under
+an axis name.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 
 from axonml_jax._types import LossFn, PyTree, path_name
+from axonml_jax.collectives.joined_ranks import JOINS, joined_over
 from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.model.loss import Loss, parse_loss
@@ -67,8 +69,9 @@ class Oracle:
         self.model, self.loss_fn, self.parts = model, loss_fn, parts
         self.tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
         self.precision, self.max_grad_norm = precision, max_grad_norm
-        self._together = parts.buffers == "joined" and bool(jax.tree.leaves(model.shapes.state))
-        axes = (AXIS,) if self._together else ()
+        joins = parts.buffers == "joined" and bool(jax.tree.leaves(model.shapes.state))
+        self._together = joins or model.declares(JOINS)
+        axes = (AXIS,) if joins else ()
         self._mode = Mode(training=training, batch_norm_axes=axes, sum_over_ranks=sum_over, precision=precision)
         self._part, self._finish = jax.jit(self._differentiated), jax.jit(self._updated)
 
@@ -108,8 +111,9 @@ class Oracle:
 
         def part(key: jax.Array, state: PyTree, rows: PyTree, params: PyTree) -> tuple[Loss, PyTree]:
             read = self.precision.cast_compute(params), self.precision.cast_compute(variables.frozen)
-            bound = self.model.bind(Variables(*read, state), key, self._mode)
-            return parse_loss(self.loss_fn(bound, rows)), self.model.state_of(bound)
+            with joined_over((AXIS,)):
+                bound = self.model.bind(Variables(*read, state), key, self._mode)
+                return parse_loss(self.loss_fn(bound, rows)), self.model.state_of(bound)
 
         def total(params: PyTree) -> tuple[jax.Array, tuple[Loss, list[PyTree]]]:
             if not self._together:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from axonml_jax.parallel.strategies.context import Context
 
-_INNER_AXES = ("pipe", "fsdp", "context", "depth", "row", "col", "tensor")
+_INNER_AXES = ("pipe", "fsdp", "expert", "context", "depth", "row", "col", "tensor")
 """Mesh axes that are left out where their degree is 1."""
 
 
@@ -19,6 +19,7 @@ class MeshConfig:
       data: groups of devices that hold whole copies of the parameters; -1 takes all devices.
       pipe: devices along which the model's layers lie as stages (see the section pipeline).
       fsdp: ways in which parameters, gradients and optimizer state are split; 1 splits nothing, -1 takes all devices.
+      expert: ways in which the experts of mixture-of-experts layers, and the batch, are split.
       context: ways in which the positions of sequences are split (see the section context).
       tensor: ways in which heads, inner widths and the vocabulary are split (Megatron); wants model.split tensor.
       row: ways in which output features of every layer are split (AxoNN); wants model.split grid, as col and depth do.
@@ -29,6 +30,7 @@ class MeshConfig:
     data: int = -1
     pipe: int = 1
     fsdp: int = 1
+    expert: int = 1
     context: int = 1
     tensor: int = 1
     row: int = 1
