@@ -71,6 +71,10 @@ from axonml_jax.model.safetensors import load_safetensors as load_safetensors
 from axonml_jax.model.safetensors import save_safetensors as save_safetensors
 from axonml_jax.parallel.context.context_attention import context_attention as context_attention
 from axonml_jax.parallel.context.context_split import context_positions as context_positions
+from axonml_jax.parallel.experts.parallel_moe import ParallelMoE as ParallelMoE
+from axonml_jax.parallel.experts.router_values import RouterValues as RouterValues
+from axonml_jax.parallel.experts.routers import SigmoidRouter as SigmoidRouter
+from axonml_jax.parallel.experts.routers import SoftmaxRouter as SoftmaxRouter
 from axonml_jax.parallel.offload import CPUOffload as CPUOffload
 from axonml_jax.parallel.pipeline.cutting.chain import PipelineStage as PipelineStage
 from axonml_jax.parallel.pipeline.estimates.memory_stats import PipelineMemoryStats as PipelineMemoryStats

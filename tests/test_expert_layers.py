@@ -1,0 +1,236 @@
+"""A mixture-of-experts layer on one device is what its router's definition says; what cannot be is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_models import EXPERTS, F64, INNER, ROUTERS, WIDTH, make_moe
+from flax import nnx
+
+import axonml_jax as ax
+from axonml_jax.models.presets import preset
+from axonml_jax.parallel.experts.block_products import Blocks, Sorted, block_products, little_products
+from axonml_jax.parallel.experts.dispatch import capacity_of
+from axonml_jax.parallel.experts.expert_weights import ExpertWeights, activated
+from axonml_jax.parallel.experts.ragged_products import ragged_products
+
+
+def tokens(rows=3, length=4, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, length, WIDTH)))
+
+
+def chosen_by_hand(router, scores, bias):
+    """Experts and gates of one token, by loops."""
+    if isinstance(router, ax.SoftmaxRouter):
+        weights = np.exp(scores - scores.max())
+        weights = by = weights / weights.sum()
+    else:
+        weights = 1 / (1 + np.exp(-scores))
+        by = weights + bias
+        size = len(by) // router.groups
+        best = [np.sort(by[g * size : (g + 1) * size])[::-1][:2].sum() for g in range(router.groups)]
+        kept = sorted(range(router.groups), key=lambda g: -best[g])[: router.top_groups]
+        by = np.array([by[e] if e // size in kept else -np.inf for e in range(len(by))])
+    order = sorted(range(len(by)), key=lambda e: (-by[e], e))[: router.top_k]
+    gates = weights[order] / (weights[order].sum() if router.renormalize else 1)
+    return order, gates * getattr(router, "scale", 1.0)
+
+
+def layer_by_hand(layer, x, mask):
+    """Outputs, counts and both auxiliary values, token by token."""
+    kernel, bias = np.asarray(layer.router.kernel[...]), layer.router.bias
+    scores = np.asarray(x) @ kernel + (0 if bias is None else np.asarray(bias[...]))
+    learned = 0 if layer.bias is None else np.asarray(layer.bias[...])
+    y, counts, total, tops, z = np.zeros(x.shape), np.zeros(EXPERTS), np.zeros(EXPERTS), 0, 0.0
+    of = lambda name, e: None if getattr(layer, name) is None else getattr(layer, name)[e]
+    plus = lambda name, e, value: value if getattr(layer, name) is None else value + of(name, e)
+    for at in zip(*np.nonzero(np.asarray(mask)), strict=True):
+        experts, gates = chosen_by_hand(layer.choose, scores[at], learned)
+        soft = isinstance(layer.choose, ax.SoftmaxRouter)
+        p = np.exp(scores[at]) if soft else 1 / (1 + np.exp(-scores[at]))
+        total, tops, z = total + p / p.sum(), tops + 1, z + np.log(np.exp(scores[at]).sum()) ** 2
+        for e, g in zip(experts, gates, strict=True):
+            counts[e] += 1
+            gate = None if layer.gate is None else plus("gate_bias", e, x[at] @ of("gate", e))
+            inner = activated(layer.activation, gate, plus("up_bias", e, x[at] @ of("up", e)))
+            y[at] += g * np.asarray(plus("down_bias", e, inner @ of("down", e)))
+    balance = EXPERTS / layer.choose.top_k * (counts * total).sum() / tops**2
+    return y, counts, balance, z / tops
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "gelu"])
+def test_a_layer_is_its_definition(name, activation):
+    biased = activation != "swiglu"
+    layer = make_moe(
+        nnx.Rngs(3),
+        name,
+        activation=activation,
+        use_bias=biased,
+        router_bias=biased,
+        bias_init=nnx.initializers.normal(),
+    )
+    if layer.bias is not None:
+        layer.bias[...] = jnp.linspace(-0.5, 0.5, EXPERTS, dtype=jnp.float32)
+    x, mask = tokens(), np.random.default_rng(1).random((3, 4)) > 0.3
+    y, router = jax.jit(lambda m, x: m(x, mask))(layer, x)
+    wanted, counts, balance, z = layer_by_hand(layer, x, mask)
+    np.testing.assert_allclose(y, wanted, atol=1e-12)
+    np.testing.assert_array_equal(router.counts, counts)
+    np.testing.assert_allclose([router.load_balance, router.z], [balance, z], rtol=1e-12)
+    assert router.dropped == 0 and router.rounds == 1
+
+
+def test_equal_scores_go_to_the_lowest_index():
+    for router in (ax.SoftmaxRouter(top_k=3), ax.SigmoidRouter(top_k=3)):
+        choice = router.choose(jnp.zeros((2, 6)))
+        assert choice.experts.tolist() == [[0, 1, 2]] * 2
+        np.testing.assert_allclose(choice.gates, 1 / 3, rtol=1e-6)
+
+
+def test_balanced_routing_has_a_load_balance_of_one():
+    layer = make_moe(nnx.Rngs(0), "switch")
+    layer.router.kernel[...] = jnp.eye(WIDTH, EXPERTS, dtype=F64) * 50
+    x = jnp.eye(WIDTH, dtype=F64)[None]  # six tokens, each to its own expert, of eight
+    assert layer(x)[1].load_balance == pytest.approx(EXPERTS / WIDTH)
+
+
+def test_noise_is_drawn_in_train_mode_alone():
+    layer = make_moe(nnx.Rngs(0, routing=1), ax.SoftmaxRouter(top_k=1, noise=5.0))
+    x = tokens(8, 8)
+    first, again = layer(x)[1].counts, layer(x)[1].counts
+    assert first.tolist() != again.tolist()
+    layer.eval()
+    assert layer(x)[1].counts.tolist() == layer(x)[1].counts.tolist()
+
+
+def test_the_selection_bias_follows_the_counts_of_train_mode():
+    layer = make_moe(nnx.Rngs(0), "sigmoid")
+    x = tokens(4, 8)
+    counts = sum(np.asarray(layer(x * (i + 1))[1].counts) for i in range(2))
+    layer.eval()
+    layer(x)
+    assert layer.counts[...].tolist() == counts.tolist()
+    layer.after_update()
+    np.testing.assert_allclose(layer.bias[...], 0.05 * np.sign(counts.mean() - counts), rtol=1e-6)
+    assert not layer.counts[...].any()
+
+
+def kept_by_hand(layer, x, groups):
+    """Which tokens find a slot: of each group and expert the first ones."""
+    (rows, length, _), kept = x.shape, {}
+    scores = np.asarray(x) @ np.asarray(layer.router.kernel[...])
+    capacity = capacity_of(rows * length // (groups[0] * groups[1]), layer.choose.top_k, EXPERTS, layer.capacity_factor)
+    used = {}
+    for b in range(rows):
+        for s in range(length):
+            experts, _ = chosen_by_hand(layer.choose, scores[b, s], 0)
+            group = b // (rows // groups[0]), s // (length // groups[1])
+            for e in experts:
+                used[group, e] = used.get((group, e), 0) + 1
+                kept[b, s, e] = used[group, e] <= capacity
+    return kept
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (2, 1), (2, 2)])
+def test_capacity_drops_the_latest_tokens_of_each_group(groups):
+    layer = make_moe(nnx.Rngs(0), "softmax", capacity_factor=0.7, groups=groups)
+    whole = make_moe(nnx.Rngs(0), "softmax")
+    x = tokens(4, 6)
+    y, router = layer(x)
+    kept = kept_by_hand(layer, x, groups)
+    share = 1 - sum(kept.values()) / len(kept)
+    assert 0 < share < 0.6 and router.dropped == pytest.approx(share)
+    scores = np.asarray(x) @ np.asarray(layer.router.kernel[...])
+    for b, s in np.ndindex(4, 6):
+        experts, gates = chosen_by_hand(layer.choose, scores[b, s], 0)
+        out = sum(
+            g * activated("swiglu", x[b, s] @ whole.gate[e], x[b, s] @ whole.up[e]) @ whole.down[e]
+            for e, g in zip(experts, gates, strict=True)
+            if kept[b, s, e]
+        )
+        np.testing.assert_allclose(y[b, s], out, atol=1e-12)
+
+
+LOADS = ([10, 0, 37, 3], [50, 0, 0, 0], [0, 0, 0, 0], [12, 13, 12, 13], [20, 3, 25, 1])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_all_products_agree_at_every_load(biased):
+    rng, count, rows = np.random.default_rng(0), 4, 50
+    r = lambda *shape: jnp.asarray(rng.normal(size=shape))
+    biases = (r(count, INNER), r(count, INNER), r(count, WIDTH)) if biased else ()
+    weights = ExpertWeights(r(count, WIDTH, INNER), r(count, WIDTH, INNER), r(count, INNER, WIDTH), *biases)
+    x, shuffled = r(rows, WIDTH), rng.permutation(rows)
+    back = np.argsort(shuffled)
+
+    @jax.jit
+    def results(counts):
+        real = (jnp.arange(rows) < counts.sum())[:, None]
+        order = Sorted(
+            jnp.asarray(shuffled, jnp.int32), jnp.where(back < counts.sum(), back, 99).astype(jnp.int32), counts
+        )
+        ways = [
+            lambda x, w: ragged_products("swiglu", x, counts, w),
+            lambda x, w: little_products("swiglu", x[back], order, w)[shuffled],
+            lambda x, w: block_products("swiglu", Blocks(16, (8,)), x[back], order, w)[shuffled],
+            lambda x, w: block_products("swiglu", Blocks(6, (8, 2)), x[back], order, w)[shuffled],
+        ]
+        loss = lambda way: lambda x, w: jnp.where(real, jnp.sin(way(x, w)), 0).sum()
+        return [jax.value_and_grad(loss(way), argnums=(0, 1))(x, weights) for way in ways]
+
+    for load in LOADS:
+        first, *others = results(jnp.asarray(load, jnp.int32))
+        for other in others:
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, atol=1e-12), first, other)
+
+
+REFUSED = {
+    "too many of too few": ({"router": ax.SoftmaxRouter(top_k=9)}, "top_k=9 of 8 experts"),
+    "groups": ({"router": ax.SigmoidRouter(top_k=2, groups=3)}, "8 experts do not divide into groups=3"),
+    "too many of a group": ({"router": ax.SigmoidRouter(top_k=3, groups=4)}, "top_k=3 of 2 experts"),
+    "activation": ({"activation": "relu"}, "activation='relu' must be one of swiglu"),
+    "dispatch": ({"dispatch": "mail"}, "dispatch='mail' must be one of auto"),
+    "capacity": ({"capacity_factor": 0.0}, "capacity_factor=0.0 must be positive"),
+    "groups without capacity": ({"groups": 2}, "parts with a capacity of their own: give capacity_factor"),
+    "capacity, gathered": ({"capacity_factor": 1.0, "dispatch": "gather"}, "layers that drop no token"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused(name):
+    options, said = REFUSED[name]
+    with pytest.raises(ValueError, match=said):
+        make_moe(nnx.Rngs(0), options.pop("router", "softmax"), **options)
+
+
+def test_routers_refuse_what_cannot_be():
+    for make, said in (
+        (lambda: ax.SoftmaxRouter(top_k=0), "top_k=0 must be at least 1"),
+        (lambda: ax.SoftmaxRouter(noise=-1.0), "noise=-1.0"),
+        (lambda: ax.SigmoidRouter(groups=2, top_groups=3), "top_groups=3 must be between 1 and groups=2"),
+        (lambda: ax.SigmoidRouter(scale=0.0), "scale=0.0 must be positive"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make()
+
+
+def test_what_the_platform_lacks_is_refused_by_name():
+    with pytest.raises(ValueError, match="no ragged all-to-all for cpu: use 'rounds'"):
+        make_moe(nnx.Rngs(0), dispatch="ragged")(tokens())
+
+
+def test_groups_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="do not divide into groups"):
+        make_moe(nnx.Rngs(0), capacity_factor=1.0, groups=5)(tokens())
+
+
+def test_models_with_experts_are_not_priced_by_mistake():
+    config = preset("mixtral-8x7b")
+    assert config.active_params == 12_879_925_248  # published
+    for price in (
+        lambda: ax.explain(ax.Plan(), model=config, mesh={"expert": 8}, global_batch=8),
+        lambda: ax.plan(config, num_devices=8, hardware="v5p", global_batch=8),
+    ):
+        with pytest.raises(ValueError, match="a model with 8 experts cannot be priced from its configuration yet"):
+            price()
