@@ -15,7 +15,8 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MODEL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_length": 128}
 
 KEYS = """
-name profile resume devices.simulated mesh.data mesh.pipe mesh.fsdp mesh.context mesh.tensor mesh.row mesh.col mesh.depth
+name profile resume devices.simulated mesh.data mesh.pipe mesh.fsdp mesh.expert mesh.context mesh.tensor mesh.row mesh.col
+mesh.depth
 plan.sync_strategy plan.bucket_size_mb plan.gradient_as_bucket_view plan.comm_dtype
 plan.sharding_strategy plan.prefetch plan.offload plan.precision plan.accumulate plan.remat plan.check_vma
 context.method context.order context.shard
@@ -24,6 +25,9 @@ model.vocab_size model.num_layers model.hidden_size model.num_heads model.max_le
 model.mlp_hidden_size model.norm model.activation model.position model.rope_theta model.tie_embeddings model.use_bias
 model.dropout model.norm_eps model.split model.sequence_parallel model.ring model.overlap
 model.prefetch model.attention model.scan_layers model.loss_chunk model.dtype model.param_dtype
+experts.num_experts experts.top_k experts.inner_size experts.every experts.first_dense experts.router experts.renormalize
+experts.groups experts.top_groups experts.scale experts.bias_rate experts.noise experts.router_bias experts.activation
+experts.shared_size experts.capacity_factor experts.dispatch experts.load_balance experts.z
 data.path data.length data.max_bytes data.valid_fraction data.num_workers
 optim.name optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.betas optim.max_grad_norm
 train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed
@@ -53,6 +57,33 @@ def refusal(*argv):
 
 def test_the_configuration_keys_are_frozen():
     assert [key for key, *_ in settings()] == KEYS
+
+
+def test_the_section_experts_is_the_models(write):
+    path = write({"mesh": {"data": 1, "expert": 4}, "experts": {"num_experts": 8, "top_k": 2, "inner_size": 12}})
+    config = read_config("train", [path])
+    assert config.model.experts == config.experts and config.degrees == {"data": 1, "expert": 4}
+    assert config.model.num_params > config.model.active_params
+    again = as_dict(config)
+    assert "experts" not in again["model"] and again["experts"]["num_experts"] == 8
+    assert read_config("train", [write(again)]) == config
+
+
+def test_experts_that_do_not_go_with_the_rest_are_refused(write):
+    dense = write({"mesh": {"data": 1, "expert": 4}})
+    assert "mesh.expert=4 splits experts, and the model has none: set experts.num_experts" in refusal(dense)
+    uneven = write({"mesh": {"data": 1, "expert": 4}, "experts": {"num_experts": 6}})
+    said = refusal(uneven)
+    assert "6 experts do not divide over expert=4" in said and "experts.num_experts" in said
+    for flags, said in (
+        (("--experts.top_k", "3"), "top_k=3: without effect while num_experts=0"),
+        (("--experts.num_experts", "4", "--experts.top_k", "5"), "top_k=5: there are num_experts=4"),
+        (("--experts.num_experts", "4", "--experts.groups", "2"), "groups=2: belong to router='sigmoid'"),
+        (("--experts.num_experts", "4", "--experts.capacity_factor", "-1"), "capacity_factor=-1.0: must be positive"),
+        (("--experts.num_experts", "4", "--model.split", "grid"), "experts are split over expert and tensor"),
+        (("--experts.num_experts", "4", "--experts.every", "2"), "none of the 1 blocks has any"),
+    ):
+        assert said in refusal(write({}), *flags), flags
 
 
 def test_axes_that_the_models_layers_do_not_split_are_named_with_the_remedy(write):

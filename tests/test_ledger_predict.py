@@ -26,7 +26,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name, config in PRESETS.items() if config.experts is None])
 def test_weights_add_up_to_the_published_numbers_of_parameters(name):
     assert sum(weight.size for weight in decoder_weights(preset(name))) == PUBLISHED[name]
 

@@ -1,9 +1,10 @@
 """The shape of a decoder-only transformer as a frozen value, with its parameter count and FLOPs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.parallel.tensor.megatron.attentions import ATTENTIONS
 from axonml_jax.synonyms import meant
 
@@ -32,6 +33,7 @@ class TransformerConfig:
       max_length: longest sequence; with "learned" positions also the number of position embeddings.
       norm: "rmsnorm" or "layernorm".
       activation: "swiglu" (gated, Shazeer 2020) or "gelu" (tanh approximation, as GPT-2).
+      experts: which feed-forward parts are mixtures of experts, and of what; None: all are dense.
       position: "rotary" (Su et al. 2021, half-split layout) or "learned".
       rope_theta: base of the rotary frequencies.
       tie_embeddings: whether the output head is the token embedding.
@@ -65,6 +67,7 @@ class TransformerConfig:
     mlp_hidden_size: int | None = None
     norm: str = "rmsnorm"
     activation: str = "swiglu"
+    experts: ExpertsConfig | None = field(default=None, metadata={"section": "experts"})
     position: str = "rotary"
     rope_theta: float = 10_000.0
     tie_embeddings: bool = False
@@ -83,7 +86,7 @@ class TransformerConfig:
     param_dtype: str = "float32"
 
     def __post_init__(self):
-        offenders = [*_bad_sizes(self), *_bad_heads(self), *_bad_choices(self), *_bad_dtypes(self)]
+        offenders = [*_bad_sizes(self), *_bad_heads(self), *_bad_choices(self), *_bad_dtypes(self), *_bad_experts(self)]
         if offenders:
             raise ValueError("TransformerConfig:\n" + "\n".join(f"  - {line}" for line in offenders))
         for name in ("dtype", "param_dtype"):
@@ -123,20 +126,34 @@ class TransformerConfig:
         tables = 1 if self.tie_embeddings else 2
         positions = self.max_length if self.position == "learned" else 0
         outside = (tables * self.vocab_size + positions) * self.hidden_size + _norm_params(self)
-        return outside + self.num_layers * (_attention_params(self) + _mlp_params(self) + 2 * _norm_params(self))
+        return outside + sum(self._block_params(i, active=False) for i in range(self.num_layers))
+
+    @property
+    def active_params(self) -> int:
+        """Number of parameters that one token reads: of the experts those that it is sent to."""
+        idle = lambda block: self._block_params(block, active=False) - self._block_params(block, active=True)
+        return self.num_params - sum(idle(block) for block in range(self.num_layers))
+
+    def has_experts(self, block: int) -> bool:
+        """Whether the feed-forward part of a block, counted from 0, is a mixture of experts."""
+        return self.experts is not None and self.experts.has_experts(block)
+
+    def _block_params(self, block: int, *, active: bool) -> int:
+        own = _experts_params(self, active=active) if self.has_experts(block) else _mlp_params(self)
+        return _attention_params(self) + own + 2 * _norm_params(self)
 
     def flops_per_token(self, length: int) -> int:
         """FLOPs of one training token (forward and backward), by torchtitan's formula, the base of MFU.
 
-        6 * (parameters that multiply) + 6 * layers * heads * (d_qk + d_v) * length. Embedding tables are looked up, not
-        multiplied; a tied table counts once, as the head. Causality is not credited.
+        6 * (parameters that multiply; of experts a token's own) + 6 * layers * heads * (d_qk + d_v) * length. Embedding
+        tables are looked up, not multiplied; a tied table counts once, as the head. Causality is not credited.
 
         Args:
           length: sequence length the model is trained on.
         """
         looked_up = 0 if self.tie_embeddings else self.vocab_size
         looked_up += self.max_length if self.position == "learned" else 0
-        multiplied = self.num_params - looked_up * self.hidden_size
+        multiplied = self.active_params - looked_up * self.hidden_size
         return 6 * multiplied + 6 * self.num_layers * self.num_heads * 2 * self.head_size * length
 
 
@@ -162,6 +179,19 @@ def _mlp_params(config: TransformerConfig) -> int:
     inward = 2 if config.activation == "swiglu" else 1
     biases = inward * config.mlp_size + config.hidden_size if config.use_bias else 0
     return (inward + 1) * config.hidden_size * config.mlp_size + biases
+
+
+def _experts_params(config: TransformerConfig, *, active: bool) -> int:
+    experts, hidden = config.experts, config.hidden_size
+    assert experts is not None
+    kind = experts.activation or config.activation
+    inward = 1 if kind == "gelu" else 2
+    size = experts.inner_size or config.mlp_size
+    biases = lambda inner: inward * inner + hidden if config.use_bias else 0
+    one = (inward + 1) * hidden * size + biases(size)
+    shared = (inward + 1) * hidden * experts.shared_size + biases(experts.shared_size) if experts.shared_size else 0
+    router = (hidden + (1 if experts.router_bias else 0)) * experts.num_experts
+    return router + shared + one * (experts.top_k if active else experts.num_experts)
 
 
 def _norm_params(config: TransformerConfig) -> int:
@@ -195,6 +225,24 @@ def _bad_heads(config: TransformerConfig):
         yield f"position='rotary' turns pairs: the head size {hidden // heads} (hidden_size / num_heads) must be even"
     if kv_heads is not None and kv_heads > 0 and heads % kv_heads:
         yield f"num_heads={heads} does not divide into num_kv_heads={kv_heads} groups"
+
+
+def _bad_experts(config: TransformerConfig):
+    experts = config.experts
+    if experts is None:
+        return
+    if not isinstance(experts, ExpertsConfig) or not experts.num_experts:
+        yield f"experts={experts!r}: must be an ExpertsConfig with num_experts, or None"
+        return
+    if not any(config.has_experts(block) for block in range(config.num_layers)):
+        given = f"every={experts.every}, first_dense={experts.first_dense}"
+        yield f"experts: none of the {config.num_layers} blocks has any with {given}"
+    if config.split == "grid":
+        yield "experts are split over expert and tensor: set split='tensor'"
+    if config.scan_layers and not experts.alike:
+        yield "scan_layers=True runs blocks of one kind: set experts.every=1 and first_dense=0, or scan_layers=False"
+    if config.scan_layers and experts.noise:
+        yield f"scan_layers=True draws no random numbers, and experts.noise={experts.noise}: set one of them off"
 
 
 def _bad_choices(config: TransformerConfig):

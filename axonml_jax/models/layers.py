@@ -5,6 +5,7 @@ from typing import Any
 from flax import nnx
 
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.parallel.experts.parallel_moe import ParallelMoE
 from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
 from axonml_jax.parallel.tensor.axonn.linear3d import ROW_COL_DEPTH, ParallelLinear
 from axonml_jax.parallel.tensor.dropout import ParallelDropout
@@ -36,10 +37,34 @@ def make_attention(config: TransformerConfig, *, rngs) -> TensorParallelAttentio
     )
 
 
-def make_mlp(config: TransformerConfig, *, rngs) -> ParallelMLP:
-    """The feed-forward part."""
+def make_mlp(config: TransformerConfig, block: int, *, rngs) -> ParallelMLP | ParallelMoE:
+    """The feed-forward part of a block: dense, or a mixture of experts."""
+    if config.has_experts(block):
+        return _make_experts(config, rngs=rngs)
     activation: Any = config.activation
     return ParallelMLP(config.hidden_size, config.mlp_size, activation=activation, **_inner(config), rngs=rngs)
+
+
+def _make_experts(config: TransformerConfig, *, rngs) -> ParallelMoE:
+    experts, inner = config.experts, _inner(config)
+    assert experts is not None
+    activation: Any = experts.activation or config.activation
+    return ParallelMoE(
+        config.hidden_size,
+        experts.inner_size or config.mlp_size,
+        experts.num_experts,
+        router=experts.make_router(),
+        activation=activation,
+        use_bias=config.use_bias,
+        router_bias=experts.router_bias,
+        shared_size=experts.shared_size,
+        capacity_factor=experts.capacity_factor,
+        dispatch=experts.dispatch,
+        sequence_parallel=config.sequence_parallel,
+        out_init=inner["out_init"],
+        rngs=rngs,
+        **_linear(config),
+    )
 
 
 def make_vocabulary(config: TransformerConfig, *, rngs) -> VocabParallelEmbedding | ParallelEmbedding:

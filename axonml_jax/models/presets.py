@@ -1,6 +1,7 @@
 """Published models by name, with their published sizes."""
 
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.experts_config import ExpertsConfig
 
 GPT2 = {
     "vocab_size": 50_257,
@@ -13,6 +14,14 @@ GPT2 = {
 }
 LLAMA3 = {"vocab_size": 128_256, "max_length": 8192, "num_kv_heads": 8, "rope_theta": 500_000.0, "scan_layers": True}
 
+MIXTRAL = {
+    "vocab_size": 32_000,
+    "max_length": 32_768,
+    "num_kv_heads": 8,
+    "rope_theta": 1_000_000.0,
+    "scan_layers": True,
+}
+
 PRESETS: dict[str, TransformerConfig] = {
     "gpt2-small": TransformerConfig(num_layers=12, hidden_size=768, num_heads=12, **GPT2),
     "gpt2-medium": TransformerConfig(num_layers=24, hidden_size=1024, num_heads=16, **GPT2),
@@ -24,8 +33,17 @@ PRESETS: dict[str, TransformerConfig] = {
     "llama3-405b": TransformerConfig(
         num_layers=126, hidden_size=16_384, num_heads=128, mlp_hidden_size=53_248, **LLAMA3
     ),
+    "mixtral-8x7b": TransformerConfig(
+        num_layers=32,
+        hidden_size=4096,
+        num_heads=32,
+        mlp_hidden_size=14_336,
+        experts=ExpertsConfig(num_experts=8, top_k=2, load_balance=0.02),
+        **MIXTRAL,
+    ),
 }
-"""Name -> configuration: GPT-2 (Radford et al. 2019), without dropout, and Llama 3 (Grattafiori et al. 2024)."""
+"""Name -> configuration: GPT-2 (Radford et al. 2019), without dropout, Llama 3 (Grattafiori et al. 2024) and Mixtral (Jiang et
+al. 2024)."""
 
 
 def preset(name: str) -> TransformerConfig:

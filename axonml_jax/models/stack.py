@@ -31,10 +31,18 @@ class Stack(nnx.Module):
                 variable.set_metadata(**{SPEC: PartitionSpec(None, *spec)})
         self.count, self.layer = count, layer
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x through all layers."""
-        graph, state = nnx.split(self.layer)
-        return jax.lax.scan(lambda x, own: (nnx.merge(graph, own)(x), None), x, state)[0]
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, Any]:
+        """x through all layers, which return it and something besides: (x, the layers' others along dim 0)."""
+        graph, params, state = nnx.split(self.layer, nnx.Param, ...)
+
+        def step(x: jax.Array, own: Any):
+            layer = nnx.merge(graph, *own)
+            x, more = layer(x)
+            return x, (more, nnx.state(layer, nnx.Not(nnx.Param)))
+
+        x, (more, state) = jax.lax.scan(step, x, (params, state))
+        nnx.update(self.layer, state)
+        return x, more
 
     def __len__(self) -> int:
         return self.count

@@ -21,6 +21,8 @@ from axonml_jax.models.layers import (
 from axonml_jax.models.lm_loss import cross_entropy
 from axonml_jax.models.stack import Stack
 from axonml_jax.parallel.context.context_split import context_positions, current_split
+from axonml_jax.parallel.experts.parallel_moe import ParallelMoE
+from axonml_jax.parallel.experts.router_values import RouterValues
 from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
 from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
 from axonml_jax.parallel.tensor.megatron.attend import KVCache
@@ -30,32 +32,38 @@ from axonml_jax.parallel.tensor.products.ordered import Prefetch
 
 
 class Block(nnx.Module):
-    """One pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)).
+    """One pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)), where the mlp may be a mixture of experts.
 
     Args:
       config: what the block is made of.
+      index: which block it is, from 0.
       rngs: streams `params` and, with dropout, `dropout`.
     """
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, index: int = 0, *, rngs: nnx.Rngs):
         self.attention_norm = make_norm(config, rngs=rngs)
         self.attention = make_attention(config, rngs=rngs)
         self.mlp_norm = make_norm(config, rngs=rngs)
-        self.mlp = make_mlp(config, rngs=rngs)
+        self.mlp = make_mlp(config, index, rngs=rngs)
         self.dropout = make_dropout(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array, *, prefetch: Prefetch | None = None) -> jax.Array:
-        """[b, s, h] -> [b, s, h] (b batch, s sequence, h hidden size); of s its part with sequence parallelism."""
+    def __call__(self, x: jax.Array, *, prefetch: Prefetch | None = None) -> tuple[jax.Array, RouterValues | None]:
+        """[b, s, h] -> [b, s, h] (b batch, s sequence or its part, h hidden size), and what a router did."""
         return self._joined(x, self.attention(self.attention_norm(x), prefetch=prefetch), prefetch)
 
     def extend(self, x: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """The same for positions after those in a cache."""
         mixed, cache = self.attention.extend(self.attention_norm(x), cache)
-        return self._joined(x, mixed), cache
+        return self._joined(x, mixed)[0], cache
 
-    def _joined(self, x: jax.Array, mixed: jax.Array, prefetch: Prefetch | None = None) -> jax.Array:
+    def _joined(
+        self, x: jax.Array, mixed: jax.Array, prefetch: Prefetch | None = None
+    ) -> tuple[jax.Array, RouterValues | None]:
         x = x + self.dropout(mixed)
-        return x + self.dropout(self.mlp(self.mlp_norm(x), prefetch=prefetch))
+        if isinstance(self.mlp, ParallelMoE):
+            y, router = self.mlp(self.mlp_norm(x))
+            return x + self.dropout(y), router
+        return x + self.dropout(self.mlp(self.mlp_norm(x), prefetch=prefetch)), None
 
 
 class Transformer(nnx.Module):
@@ -81,7 +89,7 @@ class Transformer(nnx.Module):
         if config.scan_layers:
             self.blocks = Stack(block, config.num_layers, rngs=rngs)
         else:
-            self.blocks = nnx.List([block(rngs=rngs) for _ in range(config.num_layers)])
+            self.blocks = nnx.List([block(i, rngs=rngs) for i in range(config.num_layers)])
         self.norm = make_norm(config, rngs=rngs)
         self.head = None if config.tie_embeddings else make_head(config, rngs=rngs)
 
@@ -104,11 +112,13 @@ class Transformer(nnx.Module):
           ValueError: the sequence is longer than `max_length`.
         """
         prefetch = Prefetch() if self.config.prefetch else None
-        logits = self._logits(self._hidden(tokens, prefetch), prefetch)
+        logits = self._logits(self._hidden(tokens, prefetch)[0], prefetch)
         return logits if prefetch is None else prefetch.last(logits)
 
     def loss(self, tokens: jax.Array, targets: jax.Array, ignore: int = -1) -> tuple[jax.Array, jax.Array]:
         """Summed cross entropy of the next tokens in nats, and the number of targets; their quotient is the mean.
+
+        With experts the total holds, once for every target, their auxiliary losses by the weights in `config.experts`.
 
         The same as `cross_entropy` of the logits; with `config.loss_chunk`, and by default with a large vocabulary, the
         logits of all words are never there at once, which saves most of a step's memory there.
@@ -124,17 +134,40 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: the sequence is longer than `max_length`.
         """
-        chunk = self.config.words_at_once
-        if not chunk:
-            return cross_entropy(self(tokens), targets, ignore, axis=VOCABULARY_AXES)
-        x = self._hidden(tokens)
+        return self.loss_and_routers(tokens, targets, ignore)[:2]
+
+    def loss_and_routers(
+        self, tokens: jax.Array, targets: jax.Array, ignore: int = -1
+    ) -> tuple[jax.Array, jax.Array, RouterValues | None]:
+        """`loss`, and the values of the blocks with experts, each stacked along dim 0; None where there are none."""
+        chunk, experts = self.config.words_at_once, self.config.experts
+        prefetch = Prefetch() if self.config.prefetch and not chunk else None
+        x, routers = self._hidden(tokens, prefetch)
+        if chunk:
+            total, weight = self._chunked_loss(x, targets, ignore)
+        else:
+            logits = self._logits(x, prefetch)
+            logits = logits if prefetch is None else prefetch.last(logits)
+            total, weight = cross_entropy(logits, targets, ignore, axis=VOCABULARY_AXES)
+        if experts is None or routers is None:
+            return total, weight, None
+        extra = experts.load_balance * routers.load_balance.mean() + experts.z * routers.z.mean()
+        return total + weight * extra.astype(total.dtype), weight, routers
+
+    def _chunked_loss(self, x: jax.Array, targets: jax.Array, ignore: int) -> tuple[jax.Array, jax.Array]:
         if self.head is None:
             output, table, dim = self.embed, self.embed.embedding, 0
         else:
             output, table, dim = self.head, self.head.kernel, 1
         x, table = output.promote_dtype((self.norm(x), table[...]), dtype=output.dtype)
         losses = chunked_cross_entropy(
-            x, table, targets, chunk=chunk, words_dim=dim, sequence_parallel=self.split_sequence, ignore_label=ignore
+            x,
+            table,
+            targets,
+            chunk=self.config.words_at_once,
+            words_dim=dim,
+            sequence_parallel=self.split_sequence,
+            ignore_label=ignore,
         )
         return jnp.sum(losses), jnp.sum(targets != ignore, dtype=losses.dtype)
 
@@ -163,15 +196,17 @@ class Transformer(nnx.Module):
         self._check_length(room)
         return [block.attention.empty_cache(batch, room) for block in self.blocks]
 
-    def _hidden(self, tokens: jax.Array, prefetch: Prefetch | None = None) -> jax.Array:
+    def _hidden(self, tokens: jax.Array, prefetch: Prefetch | None = None) -> tuple[jax.Array, RouterValues | None]:
         split = current_split()
         self._check_length(tokens.shape[1] * (1 if split is None else axis_size(split.axis)))
         x = self._embedded(tokens, 0)
         if isinstance(self.blocks, Stack):
             return self.blocks(x)
+        routers = []
         for block in self.blocks:
-            x = block(x, prefetch=prefetch)
-        return x
+            x, router = block(x, prefetch=prefetch)
+            routers += [] if router is None else [router]
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *routers) if routers else None
 
     def _check_length(self, length: int) -> None:
         if length > self.max_length:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from axonml_jax.cost.decoder.configuration import refuse_experts
 from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig
@@ -110,6 +111,7 @@ def _question(model, num_devices, kind, global_batch, length, precision, moments
     config = model if isinstance(model, TransformerConfig) else getattr(model, "config", None)
     if not isinstance(config, TransformerConfig):
         raise TypeError(f"model={type(model).__name__}: give a TransformerConfig, or a model that has one as `config`")
+    refuse_experts(config)
     given, chosen = assumptions or Assumptions(), hardware(kind)
     sizes = {"num_devices": num_devices, "global_batch": global_batch, "length": 1 if length is None else length}
     if wrong := ", ".join(f"{name}={value}" for name, value in sizes.items() if value < 1):

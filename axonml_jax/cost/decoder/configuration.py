@@ -59,6 +59,19 @@ class DecoderLike(Protocol):
         ...
 
 
+def refuse_experts(model: object) -> None:
+    """Refuse a configuration whose mixtures of experts are not priced.
+
+    Raises:
+      ValueError: with the remedy.
+    """
+    if (experts := getattr(model, "experts", None)) is not None:
+        raise ValueError(
+            f"a model with {experts.num_experts} experts cannot be priced from its configuration yet: what a dispatch sends "
+            "depends on where tokens go. Trace its step: ax.explain(trainer, batch)"
+        )
+
+
 def is_decoder(model: object) -> bool:
     """Whether a model is such a configuration."""
     return all(hasattr(model, name) for name in ("num_layers", "hidden_size", "kv_heads", "mlp_size", "vocab_size"))
@@ -67,6 +80,7 @@ def is_decoder(model: object) -> bool:
 def layer_degrees(config: DecoderLike, degrees: Mapping[str, Many]) -> dict[str, Many]:
     """The degrees over which the model's own layers split: of `tensor`, or of row, col and depth."""
     axes = ("tensor",) if config.split == "tensor" else ("row", "col", "depth")
+    axes += ("expert",) if getattr(config, "experts", None) is not None else ()
     return {axis: degrees.get(axis, 1) for axis in axes}
 
 
@@ -87,6 +101,11 @@ def _tensor_problems(config: DecoderLike, own: Mapping[str, int], length: int) -
     if config.sequence_parallel:
         sizes["positions"] = length
     found = [f"{size} {what} do not divide over tensor={ranks}" for what, size in sizes.items() if size % ranks]
+    experts, held = getattr(config, "experts", None), own.get("expert", 1)
+    if experts is not None and experts.num_experts % held:
+        found.append(f"{experts.num_experts} experts do not divide over expert={held}")
+    if experts is not None and (inner := experts.inner_size or config.mlp_size) % ranks:
+        found.append(f"{inner} inner features of an expert do not divide over tensor={ranks}")
     if kv % ranks and ranks % kv:
         found.append(f"{kv} key and value heads and tensor={ranks}: neither divides the other")
     return found

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
+from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees, refuse_experts
 from axonml_jax.cost.weight import Place, Weight
 
 
@@ -14,6 +14,7 @@ def decoder_weights(config: DecoderLike, degrees: Mapping[str, int] | None = Non
       config: its sizes, and how its layers split.
       degrees: of the mesh.
     """
+    refuse_experts(config)
     return _Decoder(config, layer_degrees(config, degrees or {})).weights()
 
 

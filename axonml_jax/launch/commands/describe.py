@@ -14,6 +14,7 @@ from axonml_jax.ledger.explain import explain
 from axonml_jax.ledger.report import Report
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.model.functionalize import functionalize
+from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.tensor.specs import tensor_specs
@@ -31,6 +32,7 @@ def describe(config: RunConfig, ground: RunSetup) -> str:
     rows = {
         "model": f"{model.num_params:,} parameters: {model.num_layers} layers, width {model.hidden_size}, "
         f"{model.num_heads} heads, {model.norm}, {model.activation}, {model.position} positions",
+        **({} if model.experts is None else {"experts": _experts(model)}),
         "mesh": f"{', '.join(f'{axis}={size}' for axis, size in ground.mesh.shape.items())} on {ground.device_words}",
         "plan": _settings(config.plan),
         **({"context": _settings(config.context)} if ground.mesh.shape.get("context", 1) > 1 else {}),
@@ -73,6 +75,14 @@ def _memory(config: RunConfig, ground: RunSetup) -> str:
     }
     words = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in parts.items() if size)
     return f"{held.total_memory_mb:.1f} MB per device without activations ({words})"
+
+
+def _experts(model: TransformerConfig) -> str:
+    experts = model.experts
+    assert experts is not None
+    chosen = f"{experts.top_k} of {experts.num_experts} by {experts.router}, {experts.dispatch} dispatch"
+    limit = "no token dropped" if experts.capacity_factor is None else f"capacity factor {experts.capacity_factor}"
+    return f"{chosen}, {limit}; {model.active_params:,} parameters are active"
 
 
 def _settings(section: Any) -> str:

@@ -25,7 +25,7 @@ from axonml_jax.launch.config.run_config import RunConfig
 from axonml_jax.launch.job import resume
 from axonml_jax.launch.job.fit import Record, evaluate, fit
 from axonml_jax.launch.job.peaks import peak_flops
-from axonml_jax.launch.job.plot import plot_losses
+from axonml_jax.launch.job.plot import plot_expert_loads, plot_losses
 from axonml_jax.launch.job.preemption import Preemption
 from axonml_jax.launch.job.profile import traced
 from axonml_jax.launch.job.progress import progress
@@ -244,6 +244,9 @@ def _report(config: RunConfig, data: TextData, records: list[Record], folder: Pa
     if config.output.plot:
         note = plot_losses(records, folder / "loss.png", title=config.name, baseline=data.bigram)
         files += ", loss.png" if note is None else f" ({note})"
+        if config.model.experts is not None:
+            note = plot_expert_loads(records, folder / "experts.png", title=f"{config.name}: load of each expert")
+            files += ", experts.png" if note is None else ""
     files += ", checkpoints" * (folder / CHECKPOINT_FOLDER).exists()
     files += ", tensorboard" * config.output.tensorboard + ", trace" * (folder / "trace").exists()
     print0(f"files           {folder}: {files}")

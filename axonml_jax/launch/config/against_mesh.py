@@ -17,6 +17,7 @@ _SIZES = {
     "features": "model.hidden_size",
     "inner features": "model.mlp_hidden_size",
     "words": "model.vocab_size",
+    "experts": "experts.num_experts",
     "positions": "data.length",
 }
 """The settings of the sizes that must divide."""
@@ -52,7 +53,10 @@ def _against_split(mesh: MeshConfig, model: TransformerConfig, length: int) -> I
         for axis in axes:
             if other != split and degrees.get(axis, 1) > 1:
                 yield f"mesh.{axis}={degrees[axis]} splits nothing while model.split={split}: set model.split={other}"
-    own = {axis: ranks for axis in _SPLIT_BY[split] if (ranks := degrees.get(axis, 1)) > 1}
+    if mesh.expert != 1 and model.experts is None:
+        yield f"mesh.expert={mesh.expert} splits experts, and the model has none: set experts.num_experts"
+    axes = (*_SPLIT_BY[split], "expert") if model.experts is not None else _SPLIT_BY[split]
+    own = {axis: ranks for axis in axes if (ranks := degrees.get(axis, 1)) > 1}
     if own:
         yield from _indivisible(model, length, own)
 

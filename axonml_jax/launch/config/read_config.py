@@ -51,7 +51,13 @@ def read_config(command: str, argv: Sequence[str], more: str = "") -> RunConfig:
 
 def as_dict(config: RunConfig) -> dict[str, Any]:
     """A configuration as plain values, as a YAML file holds it."""
-    return json.loads(json.dumps(asdict(config)))
+    values = json.loads(json.dumps(asdict(config)))
+    own = {
+        name: field for name, kind in _SECTIONS.items() if name for field in fields(kind) if "section" in field.metadata
+    }
+    for section, field in own.items():  # a section of its own already
+        values[section].pop(field.name)
+    return values
 
 
 def config_parser(command: str, more: str = "") -> ArgumentParser:
@@ -81,7 +87,7 @@ def settings() -> Iterator[tuple[str, Any, Any, str]]:
     for section, cls in _SECTIONS.items():
         kinds, texts = typing.get_type_hints(cls), attribute_docs(cls)
         for field in fields(cls):
-            if not is_dataclass(kinds[field.name]):
+            if not is_dataclass(kinds[field.name]) and "section" not in field.metadata:
                 key = f"{section}.{field.name}" if section else field.name
                 yield key, kinds[field.name], field.default, texts[field.name]
 
@@ -187,6 +193,8 @@ def _build(cls: type, values: Namespace, section: str = "") -> Any:
     """The dataclass from parsed values; the problems of all its sections are reported together."""
     kinds, arguments, problems = typing.get_type_hints(cls), {}, []
     for field in fields(cls):
+        if "section" in field.metadata:
+            continue
         value, key = values[field.name], f"{section}{field.name}"
         problems += unusable(key, value)
         try:

@@ -13,6 +13,7 @@ from axonml_jax.launch.config.mesh_config import ContextConfig, MeshConfig
 from axonml_jax.launch.config.pipeline_config import PipelineConfig
 from axonml_jax.launch.config.plan_config import PlanConfig
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.experts_config import ExpertsConfig
 
 if TYPE_CHECKING:
     from axonml_jax.parallel.plan import Plan
@@ -179,6 +180,7 @@ class RunConfig:
     context: ContextConfig = field(default_factory=ContextConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     model: TransformerConfig
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -187,6 +189,8 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self):
+        if self.experts.num_experts:
+            object.__setattr__(self, "model", replace(self.model, experts=self.experts))
         problems = []
         if self.model.vocab_size < BYTES:
             problems.append(f"model.vocab_size={self.model.vocab_size}: bytes need at least {BYTES}")

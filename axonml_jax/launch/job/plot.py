@@ -1,7 +1,8 @@
-"""The loss curve as a picture."""
+"""The loss curve, and the loads of experts, as pictures."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from axonml_jax.launch.job.fit import Record
 
@@ -18,26 +19,66 @@ def plot_losses(records: Sequence[Record], path: Path, *, title: str, baseline: 
     Returns:
       None, or why there is no picture.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        return "no loss curve: matplotlib is not installed (pip install 'axonml-jax[plots]')"
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    if (figure := _figure()) is None:
+        return f"no loss curve: {_MISSING}"
     axes = figure.add_subplot()
     axes.plot(*_series(records, "loss"), color="#9db8d9", linewidth=1.2, label="training batch")
     axes.plot(*_series(records, "valid_loss"), "o-", color="#1f4e8c", markersize=4, label="validation")
     if baseline is not None:
         axes.axhline(baseline, color="#b5482a", linestyle="--", linewidth=1, label=f"bigram model ({baseline:.2f})")
     axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)")
+    _finish(figure, axes, path)
+    return None
+
+
+def plot_expert_loads(records: Sequence[Record], path: Path, *, title: str) -> str | None:
+    """Draw each expert's share of all choices against the step; nothing where no record has one.
+
+    Args:
+      records: what a run recorded.
+      path: the PNG to write.
+      title: above the curves.
+
+    Returns:
+      None, or why there is no picture.
+    """
+    names = [name for name in (records[0].metrics if records else ()) if name.startswith("experts/load/")]
+    if not names:
+        return None
+    if (figure := _figure()) is None:
+        return f"no picture of the experts' loads: {_MISSING}"
+    axes = figure.add_subplot()
+    for name in names:
+        axes.plot(*_series(records, name), linewidth=1, label=name.rpartition("/")[2])
+    axes.axhline(1 / len(names), color="#444444", linestyle="--", linewidth=1, label="even")
+    axes.set(title=title, xlabel="step", ylabel="share of all choices", ylim=(0, None))
+    _finish(figure, axes, path, columns=-(-len(names) // 16) + 1)
+    return None
+
+
+_MISSING = "matplotlib is not installed (pip install 'axonml-jax[plots]')"
+
+
+def _figure() -> Any:
+    """An empty figure, or None without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _finish(figure: Any, axes: Any, path: Path, columns: int = 1) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, ncols=columns)
     figure.savefig(path, dpi=150)
-    return None
 
 
 def _series(records: Sequence[Record], name: str) -> tuple[list[int], list[float]]:

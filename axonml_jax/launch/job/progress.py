@@ -52,9 +52,11 @@ def cells(record: Record) -> list[str]:
         "loss": lambda value: f"loss {value:.4f}",
         "grad_norm": lambda value: f"norm {value:.2f}",
         "learning_rate": lambda value: f"lr {value:.2e}",
+        "experts/busiest": lambda value: f"busiest expert {value:.2f}x",
+        "experts/dropped": lambda value: f"dropped {value:.1%}" if value else "",
         "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
         "step_time": lambda value: f"{1000 * value:,.0f} ms/step",
         "mfu": lambda value: f"MFU {value:.1%}",
         "compile_time": lambda value: f"compiled in {value:.1f} s",
     }
-    return [text(record.metrics[name]) for name, text in texts.items() if name in record.metrics]
+    return [said for name, text in texts.items() if name in record.metrics and (said := text(record.metrics[name]))]

@@ -18,12 +18,15 @@ from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.launch.config.run_config import DataConfig, RunConfig, SampleConfig
 from axonml_jax.model.loss import WeightedMean
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.router_metrics import router_metrics
 from axonml_jax.models.transformer import Transformer
 
 
-def loss_fn(model: Any, batch: PyTree) -> WeightedMean:
-    """Mean cross entropy in nats per byte."""
-    return WeightedMean(*model.loss(batch["tokens"], batch["targets"]))
+def loss_fn(model: Any, batch: PyTree) -> WeightedMean | tuple[WeightedMean, dict[str, WeightedMean]]:
+    """Mean cross entropy in nats per byte; of a model with experts with what its routers did."""
+    total, weight, routers = model.loss_and_routers(batch["tokens"], batch["targets"])
+    loss = WeightedMean(total, weight)
+    return loss if routers is None else (loss, router_metrics(routers))
 
 
 def build_model(config: TransformerConfig, seed: int) -> Transformer:

@@ -7,7 +7,7 @@ from fractions import Fraction
 import jax.numpy as jnp
 
 from axonml_jax.cost.decoder.activations import compute_dtype
-from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees, problems
+from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees, problems, refuse_experts
 from axonml_jax.cost.decoder.cuts import Stages, bubble, stages_of, timetable_of
 from axonml_jax.cost.decoder.split_attention import SplitAttention
 from axonml_jax.cost.decoder.work import blockwise_flops, recomputed_flops, stage_costs
@@ -52,6 +52,7 @@ def predict(
     Raises:
       ValueError: with everything that cannot work.
     """
+    refuse_experts(model)
     degrees = {axis: degrees[axis] for axis in (*AXES, *flat_axes(plan.axes)) if axis in degrees}
     plan = plan.decided(Fabric(devices=math.prod(degrees.values()), torus=torus), degrees)
     length = model.max_length if length is None else length
