@@ -184,8 +184,8 @@ def test_a_dispatch_sends_what_the_formula_says_and_weights_stay_home():
     assert once(sent["rounds"]) == 4 * ranks * slots * WIDTH * wide * share
     capacity = -(-tokens * top_k // EXPERTS)
     assert once(sent["capacity"]) == 4 * EXPERTS * capacity * WIDTH * wide * share
-    gathered = [e for e in sent["gather"] if e.elements == ranks * tokens * WIDTH]
-    assert sum(e.wire_bytes for e in gathered) == 4 * (ranks - 1) * tokens * WIDTH * wide
+    gathered = sum(e.wire_bytes for e in sent["gather"] if e.dtype == "float64")
+    assert gathered == (ranks - 1) * tokens * wide * (4 * WIDTH + 2 * top_k)  # with the gates, and their gradients
 
 
 def test_experts_that_do_not_divide_are_refused():
