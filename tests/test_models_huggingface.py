@@ -1,4 +1,4 @@
-"""GPT-2 and Llama weights of Hugging Face, in and out, held against `transformers` where that is installed."""
+"""GPT-2, Llama and Mixtral weights of Hugging Face, in and out, held against `transformers` where that is installed."""
 
 import dataclasses
 import importlib.util
@@ -14,6 +14,7 @@ from flax import nnx
 
 import axonml_jax as ax
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.huggingface import config_of, description_of, pretrained, read_pretrained, write_pretrained
 from axonml_jax.models.presets import GPT2
 from axonml_jax.models.transformer import Transformer
@@ -23,6 +24,10 @@ CONFIGS = {
     "gpt2": TransformerConfig(**GPT2 | SIZES),
     "llama": TransformerConfig(**SIZES, num_kv_heads=1, mlp_hidden_size=12, rope_theta=500.0),
     "llama, tied": TransformerConfig(**SIZES, mlp_hidden_size=12, tie_embeddings=True),
+    "mixtral": TransformerConfig(**SIZES, mlp_hidden_size=12, experts=ExpertsConfig(num_experts=4)),
+    "mixtral, one loop": TransformerConfig(
+        **SIZES, mlp_hidden_size=12, experts=ExpertsConfig(num_experts=4), scan_layers=True
+    ),
 }
 REFERENCE = Path(__file__).with_name("workers") / "hf_reference.py"
 PYTHON = os.environ.get("AXONML_TRANSFORMERS_PYTHON") or (
@@ -34,7 +39,7 @@ def values_of(model):
     return ax.DDP(model, ax.make_mesh(data=1, devices=jax.devices()[:1])).state_dict()
 
 
-@pytest.fixture(params=["gpt2", "llama"])
+@pytest.fixture(params=["gpt2", "llama", "mixtral", "mixtral, one loop"])
 def model(request):
     pytest.importorskip("safetensors")
     return Transformer(CONFIGS[request.param], rngs=nnx.Rngs(3))
@@ -45,22 +50,27 @@ def test_what_is_written_reads_back_the_same(model, tmp_path):
     write_pretrained(tmp_path, model.config, values)
     config, back = read_pretrained(tmp_path)
     assert config == dataclasses.replace(
-        model.config, mlp_hidden_size=model.config.mlp_size, num_kv_heads=config.num_kv_heads
+        model.config, mlp_hidden_size=model.config.mlp_size, num_kv_heads=config.num_kv_heads, scan_layers=False
     )
+    if model.config.scan_layers:
+        config, back = read_pretrained(tmp_path, scan_layers=True)
     assert config.kv_heads == model.config.kv_heads and back.keys() == values.keys()
     for name, value in values.items():
         np.testing.assert_array_equal(back[name], value, err_msg=name)
     tokens = np.arange(10).reshape(2, 5)
-    np.testing.assert_array_equal(pretrained(tmp_path)(tokens), model(tokens))
+    loaded = pretrained(tmp_path, scan_layers=model.config.scan_layers)
+    np.testing.assert_array_equal(loaded(tokens), model(tokens))
     fsdp = ax.FSDP(Transformer(config, rngs=nnx.Rngs(9)), ax.make_mesh(fsdp=3, devices=jax.devices()[:3]))
     fsdp.load_state_dict(back)
-    np.testing.assert_array_equal(fsdp.state_dict()["blocks/1/mlp/up/kernel"], values["blocks/1/mlp/up/kernel"])
+    name = next(name for name in values if "mlp/up" in name)
+    np.testing.assert_array_equal(fsdp.state_dict()[name], values[name])
 
 
 def test_the_names_are_those_of_the_published_files(tmp_path):
     pytest.importorskip("safetensors")
     for name, wanted in (
         ("gpt2", {"transformer.h.1.attn.c_attn.weight": (8, 24), "transformer.wte.weight": (11, 8)}),
+        ("mixtral", {"model.layers.1.block_sparse_moe.experts.3.w2.weight": (8, 12)}),
         ("llama", {"model.layers.0.self_attn.k_proj.weight": (4, 8), "lm_head.weight": (11, 8)}),
     ):
         write_pretrained(tmp_path / name, CONFIGS[name], values_of(Transformer(CONFIGS[name], rngs=nnx.Rngs(0))))
@@ -87,6 +97,8 @@ def test_arrays_that_lack_or_have_no_place_are_listed(tmp_path):
     ],
 )
 def test_what_the_transformer_here_is_not_is_refused(change, said):
+    with pytest.raises(ValueError, match="its experts are not Mixtral's"):
+        description_of(dataclasses.replace(CONFIGS["mixtral"], experts=ExpertsConfig(num_experts=4, shared_size=8)))
     described = description_of(CONFIGS["llama"]) | {"rope_parameters": None} | change
     with pytest.raises(ValueError, match=said):
         config_of(described)
@@ -100,7 +112,7 @@ def test_what_the_transformer_here_is_not_is_refused(change, said):
 def test_logits_equal_those_of_transformers_and_files_go_back(tmp_path):
     pytest.importorskip("safetensors")
     subprocess.run([PYTHON, str(REFERENCE), str(tmp_path)], check=True, capture_output=True, timeout=300)
-    for kind in ("gpt2", "llama", "llama-tied"):
+    for kind in ("gpt2", "llama", "llama-tied", "mixtral"):
         reference = np.load(tmp_path / kind / "reference.npz")
         model = pretrained(tmp_path / kind, param_dtype="float64")
         np.testing.assert_allclose(model(reference["tokens"]), reference["logits"], rtol=1e-6, atol=1e-6)

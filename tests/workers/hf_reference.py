@@ -1,4 +1,4 @@
-"""Small random GPT-2 and Llama models of `transformers`, saved with tokens and logits: `python hf_reference.py FOLDER`.
+"""Small random GPT-2, Llama and Mixtral models of `transformers`, with tokens and logits: `python hf_reference.py FOLDER`.
 
 Runs in an environment with torch and transformers (no JAX). With `check` as a second argument it loads what
 `write_pretrained` wrote into FOLDER/KIND/back and compares.
@@ -9,7 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 GPT2 = dict(vocab_size=37, n_positions=16, n_embd=24, n_layer=2, n_head=3, n_inner=40)
 LLAMA = dict(
@@ -26,6 +34,7 @@ LLAMA = dict(
 def models():
     yield "gpt2", GPT2LMHeadModel(GPT2Config(**GPT2))
     yield "llama", LlamaForCausalLM(LlamaConfig(**LLAMA))
+    yield "mixtral", MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2))
     yield "llama-tied", LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True, rms_norm_eps=1e-4))
 
 

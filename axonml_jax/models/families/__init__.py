@@ -1,0 +1,1 @@
+"""Published families of models, one in each file: their configurations and the names of their arrays."""
