@@ -105,21 +105,22 @@ def test_predicted_gradients_and_parameters_are_those_of_the_traced_step(row):
     model, plan = config(style, **options), ax.Plan(**plan_options)
     step, state, rows = step_of(model, plan, degrees, batch := plan.microbatches * 8)
     found = predict(plan, model, degrees, global_batch=batch, length=LENGTH)
-    own = [each for each in difference(found, collectives_in(step, state, rows)) if each.label]
-    assert own == []
+    others = [each for each in difference(found, collectives_in(step, state, rows)) if each.label]
+    # Of a pipeline the trace counts every tick's attention; elsewhere it is as predicted (test_ledger_difference.py).
+    assert [each for each in others if "pipe" not in degrees or each.label != "attention"] == []
     assert found.minimum["gradients+parameters"] == step.minimum_traffic()
 
 
 def test_a_prediction_says_the_order_and_refuses_lengths_and_the_planner_an_axis():
     model, degrees = config(GPT), {"data": 2, "context": 4}
     found = predict(ax.Plan(context=ax.Context(method="ring")), model, degrees, global_batch=8, length=16)
-    assert "sequences over context (zigzag, ring)" in str(found) and "keys and values is not counted" in str(found)
+    assert "sequences over context (zigzag, ring)" in str(found) and found.causal_balance == 1
     whole = predict(ax.Plan(), model, {"data": 2}, global_batch=8, length=16)
     assert found.memory.activations * 3 < whole.memory.activations
     with pytest.raises(ValueError, match="12 positions do not divide into 8 parts over 4 ranks"):
         predict(ax.Plan(), model, degrees, global_batch=8, length=12)
-    with pytest.raises(ValueError, match="context is none of the axes that are searched, data, pipe, fsdp, depth"):
-        ax.plan(model, num_devices=8, global_batch=8, axes=("data", "context"))
+    with pytest.raises(ValueError, match="expert is none of the axes that are searched, data, pipe, fsdp, context"):
+        ax.plan(model, num_devices=8, global_batch=8, axes=("data", "expert"))
 
 
 def test_a_checkpoint_goes_on_under_another_split_and_gradients_are_those_of_one_device(tmp_path):
