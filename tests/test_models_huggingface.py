@@ -115,7 +115,9 @@ def test_logits_equal_those_of_transformers_and_files_go_back(tmp_path):
     for kind in ("gpt2", "llama", "llama-tied", "mixtral"):
         reference = np.load(tmp_path / kind / "reference.npz")
         model = pretrained(tmp_path / kind, param_dtype="float64")
-        np.testing.assert_allclose(model(reference["tokens"]), reference["logits"], rtol=1e-6, atol=1e-6)
+        # The reference computes its router, norms and softmax in float32; with a router 5e-6 of 6 come of it.
+        close = 1e-5 if kind == "mixtral" else 1e-6
+        np.testing.assert_allclose(model(reference["tokens"]), reference["logits"], rtol=close, atol=close)
         config, values = read_pretrained(tmp_path / kind)
         write_pretrained(tmp_path / kind / "back", config, values)
     subprocess.run([PYTHON, str(REFERENCE), str(tmp_path), "check"], check=True, capture_output=True, timeout=300)
