@@ -63,7 +63,7 @@ class ParallelMoE(nnx.Module):
       ValueError: from the constructor, with everything that is wrong with these; in the call, when experts or features do not
         divide, or for a dispatch that the platform does not have.
 
-    Communicates: one all-reduce of 2E + 4 numbers over all ranks that have a part of the microbatch; over `axis` what the
+    Communicates: one all-reduce of 2E + 6 numbers over all ranks that have a part of the microbatch; over `axis` what the
     dispatch sends, forward and backward (docs/guides/experts.md); over `tensor_axis` what a `ParallelMLP` does.
     """
 

@@ -21,7 +21,7 @@ class RouterValues(NamedTuple):
       z: the mean of logsumexp(scores) squared (Zoph et al. 2022), with a gradient likewise.
       counts: [E], n_e before any was dropped.
       dropped: the share of choices that found no slot, from 0 to 1.
-      rounds: in how many rounds tokens travelled.
+      rounds: in how many rounds tokens travelled, the mean of all ranks.
       entropy: the mean entropy of the probabilities of a token, in nats.
     """
 
@@ -43,9 +43,9 @@ def router_values(
       scores: [T, E], that it was made of.
       mask: [T], True for a token that counts.
       kept: [T, k], whether a choice found a slot.
-      rounds: int32 ().
+      rounds: int32 (), of this rank.
 
-    Communicates: one all-reduce of 2E + 4 elements over the ranks that have a part of the microbatch.
+    Communicates: one all-reduce of 2E + 6 elements over the ranks that have a part of the microbatch.
     """
     count, top_k = scores.shape[1], choice.experts.shape[1]
     some = mask[:, None].astype(scores.dtype)
@@ -58,7 +58,9 @@ def router_values(
         kept.sum(1, keepdims=True, dtype=scores.dtype),
         -jax.lax.stop_gradient((probabilities * logs).sum(1, keepdims=True)),
     )
-    sums = jnp.concatenate([(probabilities * some).sum(0), chosen, (jnp.concatenate(others, 1) * some).sum(0)])
+    of_rank = jnp.stack([rounds.astype(scores.dtype), jnp.ones((), scores.dtype)])
+    sums = [(probabilities * some).sum(0), chosen, (jnp.concatenate(others, 1) * some).sum(0), of_rank]
+    sums = jnp.concatenate(sums)
     if axes := joined_ranks():
         with jax.named_scope("axonml.router"):
             sums = sum_over(sums, axes)
@@ -70,6 +72,6 @@ def router_values(
         z=rest[0] / tokens,
         counts=chosen.astype(jnp.int32),
         dropped=jnp.where(rest[1] > 0, dropped, 0),
-        rounds=rounds,
+        rounds=jax.lax.stop_gradient(rest[4] / rest[5]),
         entropy=jax.lax.stop_gradient(rest[3]) / tokens,
     )

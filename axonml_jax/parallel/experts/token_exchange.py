@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.collectives.along_dim import exchange_along, gather_along, scatter_along
-from axonml_jax.collectives.primitives import axis_index, max_over
+from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.collectives.ragged import exchange_ragged
 from axonml_jax.collectives.varying import vary, varying_axes
 from axonml_jax.parallel.experts.block_products import Sorted, block_products, little_products
@@ -33,7 +33,7 @@ class CameBack(NamedTuple):
 
     Attributes:
       y: [T, h], the weighed sum of each token's outputs.
-      rounds: int32 (), the rounds that all ranks took.
+      rounds: int32 (), the rounds that this rank took.
     """
 
     y: jax.Array
@@ -76,8 +76,8 @@ def through_experts(
       experts: int32 [T, k]; E for a pair that goes nowhere. With capacity no expert has more pairs than slots.
       weights: of this rank's E/N experts.
 
-    Communicates: with capacity two all-to-alls of [N * slots, h]; in rounds these as often as `rounds` says, an all-gather of
-    [E] integers and an all-reduce of one; gathering an all-gather of x, gates and experts, and a reduce-scatter of y.
+    Communicates: with capacity two all-to-alls of [N * slots, h]; in rounds these as often as `rounds` says, and an all-gather
+    of [E] integers; gathering an all-gather of x, gates and experts, and a reduce-scatter of y.
     """
     with jax.named_scope(LABEL):
         if how.name == "gather" and axes:
@@ -90,10 +90,10 @@ def _exchange(how, activation, axes, x, gates, experts, weights) -> CameBack:
     queues = queued(experts, how.experts)
     there, rounds = queues.counts[None], jnp.ones((), jnp.int32)
     if axes and how.capacity is None:
-        counts = gather_along(vary(queues.counts, axes), axes, 0, tiled=False)
-        there = jax.lax.dynamic_slice_in_dim(counts, axis_index(axes) * how.local, how.local, 1)
-        most = counts.reshape(how.ranks, how.ranks, -1).sum(2).max()
-        rounds = max_over(jnp.maximum(1, -(-most // how.slots)), axes)
+        counts = gather_along(vary(queues.counts, axes), axes, 0, tiled=False, invarying=True)
+        there = jax.lax.dynamic_slice_in_dim(vary(counts, axes), axis_index(axes) * how.local, how.local, 1)
+        most = counts.reshape(how.ranks, how.ranks, -1).sum(2).max()  # the same on all ranks, which therefore agree
+        rounds = jnp.maximum(1, -(-most // how.slots))
     index = Index(experts, queues, there, rounds)
     return CameBack(_rounds(how, activation, axes, index, x, gates, weights), rounds)
 
@@ -108,7 +108,7 @@ def _gathered(how, activation, axes, x, gates, experts, weights) -> CameBack:
     rounds = jnp.maximum(1, -(-queues.counts.sum() // alone.slots))
     index = Index(own, queues, queues.counts[None], rounds)
     y = scatter_along(_rounds(alone, activation, (), index, x, gates, weights), axes, 0)
-    return CameBack(y, max_over(rounds, axes))
+    return CameBack(y, rounds)
 
 
 def _rounds(how: Dispatch, activation: str, axes: tuple[str, ...], index: Index, x, gates, weights) -> jax.Array:
