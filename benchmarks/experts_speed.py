@@ -32,7 +32,7 @@ from paired import alternate, ratio
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.experts.block_products import Blocks, Sorted, block_products
+from axonml_jax.parallel.experts.block_products import Sorted, block_products, block_sizes
 from axonml_jax.parallel.experts.expert_weights import ExpertWeights, activated
 from axonml_jax.parallel.tensor.specs import tensor_specs
 
@@ -82,7 +82,7 @@ def products() -> None:
         with_gradients = lambda fun, to=to: jax.grad(functools.partial(_weighed, fun, to), argnums=(0, 1))
         base = processor_ms(dense, x, one), processor_ms(with_gradients(dense), x, one)
         print(f"{each} rows an expert: dense {base[0]:.1f} ms forward, {base[1]:.1f} ms with gradients")
-        blocks = Blocks.of(int(1.25 * rows), rows, EXPERTS)
+        blocks = block_sizes(int(1.25 * rows), rows, EXPERTS)
         at = jnp.arange(rows, dtype=jnp.int32)
         own = lambda x, w, counts, at=at, blocks=blocks: block_products("swiglu", blocks, x, Sorted(at, at, counts), w)
         for name, load in loads(rows).items():

@@ -104,10 +104,11 @@ def test_all_tokens_to_one_expert_take_more_rounds_and_are_exact(dispatch):
     assert rounds == ((4 + 1 + 1 + 1) / 4 if dispatch == "gather" else 3)
 
 
-def test_blocks_of_products_run_in_rounds_too(monkeypatch):
+@pytest.mark.parametrize("check_vma", [False, True], ids=["untyped", "typed"])
+def test_blocks_of_products_run_in_rounds_too(monkeypatch, check_vma):
     monkeypatch.setattr("axonml_jax.parallel.experts.dispatch.LITTLE", 0)
     model = skewed(Net("softmax", layers=1, dispatch="rounds", router_bias=True))
-    assert_gradients_equal(model, {"expert": 2}, batch_of(4))
+    assert_gradients_equal(model, {"expert": 2}, batch_of(4), plan=ax.Plan(check_vma=check_vma))
 
 
 def test_one_token_a_rank_and_ranks_of_padding_alone():

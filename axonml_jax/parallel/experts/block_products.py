@@ -1,60 +1,34 @@
-"""The experts' products on CPUs: as many rows of every expert at once, then what is left in blocks of one expert's rows.
+"""The experts' products on CPUs: expert after expert, in blocks of a few sizes.
 
-XLA has no product of as many rows as a number says, and on CPUs JAX's ragged product multiplies all rows with all experts. A
-batch of equal products reads each expert's weights where they lie; a block copies them first.
+XLA has no product of as many rows as a number says, and on CPUs JAX's ragged product multiplies all rows with all experts. Here
+a loop over the experts takes for each the smallest of a few static sizes that holds its rows; an expert with more takes the
+largest several times before.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from axonml_jax.collectives.varying import vary, varying_axes
-from axonml_jax.parallel.experts.expert_weights import ExpertWeights
+from axonml_jax.parallel.experts.expert_weights import ExpertWeights, activated
 from axonml_jax.parallel.experts.queues import from_zero
 from axonml_jax.parallel.experts.ragged_products import equal_products
 from axonml_jax.parallel.experts.spread import collect, no_gradient, spread
 
-
-def little_products(activation: str, rows: jax.Array, order: "Sorted", weights: ExpertWeights) -> jax.Array:
-    """What `block_products` returns, by all experts' products of all rows: quickest where these are few."""
-    experts = jnp.arange(order.counts.size)[:, None]
-    own = (_expert_of(order) == experts)[:, :, None]
-    made = equal_products(activation, jnp.where(own, rows, 0), weights)
-    return jnp.where(own, made, 0).sum(0)
-
-
-class Blocks(NamedTuple):
-    """Static sizes.
-
-    Attributes:
-      at_once: rows of every expert that are multiplied together.
-      sizes: rows of the blocks for what is left, falling.
-    """
-
-    at_once: int
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, rows: int, expected: int, experts: int) -> "Blocks":
-        """For so many rows, of which so many are expected to be filled.
-
-        >>> Blocks.of(1280, 1024, 8), Blocks.of(40, 32, 8)
-        (Blocks(at_once=144, sizes=(256, 64)), Blocks(at_once=8, sizes=(8,)))
-        """
-        mean = max(1, -(-expected // experts))
-        eights = lambda size: min(-(-int(size) // 8) * 8, -(-rows // 8) * 8)
-        small = eights(mean / 2)
-        return cls(min(eights(1.125 * mean), rows), (eights(2 * mean), small) if small >= 32 else (small,))
+SHARES = (0.25, 0.5, 1, 1.25, 1.5, 2)
+"""Sizes of blocks in parts of an expert's mean share of the rows."""
+FEW = 32
+"""Rows on average under which there is one size: the products are cheap then, and compiling them is not."""
 
 
 class Sorted(NamedTuple):
     """Which of S rows belong to which expert.
 
     Attributes:
-      row: int32 [S], the rows sorted by expert; behind the last expert's anything.
-      place: int32 [S], where each row stands among them; S or more for a row of no expert.
+      row: int32 [S], the rows sorted by expert; behind the last expert's S.
+      place: int32 [S], where each row stands among them; S for a row of no expert.
       counts: int32 [E].
     """
 
@@ -63,14 +37,35 @@ class Sorted(NamedTuple):
     counts: jax.Array
 
 
+def block_sizes(rows: int, expected: int, experts: int) -> tuple[int, ...]:
+    """The sizes of blocks, growing, for so many rows, of which so many are expected to be filled.
+
+    >>> block_sizes(640, 512, 8), block_sizes(80, 64, 8)
+    ((16, 32, 64, 80, 96, 128), (16,))
+    """
+    mean, eights = max(1, -(-expected // experts)), lambda size: min(-(-int(size) // 8) * 8, -(-rows // 8) * 8)
+    if mean < FEW:
+        return (eights(2 * mean),)
+    return tuple(dict.fromkeys(eights(share * mean) for share in SHARES))
+
+
+def little_products(activation: str, rows: jax.Array, order: Sorted, weights: ExpertWeights) -> jax.Array:
+    """What `block_products` returns, by all experts' products of all rows: quickest where these are few."""
+    begins = from_zero(order.counts)
+    expert = jnp.searchsorted(begins, order.place, side="right", method="compare_all") - 1
+    own = (expert == jnp.arange(order.counts.size)[:, None])[:, :, None]
+    made = equal_products(activation, jnp.where(own, rows, 0), weights)
+    return jnp.where(own, made, 0).sum(0)
+
+
 def block_products(
-    activation: str, blocks: Blocks, rows: jax.Array, order: Sorted, weights: ExpertWeights
+    activation: str, sizes: tuple[int, ...], rows: jax.Array, order: Sorted, weights: ExpertWeights
 ) -> jax.Array:
     """What the experts make of their rows.
 
     Args:
       activation: one of `ACTIVATIONS`.
-      blocks: sizes.
+      sizes: of blocks, growing.
       rows: [S, h], in any order.
       order: which belong to which expert.
       weights: of E experts.
@@ -78,113 +73,133 @@ def block_products(
     Returns:
       [S, h], in the same order; zeros for a row of no expert.
     """
-    given = (rows, order, weights)
+    one = order.place[:, None]
+    given = (spread(rows, order.row, one), order.counts, weights)
     axes = tuple(sorted(frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(given)))))
-    return _products(activation, blocks, *vary(given, axes))
+    return collect(_products(activation, sizes, *vary(given, axes)), order.row, one)
+
+
+class _Kept(NamedTuple):
+    """What the backward reads again."""
+
+    rows: jax.Array
+    gate: jax.Array | None
+    up: jax.Array
+    counts: jax.Array
+    weights: ExpertWeights
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _products(activation, blocks, rows, order, weights):
-    return _forward(activation, blocks, rows, order, weights)[0]
+def _products(activation, sizes, rows, counts, weights):
+    """Of sorted rows; behind the last expert's anything finite."""
+    return _forward(activation, sizes, rows, counts, weights)[0]
 
 
-def _forward(activation: str, blocks: Blocks, rows: jax.Array, order: Sorted, weights: ExpertWeights):
-    first = functools.partial(_at_once, activation, blocks, order=order)
-    y, back = jax.vjp(lambda rows, weights: first(rows, weights=weights), rows, weights)
+def _forward(activation: str, sizes: tuple[int, ...], rows, counts, weights: ExpertWeights):
+    most, longer, gated = sizes[-1], _longer(rows, sizes[-1]), weights.gate is not None
+    empty = lambda width: jnp.zeros_like(longer, shape=(longer.shape[0], width))
 
-    def block(y, size, at, left, expert):
-        x, mine = _block(rows, order, size, at, left)
-        made = equal_products(activation, x[None], _of(weights, expert))[0]
-        return y.at[mine].set(made, mode="drop")
+    def block(size: int, at, own: ExpertWeights):
+        x = jax.lax.dynamic_slice_in_dim(longer, at, size)
+        gate = _plus(x @ own.gate, own.gate_bias) if gated else None
+        up = _plus(x @ own.up, own.up_bias)
+        y = _plus(activated(activation, gate, up) @ own.down, own.down_bias)
+        return _padded((y, up, *([gate] if gated else [])), most)
 
-    return _rest(blocks, order, y, block), (back, rows, order, weights)
+    def expert(e, kept):
+        own, begin, count = _expert(weights, counts, e)
+        whole, rest = count // most, count - count // most * most
+
+        def step(state):
+            at = begin + state[0] * most
+            return state[0] + 1, _written(state[1], block(most, at, own), at)
+
+        _, kept = jax.lax.while_loop(lambda state: state[0] < whole, step, (jnp.zeros_like(whole), kept))
+        at = begin + whole * most
+        return _written(kept, _by_size(sizes, rest, lambda size: block(size, at, own)), at)
+
+    inner = weights.up.shape[-1]
+    start = (empty(rows.shape[1]), empty(inner), *([empty(inner)] if gated else []))
+    y, up, *gate = jax.lax.fori_loop(0, counts.size, expert, start)
+    return y[: rows.shape[0]], _Kept(rows, gate[0] if gated else None, up, counts, weights)
 
 
-def _backward(activation: str, blocks: Blocks, kept, grad: jax.Array):
-    back, rows, order, weights = kept
+def _backward(activation: str, sizes: tuple[int, ...], kept: _Kept, grad: jax.Array):
+    most, weights = sizes[-1], kept.weights
+    grads = _longer(grad, most)
+    block = functools.partial(_gradients, activation, kept._replace(rows=_longer(kept.rows, most)), grads)
 
-    def block(state, size, at, left, expert):
-        drows, dweights = state
-        x, mine = _block(rows, order, size, at, left)
-        dy = jnp.take(grad, mine, axis=0, mode="fill", fill_value=0)
-        own = _of(weights, expert)
-        _, of_block = jax.vjp(lambda x, own: equal_products(activation, x, own), x[None], own)
-        dx, down = of_block(dy[None])
-        more = lambda all, one: jax.lax.dynamic_update_slice_in_dim(
-            all, jax.lax.dynamic_slice_in_dim(all, expert, 1) + one, expert, 0
-        )
-        return drows.at[mine].set(dx[0], mode="drop"), jax.tree.map(more, dweights, down)
+    def expert(e, state):
+        dx, dweights = state
+        own, begin, count = _expert(weights, kept.counts, e)
+        whole, rest = count // most, count - count // most * most
+        at = begin + whole * most
+        last, made = _by_size(sizes, rest, lambda size: _padded_first(block(size, at, rest, own), most))
 
-    drows, dweights = _rest(blocks, order, back(grad), block)
-    return drows, jax.tree.map(no_gradient, order), dweights
+        def step(state):
+            i, dx, made = state
+            part, more = block(most, begin + i * most, most, own)
+            return i + 1, _written(dx, (part,), begin + i * most), jax.tree.map(jnp.add, made, more)
+
+        _, dx, made = jax.lax.while_loop(lambda state: state[0] < whole, step, (jnp.zeros_like(whole), dx, made))
+        put = lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, e, 0)
+        return _written(dx, (last,), at), jax.tree.map(put, dweights, made)
+
+    start = (jnp.zeros_like(grads),), jax.tree.map(jnp.zeros_like, weights)
+    (dx,), dweights = jax.lax.fori_loop(0, kept.counts.size, expert, start)
+    return dx[: grad.shape[0]], no_gradient(kept.counts), dweights
 
 
 _products.defvjp(_forward, _backward)
 
 
-def _at_once(activation: str, blocks: Blocks, rows: jax.Array, *, order: Sorted, weights: ExpertWeights) -> jax.Array:
-    """The first rows of every expert, unless most rows are of a few: these are left to blocks."""
-    count, many = order.counts.size, rows.shape[0]
-    taken, begins = _taken(blocks, order), from_zero(order.counts)
-    at = begins[:-1, None] + jnp.arange(blocks.at_once, dtype=jnp.int32)
-    there = jnp.arange(blocks.at_once) < taken[:, None]
-    row = jnp.where(there, order.row[jnp.clip(at, 0, many - 1)], many).reshape(-1)
-    expert = _expert_of(order)
-    known = jnp.clip(expert, 0, count - 1)
-    within = order.place - begins[known]
-    inside = (expert < count) & (within < taken[known])
-    slot = jnp.where(inside, known * blocks.at_once + within, count * blocks.at_once)[:, None]
-    packed = spread(rows, row, slot).reshape(count, blocks.at_once, -1)
-    products = lambda packed, weights: equal_products(activation, packed, weights)
-    none = lambda packed, weights: jnp.zeros_like(packed)
-    made = jax.lax.cond(taken.sum() > 0, products, none, packed, weights)
-    return collect(made.reshape(-1, made.shape[-1]), row, slot)
+def _gradients(activation: str, kept: _Kept, grads: jax.Array, size: int, at, count, own: ExpertWeights):
+    """Of a block's rows and of its expert's weights; rows behind the first `count` are another expert's."""
+    part = lambda x: None if x is None else jax.lax.dynamic_slice_in_dim(x, at, size)
+    x, gate, up = part(kept.rows), part(kept.gate), part(kept.up)
+    dy = jnp.where(jnp.arange(size)[:, None] < count, part(grads), 0)
+    inner, back = jax.vjp(functools.partial(activated, activation), gate, up)
+    dgate, dup = back((dy @ own.down.T).astype(inner.dtype))
+    of = lambda kernel, bias, x, d: (None if kernel is None else x.T @ d, None if bias is None else d.sum(0))
+    down, down_bias = of(own.down, own.down_bias, inner, dy)
+    to_up, up_bias = of(own.up, own.up_bias, x, dup)
+    to_gate, gate_bias = of(own.gate, own.gate_bias, x, dgate)
+    dx = dup @ own.up.T if own.gate is None else dup @ own.up.T + dgate @ own.gate.T
+    return dx, ExpertWeights(to_gate, to_up, down, gate_bias, up_bias, down_bias)
 
 
-def _expert_of(order: Sorted) -> jax.Array:
-    """The expert of each row, int32 [S]; E or -1 where there is none."""
-    return (
-        jnp.searchsorted(from_zero(order.counts), order.place, side="right", method="compare_all").astype(jnp.int32) - 1
-    )
+def _expert(weights: ExpertWeights, counts: jax.Array, e) -> tuple[ExpertWeights, jax.Array, jax.Array]:
+    """An expert's weights, where its rows begin, and how many they are."""
+    own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, e, keepdims=False), weights)
+    begin = jnp.where(jnp.arange(counts.size) < e, counts, 0).sum(dtype=counts.dtype)
+    return own, begin, jax.lax.dynamic_index_in_dim(counts, e, keepdims=False)
 
 
-def _taken(blocks: Blocks, order: Sorted) -> jax.Array:
-    """How many rows of each expert are multiplied together, int32 [E]."""
-    taken = jnp.minimum(order.counts, blocks.at_once)
-    return jnp.where(2 * taken.sum() < order.counts.sum(), 0, taken)
+def _by_size(sizes: tuple[int, ...], rows: jax.Array, make) -> Any:
+    """`make` of the smallest size that holds so many rows; zeros for none."""
+    like = jax.eval_shape(lambda: make(sizes[-1]))
+    none = lambda: jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), tuple(varying_axes(rows))), like)
+    index = jnp.where(rows == 0, 0, 1 + jnp.searchsorted(jnp.asarray(sizes), rows, method="compare_all"))
+    return jax.lax.switch(index, [none, *(functools.partial(make, size) for size in sizes)])
 
 
-def _rest(blocks: Blocks, order: Sorted, state, block):
-    """`block(state, size, at, rows, expert)` for what is left of every expert, in blocks of the largest size that it fills."""
-    begins = from_zero(order.counts)[:-1] + _taken(blocks, order)
-    left = order.counts - _taken(blocks, order)
-    for size, next_size in zip(blocks.sizes, (*blocks.sizes[1:], None), strict=True):
-        if next_size is None:
-            number = -(-left // size)
-        else:  # the last block may be filled in part, if smaller ones would be as many rows
-            number = (left + next_size - 1) // size
-        ends = jnp.cumsum(number)
-
-        def step(carry, size=size, number=number, ends=ends, begins=begins, left=left):
-            i, state = carry
-            expert = jnp.searchsorted(ends, i, side="right", method="compare_all").astype(jnp.int32)
-            inside = (i - (ends[expert] - number[expert])) * size
-            return i + 1, block(state, size, begins[expert] + inside, left[expert] - inside, expert)
-
-        start = jnp.zeros_like(ends[0])
-        _, state = jax.lax.while_loop(lambda carry, ends=ends: carry[0] < ends[-1], step, (start, state))
-        done = jnp.minimum(number * size, left)
-        begins, left = begins + done, left - done
-    return state
+def _longer(x: jax.Array, more: int) -> jax.Array:
+    return jnp.concatenate([x, jnp.zeros_like(x, shape=(more, *x.shape[1:]))])
 
 
-def _block(rows: jax.Array, order: Sorted, size: int, at, left) -> tuple[jax.Array, jax.Array]:
-    """A block's rows, zeros behind the last, and where they lie; the number of all rows for none."""
-    many = rows.shape[0]
-    place = at + jnp.arange(size, dtype=jnp.int32)
-    mine = jnp.where(jnp.arange(size) < left, order.row[jnp.clip(place, 0, many - 1)], many)
-    return jnp.take(rows, mine, axis=0, mode="fill", fill_value=0), mine
+def _padded(parts: tuple[jax.Array, ...], size: int) -> tuple[jax.Array, ...]:
+    return tuple(x if x.shape[0] == size else _longer(x, size - x.shape[0]) for x in parts)
 
 
-def _of(weights: ExpertWeights, expert) -> ExpertWeights:
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, expert, 1), weights)
+def _padded_first(made: tuple[jax.Array, ExpertWeights], size: int) -> tuple[jax.Array, ExpertWeights]:
+    return _padded(made[:1], size)[0], made[1]
+
+
+def _written(all: tuple[jax.Array, ...], parts: tuple[jax.Array, ...], at) -> tuple[jax.Array, ...]:
+    """Blocks in their place; the padding of one is written over by the next expert's."""
+    put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, at, 0)
+    return tuple(put(whole, part) for whole, part in zip(all, parts, strict=True))
+
+
+def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return y if bias is None else y + bias

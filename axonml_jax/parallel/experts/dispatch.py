@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from axonml_jax.parallel.experts.block_products import Blocks
+from axonml_jax.parallel.experts.block_products import block_sizes
 from axonml_jax.parallel.tensor.megatron.fused_attention import target_platform
 
 DispatchName = Literal["auto", "rounds", "ragged", "gather"]
@@ -39,7 +39,7 @@ class Dispatch:
     capacity: int | None
     slots: int
     products: str
-    blocks: Blocks
+    blocks: tuple[int, ...]
 
     @classmethod
     def of(
@@ -77,7 +77,7 @@ class Dispatch:
         slots = max(1, slots)
         rows = slots if name == "gather" else slots * ranks
         products = "ragged" if fast else "all" if rows * local * width <= LITTLE else "blocks"
-        return cls(name, ranks, experts, capacity, slots, products, Blocks.of(rows, expected, local))
+        return cls(name, ranks, experts, capacity, slots, products, block_sizes(rows, expected, local))
 
     @property
     def local(self) -> int:
