@@ -79,6 +79,15 @@ def test_experts_that_do_not_go_with_the_rest_are_refused(write):
         (("--experts.top_k", "3"), "top_k=3: without effect while num_experts=0"),
         (("--experts.num_experts", "4", "--experts.top_k", "5"), "top_k=5: there are num_experts=4"),
         (("--experts.num_experts", "4", "--experts.groups", "2"), "groups=2: belong to router='sigmoid'"),
+        (("--experts.num_experts", "4", "--experts.bias_rate", "0.1"), "bias_rate=0.1: belong to router='sigmoid'"),
+        (
+            ("--experts.num_experts", "4", "--experts.capacity_factor", "1", "--experts.dispatch", "gather"),
+            "dispatch=gather: is for layers that drop no token",
+        ),
+        (
+            ("--experts.num_experts", "4", "--experts.router", "sigmoid", "--experts.groups", "3"),
+            "groups=3: do not divide num_experts=4",
+        ),
         (("--experts.num_experts", "4", "--experts.capacity_factor", "-1"), "capacity_factor=-1.0: must be positive"),
         (("--experts.num_experts", "4", "--model.split", "grid"), "experts are split over expert and tensor"),
         (("--experts.num_experts", "4", "--experts.every", "2"), "none of the 1 blocks has any"),

@@ -152,6 +152,26 @@ def test_capacity_drops_the_latest_tokens_of_each_group(groups):
         np.testing.assert_allclose(y[b, s], out, atol=1e-12)
 
 
+def test_evaluation_drops_no_token():
+    layer, whole = make_moe(nnx.Rngs(0), "softmax", capacity_factor=0.3), make_moe(nnx.Rngs(0), "softmax")
+    layer.eval()
+    y, router = layer(tokens(4, 6))
+    np.testing.assert_array_equal(y, whole(tokens(4, 6))[0])
+    assert router.dropped == 0
+
+
+def test_what_stands_where_padding_is_does_not_matter():
+    layer, mask = make_moe(nnx.Rngs(0), "sigmoid"), np.random.default_rng(0).random((3, 4)) > 0.4
+    loss = lambda layer, x: (lambda y, r: jnp.where(mask[..., None], y, 0).sum() + r.load_balance + r.z)(
+        *layer(x, mask)
+    )
+    found = [
+        nnx.value_and_grad(loss)(layer, jnp.where(mask[..., None], tokens(), other)) for other in (0.0, 7.0, jnp.inf)
+    ]
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, other, found[0])
+
+
 LOADS = ([10, 0, 37, 3], [50, 0, 0, 0], [0, 0, 0, 0], [12, 13, 12, 13], [20, 3, 25, 1])
 
 
@@ -193,6 +213,7 @@ REFUSED = {
     "dispatch": ({"dispatch": "mail"}, "dispatch='mail' must be one of auto"),
     "capacity": ({"capacity_factor": 0.0}, "capacity_factor=0.0 must be positive"),
     "groups without capacity": ({"groups": 2}, "parts with a capacity of their own: give capacity_factor"),
+    "clamped, shared": ({"activation": "clamped_swiglu", "shared_size": 4}, "has no shared expert"),
     "capacity, gathered": ({"capacity_factor": 1.0, "dispatch": "gather"}, "layers that drop no token"),
 }
 

@@ -111,6 +111,16 @@ def test_blocks_of_products_run_in_rounds_too(monkeypatch, check_vma):
     assert_gradients_equal(model, {"expert": 2}, batch_of(4), plan=ax.Plan(check_vma=check_vma))
 
 
+@pytest.mark.parametrize("degrees", [{"expert": 2, "data": 2}, {"expert": 2, "context": 2}], ids=str)
+def test_calls_return_outputs_and_router_values(degrees):
+    model, x = Net(layers=1), batch_of(4)["x"]
+    out, [router] = ax.parallelize(model, mesh_of(degrees), ax.Plan())(x)
+    wanted, [expected] = model(jnp.asarray(x))
+    np.testing.assert_allclose(out, wanted, atol=1e-12)
+    for name in ("load_balance", "z", "counts", "dropped", "entropy"):
+        np.testing.assert_allclose(getattr(router, name), getattr(expected, name), atol=1e-12, err_msg=name)
+
+
 def test_one_token_a_rank_and_ranks_of_padding_alone():
     assert_gradients_equal(Net(layers=1), {"expert": 8}, batch_of(8, length=1))
     batch = batch_of(8, masked=True)

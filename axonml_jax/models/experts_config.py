@@ -75,12 +75,18 @@ class ExpertsConfig:
         if self.num_experts and self.top_k > self.num_experts:
             yield f"top_k={self.top_k}: there are num_experts={self.num_experts}"
         if self.router == "softmax":
-            defaults = {"groups": 1, "top_groups": 1, "scale": 1.0}
+            defaults = {"groups": 1, "top_groups": 1, "scale": 1.0, "bias_rate": 0.001}
             given = [
                 f"{name}={getattr(self, name)}" for name, value in defaults.items() if getattr(self, name) != value
             ]
             if given:
                 yield f"{', '.join(given)}: belong to router='sigmoid'"
+        elif self.num_experts:
+            yield from self._group_problems()
+        if self.capacity_factor is not None and self.dispatch in ("ragged", "gather"):
+            yield f"dispatch={self.dispatch}: is for layers that drop no token; with capacity_factor leave it out"
+        if self.shared_size and self.activation == "clamped_swiglu":
+            yield f"shared_size={self.shared_size}: activation clamped_swiglu has no shared expert"
         if not self.num_experts:
             defaults = {name: field.default for name, field in self.__dataclass_fields__.items()}
             given = [
@@ -88,6 +94,14 @@ class ExpertsConfig:
             ]
             if given:
                 yield f"{', '.join(given)}: without effect while num_experts=0"
+
+    def _group_problems(self) -> Iterator[str]:
+        if self.num_experts % self.groups:
+            yield f"groups={self.groups}: do not divide num_experts={self.num_experts}"
+        elif self.top_groups > self.groups:
+            yield f"top_groups={self.top_groups}: there are groups={self.groups}"
+        elif self.top_k > (least := self.num_experts * self.top_groups // self.groups):
+            yield f"top_k={self.top_k}: a token's top_groups={self.top_groups} groups have {least} experts"
 
     def has_experts(self, block: int) -> bool:
         """Whether a block, counted from 0, has experts."""

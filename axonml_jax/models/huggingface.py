@@ -41,7 +41,8 @@ def pretrained(folder: str | os.PathLike, **changes: Any) -> Transformer:
     nnx.replace_by_pure_dict(
         state, jax.tree.unflatten(jax.tree.structure(pure), [jax.numpy.asarray(x) for x in leaves])
     )
-    made = Transformer(config, rngs=nnx.Rngs(0)) if config.dropout else model  # dropout's random streams are arrays too
+    others = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.Param)))  # random streams, routers' biases: arrays too
+    made = Transformer(config, rngs=nnx.Rngs(0)) if others else model
     nnx.update(made, state)
     return made
 

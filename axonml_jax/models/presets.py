@@ -38,7 +38,7 @@ PRESETS: dict[str, TransformerConfig] = {
         hidden_size=4096,
         num_heads=32,
         mlp_hidden_size=14_336,
-        experts=ExpertsConfig(num_experts=8, top_k=2, load_balance=0.02),
+        experts=ExpertsConfig(num_experts=8, top_k=2, load_balance=0.04),
         **MIXTRAL,
     ),
 }

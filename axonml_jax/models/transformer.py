@@ -81,7 +81,7 @@ class Transformer(nnx.Module):
     splits_positions = True
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.config, self.split_sequence = config, config.sequence_parallel
+        self.config, self.split_sequence, self.deterministic = config, config.sequence_parallel, False
         self.embed = make_vocabulary(config, rngs=rngs)
         self.positions = make_positions(config, rngs=rngs) if config.position == "learned" else None
         self.dropout = make_dropout(config, rngs=rngs)
@@ -118,7 +118,8 @@ class Transformer(nnx.Module):
     def loss(self, tokens: jax.Array, targets: jax.Array, ignore: int = -1) -> tuple[jax.Array, jax.Array]:
         """Summed cross entropy of the next tokens in nats, and the number of targets; their quotient is the mean.
 
-        With experts the total holds, once for every target, their auxiliary losses by the weights in `config.experts`.
+        With experts the total holds in train mode, once for every target, their auxiliary losses by the weights in
+        `config.experts`.
 
         The same as `cross_entropy` of the logits; with `config.loss_chunk`, and by default with a large vocabulary, the
         logits of all words are never there at once, which saves most of a step's memory there.
@@ -149,8 +150,8 @@ class Transformer(nnx.Module):
             logits = self._logits(x, prefetch)
             logits = logits if prefetch is None else prefetch.last(logits)
             total, weight = cross_entropy(logits, targets, ignore, axis=VOCABULARY_AXES)
-        if experts is None or routers is None:
-            return total, weight, None
+        if experts is None or routers is None or self.deterministic:
+            return total, weight, routers
         extra = experts.load_balance * routers.load_balance.mean() + experts.z * routers.z.mean()
         return total + weight * extra.astype(total.dtype), weight, routers
 

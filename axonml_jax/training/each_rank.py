@@ -12,18 +12,21 @@ def each_ranks_specs(placement: Placement) -> PyTree:
     """The specs of gradients stacked by rank: dim 0 over the batch axes, the others as the model's layers split them.
 
     Raises:
-      ValueError: listing parameters that are split over an axis that splits the batch too (`depth`): its ranks share one.
+      ValueError: listing parameters that are split over an axis that splits the batch too (`depth`, `expert`), whose ranks
+        share one.
     """
+    both = set(placement.batch_axes) & set(placement.layer_axes)
     shared = [
         path_name(path)
         for path, layout in jax.tree_util.tree_leaves_with_path(placement.params, is_leaf=is_layout)
-        if any(axis in placement.batch_axes for axis in layout.axes if axis in placement.layer_axes)
+        if both.intersection(layout.axes)
     ]
     if shared:
+        more = ", ..." if len(shared) > 8 else ""
         raise ValueError(
-            "every rank's own values are stacked along the batch axes, but ranks along depth, which splits the batch, share "
-            f"these parameters: {', '.join(shared[:8])}{', ...' if len(shared) > 8 else ''}. Accumulate inside the step "
-            "(accumulate=) instead"
+            "every rank's own values are stacked along the batch axes, but ranks along "
+            f"{', '.join(sorted(both))}, which split the batch, share these parameters: {', '.join(shared[:8])}{more}. "
+            "Accumulate inside the step (accumulate=) instead"
         )
 
     def spec(layout: Layout) -> PartitionSpec:

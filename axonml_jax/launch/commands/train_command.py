@@ -246,7 +246,7 @@ def _report(config: RunConfig, data: TextData, records: list[Record], folder: Pa
         files += ", loss.png" if note is None else f" ({note})"
         if config.model.experts is not None:
             note = plot_expert_loads(records, folder / "experts.png", title=f"{config.name}: load of each expert")
-            files += ", experts.png" if note is None else ""
+            files += ", experts.png" if note is None else f" ({note})"
     files += ", checkpoints" * (folder / CHECKPOINT_FOLDER).exists()
     files += ", tensorboard" * config.output.tensorboard + ", trace" * (folder / "trace").exists()
     print0(f"files           {folder}: {files}")

@@ -32,7 +32,7 @@ def plot_losses(records: Sequence[Record], path: Path, *, title: str, baseline: 
 
 
 def plot_expert_loads(records: Sequence[Record], path: Path, *, title: str) -> str | None:
-    """Draw each expert's share of all choices against the step; nothing where no record has one.
+    """Draw each expert's share of all choices against the step.
 
     Args:
       records: what a run recorded.
@@ -44,7 +44,7 @@ def plot_expert_loads(records: Sequence[Record], path: Path, *, title: str) -> s
     """
     names = [name for name in (records[0].metrics if records else ()) if name.startswith("experts/load/")]
     if not names:
-        return None
+        return "no picture of the experts' loads: of so many they are not recorded one by one"
     if (figure := _figure()) is None:
         return f"no picture of the experts' loads: {_MISSING}"
     axes = figure.add_subplot()

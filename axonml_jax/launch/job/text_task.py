@@ -23,7 +23,7 @@ from axonml_jax.models.transformer import Transformer
 
 
 def loss_fn(model: Any, batch: PyTree) -> WeightedMean | tuple[WeightedMean, dict[str, WeightedMean]]:
-    """Mean cross entropy in nats per byte; of a model with experts with what its routers did."""
+    """Mean cross entropy in nats per byte; of a model with experts, in training, their losses too, and what routers did."""
     total, weight, routers = model.loss_and_routers(batch["tokens"], batch["targets"])
     loss = WeightedMean(total, weight)
     return loss if routers is None else (loss, router_metrics(routers))

@@ -23,7 +23,8 @@ def _settings(described: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str
     experts = ExpertsConfig(
         num_experts=described["num_local_experts"],
         top_k=described["num_experts_per_tok"],
-        load_balance=described.get("router_aux_loss_coef", 0.001),
+        load_balance=described.get("router_aux_loss_coef", 0.001)
+        * described["num_experts_per_tok"],  # theirs is k, balanced
     )
     return {**settings(described, rope), "experts": experts}
 
@@ -38,7 +39,7 @@ def _describe(config: TransformerConfig) -> dict[str, Any]:
         "intermediate_size": experts.inner_size or config.mlp_size,
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.top_k,
-        "router_aux_loss_coef": experts.load_balance,
+        "router_aux_loss_coef": experts.load_balance / experts.top_k,
         "sliding_window": None,
     }
 

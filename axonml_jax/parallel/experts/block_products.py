@@ -101,10 +101,10 @@ def _forward(activation: str, sizes: tuple[int, ...], rows, counts, weights: Exp
 
     def block(size: int, at, own: ExpertWeights):
         x = jax.lax.dynamic_slice_in_dim(longer, at, size)
-        gate = _plus(x @ own.gate, own.gate_bias) if gated else None
+        gate = None if own.gate is None else _plus(x @ own.gate, own.gate_bias)
         up = _plus(x @ own.up, own.up_bias)
         y = _plus(activated(activation, gate, up) @ own.down, own.down_bias)
-        return _padded((y, up, *([gate] if gated else [])), most)
+        return _padded((y, up) if gate is None else (y, up, gate), most)
 
     def expert(e, kept):
         own, begin, count = _expert(weights, counts, e)
@@ -155,17 +155,21 @@ _products.defvjp(_forward, _backward)
 
 def _gradients(activation: str, kept: _Kept, grads: jax.Array, size: int, at, count, own: ExpertWeights):
     """Of a block's rows and of its expert's weights; rows behind the first `count` are another expert's."""
-    part = lambda x: None if x is None else jax.lax.dynamic_slice_in_dim(x, at, size)
-    x, gate, up = part(kept.rows), part(kept.gate), part(kept.up)
+    part = lambda x: jax.lax.dynamic_slice_in_dim(x, at, size)
+    x, gate, up = part(kept.rows), None if kept.gate is None else part(kept.gate), part(kept.up)
     dy = jnp.where(jnp.arange(size)[:, None] < count, part(grads), 0)
     inner, back = jax.vjp(functools.partial(activated, activation), gate, up)
     dgate, dup = back((dy @ own.down.T).astype(inner.dtype))
-    of = lambda kernel, bias, x, d: (None if kernel is None else x.T @ d, None if bias is None else d.sum(0))
-    down, down_bias = of(own.down, own.down_bias, inner, dy)
-    to_up, up_bias = of(own.up, own.up_bias, x, dup)
-    to_gate, gate_bias = of(own.gate, own.gate_bias, x, dgate)
-    dx = dup @ own.up.T if own.gate is None else dup @ own.up.T + dgate @ own.gate.T
-    return dx, ExpertWeights(to_gate, to_up, down, gate_bias, up_bias, down_bias)
+    of_bias = lambda bias, d: None if bias is None else d.sum(0)
+    made = ExpertWeights(
+        gate=None if own.gate is None else x.T @ dgate,
+        up=x.T @ dup,
+        down=inner.T @ dy,
+        gate_bias=of_bias(own.gate_bias, dgate),
+        up_bias=of_bias(own.up_bias, dup),
+        down_bias=of_bias(own.down_bias, dy),
+    )
+    return dup @ own.up.T if own.gate is None else dup @ own.up.T + dgate @ own.gate.T, made
 
 
 def _expert(weights: ExpertWeights, counts: jax.Array, e) -> tuple[ExpertWeights, jax.Array, jax.Array]:

@@ -1,6 +1,8 @@
 """How tokens reach their experts on other ranks: one value, chosen by name, or by platform and sizes."""
 
+import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal
 
 from axonml_jax.parallel.experts.block_products import block_sizes
@@ -11,7 +13,9 @@ DISPATCHES: tuple[str, ...] = ("auto", "rounds", "ragged", "gather")
 SLACK = 1.25
 """Slots of a round over the pairs that travel at uniform load: what random routing needs, and little more."""
 RAGGED_PLATFORMS = ("tpu", "cuda", "rocm")
-"""Where XLA has a ragged all-to-all, and kernels for ragged products."""
+"""Where XLA has a ragged all-to-all."""
+RAGGED_PRODUCTS = ("tpu",)
+"""Where it has kernels for ragged products; elsewhere it multiplies all rows with all experts."""
 LITTLE = 2**18
 """Elements of all rows times all experts up to which their product is cheap on a CPU."""
 
@@ -29,7 +33,7 @@ class Dispatch:
       experts: E.
       capacity: slots of each expert for each rank's tokens; pairs behind them are dropped. None: none is dropped.
       slots: in a round for each rank.
-      products: "ragged" (JAX's ragged product), or on CPUs "blocks", or "all" experts on all rows where these are few.
+      products: "ragged" (JAX's ragged product, on TPUs), or "blocks", or "all" experts on all rows where these are few.
       blocks: sizes for the former.
     """
 
@@ -58,8 +62,8 @@ class Dispatch:
           ValueError: for what the platform that is compiled for does not have.
         """
         platform, pairs = target_platform(), tokens * top_k
-        fast = platform in RAGGED_PLATFORMS
-        if name == "ragged" and not fast:
+        fast = platform in RAGGED_PRODUCTS
+        if name == "ragged" and platform not in RAGGED_PLATFORMS:
             raise ValueError(
                 f"dispatch='ragged': XLA has no ragged all-to-all for {platform}: use 'rounds', which sends the same tokens"
             )
@@ -94,5 +98,7 @@ def capacity_of(tokens: int, top_k: int, experts: int, factor: float) -> int:
 
     >>> capacity_of(64, 2, 8, 1.0), capacity_of(3, 1, 8, 1.0)
     (16, 1)
+    >>> capacity_of(50, 2, 10, 1.1)
+    11
     """
-    return max(1, min(tokens, -int(-factor * top_k * tokens // experts)))
+    return max(1, min(tokens, math.ceil(Fraction(str(factor)) * top_k * tokens / experts)))

@@ -43,8 +43,8 @@ class ParallelMoE(nnx.Module):
       use_bias: whether the experts have biases.
       router_bias: whether the router's scores have one that is trained.
       shared_size: inner width of an expert through which all tokens go; 0: there is none.
-      capacity_factor: an expert takes ceil(factor * k * T / E) of the T tokens of a rank's microbatch, those of the lowest
-        positions first, and drops the others' choice; None: no token is dropped.
+      capacity_factor: in train mode an expert takes ceil(factor * k * T / E) of the T tokens of a rank's microbatch, row by row
+        and in a row by position, and drops the others' choice; None, and in evaluation: no token is dropped.
       groups: with a capacity, into how many parts rows (and positions, as a second number) are cut, each with a capacity of
         its own: on one device what as many ranks would drop.
       dispatch: how tokens travel: "rounds" of a fixed number of slots by all-to-all; "ragged", by the collective that TPUs and
@@ -99,7 +99,7 @@ class ParallelMoE(nnx.Module):
         self.activation, self.capacity_factor, self.dispatch = activation, capacity_factor, dispatch
         self.groups = (groups,) if isinstance(groups, int) else tuple(groups)
         self.sequence_parallel, self.axis, self.tensor_axis = sequence_parallel, axis, tensor_axis
-        _refuse(self)
+        _refuse(self, shared_size)
         self.dtype, e, h, f = dtype, num_experts, hidden_size, inner_size
 
         def experts(init, spec, *shape):
@@ -136,7 +136,7 @@ class ParallelMoE(nnx.Module):
 
         Args:
           x: [..., s, h], this rank's tokens ([..., s/n, h] with `sequence_parallel`).
-          mask: [..., s], False for padding, which no expert gets; None: all tokens count.
+          mask: [..., s] ([..., s/n] with `sequence_parallel`), False for padding, which no expert gets; None: all tokens count.
 
         Returns:
           (y, shaped as x: zeros, or the shared expert's output, where there is padding; what the router did, the same on
@@ -144,7 +144,8 @@ class ParallelMoE(nnx.Module):
         """
         tensor = bound(self.tensor_axis)
         sequence = tensor if self.sequence_parallel else ()
-        scores = self._scores(x, sequence)
+        # Whatever stands where padding is: it must not reach a gradient.
+        scores = self._scores(x if mask is None else jnp.where(mask[..., None], x, 0), sequence)
         if sequence and mask is not None:
             mask = gather_from(mask, sequence, -1)
         mask = jnp.ones(scores.shape[:-1], bool) if mask is None else jnp.broadcast_to(mask, scores.shape[:-1])
@@ -162,7 +163,8 @@ class ParallelMoE(nnx.Module):
         if self.bias is None or self.counts is None:
             return
         counts = self.counts[...].astype(jnp.float32)
-        self.bias[...] += getattr(self.choose, "bias_rate", 0.0) * jnp.sign(counts.mean() - counts)
+        mean = counts.mean(-1, keepdims=True)  # layers that are stacked have each their own
+        self.bias[...] += getattr(self.choose, "bias_rate", 0.0) * jnp.sign(mean - counts)
         self.counts[...] = jnp.zeros_like(self.counts[...])
 
     def _scores(self, x: jax.Array, sequence: tuple[str, ...]) -> jax.Array:
@@ -171,7 +173,7 @@ class ParallelMoE(nnx.Module):
         wide = jnp.promote_types(jnp.result_type(x, kernel), jnp.float32)
         if sequence:
             kernel, bias = copy_to(kernel, sequence), None if bias is None else copy_to(bias, sequence)
-        scores = x.astype(wide) @ kernel.astype(wide)
+        scores = jnp.matmul(x.astype(wide), kernel.astype(wide), precision="highest")
         scores = scores if bias is None else scores + bias.astype(wide)
         return gather_from(scores, sequence, SEQUENCE_DIM) if sequence else scores
 
@@ -185,7 +187,7 @@ class ParallelMoE(nnx.Module):
     def _kept(self, choice: Chosen, mask: jax.Array) -> tuple[jax.Array, int | None]:
         """The experts that pairs go to, E for none, [T, k]; and the slots of an expert, or None."""
         experts = jnp.where(mask.reshape(-1)[:, None], choice.experts, self.num_experts)
-        if self.capacity_factor is None:
+        if self.capacity_factor is None or self.deterministic:
             return experts, None
         for dim, parts in enumerate(self.groups):
             if dim >= mask.ndim or mask.shape[dim] % parts:
@@ -259,7 +261,7 @@ def _noise(key: jax.Array, scores: jax.Array) -> jax.Array:
     return jax.vmap(draw, out_axes=-2)(context_positions(scores.shape[-2]))
 
 
-def _refuse(layer: ParallelMoE) -> None:
+def _refuse(layer: ParallelMoE, shared: int) -> None:
     sizes = {"hidden_size": layer.hidden_size, "inner_size": layer.inner_size, "num_experts": layer.num_experts}
     problems = [f"{name}={size} must be positive" for name, size in sizes.items() if size < 1]
     problems += [] if problems else layer.choose.problems(layer.num_experts)
@@ -280,5 +282,7 @@ def _refuse(layer: ParallelMoE) -> None:
         problems.append(
             f"dispatch={layer.dispatch!r} is for layers that drop no token: with capacity_factor leave it out"
         )
+    if layer.activation == "clamped_swiglu" and shared:
+        problems.append("activation='clamped_swiglu' has no shared expert: leave shared_size out")
     if problems:
         raise ValueError(f"ParallelMoE: {'; '.join(problems)}")

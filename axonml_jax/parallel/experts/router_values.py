@@ -19,7 +19,7 @@ class RouterValues(NamedTuple):
       load_balance: E / (k * T) * sum_e(n_e * P_e), 1 where all experts get as many tokens (Fedus et al. 2022). Its
         gradient is one device's.
       z: the mean of logsumexp(scores) squared (Zoph et al. 2022), with a gradient likewise.
-      counts: [E], n_e before any was dropped.
+      counts: [E], n_e before any was dropped, as floats.
       dropped: the share of choices that found no slot, from 0 to 1.
       rounds: in how many rounds tokens travelled, the mean of all ranks.
       entropy: the mean entropy of the probabilities of a token, in nats.
@@ -70,7 +70,7 @@ def router_values(
     return RouterValues(
         load_balance=count / top_k * (chosen * means).sum() / jnp.square(tokens),
         z=rest[0] / tokens,
-        counts=chosen.astype(jnp.int32),
+        counts=chosen,
         dropped=jnp.where(rest[1] > 0, dropped, 0),
         rounds=jax.lax.stop_gradient(rest[4] / rest[5]),
         entropy=jax.lax.stop_gradient(rest[3]) / tokens,

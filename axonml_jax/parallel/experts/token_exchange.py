@@ -115,9 +115,12 @@ def _rounds(how: Dispatch, activation: str, axes: tuple[str, ...], index: Index,
     given = (index, x, gates, weights)
     over = tuple(sorted(frozenset().union(axes, *(varying_axes(leaf) for leaf in jax.tree.leaves(given)))))
     once = how.capacity is not None or (how.ranks == 1 and how.slots == index.experts.size)
-    if once:
-        return _round(how, activation, axes, 0, *vary(given, over))
-    return _all_rounds(how, activation, axes, *vary(given, over))
+    run = (
+        functools.partial(_round, how, activation, axes, 0)
+        if once
+        else functools.partial(_all_rounds, how, activation, axes)
+    )
+    return run(*vary(given, over)).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -154,7 +157,7 @@ def _one(index: Index) -> jax.Array:
 
 
 def _round(how: Dispatch, activation: str, axes: tuple[str, ...], number, index: Index, x, gates, weights) -> jax.Array:
-    """The part of y that one round computes."""
+    """The part of y that one round computes, in the dtype of the gates."""
     if how.capacity is not None:
         slots = slots_of_capacity(index.experts, index.queues, how.capacity)
     else:
@@ -163,7 +166,7 @@ def _round(how: Dispatch, activation: str, axes: tuple[str, ...], number, index:
     made = _there_and_back(how, activation, axes, number, index, slots, rows, weights)
     weight = jnp.take(gates.reshape(-1), slots.pair, mode="fill", fill_value=0)
     weighed = made.astype(gates.dtype) * weight[:, None]
-    return collect(weighed, slots.pair, slots.slot).astype(x.dtype)
+    return collect(weighed, slots.pair, slots.slot)
 
 
 def _there_and_back(how: Dispatch, activation, axes, number, index: Index, slots: Slots, rows, weights) -> jax.Array:
