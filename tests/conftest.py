@@ -33,6 +33,11 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 50)
 
 
+def pytest_runtest_logfinish():
+    """After a test: a process may not keep more programs than the kernel lets it map."""
+    SHARED.make_room()
+
+
 @pytest.fixture(scope="module")
 def compiled_for_users():
     """Programs compiled with all optimizations: for tests that read them."""

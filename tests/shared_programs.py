@@ -6,12 +6,18 @@ processors rejects all of it (jax-ml/jax#38445).
 """
 
 import collections
+import gc
 import hashlib
+import pathlib
 
+import jax
 from jax._src import compiler
 
 KEPT = 1000
 """Executables that are kept, those last used; a small one holds about 100 kB."""
+MOST_MAPS = 30_000
+"""Stretches of memory that a process may map before all programs are let go: Linux allows 65,530, a small program has 15, and
+XLA's compiler crashes when it gets no more."""
 
 
 class SharedPrograms:
@@ -19,7 +25,7 @@ class SharedPrograms:
 
     def __init__(self):
         self.compile, self.kept = compiler.backend_compile_and_load, collections.OrderedDict()
-        self.found, self.compiled = 0, 0
+        self.found, self.compiled, self.looked = 0, 0, 0
 
     def __call__(self, backend, module, executable_devices, options, host_callbacks):
         """The executable of a module for these devices; one that calls Python is a new one each time."""
@@ -43,6 +49,24 @@ class SharedPrograms:
         if len(self.kept) > KEPT:
             self.kept.popitem(last=False)
         return self.kept[key]
+
+    def make_room(self, most: int = MOST_MAPS) -> bool:
+        """Let go of all programs where they map too much memory; looked at once in 50 compilations."""
+        if self.compiled < self.looked + 50:
+            return False
+        self.looked = self.compiled
+        if mappings() <= most:
+            return False
+        self.kept.clear()
+        jax.clear_caches()
+        gc.collect()
+        return True
+
+
+def mappings() -> int:
+    """Stretches of memory that this process maps; 0 where the system does not say."""
+    maps = pathlib.Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 def share_programs() -> SharedPrograms:

@@ -15,6 +15,13 @@ def found(shared, call):
     return shared.found - before
 
 
+def test_programs_are_let_go_before_the_kernel_refuses_to_map_more(shared_programs):
+    shared_programs.looked = -100
+    assert not shared_programs.make_room(most=2**40) and not shared_programs.make_room(most=0)  # looked at a moment ago
+    shared_programs.looked = -100
+    assert shared_programs.make_room(most=0) and not shared_programs.kept
+
+
 def test_alike_programs_share_an_executable_and_others_do_not(shared_programs):
     x = np.arange(5.0)
     double = lambda x: 2.125 * x + 0.375
