@@ -1,6 +1,10 @@
 """How JAX starts its devices: whether it has, and where gloo, which connects CPU processes, listens."""
 
 import functools
+import importlib.util
+from importlib.metadata import entry_points
+
+import jax
 
 
 def backend_started() -> bool:
@@ -9,6 +13,14 @@ def backend_started() -> bool:
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
+
+
+def only_cpu() -> bool:
+    """Whether JAX will start on CPUs: its options say so, or no accelerator's plugin is installed."""
+    if jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        return jax.config.jax_platforms.split(",")[0] == "cpu"  # pyright: ignore[reportAttributeAccessIssue]
+    found = (importlib.util.find_spec(name) for name in ("libtpu", "jax_plugins"))
+    return not any(found) and not entry_points(group="jax_plugins")
 
 
 def let_gloo_listen_on(**where: str) -> None:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from axonml_jax.compat.platform import backend_started
 from axonml_jax.logging import logger
 from axonml_jax.mesh.job.environment import launch_environment
+from axonml_jax.mesh.kept_memory import bound_kept_memory, keep_memory
 
 T = TypeVar("T")
 
@@ -29,7 +30,8 @@ def fake_devices(n: int) -> None:
 
     XLA's pool for CPU collectives is sized by the environment variable NPROC when the backend starts: with fewer
     threads than the collectives of a few steps need, a program hangs until it is aborted (jax 0.10 and 0.11). So NPROC
-    becomes at least 2n, and at least 16. Does nothing when JAX already runs with exactly n CPU devices. In one of several
+    becomes at least 2n, and at least 16. Memory that a step frees is kept for the next one (`AXONML_JAX_KEEP_MEMORY=0`
+    switches that off). Does nothing when JAX already runs with exactly n CPU devices. In one of several
     launched processes every process gets n of its own, and the first says so.
 
     Args:
@@ -47,6 +49,7 @@ def fake_devices(n: int) -> None:
         os.environ["XLA_FLAGS"] = _with_timeouts(os.environ.get("XLA_FLAGS", ""))
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", n)
+        keep_memory()
         _tell_of_processes(n)
         return
     devices = jax.local_devices()
@@ -59,7 +62,7 @@ def fake_devices(n: int) -> None:
 
 
 def bound_run_ahead(tree: T) -> T:
-    """Wait for `tree` if it lives on several CPU devices of this process; otherwise cost nothing. Call it once a step.
+    """Wait for `tree` if it lives on several CPU devices of this process; bound the memory kept. Call it once a step.
 
     Args:
       tree: what the step returned. Only the first array's sharding is looked at.
@@ -67,6 +70,7 @@ def bound_run_ahead(tree: T) -> T:
     Returns:
       `tree`.
     """
+    bound_kept_memory()
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, Tracer):
             return tree

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from axonml_jax.compat.coordination import coordinator_client
-from axonml_jax.compat.platform import backend_started
+from axonml_jax.compat.platform import backend_started, only_cpu
 from axonml_jax.mesh.backend import Backend, GlooBackend, NCCLBackend, TPUBackend
 from axonml_jax.mesh.group import DEFAULT_TIMEOUT
 from axonml_jax.mesh.job.coordinator import bind_address, host_port
@@ -17,6 +17,7 @@ from axonml_jax.mesh.job.environment import LaunchEnvironment, launch_environmen
 from axonml_jax.mesh.job.gloo import use_route_to
 from axonml_jax.mesh.job.leave import leave_on_error, say_goodbye
 from axonml_jax.mesh.job.roll_call import roll_call
+from axonml_jax.mesh.kept_memory import keep_memory
 from axonml_jax.mesh.world import MockBackend, World, local_world
 
 BACKENDS: dict[str, type[Backend]] = {
@@ -60,6 +61,8 @@ def init(
     if isinstance(backend, str) and backend not in BACKENDS:
         raise ValueError(f"backend {backend!r}: choose one of {', '.join(BACKENDS)}, or pass a Backend of yours")
     launch = describe_launch(os.environ, coordinator, num_processes, process_id)
+    if not backend_started() and only_cpu():
+        keep_memory()
     if launch is not None and launch.num_processes > 1:
         _check_unchanged(launch) if jax.distributed.is_initialized() else _join(launch, local_device_ids, timeout)
     chosen = BACKENDS[backend]() if isinstance(backend, str) else backend or _default_backend()
