@@ -18,6 +18,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 MODULES = sorted((ROOT / "axonml_jax").rglob("*.py"))
 # Blocks that show the shape of something rather than a program start with this comment and are only parsed.
 SKETCH = "# sketch"
+# Blocks that start with this comment and a file's name are quoted from that file, which a test of its own runs.
+QUOTED = "# from "
 
 
 def label(path: Path) -> str:
@@ -29,7 +31,7 @@ def python_blocks(path: Path) -> list[str]:
 
 
 def programs(path: Path) -> list[str]:
-    return [block for block in python_blocks(path) if not block.startswith(SKETCH)]
+    return [block for block in python_blocks(path) if not block.startswith((SKETCH, QUOTED))]
 
 
 def with_code() -> list[Path]:
@@ -37,9 +39,13 @@ def with_code() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", with_code(), ids=label)
-def test_python_blocks_parse(path):
+def test_python_blocks_parse_or_are_quoted_from_a_file(path):
     for block in python_blocks(path):
-        ast.parse(block, filename=label(path))
+        if block.startswith(QUOTED):
+            file, _, code = block.removeprefix(QUOTED).partition("\n")
+            assert code in (ROOT / file).read_text("utf-8"), f"{label(path)} quotes what {file} does not have:\n{code}"
+        else:
+            ast.parse(block, filename=label(path))
 
 
 @pytest.mark.parametrize("path", [path for path in with_code() if programs(path)], ids=label)

@@ -33,3 +33,17 @@ def test_an_example_is_short_says_how_to_run_it_and_ends_with_a_check(path):
     assert len(text.splitlines()) < 80
     assert f"examples/{path.name}" in ast.get_docstring(tree) and "Shows" in ast.get_docstring(tree)
     assert any("assert" in ast.unparse(node) for node in tree.body[-2:])
+
+
+def test_the_training_script_goes_on_and_runs_as_two_processes(tmp_path):
+    script = ROOT / "examples" / "training_script.py"
+    once = run(script, "--steps", "10", cwd=tmp_path)
+    again = run(script, "--steps", "20", cwd=tmp_path)
+    assert "starting after step 0" in once.stdout and "starting after step 10" in again.stdout, again.stderr[-3000:]
+    together = run(
+        "-m", "axonml_jax", "launch", "--nproc-per-node", "2", script, "--steps", "10", "--out", "two", cwd=tmp_path
+    )
+    assert together.returncode == 0, together.stderr[-3000:]
+    [loss] = [line for line in once.stdout.splitlines() if line.startswith("step 10")]
+    assert f"[rank 0] {loss}" in together.stdout and "[rank 0] 2 ranks" in together.stdout
+    assert (tmp_path / "two" / "exported" / "model.safetensors").exists()

@@ -1,4 +1,4 @@
-"""The tables of plans on the page of the training step, and the picture of context parallelism, are what the code says."""
+"""The tables of plans on the page of the training step, and the pictures that scripts draw, are what the scripts make."""
 
 import importlib.util
 from pathlib import Path
@@ -29,6 +29,35 @@ def test_the_tables_say_when_zero_gathers_and_reduces():
     assert rows["DDP, `NO_SYNC`"] == ("nothing", "nothing")
 
 
+def test_the_page_on_plans_has_what_the_planner_chooses():
+    made = hook("chosen_plans")
+    text = made.PAGE.read_text("utf-8")
+    assert made.page_with(text, made.table()) == text, "run python docs/_hooks/chosen_plans.py"
+
+
 def test_the_picture_of_split_sequences_is_what_the_code_draws():
     made = hook("context_picture")
     assert made.drawing() == made.FILE.read_text("utf-8"), "run python docs/_hooks/context_picture.py"
+
+
+def test_the_pictures_of_plans_are_what_the_script_draws():
+    made = hook("split_pictures")
+    stale = [name for name, picture in made.pictures().items() if (made.FOLDER / name).read_text("utf-8") != picture]
+    assert not stale, "run python docs/_hooks/split_pictures.py"
+
+
+def test_fsdp_beside_tensor_in_the_picture_is_as_placed():
+    """Columns held by each rank of fsdp=2, tensor=2: those of its device under the spec (tensor, then fsdp)."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import axonml_jax as ax
+
+    made, mesh = hook("split_pictures"), ax.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    placed = NamedSharding(mesh, PartitionSpec(None, ("tensor", "fsdp"))).devices_indices_map((4, 4))
+    columns = [tuple(range(4))[placed[device][1]] for device in mesh.devices.flat]
+    assert columns == [made.TOGETHER[3](rank) for rank in range(4)]
+    rows = NamedSharding(mesh, PartitionSpec("fsdp")).devices_indices_map((4, 4))
+    assert [tuple(range(4))[rows[device][0]] for device in mesh.devices.flat] == [
+        made.TOGETHER[6](rank) for rank in range(4)
+    ]
