@@ -109,6 +109,7 @@ def _plan(arguments: Sequence[str]) -> int:
     from axonml_jax.launch.commands.plan_flags import plan_parser
 
     chosen = plan_parser().parse_args(arguments)
+    _importable(chosen.allow_imports)
     from axonml_jax.launch.commands.plan_command import plan
 
     return plan(chosen, arguments)
@@ -122,18 +123,26 @@ def _run(command: str, *arguments: str) -> int:
         budget_parser,
         estimate_parser,
         help_of,
+        imports_parser,
         split_flags,
     )
     from axonml_jax.launch.config.read_config import read_config
 
-    parsers = [budget_parser(command), *([estimate_parser()] if command == "explain" else [])]
-    [budget, *estimate], rest = split_flags(parsers, arguments)
-    config = read_config(command, rest, help_of(parsers))
+    parsers = [imports_parser(command), budget_parser(command), *([estimate_parser()] if command == "explain" else [])]
+    [allowed, budget, *estimate], rest = split_flags(parsers, arguments)
+    config = read_config(command, rest, help_of(parsers), _importable(allowed["allow_imports"]))
     from axonml_jax.launch.commands import train_command as run
 
     if command == "train":
         return run.train(config, Budget(**budget))
     return run.explain(config, Budget(**budget), Estimate(**estimate[0]))
+
+
+def _importable(packages: list[str]) -> list[str]:
+    """The packages, which may lie in the working directory, as for `python -m`."""
+    if packages and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return packages
 
 
 def _parser() -> argparse.ArgumentParser:

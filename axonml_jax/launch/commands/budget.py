@@ -4,7 +4,7 @@ import json
 
 import jax
 
-from axonml_jax.launch.commands.describe import MOMENTS
+from axonml_jax.launch.commands.describe import kept_values
 from axonml_jax.launch.config.own_flags import Budget
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.job.run_setup import RunSetup
@@ -42,7 +42,7 @@ def predicted(config: RunConfig, ground: RunSetup, kind: Hardware | None = None)
         dict(ground.mesh.shape),
         global_batch=config.train.global_batch_size,
         length=config.data.length,
-        moments=MOMENTS[config.optim.name],
+        moments=kept_values(config),
         platform=target_platform(ground.mesh) if kind is None else kind.platform,
         torus=Fabric.of(list(ground.mesh.devices.flat)).torus if kind is None else kind.torus,
     )

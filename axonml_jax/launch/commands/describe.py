@@ -1,15 +1,21 @@
 """A run in words: what is trained on what, what it holds, and what its step sends. From shapes alone: no array is made."""
 
+import inspect
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
 from flax import nnx
 
 from axonml_jax.facade.device_memory import FSDPMemoryStats, estimate
-from axonml_jax.launch.config.optimizer_config import make_optimizer
+from axonml_jax.launch.config.read_config import as_dict
 from axonml_jax.launch.config.run_config import RunConfig
+from axonml_jax.launch.config.sections.optim_config import NAMED_ONLY, OptimConfig
 from axonml_jax.launch.job.run_setup import RunSetup
 from axonml_jax.launch.job.text_task import build_model, loss_fn
+from axonml_jax.launch.objects.import_rules import named_paths
+from axonml_jax.launch.objects.make_optimizer import make_optimizer, moments, require_members
+from axonml_jax.launch.objects.named_object import find
 from axonml_jax.ledger.explain import explain
 from axonml_jax.ledger.report import Report
 from axonml_jax.model.functional import Functional, Variables
@@ -20,9 +26,6 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.training.state.first_state import abstract_state
 from axonml_jax.training.step import TrainStep
-
-MOMENTS = {"adamw": 2, "lion": 1}
-"""Values that an optimizer keeps per parameter."""
 
 
 def describe(config: RunConfig, ground: RunSetup) -> str:
@@ -37,7 +40,8 @@ def describe(config: RunConfig, ground: RunSetup) -> str:
         "plan": _settings(config.plan),
         **({"context": _settings(config.context)} if ground.mesh.shape.get("context", 1) > 1 else {}),
         "memory": _memory(config, ground),
-        "optimizer": _settings(config.optim),
+        "optimizer": _optimizer(config.optim),
+        **_imports(config),
         "batch": f"{train.global_batch_size} examples of {config.data.length} bytes, {tokens:,} tokens, per update; "
         f"{train.steps} updates",
     }
@@ -54,12 +58,31 @@ def price(config: RunConfig, ground: RunSetup) -> Report:
 
 def memory(config: RunConfig, ground: RunSetup) -> FSDPMemoryStats:
     """Bytes per device of parameters, gradients and optimizer state, by formula."""
-    view, _, placement = _placed(config, ground)
-    return estimate(placement, MOMENTS[config.optim.name], view)
+    view, shapes, placement = _placed(config, ground)
+    return estimate(placement, moments(config.optim, config.train.steps, shapes.params), view)
+
+
+def kept_values(config: RunConfig) -> int:
+    """Values that the run's optimizer keeps per parameter."""
+    return moments(config.optim, config.train.steps, _shapes(config)[1].params)
+
+
+def check_optimizer(config: RunConfig) -> None:
+    """Refuse an optimizer that cannot be made, or groups without a parameter, before anything is allocated.
+
+    Raises:
+      ValueError: with what is wrong.
+    """
+    make_optimizer(config.optim, config.train.steps)
+    require_members(config.optim, _shapes(config)[1].params)
+
+
+def _shapes(config: RunConfig) -> tuple[Functional, Variables]:
+    return functionalize(nnx.eval_shape(lambda: build_model(config.model, config.train.seed)))
 
 
 def _placed(config: RunConfig, ground: RunSetup) -> tuple[Functional, Variables, Placement]:
-    view, shapes = functionalize(nnx.eval_shape(lambda: build_model(config.model, config.train.seed)))
+    view, shapes = _shapes(config)
     split = tensor_specs(view.abstract_module, ground.mesh.shape)
     return view, shapes, bind_plan(ground.plan.for_model(view), shapes, ground.mesh, split)
 
@@ -77,6 +100,19 @@ def _memory(config: RunConfig, ground: RunSetup) -> str:
     return f"{held.total_memory_mb:.1f} MB per device without activations ({words})"
 
 
+def _optimizer(config: OptimConfig) -> str:
+    """The settings that have an effect."""
+    return _settings(config, without=NAMED_ONLY if config.links else ())
+
+
+def _imports(config: RunConfig) -> dict[str, str]:
+    """What the configuration imports, and from which files."""
+    paths = dict.fromkeys(path for _, path in named_paths(as_dict(config)))
+    found = {path: find(path, "class_path") for path in paths}
+    files = [f"{path} ({inspect.getsourcefile(inspect.unwrap(each)) or 'built in'})" for path, each in found.items()]
+    return {"imports": ", ".join(files)} if files else {}
+
+
 def _experts(model: TransformerConfig) -> str:
     experts = model.experts
     assert experts is not None
@@ -85,5 +121,7 @@ def _experts(model: TransformerConfig) -> str:
     return f"{chosen}, {limit}; {model.active_params:,} parameters are active"
 
 
-def _settings(section: Any) -> str:
-    return ", ".join(f"{name}={value}" for name, value in asdict(section).items() if value is not None)
+def _settings(section: Any, without: Collection[str] = ()) -> str:
+    return ", ".join(
+        f"{name}={value}" for name, value in asdict(section).items() if value is not None and name not in without
+    )

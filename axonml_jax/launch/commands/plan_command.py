@@ -9,15 +9,15 @@ from typing import Any
 
 import yaml
 
-from axonml_jax.launch.commands.describe import MOMENTS
+from axonml_jax.launch.commands.describe import kept_values
 from axonml_jax.launch.commands.estimate import drawn
 from axonml_jax.launch.commands.plan_flags import MEASURE
 from axonml_jax.launch.commands.writable import require_writable
-from axonml_jax.launch.config.mesh_config import ContextConfig, MeshConfig
-from axonml_jax.launch.config.pipeline_config import PipelineConfig
-from axonml_jax.launch.config.plan_config import PlanConfig
 from axonml_jax.launch.config.read_config import as_dict, read_config
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.config.sections.mesh_config import ContextConfig, MeshConfig
+from axonml_jax.launch.config.sections.pipeline_config import PipelineConfig
+from axonml_jax.launch.config.sections.plan_config import PlanConfig
 from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.mesh.axes import AXES
 from axonml_jax.mesh.shape import MeshShape
@@ -86,7 +86,7 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     own, batch, length = replace(base.build_plan(), mesh=shape), base.train.global_batch_size, base.data.length
     kind = hardware(_hardware(chosen))
     model: Any = base.model
-    sizes = {"global_batch": batch, "length": length, "moments": MOMENTS[base.optim.name]}
+    sizes = {"global_batch": batch, "length": length, "moments": kept_values(base)}
     found = predict(own, model, shape.degrees, **sizes, platform=kind.platform, torus=kind.torus)
     given = Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap)
     cost = price(found, kind, given)
@@ -116,12 +116,12 @@ def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerC
             f"model {chosen.model!r} is neither a configuration file nor one of {', '.join(PRESETS)}"
             + (f"; did you mean {near}?" if near else "")
         )
-    config = read_config("plan", [chosen.model])
+    config = read_config("plan", [chosen.model], imports=chosen.allow_imports)
     sizes = {
         "global_batch": chosen.batch or config.train.global_batch_size,
         "length": chosen.length or config.data.length,
         "precision": config.plan.precision if chosen.precision == "bf16" else chosen.precision,
-        "moments": MOMENTS[config.optim.name],
+        "moments": kept_values(config),
     }
     return config, config.model, sizes
 

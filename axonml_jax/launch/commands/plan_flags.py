@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from axonml_jax.launch.config.memory_size import memory_size
+from axonml_jax.launch.config.own_flags import add_imports
 from axonml_jax.models.presets import PRESETS
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import HARDWARE
@@ -53,6 +54,7 @@ def plan_parser() -> argparse.ArgumentParser:
     )
     _add_assumptions(parser)
     _add_outputs(parser)
+    add_imports(parser)
     return parser
 
 

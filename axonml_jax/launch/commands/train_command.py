@@ -15,10 +15,9 @@ from axonml_jax.data.text import TextSplit
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.launch.commands.budget import OVER_BUDGET, baseline, over_budget, predicted, require_fit
-from axonml_jax.launch.commands.describe import describe, price
+from axonml_jax.launch.commands.describe import check_optimizer, describe, price
 from axonml_jax.launch.commands.estimate import show
 from axonml_jax.launch.commands.writable import require_folder, require_writable
-from axonml_jax.launch.config.optimizer_config import learning_rate, make_optimizer
 from axonml_jax.launch.config.own_flags import Budget, Estimate
 from axonml_jax.launch.config.read_config import as_dict
 from axonml_jax.launch.config.run_config import RunConfig
@@ -42,6 +41,7 @@ from axonml_jax.launch.job.text_task import (
     valid_batches,
     write_samples,
 )
+from axonml_jax.launch.objects.make_optimizer import learning_rate, make_optimizer
 from axonml_jax.logging import print0
 from axonml_jax.mesh.job.watchdog import Watchdog
 from axonml_jax.training.metrics import Throughput
@@ -73,7 +73,12 @@ def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate 
     """
     budget, estimate = budget or Budget(), estimate or Estimate()
     files = {"--picture": estimate.picture, "--write-baseline": budget.write_baseline}
-    ground, *_ = all_or_refuse(partial(lay_ground, config), partial(require_writable, files), partial(baseline, budget))
+    ground, *_ = all_or_refuse(
+        partial(lay_ground, config),
+        partial(require_writable, files),
+        partial(baseline, budget),
+        partial(check_optimizer, config),
+    )
     all_or_refuse(partial(Team().decide, "find the run to go on with", partial(earlier_folder, config)))
     print0(describe(config, ground), price(config, ground), sep="\n\n")
     if budget == Budget() and estimate == Estimate():
@@ -96,7 +101,11 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
     """
     if config.output.tensorboard:
         tensorboard_writer()
-    ground, text = all_or_refuse(partial(lay_ground, config), partial(read_text, config.data, config.output.dir))
+    ground, text, _ = all_or_refuse(
+        partial(lay_ground, config),
+        partial(read_text, config.data, config.output.dir),
+        partial(check_optimizer, config),
+    )
     all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
     folder = partial(require_folder, "output.dir", Path(config.output.dir))
     all_or_refuse(partial(Team().decide, "look at output.dir", folder))

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from axonml_jax.launch.config.mesh_config import MeshConfig
-from axonml_jax.launch.config.plan_config import PlanConfig
+from axonml_jax.launch.config.sections.mesh_config import MeshConfig
+from axonml_jax.launch.config.sections.plan_config import PlanConfig
 from axonml_jax.models.config import TransformerConfig
 
 _SPLIT_BY = {"tensor": ("tensor",), "grid": ("row", "col", "depth")}

@@ -47,6 +47,24 @@ def budget_parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
+def imports_parser(command: str) -> argparse.ArgumentParser:
+    """The flag that says what a configuration may import."""
+    parser = argparse.ArgumentParser(prog=f"axonml-jax {command}", add_help=False, allow_abbrev=False)
+    add_imports(parser)
+    return parser
+
+
+def add_imports(parser: argparse.ArgumentParser) -> None:
+    """`--allow-imports` among a parser's flags."""
+    parser.add_argument(
+        "--allow-imports",
+        type=lambda words: words.split(","),
+        default=[],
+        metavar="PACKAGES",
+        help="packages, with commas, that the configuration's class_paths may import: their code is run",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """What to say of a step beside its ledger.

@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,21 +18,24 @@ from axonml_jax.launch.config.choice import Choice, values_of
 from axonml_jax.launch.config.nearest_file import nearest_file
 from axonml_jax.launch.config.numbers import unusable
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.objects.import_rules import import_problems
 from axonml_jax.synonyms import AXES, KEYS, NO_AXIS
 
 _NOT_SETTINGS = ("help", "print_config", "config")
 
 
-def read_config(command: str, argv: Sequence[str], more: str = "") -> RunConfig:
+def read_config(command: str, argv: Sequence[str], more: str = "", imports: Collection[str] = ()) -> RunConfig:
     """The configuration of `axonml-jax COMMAND CONFIG [--section.key value ...]`; the command line wins over the file.
 
     Args:
       command: the subcommand, for its usage text.
       argv: what follows it.
       more: text below the help, of flags that are not keys of a configuration.
+      imports: packages that the configuration may import besides optax.
 
     Raises:
-      ConfigError: for a missing or broken file, unknown keys (each with the nearest known one), wrong types and values.
+      ConfigError: for a missing or broken file, unknown keys (each with the nearest known one), wrong types and values, and
+        objects of packages that it may not import.
       SystemExit: after `--help`.
     """
     parser = config_parser(command, more)
@@ -46,7 +49,10 @@ def read_config(command: str, argv: Sequence[str], more: str = "") -> RunConfig:
         values = parser.parse_args(["--config", path, *flags])
     except (ArgumentError, TypeError, ValueError) as error:
         raise ConfigError(_explained(str(error))) from error
-    return _build(RunConfig, values)
+    config = _build(RunConfig, values)
+    if problems := import_problems(as_dict(config), imports):
+        raise ConfigError("\n".join(problems))
+    return config
 
 
 def as_dict(config: RunConfig) -> dict[str, Any]:
@@ -186,7 +192,15 @@ def _in_words(kind: Any) -> str:
 
 
 _EXAMPLES = {int: "2", float: "0.9", str: "ring"}
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    dict[str, Any]: "a mapping such as {key: value}",
+    list[dict[str, Any]]: "a list of mappings",
+}
 
 
 def _build(cls: type, values: Namespace, section: str = "") -> Any:

@@ -4,14 +4,15 @@ Nothing here imports JAX, so that help and wrong keys are answered at once.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from axonml_jax.launch.config.against_mesh import against_mesh
-from axonml_jax.launch.config.checkpoint_config import CheckpointConfig
 from axonml_jax.launch.config.lowest import at_least
-from axonml_jax.launch.config.mesh_config import ContextConfig, MeshConfig
-from axonml_jax.launch.config.pipeline_config import PipelineConfig
-from axonml_jax.launch.config.plan_config import PlanConfig
+from axonml_jax.launch.config.sections.checkpoint_config import CheckpointConfig
+from axonml_jax.launch.config.sections.mesh_config import ContextConfig, MeshConfig
+from axonml_jax.launch.config.sections.optim_config import OptimConfig
+from axonml_jax.launch.config.sections.pipeline_config import PipelineConfig
+from axonml_jax.launch.config.sections.plan_config import PlanConfig
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
 
@@ -60,37 +61,6 @@ class DataConfig:
 
     def __post_init__(self):
         at_least("data", self, length=1, num_workers=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """The optimizer and its learning rate over time.
-
-    Attributes:
-      name: adamw (Loshchilov and Hutter 2019) or lion (Chen et al. 2023).
-      learning_rate: the highest learning rate.
-      warmup_steps: steps over which the learning rate rises from 0.
-      schedule: after the warmup, cosine falls to a tenth at the last step; constant stays.
-      weight_decay: decoupled weight decay of matrices; vectors are not decayed.
-      betas: decay rates of the first and second average.
-      max_grad_norm: clip gradients to this global norm; null does not clip.
-    """
-
-    name: Literal["adamw", "lion"] = "adamw"
-    learning_rate: float = 3e-4
-    warmup_steps: int = 0
-    schedule: Literal["cosine", "constant"] = "cosine"
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float | None = 1.0
-
-    def __post_init__(self):
-        problems = [f"betas={list(self.betas)}: each must be at least 0 and below 1"]
-        problems *= not all(0 <= beta < 1 for beta in self.betas)
-        for name in ("learning_rate", "max_grad_norm"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                problems.append(f"{name}={value}: must be positive")
-        at_least("optim", self, problems, warmup_steps=0, weight_decay=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from axonml_jax.launch.config.mesh_config import MeshConfig
-from axonml_jax.launch.config.plan_config import PlanConfig
+from axonml_jax.launch.config.sections.mesh_config import MeshConfig
+from axonml_jax.launch.config.sections.plan_config import PlanConfig
 from axonml_jax.models.config import TransformerConfig
 
 if TYPE_CHECKING:
