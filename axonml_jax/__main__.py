@@ -1,4 +1,4 @@
-"""The command line: `axonml-jax train | plan | launch | explain | schedule | devices`, also `python -m axonml_jax`.
+"""The command line, `axonml-jax COMMAND` or `python -m axonml_jax COMMAND`: `COMMANDS` has them all.
 
 Every command reads its arguments before it imports what it needs: help and refusals do not wait for JAX.
 """
@@ -13,13 +13,19 @@ from importlib.metadata import version
 from axonml_jax.launch.commands.refusals import TRACEBACK, refusal, traceback_wanted
 from axonml_jax.mesh.job.leave import joined, leave_now
 
-COMMANDS = ("train", "explain", "plan", "launch", "schedule", "devices")
+COMMANDS = ("train", "eval", "generate", "runs", "explain", "plan", "launch", "schedule", "devices")
 OTHERS = {
     "run": "train",
     "fit": "train",
     "torchrun": "launch",
     "info": "devices",
     "check": "explain",
+    "evaluate": "eval",
+    "test": "eval",
+    "sample": "generate",
+    "predict": "generate",
+    "compare": "runs",
+    "list": "runs",
     "ledger": "explain",
 }
 USAGE_ERROR = 2
@@ -85,6 +91,8 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return _plan(arguments[1:])
     if arguments[:1] in (["train"], ["explain"]):
         return _run(*arguments)
+    if arguments[:1] in (["eval"], ["generate"], ["runs"]):
+        return _saved(*arguments)
     _refuse_unknown(arguments[:1])
     chosen = _parser().parse_args(arguments)
     from axonml_jax.launch.commands.devices import devices
@@ -138,6 +146,26 @@ def _run(command: str, *arguments: str) -> int:
     return run.explain(config, Budget(**budget), Estimate(**estimate[0]))
 
 
+def _saved(command: str, *arguments: str) -> int:
+    from axonml_jax.launch.commands.saved import saved_flags as flags
+
+    if command == "runs":
+        chosen = flags.runs_parser().parse_args(arguments)
+        from axonml_jax.launch.commands.saved.runs_command import runs
+
+        return runs(chosen)
+    parser = flags.eval_parser() if command == "eval" else flags.generate_parser()
+    chosen, rest = parser.parse_known_args(arguments)
+    _importable(chosen.allow_imports)
+    if command == "eval":
+        from axonml_jax.launch.commands.saved.eval_command import eval_run
+
+        return eval_run(chosen, rest)
+    from axonml_jax.launch.commands.saved.generate_command import generate_text
+
+    return generate_text(chosen, rest)
+
+
 def _importable(packages: list[str]) -> list[str]:
     """The packages, which may lie in the working directory, as for `python -m`."""
     if packages and os.getcwd() not in sys.path:
@@ -154,6 +182,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version("axonml-jax"))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train on text as a configuration file says", add_help=False)
+    commands.add_parser("eval", help="loss, perplexity and speed of a run's checkpoint", add_help=False)
+    commands.add_parser("generate", help="text from a run's checkpoint", add_help=False)
+    commands.add_parser("runs", help="list runs, compare them, draw them together", add_help=False)
     commands.add_parser("explain", help="print plan and ledger of a configuration, without training", add_help=False)
     commands.add_parser("plan", help="find the best plan for a number of devices, without them", add_help=False)
     commands.add_parser("launch", help="start the processes of a job, as torchrun does", add_help=False)

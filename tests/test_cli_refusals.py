@@ -80,7 +80,7 @@ WRONG = {
     "torchrun": [((), "did you mean axonml-jax launch?")],
     "it.py": [((), "did you mean axonml-jax launch it.py?")],
     "none.yaml": [((), "did you mean axonml-jax train none.yaml?")],
-    "xyz": [((), "the commands are train, explain, plan, launch, schedule, devices")],
+    "xyz": [((), "the commands are train, eval, generate, runs, explain, plan, launch, schedule, devices")],
 }  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from fsdp_plans import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.generate import generate
+from axonml_jax.models.generation.generate import generate
+from axonml_jax.models.generation.sampling import Sampling
 from axonml_jax.models.transformer import Transformer
 
 LLAMA = TransformerConfig(
@@ -109,3 +110,49 @@ def test_a_text_past_the_models_length_is_one_error_everywhere_and_its_remedies_
         ax.generate(model, PROMPTS, 1, key, window=5)
     with pytest.raises(ValueError, match=r"prompts of 4 tokens and length=1 .* of longer texts$"):
         ax.generate(model, [[1] * 4], 1, key)
+
+
+LOGITS = np.log(np.array([[0.5, 0.2, 0.2, 0.1], [0.1, 0.1, 0.1, 0.7]]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ({}, [{0, 1, 2, 3}, {0, 1, 2, 3}]),
+        ({"temperature": 0.0}, [{0}, {3}]),
+        ({"top_k": 1}, [{0}, {3}]),
+        ({"top_k": 3}, [{0, 1, 2}, {0, 1, 2, 3}]),  # equally likely ones stay
+        ({"top_p": 0.5}, [{0}, {3}]),
+        ({"top_p": 0.6}, [{0, 1, 2}, {3}]),
+        ({"top_p": 0.95}, [{0, 1, 2, 3}, {0, 1, 2, 3}]),
+        ({"top_k": 3, "top_p": 0.5, "temperature": 2.0}, [{0, 1, 2}, {3, 0, 1, 2}]),
+    ],
+)
+def test_tokens_are_drawn_among_the_most_likely(settings, allowed):
+    sampling = Sampling(**settings)
+    drawn = np.array([sampling.draw(LOGITS, jax.random.key(i)) for i in range(200)])
+    assert [set(column.tolist()) for column in drawn.T] == allowed
+
+
+def test_the_share_of_each_token_is_its_probability_among_those_allowed():
+    sampling = Sampling(top_p=0.6)
+    drawn = np.array(jax.vmap(lambda key: sampling.draw(LOGITS, key))(jax.random.split(jax.random.key(0), 3000)))
+    shares = np.bincount(drawn[:, 0], minlength=4) / 3000
+    np.testing.assert_allclose(shares, np.array([5, 2, 2, 0]) / 9, atol=0.04)
+
+
+def test_a_text_ends_where_after_token_says_so():
+    model, key, seen = make(LLAMA), jax.random.key(1), []
+
+    def after_token(text):
+        seen.append(text.shape)
+        return text.shape[1] == 6
+
+    whole, ended = generate(model, PROMPTS, 8, key), generate(model, PROMPTS, 8, key, after_token=after_token)
+    np.testing.assert_array_equal(ended, whole[:, :6])
+    assert seen == [(2, 4), (2, 5), (2, 6)]
+
+
+def test_sampling_that_cannot_work_is_refused_with_all_that_is_wrong():
+    with pytest.raises(ValueError, match=r"temperature=-1.0 is negative; top_k=0 is below 1; top_p=2.0 is not above 0"):
+        generate(make(LLAMA), PROMPTS, 1, jax.random.key(0), temperature=-1.0, top_k=0, top_p=2.0)

@@ -13,7 +13,7 @@ from predicted_steps import step_of
 
 import axonml_jax as ax
 from axonml_jax.models.config import TransformerConfig, even_chunk
-from axonml_jax.models.generate import generate
+from axonml_jax.models.generation.generate import generate
 from axonml_jax.models.lm_loss import cross_entropy
 from axonml_jax.models.presets import preset
 from axonml_jax.models.stack import stacked, unstacked

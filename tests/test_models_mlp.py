@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.generate import generate
+from axonml_jax.models.generation.generate import generate
 from axonml_jax.models.lm_loss import cross_entropy
 from axonml_jax.models.mlp import MLP
 from axonml_jax.models.transformer import Transformer

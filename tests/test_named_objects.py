@@ -1,4 +1,4 @@
-"""Objects that a configuration names: optimizers, chains, schedules, masks, groups; what may be imported and what is refused."""
+"""Objects that a configuration names: optimizers, chains, schedules, masks, groups; what may be imported, what is refused."""
 
 import sys
 

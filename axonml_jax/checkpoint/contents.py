@@ -1,6 +1,6 @@
 """Names for the arrays of whatever can be saved: trainers, models, plain Flax modules, any pytree."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -43,9 +43,15 @@ def filled(thing: Any, arrays: Mapping[str, Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(thing), [arrays[name] for name in named_leaves(thing)])
 
 
-def scope_of(thing: Any, names: Any) -> str:
-    """The part of a checkpoint that a thing is about: a model's of a whole run's, else all."""
-    return MODEL if isinstance(thing, nnx.Module) and any(not name.startswith(MODEL) for name in names) else ""
+def scope_of(thing: Any, wanted: Collection[str]) -> str:
+    """The part of a checkpoint that a thing is about: of a whole run's a model takes the model's, all else takes everything.
+
+    Args:
+      thing: what is restored.
+      wanted: its arrays' names.
+    """
+    is_model = isinstance(thing, Checkpointable | nnx.Module) and all(name.startswith(MODEL) for name in wanted)
+    return MODEL if is_model else ""
 
 
 def _module_leaves(module: nnx.Module) -> dict[str, Any]:

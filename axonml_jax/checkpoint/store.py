@@ -92,8 +92,8 @@ def restore(
         pytree of arrays or shapes a new one is returned, each leaf where the given one is (shapes: as NumPy arrays).
       step: the `TrainStep` of a `TrainState` given as `like`.
       data: a data loader, which goes on from the position that was saved.
-      part: take only names under this one, such as `"model"` for a Linen module's variables; an NNX module takes
-        the model's part by itself.
+      part: take only names under this one, such as `"model"` for a Linen module's variables; a parallel model and an NNX
+        module take the model's part by themselves.
       accept: differences that are no error: `"missing"` (what the checkpoint lacks stays as it is), `"unexpected"` (what
         only it has is left out), `"mismatched"` (of another shape: stays as it is). They are logged.
 
@@ -124,7 +124,7 @@ def load(
     """`restore` of a checkpoint whose files have been checked."""
     wanted = step.state_leaves(like) if step is not None else leaves_of(like)
     prefix = f"{part.strip('/')}/" if part else ""
-    scope = prefix or scope_of(like, manifest.entries)
+    scope = prefix or scope_of(like, wanted)
     wanted = {prefix + name: leaf for name, leaf in wanted.items()}
     found = {name: entry for name, entry in manifest.entries.items() if name.startswith(scope)}
     different = differences(wanted, found)

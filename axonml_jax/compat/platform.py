@@ -4,8 +4,6 @@ import functools
 import importlib.util
 from importlib.metadata import entry_points
 
-import jax
-
 
 def backend_started() -> bool:
     """Whether JAX has started a backend, which fixes the devices of this process."""
@@ -17,6 +15,8 @@ def backend_started() -> bool:
 
 def only_cpu() -> bool:
     """Whether JAX will start on CPUs: its options say so, or no accelerator's plugin is installed."""
+    import jax  # the launcher reads this file and must not wait for JAX
+
     if jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         return jax.config.jax_platforms.split(",")[0] == "cpu"  # pyright: ignore[reportAttributeAccessIssue]
     found = (importlib.util.find_spec(name) for name in ("libtpu", "jax_plugins"))

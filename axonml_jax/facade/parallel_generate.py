@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 from axonml_jax.collectives.primitives import gather_whole
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.model.functional import Variables
-from axonml_jax.models import generate as models
+from axonml_jax.models.generation import generate as models
+from axonml_jax.models.generation.sampling import Sampling
 from axonml_jax.models.layers import VOCABULARY_AXES
 from axonml_jax.parallel.tensor.bound_axes import bound
 from axonml_jax.parallel.tensor.megatron.attend import KVCache
@@ -19,7 +20,16 @@ from axonml_jax.training.step import forward_mode
 
 
 def generate(
-    model: Any, tokens: Any, length: int, key: jax.Array, *, temperature: float = 1.0, window: int | None = None
+    model: Any,
+    tokens: Any,
+    length: int,
+    key: jax.Array,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    window: int | None = None,
+    after_token: models.AfterToken | None = None,
 ) -> np.ndarray:
     """Continue prompts token by token: a parallel model's tokens are those of one device.
 
@@ -33,25 +43,30 @@ def generate(
       length: number of new tokens.
       key: random key.
       temperature: divides the logits; 0 takes the most likely token.
+      top_k: draw among so many of the most likely tokens (Fan et al. 2018); None: among all.
+      top_p: draw among the fewest most likely tokens with this probability together (Holtzman et al. 2020); None: among all.
       window: positions the model sees at most; None: p + length. Give the model's longest sequence for longer texts.
+      after_token: called with the text so far [b, p + n] after every token, in every process; a true result ends it.
 
     Returns:
-      int32 [b, p + length], prompts included.
+      int32 [b, p + length], prompts included; fewer tokens where `after_token` has ended it.
 
     Raises:
       ValueError: for prompts or options that cannot work, such as more positions at once than the model's `max_length`.
     """
     if not isinstance(model, ParallelModel):
-        return models.generate(model, tokens, length, key, temperature=temperature, window=window)
+        drawn: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        return models.generate(model, tokens, length, key, window=window, after_token=after_token, **drawn)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     most = models.longest(model._functional.abstract_module)
-    text = models.checked_prompts(tokens, length, temperature, window, most)
+    text = models.checked_prompts(tokens, length, sampling, window, most)
     width = window or text.shape[1] + length
     if hasattr(model._functional.abstract_module, "extend") and model._placement.stages is None:
         after = models.Cached(_Extend(model, width), width)
-        return models.continued(after, text, length, key, temperature)
+        return models.continued(after, text, length, key, sampling, after_token)
     before, model._mode = model._mode, False
     try:
-        return models.continued(models.Windowed(_even(model), width), text, length, key, temperature)
+        return models.continued(models.Windowed(_even(model), width), text, length, key, sampling, after_token)
     finally:
         model._mode = before
 

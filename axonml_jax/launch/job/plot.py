@@ -1,6 +1,6 @@
 """The loss curve, and the loads of experts, as pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,29 @@ def plot_expert_loads(records: Sequence[Record], path: Path, *, title: str) -> s
     axes.axhline(1 / len(names), color="#444444", linestyle="--", linewidth=1, label="even")
     axes.set(title=title, xlabel="step", ylabel="share of all choices", ylim=(0, None))
     _finish(figure, axes, path, columns=-(-len(names) // 16) + 1)
+    return None
+
+
+def plot_runs(runs: Mapping[str, Sequence[Record]], path: Path, *, metric: str) -> str | None:
+    """Draw a metric of several runs against the step.
+
+    Args:
+      runs: what each recorded, by its name.
+      path: the picture to write; its suffix chooses the format.
+      metric: its name.
+
+    Returns:
+      None, or why there is no picture.
+    """
+    if (figure := _figure()) is None:
+        return _MISSING
+    axes = figure.add_subplot()
+    for name, records in runs.items():
+        steps, values = _series(records, metric)
+        if steps:
+            axes.plot(steps, values, "o-" if len(steps) < 50 else "-", markersize=3, linewidth=1.2, label=name)
+    axes.set(xlabel="step", ylabel=metric)
+    _finish(figure, axes, path)
     return None
 
 

@@ -5,12 +5,14 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from axonml_jax.models.generation.sampling import Sampling
 from axonml_jax.sharding.place import to_host
 
+AfterToken = Callable[[np.ndarray], Any]
+"""Called with the text so far [b, p + n] after every token; a true result ends the text."""
 Extend = Callable[[np.ndarray, Any], tuple[jax.Array, Any]]
 """(tokens [b, s], caches or None to begin) -> (logits of the token after the last [b, v], caches)."""
 
@@ -22,7 +24,10 @@ def generate(
     key: jax.Array,
     *,
     temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     window: int | None = None,
+    after_token: AfterToken | None = None,
 ) -> np.ndarray:
     """Continue `tokens` by `length` sampled tokens.
 
@@ -36,17 +41,19 @@ def generate(
       tokens: integer [b, p], the prompts (p >= 1).
       length: number of new tokens.
       key: random key.
-      temperature: divides the logits; 0 takes the most likely token.
+      temperature, top_k, top_p: how a token is drawn, see `Sampling`.
       window: positions the model sees at most; None: p + length. Give the model's `max_length` for longer texts.
+      after_token: called with the text so far [b, p + n] after every token; a true result ends it.
 
     Returns:
-      int32 [b, p + length], prompts included.
+      int32 [b, p + length], prompts included; fewer where `after_token` has ended it.
 
     Raises:
       ValueError: an empty prompt, a negative length or temperature, a window below 1, or more positions at once than the
         model's `max_length`.
     """
-    text = checked_prompts(tokens, length, temperature, window, longest(model))
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    text = checked_prompts(tokens, length, sampling, window, longest(model))
     width = window or text.shape[1] + length
     if not isinstance(model, nnx.Module):
         after = Windowed(model, width)
@@ -54,17 +61,23 @@ def generate(
         after = Cached(_compiled_extend(model, width), width)
     else:
         after = Windowed(_compiled(model), width)
-    return continued(after, text, length, key, temperature)
+    return continued(after, text, length, key, sampling, after_token)
 
 
 def continued(
-    after: Callable[[np.ndarray], jax.Array], text: np.ndarray, length: int, key: jax.Array, temperature: float
+    after: Callable[[np.ndarray], jax.Array],
+    text: np.ndarray,
+    length: int,
+    key: jax.Array,
+    sampling: Sampling,
+    after_token: AfterToken | None = None,
 ) -> np.ndarray:
     """`text` continued by tokens drawn from `after(text)`, the logits [b, v] of the token after it."""
     for step in range(length):
-        draw = jax.random.fold_in(key, step)
-        chosen = _sample(after(text), draw, temperature, greedy=temperature == 0)
+        chosen = sampling.draw(after(text), jax.random.fold_in(key, step))
         text = np.concatenate([text, to_host(chosen)[:, None]], axis=1)
+        if after_token is not None and after_token(text):
+            break
     return text
 
 
@@ -105,7 +118,7 @@ def longest(model: Any) -> int | None:
 
 
 def checked_prompts(
-    tokens: Any, length: int, temperature: float, window: int | None, max_length: int | None
+    tokens: Any, length: int, sampling: Sampling, window: int | None, max_length: int | None
 ) -> np.ndarray:
     """The prompts as int32 [b, p].
 
@@ -117,10 +130,9 @@ def checked_prompts(
         f"tokens have shape {text.shape}: give [batch, prompt] with at least one token": text.ndim != 2
         or 0 in text.shape,
         f"length={length} is negative": length < 0,
-        f"temperature={temperature} is negative": temperature < 0,
         f"window={window} is below 1": window is not None and window < 1,
     }
-    if offenders := [problem for problem, present in problems.items() if present]:
+    if offenders := [problem for problem, present in problems.items() if present] + sampling.problems():
         raise ValueError("generate: " + "; ".join(offenders))
     if max_length is not None and (window or text.shape[1] + length) > max_length:
         raise ValueError(f"generate: {_too_long(text.shape[1], length, window, max_length)}")
@@ -175,10 +187,3 @@ def _compiled(model: nnx.Module):
         return copy(tokens)
 
     return partial(apply, state)
-
-
-@partial(jax.jit, static_argnames="greedy")
-def _sample(logits, key, temperature, *, greedy):
-    wide = logits.astype(jnp.float32)
-    chosen = jnp.argmax(wide, axis=-1) if greedy else jax.random.categorical(key, wide / temperature)
-    return chosen.astype(jnp.int32)

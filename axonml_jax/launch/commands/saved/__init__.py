@@ -1,0 +1,1 @@
+"""Commands on what runs have left in their folders: `eval`, `generate`, `runs`."""

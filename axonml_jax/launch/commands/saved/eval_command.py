@@ -1,0 +1,72 @@
+"""`axonml-jax eval RUN`: loss, perplexity and speed of a checkpoint, on any part of any text, under any plan."""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from itertools import islice
+
+import jax
+import optax
+
+from axonml_jax.launch.commands.saved.saved_run import saved_run
+from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.job.fit import evaluate
+from axonml_jax.launch.job.run_setup import all_or_refuse
+from axonml_jax.launch.job.text_task import load_data, loss_fn, read_text
+from axonml_jax.logging import print0
+
+
+def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Print a checkpoint's loss in nats per token, its perplexity, and the speed of evaluating it.
+
+    Args:
+      given: the arguments of `eval_parser`.
+      flags: keys of the configuration, such as `--data.path other.txt`.
+
+    Returns:
+      0.
+
+    Raises:
+      ConfigError: for a run without checkpoints, or a text of too few examples.
+    """
+    if given.batches is not None and given.batches < 1:
+        raise ConfigError(f"--batches {given.batches}: must be at least 1")
+    run = saved_run("eval", given, flags)
+    config = run.config
+    [text] = all_or_refuse(partial(read_text, config.data, config.output.dir))
+    ground, model = run.open()
+    [data] = all_or_refuse(partial(load_data, config, text, ground.mesh))
+    loader = data.valid if given.split == "valid" else data.train
+    count = min(given.batches or len(loader), len(loader))
+    trainer = model.trainer(optax.sgd(0.0), loss_fn)  # keeps no state
+    with closing(iter(loader)) as batches:  # pyright: ignore[reportArgumentType]
+        first = next(batches)
+        trainer.evaluate(first)  # compiles
+        loader.load_state_dict({**loader.state_dict(), "epoch": 0, "samples": 0})
+    started = time.perf_counter()
+    metrics = evaluate(trainer, islice(loader, count))
+    jax.block_until_ready(model.variables)
+    seconds = time.perf_counter() - started
+    tokens = count * config.train.global_batch_size * config.data.length
+    _print(given, metrics, {
+        "step": run.step, "split": given.split, "batches": count, "tokens": tokens,
+        "perplexity": math.exp(min(metrics["loss"], 700.0)), "tokens_per_second": tokens / seconds,
+    }, f"{run.folder}, step {run.step}, on {ground.device_words}")  # fmt: skip
+    return 0
+
+
+def _print(given: argparse.Namespace, metrics: dict[str, float], more: dict, where: str) -> None:
+    if given.json:
+        print0(json.dumps(more | metrics))
+        return
+    print0(where)
+    print0(f"{given.split:<12} {more['batches']:,} batches, {more['tokens']:,} tokens")
+    print0(f"{'loss':<12} {metrics['loss']:.4f} nats per token")
+    print0(f"{'perplexity':<12} {more['perplexity']:,.4f}")
+    for name in sorted(set(metrics) - {"loss"}):
+        print0(f"{name:<12} {metrics[name]:.4f}")
+    print0(f"{'speed':<12} {more['tokens_per_second']:,.0f} tokens per second")

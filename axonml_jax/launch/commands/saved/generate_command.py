@@ -1,0 +1,127 @@
+"""`axonml-jax generate RUN`: text from a trained run, written as it comes."""
+
+import argparse
+import codecs
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from axonml_jax.facade.parallel_generate import generate
+from axonml_jax.facade.parallel_model import ParallelModel
+from axonml_jax.launch.commands.saved.saved_run import SavedRun, saved_run
+from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.logging import print0
+from axonml_jax.models.generation.sampling import Sampling
+
+
+def generate_text(given: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Continue a prompt: `--prompt`, a file's, what is piped in, or line by line what is typed.
+
+    Args:
+      given: the arguments of `generate_parser`.
+      flags: keys of the configuration, such as `--mesh.fsdp 4`.
+
+    Returns:
+      0.
+
+    Raises:
+      ConfigError: for a run without checkpoints, options that cannot work, or an empty prompt.
+    """
+    sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
+    if problems := [*sampling.problems(), *([f"length={given.length} is below 1"] if given.length < 1 else [])]:
+        raise ConfigError("; ".join(problems))
+    run = saved_run("generate", given, flags)
+    prompts = _prompts(given)
+    ground, model = run.open()
+    if ground.world.is_main_process:
+        print(f"{run.folder}, step {run.step}, on {ground.device_words}", file=sys.stderr)
+    for number, prompt in enumerate(prompts):
+        key = jax.random.fold_in(jax.random.key(given.seed), number)
+        _continue(run, model, prompt, given, sampling, key)
+    return 0
+
+
+def _continue(
+    run: SavedRun, model: ParallelModel, prompt: str, given: argparse.Namespace, sampling: Sampling, key: jax.Array
+) -> None:
+    """Write a prompt and what follows it."""
+    tokens = np.frombuffer(prompt.encode(), np.uint8).astype(np.int32)[None]
+    print0(prompt, end="", flush=True)
+    show = Shown(tokens.shape[1], given.stop, lambda text: print0(text, end="", flush=True))
+    window = min(run.config.model.max_length, tokens.shape[1] + given.length)
+    drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    generate(model, tokens, given.length, key, window=window, after_token=show, **drawn)
+    show.finish()
+    print0("", flush=True)
+
+
+def _prompts(given: argparse.Namespace) -> Iterator[str] | list[str]:
+    if given.prompt is not None or given.prompt_file is not None:
+        text = given.prompt if given.prompt is not None else Path(given.prompt_file).read_text("utf-8")
+        if not text:
+            raise ConfigError("the prompt is empty: give at least one character")
+        return [text] * given.count
+    if sys.stdin.isatty():
+        return _typed()
+    if not (text := sys.stdin.read()):
+        raise ConfigError("no prompt: give --prompt, --prompt-file, or pipe a text in")
+    return [text] * given.count
+
+
+def _typed() -> Iterator[str]:
+    """Lines as they are typed, until the end of the input."""
+    while True:
+        try:
+            line = input("prompt> ")
+        except EOFError:
+            print0("")
+            return
+        if line:
+            yield line
+
+
+class Shown:
+    """Writes the text as its tokens come, until a stop word is complete, which is not written.
+
+    Args:
+      start: tokens of the prompt, which are not written.
+      stop: words that end the text.
+      write: takes the next piece.
+    """
+
+    def __init__(self, start: int, stop: Sequence[str], write: Callable[[str], None]):
+        self._start, self._stop, self._write = start, tuple(stop), write
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._seen, self._held = start, ""
+
+    def __call__(self, tokens: np.ndarray) -> bool:
+        """Take the tokens so far [1, n]; true once a stop word is complete."""
+        new = bytes(tokens[0, self._seen :].astype(np.uint8))
+        self._seen = tokens.shape[1]
+        self._held += self._decoder.decode(new)
+        ends = [at for word in self._stop if (at := self._held.find(word)) >= 0]
+        if ends:
+            self._write(self._held[: min(ends)])
+            self._held = ""
+            return True
+        safe = len(self._held) - max((_begun(self._held, word) for word in self._stop), default=0)
+        self._write(self._held[:safe])
+        self._held = self._held[safe:]
+        return False
+
+    def finish(self) -> None:
+        """Write what was held back."""
+        self._write(self._held + self._decoder.decode(b"", final=True))
+        self._held = ""
+
+
+def _begun(text: str, word: str) -> int:
+    """How many characters at a text's end may be a word's beginning.
+
+    >>> _begun("it is the e", "end"), _begun("it is", "end")
+    (1, 0)
+    """
+    return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)

@@ -1,0 +1,106 @@
+"""A run's folder, opened to read: its configuration, and the model of one of its checkpoints on the devices of this job."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from axonml_jax.checkpoint.manifest import Manifest
+from axonml_jax.checkpoint.names import checkpoints_in
+from axonml_jax.checkpoint.store import restore
+from axonml_jax.facade.parallel_model import ParallelModel
+from axonml_jax.launch.config.nearest_file import nearest_file
+from axonml_jax.launch.config.read_config import read_config
+from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.config.stretches import NEWEST
+from axonml_jax.launch.job.run_folder import CHECKPOINT_FOLDER
+from axonml_jax.launch.job.run_setup import RunSetup, all_or_refuse, lay_ground
+from axonml_jax.launch.job.text_task import build_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """A run to look at; nothing in its folder is changed.
+
+    Attributes:
+      folder: the run's.
+      config: its configuration, with the flags that were given.
+      checkpoint: the checkpoint that was chosen.
+      step: its step.
+    """
+
+    folder: Path
+    config: RunConfig
+    checkpoint: Path
+    step: int
+
+    def open(self) -> tuple[RunSetup, ParallelModel]:
+        """Start the devices, and put the checkpoint's model on them under the configuration's plan.
+
+        Raises:
+          ConfigError: for a mesh that does not fit the devices, or a checkpoint of another model.
+        """
+        [ground] = all_or_refuse(partial(lay_ground, self.config))
+        module = build_model(self.config.model, self.config.train.seed)
+        model = ParallelModel(module, ground.mesh, ground.plan, seed=self.config.train.seed)
+        all_or_refuse(partial(restore, self.checkpoint, model))
+        return ground, model
+
+
+def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> SavedRun:
+    """The run that the arguments name.
+
+    Args:
+      command: for messages.
+      given: `run`, `step` and `allow_imports`.
+      flags: keys of the configuration that shall be other than the run's, such as `--mesh.fsdp 4`.
+
+    Raises:
+      ConfigError: for a folder that is none of a run, or a step that has no checkpoint.
+    """
+    folder, step = Path(given.run), given.step
+    if folder.parent.name == CHECKPOINT_FOLDER:  # a checkpoint in its run
+        there = {path.name: number for number, path in checkpoints_in(folder.parent).items()}
+        step = step or str(there.get(folder.name, folder.name))
+        folder = folder.parent.parent
+    if not (folder / NEWEST).is_file():
+        near = None if folder.is_dir() else nearest_file(folder)
+        hint = f"; did you mean {near}?" if near else ""
+        raise ConfigError(f"{given.run}: there is no {NEWEST} in it, so it is no run's folder{hint}")
+    config = read_config(command, [str(folder / NEWEST), *flags], imports=given.allow_imports)
+    number = _chosen(folder, step)
+    return SavedRun(
+        folder=folder,
+        config=replace(config, resume=None),
+        checkpoint=checkpoints_in(folder / CHECKPOINT_FOLDER)[number],
+        step=number,
+    )
+
+
+def _chosen(folder: Path, step: str | None) -> int:
+    """A checkpoint's step. Only files are read, as the devices may not have been started yet."""
+    checkpoints = checkpoints_in(folder / CHECKPOINT_FOLDER)
+    steps = list(checkpoints)
+    listed = ", ".join(map(str, steps[-8:])) or "none"
+    if not steps:
+        raise ConfigError(f"{folder / CHECKPOINT_FOLDER} has no checkpoints")
+    if step in (None, "last"):
+        return steps[-1]
+    if step == "best":
+        losses = {number: loss for number, path in checkpoints.items() if (loss := _valid_loss(path)) is not None}
+        if not losses:
+            raise ConfigError(f"--step best: no checkpoint of {folder} was saved with a valid_loss; there are {listed}")
+        return min(losses, key=lambda number: (losses[number], -number))
+    if not str(step).isdecimal() or int(step) not in steps:
+        raise ConfigError(f"--step {step}: {folder} has no such checkpoint; there are {listed}, or give last or best")
+    return int(step)
+
+
+def _valid_loss(checkpoint: Path) -> float | None:
+    try:
+        value = Manifest.read(checkpoint).metrics.get("valid_loss")
+    except (OSError, ValueError):
+        return None
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,1 @@
+"""Text from a causal model, token by token."""

@@ -1,0 +1,207 @@
+"""`eval`, `generate` and `runs`: they say of a run what its training said, under other plans too, and change nothing."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from axonml_jax.__main__ import main
+from axonml_jax.launch.commands.saved.generate_command import Shown
+from axonml_jax.launch.commands.saved.runs_command import differences
+from axonml_jax.launch.config.run_config import ConfigError
+
+QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
+SMALL = (
+    *("--model.num_layers=2", "--model.hidden_size=16", "--model.num_heads=2", "--model.mlp_hidden_size=16"),
+    *("--model.max_length=8", "--data.length=8", "--data.max_bytes=6_000", "--data.valid_fraction=0.1"),
+    *("--train.steps=6", "--train.eval_every=3", "--train.log_every=2", "--sample.count=0", "--output.plot=false"),
+    *("--checkpoint.every=3", "--train.global_batch_size=8"),
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with two runs of other learning rates."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "text").mkdir()
+    for name, words in (("a.txt", "the cat sat on the mat. "), ("b.txt", "the dog sat on the log. ")):
+        (folder / "text" / name).write_text(words * 60)
+    for name, rate in (("quick", "0.03"), ("slow", "0.0003")):
+        given = [f"--data.path={folder / 'text'}", f"--output.dir={folder / 'runs'}", f"--optim.learning_rate={rate}"]
+        assert main(["train", QUICKSTART, *SMALL, *given, f"--name={name}"]) == 0
+    return folder
+
+
+@pytest.fixture
+def said(place, capsys, monkeypatch):
+    """What a command prints, in the folder of the runs."""
+    monkeypatch.chdir(place)
+    before = files(place)
+
+    def said(*argv):
+        status = main(list(argv))
+        printed = capsys.readouterr()
+        assert status == 0, printed.err
+        assert files(place) == before or "--plot" in argv
+        return printed.out
+
+    return said
+
+
+def files(place):
+    return {path: path.stat().st_mtime_ns for path in place.rglob("*") if path.is_file()}
+
+
+def recorded(place, run, step):
+    lines = [json.loads(line) for line in (place / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+    return next(line for line in lines if line["step"] == step)
+
+
+@pytest.mark.parametrize(
+    ("flags", "step"),
+    [
+        ((), 6),
+        (("--step", "3"), 3),
+        (("--mesh.data", "1", "--mesh.fsdp", "8"), 6),
+        (("--step", "3", "--mesh.data", "4", "--mesh.tensor", "2"), 3),
+        (("--mesh.data", "4", "--mesh.pipe", "2", "--pipeline.microbatches", "2"), 6),
+    ],
+)
+def test_eval_finds_the_loss_that_training_found(place, said, flags, step):
+    found = json.loads(said("eval", "runs/quick", "--json", *flags))
+    expected = recorded(place, "quick", step)["valid_loss"]
+    np.testing.assert_allclose(found["loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(found["perplexity"], np.exp(expected), rtol=1e-5)
+    assert found["step"] == step and found["tokens"] == found["batches"] * 64 and found["tokens_per_second"] > 0
+
+
+def test_eval_takes_other_text_and_parts(said):
+    text = said("eval", "runs/quick/checkpoints/step_00000003", "--split", "train", "--batches", "2")
+    assert "runs/quick, step 3" in text and "train        2 batches, 128 tokens" in text and "nats per token" in text
+    with_best = json.loads(said("eval", "runs/quick", "--step", "best", "--json"))
+    assert with_best["step"] in (3, 6)
+
+
+def test_generate_writes_the_same_text_under_every_plan(said):
+    argv = (
+        "generate",
+        "runs/quick",
+        "--prompt",
+        "the",
+        "--length",
+        "12",
+        "--temperature",
+        "0.9",
+        "--top-k",
+        "40",
+        "--count",
+        "2",
+    )
+    alone = said(*argv)
+    assert alone.startswith("the") and len(alone.splitlines()) >= 2
+    assert said(*argv, "--mesh.data", "1", "--mesh.fsdp", "4", "--mesh.tensor", "2") == alone
+
+
+def test_generate_reads_a_pipe_and_a_file(said, monkeypatch, tmp_path):
+    class Piped:
+        def isatty(self):
+            return False
+
+        def read(self):
+            return "the "
+
+    monkeypatch.setattr("sys.stdin", Piped())
+    argv = ("generate", "runs/quick", "--length", "4", "--temperature", "0")
+    piped = said(*argv)
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("the ")
+    assert piped.startswith("the ") and said(*argv, "--prompt-file", str(prompt)) == piped
+
+
+REFUSED = {
+    "is no run's folder; did you mean runs/quick?": ("eval", "runs/quik"),
+    "--step 4: runs/quick has no such checkpoint; there are 3, 6": ("eval", "runs/quick", "--step", "4"),
+    "--batches 0: must be at least 1": ("eval", "runs/quick", "--batches", "0"),
+    "unknown flag --bathces": ("eval", "runs/quick", "--bathces", "3"),
+    "temperature=-1.0 is negative; top_p=3.0": ("generate", "runs/quick", "--temperature", "-1", "--top-p", "3"),
+    "length=0 is below 1": ("generate", "runs/quick", "--prompt", "a", "--length", "0"),
+    "the prompt is empty": ("generate", "runs/quick", "--prompt", ""),
+    "nowhere: no run has written there": ("runs", "nowhere"),
+    "--metric nothing: no run has it; there are compile_time, grad_norm": (
+        "runs",
+        "--metric",
+        "nothing",
+        "--plot",
+        "x.png",
+    ),
+    "unknown command 'evaluate': did you mean axonml-jax eval?": ("evaluate", "runs/quick"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_done_is_refused_by_name(place, message, capsys, monkeypatch):
+    monkeypatch.chdir(place)
+    assert main(list(REFUSED[message])) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_runs_are_listed_best_first_with_what_differs(place, said):
+    table = said("runs", "--differences").splitlines()
+    assert [line.split()[0] for line in table[2:4]] == ["runs/quick", "runs/slow"]
+    assert "optim.learning_rate" in table[-1] and table[-1].split()[1:] == ["0.03", "0.0003"]
+    found = json.loads(said("runs", "runs/slow", "runs/quick", "--json", "--metric", "loss"))
+    assert [run["run"] for run in found["runs"]] == ["runs/quick", "runs/slow"]
+    assert found["runs"][0]["loss"] == recorded(place, "quick", 6)["loss"] and found["runs"][0]["checkpoints"] == [3, 6]
+    assert found["differences"] == {"optim.learning_rate": [0.03, 0.0003]}
+    pytest.importorskip("matplotlib")
+    assert "written   both.png" in said("runs", "--plot", "both.png") and (place / "both.png").stat().st_size > 5_000
+
+
+def test_settings_that_only_some_runs_have_differ():
+    from axonml_jax.launch.commands.saved.runs_command import Found
+
+    runs = [Found(Path(), {"name": "a", "x.y": 1}, [], []), Found(Path(), {"name": "b", "x.y": 1, "z": 2}, [], [])]
+    assert differences(runs) == {"z": [None, 2]}
+
+
+def tokens(text):
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)[None]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("abc def", (), "abc def"),
+        ("abc END def", ("END",), "abc "),
+        ("abc EN def", ("END",), "abc EN def"),  # held back, then no stop word
+        ("abcEN", ("END",), "abcEN"),
+        ("a, b; c", ("; ", ", "), "a"),
+        ("tête-à-tête", ("zz",), "tête-à-tête"),  # characters of two bytes
+    ],
+)
+def test_text_is_written_as_it_comes_until_a_stop_word(text, stop, expected):
+    written = []
+    show, every = Shown(2, stop, written.append), tokens("<>" + text)
+    for end in range(3, every.shape[1] + 1):
+        if show(every[:, :end]):
+            break
+    show.finish()
+    assert "".join(written) == expected
+    assert len(written) > 2 or len(expected) < 3
+
+
+def test_a_cut_off_character_at_the_end_is_written_as_such():
+    written = []
+    show = Shown(0, (), written.append)
+    show(tokens("é")[:, :1])
+    show.finish()
+    assert "".join(written) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_config_error_names_the_folder_whose_configuration_is_damaged(tmp_path):
+    from axonml_jax.launch.commands.saved.runs_command import _read
+
+    (tmp_path / "config.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        _read(tmp_path)
