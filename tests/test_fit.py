@@ -3,6 +3,7 @@
 import io
 import sys
 import time
+import types
 from itertools import repeat
 
 import numpy as np
@@ -16,7 +17,7 @@ from axonml_jax.launch.job.fit import Record, evaluate, fit
 from axonml_jax.launch.job.peaks import peak_flops
 from axonml_jax.launch.job.plot import plot_losses
 from axonml_jax.launch.job.progress import line, progress
-from axonml_jax.launch.job.records import JsonLines, TensorBoard, read_records
+from axonml_jax.launch.job.records import Csv, JsonLines, TensorBoard, Wandb, read_records
 from axonml_jax.launch.objects.make_optimizer import learning_rate, make_optimizer
 from axonml_jax.training.metrics import Throughput
 
@@ -155,6 +156,66 @@ def test_tensorboard_gets_every_metric(tmp_path):
     board.close()
     [events] = tmp_path.iterdir()
     assert b"loss" in events.read_bytes()
+
+
+def test_a_table_has_a_column_for_every_metric_and_goes_on_after_a_resumption(tmp_path):
+    path = tmp_path / "metrics.csv"
+    table = Csv(path)
+    for step, more in ((1, {}), (2, {"valid_loss": 3.0}), (3, {})):
+        table.write(Record(step, {"loss": step / 4} | more))
+    resumed = Csv(path, start=2)
+    resumed.write(Record(3, {"loss": 9.0, "grad_norm": 1.0}))
+    assert path.read_text().splitlines() == ["step,loss,valid_loss,grad_norm", "1,0.25,,", "2,0.5,3.0,", "3,9.0,,1.0"]
+    assert Csv(path)._rows == [] and path.read_text().split() == ["step"]
+
+
+class FakeWandb:
+    """What Wandb uses of the package."""
+
+    def __init__(self, key=None):
+        self.api, self.calls, self.id = types.SimpleNamespace(api_key=key), [], "abc"
+
+    def init(self, **settings):
+        self.calls.append(settings)
+        return self
+
+    def log(self, metrics, step):
+        self.calls.append((step, metrics))
+
+    def finish(self):
+        self.calls.append("finished")
+
+
+def test_weights_and_biases_gets_every_record_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
+    fake = FakeWandb(key="some")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for known in (None, "abc"):
+        sink = Wandb(tmp_path, {"train": {"steps": 3}}, "mine")
+        sink.write(Record(3, {"loss": 2.5}))
+        sink.close()
+        settings, *rest = fake.calls[-3:]
+        assert (settings["project"], settings["name"], settings["id"]) == ("mine", tmp_path.name, known)
+        assert settings["resume"] == ("allow" if known else None) and rest == [(3, {"loss": 2.5}), "finished"]
+
+
+def test_weights_and_biases_is_refused_where_it_cannot_log(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with pytest.raises(ConfigError, match="nobody is logged in; run `wandb login`, or set WANDB_MODE=offline"):
+        Wandb(tmp_path, {}, "mine")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        Wandb(tmp_path, {}, "mine")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_and_biases_keeps_an_offline_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    sink = Wandb(tmp_path, {"train": {"steps": 3}}, "mine")
+    sink.write(Record(3, {"loss": 2.5}))
+    sink.close()
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_the_picture_is_drawn_or_the_note_says_what_to_install(tmp_path, monkeypatch):

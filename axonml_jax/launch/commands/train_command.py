@@ -28,7 +28,16 @@ from axonml_jax.launch.job.plot import plot_expert_loads, plot_losses
 from axonml_jax.launch.job.preemption import Preemption
 from axonml_jax.launch.job.profile import traced
 from axonml_jax.launch.job.progress import progress
-from axonml_jax.launch.job.records import JsonLines, Recorder, TensorBoard, read_records, tensorboard_writer
+from axonml_jax.launch.job.records import (
+    Csv,
+    JsonLines,
+    Recorder,
+    TensorBoard,
+    Wandb,
+    read_records,
+    tensorboard_writer,
+    wandb_module,
+)
 from axonml_jax.launch.job.run_folder import CHECKPOINT_FOLDER, RunFolder, earlier_folder
 from axonml_jax.launch.job.run_setup import RunSetup, all_or_refuse, lay_ground
 from axonml_jax.launch.job.saves import NONFINITE, Saves
@@ -99,8 +108,8 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
     Raises:
       ConfigError: with everything that cannot work, before anything is allocated.
     """
-    if config.output.tensorboard:
-        tensorboard_writer()
+    needed = {tensorboard_writer: config.output.tensorboard, wandb_module: config.output.wandb}
+    all_or_refuse(*(needs for needs, wanted in needed.items() if wanted))
     ground, text, _ = all_or_refuse(
         partial(lay_ground, config),
         partial(read_text, config.data, config.output.dir),
@@ -218,6 +227,10 @@ def _recorders(config: RunConfig, folder: Path | None, start: int) -> Iterator[R
         yield JsonLines(folder / "metrics.jsonl", start)
     if folder is not None and config.output.tensorboard:
         yield TensorBoard(folder / "tensorboard", start)
+    if folder is not None and config.output.csv:
+        yield Csv(folder / "metrics.csv", start)
+    if folder is not None and config.output.wandb:
+        yield Wandb(folder, as_dict(config), config.output.wandb)
 
 
 def _throughput(config: RunConfig, ground: RunSetup) -> Throughput:
@@ -257,6 +270,7 @@ def _report(config: RunConfig, data: TextData, records: list[Record], folder: Pa
             note = plot_expert_loads(records, folder / "experts.png", title=f"{config.name}: load of each expert")
             files += ", experts.png" if note is None else f" ({note})"
     files += ", checkpoints" * (folder / CHECKPOINT_FOLDER).exists()
+    files += ", metrics.csv" * config.output.csv + ", wandb" * (config.output.wandb is not None)
     files += ", tensorboard" * config.output.tensorboard + ", trace" * (folder / "trace").exists()
     print0(f"files           {folder}: {files}")
 

@@ -121,11 +121,15 @@ class OutputConfig:
     Attributes:
       dir: the folder in which every run gets a folder of its own, called by its name.
       tensorboard: write TensorBoard event files too.
+      csv: write the records as a table too, metrics.csv.
+      wandb: the project of Weights & Biases to log to; null logs to none. WANDB_MODE=offline keeps it on this machine.
       plot: draw the loss curve.
     """
 
     dir: str = "runs"
     tensorboard: bool = False
+    csv: bool = False
+    wandb: str | None = None
     plot: bool = True
 
 

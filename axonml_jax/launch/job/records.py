@@ -1,6 +1,8 @@
-"""Where records go: a file of JSON lines, and TensorBoard if wanted."""
+"""Where records go: a file of JSON lines, and a table, TensorBoard or Weights & Biases if wanted."""
 
+import csv
 import json
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,11 +68,98 @@ class TensorBoard:
         self._writer.close()
 
 
+class Csv:
+    """A table with a column for every metric, for spreadsheets; a metric that comes later gets a column then.
+
+    Args:
+      path: the file.
+      start: keep the rows up to this step, drop the others.
+    """
+
+    def __init__(self, path: Path, start: int = 0):
+        self._path = path
+        self._rows: list[dict[str, Any]] = []
+        if start and path.exists():
+            with path.open(encoding="utf-8", newline="") as file:
+                self._rows = [row for row in csv.DictReader(file) if int(row["step"]) <= start]
+        self._columns = list(dict.fromkeys(["step", *(name for row in self._rows for name in row)]))
+        self._write_all()
+
+    def write(self, record: Record) -> None:
+        """Append a row."""
+        row = {"step": record.step, **record.metrics}
+        self._rows.append(row)
+        if new := [name for name in row if name not in self._columns]:
+            self._columns += new
+            self._write_all()
+        else:
+            with self._path.open("a", encoding="utf-8", newline="") as file:
+                csv.DictWriter(file, self._columns).writerow(row)
+
+    def close(self) -> None:
+        """Everything is written already."""
+
+    def _write_all(self) -> None:
+        new = self._path.with_name(self._path.name + ".new")
+        with new.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(self._rows)
+        new.replace(self._path)
+
+
+class Wandb:
+    """A run of Weights & Biases, of this run's name and configuration; a resumed run goes on with it.
+
+    Args:
+      folder: the run's, in which its files and its id are kept.
+      settings: the configuration.
+      project: where the run is listed; the mode is that of `WANDB_MODE`.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], project: str):
+        kept = folder / "wandb.id"
+        known = kept.read_text("utf-8").strip() if kept.exists() else None
+        self._run = wandb_module().init(
+            project=project,
+            name=folder.name,
+            dir=str(folder),
+            config=settings,
+            id=known,
+            resume="allow" if known else None,
+        )
+        kept.write_text(self._run.id, encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Log every metric at its step."""
+        self._run.log(record.metrics, step=record.step)
+
+    def close(self) -> None:
+        """Finish the run and send what is left."""
+        self._run.finish()
+
+
 def read_records(path: Path) -> list[Record]:
     """The records of a file that `JsonLines` wrote; a last line that was cut off is left out."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return [Record(row.pop("step"), row) for row in rows]
+
+
+def wandb_module() -> Any:
+    """The package.
+
+    Raises:
+      ConfigError: where it is not installed, or nobody is logged in and it is not offline, saying what to do.
+    """
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError("output.wandb: wandb is not installed; pip install wandb, or leave it off") from error
+    offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+    if not offline and wandb.api.api_key is None:
+        raise ConfigError("output.wandb: nobody is logged in; run `wandb login`, or set WANDB_MODE=offline")
+    return wandb
 
 
 def _line(record: Record) -> str:
