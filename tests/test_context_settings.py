@@ -119,8 +119,10 @@ def test_a_prediction_says_the_order_and_refuses_lengths_and_the_planner_an_axis
     assert found.memory.activations * 3 < whole.memory.activations
     with pytest.raises(ValueError, match="12 positions do not divide into 8 parts over 4 ranks"):
         predict(ax.Plan(), model, degrees, global_batch=8, length=12)
-    with pytest.raises(ValueError, match="expert is none of the axes that are searched, data, pipe, fsdp, context"):
-        ax.plan(model, num_devices=8, global_batch=8, axes=("data", "expert"))
+    with pytest.raises(
+        ValueError, match="stage is none of the axes that are searched, data, pipe, fsdp, expert, context"
+    ):
+        ax.plan(model, num_devices=8, global_batch=8, axes=("data", "stage"))
 
 
 def test_a_checkpoint_goes_on_under_another_split_and_gradients_are_those_of_one_device(tmp_path):

@@ -14,10 +14,14 @@ GRADIENTS = "gradients"
 PARAMETERS = "parameters"
 ATTENTION = "attention"
 """What attention sends of sequences whose positions are split over ranks."""
+EXPERTS = "experts"
+"""What travels between tokens and experts on other ranks."""
 
 ONCE = "once"
 EACH_MICROBATCH = "each microbatch"
 EACH_TICK = "each tick"
+LATER = "a later round"
+"""One round of a dispatch after the first, of which an even load needs none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,7 @@ class Flow:
       padding: how many of them are padding.
       launches: arrays that travel, in one execution.
       times: executions in one step.
-      where: once, each microbatch, or each tick of a pipeline.
+      where: once, each microbatch, each tick of a pipeline, or in a round that even loads do not need.
       work: what it may hide behind: "forward", "backward", or nothing ("").
     """
 

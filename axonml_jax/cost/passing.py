@@ -1,6 +1,6 @@
 """`TickCounts`: what a pipeline's timetable says of memory and traffic, exactly or by formula; what passes between stages."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from axonml_jax.cost.amounts import Many, divided, either, least
@@ -53,12 +53,13 @@ class TickCounts:
         return cls(either(gpipe, 2 * microbatches + 2 * ranks - 3, number), either(gpipe, microbatches, slots), 2)
 
 
-def passing(ticks: TickCounts, boundary: Flow) -> Iterator[Flow]:
-    """Activations and cotangents between stages: one permute each way in every tick.
+def passing(ticks: TickCounts, boundary: Iterable[Flow]) -> Iterator[Flow]:
+    """Activations and cotangents between stages: one permute of each dtype each way in every tick.
 
     Args:
       ticks: of the timetable.
-      boundary: one such permute.
+      boundary: such permutes.
     """
     for label, work in (("activations", "forward"), ("cotangents", "backward")):
-        yield replace(boundary, label=label, times=ticks.number, where=EACH_TICK, work=work)
+        for each in boundary:
+            yield replace(each, label=label, times=ticks.number, where=EACH_TICK, work=work)

@@ -117,21 +117,25 @@ class ShardCounts:
       blocks: repeated blocks.
       first, last: 1 where it has what stands before the blocks, and behind them; else 0.
       total: blocks of the whole model.
+      experts: those of its blocks that have experts.
     """
 
     blocks: Many
     first: Many
     last: Many
     total: int
+    experts: Many = 0
 
     def number(self, place: str, count: int) -> Many:
         """How many a rank reads of weights of which the model has `count`, or of their groups."""
         if place == "block":
             return self.blocks if count == self.total else divided(self.blocks * count, self.total)
+        if place.endswith(" block"):
+            return self.experts if place == "expert block" else self.blocks - self.experts
         ends = {"first": self.first, "last": self.last, "both ends": either(self.first > 0, 1, self.last)}
         return ends[place]
 
     def instead(self, holds: Many, other: "ShardCounts") -> "ShardCounts":
         """Those of another rank where something holds."""
         choose = lambda name: either(holds, getattr(other, name), getattr(self, name))
-        return ShardCounts(choose("blocks"), choose("first"), choose("last"), self.total)
+        return ShardCounts(choose("blocks"), choose("first"), choose("last"), self.total, choose("experts"))

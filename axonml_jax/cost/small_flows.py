@@ -13,16 +13,19 @@ LOSS_VALUES = 2
 """A weighted mean: the total and its weight."""
 
 
-def small_flows(weights: Weights, parts: ShardCounts, run: Run, degrees: Mapping[str, Many]) -> Iterator[Flow]:
-    """The loss's sum over the batch shards, and the gradient norm's over everything that splits gradients."""
+def small_flows(
+    weights: Weights, parts: ShardCounts, run: Run, degrees: Mapping[str, Many], metrics: int = 0
+) -> Iterator[Flow]:
+    """The sum of the loss and of other metrics over the batch shards, and the gradient norm's over what splits gradients."""
+    values = LOSS_VALUES * (1 + metrics)
     scalar = {"kind": "all_reduce", "dtype": "float32", "itemsize": 4}
     ranks = lambda axes: math.prod(degrees[axis] for axis in axes)
     roles = {axis: role for axis, role in run.roles.items() if role.reduces != "never"}
     if axes := splitting(roles, "rows", "positions"):
-        yield Flow(label="metrics", axes=axes, group_size=ranks(axes), elements=LOSS_VALUES, **scalar)
+        yield Flow(label="metrics", axes=axes, group_size=ranks(axes), elements=values, **scalar)
     piped = (AXIS,) if run.pipelined else ()
     if piped:  # every stage but the last has none to add
-        yield Flow(label="", axes=piped, group_size=ranks(piped), elements=LOSS_VALUES, launches=LOSS_VALUES, **scalar)
+        yield Flow(label="", axes=piped, group_size=ranks(piped), elements=values, launches=values, **scalar)
     groups: dict[tuple[str, ...], Many] = {}
     for group in weights.groups:
         if group.trained:  # by what splits them; along a pipeline in any order

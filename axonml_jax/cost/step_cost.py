@@ -11,7 +11,9 @@ from axonml_jax.cost.decoder.activations import block_activations
 from axonml_jax.cost.decoder.attention_flows import attention_flows
 from axonml_jax.cost.decoder.configuration import DecoderLike
 from axonml_jax.cost.decoder.decoder_weights import decoder_weights
+from axonml_jax.cost.decoder.expert_flows import expert_flows, router_metrics, router_values
 from axonml_jax.cost.decoder.layer_flows import Layers, layer_flows
+from axonml_jax.cost.decoder.routed_experts import RoutedExperts
 from axonml_jax.cost.decoder.split_attention import SplitAttention
 from axonml_jax.cost.flow import Flow
 from axonml_jax.cost.held import Memory, batch_bytes, gathered, memory, of_blocks, of_ticks, read_by_stages
@@ -43,6 +45,8 @@ class Step:
       stage_blocks: blocks of the longest stage.
       chunks: stages per rank.
       attention: where it reads positions of other ranks.
+      platform: what is compiled for (see `block_activations`).
+      routers_passed: routers whose values reach a pipeline's last stage from others.
     """
 
     model: DecoderLike
@@ -57,6 +61,13 @@ class Step:
     stage_blocks: Many = 0
     chunks: Many = 1
     attention: SplitAttention | None = None
+    platform: str | None = None
+    routers_passed: Many = 0
+
+    @property
+    def experts(self) -> RoutedExperts | None:
+        """How tokens reach experts; None: the model has none."""
+        return RoutedExperts.of(self.model, self.degrees, self.tokens, self.platform)
 
     @property
     def tokens(self) -> Many:
@@ -85,29 +96,31 @@ class Step:
         return Layers(
             config=self.model, degrees=self.degrees, tokens=self.tokens, length=self.length,
             dtype=self.model.dtype or self.weights.groups[0].read_dtype, parts=self.fullest, run=self.run,
+            passed=router_values(self.model, self.routers_passed),
         )  # fmt: skip
 
 
 def flows(step: Step) -> Iterator[Flow]:
-    """Everything that the fullest rank sends: strategies, the loss and the norm, layers, attention, a pipeline's ticks."""
+    """Everything that the fullest rank sends: strategies, metrics and the norm, layers, attention, experts, ticks."""
     layers = step.layers
     yield from weight_flows(step.weights, layers.parts, step.run, step.degrees)
-    yield from small_flows(step.weights, layers.parts, step.run, step.degrees)
+    yield from small_flows(step.weights, layers.parts, step.run, step.degrees, router_metrics(step.model))
     yield from layer_flows(layers, step.weights)
     if step.attention is not None:
         yield from attention_flows(layers, step.attention)
+    if (experts := step.experts) is not None:
+        yield from expert_flows(layers, experts)
     if step.ticks is not None:
         yield from passing(step.ticks, layers.boundary)
 
 
-def held(step: Step, *, moments: int, offload: CPUOffload, platform: str | None, in_ticks: bool) -> Memory:
+def held(step: Step, *, moments: int, offload: CPUOffload, in_ticks: bool) -> Memory:
     """What the rank holds that holds most.
 
     Args:
       step: which.
       moments: optimizer values per parameter.
       offload: what rests on the host.
-      platform: what is compiled for (see `block_activations`).
       in_ticks: whether a pipeline gathers its stages in its ticks.
     """
     apart = step.ticks is not None or (step.model.scan_layers and step.weights.sliced)
@@ -118,8 +131,9 @@ def held(step: Step, *, moments: int, offload: CPUOffload, platform: str | None,
         step.length,
         step.compute,
         step.run,
-        platform,
+        step.platform,
         step.attention,
+        step.experts,
         apart=apart,
     )
     if step.ticks is None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Place = Literal["first", "block", "last", "both ends"]
+Place = Literal["first", "block", "dense block", "expert block", "last", "both ends"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Weight:
       again: whether the backward reads it.
       rebuilds: whether recomputing activations reads it.
       redone: whether redoing elementwise work, as the backward of a scan does, reads it.
-      place: where in a pipeline it is; "block" is spread over all stages.
+      place: where in a pipeline it is; what is of blocks, of all or of one kind, is spread over all stages.
       trained: whether it gets gradients.
       summed: mesh axes of the model's layers over which they sum its gradient themselves.
       layers: of a stack of layers in one array, along dim 0, how many.

@@ -3,10 +3,7 @@
 import jax.numpy as jnp
 
 from axonml_jax.model.loss import WeightedMean
-from axonml_jax.parallel.experts.router_values import RouterValues
-
-MOST_LOADS = 64
-"""Experts up to which each one's load is a metric."""
+from axonml_jax.parallel.experts.router_values import MOST_LOADS, RouterValues
 
 
 def router_metrics(routers: RouterValues) -> dict[str, WeightedMean]:

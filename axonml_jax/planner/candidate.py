@@ -30,6 +30,7 @@ class Candidate:
       strategy: another one along `fsdp`; None: `ax.Shard` of the stage.
       method: how attention reads positions of other ranks; None without `context`.
       shared: whether parameters rest sharded over `context` too.
+      dispatch: how tokens reach experts on other ranks; None: as the model says.
       microbatches: per update and rank.
       remat: what the backward recomputes.
       sequence_parallel: with `tensor`.
@@ -49,6 +50,7 @@ class Candidate:
     strategy: AbstractStrategy | None = None
     method: MethodName | None = None
     shared: bool = False
+    dispatch: str | None = None
 
     def degree(self, axis: str) -> int:
         """Ranks of a mesh axis."""
@@ -79,7 +81,10 @@ class Candidate:
     def model(self, config: TransformerConfig) -> TransformerConfig:
         """The model with its layers split as this candidate needs."""
         grid = any(axis in ("row", "col", "depth") for axis, _ in self.degrees)
-        chosen = {"split": "grid" if grid else "tensor", "sequence_parallel": self.sequence_parallel}
+        chosen: dict[str, Any] = {"split": "grid" if grid else "tensor", "sequence_parallel": self.sequence_parallel}
+        if self.dispatch is not None and config.experts is not None:
+            dispatch: Any = self.dispatch
+            chosen["experts"] = replace(config.experts, dispatch=dispatch)
         # A pipeline cuts between blocks, and a scan has no place between them.
         return replace(config, scan_layers=config.scan_layers and self.schedule is None, **chosen)
 
@@ -89,6 +94,7 @@ class Candidate:
             over = " over fsdp*context" if self.shared else ""
             words.append((self.strategy or Shard(stage=self.stage)).in_words("fsdp") + over)
         words += [f"attention by {self.method}"] if self.method else []
+        words += [f"tokens by {self.dispatch}"] if self.dispatch else []
         if self.schedule is not None:
             words.append(f"{self.schedule.value}{f' x {self.chunks} chunks' if self.chunks > 1 else ''}")
         words.append(f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}")

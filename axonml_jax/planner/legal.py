@@ -1,5 +1,6 @@
 """Every legal way to run a model on a number of devices."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from axonml_jax.planner.candidate import Candidate
 from axonml_jax.planner.searched_axes import FAMILIES, SEARCHED, SHORTEST
 from axonml_jax.sharding.sequence_order import order_parts
 
+GRID = ("depth", "row", "col")
 REMATS = (None, "selective", "full")
 
 
@@ -65,7 +67,7 @@ def legal_meshes(
     """
     seen = set()
     for family in FAMILIES:
-        if not (allowed := tuple(axis for axis in family if axis in axes)):
+        if not (allowed := tuple(axis for axis in family if axis in axes and _goes_with(model, axis))):
             continue
         for mesh in meshes(num_devices, allowed):
             degrees = {axis: mesh[axis] for axis in AXES if mesh.get(axis, 1) > 1}
@@ -108,6 +110,7 @@ class Way(NamedTuple):
     microbatches: int
     method: MethodName | None = None
     shared: bool = False
+    dispatch: str | None = None
 
 
 def candidate(
@@ -148,8 +151,21 @@ def ways_on(
     splits = tensor > 1 and length // context % tensor == 0
     stages = [(stage, context > 1) for stage in (1, 2, 3)] if "fsdp" in degrees or context > 1 else []
     stages += [(0, False)] if "fsdp" not in degrees else []
-    methods = _methods(model, context, tensor)
-    return _ways(model.num_layers, tuple(stages), splits, methods, degrees.get("pipe", 1), rows, remats)
+    carried = tuple(itertools.product(_methods(model, context, tensor), _dispatches(model, degrees.get("expert", 1))))
+    return _ways(model.num_layers, tuple(stages), splits, carried, degrees.get("pipe", 1), rows, remats)
+
+
+def _dispatches(model: TransformerConfig, ranks: int) -> tuple[str | None, ...]:
+    """How tokens may reach their experts: as the model says, or, where it leaves that open, the other way too."""
+    experts = model.experts
+    if experts is None or ranks == 1 or experts.dispatch != "auto" or experts.capacity_factor is not None:
+        return (None,)
+    return None, "rounds" if ranks <= experts.top_k else "gather"
+
+
+def _goes_with(model: TransformerConfig, axis: str) -> bool:
+    """Whether a model can be split over an axis at all."""
+    return axis not in GRID if model.experts is not None else axis != "expert"
 
 
 def _methods(model: TransformerConfig, context: int, tensor: int) -> tuple[MethodName | None, ...]:
@@ -162,15 +178,15 @@ def _methods(model: TransformerConfig, context: int, tensor: int) -> tuple[Metho
 
 @lru_cache(maxsize=1024)
 def _ways(
-    num_layers: int, stages: tuple[tuple[int, bool], ...], splits: bool, methods: tuple[MethodName | None, ...], pipe: int,
-    rows: int, remats: tuple[str | None, ...],
+    num_layers: int, stages: tuple[tuple[int, bool], ...], splits: bool,
+    carried: tuple[tuple[MethodName | None, str | None], ...], pipe: int, rows: int, remats: tuple[str | None, ...],
 ) -> tuple[Way, ...]:  # fmt: skip
     orders = list(_orders(num_layers, pipe, rows))
     return tuple(
-        Way(stage, split, remat, *order, method, shared)
+        Way(stage, split, remat, *order, method, shared, dispatch)
         for stage, shared in stages
         for split in ((False, True) if splits else (False,))
-        for method in methods
+        for method, dispatch in carried
         for remat in remats
         for order in orders
     )
@@ -178,10 +194,12 @@ def _ways(
 
 def _refused(model: TransformerConfig, degrees: dict[str, int], global_batch: int, length: int, shortest: int) -> str:
     """Why a mesh does not go with a model; empty when it does."""
-    grid = any(axis in degrees for axis in ("depth", "row", "col"))
+    grid = any(axis in degrees for axis in GRID)
     if grid and model.loss_chunk:
         return "a loss of chunks of words does not go with the grid"
     split: Any = replace(model, split="grid" if grid else "tensor", sequence_parallel=False)
+    if model.experts is not None and model.experts.num_experts % degrees.get("expert", 1):
+        return "experts do not divide over their ranks"
     if problems(split, degrees, length):
         return f"layers do not divide over {'the grid' if grid else 'tensor'}"
     if degrees.get("pipe", 1) > model.num_layers:

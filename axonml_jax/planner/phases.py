@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from axonml_jax.cost.amounts import Many, divided, either, least, varies
-from axonml_jax.cost.flow import ATTENTION, GRADIENTS, ONCE, PARAMETERS, Flow
+from axonml_jax.cost.flow import ATTENTION, GRADIENTS, LATER, ONCE, PARAMETERS, Flow
 from axonml_jax.cost.held import Memory
 from axonml_jax.mesh.axes import AXES, LAYER_AXES
 from axonml_jax.parallel.tensor.megatron.fused_attention import kernel_of
@@ -15,6 +15,9 @@ from axonml_jax.planner.hardware import Hardware
 
 JOINED_BYTES = 32 * 2**20
 """What one launch of parameters or gradients carries at most, in the cost model."""
+
+RAGGED = "ragged_all_to_all"
+"""The collective whose wire bytes are an upper bound."""
 
 START, FORWARD, BACKWARD, TICKS, END = "start", "forward", "backward", "ticks", "end"
 """A step's parts: what comes before the first microbatch, its passes or a pipeline's ticks, and what comes after the last."""
@@ -56,6 +59,16 @@ class Predicted(Protocol):
     @property
     def blockwise_flops_per_token(self) -> Many:
         """Of all those, of attention that reads positions of other ranks."""
+        ...
+
+    @property
+    def expert_flops_per_token(self) -> Many:
+        """Of all those, of experts."""
+        ...
+
+    @property
+    def expert_padding(self) -> Many:
+        """Rows that these multiply on a rank, over those of its share of tokens; 0: as many as others send."""
         ...
 
     @property
@@ -143,7 +156,9 @@ def phases(found: Predicted, hardware: Hardware, given: Assumptions) -> tuple[Ph
     devices = math.prod(found.degrees.values())
     seconds = lambda flops: found.tokens * flops / devices / (hardware.flops * given.efficiency)
     slower = found.causal_balance / (given.blocks if kernel_of(hardware.platform) else 1)
-    products = seconds(found.flops_per_token + (slower - 1) * found.blockwise_flops_per_token)
+    fuller = either(found.expert_padding > 0, found.expert_padding, given.imbalance)
+    more = (slower - 1) * found.blockwise_flops_per_token + (fuller - 1) * found.expert_flops_per_token
+    products = seconds(found.flops_per_token + more)
     again = seconds(found.recomputed_flops_per_token)
     if found.pipelined:
         runs = {START: (1, 0.0), TICKS: (1, products + again), END: (1, 0.0)}
@@ -156,7 +171,7 @@ def phases(found: Predicted, hardware: Hardware, given: Assumptions) -> tuple[Ph
         }
     every: dict[str, list[Sending]] = {name: [] for name in runs}
     once: dict[str, list[Sending]] = {name: [] for name in runs}
-    for flow in sorted(found.traffic, key=_place):
+    for flow in sorted((flow for flow in found.traffic if flow.where != LATER), key=_place):
         name = _phase_of(flow, runs)
         times = runs[name][0]
         sent = flow_seconds(flow, found.degrees, hardware)
@@ -212,6 +227,9 @@ def flow_seconds(flow: Flow, degrees: Mapping[str, Many], hardware: Hardware) ->
         arrays = -divided(-flow.elements * flow.itemsize, JOINED_BYTES)
     delays = flow.times * hardware.delay(flow.group_size, inner) * arrays
     sent = flow.wire_bytes
+    if flow.kind == RAGGED:  # filled slots alone travel, those that stay here not
+        filled = flow.itemsize * (flow.elements - flow.padding)
+        sent = flow.times * filled * (flow.group_size - 1) / flow.group_size
     sent = sent if varies(sent) else float(sent)
     seconds = sent / hardware.bandwidth(flow.group_size, inner) + delays
     return either(flow.group_size > 1, seconds, 0.0)

@@ -11,7 +11,7 @@ import numpy as np
 from axonml_jax.cost.amounts import Many, divided
 from axonml_jax.cost.decoder.cuts import stages_of
 from axonml_jax.cost.decoder.split_attention import SplitAttention
-from axonml_jax.cost.decoder.work import blockwise_flops, recomputed_flops, stage_costs
+from axonml_jax.cost.decoder.work import blockwise_flops, expert_flops, recomputed_flops, stage_costs
 from axonml_jax.cost.flow import Flow, joined
 from axonml_jax.cost.held import Memory
 from axonml_jax.cost.passing import TickCounts
@@ -58,7 +58,7 @@ def quick(
 
 
 class WayColumns:
-    """Ways that are one discrete choice: alike in ZeRO's stage and its axes, sequence parallelism and attention's method.
+    """Ways that are one discrete choice: alike in ZeRO's stage and its axes, sequence parallelism and how tokens travel.
 
     Attributes:
       way: the first.
@@ -86,7 +86,7 @@ class WayColumns:
 
 def choice_of(way: Way) -> tuple:
     """What decides on the list of a way's flows, but for the mesh."""
-    return way.stage, way.shared, way.sequence_parallel, way.method
+    return way.stage, way.shared, way.sequence_parallel, way.method, way.dispatch
 
 
 def choices(ways: tuple[Way, ...]) -> tuple[WayColumns, ...]:
@@ -104,9 +104,9 @@ def _cut_columns(model: TransformerConfig, pipe: int, columns: WayColumns, lengt
 
 @lru_cache(maxsize=4096)
 def _cut(model: TransformerConfig, pipe: int, chunks: int, remat: str, length: int) -> tuple[float, ...]:
-    """Of a cut into pipe x chunks stages: the slowest stages' part of all work, the longest stage's blocks, and ranks' blocks.
+    """Of a cut into pipe x chunks stages: the slowest stages' part of all work, the longest stage's blocks, routers passed.
 
-    Those of the first rank, of the fullest between, and of the last.
+    Then the blocks of the first rank, of the fullest between, and of the last, and those of them that have experts.
     """
     decoder: Any = model
     policy = Pipelined(schedule=PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, num_microbatches=pipe, chunks=chunks)
@@ -114,10 +114,12 @@ def _cut(model: TransformerConfig, pipe: int, chunks: int, remat: str, length: i
         policy = Pipelined(num_microbatches=pipe)
     stages = stages_of(decoder, Plan(pipe=policy), {"pipe": pipe})
     run = Run(roles={}, microbatches=1, full=int(remat == "full"), selective=int(remat == "selective"))
-    costs = stage_costs(decoder, stages.blocks, run, length).tables(len(stages.blocks))
+    costs = stage_costs(decoder, stages.blocks, stages.experts, run, length).tables(len(stages.blocks))
     work = np.add(costs["F"], costs["B"]).reshape(chunks, pipe)
-    first, *between, last = (parts.blocks for parts in stages.ranks)
-    return float(work.max(axis=1).sum() / work.sum()), max(stages.blocks), first, (between or [0])[0], last
+    first, *between, last = ((parts.blocks, parts.experts) for parts in stages.ranks)
+    blocks, experts = zip(first, (between or [(0, 0)])[0], last, strict=True)
+    slowest = float(work.max(axis=1).sum() / work.sum())
+    return slowest, max(stages.blocks), stages.routers_passed, *blocks, *experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,8 @@ class Candidates:
     flops_per_token: int
     recomputed_flops_per_token: Many
     blockwise_flops_per_token: Many
+    expert_flops_per_token: Many
+    expert_padding: Many
     causal_balance: Many
     traffic: Sequence[Flow]
     memory: Memory
@@ -190,9 +194,11 @@ def candidates_of(
         flops_per_token=asked.model.flops_per_token(asked.length),
         recomputed_flops_per_token=recomputed_flops(step.model, run, asked.length),
         blockwise_flops_per_token=blockwise_flops(step.model, run, asked.length, step.attention),
+        expert_flops_per_token=expert_flops(step.model, run),
+        expert_padding=0.0 if step.experts is None else step.experts.padded,
         causal_balance=1.0 if step.attention is None else step.attention.balance,
         traffic=joined(flows(step)),
-        memory=held(step, moments=asked.moments, offload=offload, platform=asked.hardware.platform, in_ticks=False),
+        memory=held(step, moments=asked.moments, offload=offload, in_ticks=False),
         bubble=_bubble(step, slowest) if run.pipelined else 0.0,
     )
 
@@ -209,15 +215,21 @@ def _step(together: Sequence[DiscreteChoice], asked: Question) -> tuple[Step, Ma
     run = Run(roles=roles, pipelined="pipe" in degrees, **often)
     shards = math.prod(degrees[axis] for axis in splitting(roles, "rows"))
     layers, chunks = asked.model.num_layers, column("chunks")
-    slowest, longest, ranks, ticks = 1.0, layers, (ShardCounts(layers, 1, 1, layers),), None
+    slowest, longest, passed, ticks = 1.0, layers, 0, None
+    ranks = [ShardCounts(layers, 1, 1, layers, sum(map(asked.model.has_experts, range(layers))))]
     if run.pipelined:
-        slowest, longest, *blocks = np.concatenate([each.cuts for each in together if each.cuts is not None], axis=1)
-        ranks = [ShardCounts(own, *ends, layers) for own, ends in zip(blocks, ((1, 0), (0, 0), (0, 1)), strict=True)]
+        slowest, longest, passed, *cuts = np.concatenate(
+            [each.cuts for each in together if each.cuts is not None], axis=1
+        )
+        passed = passed if asked.model.experts is not None else 0
+        each = zip(cuts[:3], ((1, 0), (0, 0), (0, 1)), cuts[3:], strict=True)
+        ranks = [ShardCounts(own, *ends, layers, experts) for own, ends, experts in each]
         ticks = TickCounts.foreseen(column("gpipe") > 0, degrees["pipe"], run.microbatches, chunks)
     step = Step(
         model=placings[0].model, degrees=degrees, run=run, weights=weights, ranks=ranks,
         rows=divided(asked.global_batch, shards), length=asked.length, compute=asked.dtype, ticks=ticks,
         stage_blocks=longest, chunks=chunks, attention=SplitAttention.of(plan, placings[0].model, degrees, asked.length),
+        platform=asked.hardware.platform, routers_passed=passed,
     )  # fmt: skip
     return step, slowest
 

@@ -67,6 +67,7 @@ class Resting:
 
     def _model(self, degrees: Mapping[str, int], way: Way) -> Any:
         key = (any(axis in degrees for axis in ("row", "col", "depth")), way.sequence_parallel, way.schedule is None)
+        key += (way.dispatch,)
         if key not in self._models:
             self._models[key] = Candidate(degrees=tuple(degrees.items()), **way._asdict()).model(self.asked.model)
         return self._models[key]

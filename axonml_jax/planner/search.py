@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from axonml_jax.cost.decoder.configuration import refuse_experts
 from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.model.precision import Precision
 from axonml_jax.models.config import TransformerConfig
@@ -56,9 +55,9 @@ def plan(
 ) -> Answer:
     """Find the fastest plan that fits, on paper: no devices, no trace.
 
-    Every legal mesh (data, pipe, fsdp with a ZeRO stage, context with a method of attention, tensor with or without sequence
-    parallelism, or AxoNN's depth, row and col), schedule, number of chunks and of microbatches, and recomputation gets a first
-    price; the best of them are priced exactly by the ledger.
+    Every legal mesh (data, pipe, fsdp with a ZeRO stage, expert with a dispatch, context with a method of attention, tensor
+    with or without sequence parallelism, or AxoNN's depth, row and col), schedule, number of chunks and of microbatches, and
+    recomputation gets a first price; the best of them are priced exactly by the ledger.
 
     Args:
       model: a transformer's configuration, or a model with one as its attribute `config`.
@@ -111,7 +110,6 @@ def _question(model, num_devices, kind, global_batch, length, precision, moments
     config = model if isinstance(model, TransformerConfig) else getattr(model, "config", None)
     if not isinstance(config, TransformerConfig):
         raise TypeError(f"model={type(model).__name__}: give a TransformerConfig, or a model that has one as `config`")
-    refuse_experts(config)
     given, chosen = assumptions or Assumptions(), hardware(kind)
     sizes = {"num_devices": num_devices, "global_batch": global_batch, "length": 1 if length is None else length}
     if wrong := ", ".join(f"{name}={value}" for name, value in sizes.items() if value < 1):
@@ -249,11 +247,14 @@ def _sensitivity(asked: Question, found: list[Priced]) -> dict[str, tuple[float,
         "nothing overlaps": (kind, replace(given, overlap=0.0)),
         "efficiency a quarter lower": (kind, replace(given, efficiency=given.efficiency * 0.75)),
         "attention across ranks half as fast": (kind, replace(given, blocks=given.blocks / 2)),
+        "experts twice as uneven": (kind, replace(given, imbalance=2 * given.imbalance)),
         "delays ten times longer": (
             replace(kind, latency=10 * kind.latency, cross_latency=10 * kind.cross_latency),
             given,
         ),
     }
+    if found[0].prediction.expert_flops_per_token == 0:
+        worse.pop("experts twice as uneven")
     result = {}
     for name, (other, assumed) in worse.items():
         times = [price(one.prediction, other, assumed).time for one in found]

@@ -3,10 +3,10 @@
 from axonml_jax.mesh.axes import AXES
 
 FAMILIES: tuple[tuple[str, ...], ...] = (
-    ("data", "pipe", "fsdp", "context", "tensor"),
+    ("data", "pipe", "fsdp", "expert", "context", "tensor"),
     ("data", "pipe", "fsdp", "depth", "row", "col"),
 )
-"""Mesh axes that go together: layers are split Megatron's way or AxoNN's."""
+"""Mesh axes that go together: layers are split Megatron's way or AxoNN's. Experts go with the former."""
 
 SHORTEST = 1024
 """Positions of a rank of `context` at least: shorter parts are not tried."""

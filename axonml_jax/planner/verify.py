@@ -1,4 +1,5 @@
-"""A plan's real training step compiled for TPU chips that need not be here: memory and collectives beside the prediction."""
+"""A plan's real training step compiled for TPU chips that need not be here, or for CPUs: memory and collectives beside what is
+predicted."""
 
 import math
 import os
@@ -20,13 +21,16 @@ from axonml_jax._types import PyTree
 from axonml_jax.ledger.compiled import collectives_in_compiled, device_peak
 from axonml_jax.ledger.compiled_schedule import Moved, moved, moved_table
 from axonml_jax.ledger.predict.difference import MemoryDifference, difference, memory_difference
+from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.ledger.table import aligned
 from axonml_jax.ledger.traced import collectives_in
 from axonml_jax.mesh.axes import AXES
+from axonml_jax.mesh.fake_devices import fake_devices
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.model.loss import WeightedMean
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.router_metrics import router_metrics
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.parallel.plan import Plan
@@ -34,6 +38,9 @@ from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.planner.answer import Answer
 from axonml_jax.training.state.first_state import abstract_state, resting_shapes
 from axonml_jax.training.step import TrainStep
+
+CPU = "cpu"
+"""The topology of as many simulated devices of this machine as a plan has."""
 
 
 @dataclass(frozen=True)
@@ -95,20 +102,22 @@ def topology_devices(topology: str) -> list[Any]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")
-    require_compiler()
+    require_compiler(topology)
     from jax.experimental import topologies
 
     return list(topologies.get_topology_desc(topology_name=topology, platform="tpu").devices)
 
 
-def require_compiler() -> None:
+def require_compiler(topology: str) -> None:
     """Refuse early what cannot be compiled here.
 
     Raises:
       ModuleNotFoundError: without libtpu, which the `tpu` extra installs.
     """
-    if find_spec("libtpu") is None:
-        raise ModuleNotFoundError("compiling for TPU needs libtpu: pip install 'axonml-jax[tpu]'")
+    if topology != CPU and find_spec("libtpu") is None:
+        raise ModuleNotFoundError(
+            f"compiling for TPU needs libtpu: pip install 'axonml-jax[tpu]'; {CPU} compiles for simulated devices"
+        )
 
 
 def verify(answer: Answer, topology: str) -> Verification:
@@ -116,7 +125,8 @@ def verify(answer: Answer, topology: str) -> Verification:
 
     Args:
       answer: the planner's.
-      topology: as "v5p:8x8x8"; as many chips as the plan has devices.
+      topology: as "v5p:8x8x8", as many chips as the plan has devices; "cpu": so many simulated ones, which must not have
+        started as others.
 
     Raises:
       ValueError: for another number of chips.
@@ -130,9 +140,13 @@ def verify_plan(
     plan: Plan, config: TransformerConfig, prediction: Prediction, topology: str, global_batch: int, length: int
 ) -> Verification:
     """Compile one plan for a topology (see `verify`)."""
-    devices = topology_devices(topology)
     assert plan.mesh is not None
     degrees = {axis: size for axis, size in plan.mesh.degrees.items() if axis in AXES}
+    if topology == CPU:  # which has other kernels, and no torus
+        fake_devices(math.prod(degrees.values()))
+        decoder: Any = config
+        prediction = predict(plan, decoder, degrees, global_batch=global_batch, length=length, platform=CPU)
+    devices = jax.devices() if topology == CPU else topology_devices(topology)
     if math.prod(degrees.values()) != len(devices):
         raise ValueError(f"{topology} has {len(devices)} chips, the plan {math.prod(degrees.values())} devices")
     mesh = Mesh(
@@ -145,16 +159,17 @@ def verify_plan(
     seconds = time.perf_counter() - started
     found = collectives_in_compiled(compiled)
     costs = compiled.cost_analysis() or {}
+    memory = memory_difference(prediction, compiled)
     return Verification(
         topology=topology,
-        memory=memory_difference(prediction, compiled),
-        peak=device_peak(compiled),
+        memory=memory,
+        peak=memory.arguments[1] + memory.temporaries[1] if topology == CPU else device_peak(compiled),
         predicted_peak=prediction.memory.total,
         traffic=tuple(map(str, difference(prediction, collectives_in(traced.jaxpr)))),
         collectives=dict(Counter((each.kind, each.asynchronous, each.in_loop) for each in found)),
         moved=moved(compiled),
         flops=costs.get("flops", 0.0),
-        optimal_seconds=costs.get("optimal_seconds"),
+        optimal_seconds=estimate if (estimate := costs.get("optimal_seconds", -1.0)) >= 0 else None,
         seconds=seconds,
     )
 
@@ -173,5 +188,7 @@ def abstract_step(
     return step, state, {"tokens": rows, "targets": rows}
 
 
-def _loss(model: Any, batch: PyTree) -> WeightedMean:
-    return WeightedMean(*model.loss(batch["tokens"], batch["targets"]))
+def _loss(model: Any, batch: PyTree) -> WeightedMean | tuple[WeightedMean, dict[str, WeightedMean]]:
+    total, weight, routers = model.loss_and_routers(batch["tokens"], batch["targets"])
+    loss = WeightedMean(total, weight)
+    return loss if routers is None else (loss, router_metrics(routers))

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from axonml_jax.cost.amounts import Many, divided, least
-from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
+from axonml_jax.cost.amounts import Many, divided, least, most
+from axonml_jax.cost.decoder.configuration import DecoderLike, expert_blocks, layer_degrees
+from axonml_jax.cost.decoder.routed_experts import RoutedExperts
 from axonml_jax.cost.decoder.split_attention import SplitAttention
 from axonml_jax.cost.rounds import Run
 from axonml_jax.parallel.tensor.megatron.fused_attention import PLATFORMS, kernel_of, shape_obstacles, worth_blocks
@@ -21,7 +23,7 @@ class BlockActivations:
       rebuilt: what one block holds while it is recomputed (0 where nothing is).
       boundary: the activation between two blocks.
       head: logits, their gradient and what the loss makes of them, at their fullest.
-      others: what attention holds of other ranks' positions while it computes, and of their gradients.
+      others: what attention holds of other ranks' positions while it computes, and of their gradients, or experts of a round.
     """
 
     kept: Many
@@ -40,6 +42,7 @@ def block_activations(
     run: Run,
     platform: str | None = None,
     attention: SplitAttention | None = None,
+    experts: RoutedExperts | None = None,
     *,
     apart: bool,
 ) -> BlockActivations:
@@ -59,30 +62,63 @@ def block_activations(
       run: says what the backward recomputes.
       platform: what is compiled for, "tpu", "cuda" or "cpu"; None: no kernel of attention is counted on.
       attention: where it reads positions of other ranks: block by block, without a kernel.
+      experts: in the place of dense feed-forward parts.
       apart: whether the backward is in another loop than the forward, which then keeps products alone, all of them.
     """
     inside, outside = _cuts(config, degrees)
-    size, inner, wide, itemsize = config.hidden_size, config.mlp_size, 4, jnp.dtype(compute).itemsize
-    kv, gated = 2 * config.kv_heads * config.head_size, config.activation == "swiglu"
+    size, wide, itemsize = config.hidden_size, 4, jnp.dtype(compute).itemsize
+    kv, queries = 2 * config.kv_heads * config.head_size, config.num_heads * config.head_size
     boundary = divided(tokens * size * itemsize, outside)
     fused = attention is not None or fuses_attention(config, length, compute, platform)
     # Attention weights as the softmax leaves and as it is read.
-    within = config.num_heads * (wide if fused else length * (wide + itemsize))
-    within += (2 * size + kv) * itemsize + inner * (5 if gated else 3) * itemsize
+    within = config.num_heads * (wide if fused else length * (wide + itemsize)) + (2 * queries + kv) * itemsize
     between = 3 * size * itemsize + 4 * size * wide  # beside the block's input; what the norms make is in float32
-    products = (size + kv + inner * (2 if gated else 1)) * itemsize
-    whole = boundary + divided(tokens * within, inside) + divided(tokens * between, outside)
+    products, feed = (queries + kv) * itemsize, _feed(config, tokens, inside, itemsize, experts)
+    whole = boundary + divided(tokens * within, inside) + divided(tokens * between, outside) + feed.whole
     # Of what is between the layers: both closing products, and with biases the first of them before its bias.
     closing = size * itemsize * (3 if config.use_bias else 2)
-    selective = boundary + divided(tokens * products, inside) + divided(tokens * closing, outside)
-    scores = config.num_heads * (wide if fused else length * wide) + size * itemsize  # and the mixed heads
-    plain = selective + divided(tokens * scores, inside) if apart else whole
+    selective = boundary + divided(tokens * products, inside) + divided(tokens * closing, outside) + feed.products
+    scores = config.num_heads * (wide if fused else length * wide) + queries * itemsize  # and the mixed heads
+    plain = selective + feed.routed + divided(tokens * scores, inside) if apart else whole
     kept = (1 - run.recomputes) * plain + run.full * boundary + run.selective * selective
     words = divided(config.vocab_size, _vocabulary_cut(config, degrees))
     words = least(config.words_at_once or words, words)
     rebuilt = whole if apart else run.recomputes * whole
     others = 0 if attention is None else attention.held(tokens, itemsize, platform)
+    others = most(others, 0 if experts is None else experts.held(itemsize))
     return BlockActivations(kept, rebuilt, boundary, tokens * words * (2 * wide + itemsize), others)
+
+
+class _Feed(NamedTuple):
+    """Bytes of a block's feed-forward part; of several kinds the mean.
+
+    Attributes:
+      whole: what its backward reads.
+      products: its dense products alone.
+      routed: what is kept of experts where elementwise work is redone.
+    """
+
+    whole: Many
+    products: Many
+    routed: Many = 0
+
+
+def _feed(
+    config: DecoderLike, tokens: Many, inside: Many, itemsize: int, experts: RoutedExperts | None
+) -> _Feed:  # fmt: skip
+    gated = config.activation == "swiglu"
+    dense = lambda inner, each: divided(tokens * inner * each * itemsize, inside)
+    own = _Feed(dense(config.mlp_size, 5 if gated else 3), dense(config.mlp_size, 2 if gated else 1))
+    if experts is None or config.experts is None:
+        return own
+    shared = config.experts.shared_size
+    routed = _Feed(
+        experts.kept(itemsize) + dense(shared, 5 if experts.gates else 3),
+        dense(shared, 2 if experts.gates else 1),
+        experts.kept(itemsize, redone=True),
+    )
+    blocks, total = sum(expert_blocks(config)), config.num_layers
+    return _Feed(*(divided(a * blocks + b * (total - blocks), total) for a, b in zip(routed, own, strict=True)))
 
 
 def fuses_attention(config: DecoderLike, length: int, compute: str, platform: str | None) -> bool:

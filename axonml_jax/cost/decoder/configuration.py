@@ -7,6 +7,21 @@ from axonml_jax.cost.amounts import Many
 from axonml_jax.mesh.axes import LAYER_AXES
 
 
+class ExpertsLike(Protocol):
+    """What is asked of the experts of a configuration; `models.experts_config.ExpertsConfig` is such a value."""
+
+    num_experts: int
+    top_k: int
+    inner_size: int | None
+    router: str
+    bias_rate: float
+    router_bias: bool
+    activation: str | None
+    shared_size: int
+    capacity_factor: float | None
+    dispatch: str
+
+
 class DecoderLike(Protocol):
     """What is asked of a configuration; `models.config.TransformerConfig` is one."""
 
@@ -17,6 +32,7 @@ class DecoderLike(Protocol):
     max_length: int
     norm: str
     activation: str
+    experts: ExpertsLike | None
     position: str
     tie_embeddings: bool
     use_bias: bool
@@ -58,18 +74,19 @@ class DecoderLike(Protocol):
         """FLOPs of one training token."""
         ...
 
+    def has_experts(self, block: int) -> bool:
+        """Whether the feed-forward part of a block is a mixture of experts."""
+        ...
 
-def refuse_experts(model: object) -> None:
-    """Refuse a configuration whose mixtures of experts are not priced.
 
-    Raises:
-      ValueError: with the remedy.
-    """
-    if (experts := getattr(model, "experts", None)) is not None:
-        raise ValueError(
-            f"a model with {experts.num_experts} experts cannot be priced from its configuration yet: what a dispatch sends "
-            "depends on where tokens go. Trace its step: ax.explain(trainer, batch)"
-        )
+def gated(config: DecoderLike, experts: ExpertsLike) -> bool:
+    """Whether experts multiply two inner products."""
+    return (experts.activation or config.activation) != "gelu"
+
+
+def expert_blocks(config: DecoderLike) -> list[bool]:
+    """Of every block whether it has experts."""
+    return [config.has_experts(block) for block in range(config.num_layers)]
 
 
 def is_decoder(model: object) -> bool:
@@ -80,7 +97,7 @@ def is_decoder(model: object) -> bool:
 def layer_degrees(config: DecoderLike, degrees: Mapping[str, Many]) -> dict[str, Many]:
     """The degrees over which the model's own layers split: of `tensor`, or of row, col and depth."""
     axes = ("tensor",) if config.split == "tensor" else ("row", "col", "depth")
-    axes += ("expert",) if getattr(config, "experts", None) is not None else ()
+    axes += ("expert",) if config.experts is not None else ()
     return {axis: degrees.get(axis, 1) for axis in axes}
 
 
@@ -101,11 +118,14 @@ def _tensor_problems(config: DecoderLike, own: Mapping[str, int], length: int) -
     if config.sequence_parallel:
         sizes["positions"] = length
     found = [f"{size} {what} do not divide over tensor={ranks}" for what, size in sizes.items() if size % ranks]
-    experts, held = getattr(config, "experts", None), own.get("expert", 1)
-    if experts is not None and experts.num_experts % held:
-        found.append(f"{experts.num_experts} experts do not divide over expert={held}")
-    if experts is not None and (inner := experts.inner_size or config.mlp_size) % ranks:
-        found.append(f"{inner} inner features of an expert do not divide over tensor={ranks}")
+    if (experts := config.experts) is not None:
+        held, inner = own["expert"], experts.inner_size or config.mlp_size
+        if experts.num_experts % held:
+            found.append(f"{experts.num_experts} experts do not divide over expert={held}")
+        if inner % ranks:
+            found.append(f"{inner} inner features of an expert do not divide over tensor={ranks}")
+        if experts.shared_size % ranks:
+            found.append(f"{experts.shared_size} inner features of a shared expert do not divide over tensor={ranks}")
     if kv % ranks and ranks % kv:
         found.append(f"{kv} key and value heads and tensor={ranks}: neither divides the other")
     return found

@@ -1,26 +1,50 @@
-"""The weights of a decoder-only transformer from its configuration, whole, tensor-parallel or on a 3-D grid."""
+"""The weights of a decoder-only transformer from its configuration: whole, tensor-parallel, on a 3-D grid, or of experts."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees, refuse_experts
+from axonml_jax.cost.decoder.configuration import DecoderLike, ExpertsLike, expert_blocks, gated, layer_degrees
 from axonml_jax.cost.weight import Place, Weight
 
 
 def decoder_weights(config: DecoderLike, degrees: Mapping[str, int] | None = None) -> tuple[Weight, ...]:
-    """Every parameter of `models.Transformer(config)`, block by block the same.
+    """Every parameter of `models.Transformer(config)`, alike in all blocks of a kind: dense ones, and those with experts.
 
     Args:
       config: its sizes, and how its layers split.
       degrees: of the mesh.
     """
-    refuse_experts(config)
     return _Decoder(config, layer_degrees(config, degrees or {})).weights()
+
+
+def _kinds(num_layers: int, with_experts: int) -> "Iterator[_Kind]":
+    """The kinds of blocks; one of which there is one alone is no unit."""
+    if with_experts in (0, num_layers):
+        yield _Kind("block", num_layers, "blocks")
+        return
+    counts: dict[Place, int] = {"dense block": num_layers - with_experts, "expert block": with_experts}
+    for place, count in counts.items():
+        yield _Kind(place, count, f"{place}s" if count > 1 else "")
 
 
 def _stacks(block: Sequence[Weight]) -> list[Weight]:
     """A block's weights as `models.Stack` holds them."""
     return [replace(each.stacked(), name=each.name.replace("blocks/", "blocks/layer/")) for each in block]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Blocks of one kind: dense ones, or those with experts."""
+
+    place: Place
+    count: int
+    unit: str
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What their weights have in common."""
+        return {"place": self.place, "count": self.count, "unit": self.unit}
 
 
 class _Decoder:
@@ -31,22 +55,62 @@ class _Decoder:
         self.outside = ("tensor",) if config.sequence_parallel and self.tensor > 1 else ()
         # What a unit adds last, and what is looked up before the first one, recomputation may leave out.
         self.rebuilds_ends = not (self.outside or config.scan_layers)
+        self.travels = own.get("expert", 1) > 1
 
     def weights(self) -> tuple[Weight, ...]:
-        config, block = self.config, []
-        kv = config.kv_heads * config.head_size
-        size, inner = config.hidden_size, config.mlp_size
-        for name in ("attention_norm", "mlp_norm"):
-            block += self._norm(f"blocks/{name}")
-        whole_kv = self.tensor > 1 and config.kv_heads % self.tensor > 0
-        block += self._linear("blocks/attention/query", size, size, "column")
-        for name in ("key", "value"):
-            block += self._linear(f"blocks/attention/{name}", size, kv, "replicated" if whole_kv else "column")
-        block += self._linear("blocks/attention/out", size, size, "row")
-        for name in ("gate", "up") if config.activation == "swiglu" else ("up",):
-            block += self._linear(f"blocks/mlp/{name}", size, inner, "column")
-        block += self._linear("blocks/mlp/down", inner, size, "row")
+        config = self.config
+        block = [each for kind in _kinds(config.num_layers, sum(expert_blocks(config))) for each in self._block(kind)]
         return tuple(self._ends() + (_stacks(block) if config.scan_layers else block))
+
+    def _block(self, kind: _Kind) -> list[Weight]:
+        config, block = self.config, []
+        queries, kv, size = config.num_heads * config.head_size, config.kv_heads * config.head_size, config.hidden_size
+        for name in ("attention_norm", "mlp_norm"):
+            block += self._norm(f"blocks/{name}", kind)
+        whole_kv = self.tensor > 1 and config.kv_heads % self.tensor > 0
+        block += self._linear("blocks/attention/query", size, queries, "column", kind)
+        for name in ("key", "value"):
+            block += self._linear(f"blocks/attention/{name}", size, kv, "replicated" if whole_kv else "column", kind)
+        block += self._linear("blocks/attention/out", queries, size, "row", kind)
+        experts = config.experts
+        if experts is None or kind.place == "dense block":
+            return [*block, *self._dense("blocks/mlp", config.mlp_size, config.activation == "swiglu", kind)]
+        block += self._experts(experts, kind)
+        if experts.shared_size:
+            block += self._dense("blocks/mlp/shared", experts.shared_size, gated(config, experts), kind)
+        return block
+
+    def _dense(self, name: str, inner: int, gates: bool, kind: _Kind) -> Iterator[Weight]:
+        for part in ("gate", "up") if gates else ("up",):
+            yield from self._linear(f"{name}/{part}", self.config.hidden_size, inner, "column", kind)
+        yield from self._linear(f"{name}/down", inner, self.config.hidden_size, "row", kind)
+
+    def _experts(self, experts: ExpertsLike, kind: _Kind) -> Iterator[Weight]:
+        """Of all experts in one array each, and of the router, whole on every rank."""
+        config, number = self.config, experts.num_experts
+        size, inner = config.hidden_size, experts.inner_size or config.mlp_size
+        router = {"summed": self.outside, **kind.shared}
+        yield self._one("blocks/mlp/router/kernel", (size, number), **router)
+        if experts.router_bias:
+            yield self._one("blocks/mlp/router/bias", (number,), again=False, **router)
+        inward = ("gate", "up") if gated(config, experts) else ("up",)
+        shapes = {**dict.fromkeys(inward, (size, inner)), "down": (inner, size)}
+        cut = {**dict.fromkeys(inward, 2), "down": 1}
+        for name, shape in shapes.items():
+            yield self._one(f"blocks/mlp/{name}", (number, *shape), splits=self._over_experts(cut[name]), **kind.shared)
+        for name in shapes if config.use_bias else ():
+            # Later rounds are computed again in the backward, with the biases; with capacity there are none, and then a scan
+            # redoes what is added to inner products, which the loop over experts of one rank keeps.
+            dropless, last = experts.capacity_factor is None, name == "down"
+            more = {"again": self.travels and dropless, "redone": not (last or dropless), **kind.shared}
+            more |= {"splits": self._over_experts(0 if last else 1)}
+            more |= {"summed": ("tensor",) if last and self.tensor > 1 else ()}
+            yield self._one(f"blocks/mlp/{name}_bias", (number, shapes[name][1]), **more)
+
+    def _over_experts(self, inner: int) -> tuple:
+        """Experts over ranks, and inside each the dim that `tensor` splits, 0 for none."""
+        over = ((("tensor",), inner),) if inner and self.tensor > 1 else ()
+        return ((("expert",), 0), *over)
 
     def _ends(self) -> list[Weight]:
         config, tied = self.config, self.config.tie_embeddings
@@ -59,7 +123,7 @@ class _Decoder:
         if config.position == "learned":
             positions = (config.max_length, config.hidden_size)
             found.append(self._one("positions/embedding", positions, "first", again=False, rebuilds=self.rebuilds_ends))
-        found += self._norm("norm", place="last", count=1)
+        found += self._norm("norm", _Kind("last", 1, ""))
         if not tied:
             # On a grid the head is transposed, so that its logits are split over col as those of a tied table are.
             splits = self._splits("row")[0] if self.grid else self._splits("column")[0]
@@ -79,19 +143,17 @@ class _Decoder:
             rebuilds=rebuilds, redone=redone, place=place, summed=summed,
         )  # fmt: skip
 
-    def _norm(self, name: str, place: Place = "block", count: int | None = None) -> list[Weight]:
+    def _norm(self, name: str, kind: _Kind) -> list[Weight]:
         config, shape = self.config, (self.config.hidden_size,)
-        count, unit = (config.num_layers, "blocks") if count is None else (count, "")
-        shared = {"place": place, "count": count, "unit": unit, "summed": self.outside}
+        shared = {"summed": self.outside, **kind.shared}
         # Where its gradient is summed over tensor, a copy of the scale is kept for the backward.
         found = [self._one(f"{name}/scale", shape, again=not self.outside, **shared)]
         if config.norm == "layernorm" and config.use_bias:
             found.append(self._one(f"{name}/bias", shape, again=False, **shared))
         return found
 
-    def _linear(self, name: str, fan_in: int, fan_out: int, split: str) -> list[Weight]:
-        kernel, bias = self._splits(split)
-        shared = {"place": "block", "count": self.config.num_layers, "unit": "blocks"}
+    def _linear(self, name: str, fan_in: int, fan_out: int, split: str, kind: _Kind) -> list[Weight]:
+        (kernel, bias), shared = self._splits(split), kind.shared
         replicated = ("tensor",) if split == "replicated" else ()
         found = [self._one(f"{name}/kernel", (fan_in, fan_out), splits=kernel, summed=replicated, **shared)]
         if self.config.use_bias:

@@ -1,9 +1,11 @@
 """What the layers of a decoder send themselves: Megatron's all-reduces, sequence parallelism's gathers, AxoNN's grid."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from axonml_jax.cost.amounts import Many, divided, varies
+import jax.numpy as jnp
+
+from axonml_jax.cost.amounts import Many, divided, nothing, varies
 from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
 from axonml_jax.cost.flow import EACH_MICROBATCH, GRADIENTS, PARAMETERS, Flow, named
 from axonml_jax.cost.rounds import Run, ShardCounts
@@ -25,6 +27,7 @@ class Layers:
       dtype: of activations.
       parts: of the model, that the rank has.
       run: microbatches per step, and what the backward recomputes.
+      passed: numbers that stages of a pipeline hand on beside activations.
     """
 
     config: DecoderLike
@@ -34,6 +37,7 @@ class Layers:
     dtype: str
     parts: ShardCounts
     run: Run
+    passed: Many = 0
 
     def flow(
         self, kind: str, axis: str, elements: Many, work: str, *, calls: Many = 1, arrays: Many = 1, label: str = "",
@@ -56,12 +60,18 @@ class Layers:
         )
 
     @property
-    def boundary(self) -> Flow:
-        """What a stage of a pipeline hands on of one microbatch."""
+    def boundary(self) -> tuple[Flow, ...]:
+        """What a stage of a pipeline hands on of one microbatch, by dtype."""
         share = 1
         if self.config.sequence_parallel:
             share = layer_degrees(self.config, self.degrees).get("tensor", 1)
-        return self.flow("permute", AXIS, divided(self.tokens * self.config.hidden_size, share), "")
+        activations = self.flow("permute", AXIS, divided(self.tokens * self.config.hidden_size, share), "")
+        wide = named(jnp.promote_types(self.dtype, jnp.float32))[0]
+        if nothing(self.passed):
+            return (activations,)
+        if wide == activations.dtype:
+            return (replace(activations, elements=activations.elements + self.passed),)
+        return activations, self.flow("permute", AXIS, self.passed, "", dtype=wide)
 
 
 def layer_flows(layers: Layers, weights: Weights) -> Iterator[Flow]:
@@ -82,33 +92,63 @@ def _tensor(layers: Layers, weights: Weights) -> Iterator[Flow]:
     whole = layers.tokens * layers.config.hidden_size
     make = lambda work, calls: layers.flow(SUM, "tensor", whole, work, calls=calls)
     parts, again, scan = layers.parts, layers.run.recomputes, layers.config.scan_layers
-    yield make("forward", 2 * parts.blocks + parts.first)
+    halves = 2 * parts.blocks + _shared(layers)
+    yield make("forward", halves + parts.first)
     # Recomputing repeats every sum of the forward; in a scan, whose trips end with their units, not what a unit ends with.
-    repeated = again * (1 if scan else 2) * parts.blocks + again * parts.first * (not scan)
-    yield make("backward", 2 * parts.blocks + repeated + parts.last)
+    repeated = again * (parts.blocks if scan else halves) + again * parts.first * (not scan)
+    yield make("backward", halves + repeated + parts.last)
+    yield from _gates(layers)
     yield from _loss(layers, "tensor")
     yield from _summed(layers, weights)
+
+
+def _shared(layers: Layers) -> Many:
+    """Experts through which all tokens go, each a dense layer beside the others."""
+    own = layers.config.experts
+    return layers.parts.experts if own is not None and own.shared_size else 0
+
+
+def _gates(layers: Layers) -> Iterator[Flow]:
+    """Every rank of `tensor` weighs a part of each expert's outputs: their sum is the gates' gradient."""
+    if (own := layers.config.experts) is not None:
+        wide = jnp.promote_types(layers.dtype, jnp.float32).name
+        pairs, calls = layers.tokens * own.top_k, layers.parts.experts
+        yield layers.flow(SUM, "tensor", pairs, "backward", calls=calls, dtype=wide)
+
+
+def _scores(layers: Layers) -> Iterator[Flow]:
+    """With the sequence split each rank's router scores its positions, and all need the choices of all."""
+    if (own := layers.config.experts) is not None:
+        wide, calls = jnp.promote_types(layers.dtype, jnp.float32).name, layers.parts.experts
+        for work, times in (("forward", 1), ("backward", layers.run.recomputes)):
+            scores = layers.tokens * own.num_experts
+            yield layers.flow(GATHER, "tensor", scores, work, calls=times * calls, dtype=wide)
 
 
 def _sequence(layers: Layers, weights: Weights) -> Iterator[Flow]:
     """Korthikanti et al. 2022: a gather and a scatter per half block each way, and the gathered input again."""
     whole, again = layers.tokens * layers.config.hidden_size, layers.run.recomputes
-    blocks, first, last = layers.parts.blocks, layers.parts.first, layers.parts.last
+    first, last, shared = layers.parts.first, layers.parts.last, _shared(layers)
+    experts = layers.parts.experts  # in the place of so many dense halves; they keep what they gather
+    halves = 2 * layers.parts.blocks - experts
 
-    def make(kind: str, work: str, calls: Many, ends: Many) -> Iterator[Flow]:
-        """`calls` of the blocks, which a ring cuts into hops, and those of what stands before and after the blocks."""
+    def make(kind: str, work: str, calls: Many, others: Many) -> Iterator[Flow]:
+        """`calls` of halves, which a ring cuts into hops, and those of experts and of what stands around the blocks."""
         ranks, ring = layers.degrees["tensor"], layers.config.ring
         if ring:
             yield layers.flow("permute", "tensor", divided(whole, ranks), work, calls=calls * (ranks - 1))
-        yield layers.flow(kind, "tensor", whole, work, calls=ends if ring else calls + ends)
+        yield layers.flow(kind, "tensor", whole, work, calls=others if ring else calls + others)
 
-    yield from make(GATHER, "forward", 2 * blocks, last)
-    yield from make(SCATTER, "forward", 2 * blocks, first)
+    yield from make(GATHER, "forward", halves, last + experts + shared)
+    yield from make(SCATTER, "forward", halves, first + experts + shared)
     # Recomputing repeats what leads to the last product of a unit, not the scatter after it.
-    yield from make(GATHER, "backward", (4 + 2 * again) * blocks, first + (1 + again) * last)
-    yield from make(SCATTER, "backward", (2 + again) * blocks, last)
+    others = first + (1 + again) * (last + experts) + (2 + again) * shared
+    yield from make(GATHER, "backward", (2 + again) * halves, others)
+    yield from make(SCATTER, "backward", halves + again * layers.parts.blocks, last + experts + shared)
     if layers.config.position == "learned":
         yield layers.flow(GATHER, "tensor", layers.length * layers.config.hidden_size, "backward", calls=first)
+    yield from _scores(layers)
+    yield from _gates(layers)
     yield from _loss(layers, "tensor")
     yield from _summed(layers, weights)
 

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 
 from axonml_jax.cost.amounts import Many
-from axonml_jax.cost.decoder.configuration import DecoderLike
+from axonml_jax.cost.decoder.configuration import DecoderLike, expert_blocks, gated
 from axonml_jax.cost.decoder.split_attention import SplitAttention
 from axonml_jax.cost.rounds import Run
 from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
 
 
-def stage_costs(config: DecoderLike, blocks: Sequence[int], run: Run, length: int) -> StageCosts:
+def stage_costs(
+    config: DecoderLike, blocks: Sequence[int], experts: Sequence[int], run: Run, length: int
+) -> StageCosts:
     """What the stages' work costs, in multiplications per token: of their blocks, and of the head on the last one.
 
     The embedding is looked up and costs nothing; a tied one multiplies as the head, though it lives on the first stage.
@@ -17,11 +19,15 @@ def stage_costs(config: DecoderLike, blocks: Sequence[int], run: Run, length: in
     Args:
       config: the model.
       blocks: by stage.
+      experts: those of them that have experts.
       run: says what the backward recomputes.
       length: of a sequence.
     """
     attention = 2.0 * config.num_heads * config.head_size * length
-    forward = [count * (block_products(config) + attention) for count in blocks]
+    more = block_products(config, experts=True) - block_products(config) if config.experts is not None else 0.0
+    forward = [
+        count * (block_products(config) + attention) + own * more for count, own in zip(blocks, experts, strict=True)
+    ]
     again = [run.full * own + run.selective * count * attention for own, count in zip(forward, blocks, strict=True)]
     forward[-1] += head_products(config)
     again[-1] += run.full * head_products(config)
@@ -43,11 +49,27 @@ def blockwise_flops(config: DecoderLike, run: Run, length: int, attention: Split
     return 2 * config.num_layers * config.num_heads * 2 * config.head_size * length * (3 + run.recomputes)
 
 
-def block_products(config: DecoderLike) -> float:
-    """Multiplications of a block's matrices per token."""
-    size, kv = config.hidden_size, config.kv_heads * config.head_size
+def block_products(config: DecoderLike, *, experts: bool = False, resting: bool = False) -> float:
+    """Multiplications of a block's matrices per token.
+
+    Args:
+      config: the model.
+      experts: whether it has experts; else its feed-forward part is dense.
+      resting: of all experts, as which a pipeline weighs a block where it cuts; else of a token's own.
+    """
+    size, kv, queries = config.hidden_size, config.kv_heads * config.head_size, config.num_heads * config.head_size
+    attention = 2.0 * size * (queries + kv)
     inward = 2 if config.activation == "swiglu" else 1
-    return 2.0 * size * (size + kv) + (inward + 1.0) * size * config.mlp_size
+    own = config.experts
+    if not experts or own is None:
+        return attention + (inward + 1.0) * size * config.mlp_size
+    inward = 2 if gated(config, own) else 1
+    inner, number = own.inner_size or config.mlp_size, own.num_experts
+    each = (inward + 1.0) * size * inner
+    # A cut sees the experts' biases as matrices too.
+    biases = float(number * (inward * inner + size)) if resting and config.use_bias else 0.0
+    shared = (inward + 1.0) * size * own.shared_size
+    return attention + size * number + shared + each * (number if resting else own.top_k) + biases
 
 
 def head_products(config: DecoderLike) -> float:
@@ -56,10 +78,24 @@ def head_products(config: DecoderLike) -> float:
 
 
 def recomputed_flops(config: DecoderLike, run: Run, length: int) -> Many:
-    """Of a token: a third of forward and backward again; only attention's own products where weight products are kept.
+    """Of a token: a third of forward and backward again; only those of attention and of experts where weight products are kept.
 
     A loss that holds some words' logits at a time computes them once more.
     """
     logits = 2 * config.hidden_size * config.vocab_size if config.words_at_once else 0
     attention = 6 * config.num_layers * config.num_heads * 2 * config.head_size * length
-    return run.full * (config.flops_per_token(length) // 3) + run.selective * (attention // 3) + logits
+    parts = attention + expert_products(config) * 6
+    return run.full * (config.flops_per_token(length) // 3) + run.selective * (parts // 3) + logits
+
+
+def expert_products(config: DecoderLike) -> int:
+    """Multiplications per token of the experts that it is sent to, in all blocks."""
+    if (own := config.experts) is None:
+        return 0
+    inward, inner = 2 if gated(config, own) else 1, own.inner_size or config.mlp_size
+    return sum(expert_blocks(config)) * own.top_k * (inward + 1) * config.hidden_size * inner
+
+
+def expert_flops(config: DecoderLike, run: Run) -> Many:
+    """FLOPs of them per token, forward and backward and recomputed."""
+    return 2 * expert_products(config) * (3 + run.recomputes)

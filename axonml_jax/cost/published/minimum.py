@@ -80,3 +80,11 @@ def tensor_traffic(blocks: int, microbatches: int, elements: int, itemsize: int,
 def pipeline_traffic(chunks: int, microbatches: int, elements: int, itemsize: int) -> int:
     """Bytes per rank and update between stages: one activation and one cotangent per boundary and microbatch."""
     return 2 * chunks * microbatches * elements * itemsize
+
+
+def experts_traffic(elements: int, top_k: int, itemsize: int, ranks: int) -> Fraction:
+    """Bytes per rank of a layer of experts and a microbatch of [b, s, h]: to each token's k experts and back, both ways.
+
+    Or all tokens to all ranks and the sums of outputs back, where that is less.
+    """
+    return Fraction(4 * min(top_k, ranks) * elements * itemsize * (ranks - 1), ranks)

@@ -73,8 +73,7 @@ def require_fit(config: RunConfig, ground: RunSetup, budget: Budget) -> None:
       ConfigError: with the bytes by kind and the remedies, unless forced.
     """
     limit = budget.max_memory or device_memory()
-    # What a model with experts holds is not predicted; asked for by name it is refused.
-    if limit is None or budget.force or (config.model.experts is not None and budget.max_memory is None):
+    if limit is None or budget.force:
         return
     found = predicted(config, ground)
     if found.memory.total > limit:

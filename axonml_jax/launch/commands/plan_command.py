@@ -48,7 +48,7 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     """
     require_writable({"--picture": chosen.picture, "--write": chosen.write})
     if chosen.verify:
-        require_compiler()
+        require_compiler(chosen.verify)
     base, model, sizes = _subject(chosen)
     if chosen.as_written:
         return _as_written(base, chosen)
@@ -166,6 +166,7 @@ def config_text(answer: Answer, base: RunConfig | None = None, arguments: Sequen
         base,
         devices=replace(base.devices, simulated=base.devices.simulated and answer.asked.num_devices),
         model=model,
+        experts=model.experts or base.experts,
         mesh=MeshConfig(**{axis: found.mesh.get(axis, 1) for axis in AXES}),
         plan=_plan_config(base.plan, found, answer.asked.precision),
         context=ContextConfig(method=found.method, shard=found.shared) if found.method else ContextConfig(),
@@ -183,6 +184,8 @@ def _changed(config: Any, values: dict[str, Any]) -> dict[str, Any]:
     """What of a configuration's values is not as it is by default."""
     kept = {}
     for field in fields(config):
+        if field.name not in values:  # a section of its own
+            continue
         value, default = getattr(config, field.name), field.default
         if is_dataclass(value):
             if inside := _changed(value, values[field.name]):

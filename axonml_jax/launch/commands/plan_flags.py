@@ -75,5 +75,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write a configuration that `axonml-jax train` runs")
     parser.add_argument(
-        "--verify", metavar="TOPOLOGY", help="compile the step for TPU chips that need not be here, as v5p:8x8x8"
+        "--verify",
+        metavar="TOPOLOGY",
+        help="compile the step for TPU chips that need not be here, as v5p:8x8x8; cpu: for simulated devices",
     )

@@ -2,19 +2,20 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 
 import jax.numpy as jnp
 
 from axonml_jax.cost.decoder.activations import compute_dtype
-from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees, problems, refuse_experts
+from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees, problems
 from axonml_jax.cost.decoder.cuts import Stages, bubble, stages_of, timetable_of
 from axonml_jax.cost.decoder.split_attention import SplitAttention
-from axonml_jax.cost.decoder.work import blockwise_flops, recomputed_flops, stage_costs
+from axonml_jax.cost.decoder.work import blockwise_flops, expert_flops, recomputed_flops, stage_costs
 from axonml_jax.cost.flow import merged
 from axonml_jax.cost.held import Memory, resting
 from axonml_jax.cost.passing import TickCounts
-from axonml_jax.cost.published.minimum import pipeline_traffic, tensor_traffic, weight_traffic
+from axonml_jax.cost.published.minimum import experts_traffic, pipeline_traffic, tensor_traffic, weight_traffic
 from axonml_jax.cost.rounds import Run, ShardCounts, splitting
 from axonml_jax.cost.step_cost import Step, flows, held, weights_of
 from axonml_jax.cost.wire import Amount, exact
@@ -52,16 +53,15 @@ def predict(
     Raises:
       ValueError: with everything that cannot work.
     """
-    refuse_experts(model)
     degrees = {axis: degrees[axis] for axis in (*AXES, *flat_axes(plan.axes)) if axis in degrees}
     plan = plan.decided(Fabric(devices=math.prod(degrees.values()), torus=torus), degrees)
     length = model.max_length if length is None else length
     rows = _rows(plan, model, degrees, global_batch, length)
     stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)
-    step = _step(plan, model, degrees, stages, timetable, rows, length)
+    step = replace(_step(plan, model, degrees, stages, timetable, rows, length), platform=platform)
     in_ticks = plan.pipe is not None and plan.pipe.in_ticks
-    memory = held(step, moments=moments, offload=plan.offload, platform=platform, in_ticks=in_ticks)
-    flops, costs = model.flops_per_token(length), stage_costs(model, stages.blocks, step.run, length)
+    memory = held(step, moments=moments, offload=plan.offload, in_ticks=in_ticks)
+    flops, costs = model.flops_per_token(length), stage_costs(model, stages.blocks, stages.experts, step.run, length)
     return Prediction(
         degrees={axis: ranks for axis, ranks in degrees.items() if ranks > 1},
         plan=in_words(plan, degrees, model),
@@ -77,7 +77,9 @@ def predict(
         recomputed_flops_per_token=recomputed_flops(model, step.run, length),
         causal_balance=1.0 if step.attention is None else step.attention.balance,
         blockwise_flops_per_token=blockwise_flops(model, step.run, length, step.attention),
-        notes=_notes(plan, degrees, timetable, memory, step.attention),
+        expert_flops_per_token=expert_flops(model, step.run),
+        expert_padding=0.0 if step.experts is None else step.experts.padded,
+        notes=_notes(plan, degrees, timetable, memory, step),
         timetable=timetable,
         stage_costs=None if timetable is None else costs,
     )
@@ -106,6 +108,7 @@ def _step(
         stage_blocks=max(stages.blocks),
         chunks=1 if plan.pipe is None else plan.pipe.chunks,
         attention=SplitAttention.of(plan, model, degrees, length),
+        routers_passed=stages.routers_passed,
     )
 
 
@@ -140,6 +143,9 @@ def _minimum(plan: Plan, step: Step) -> dict[str, Amount]:
     whole, item = step.tokens * model.hidden_size, jnp.dtype(step.compute).itemsize
     if (tensor := layer_degrees(model, degrees).get("tensor", 1)) > 1:
         found["layers"] = exact(tensor_traffic(step.fullest.blocks, run.microbatches, whole, item, tensor))
+    if step.experts is not None and step.experts.ranks > 1:
+        layers = step.fullest.experts * run.microbatches
+        found["experts"] = exact(layers * experts_traffic(whole, step.experts.top_k, item, step.experts.ranks))
     if step.ticks is not None:
         passed = whole // (tensor if model.sequence_parallel else 1)
         found["activations+cotangents"] = pipeline_traffic(step.chunks, run.microbatches, passed, item)
@@ -176,15 +182,21 @@ def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:
 
 
 def _notes(
-    plan: Plan, degrees: Mapping[str, int], timetable: Timetable | None, held: Memory, attention: SplitAttention | None
+    plan: Plan, degrees: Mapping[str, int], timetable: Timetable | None, held: Memory, step: Step
 ) -> tuple[str, ...]:
     found = {
         "what attention sends of other ranks' keys and values is not counted": (
-            attention is None and any(degrees[axis] > 1 for axis, _ in plan.batch_layout(degrees).positions)
+            step.attention is None and any(degrees[axis] > 1 for axis, _ in plan.batch_layout(degrees).positions)
         ),
         "nothing is sent along an axis under NO_SYNC: its ranks train models of their own": plan.independent,
         "what layers send is counted for the microbatches that a stage works on; a trace counts every tick's dearest branch": (
             timetable is not None and any(degrees.get(axis, 1) > 1 for axis in LAYER_AXES)
+        ),
+        "experts get equal loads: of the rounds that other loads need one is listed, as a trace counts it, and is in no sum": (
+            step.experts is not None
+            and step.experts.capacity is None
+            and step.experts.ranks > 1
+            and not step.experts.gathers
         ),
         "the bubble is that of the stages' matrix products, the head's on the last": timetable is not None,
         f"{held.host:,} bytes rest in host memory; the update brings them to the device "

@@ -1,13 +1,14 @@
 """`Prediction`: what a plan will hold, send and compute, as a value that prints as tables, compares and goes to JSON."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from axonml_jax.cost.flow import Flow
+from axonml_jax.cost.flow import LATER, Flow
 from axonml_jax.cost.held import Memory
 from axonml_jax.cost.wire import Amount, exact
+from axonml_jax.ledger.label import PADDING
 from axonml_jax.ledger.table import aligned, number
 from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
 from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
@@ -21,9 +22,10 @@ class Prediction:
       degrees: of the mesh.
       plan: how the step runs, in words.
       memory: bytes per device.
-      traffic: collectives by what they move, the heaviest first.
+      traffic: collectives by what they move, the heaviest first. Of a dispatch's rounds after the first, which even loads do
+        not need, one is among them, as in a traced step; sums leave it out.
       minimum: bytes per rank and step that theory allows, by label: gradients+parameters (ZeRO), activations+cotangents
-        (pipeline), layers (Megatron, Korthikanti et al., AxoNN).
+        (pipeline), layers (Megatron, Korthikanti et al., AxoNN), experts (every token to its k experts and back).
       bubble: idle time of a pipeline's ranks over useful time.
       ticks: rows of the pipeline's timetable; 0 without one.
       microbatches: of one update, on one batch shard.
@@ -33,6 +35,8 @@ class Prediction:
       recomputed_flops_per_token: what recomputation adds.
       causal_balance: what the rank that computes most of causal attention computes of it, over the mean.
       blockwise_flops_per_token: of all these FLOPs, those of attention that reads positions of other ranks.
+      expert_flops_per_token: of all these FLOPs, those of the experts that a token is sent to.
+      expert_padding: rows that a rank's experts multiply, over those of its share of tokens; 0: as many as others send.
       notes: what the numbers leave open.
       timetable: what the pipeline runs when; None without one.
       stage_costs: multiplications per token of the timetable's stages.
@@ -52,6 +56,8 @@ class Prediction:
     recomputed_flops_per_token: int
     causal_balance: float = 1.0
     blockwise_flops_per_token: float = 0.0
+    expert_flops_per_token: float = 0.0
+    expert_padding: float = 0.0
     notes: tuple[str, ...] = ()
     timetable: Timetable | None = field(default=None, repr=False)
     stage_costs: StageCosts | None = field(default=None, repr=False)
@@ -63,14 +69,18 @@ class Prediction:
 
     @property
     def total_bytes(self) -> Amount:
-        """Bytes that one rank sends in one step."""
-        return exact(sum(flow.wire_bytes for flow in self.traffic))
+        """Bytes that one rank sends in one step, where experts get equal loads."""
+        return exact(sum(flow.wire_bytes for flow in self._even))
+
+    @property
+    def _even(self) -> list[Flow]:
+        return [flow for flow in self.traffic if flow.where != LATER]
 
     @property
     def bytes_by_axes(self) -> dict[tuple[str, ...], Amount]:
         """The total by mesh axes."""
         totals: dict[tuple[str, ...], Amount] = {}
-        for flow in self.traffic:
+        for flow in self._even:
             totals[flow.axes] = exact(totals.get(flow.axes, 0) + flow.wire_bytes)
         return totals
 
@@ -80,7 +90,7 @@ class Prediction:
         found = {}
         for name, least in self.minimum.items():
             labels = {"layers": ("layers",)}.get(name, name.split("+"))
-            sent = exact(sum(flow.wire_bytes for flow in self.traffic if (flow.label or "layers") in labels))
+            sent = exact(sum(flow.wire_bytes for flow in self._even if (flow.label or "layers") in labels))
             found[name] = (sent, least, float(sent / least) if least else None)
         return found
 
@@ -111,6 +121,7 @@ class Prediction:
             "flops_per_token": self.flops_per_token,
             "recomputed_flops_per_token": self.recomputed_flops_per_token,
             "causal_balance": self.causal_balance,
+            "expert_flops_per_token": self.expert_flops_per_token,
             "notes": list(self.notes),
         }
 
@@ -152,19 +163,7 @@ class Prediction:
 
     def _traffic_table(self) -> str:
         header = ["label", "collective", "axes", "dtype", "where", "launches", "elements", "bytes/rank"]
-        rows = [
-            [
-                flow.label or "layers",
-                flow.kind,
-                f"{','.join(flow.axes)} ({flow.group_size})",
-                flow.dtype,
-                flow.where if flow.times == 1 else f"{flow.where} ({flow.times})",
-                number(flow.count),
-                number(flow.elements * flow.times),
-                number(flow.wire_bytes),
-            ]
-            for flow in self.traffic
-        ]
+        rows = [row for flow in self.traffic for row in _rows(flow)]
         return aligned(header, rows, left=5)
 
     def _axes_table(self) -> str:
@@ -187,3 +186,14 @@ class Prediction:
         if self.ticks:
             lines.append(f"pipeline: {self.ticks} ticks, bubble {self.bubble:.1%} of the useful time")
         return "\n".join(lines)
+
+
+def _rows(flow: Flow) -> Iterator[list[str]]:
+    """A flow in a table: one row, or two where a part of it is padding, which has no launch of its own."""
+    place = flow.where if flow.times == 1 else f"{flow.where} ({flow.times})"
+    ranks = f"{','.join(flow.axes)} ({flow.group_size})"
+    parts = [(flow.label or "layers", flow.count, flow.elements - flow.padding, flow.wire_bytes - flow.padding_bytes)]
+    parts += [(PADDING, 0, flow.padding, flow.padding_bytes)] if flow.padding else []
+    for label, count, elements, sent in parts:
+        counts = (number(count), number(elements * flow.times), number(exact(sent)))
+        yield [label, flow.kind, ranks, flow.dtype, place, *counts]

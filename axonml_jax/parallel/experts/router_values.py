@@ -9,6 +9,9 @@ from axonml_jax.collectives.joined_ranks import joined_ranks
 from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.parallel.experts.routers import Chosen
 
+MOST_LOADS = 64
+"""Experts up to which each one's load is a metric of a step."""
+
 
 class RouterValues(NamedTuple):
     """Of one microbatch, over all ranks that have a part of it; padding counts nowhere.
