@@ -31,13 +31,18 @@ class Stack(nnx.Module):
                 variable.set_metadata(**{SPEC: PartitionSpec(None, *spec)})
         self.count, self.layer = count, layer
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, Any]:
-        """x through all layers, which return it and something besides: (x, the layers' others along dim 0)."""
+    def __call__(self, x: jax.Array, **same: Any) -> tuple[jax.Array, Any]:
+        """x through all layers, which return it and something besides: (x, the layers' others along dim 0).
+
+        Args:
+          x: what goes through.
+          **same: what every layer is given besides.
+        """
         graph, params, state = nnx.split(self.layer, nnx.Param, ...)
 
         def step(x: jax.Array, own: Any):
             layer = nnx.merge(graph, *own)
-            x, more = layer(x)
+            x, more = layer(x, **same)
             return x, (more, nnx.state(layer, nnx.Not(nnx.Param)))
 
         x, (more, state) = jax.lax.scan(step, x, (params, state))

@@ -25,7 +25,7 @@ from axonml_jax.parallel.experts.parallel_moe import ParallelMoE
 from axonml_jax.parallel.experts.router_values import RouterValues
 from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
 from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
-from axonml_jax.parallel.tensor.megatron.attend import KVCache
+from axonml_jax.parallel.tensor.megatron.attend import WHOLE, KVCache, Packed
 from axonml_jax.parallel.tensor.megatron.chunked_cross_entropy import chunked_cross_entropy
 from axonml_jax.parallel.tensor.megatron.sequence import split_sequence
 from axonml_jax.parallel.tensor.products.ordered import Prefetch
@@ -47,9 +47,12 @@ class Block(nnx.Module):
         self.mlp = make_mlp(config, index, rngs=rngs)
         self.dropout = make_dropout(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array, *, prefetch: Prefetch | None = None) -> tuple[jax.Array, RouterValues | None]:
+    def __call__(
+        self, x: jax.Array, *, prefetch: Prefetch | None = None, packed: Packed = WHOLE
+    ) -> tuple[jax.Array, RouterValues | None]:
         """[b, s, h] -> [b, s, h] (b batch, s sequence or its part, h hidden size), and what a router did."""
-        return self._joined(x, self.attention(self.attention_norm(x), prefetch=prefetch), prefetch)
+        mixed = self.attention(self.attention_norm(x), prefetch=prefetch, packed=packed)
+        return self._joined(x, mixed, prefetch)
 
     def extend(self, x: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """The same for positions after those in a cache."""
@@ -98,11 +101,15 @@ class Transformer(nnx.Module):
         """The longest sequence that a call takes."""
         return self.config.max_length
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
+    ) -> jax.Array:
         """Logits of the token after each position, which sees itself and everything before it.
 
         Args:
           tokens: integer [b, s] (b batch, s sequence, at most `max_length`).
+          segment_ids: integer [b, s], where rows hold several documents: a position sees those of its own number only.
+          positions: integer [b, s]: where in its document each token is; None: where in its row.
 
         Returns:
           [b, s, v] (v vocabulary), in the compute dtype. Inside `shard_map` this rank's [b, s, v/n] where `tensor` or `col` is
@@ -112,10 +119,18 @@ class Transformer(nnx.Module):
           ValueError: the sequence is longer than `max_length`.
         """
         prefetch = Prefetch() if self.config.prefetch else None
-        logits = self._logits(self._hidden(tokens, prefetch)[0], prefetch)
+        logits = self._logits(self._hidden(tokens, Packed(segment_ids, positions), prefetch)[0], prefetch)
         return logits if prefetch is None else prefetch.last(logits)
 
-    def loss(self, tokens: jax.Array, targets: jax.Array, ignore: int = -1) -> tuple[jax.Array, jax.Array]:
+    def loss(
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        ignore: int = -1,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
         """Summed cross entropy of the next tokens in nats, and the number of targets; their quotient is the mean.
 
         With experts the total holds in train mode, once for every target, their auxiliary losses by the weights in
@@ -128,6 +143,8 @@ class Transformer(nnx.Module):
           tokens: integer [b, s].
           targets: integer [b, s]: the token after each position.
           ignore: positions whose target is this value count for nothing.
+          segment_ids: integer [b, s], where rows hold several documents: a position sees those of its own number only.
+          positions: integer [b, s]: where in its document each token is; None: where in its row.
 
         Returns:
           (total, weight): scalars in at least float32, as `ax.WeightedMean` takes them.
@@ -135,15 +152,21 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: the sequence is longer than `max_length`.
         """
-        return self.loss_and_routers(tokens, targets, ignore)[:2]
+        return self.loss_and_routers(tokens, targets, ignore, segment_ids=segment_ids, positions=positions)[:2]
 
     def loss_and_routers(
-        self, tokens: jax.Array, targets: jax.Array, ignore: int = -1
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        ignore: int = -1,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, RouterValues | None]:
         """`loss`, and the values of the blocks with experts, each stacked along dim 0; None where there are none."""
         chunk, experts = self.config.words_at_once, self.config.experts
         prefetch = Prefetch() if self.config.prefetch and not chunk else None
-        x, routers = self._hidden(tokens, prefetch)
+        x, routers = self._hidden(tokens, Packed(segment_ids, positions), prefetch)
         if chunk:
             total, weight = self._chunked_loss(x, targets, ignore)
         else:
@@ -182,7 +205,7 @@ class Transformer(nnx.Module):
         Returns:
           (logits as from a call, the caches with s more positions).
         """
-        x, kept = self._embedded(tokens, caches[0].length), []
+        x, kept = self._embedded(tokens, caches[0].length + context_positions(tokens.shape[1])), []
         for block, cache in zip(self.blocks, caches, strict=True):
             x, cache = block.extend(x, cache)
             kept.append(cache)
@@ -197,15 +220,18 @@ class Transformer(nnx.Module):
         self._check_length(room)
         return [block.attention.empty_cache(batch, room) for block in self.blocks]
 
-    def _hidden(self, tokens: jax.Array, prefetch: Prefetch | None = None) -> tuple[jax.Array, RouterValues | None]:
+    def _hidden(
+        self, tokens: jax.Array, packed: Packed, prefetch: Prefetch | None = None
+    ) -> tuple[jax.Array, RouterValues | None]:
         split = current_split()
         self._check_length(tokens.shape[1] * (1 if split is None else axis_size(split.axis)))
-        x = self._embedded(tokens, 0)
+        _check_packed(tokens, packed)
+        x = self._embedded(tokens, packed.positions)
         if isinstance(self.blocks, Stack):
-            return self.blocks(x)
+            return self.blocks(x, packed=packed)
         routers = []
         for block in self.blocks:
-            x, router = block(x, prefetch=prefetch)
+            x, router = block(x, prefetch=prefetch, packed=packed)
             routers += [] if router is None else [router]
         return x, jax.tree.map(lambda *each: jnp.stack(each), *routers) if routers else None
 
@@ -216,10 +242,10 @@ class Transformer(nnx.Module):
                 "shorten it or build the model with a larger max_length"
             )
 
-    def _embedded(self, tokens: jax.Array, start: int | jax.Array) -> jax.Array:
+    def _embedded(self, tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
         x = self.embed(tokens)
         if self.positions is not None:
-            own = self.positions(start + context_positions(tokens.shape[1]))
+            own = self.positions(context_positions(tokens.shape[1]) if positions is None else positions)
             x = x + (split_sequence(own) if self.split_sequence else own)
         return self.dropout(x)
 
@@ -232,3 +258,11 @@ class Transformer(nnx.Module):
         if isinstance(self.embed, ParallelEmbedding):
             return self.embed.attend(x, gather_output=False, prefetch=prefetch)
         return self.embed.attend(x)
+
+
+def _check_packed(tokens: jax.Array, packed: Packed) -> None:
+    wrong = [f"{name} {x.shape}" for name, x in packed._asdict().items() if x is not None and x.shape != tokens.shape]
+    if wrong:
+        raise ValueError(
+            f"{' and '.join(wrong)} must have the shape of tokens, {tokens.shape}: one value for every token"
+        )

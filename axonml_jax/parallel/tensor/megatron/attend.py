@@ -2,9 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+
+class Packed(NamedTuple):
+    """Which document of its row every position belongs to, where rows hold several (b batch, s this rank's positions).
+
+    Attributes:
+      segment_ids: integer [b, s]: a position sees those of its own number only; None: each row is one document.
+      positions: integer [b, s]: the places in the documents; None: those in the row.
+    """
+
+    segment_ids: jax.Array | None = None
+    positions: jax.Array | None = None
+
+
+WHOLE = Packed()
+"""Rows that are one document each."""
 
 
 @jax.tree_util.register_dataclass
@@ -35,6 +52,7 @@ def attend(
     *,
     causal: bool,
     start: int | jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
     weights_fn: Callable[[jax.Array], jax.Array] = lambda weights: weights,
 ) -> jax.Array:
     """Attention with the softmax in at least float32; query head i reads key and value head i // (n / k).
@@ -48,6 +66,7 @@ def attend(
       value: [..., t, k, d].
       causal: a position sees none after it.
       start: position of the first query among the keys; None: the last query is at the last key.
+      segment_ids: integer [..., s], for as many keys as queries: a query sees the keys of its own segment only.
       weights_fn: applied to the attention weights [..., n, s, t], such as dropout.
 
     Returns:
@@ -62,6 +81,9 @@ def attend(
         first = positions - length if start is None else start
         visible = jnp.arange(positions) <= first + jnp.arange(length)[:, None]
         scores = jnp.where(visible, scores, jnp.finfo(wide).min)
+    if segment_ids is not None:
+        together = segment_ids[..., :, None] == segment_ids[..., None, :]
+        scores = jnp.where(together[..., None, None, :, :], scores, jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     weights = weights_fn(weights.reshape(*lead, heads, length, positions)).reshape(weights.shape)
     return jnp.einsum("...kgqs,...skd->...qkgd", weights, value).reshape(query.shape)
@@ -73,14 +95,14 @@ def rotate(x: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
     Args:
       x: [..., s, n, d]; d is even.
       theta: base of the frequencies theta ** (-2i / d).
-      positions: of x along s, integer [s].
+      positions: of x along s, integer [s], or [..., s] where rows differ.
 
     Returns:
       [..., s, n, d] in x's dtype.
     """
     half = x.shape[-1] // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

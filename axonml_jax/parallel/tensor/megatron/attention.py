@@ -10,7 +10,7 @@ from axonml_jax.parallel.context.context_attention import context_attention
 from axonml_jax.parallel.context.context_split import context_positions, current_split
 from axonml_jax.parallel.tensor.bound_axes import degree
 from axonml_jax.parallel.tensor.dropout import ParallelDropout
-from axonml_jax.parallel.tensor.megatron.attend import KVCache, attend, rotate
+from axonml_jax.parallel.tensor.megatron.attend import WHOLE, KVCache, Packed, attend, rotate
 from axonml_jax.parallel.tensor.megatron.attentions import ATTENTIONS
 from axonml_jax.parallel.tensor.megatron.fused_attention import attention_kernel, fused_attention, in_context
 from axonml_jax.parallel.tensor.products.options import LinearOptions
@@ -103,32 +103,36 @@ class TensorParallelAttention(nnx.Module):
         self.out = closing(num_heads * self.head_size, hidden_size, **out)
         self.dropout = ParallelDropout(dropout, dim=-3, axis=split_axis(axis), rngs=rngs if dropout else None)
 
-    def __call__(self, x: jax.Array, *, prefetch: Prefetch | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, *, prefetch: Prefetch | None = None, packed: Packed = WHOLE) -> jax.Array:
         """Attend.
 
         Args:
           x: [..., s, h], the same on every rank; [..., s/n, h] with `sequence_parallel`.
           prefetch: of 3-D layers: the order in which weights are gathered over depth, each while the layer before computes.
+          packed: of rows of several documents, which of them each of the s positions belongs to.
 
         Returns:
           As x.
         """
-        mixed = self._mixed(*self._heads(x, 0, prefetch))
+        mixed = self._mixed(*self._heads(x, 0, prefetch, packed.positions), packed.segment_ids)
         return closed(self.out, mixed.reshape(*mixed.shape[:-2], -1), prefetch=prefetch)
 
-    def _mixed(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def _mixed(self, query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array | None) -> jax.Array:
         drops = self.dropout.rate > 0 and not self.dropout.deterministic
         split = current_split()
-        kernel = attention_kernel(self.kernel, query, key, drops=drops) if split is None else in_context(self.kernel)
+        if split is None:
+            kernel = attention_kernel(self.kernel, query, key, drops=drops, segmented=ids is not None)
+        else:
+            kernel = in_context(self.kernel)
         if kernel == "xla":
-            return attend(query, key, value, causal=self.causal, weights_fn=self.dropout)
+            return attend(query, key, value, causal=self.causal, segment_ids=ids, weights_fn=self.dropout)
         if kernel != "blocks":
-            return fused_attention(kernel, query, key, value, causal=self.causal)
+            return fused_attention(kernel, query, key, value, causal=self.causal, segment_ids=ids)
         keys = self.dropout.keys(query.shape[-2]) if drops else None
         joined = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
-        mixed = context_attention(
-            *joined, causal=self.causal, dropout_rate=self.dropout.rate if drops else 0.0, dropout_key=keys
-        )
+        rate = self.dropout.rate if drops else 0.0
+        ids = None if ids is None else ids.reshape(-1, ids.shape[-1])
+        mixed = context_attention(*joined, causal=self.causal, segment_ids=ids, dropout_rate=rate, dropout_key=keys)
         return mixed.reshape(query.shape)
 
     def empty_cache(self, batch: int, room: int) -> KVCache:
@@ -153,12 +157,18 @@ class TensorParallelAttention(nnx.Module):
         mixed = attend(query, cache.key, cache.value, causal=True, start=start)
         return self.out(mixed.reshape(*mixed.shape[:-2], -1)), cache
 
-    def _heads(self, x: jax.Array, start: int | jax.Array, prefetch: Prefetch | None = None):
+    def _heads(
+        self,
+        x: jax.Array,
+        start: int | jax.Array,
+        prefetch: Prefetch | None = None,
+        positions: jax.Array | None = None,
+    ):
         outputs = opened([self.query, self.key, self.value], x, prefetch=prefetch)
         # How many heads there are is read off the projections: on a rank they are its own.
         query, key, value = (y.reshape(*y.shape[:-1], -1, self.head_size) for y in outputs)
         if self.rope_theta is not None:
-            positions = start + context_positions(query.shape[-3])
+            positions = start + context_positions(query.shape[-3]) if positions is None else positions
             query, key = (rotate(y, self.rope_theta, positions) for y in (query, key))
         return query, key, value
 

@@ -20,7 +20,7 @@ _WORTH_BLOCKS = 256
 _BLOCK = 512
 
 
-def attention_kernel(asked: str, query: jax.Array, key: jax.Array, *, drops: bool) -> str:
+def attention_kernel(asked: str, query: jax.Array, key: jax.Array, *, drops: bool, segmented: bool = False) -> str:
     """Which form of attention runs: "xla", "blocks", "splash" or "cudnn".
 
     Args:
@@ -29,16 +29,17 @@ def attention_kernel(asked: str, query: jax.Array, key: jax.Array, *, drops: boo
       query: [..., s, n, d] (s sequence, n heads, d head size).
       key: [..., t, k, d].
       drops: whether attention weights are dropped out.
+      segmented: whether rows hold several documents, none of which sees another.
 
     Raises:
       ValueError: where a kernel was asked for by name and does not apply, with every reason.
     """
     if asked == "auto":
         name = kernel_of(platform := target_platform())
-        if name is not None and not any(_obstacles(name, query, key, drops)):
+        if name is not None and not any(_obstacles(name, query, key, drops, segmented)):
             return name
         return "blocks" if not drops and worth_blocks(platform, query.shape[-3], key.shape[-3]) else "xla"
-    if asked in PLATFORMS and (reasons := list(_obstacles(asked, query, key, drops))):
+    if asked in PLATFORMS and (reasons := list(_obstacles(asked, query, key, drops, segmented))):
         raise ValueError(
             f"attention={asked!r} does not apply here: {'; '.join(reasons)}. Leave attention='auto' to use the kernel where it "
             "applies and the einsum form elsewhere"
@@ -84,7 +85,15 @@ def target_platform(mesh: Mesh | None = None) -> str:
     return "cuda" if platform == "gpu" else platform
 
 
-def fused_attention(kernel: str, query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool) -> jax.Array:
+def fused_attention(
+    kernel: str,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    causal: bool,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
     """Attention by "splash" or "cudnn"; what is kept for the backward grows with s, not with s * t.
 
     Args:
@@ -93,12 +102,14 @@ def fused_attention(kernel: str, query: jax.Array, key: jax.Array, value: jax.Ar
       key: [..., t, k, d]; n is a multiple of k.
       value: [..., t, k, d].
       causal: a position sees none after it; the last query is at the last key.
+      segment_ids: integer [..., s], of "splash": a query sees the keys of its own segment only.
 
     Returns:
       [..., s, n, d].
     """
+    ids = None if segment_ids is None else segment_ids.reshape(-1, segment_ids.shape[-1])
     joined = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
-    out = _splash(*joined, causal=causal) if kernel == "splash" else _cudnn(*joined, causal=causal)
+    out = _splash(*joined, ids, causal=causal) if kernel == "splash" else _cudnn(*joined, causal=causal)
     return out.reshape(query.shape)
 
 
@@ -106,11 +117,23 @@ def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool) 
     return jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation="cudnn")
 
 
-def _splash(query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool, interpret: bool = False) -> jax.Array:
+def _splash(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array | None = None,
+    *,
+    causal: bool,
+    interpret: bool = False,
+) -> jax.Array:
     """[b, s, n, d] -> [b, s, n, d]. The kernel does not scale scores, so that the query is scaled before."""
     query = (query * query.shape[-1] ** -0.5).astype(query.dtype)
-    heads_first = [x.swapaxes(1, 2) for x in (query, key, value)]
+    heads_first: list[Any] = [x.swapaxes(1, 2) for x in (query, key, value)]
     kernel = _splash_kernel(query.shape[2], query.shape[1], key.shape[1], causal, interpret)
+    if segment_ids is not None:
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+        heads_first.append(splash.SegmentIds(segment_ids, segment_ids))
     return jax.vmap(kernel)(*heads_first).swapaxes(1, 2).astype(query.dtype)
 
 
@@ -139,13 +162,15 @@ def _block(length: int) -> int:
     return next(size for size in range(_BLOCK, 0, -_LANES) if length % size == 0)
 
 
-def _obstacles(name: str, query: jax.Array, key: jax.Array, drops: bool) -> Iterator[str]:
+def _obstacles(name: str, query: jax.Array, key: jax.Array, drops: bool, segmented: bool) -> Iterator[str]:
     """Why a kernel does not apply."""
     platform, wanted = target_platform(), PLATFORMS[name]
     if platform != wanted:
         yield f"it is a kernel for {wanted}, and this is compiled for {platform}"
     if drops:
         yield "it drops no attention weights (dropout must be 0 in train mode)"
+    if segmented and name == "cudnn":
+        yield "it does not keep the documents of a row apart (segment_ids)"
     if varying_axes(query):
         yield "it has no varying types (check_vma must be False)"
     if not _alone():
