@@ -36,8 +36,12 @@ from axonml_jax.collectives.reduce_scatter import reduce_scatter_sum as reduce_s
 from axonml_jax.collectives.scatter import broadcast as broadcast
 from axonml_jax.collectives.scatter import scatter as scatter
 from axonml_jax.collectives.spmd import spmd as spmd
+from axonml_jax.data.documents.pack import pack as pack
+from axonml_jax.data.documents.tokenizer import load_tokenizer as load_tokenizer
 from axonml_jax.data.loader import create_dataloader as create_dataloader
 from axonml_jax.data.sampler import DistributedSampler as DistributedSampler
+from axonml_jax.data.sources.open_dataset import open_dataset as open_dataset
+from axonml_jax.data.streams.stream_mixture import mix as mix
 from axonml_jax.facade.context_parallel import ContextParallel as ContextParallel
 from axonml_jax.facade.ddp import DDP as DDP
 from axonml_jax.facade.device_memory import FSDPMemoryStats as FSDPMemoryStats

@@ -272,7 +272,18 @@ def test_every_public_name_is_documented():
 
 
 def test_importing_the_package_imports_no_optional_library():
-    optional = {"matplotlib", "torch", "tensorboardX", "safetensors", "libtpu", "hypothesis", "pytest"}
+    optional = {
+        "datasets",
+        "matplotlib",
+        "pyarrow",
+        "tokenizers",
+        "torch",
+        "tensorboardX",
+        "safetensors",
+        "libtpu",
+        "hypothesis",
+        "pytest",
+    }
     named = {
         name
         for path in modules()

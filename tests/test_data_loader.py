@@ -246,8 +246,10 @@ def test_every_bad_argument_is_named_at_once():
         create_dataloader(Squares(3), 4, make_mesh({"data": 2}))
     with pytest.raises(ValueError, match="global_batch_size=0"):
         create_dataloader(Squares(3), 0, make_mesh({"data": 2}))
-    with pytest.raises(TypeError, match="generator lacks __len__ and __getitem__"):
-        create_dataloader((i for i in range(3)), 1, make_mesh({"data": 1}))
+    with pytest.raises(TypeError, match="or __iter__; int has neither"):
+        create_dataloader(3, 1, make_mesh({"data": 1}))
+    with pytest.raises(TypeError, match="num_workers=1: a generator cannot be sent to worker processes"):
+        create_dataloader((i for i in range(3)), 1, make_mesh({"data": 1}), num_workers=1)
 
 
 @pytest.mark.parametrize("samples,error,named", [

@@ -46,9 +46,3 @@ class Columns:
         """Several samples by one copy of each array's rows (the protocol of PyTorch's fetcher)."""
         rows = jax.tree.map(lambda array: array[np.asarray(indices)], self.arrays)
         return [jax.tree.map(lambda array, i=i: array[i], rows) for i in range(len(indices))]
-
-
-def as_dataset(given: Any) -> Any:
-    """The rows of a mapping from names; anything else, a mapping from indices to samples too, is a dataset already."""
-    named = isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
-    return Columns(given) if named else given

@@ -1,17 +1,14 @@
-"""Loading this process's rows of a batch, here or in a worker process, which leaves Ctrl-C to its parent and ends with it."""
+"""Batches of a dataset with random access: this process's rows of the batch at a position."""
 
 import functools
-import multiprocessing
-import os
-import signal
-import threading
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 import numpy as np
 
+from axonml_jax.data.loading_error import named
 from axonml_jax.data.order import epoch_order
 from axonml_jax.data.position import Batching, Position
 
@@ -19,8 +16,9 @@ from axonml_jax.data.position import Batching, Position
 class MapDataset(Protocol):
     """What a dataset must have.
 
-    Used when they are there too: `__getitems__(indices) -> list` (PyTorch's protocol), and `fingerprint`, a string that tells
-    this content from any other, which checkpoints keep.
+    Used when they are there too: `__getitems__(indices) -> list` (PyTorch's protocol); `fingerprint`, a string that tells
+    this content from any other, which checkpoints keep; and `order_of(epoch, places, *, shuffle, seed) -> indices`, an order of
+    its own, of epochs as long as the dataset.
     """
 
     def __len__(self) -> int: ...
@@ -30,7 +28,7 @@ class MapDataset(Protocol):
 
 @dataclass(frozen=True)
 class Fetch:
-    """Loads this process's rows of the batch at a position. Runs in worker processes, so it knows no devices.
+    """This process's rows of every batch of a dataset.
 
     Attributes:
       dataset: the samples.
@@ -47,42 +45,56 @@ class Fetch:
     seed: int
     collate: Callable[[Sequence], Any]
 
-    def __call__(self, position: Position) -> Any:
-        """This process's rows, collated."""
-        order = _cached_order(self.batching.num_samples, self.shuffle, self.seed, position.epoch)
-        indices = order[self.batching.places(position)[self.rows]].tolist()
+    @property
+    def batch_size(self) -> int:
+        """B, over all processes."""
+        return self.batching.batch_size
+
+    def first(self) -> Position:
+        """The position at the beginning."""
+        return Position()
+
+    def batch(self, start: Position, index: int, num_epochs: int | None, worker: int | None) -> tuple[Any, Any]:
+        """The batch `index` after a position, and the position after it; (None, None) after the last epoch."""
+        if num_epochs is not None and index >= self.batching.until(start, num_epochs):
+            return None, None
+        indices = self.indices(position := self.batching.advance(start, index))
         many = getattr(self.dataset, "__getitems__", None)
-        return self.collate(many(indices) if many else [self.dataset[index] for index in indices])
+        if many is not None:
+            with named(lambda: f"samples {indices} of epoch {position.epoch}", worker):
+                samples = many(indices)
+        else:
+            samples = []
+            with named(lambda: f"sample {indices[len(samples)]} of epoch {position.epoch}", worker):
+                for i in indices:
+                    samples.append(self.dataset[i])
+        return self.collate(samples), self.batching.advance(start, index + 1)
 
+    def indices(self, position: Position) -> list[int]:
+        """Of this process's rows of the batch at a position."""
+        places = self.batching.places(position)[self.rows]
+        if (own := getattr(self.dataset, "order_of", None)) is not None:
+            return own(position.epoch, places, shuffle=self.shuffle, seed=self.seed).tolist()
+        return _cached_order(self.batching.num_samples, self.shuffle, self.seed, position.epoch)[places].tolist()
 
-@dataclass(frozen=True)
-class FromStart:
-    """The batch so many after a position."""
+    def identity(self) -> dict[str, int | bool | str]:
+        """What gives a position its meaning."""
+        content = getattr(self.dataset, "fingerprint", None)
+        known = {} if content is None else {"fingerprint": str(content)}
+        return {"num_samples": self.batching.num_samples, "shuffle": self.shuffle, "seed": self.seed} | known
 
-    fetch: Fetch
-    start: Position
+    def position(self, state: dict[str, Any]) -> Position:
+        """A saved position, checked."""
+        position = Position(operator.index(state["epoch"]), operator.index(state["samples"]))
+        total = self.batching.num_samples
+        if position.epoch < 0 or not 0 <= position.samples <= total:
+            raise ValueError(f"load_state_dict: {position} is no position among {total} samples")
+        # A last part smaller than this loader's batch is its end of the epoch.
+        return position if self.batching.left(position.samples) else Position(position.epoch + 1)
 
-    def __call__(self, index: int) -> Any:
-        """This process's rows of it."""
-        if multiprocessing.parent_process() is not None:
-            _belong_to_parent()
-        return self.fetch(self.fetch.batching.advance(self.start, int(index)))
-
-
-@functools.cache
-def _belong_to_parent() -> None:
-    # Ctrl-C in a terminal reaches workers too: the parent decides what it means, and needs them until then.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True, name="parent watch").start()
-
-
-def _end_with_parent() -> None:
-    """A parent that is killed cannot stop its workers, which would wait for room in their queue for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
+    def batches_per_epoch(self) -> int:
+        """How many there are."""
+        return self.batching.left()
 
 
 @functools.lru_cache(maxsize=2)

@@ -1,30 +1,28 @@
 """Global batches from any dataset: the same samples in the same order whatever the mesh or the number of processes."""
 
-import operator
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
-from typing import Any, cast
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.data.collate import local_rows, place_rows, stack_samples
-from axonml_jax.data.columns import as_dataset
-from axonml_jax.data.fetch import Fetch, FromStart, MapDataset
+from axonml_jax.data.fetch import Fetch, MapDataset
 from axonml_jax.data.order import seed_offenders
-from axonml_jax.data.position import Batching, Position
+from axonml_jax.data.position import Batching
+from axonml_jax.data.streams.kinds import as_dataset
+from axonml_jax.data.streams.stream_feed import StreamFeed, refuse_once_in_workers
+from axonml_jax.data.streams.stream_walk import Stream
+from axonml_jax.data.workers import Feed, FromStart, host_batches
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import BatchLayout
 
-ENDLESS = 2**62
-"""More batches than any run draws."""
-END = object()
-
 
 def create_dataloader(
-    dataset: MapDataset | Mapping[str, Any],
+    dataset: MapDataset | Mapping[str, Any] | Iterable | Callable[[], Iterable],
     global_batch_size: int,
     mesh: Mesh,
     *,
@@ -34,6 +32,7 @@ def create_dataloader(
     num_epochs: int | None = None,
     num_workers: int = 0,
     prefetch: int = 2,
+    shuffle_window: int = 1024,
     collate: Callable[[Sequence], Any] | None = None,
     plan: Plan | None = None,
 ) -> "DataLoader":
@@ -53,31 +52,39 @@ def create_dataloader(
 
     Args:
       dataset: anything with `__len__` and `__getitem__`, a `torch.utils.data.Dataset` too, or a dict of arrays
-        [samples, ...], whose rows are the samples. A string `fingerprint` that it
-        has is kept with the position, and a position of other content is refused.
+        [samples, ...], whose rows are the samples; or something to iterate over (`__iter__`), such as a stream of Hugging Face
+        or PyTorch, or a function that returns it, such as a generator function. A string `fingerprint` that it
+        has is kept with the position, and a position of other content is refused. Of an iterable source every process reads
+        all samples and keeps its rows; its place is found again by its own state (`state_dict`, `load_state_dict` of it or of
+        its iterator), else by counting.
       global_batch_size: samples per step over all devices; divisible by the product of the mesh's batch axes.
       mesh: where batches live; a mesh without batch axes gets them replicated.
-      shuffle: a new permutation every epoch, drawn from (seed, epoch), or the dataset's own order.
+      shuffle: a new permutation every epoch, drawn from (seed, epoch), or the dataset's own order; of an iterable source
+        permutations of `shuffle_window` samples after the other.
       seed: the same on every process.
       drop_last: leave out what does not fill a batch at an epoch's end; otherwise the last batch is filled up from the
         epoch's start, so that some samples count twice there (as PyTorch's DistributedSampler does).
       num_epochs: epochs to draw; None: without end.
       num_workers: processes that load batches ahead (started by spawning: the script needs the usual
-        `if __name__ == "__main__":`, the dataset and collate must pickle); 0: this process loads.
+        `if __name__ == "__main__":`, the dataset and collate must pickle); 0: this process loads. Batches come in order.
       prefetch: batches placed on the devices ahead of the one in use; workers load as many more each.
+      shuffle_window: how many samples of an iterable source are permuted among each other, and are in memory.
       collate: samples of this process's rows -> pytree of arrays with one row per sample; None: `stack_samples`.
       plan: says over which mesh axes rows are split; None: over those of the library's own that do.
 
     Raises:
-      TypeError: the dataset lacks `__len__` or `__getitem__`.
+      TypeError: the dataset has neither `__len__` and `__getitem__` nor `__iter__`, or is a generator that workers should read.
       ValueError: lists every argument out of range, or every array of a dict when lengths differ, before anything is loaded.
+
+    While iterating, an error of the dataset is a `RuntimeError` that names the worker and the sample.
     """
     samples = as_dataset(dataset)
-    _check_dataset(samples)
     offenders = seed_offenders(seed)
     layout = BatchLayout.of(dict(mesh.shape)) if plan is None else plan.batch_layout(dict(mesh.shape))
-    offenders += _batch_offenders(global_batch_size, layout, len(samples), drop_last)
+    length = None if isinstance(samples, Stream) else len(samples)
+    offenders += _batch_offenders(global_batch_size, layout, length, drop_last)
     limits = {"num_workers": (num_workers, 0), "prefetch": (prefetch, 0), "num_epochs": (num_epochs, 1)}
+    limits |= {"shuffle_window": (shuffle_window, 1)}
     offenders += [f"{k}={v}: must be at least {low}" for k, (v, low) in limits.items() if v is not None and v < low]
     sharding = NamedSharding(mesh, PartitionSpec(layout.rows or None))
     rows = [] if offenders else local_rows(sharding, global_batch_size)
@@ -85,17 +92,15 @@ def create_dataloader(
         offenders = ["this process holds no device of the mesh; call it on the mesh's processes only"]
     if offenders:
         raise ValueError("create_dataloader: " + "; ".join(offenders))
-    batching = Batching(len(samples), global_batch_size, drop_last)
-    fetch = Fetch(samples, batching, np.asarray(rows), shuffle, seed, collate or stack_samples)
-    return DataLoader(fetch, sharding, num_epochs=num_epochs, num_workers=num_workers, prefetch=prefetch)
-
-
-def _check_dataset(dataset: Any) -> None:
-    missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
-    if missing:
-        raise TypeError(
-            f"a dataset needs __len__ and __getitem__; {type(dataset).__name__} lacks {' and '.join(missing)}"
-        )
+    rows, collate = np.asarray(rows), collate or stack_samples
+    if isinstance(samples, Stream):
+        refuse_once_in_workers(samples, num_workers)
+        stream = replace(samples, window=shuffle_window if shuffle else 1, seed=seed)
+        feed: Feed = StreamFeed(stream, global_batch_size, drop_last, rows, collate)
+    else:
+        batching = Batching(len(samples), global_batch_size, drop_last)
+        feed = Fetch(samples, batching, rows, shuffle, seed, collate)
+    return DataLoader(feed, sharding, num_epochs=num_epochs, num_workers=num_workers, prefetch=prefetch)
 
 
 class DataLoader:
@@ -105,65 +110,54 @@ class DataLoader:
     that has drawn its last epoch starts over when it is iterated again. Only one iterator at a time makes sense.
     """
 
-    def __init__(
-        self, fetch: Fetch, sharding: NamedSharding, *, num_epochs: int | None, num_workers: int, prefetch: int
-    ):
+    def __init__(self, feed: Feed, sharding: NamedSharding, *, num_epochs: int | None, num_workers: int, prefetch: int):
         self.sharding = sharding
         self.num_epochs = num_epochs
-        self._fetch = fetch
+        self._feed = feed
         self._num_workers = num_workers
         self._prefetch = prefetch
-        self._position = Position()
+        self._position = feed.first()
         self._finished = False
 
     def __len__(self) -> int:
-        """Batches per epoch."""
-        return self._fetch.batching.left()
+        """Batches per epoch.
+
+        Raises:
+          TypeError: of an iterable source, where nobody knows.
+        """
+        return self._feed.batches_per_epoch()
 
     def __iter__(self) -> Iterator[Any]:
-        batching, size = self._fetch.batching, self._fetch.batching.batch_size
         if self._finished:
-            self._position, self._finished = Position(), False
-        start = self._position
-        count = ENDLESS if self.num_epochs is None else batching.until(start, self.num_epochs)
-        ahead = deque()
-        with closing(self._host_batches(start, count)) as host:
-            for drawn in range(1, count + 1):
-                while len(ahead) <= self._prefetch and (batch := next(host, END)) is not END:
-                    ahead.append(place_rows(batch, self.sharding, size, self._fetch.rows))
-                self._position = batching.advance(start, drawn)
-                yield ahead.popleft()
+            self._position, self._finished = self._feed.first(), False
+        made = FromStart(self._feed, self._position, self.num_epochs, self._num_workers)
+        ahead, rows, size = deque(), self._feed.rows, self._feed.batch_size
+        with closing(host_batches(made, self._prefetch)) as host:
+            while True:
+                while len(ahead) <= self._prefetch and (found := next(host, None)) is not None:
+                    ahead.append((place_rows(found[0], self.sharding, size, rows), found[1]))
+                if not ahead:
+                    break
+                batch, self._position = ahead.popleft()
+                yield batch
         self._finished = True
 
-    def _host_batches(self, start: Position, count: int) -> Generator[Any]:
-        """Batches of this process's rows, in order; closing it stops the workers."""
-        import grain  # half a second that `import axonml_jax` should not cost
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what gives it meaning: small, plain values to keep in a checkpoint.
 
-        batches = grain.MapDataset.range(count).map(FromStart(self._fetch, start))
-        inline = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)  # a dataset need not be thread-safe
-        stream = batches.to_iter_dataset(inline)
-        if self._num_workers:
-            _settle_flags()
-            stream = stream.mp_prefetch(grain.MultiprocessingOptions(self._num_workers, max(self._prefetch, 1)))
-        iterator = iter(stream)
-        try:
-            yield from iterator
-        finally:
-            iterator.close()
+        An iterable source's own state is among them, where it has one.
+        """
+        return asdict(self._position) | self._feed.identity()
 
-    def state_dict(self) -> dict[str, int | bool | str]:
-        """The position, and what gives it meaning: small, plain values to keep in a checkpoint."""
-        return asdict(self._position) | self._identity()
-
-    def load_state_dict(self, state: dict[str, int | bool | str]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position, exactly; the mesh, the processes and the batch size may have changed.
 
         Raises:
           ValueError: the state is incomplete, of other samples (another number of them, or another `fingerprint` where the
             dataset has one and had one), of another seed or order, or out of range.
         """
-        identity = self._identity()
-        missing = sorted({"epoch", "samples", *identity} - set(state) - {"fingerprint"})
+        identity = self._feed.identity()
+        missing = sorted({*asdict(self._feed.first()), *identity} - set(state) - {"fingerprint"})
         if missing:
             raise ValueError(f"load_state_dict: the state lacks {', '.join(missing)}; give what state_dict() returned")
         changed = [
@@ -176,35 +170,15 @@ class DataLoader:
                 f"load_state_dict: the saved position is of other data or another order. {'; '.join(changed)}. Give the "
                 "data that it was saved with, or leave the position out"
             )
-        total, saved = self._fetch.batching.num_samples, cast(dict[str, Any], state)
         try:
-            position = Position(operator.index(saved["epoch"]), operator.index(saved["samples"]))
+            self._position, self._finished = self._feed.position(state), False
         except TypeError:
             raise ValueError(
                 f"load_state_dict: epoch and samples must be whole numbers, not those of {state}"
             ) from None
-        if position.epoch < 0 or not 0 <= position.samples <= total:
-            raise ValueError(f"load_state_dict: {position} is no position among {total} samples")
-        # A last part smaller than this loader's batch is its end of the epoch.
-        done = not self._fetch.batching.left(position.samples)
-        self._position, self._finished = Position(position.epoch + 1) if done else position, False
-
-    def _identity(self) -> dict[str, int | bool | str]:
-        fetch = self._fetch
-        content = getattr(fetch.dataset, "fingerprint", None)
-        known = {} if content is None else {"fingerprint": str(content)}
-        return {"num_samples": fetch.batching.num_samples, "shuffle": fetch.shuffle, "seed": fetch.seed} | known
 
 
-def _settle_flags() -> None:
-    """Grain's workers read absl flags, which only `absl.app.run` parses: without it, settle on their defaults."""
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-
-
-def _batch_offenders(size: int, layout: BatchLayout, num_samples: int, drop_last: bool) -> list[str]:
+def _batch_offenders(size: int, layout: BatchLayout, num_samples: int | None, drop_last: bool) -> list[str]:
     degrees, product = {axis: dict(layout.degrees)[axis] for axis in layout.rows}, layout.row_degree
     if size < 1:
         return [f"global_batch_size={size}: must be at least 1"]
@@ -217,7 +191,7 @@ def _batch_offenders(size: int, layout: BatchLayout, num_samples: int, drop_last
         )
     if num_samples == 0:
         offenders.append("the dataset is empty")
-    elif drop_last and num_samples < size:
+    elif drop_last and num_samples is not None and num_samples < size:
         offenders.append(
             f"the dataset's {num_samples} samples fill no batch of {size}: give drop_last=False or a smaller batch"
         )

@@ -108,8 +108,8 @@ def fused_attention(
       [..., s, n, d].
     """
     ids = None if segment_ids is None else segment_ids.reshape(-1, segment_ids.shape[-1])
-    joined = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
-    out = _splash(*joined, ids, causal=causal) if kernel == "splash" else _cudnn(*joined, causal=causal)
+    joined: list[Any] = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
+    out = _cudnn(*joined, causal=causal) if kernel == "cudnn" else _splash(*joined, segment_ids=ids, causal=causal)
     return out.reshape(query.shape)
 
 
@@ -129,12 +129,12 @@ def _splash(
     """[b, s, n, d] -> [b, s, n, d]. The kernel does not scale scores, so that the query is scaled before."""
     query = (query * query.shape[-1] ** -0.5).astype(query.dtype)
     heads_first: list[Any] = [x.swapaxes(1, 2) for x in (query, key, value)]
-    kernel = _splash_kernel(query.shape[2], query.shape[1], key.shape[1], causal, interpret)
+    kernel: Any = jax.vmap(_splash_kernel(query.shape[2], query.shape[1], key.shape[1], causal, interpret))
     if segment_ids is not None:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
         heads_first.append(splash.SegmentIds(segment_ids, segment_ids))
-    return jax.vmap(kernel)(*heads_first).swapaxes(1, 2).astype(query.dtype)
+    return kernel(*heads_first).swapaxes(1, 2).astype(query.dtype)
 
 
 @lru_cache(maxsize=8)

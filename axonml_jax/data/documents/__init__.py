@@ -1,0 +1,1 @@
+"""Documents: text to tokens, and tokens to rows that hold several documents."""

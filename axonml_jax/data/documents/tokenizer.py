@@ -1,0 +1,170 @@
+"""Tokenizers: bytes, or what a `tokenizer.json` of Hugging Face says."""
+
+import functools
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+BYTES = "bytes"
+"""The name of the tokenizer whose tokens are the bytes of UTF-8."""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """All ids are below it."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells it from another."""
+        ...
+
+    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[np.ndarray]:
+        """Token ids of every text, int32 [n]; with the tokens that its rules add around a text, or without."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special ones left out."""
+        ...
+
+    def id_of(self, token: str) -> int:
+        """The id of a token; a ValueError where there is none."""
+        ...
+
+
+class ByteTokenizer:
+    """Tokens are the bytes of UTF-8; there are no special ones.
+
+    >>> ids = ByteTokenizer().encode(["né"])[0]
+    >>> ids.tolist(), ByteTokenizer().decode(ids)
+    ([110, 195, 169], 'né')
+    """
+
+    vocab_size = 256
+    fingerprint = BYTES
+
+    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[np.ndarray]:
+        """Bytes of every text, int32 [n]."""
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of bytes; what is no UTF-8 becomes U+FFFD."""
+        return bytes(np.asarray(ids).astype(np.uint8)).decode(errors="replace")
+
+    def id_of(self, token: str) -> int:
+        """Of a character that is one byte."""
+        if len(found := token.encode()) != 1:
+            raise ValueError(f"bytes have no token {token!r}: give a tokenizer.json, or no special tokens")
+        return found[0]
+
+
+class FileTokenizer:
+    """A tokenizer of Hugging Face's `tokenizers` library (Rust), by its `tokenizer.json`.
+
+    Args:
+      path: the file, or a folder that holds it.
+
+    Raises:
+      ImportError: the library is not installed.
+      ValueError: there is no such file, or it is none of a tokenizer.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = _tokenizer_file(path)
+
+    @functools.cached_property
+    def _rules(self) -> Any:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ImportError(
+                f"{self.path} needs the library tokenizers: pip install 'axonml-jax[tokenizers]'"
+            ) from error
+        try:
+            return tokenizers.Tokenizer.from_file(str(self.path))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{self.path} is no tokenizer.json: {error}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, special tokens included."""
+        return max(self._rules.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def fingerprint(self) -> str:
+        """The CRC-32 of its rules."""
+        return self._checksum
+
+    @functools.cached_property
+    def _checksum(self) -> str:
+        return f"{zlib.crc32(json.dumps(json.loads(self.path.read_bytes()), sort_keys=True).encode()):08x}"
+
+    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[np.ndarray]:
+        """Token ids of every text, int32 [n]; on all cores."""
+        found = self._rules.encode_batch(list(texts), add_special_tokens=special)
+        return [np.asarray(each.ids, np.int32) for each in found]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special ones left out."""
+        return self._rules.decode([int(i) for i in ids])
+
+    def id_of(self, token: str) -> int:
+        """The id of a token.
+
+        Raises:
+          ValueError: there is none.
+        """
+        if (found := self._rules.token_to_id(token)) is not None:
+            return found
+        near = get_close_matches(token, self._rules.get_vocab(with_added_tokens=True), n=1)
+        raise ValueError(f"{self.path} has no token {token!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+
+
+def load_tokenizer(name: str | os.PathLike = BYTES) -> Tokenizer:
+    """A tokenizer by name.
+
+    Args:
+      name: "bytes", or the path of a `tokenizer.json` of Hugging Face's `tokenizers`, or of a folder that holds it. Nothing is
+        downloaded.
+
+    Raises:
+      ImportError: the library is not installed.
+      ValueError: there is no such file, or it is none of a tokenizer.
+
+    >>> load_tokenizer().vocab_size
+    256
+    """
+    if name == BYTES:
+        return ByteTokenizer()
+    tokenizer = FileTokenizer(name)
+    _ = tokenizer.vocab_size  # refuse now what would fail in the middle of a run
+    return tokenizer
+
+
+def vocabulary_offenders(tokenizer: Tokenizer, vocab_size: int, what: str = "vocab_size") -> list[str]:
+    """What is wrong with a model's vocabulary for a tokenizer, for the caller's error message."""
+    if vocab_size >= tokenizer.vocab_size:
+        return []
+    return [f"{what}={vocab_size}: the tokenizer has {tokenizer.vocab_size} token ids; set it to at least that"]
+
+
+def _tokenizer_file(path: str | os.PathLike) -> Path:
+    path = Path(path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"no tokenizer at {str(path)!r}: give {BYTES!r}, the path of a tokenizer.json, or of a folder that holds one"
+        )
+    return file

@@ -1,0 +1,120 @@
+"""Documents: tokenizers, packing, masks on prompts; a packed epoch has the loss of every document alone."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from data_sources import documents
+from flax import nnx
+
+import axonml_jax as ax
+from axonml_jax.data.documents.best_fit import best_fit, cut
+from axonml_jax.data.documents.encoder import Document
+from axonml_jax.data.documents.packed import PackedDocuments
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.transformer import Transformer
+
+WORDS = ["<unk>", "</s>", "the", "cat", "sat", "on", "mat"]
+
+
+def write_tokenizer(folder):
+    rules = {
+        "version": "1.0",
+        "added_tokens": [{"id": 1, "content": "</s>", "special": True} | dict.fromkeys(
+            ("single_word", "lstrip", "rstrip", "normalized"), False)],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(WORDS)}, "unk_token": "<unk>"},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(rules))
+    return folder / "tokenizer.json"
+
+
+def test_a_tokenizer_is_read_from_its_file(tmp_path):
+    pytest.importorskip("tokenizers")
+    tokenizer = ax.load_tokenizer(write_tokenizer(tmp_path))
+    assert tokenizer.vocab_size == 7 and ax.load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
+    assert [ids.tolist() for ids in tokenizer.encode(["the cat sat", "dog on mat"])] == [[2, 3, 4], [0, 5, 6]]
+    assert tokenizer.decode([2, 3, 1]) == "the cat" and tokenizer.id_of("</s>") == 1
+    rows = ax.pack([{"text": "the cat sat on the mat"}], 8, tokenizer, end="</s>")
+    assert rows[0]["targets"].tolist() == [3, 4, 5, 2, 6, 1, -1, -1]
+    with pytest.raises(ValueError, match=r"no token '<s>': did you mean '</s>'\?"):
+        ax.pack(documents(), 8, tokenizer, end="<s>")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is no tokenizer\.json"):
+        ax.load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="no tokenizer at 'nowhere'"):
+        ax.load_tokenizer("nowhere")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_best_fit_fills_rows_and_leaves_no_piece_out(seed):
+    draw = np.random.default_rng(seed)
+    length = int(draw.integers(1, 60))
+    pieces = cut(draw.integers(0, 3 * length, 200), length)
+    rows = best_fit(pieces.size, length)
+    assert sorted(piece for row in rows for piece in row) == list(range(len(pieces.size)))
+    filled = [int(pieces.size[row].sum()) for row in rows]
+    assert max(filled) <= length and min(pieces.size) >= 1
+    # At most one row is half empty: two of them would have fitted into one.
+    assert sum(2 * each <= length for each in filled) <= 1
+
+
+def test_a_packed_epoch_has_the_loss_of_every_document_alone():
+    texts = [each["text"] for each in documents()]
+    options = {
+        "vocab_size": 256,
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "max_length": 16,
+        "position": "learned",
+    }
+    model = Transformer(TransformerConfig(**options, param_dtype="float64"), rngs=nnx.Rngs(0))
+    of_rows = jax.jit(lambda rows: model.loss(**rows))
+    of_one = jax.jit(lambda tokens, targets: model.loss(tokens, targets))
+    expected = np.zeros(2)
+    for text in texts:
+        ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        for start in range(0, len(ids) - 1, 16):  # longer documents are cut
+            piece = ids[start : start + 17]
+            padded = np.full((2, 16), -1, np.int32)
+            padded[0, : len(piece) - 1], padded[1, : len(piece) - 1] = piece[:-1], piece[1:]
+            expected += np.array(of_one(np.maximum(padded[:1], 0), padded[1:]))
+    packed, stream = ax.pack(texts, 16), ax.pack((each for each in texts), 16)
+    assert packed.num_targets == expected[1] and len(packed) < len(texts) * 0.75
+    alone = ax.pack(texts, 16, share=False)
+    for rows in ([packed[i] for i in range(len(packed))], list(stream), [alone[i] for i in range(len(alone))]):
+        batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        np.testing.assert_allclose(np.array(of_rows(batch)), expected, rtol=1e-12)
+
+
+def test_prompts_are_given_and_not_learned():
+    samples = [{"ask": "ab", "answer": "cd"}, {"ask": "a", "answer": "bcdefgh"}, {"ask": "abcdefgh", "answer": "i"}]
+    samples += [{"ask": "abc", "answer": ""}]
+    fields = {"prompt_field": "ask", "completion_field": "answer"}
+    rows = ax.pack(samples, 4, share=False, **fields)
+    text = lambda ids: bytes(id for id in ids if id >= 0).decode()
+    found = sorted(
+        (text(row["tokens"][row["segment_ids"] > 0]), text(row["targets"])) for row in map(rows.__getitem__, range(4))
+    )
+    # Of the third document the first piece is prompt alone, and the fourth has no completion.
+    assert found == [("abc", "cd"), ("abcd", "bcde"), ("efg", "fgh"), ("efgh", "i")]
+    assert rows.num_targets == 10 and rows.num_documents == 3
+    streamed = sorted(text(row["targets"]) for row in ax.pack(iter(samples), 4, share=False, **fields))
+    assert streamed == [targets for _, targets in sorted(found, key=lambda each: each[1])]
+
+
+def test_what_is_no_document_is_refused():
+    with pytest.raises(RuntimeError, match="reading document 1: ValueError: the sample has no field 'text'"):
+        ax.pack([{"text": "ab"}, {"body": "ab"}], 4)
+    with pytest.raises(RuntimeError, match="document 0: TypeError: these fields of a sample are no text: text: int"):
+        ax.pack([{"text": 3}], 4)
+    with pytest.raises(ValueError, match="none of 1 documents has a token to predict"):
+        ax.pack(["a"], 4)
+    with pytest.raises(ValueError, match="prompt_field='a', completion_field=None: give both or none"):
+        ax.pack(["ab"], 4, prompt_field="a")
+    with pytest.raises(ValueError, match="bytes have no token '</s>'"):
+        ax.pack(["ab"], 4, end="</s>")
+    with pytest.raises(ValueError, match="length=0"):
+        PackedDocuments([Document(np.arange(3), 0)], 0)

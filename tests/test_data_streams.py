@@ -1,0 +1,157 @@
+"""Iterable sources: what they may be, epochs, shuffling, their own state, errors by name, Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import data_sources
+import jax
+import numpy as np
+import pytest
+from data_sources import Counted, FailsAt, Numbers, Stateful, StreamFailsAt
+
+import axonml_jax as ax
+
+
+def mesh_of(devices=2):
+    return ax.make_mesh(data=devices, devices=jax.devices()[:devices])
+
+
+def loader_of(source, size=4, **options):
+    return ax.create_dataloader(source, size, mesh_of(), **{"shuffle": False, "num_epochs": 1} | options)
+
+
+def ids(loader):
+    return [batch.tolist() for batch in loader]
+
+
+EXPECTED = [[0, 1, 2, 3], [4, 5, 6, 7]]
+SOURCES = {
+    "an iterable": lambda: Counted(9),
+    "a generator": lambda: (i for i in range(9)),
+    "an iterator": lambda: iter(range(9)),
+    "a function": lambda: lambda: iter(range(9)),
+    "a dataset": lambda: Numbers(9),
+    "a set of one order": lambda: dict.fromkeys(range(9)).keys(),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_kind_of_source_gives_the_same_batches(name):
+    assert ids(loader_of(SOURCES[name]())) == EXPECTED
+    assert ids(loader_of(SOURCES[name](), 2)) == np.arange(8).reshape(4, 2).tolist()
+
+
+def test_the_end_of_an_epoch_is_cut_or_filled_up_and_epochs_follow_each_other():
+    assert ids(loader_of(Counted(6), num_epochs=2)) == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert ids(loader_of(Counted(6), num_epochs=2, drop_last=False)) == [[0, 1, 2, 3], [4, 5, 0, 1]] * 2
+    assert ids(loader_of(Counted(3), 8, drop_last=False)) == [[0, 1, 2, 0, 1, 2, 0, 1]]
+    loader = loader_of(Counted(8))
+    assert ids(loader) == ids(loader) == EXPECTED
+    with pytest.raises(TypeError, match="does not know how many batches"):
+        len(loader)
+
+
+def test_windows_are_permuted_and_differ_by_epoch_and_seed():
+    options = {"shuffle": True, "shuffle_window": 8, "num_epochs": 2}
+    found = np.array(ids(loader_of(Counted(32), 8, **options))).reshape(2, 4, 8)
+    for epoch in found:
+        assert [sorted(window) for window in epoch.tolist()] == np.arange(32).reshape(4, 8).tolist()
+    assert (found != np.arange(32).reshape(4, 8)).any(axis=(1, 2)).all() and (found[0] != found[1]).any()
+    assert (np.array(ids(loader_of(Counted(32), 8, seed=1, **options))).reshape(2, 4, 8) != found).any()
+
+
+def test_a_source_that_knows_its_place_is_not_read_before_it():
+    first = loader_of(Stateful(40), prefetch=0)
+    stream = iter(first)
+    for _ in range(5):
+        next(stream)
+    source = Stateful(40)
+    second = loader_of(source, prefetch=0)
+    second.load_state_dict(first.state_dict())
+    assert next(iter(second)).tolist() == [20, 21, 22, 23] and min(source.read) == 20
+
+
+class Epochs(Counted):
+    """Says which epoch it was told of."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([self.epoch * 100 + i for i in range(self.size)])
+
+
+def test_an_epoch_is_told():
+    assert ids(loader_of(Epochs(4), num_epochs=3)) == [[0, 1, 2, 3], [100, 101, 102, 103], [200, 201, 202, 203]]
+
+
+def test_a_generator_that_is_asked_for_again_is_refused():
+    loader = loader_of(i for i in range(8))
+    assert ids(loader) == EXPECTED
+    for again in (loader, loader_of((i for i in range(8)), num_epochs=2)):
+        with pytest.raises(ValueError, match="a generator gives its samples once"):
+            ids(again)
+    with pytest.raises(ValueError, match="3 samples fill no batch of 4"):
+        ids(loader_of(Counted(3), num_epochs=None))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("source", [FailsAt(12), StreamFailsAt(12)])
+def test_an_error_names_the_worker_and_the_sample(source, num_workers):
+    who = "worker 1, " if num_workers else "^"
+    with pytest.raises(RuntimeError, match=f"{who}reading sample 5 of epoch 0: OSError: the disk is gone"):
+        ids(loader_of(source, num_workers=num_workers))
+
+
+def test_workers_read_streams_in_order():
+    source = data_sources.numbers
+    assert ids(loader_of(source, num_workers=2)) == np.arange(48).reshape(12, 4).tolist()
+
+
+SCRIPT = """
+import sys
+import axonml_jax as ax
+import jax
+from data_sources import Numbers
+
+if __name__ == "__main__":
+    loader = ax.create_dataloader(Numbers(10_000), 4, ax.make_mesh(data=1, devices=jax.devices()[:1]), num_workers=2)
+    try:
+        for batch in loader:
+            print("batch", flush=True)
+    except KeyboardInterrupt:
+        import multiprocessing
+        print("interrupted", len(multiprocessing.active_children()), flush=True)
+"""
+
+
+def test_ctrl_c_ends_the_workers_and_nothing_else_is_said(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "JAX_PLATFORMS": "cpu"}
+    run = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert run.stdout.readline() == "batch\n"
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to every process
+        out, errors = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert out.splitlines()[-1] == "interrupted 0" and run.returncode == 0, errors
+    assert "Traceback" not in errors
+    for _ in range(100):
+        try:
+            os.killpg(run.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("a worker is left")
