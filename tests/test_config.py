@@ -28,7 +28,8 @@ model.prefetch model.attention model.scan_layers model.loss_chunk model.dtype mo
 experts.num_experts experts.top_k experts.inner_size experts.every experts.first_dense experts.router experts.renormalize
 experts.groups experts.top_groups experts.scale experts.bias_rate experts.noise experts.router_bias experts.activation
 experts.shared_size experts.capacity_factor experts.dispatch experts.load_balance experts.z
-data.path data.length data.max_bytes data.valid_fraction data.num_workers
+data.path data.format data.fields data.prompt_field data.completion_field data.mixture data.tokenizer data.end data.pack
+data.length data.max_bytes data.valid_fraction data.num_workers
 optim.name optim.class_path optim.init_args optim.chain optim.groups
 optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.betas optim.max_grad_norm
 train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed

@@ -36,7 +36,7 @@ def pack(
 
     >>> rows = pack([{"text": "abc"}, {"text": "de"}, {"text": "fghij"}], 6)
     >>> len(rows), rows[0]["segment_ids"].tolist(), rows[0]["positions"].tolist()
-    (2, [1, 1, 1, 1, 2, 0], [0, 1, 2, 3, 0, 0])
+    (2, [1, 1, 1, 1, 2, 2], [0, 1, 2, 3, 0, 1])
 
     Args:
       dataset: samples that are strings, or dicts with text in `fields`; whatever `create_dataloader` takes.

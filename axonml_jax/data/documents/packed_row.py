@@ -11,7 +11,7 @@ IGNORED = -1
 
 
 def row_of(pieces: Iterable[tuple[Document, int, int]], length: int) -> dict[str, np.ndarray]:
-    """DocumentPieces of documents, one after the other, in a row.
+    """Pieces of documents, one after the other, in a row.
 
     Args:
       pieces: (document, first token, places) of each.

@@ -42,7 +42,7 @@ def describe(config: RunConfig, ground: RunSetup) -> str:
         "memory": _memory(config, ground),
         "optimizer": _optimizer(config.optim),
         **_imports(config),
-        "batch": f"{train.global_batch_size} examples of {config.data.length} bytes, {tokens:,} tokens, per update; "
+        "batch": f"{train.global_batch_size} examples of {config.data.length} {_unit(config)}, {tokens:,} tokens, per update; "
         f"{train.steps} updates",
     }
     return "\n".join(f"{name:<10} {text}" for name, text in rows.items())
@@ -125,3 +125,7 @@ def _settings(section: Any, without: Collection[str] = ()) -> str:
     return ", ".join(
         f"{name}={value}" for name, value in asdict(section).items() if value is not None and name not in without
     )
+
+
+def _unit(config: RunConfig) -> str:
+    return "tokens" if config.data.documents else "bytes"

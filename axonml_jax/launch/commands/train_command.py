@@ -22,6 +22,7 @@ from axonml_jax.launch.config.own_flags import Budget, Estimate
 from axonml_jax.launch.config.read_config import as_dict
 from axonml_jax.launch.config.run_config import RunConfig
 from axonml_jax.launch.job import resume
+from axonml_jax.launch.job.document_task import DocumentSplit, check_tokenizer
 from axonml_jax.launch.job.fit import Record, evaluate, fit
 from axonml_jax.launch.job.peaks import peak_flops
 from axonml_jax.launch.job.plot import plot_expert_loads, plot_losses
@@ -46,7 +47,7 @@ from axonml_jax.launch.job.text_task import (
     build_model,
     load_data,
     loss_fn,
-    read_text,
+    read_data,
     valid_batches,
     write_samples,
 )
@@ -84,6 +85,7 @@ def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate 
     files = {"--picture": estimate.picture, "--write-baseline": budget.write_baseline}
     ground, *_ = all_or_refuse(
         partial(lay_ground, config),
+        partial(check_tokenizer, config),
         partial(require_writable, files),
         partial(baseline, budget),
         partial(check_optimizer, config),
@@ -110,9 +112,10 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
     """
     needed = {tensorboard_writer: config.output.tensorboard, wandb_module: config.output.wandb}
     all_or_refuse(*(needs for needs, wanted in needed.items() if wanted))
-    ground, text, _ = all_or_refuse(
+    ground, text, *_ = all_or_refuse(
         partial(lay_ground, config),
-        partial(read_text, config.data, config.output.dir),
+        partial(read_data, config.data, config.output.dir),
+        partial(check_tokenizer, config),
         partial(check_optimizer, config),
     )
     all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
@@ -155,14 +158,18 @@ def _train(config: RunConfig, ground: RunSetup, data: TextData, trainer: Trainer
     return status
 
 
-def _shared_settings(config: RunConfig, text: TextSplit) -> dict[str, Any]:
+def _shared_settings(config: RunConfig, text: TextSplit | DocumentSplit) -> dict[str, Any]:
     """What all processes must agree on; each machine may keep its files elsewhere."""
     sections = {
         key: value for key, value in as_dict(config).items() if key not in ("name", "output", "profile", "resume")
     }
     values = {f"{section}.{name}": value for section, names in sections.items() for name, value in names.items()}
-    del values["data.path"], values["data.num_workers"]
-    checksums = {f"checksum of data.{part}": zlib.crc32(content) for part, content in text._asdict().items()}
+    for each in ("path", "mixture", "tokenizer", "num_workers"):
+        del values[f"data.{each}"]
+    known = (
+        text.checksums() if isinstance(text, DocumentSplit) else {k: zlib.crc32(v) for k, v in text._asdict().items()}
+    )
+    checksums = {f"checksum of data.{part}": found for part, found in known.items()}
     return {"jax version": jax.__version__, "flax version": version("flax")} | values | checksums
 
 
@@ -194,12 +201,13 @@ def _run(
         if config.profile and folder:
             wait = lambda: jax.block_until_ready(trainer.state.step)
             batches = stack.enter_context(closing(traced(batches, folder / "trace", wait)))  # pyright: ignore
+        bigram = {} if data.bigram is None else {"bigram": data.bigram}
         for record in fit(
             trainer,
             batches,
             steps=config.train.steps,
             throughput=_throughput(config, ground),
-            validate=lambda: {**evaluate(trainer, _watched(valid_batches(data), dog)), "bigram": data.bigram},
+            validate=lambda: evaluate(trainer, _watched(valid_batches(data), dog), data.valid_targets) | bigram,
             validate_every=config.train.eval_every,
             log_every=config.train.log_every,
             learning_rate=learning_rate(config.optim, config.train.steps),
@@ -243,12 +251,12 @@ def _throughput(config: RunConfig, ground: RunSetup) -> Throughput:
 
 
 def _about(config: RunConfig, data: TextData) -> str:
-    source = config.data.path or "the standard library of this Python"
+    source = config.data.path or ", ".join(config.data.mixture or ()) or "the standard library of this Python"
     trained, valid = data.sizes
     epochs = config.train.steps / len(data.train)
     return (
-        f"{'data':<10} {source}: {trained:,} bytes to train on ({epochs:.2g} epochs), {valid:,} to validate on, of which "
-        f"{data.valid_bytes:,} are used"
+        f"{'data':<10} {source}: {trained:,} {data.unit}s to train on ({epochs:.2g} epochs), {valid:,} to validate on, "
+        f"of which {sum(data.valid_targets):,} are used"
     )
 
 
@@ -257,9 +265,11 @@ def _report(config: RunConfig, data: TextData, records: list[Record], folder: Pa
     last = next((record for record in reversed(records) if "valid_loss" in record.metrics), None)
     if last is not None:
         loss = last.metrics["valid_loss"]
-        print0(f"\nvalidation loss {loss:.4f} nats per byte after step {last.step}, over {data.valid_bytes:,} bytes")
-        below = f"{abs(data.bigram - loss):.4f} {'below' if loss < data.bigram else 'above'}"
-        print0(f"bigram model    {data.bigram:.4f} on the same bytes: the transformer is {below} it")
+        over = f"over {sum(data.valid_targets):,} {data.unit}s"
+        print0(f"\nvalidation loss {loss:.4f} nats per {data.unit} after step {last.step}, {over}")
+        if data.bigram is not None:
+            below = f"{abs(data.bigram - loss):.4f} {'below' if loss < data.bigram else 'above'}"
+            print0(f"bigram model    {data.bigram:.4f} on the same bytes: the transformer is {below} it")
     if folder is None or not records:
         return
     files = "metrics.jsonl, config.yaml"
@@ -278,7 +288,7 @@ def _report(config: RunConfig, data: TextData, records: list[Record], folder: Pa
 def _print_samples(config: RunConfig, model: ParallelModel) -> None:
     if not config.sample.count:
         return
-    texts = write_samples(model, config.sample, config.data.length, config.train.seed)
+    texts = write_samples(model, config.sample, config.data.length, config.train.seed, config.data.tokenizer)
     for number, text in enumerate(texts, start=1):
         print0(f"\n--- sample {number} " + "-" * 60)
         print0(text)

@@ -199,6 +199,8 @@ _WORDS: dict[Any, str] = {
     str: "text",
     type(None): "null",
     dict[str, Any]: "a mapping such as {key: value}",
+    dict[str, float]: "a mapping such as {path: 0.5}",
+    tuple[str, ...]: "a list such as [text]",
     list[dict[str, Any]]: "a list of mappings",
 }
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from axonml_jax.launch.config.against_mesh import against_mesh
 from axonml_jax.launch.config.lowest import at_least
 from axonml_jax.launch.config.sections.checkpoint_config import CheckpointConfig
+from axonml_jax.launch.config.sections.data_config import BYTES, DataConfig
 from axonml_jax.launch.config.sections.mesh_config import ContextConfig, MeshConfig
 from axonml_jax.launch.config.sections.optim_config import OptimConfig
 from axonml_jax.launch.config.sections.pipeline_config import PipelineConfig
@@ -19,7 +20,7 @@ from axonml_jax.models.experts_config import ExpertsConfig
 if TYPE_CHECKING:
     from axonml_jax.parallel.plan import Plan
 
-BYTES = 256
+NUM_BYTES = 256
 """Token ids of byte-level text."""
 
 
@@ -39,28 +40,6 @@ class DevicesConfig:
 
     def __post_init__(self):
         at_least("devices", self, simulated=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """The text to train on, byte by byte.
-
-    Attributes:
-      path: a folder of text, or a file; null takes the source of the standard library of the running Python.
-      length: bytes per training example.
-      max_bytes: read no more than this; null reads everything.
-      valid_fraction: share of the bytes kept for validation.
-      num_workers: processes that load batches ahead; 0 loads in this one.
-    """
-
-    path: str | None = None
-    length: int = 128
-    max_bytes: int | None = 8_000_000
-    valid_fraction: float = 0.1
-    num_workers: int = 0
-
-    def __post_init__(self):
-        at_least("data", self, length=1, num_workers=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +145,8 @@ class RunConfig:
         if self.experts.num_experts:
             object.__setattr__(self, "model", replace(self.model, experts=self.experts))
         problems = []
-        if self.model.vocab_size < BYTES:
-            problems.append(f"model.vocab_size={self.model.vocab_size}: bytes need at least {BYTES}")
+        if self.data.tokenizer == BYTES and self.model.vocab_size < NUM_BYTES:
+            problems.append(f"model.vocab_size={self.model.vocab_size}: bytes need at least {NUM_BYTES}")
         if self.model.max_length < self.data.length:
             problems.append(f"data.length={self.data.length} is above model.max_length={self.model.max_length}")
         problems += against_mesh(self.mesh, self.plan, self.context.shard, self.model, self.data.length)

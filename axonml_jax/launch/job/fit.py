@@ -1,7 +1,7 @@
 """The loop: draw a batch, make a step, measure, validate; what happens with the records is up to the caller."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,10 +90,10 @@ def fit(
             return
 
 
-def evaluate(trainer: Trainer, batches: Iterator[PyTree]) -> dict[str, float]:
-    """The mean over batches of equal weight of everything `trainer.evaluate` returns."""
+def evaluate(trainer: Trainer, batches: Iterator[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
+    """The mean over batches, of these weights or of equal ones, of everything `trainer.evaluate` returns."""
     results = [as_floats(trainer.evaluate(batch)) for batch in batches]
-    return {name: float(np.mean([result[name] for result in results])) for name in results[0]}
+    return {name: float(np.average([result[name] for result in results], weights=weights)) for name in results[0]}
 
 
 def as_floats(metrics: dict[str, jax.Array]) -> dict[str, float]:

@@ -57,7 +57,8 @@ def lay_ground(config: RunConfig) -> RunSetup:
     except ValueError as error:
         raise ValueError(f"mesh: {error}") from error
     rows = jax.ShapeDtypeStruct((config.train.global_batch_size, config.data.length), np.int32)
-    batch, plan = {"tokens": rows, "targets": rows}, config.build_plan()
+    of_documents = {"segment_ids": rows, "positions": rows} if config.data.documents else {}
+    batch, plan = {"tokens": rows, "targets": rows, **of_documents}, config.build_plan()
     try:
         check_batch(plan.batch_layout(dict(mesh.shape)), batch, plan.microbatches)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The model, the loss and the data of a run on byte-level text."""
+"""The model, the loss and the data of a run on text."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -11,11 +11,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from axonml_jax._types import PyTree
+from axonml_jax.data.documents.tokenizer import load_tokenizer
 from axonml_jax.data.loader import DataLoader, create_dataloader
 from axonml_jax.data.text import ByteWindows, TextSplit, bigram_nats, load_text
 from axonml_jax.facade.parallel_generate import generate
 from axonml_jax.facade.parallel_model import ParallelModel
-from axonml_jax.launch.config.run_config import DataConfig, RunConfig, SampleConfig
+from axonml_jax.launch.config.run_config import RunConfig, SampleConfig
+from axonml_jax.launch.config.sections.data_config import BYTES, DataConfig
+from axonml_jax.launch.job.document_task import DocumentSplit, FilledUp, read_documents
 from axonml_jax.model.loss import WeightedMean
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.router_metrics import router_metrics
@@ -23,8 +26,8 @@ from axonml_jax.models.transformer import Transformer
 
 
 def loss_fn(model: Any, batch: PyTree) -> WeightedMean | tuple[WeightedMean, dict[str, WeightedMean]]:
-    """Mean cross entropy in nats per byte; of a model with experts, in training, their losses too, and what routers did."""
-    total, weight, routers = model.loss_and_routers(batch["tokens"], batch["targets"])
+    """Mean cross entropy in nats per token; of a model with experts, in training, their losses too, and what routers did."""
+    total, weight, routers = model.loss_and_routers(**batch)
     loss = WeightedMean(total, weight)
     return loss if routers is None else (loss, router_metrics(routers))
 
@@ -32,6 +35,11 @@ def loss_fn(model: Any, batch: PyTree) -> WeightedMean | tuple[WeightedMean, dic
 def build_model(config: TransformerConfig, seed: int) -> Transformer:
     """The transformer with its first weights."""
     return Transformer(config, rngs=nnx.Rngs(seed))
+
+
+def read_data(config: DataConfig, runs: str | None = None) -> TextSplit | DocumentSplit:
+    """The text or the documents that the section `data` names; see `read_text` and `read_documents`."""
+    return read_documents(config) if config.documents else read_text(config, runs)
 
 
 def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
@@ -66,31 +74,35 @@ def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
 
 @dataclass(frozen=True)
 class TextData:
-    """Batches to train on, the batches of every validation, and the bigram model's loss on the same bytes.
+    """Batches to train on, the batches of every validation, and of bytes the bigram model's loss on the same ones.
 
     Attributes:
       train: endless loader.
       valid: loader of one pass over the validation part, in order.
       valid_batches: how many of its batches a validation takes.
-      valid_bytes: how many bytes that predicts.
-      bigram: nats per byte on exactly those bytes, fitted on the training part.
-      sizes: bytes of the training and the validation part.
+      valid_targets: how many bytes or tokens that predicts, by batch.
+      bigram: nats per byte on exactly those bytes, fitted on the training part; None: of tokens it is not known.
+      sizes: bytes or tokens of the training and the validation part.
+      unit: which of them: "byte" or "token".
     """
 
     train: DataLoader
     valid: DataLoader
     valid_batches: int
-    valid_bytes: int
-    bigram: float
+    valid_targets: list[int]
+    bigram: float | None
     sizes: tuple[int, int]
+    unit: str = "byte"
 
 
-def load_data(config: RunConfig, text: TextSplit, mesh: Mesh) -> TextData:
-    """Loaders over a text.
+def load_data(config: RunConfig, text: TextSplit | DocumentSplit, mesh: Mesh) -> TextData:
+    """Loaders over a text or over documents.
 
     Raises:
-      ValueError: when either part of the text fills no batch.
+      ValueError: when either part of the text, or the documents to train on, fill no batch.
     """
+    if isinstance(text, DocumentSplit):
+        return _load_documents(config, text, mesh)
     size, workers = config.train.global_batch_size, config.data.num_workers
     parts, content = text._asdict(), text.fingerprint
     windows = {name: ByteWindows(part, config.data.length, content) for name, part in parts.items()}
@@ -106,7 +118,22 @@ def load_data(config: RunConfig, text: TextSplit, mesh: Mesh) -> TextData:
     taken = min(config.train.eval_batches or len(valid), len(valid))
     predicted = taken * size * config.data.length
     bigram = bigram_nats(text.train, text.valid[: predicted + 1])
-    return TextData(train, valid, taken, predicted, bigram, (len(text.train), len(text.valid)))
+    targets = [size * config.data.length] * taken
+    return TextData(train, valid, taken, targets, bigram, (len(text.train), len(text.valid)))
+
+
+def _load_documents(config: RunConfig, split: DocumentSplit, mesh: Mesh) -> TextData:
+    size = config.train.global_batch_size
+    if len(split.train) < size:
+        raise ValueError(
+            f"data: the documents leave {len(split.train)} examples to train on, fewer than train.global_batch_size={size}: "
+            "give more of them, a smaller batch or a shorter length"
+        )
+    rows = FilledUp(split.valid, size)
+    train = create_dataloader(split.train, size, mesh, seed=config.train.seed, num_workers=config.data.num_workers)
+    valid = create_dataloader(rows, size, mesh, shuffle=False, num_epochs=1)
+    targets = rows.targets(min(config.train.eval_batches or len(valid), len(valid)))
+    return TextData(train, valid, len(targets), targets, None, split.sizes, "token")
 
 
 def valid_batches(data: TextData):
@@ -115,18 +142,21 @@ def valid_batches(data: TextData):
     return islice(data.valid, data.valid_batches)
 
 
-def write_samples(model: ParallelModel, config: SampleConfig, window: int, seed: int) -> list[str]:
+def write_samples(
+    model: ParallelModel, config: SampleConfig, window: int, seed: int, tokenizer: str = BYTES
+) -> list[str]:
     """Texts that a model writes, on the devices and under the plan that it was trained with; every process must call this.
 
     Args:
       model: the trainer's.
       config: the section `sample`.
-      window: bytes the model sees at most.
+      window: tokens the model sees at most.
       seed: of the draws.
+      tokenizer: by its name (see `load_tokenizer`).
     """
-    prompt = np.frombuffer(config.prompt.encode(), np.uint8)
-    prompts = np.tile(prompt.astype(np.int32), (config.count, 1))
+    rules = load_tokenizer(tokenizer)
+    prompts = np.tile(rules.encode([config.prompt])[0], (config.count, 1))
     key = jax.random.key(seed)
     writer = model.module if model.plan.independent else model  # of models that are not one, the first rank's
     texts = generate(writer, prompts, config.length, key, temperature=config.temperature, window=window)
-    return [bytes(text.astype(np.uint8)).decode(errors="replace") for text in texts]
+    return [rules.decode(text) for text in texts]

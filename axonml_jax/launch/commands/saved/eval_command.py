@@ -4,20 +4,24 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from axonml_jax.data.documents.packed_row import IGNORED
 from axonml_jax.launch.commands.saved.saved_run import saved_run
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.job.fit import evaluate
 from axonml_jax.launch.job.run_setup import all_or_refuse
-from axonml_jax.launch.job.text_task import load_data, loss_fn, read_text
+from axonml_jax.launch.job.text_task import load_data, loss_fn, read_data
 from axonml_jax.logging import print0
+from axonml_jax.sharding.place import to_host
 
 
 def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -37,7 +41,7 @@ def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(f"--batches {given.batches}: must be at least 1")
     run = saved_run("eval", given, flags)
     config = run.config
-    [text] = all_or_refuse(partial(read_text, config.data, config.output.dir))
+    [text] = all_or_refuse(partial(read_data, config.data, config.output.dir))
     ground, model = run.open()
     [data] = all_or_refuse(partial(load_data, config, text, ground.mesh))
     loader = data.valid if given.split == "valid" else data.train
@@ -48,15 +52,24 @@ def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
         trainer.evaluate(first)  # compiles
         loader.load_state_dict({**loader.state_dict(), "epoch": 0, "samples": 0})
     started = time.perf_counter()
-    metrics = evaluate(trainer, islice(loader, count))
+    targets: list[float] = []
+    metrics = evaluate(trainer, _counted(islice(loader, count), targets), targets)
     jax.block_until_ready(model.variables)
     seconds = time.perf_counter() - started
-    tokens = count * config.train.global_batch_size * config.data.length
+    tokens = int(sum(targets))
     _print(given, metrics, {
         "step": run.step, "split": given.split, "batches": count, "tokens": tokens,
         "perplexity": math.exp(min(metrics["loss"], 700.0)), "tokens_per_second": tokens / seconds,
     }, f"{run.folder}, step {run.step}, on {ground.device_words}")  # fmt: skip
     return 0
+
+
+def _counted(batches: Iterator[Any], targets: list[float]) -> Iterator[Any]:
+    """The batches, whose numbers of targets are added to a list: those of packed documents differ."""
+    count = jax.jit(lambda batch: jnp.sum(batch["targets"] != IGNORED))
+    for batch in batches:
+        targets.append(float(to_host(count(batch))))
+        yield batch
 
 
 def _print(given: argparse.Namespace, metrics: dict[str, float], more: dict, where: str) -> None:

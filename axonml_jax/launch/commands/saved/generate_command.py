@@ -1,7 +1,6 @@
 """`axonml-jax generate RUN`: text from a trained run, written as it comes."""
 
 import argparse
-import codecs
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,6 +8,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from axonml_jax.data.documents.text_so_far import TextSoFar
+from axonml_jax.data.documents.tokenizer import Tokenizer, load_tokenizer
 from axonml_jax.facade.parallel_generate import generate
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.launch.commands.saved.saved_run import SavedRun, saved_run
@@ -48,9 +49,10 @@ def _continue(
     run: SavedRun, model: ParallelModel, prompt: str, given: argparse.Namespace, sampling: Sampling, key: jax.Array
 ) -> None:
     """Write a prompt and what follows it."""
-    tokens = np.frombuffer(prompt.encode(), np.uint8).astype(np.int32)[None]
+    tokenizer = load_tokenizer(run.config.data.tokenizer)
+    tokens = tokenizer.encode([prompt])[0][None]
     print0(prompt, end="", flush=True)
-    show = Shown(tokens.shape[1], given.stop, lambda text: print0(text, end="", flush=True))
+    show = Shown(tokens.shape[1], given.stop, lambda text: print0(text, end="", flush=True), tokenizer)
     window = min(run.config.model.max_length, tokens.shape[1] + given.length)
     drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     generate(model, tokens, given.length, key, window=window, after_token=show, **drawn)
@@ -90,18 +92,20 @@ class Shown:
       start: tokens of the prompt, which are not written.
       stop: words that end the text.
       write: takes the next piece.
+      tokenizer: of the tokens; None: they are bytes.
     """
 
-    def __init__(self, start: int, stop: Sequence[str], write: Callable[[str], None]):
+    def __init__(
+        self, start: int, stop: Sequence[str], write: Callable[[str], None], tokenizer: Tokenizer | None = None
+    ):
         self._start, self._stop, self._write = start, tuple(stop), write
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._text = TextSoFar(load_tokenizer() if tokenizer is None else tokenizer)
         self._seen, self._held = start, ""
 
     def __call__(self, tokens: np.ndarray) -> bool:
         """Take the tokens so far [1, n]; true once a stop word is complete."""
-        new = bytes(tokens[0, self._seen :].astype(np.uint8))
+        self._held += self._text.add(tokens[0, self._seen :].tolist())
         self._seen = tokens.shape[1]
-        self._held += self._decoder.decode(new)
         ends = [at for word in self._stop if (at := self._held.find(word)) >= 0]
         if ends:
             self._write(self._held[: min(ends)])
@@ -114,7 +118,7 @@ class Shown:
 
     def finish(self) -> None:
         """Write what was held back."""
-        self._write(self._held + self._decoder.decode(b"", final=True))
+        self._write(self._held + self._text.add([], final=True))
         self._held = ""
 
 

@@ -1,0 +1,80 @@
+"""The section `data`: what is trained on, and how it becomes examples."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from axonml_jax.launch.config.lowest import at_least
+
+BYTES = "bytes"
+_DOCUMENT_FILES = (".jsonl", ".ndjson", ".parquet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is trained on: text as one stream of bytes, or documents as tokens.
+
+    Attributes:
+      path: a folder, or a file; null takes the source of the standard library of the running Python.
+      format: of documents: text (every file is one), jsonl or parquet; null goes by the names.
+      fields: of documents: the fields of a sample that are its text.
+      prompt_field: the field that is given and not learned; with completion_field, in place of fields.
+      completion_field: the field that is learned.
+      mixture: paths of documents and their shares of the examples, in place of path.
+      tokenizer: bytes, or the path of a tokenizer.json.
+      end: a token to add after every document, by name.
+      pack: windows cuts text, as one stream of bytes; documents lets documents share examples, none of which sees another;
+        alone gives each document its own; null is documents where anything says that there are some, else windows.
+      length: tokens per training example.
+      max_bytes: read no more than this; null reads everything.
+      valid_fraction: share kept for validation, of the bytes or of the documents.
+      num_workers: processes that load batches ahead; 0 loads in this one.
+    """
+
+    path: str | None = None
+    format: Literal["text", "jsonl", "parquet"] | None = None
+    fields: tuple[str, ...] = ("text",)
+    prompt_field: str | None = None
+    completion_field: str | None = None
+    mixture: dict[str, float] | None = None
+    tokenizer: str = BYTES
+    end: str | None = None
+    pack: Literal["windows", "documents", "alone"] | None = None
+    length: int = 128
+    max_bytes: int | None = 8_000_000
+    valid_fraction: float = 0.1
+    num_workers: int = 0
+
+    def __post_init__(self):
+        at_least("data", self, list(self._problems()), length=1, num_workers=0)
+
+    @property
+    def documents(self) -> bool:
+        """Whether examples are made of documents, which the model keeps apart."""
+        return self.pack != "windows" if self.pack else bool(self._of_documents())
+
+    def _of_documents(self) -> list[str]:
+        """The settings that only documents have."""
+        found = [
+            name for name in ("format", "prompt_field", "completion_field", "mixture", "end") if getattr(self, name)
+        ]
+        found += ["fields"] * (self.fields != ("text",)) + ["tokenizer"] * (self.tokenizer != BYTES)
+        return found + ["path"] * (self.path or "").endswith(_DOCUMENT_FILES)
+
+    def _problems(self) -> Iterator[str]:
+        if self.pack == "windows" and (found := self._of_documents()):
+            yield f"pack=windows cuts text as one stream of bytes, without {', '.join(found)}: leave pack out, or those"
+        if (self.prompt_field is None) != (self.completion_field is None):
+            yield f"prompt_field={self.prompt_field} and completion_field={self.completion_field}: give both or none"
+        if self.prompt_field and self.fields != ("text",):
+            yield "fields has no effect beside prompt_field and completion_field: leave it out"
+        if not self.fields:
+            yield "fields is empty: name the fields of a sample that are its text"
+        if self.mixture is not None and self.path is not None:
+            yield "path and mixture both say what to read: give one"
+        for path, share in (self.mixture or {}).items():
+            if not 0 < share < math.inf:
+                yield f"mixture: the share of {path} is {share}: must be positive and finite"
+        if self.documents and self.path is None and not self.mixture:
+            yield "path: documents are read from a path or a mixture; without them only pack=windows has a text of its own"

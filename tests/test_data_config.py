@@ -1,0 +1,105 @@
+"""The section `data`: documents, prompts, mixtures and tokenizers from a configuration, and what is refused."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from axonml_jax.__main__ import main
+from axonml_jax.launch.config.sections.data_config import DataConfig
+from axonml_jax.launch.job.document_task import FilledUp, read_documents
+
+QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
+SMALL = (
+    *("--model.num_layers=1", "--model.hidden_size=16", "--model.num_heads=2", "--model.mlp_hidden_size=32"),
+    *("--data.length=16", "--data.valid_fraction=0.1", "--train.steps=2", "--train.eval_every=null"),
+    *("--train.global_batch_size=8", "--sample.length=3", "--sample.count=1", "--output.plot=false"),
+)
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """Sixty questions and answers."""
+    path = tmp_path / "pairs.jsonl"
+    lines = [{"prompt": f"what is {i}?", "completion": f" it is {i * i}"} for i in range(60)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return str(path)
+
+
+PROMPTS = {"prompt_field": "prompt", "completion_field": "completion"}
+
+
+def test_completions_are_trained_on_and_validation_counts_every_target_once(tmp_path, pairs, capsys):
+    flags = [f"--data.path={pairs}", *(f"--data.{name}={field}" for name, field in PROMPTS.items())]
+    assert main(["train", QUICKSTART, *SMALL, *flags, f"--output.dir={tmp_path / 'runs'}"]) == 0
+    said = capsys.readouterr().out
+    split = read_documents(DataConfig(path=pairs, length=16, valid_fraction=0.1, **PROMPTS))
+    counted = sum(each.num_targets for each in split.valid)
+    assert f"{split.sizes[0]:,} tokens to train on" in said and f"of which {counted:,} are used" in said
+    assert "nats per token after step 2" in said and "bigram" not in said and "--- sample 1" in said
+    [metrics] = (tmp_path / "runs").glob("*/metrics.jsonl")
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    assert math.isfinite(last["valid_loss"]) and "valid_bigram" not in last
+
+
+def test_validation_is_the_mean_over_all_targets():
+    """As if it were one batch: rows are filled up with empty ones, and batches count by their targets."""
+    from axonml_jax.data.documents.pack import pack
+
+    rows = FilledUp([pack(["ab" * n for n in range(1, 9)], 8)], 3)
+    assert len(rows) == 9 and len(rows._rows) == 8
+    counts = [(rows[i]["targets"] >= 0).sum() for i in range(9)]
+    assert rows.targets(3) == np.reshape(counts, (3, 3)).sum(axis=1).tolist()
+    assert (rows[len(rows) - 1]["targets"] == -1).all()
+
+
+def test_a_mixture_draws_from_every_file_in_its_share(tmp_path, pairs):
+    (tmp_path / "notes").mkdir()
+    for i in range(40):
+        (tmp_path / "notes" / f"{i}.txt").write_text("x" * 17)
+    (tmp_path / "more.jsonl").write_text("\n".join(json.dumps({"text": "y" * 17}) for _ in range(40)))
+    shares = {str(tmp_path / "notes"): 3.0, str(tmp_path / "more.jsonl"): 1.0}
+    split = read_documents(DataConfig(mixture=shares, length=16))
+    letters = [split.train[int(i)]["tokens"][0] for i in split.train.order_of(0, np.arange(72), shuffle=True, seed=0)]
+    drawn = [letters.count(ord(letter)) for letter in "xy"]
+    assert sum(drawn) == 72 and drawn[0] > 1.8 * drawn[1]
+    assert [len(each) for each in split.valid] == [4, 4]
+
+
+def test_reading_stops_at_the_limit(pairs):
+    whole, some = (
+        read_documents(DataConfig(path=pairs, length=16, max_bytes=limit, **PROMPTS)) for limit in (None, 400)
+    )
+    assert sum(some.sizes) < 400 < sum(whole.sizes)
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    (["--data.prompt_field=a"], "data.prompt_field=a and completion_field=None: give both or none"),
+    (["--data.pack=documents"], "data.path: documents are read from a path or a mixture"),
+    (["--data.path=x.jsonl", "--data.pack=windows"], "pack=windows cuts text as one stream of bytes, without path"),
+    (["--data.path=x.jsonl", '--data.mixture={"a": 1}'], "path and mixture both say what to read"),
+    (['--data.mixture={"a": -1}'], "the share of a is -1.0: must be positive and finite"),
+    (["--data.path=none.jsonl"], "no such file or folder: 'none.jsonl'"),
+    (["--data.path=none.jsonl", "--data.tokenizer=none.json"], "no tokenizer at 'none.json'"),
+    (["--data.format=csv"], "data.format=csv: must be one of text, jsonl, parquet, or null"),
+    (['--data.mixture=3'], "data.mixture=3: must be a mapping such as {path: 0.5}, or null"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(tmp_path, capsys, flags, said):
+    assert main(["train", QUICKSTART, *SMALL, *flags, f"--output.dir={tmp_path / 'runs'}"]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+def test_a_vocabulary_that_lacks_tokens_is_refused_before_anything_is_made(tmp_path, pairs, capsys):
+    pytest.importorskip("tokenizers")
+    rules = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"<unk>": 0, "what": 300}, "unk_token": "<unk>"}}
+    rules["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    flags = [f"--data.path={pairs}", "--data.fields=[prompt]", f"--data.tokenizer={tmp_path}"]
+    before = len(jax.live_arrays())
+    for command in ("train", "explain"):
+        assert main([command, QUICKSTART, *SMALL, *flags]) == 2
+        assert "model.vocab_size=256: the tokenizer has 301 token ids" in capsys.readouterr().err
+    assert len(jax.live_arrays()) == before
