@@ -73,6 +73,8 @@ def measure(make, batches=SAMPLES // BATCH):
         for _ in range(batches):
             next(stream)
         rates.append(batches * BATCH / (time.perf_counter() - start))
+    if hasattr(stream, "close"):
+        stream.close()
     return statistics.median(rates)
 
 
