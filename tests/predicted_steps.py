@@ -15,6 +15,7 @@ from axonml_jax.training.state.first_state import abstract_state
 
 GPT = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tie_embeddings": True, "use_bias": True}
 LLAMA = {"num_kv_heads": 2}
+QWEN = {"num_kv_heads": 2, "head_dim": 6, "qk_norm": True, "qkv_bias": True}
 LENGTH = 16
 
 

@@ -22,12 +22,15 @@ plan.sharding_strategy plan.prefetch plan.offload plan.precision plan.accumulate
 context.method context.order context.shard
 pipeline.schedule pipeline.microbatches pipeline.chunks pipeline.gather
 model.vocab_size model.num_layers model.hidden_size model.num_heads model.max_length model.num_kv_heads
+model.head_dim model.qk_norm model.qkv_bias model.window model.full_every model.sinks
 model.mlp_hidden_size model.norm model.activation model.position model.rope_theta model.tie_embeddings model.use_bias
 model.dropout model.norm_eps model.split model.sequence_parallel model.ring model.overlap
 model.prefetch model.attention model.scan_layers model.loss_chunk model.dtype model.param_dtype
 experts.num_experts experts.top_k experts.inner_size experts.every experts.first_dense experts.router experts.renormalize
 experts.groups experts.top_groups experts.scale experts.bias_rate experts.noise experts.router_bias experts.activation
 experts.shared_size experts.capacity_factor experts.dispatch experts.load_balance experts.z
+rope_scaling.kind rope_scaling.factor rope_scaling.original_length rope_scaling.low_frequency rope_scaling.high_frequency
+rope_scaling.slow rope_scaling.fast rope_scaling.truncate rope_scaling.attention_factor
 data.path data.format data.fields data.prompt_field data.completion_field data.mixture data.tokenizer data.end data.pack
 data.length data.max_bytes data.valid_fraction data.num_workers
 optim.name optim.class_path optim.init_args optim.chain optim.groups
@@ -69,6 +72,15 @@ def test_the_section_experts_is_the_models(write):
     again = as_dict(config)
     assert "experts" not in again["model"] and again["experts"]["num_experts"] == 8
     assert read_config("train", [write(again)]) == config
+
+
+def test_the_section_rope_scaling_is_the_models(write):
+    path = write({"rope_scaling": {"kind": "llama3", "factor": 8.0, "original_length": 64}})
+    config = read_config("train", [path])
+    assert config.model.rope_scaling == config.rope_scaling and config.rope_scaling.factor == 8
+    again = as_dict(config)
+    assert "rope_scaling" not in again["model"] and read_config("train", [write(again)]) == config
+    assert "factor=2.0: without effect for kind=none" in refusal(write({}), "--rope_scaling.factor", "2")
 
 
 def test_experts_that_do_not_go_with_the_rest_are_refused(write):

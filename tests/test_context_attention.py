@@ -25,7 +25,7 @@ TABLE = {
     "heads": [(4, 4), (4, 2), (8, 1)],
     "ranks": [2, 3, 4, 8],
     "block": [3, 512],
-    "extra": [None, "bias", "dropout", "dropout by head"],
+    "extra": [None, "bias", "dropout", "dropout by head", "sinks"],
     "check_vma": [False, True],
 }
 RULES = {
@@ -67,6 +67,8 @@ def shared_options(row, table, s):
     if row["extra"] == "bias":
         options["bias"] = lambda queries, keys, table: table[:, keys[None, :] - queries[:, None] + s]
         options["arrays"] = (table,)
+    if row["extra"] == "sinks":
+        options["sinks"] = table[:, 0]
     return options
 
 
@@ -116,10 +118,17 @@ def oracle(row, arrays, ids, key):
         draw = lambda own: jax.random.bernoulli(own, 0.7, (rows, s, t))
         factors = np.asarray(jax.vmap(draw, out_axes=1)(jax.random.split(key, n))) / 0.7
     seen = seen_by(s, t, segment_ids=segments, **options)
+    if extra == "sinks":  # one more key of score and value 0, seen by all, whose bias is the sink
+        k, v = (np.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (k, v))
+        bias = np.pad(np.broadcast_to(table[:, :1, None], (n, s, 1)), ((0, 0), (0, 0), (t, 0)))
+        seen = np.concatenate([np.broadcast_to(seen, (rows, 1, s, t)), np.ones((rows, 1, s, 1), bool)], -1)
     *found, of_scores = gradients_by_hand(q, k, v, cotangent, seen, bias=bias, factors=factors)
     of_table = np.zeros_like(table)
     if extra == "bias":
         np.add.at(of_table, (slice(None), at), of_scores.sum(0))
+    if extra == "sinks":
+        found[2:4] = [x[:, :t] for x in found[2:4]]
+        of_table[:, 0] = of_scores[..., t].sum((0, 2))
     return *found, of_table
 
 
@@ -242,15 +251,8 @@ def sizes_in(program):
 
 
 def test_inside_loops_and_recomputed_it_is_the_same():
-    row = {
-        "ranks": 2,
-        "order": "zigzag",
-        "rule": "causal",
-        "block": 3,
-        "extra": None,
-        "check_vma": True,
-        "heads": (4, 2),
-    }
+    row = {"ranks": 2, "order": "zigzag", "rule": "causal", "block": 3, "extra": None, "check_vma": True}
+    row["heads"] = (4, 2)
     (q, k, v, _, cotangent), ids = inputs(row)
     split = split_attention(row, jnp.asarray(ids), "ring", None)
     whole = lambda q, k, v, _: plain_attention(q, k, v, causal=True)

@@ -9,6 +9,7 @@ from flax import nnx
 import axonml_jax as ax
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 from axonml_jax.testing import assert_equals_single_device
 
 WORDS, ROWS = 24, 8
@@ -20,6 +21,10 @@ def model_of(**options):
 
 
 LLAMA = {"num_kv_heads": 2, "position": "rotary"}
+GPT_OSS = {
+    "num_layers": 2, "num_kv_heads": 2, "head_dim": 6, "qk_norm": True, "window": 6, "full_every": 2, "sinks": True,
+    "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_length=8),
+}  # fmt: skip
 GPT2 = {"position": "learned", "norm": "layernorm", "activation": "gelu", "tie_embeddings": True, "use_bias": True}
 
 
@@ -64,6 +69,17 @@ PLANS = {
     ),
     "remat": ({"data": 2, "context": 2}, {"remat": "full"}, LLAMA),
     "offload": ({"data": 2, "context": 2}, {"offload": ax.CPUOffload.FULL}, LLAMA),
+    "windows and sinks, ring": ({"context": 4}, {"context": ax.Context(method="ring"), "check_vma": True}, GPT_OSS),
+    "windows and sinks, ulysses": (
+        {"context": 2, "tensor": 2},
+        {"context": ax.Context(method="ulysses", order="contiguous")},
+        GPT_OSS,
+    ),
+    "windows and sinks, 1f1b": (
+        {"pipe": 2, "context": 2},
+        {"pipe": ax.Pipelined(num_microbatches=2), "context": ax.Context(method="gather")},
+        GPT_OSS,
+    ),
     "chunks of words": ({"context": 2, "tensor": 2}, {}, LLAMA | {"loss_chunk": 7}),
 }
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from int8_strategy import Int8Shard
-from predicted_steps import GPT, LENGTH, LLAMA, config, step_of
+from predicted_steps import GPT, LENGTH, LLAMA, QWEN, config, step_of
 from ring_strategy import RingShard
 
 import axonml_jax as ax
@@ -56,12 +56,24 @@ ROWS = [
     (LLAMA, {**SEQUENCE}, {"data": 2, "context": 2, "tensor": 2}, {"remat": "full"}),
     (LLAMA, GRID, {"data": 1, "context": 2, "row": 2, "col": 2}, {"context": ax.Context(method="ring")}),
     (LLAMA, {}, {"data": 1, "context": 8}, {}),
+    (QWEN, {}, {"data": 2, "tensor": 4}, {"remat": "full"}),
+    (QWEN, {**SEQUENCE, **SCAN}, {"data": 1, "fsdp": 2, "tensor": 2}, {"precision": "bf16"}),
+    (QWEN, {**GRID, "sinks": True}, {"data": 1, "row": 2, "col": 2}, {}),
+    (QWEN, {"sinks": True, "window": 4}, {"data": 1, "fsdp": 2, "tensor": 2}, {}),
+    (QWEN, {}, {"data": 1, "fsdp": 2, "context": 4}, {"context": ax.Context(method="ring")}),
 ]  # fmt: skip
 
 
 def name(row):
     style, options, degrees, plan = row
-    return "-".join(["gpt" if style is GPT else "llama", *options, *(f"{a}{n}" for a, n in degrees.items()), *plan])
+    return "-".join(
+        [
+            ("gpt", "llama", "qwen")[[GPT, LLAMA, QWEN].index(style)],
+            *options,
+            *(f"{a}{n}" for a, n in degrees.items()),
+            *plan,
+        ]
+    )
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from flax import nnx
-from predicted_steps import GPT, LLAMA, config
+from predicted_steps import GPT, LLAMA, QWEN, config
 
 import axonml_jax as ax
 from axonml_jax._types import named_leaves
@@ -23,6 +23,8 @@ from axonml_jax.parallel.pipeline.policy import Pipelined
 PUBLISHED = {
     "gpt2-small": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
     "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800,
+    "llama2-7b": 6_738_415_616, "llama3.2-1b": 1_235_814_400, "mistral-7b": 7_241_732_096, "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
 }  # fmt: skip
 
 
@@ -31,7 +33,7 @@ def test_weights_add_up_to_the_published_numbers_of_parameters(name):
     assert sum(weight.size for weight in decoder_weights(preset(name))) == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("style", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("style", [GPT, LLAMA, QWEN | {"sinks": True}], ids=["gpt", "llama", "qwen with sinks"])
 def test_weights_are_those_of_the_model(style):
     model = config(style)
     module = nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))
@@ -161,6 +163,14 @@ def test_what_cannot_run_is_refused_with_every_reason():
     with pytest.raises(ValueError, match="give every one"):
         ax.explain(ax.Plan(), model=config(GPT), global_batch=8)
     assert problems(config(GPT, split="grid"), {"tensor": 2}, 16)[0].startswith("tensor=2 splits nothing")
+
+
+def test_a_ring_that_a_window_cuts_short_is_not_priced():
+    given = {"degrees": {"context": 4}, "global_batch": 8}
+    with pytest.raises(ValueError, match=r"window=4 cuts the rounds of a ring short.*context.method='gather'"):
+        predicted(config(LLAMA, window=4), **given, context=ax.Context(method="ring"))
+    sent = [str(predicted(config(LLAMA, window=w), **given, context=ax.Context(method="gather"))) for w in (None, 4)]
+    assert sent[0] == sent[1]
 
 
 def test_a_prediction_prints_and_goes_to_json():

@@ -13,6 +13,7 @@ from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.generation.generate import generate
 from axonml_jax.models.generation.sampling import Sampling
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
 LLAMA = TransformerConfig(
     vocab_size=16, num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2, max_length=16, param_dtype="float64"
@@ -20,6 +21,10 @@ LLAMA = TransformerConfig(
 GPT2 = dataclasses.replace(
     LLAMA, position="learned", tie_embeddings=True, norm="layernorm", activation="gelu", num_kv_heads=None
 )
+GPT_OSS = dataclasses.replace(
+    LLAMA, num_layers=2, head_dim=6, qk_norm=True, window=3, full_every=2, sinks=True, use_bias=True,
+    rope_scaling=RopeScaling(kind="llama3", factor=4.0, original_length=8),
+)  # fmt: skip
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
 
 
@@ -40,7 +45,7 @@ class Plain(nnx.Module):
         return self.model(tokens)
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("config", [LLAMA, GPT2, GPT_OSS], ids=["llama", "gpt2", "gpt-oss"])
 def test_a_cache_changes_no_token(config):
     model, key = make(config), jax.random.key(1)
     np.testing.assert_array_equal(generate(model, PROMPTS, 8, key), generate(Plain(model), PROMPTS, 8, key))
@@ -61,6 +66,7 @@ ROWS = {
     "fsdp": (GPT2, {}, {"fsdp": 2, "tensor": 2}),
     "grid": (LLAMA, {"split": "grid"}, {"data": 1, "row": 2, "col": 2, "depth": 2}),
     "data": (GPT2, {}, {"data": 3}),
+    "windows and sinks": (GPT_OSS, {}, {"data": 1, "tensor": 4}),
 }
 
 

@@ -1,4 +1,4 @@
-"""GPT-2, Llama and Mixtral weights of Hugging Face, in and out, held against `transformers` where that is installed."""
+"""Hugging Face's weights of every family, in and out, held against `transformers` where that is installed."""
 
 import dataclasses
 import importlib.util
@@ -15,9 +15,11 @@ from flax import nnx
 import axonml_jax as ax
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
-from axonml_jax.models.huggingface import config_of, description_of, pretrained, read_pretrained, write_pretrained
+from axonml_jax.models.families.known import config_of, description_of
+from axonml_jax.models.huggingface import pretrained, read_pretrained, write_pretrained
 from axonml_jax.models.presets import GPT2
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
 SIZES = {"vocab_size": 11, "num_layers": 2, "hidden_size": 8, "num_heads": 2, "max_length": 6}
 CONFIGS = {
@@ -25,6 +27,30 @@ CONFIGS = {
     "llama": TransformerConfig(**SIZES, num_kv_heads=1, mlp_hidden_size=12, rope_theta=500.0),
     "llama, tied": TransformerConfig(**SIZES, mlp_hidden_size=12, tie_embeddings=True),
     "mixtral": TransformerConfig(**SIZES, mlp_hidden_size=12, experts=ExpertsConfig(num_experts=4)),
+    "llama 3, scaled": TransformerConfig(
+        **SIZES, head_dim=6, rope_scaling=RopeScaling(kind="llama3", factor=4.0, original_length=4), mlp_hidden_size=12
+    ),
+    "mistral": TransformerConfig(**SIZES, mlp_hidden_size=12, window=3),
+    "qwen2": TransformerConfig(**SIZES, mlp_hidden_size=12, qkv_bias=True, tie_embeddings=True),
+    "qwen3": TransformerConfig(**SIZES, mlp_hidden_size=12, qk_norm=True, head_dim=6, window=2, full_every=2),
+    "qwen3_moe, one loop": TransformerConfig(
+        **SIZES,
+        mlp_hidden_size=12,
+        qk_norm=True,
+        head_dim=128,
+        scan_layers=True,
+        experts=ExpertsConfig(num_experts=4, inner_size=6),
+    ),
+    "gpt_oss": TransformerConfig(
+        **SIZES,
+        mlp_hidden_size=12,
+        head_dim=6,
+        window=2,
+        full_every=2,
+        sinks=True,
+        use_bias=True,
+        experts=ExpertsConfig(num_experts=4, router_bias=True, activation="clamped_swiglu"),
+    ),
     "mixtral, one loop": TransformerConfig(
         **SIZES, mlp_hidden_size=12, experts=ExpertsConfig(num_experts=4), scan_layers=True
     ),
@@ -39,7 +65,7 @@ def values_of(model):
     return ax.DDP(model, ax.make_mesh(data=1, devices=jax.devices()[:1])).state_dict()
 
 
-@pytest.fixture(params=["gpt2", "llama", "mixtral", "mixtral, one loop"])
+@pytest.fixture(params=[name for name in CONFIGS if name != "llama, tied"])
 def model(request):
     pytest.importorskip("safetensors")
     return Transformer(CONFIGS[request.param], rngs=nnx.Rngs(3))
@@ -50,7 +76,11 @@ def test_what_is_written_reads_back_the_same(model, tmp_path):
     write_pretrained(tmp_path, model.config, values)
     config, back = read_pretrained(tmp_path)
     assert config == dataclasses.replace(
-        model.config, mlp_hidden_size=model.config.mlp_size, num_kv_heads=config.num_kv_heads, scan_layers=False
+        model.config,
+        mlp_hidden_size=config.mlp_hidden_size,
+        num_kv_heads=config.num_kv_heads,
+        experts=config.experts,
+        scan_layers=False,
     )
     if model.config.scan_layers:
         config, back = read_pretrained(tmp_path, scan_layers=True)
@@ -72,6 +102,8 @@ def test_the_names_are_those_of_the_published_files(tmp_path):
         ("gpt2", {"transformer.h.1.attn.c_attn.weight": (8, 24), "transformer.wte.weight": (11, 8)}),
         ("mixtral", {"model.layers.1.block_sparse_moe.experts.3.w2.weight": (8, 12)}),
         ("llama", {"model.layers.0.self_attn.k_proj.weight": (4, 8), "lm_head.weight": (11, 8)}),
+        ("qwen3_moe, one loop", {"model.layers.1.mlp.experts.3.down_proj.weight": (8, 6)}),
+        ("gpt_oss", {"model.layers.0.mlp.experts.gate_up_proj": (4, 8, 24), "model.layers.0.self_attn.sinks": (2,)}),
     ):
         write_pretrained(tmp_path / name, CONFIGS[name], values_of(Transformer(CONFIGS[name], rngs=nnx.Rngs(0))))
         shapes = {key: value.shape for key, value in ax.load_safetensors(tmp_path / name).items()}
@@ -90,19 +122,31 @@ def test_arrays_that_lack_or_have_no_place_are_listed(tmp_path):
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"model_type": "mistral"}, "model_type='mistral' is not known here"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope scaling"),
+        ({"model_type": "bert"}, "model_type='bert' is not known here: gpt2, llama, mistral, "),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 8}},
+            "rope scaling {'rope_type': 'longrope'",
+        ),
         ({"attention_bias": True, "hidden_act": "gelu"}, "hidden_act='gelu'; attention_bias=True"),
-        ({"head_dim": 16}, r"head_dim=16 beside hidden_size / num_attention_heads = 4"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
+            "all must slide, none, or all but",
+        ),
+        (
+            {"model_type": "gpt_oss", "num_local_experts": 4, "attention_bias": True}
+            | {"quantization_config": {"quant_method": "mxfp4"}},
+            "weights quantized by mxfp4: save them in bfloat16",
+        ),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]: only the first"),
     ],
 )
 def test_what_the_transformer_here_is_not_is_refused(change, said):
-    with pytest.raises(ValueError, match="its experts are not Mixtral's"):
+    with pytest.raises(ValueError, match="its experts are not theirs"):
         description_of(dataclasses.replace(CONFIGS["mixtral"], experts=ExpertsConfig(num_experts=4, shared_size=8)))
     described = description_of(CONFIGS["llama"]) | {"rope_parameters": None} | change
     with pytest.raises(ValueError, match=said):
         config_of(described)
-    with pytest.raises(ValueError, match=r"neither GPT-2 .* nor Llama"):
+    with pytest.raises(ValueError, match=r"norm=layernorm, .* is of none of the families GPT-2, Llama 2 and 3, "):
         description_of(dataclasses.replace(CONFIGS["llama"], norm="layernorm"))
 
 
@@ -112,12 +156,17 @@ def test_what_the_transformer_here_is_not_is_refused(change, said):
 def test_logits_equal_those_of_transformers_and_files_go_back(tmp_path):
     pytest.importorskip("safetensors")
     subprocess.run([PYTHON, str(REFERENCE), str(tmp_path)], check=True, capture_output=True, timeout=300)
-    for kind in ("gpt2", "llama", "llama-tied", "mixtral"):
+    kinds = sorted(path.name for path in tmp_path.iterdir())
+    assert len(kinds) == 16
+    for kind in kinds:
         reference = np.load(tmp_path / kind / "reference.npz")
         model = pretrained(tmp_path / kind, param_dtype="float64")
-        # The reference computes its router, norms and softmax in float32; with a router 5e-6 of 6 come of it.
-        close = 1e-5 if kind == "mixtral" else 1e-6
-        np.testing.assert_allclose(model(reference["tokens"]), reference["logits"], rtol=close, atol=close)
+        # The reference computes its router, norms, softmax and frequencies in float32; with a router 5e-6 of 6 come of it,
+        # with norms of each head, windows or scaled frequencies 2e-6.
+        close = 1e-6 if kind in ("gpt2", "llama", "llama-tied") else 1e-5
+        np.testing.assert_allclose(
+            model(reference["tokens"]), reference["logits"], rtol=close, atol=close, err_msg=kind
+        )
         config, values = read_pretrained(tmp_path / kind)
-        write_pretrained(tmp_path / kind / "back", config, values)
+        write_pretrained(tmp_path / kind / "back", config, values, shard_bytes=10_000)
     subprocess.run([PYTHON, str(REFERENCE), str(tmp_path), "check"], check=True, capture_output=True, timeout=300)

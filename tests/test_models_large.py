@@ -84,17 +84,18 @@ def test_vocabularies_are_cut_evenly_and_only_large_ones():
         chunked_cross_entropy(jnp.ones((2, 4)), jnp.ones((4, 8)), jnp.zeros(2, int), chunk=0, words_dim=1)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_the_splash_kernel_equals_the_einsums(kv_heads):
+@pytest.mark.parametrize("kv_heads, window", [(1, None), (2, None), (1, 100)])
+def test_the_splash_kernel_equals_the_einsums(kv_heads, window):
     """Interpreted: the kernel's own code, one block at a time, on CPU."""
     draw = np.random.default_rng(0).normal
     make = lambda heads: jnp.asarray(draw(size=(1, 256, heads, 128)), jnp.float32)
     query, key, value = make(2), make(kv_heads), make(kv_heads)
-    kernel = partial(fused._splash, causal=True, interpret=True)
+    kernel = partial(fused._splash, causal=True, window=window, interpret=True)
     total = lambda attention: lambda *arrays: jnp.sum(jnp.sin(attention(*arrays)))
     with jax.enable_x64(False):
         found = jax.jit(jax.value_and_grad(total(kernel), argnums=(0, 1, 2)))(query, key, value)
-        expected = jax.value_and_grad(total(partial(attend, causal=True)), argnums=(0, 1, 2))(query, key, value)
+        einsums = total(partial(attend, causal=True, window=window))
+        expected = jax.value_and_grad(einsums, argnums=(0, 1, 2))(query, key, value)
     for own, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(own, right, rtol=2e-3, atol=2e-3)
 

@@ -15,6 +15,7 @@ from axonml_jax.launch.job.text_task import loss_fn
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.mlp import MLP
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 from axonml_jax.testing import assert_equals_single_device
 
 LLAMA = TransformerConfig(
@@ -31,6 +32,13 @@ GPT2 = dataclasses.replace(
     use_bias=True,
 )
 
+QWEN3 = dataclasses.replace(LLAMA, head_dim=6, qk_norm=True, window=3)
+QWEN2 = dataclasses.replace(LLAMA, qkv_bias=True)
+GPT_OSS = dataclasses.replace(
+    LLAMA, num_layers=2, head_dim=4, window=3, full_every=2, sinks=True, use_bias=True,
+    rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_length=4),
+)  # fmt: skip
+
 
 def batch_of(rows, length=8):
     ids = np.random.default_rng(0).integers(0, 16, (rows, length + 1)).astype(np.int32)
@@ -42,6 +50,7 @@ def make(config, seed=0):
 
 
 SCAN = {"scan_layers": True, "num_layers": 2, "loss_chunk": 3}
+NARROW = {"num_heads": 2, "hidden_size": 6, "mlp_hidden_size": 6}
 AHEAD = {"prefetch": True, "overlap": True}
 
 # (options, mesh, plan)
@@ -55,6 +64,14 @@ ROWS = {
     "sequence": (LLAMA, {"sequence_parallel": True, "ring": True, **SCAN}, {"fsdp": 2, "tensor": 4}, {"remat": "full"}),
     "scan": (LLAMA, SCAN, {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "selective", "check_vma": True}),
     "grid": (LLAMA, {"split": "grid", **AHEAD}, {"data": 1, "row": 2, "col": 2, "depth": 2}, {"check_vma": True}),
+    "vectors that do not divide": (GPT2, NARROW, {"fsdp": 4, "tensor": 2}, {"fsdp": ax.Shard(stage=2, scatter_hop=2)}),
+    "head norms, window": (QWEN3, {}, {"fsdp": 2, "tensor": 4}, {"check_vma": True}),
+    "head norms, grid": (QWEN3, {"split": "grid"}, {"data": 1, "row": 2, "col": 2, "depth": 2}, {"check_vma": True}),
+    "head norms, scan": (QWEN3, {"sequence_parallel": True, **SCAN}, {"data": 2, "tensor": 2}, {"remat": "full"}),
+    "biases of queries": (QWEN2, {"sequence_parallel": True}, {"data": 2, "tensor": 4}, {"accumulate": 2}),
+    "sinks": (GPT_OSS, {"sequence_parallel": True}, {"fsdp": 2, "tensor": 4}, {"check_vma": True}),
+    "sinks, blocks": (GPT_OSS, {"attention": "blocks"}, {"data": 2, "tensor": 2}, {}),
+    "sinks, grid": (GPT_OSS, {"split": "grid"}, {"data": 1, "row": 2, "col": 2}, {}),
     "grid_tied": (GPT2, {"split": "grid"}, {"fsdp": 2, "row": 2, "col": 2}, {}),
 }
 

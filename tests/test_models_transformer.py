@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axonml_jax.models.config import ACTIVATIONS, NORMS, POSITIONS, TransformerConfig
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.config_problems import ACTIVATIONS, NORMS, POSITIONS
 from axonml_jax.models.presets import PRESETS, preset
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.tensor.megatron.attend import attend, rotate
@@ -24,7 +25,16 @@ PUBLISHED = {
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
     "mixtral-8x7b": 46_702_792_704,
+    "llama2-7b": 6_738_415_616,
+    "llama3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184,
 }
+ACTIVE = {"qwen3-30b-a3b": 3_353_032_704, "gpt-oss-20b": 4_187_440_704}
 
 
 def tokens_of(config, batch=2, length=8, seed=0):
@@ -49,7 +59,7 @@ def test_every_preset_has_a_published_size():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_presets_have_their_published_number_of_parameters(name):
     config = preset(name)
-    assert config.num_params == PUBLISHED[name]
+    assert config.num_params == PUBLISHED[name] and config.active_params == ACTIVE.get(name, config.active_params)
     if config.num_layers <= 32:
         assert count_abstract(config) == PUBLISHED[name]
     else:  # Blocks are alike, and tracing all of them takes 20 s on jax 0.10: two models tell the rest.
@@ -109,14 +119,16 @@ def test_a_batch_row_does_not_depend_on_the_other_rows():
     np.testing.assert_allclose(model(tokens)[1:2], model(tokens[1:2]), rtol=0, atol=1e-12)
 
 
-def naive_attention(query, key, value):
+def naive_attention(query, key, value, window=99, sinks=None):
     """One head and one query at a time."""
     out = np.zeros_like(query)
     group = query.shape[2] // key.shape[2]
     for b, q, n in itertools.product(*map(range, query.shape[:3])):
-        scores = key[b, : q + 1, n // group] @ query[b, q, n] / query.shape[-1] ** 0.5
-        weights = np.exp(scores - scores.max())
-        out[b, q, n] = weights @ value[b, : q + 1, n // group] / weights.sum()
+        seen = slice(max(0, q + 1 - window), q + 1)
+        weights = np.exp(key[b, seen, n // group] @ query[b, q, n] / query.shape[-1] ** 0.5)
+        out[b, q, n] = (
+            weights @ value[b, seen, n // group] / (weights.sum() + (0 if sinks is None else np.exp(sinks[n])))
+        )
     return out
 
 
@@ -125,6 +137,17 @@ def test_attention_equals_the_naive_loop(kv_heads):
     draw = np.random.default_rng(0).normal
     query, key, value = draw(size=(2, 5, 4, 6)), draw(size=(2, 5, kv_heads, 6)), draw(size=(2, 5, kv_heads, 6))
     np.testing.assert_allclose(attend(query, key, value, causal=True), naive_attention(query, key, value), atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [1, 3, 99])
+def test_windows_and_sinks_equal_the_naive_loop(window):
+    draw = np.random.default_rng(0).normal
+    query, key, value, sinks = (draw(size=size) for size in [(2, 5, 4, 6), (2, 5, 2, 6), (2, 5, 2, 6), (4,)])
+    own = attend(query, key, value, causal=True, window=window, sinks=sinks)
+    np.testing.assert_allclose(own, naive_attention(query, key, value, window, sinks), atol=1e-12)
+    # The last two queries alone, as with a cache.
+    late = attend(query[:, 3:], key, value, causal=True, start=3, window=window, sinks=sinks)
+    np.testing.assert_allclose(late, own[:, 3:], atol=1e-12)
 
 
 def reference(model, tokens):

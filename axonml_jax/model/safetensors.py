@@ -66,7 +66,7 @@ def load_safetensors(path: str | os.PathLike, *, rename: Rename = None) -> dict[
     from safetensors import safe_open  # pyright: ignore[reportMissingImports]
 
     found: dict[str, np.ndarray] = {}
-    for file in _files(Path(path)):
+    for file in safetensors_files(Path(path)):
         with safe_open(file, framework="numpy") as opened:
             found |= {name: opened.get_tensor(name) for name in list(opened.keys())}
     return renamed(found, rename)
@@ -104,10 +104,15 @@ def _new_name(name: str, rename: Rename) -> str | None:
     return name
 
 
-def _files(path: Path) -> list[Path]:
+def safetensors_files(path: Path) -> list[Path]:
+    """The files that a path means: itself, those of an index, or of the folder.
+
+    Raises:
+      FileNotFoundError: when there is none.
+    """
     if path.is_dir():
         indices = sorted(path.glob("*" + _INDEX))
-        return _files(indices[0]) if indices else _some(sorted(path.glob("*.safetensors")), path)
+        return safetensors_files(indices[0]) if indices else _some(sorted(path.glob("*.safetensors")), path)
     if path.name.endswith(_INDEX):
         names = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
         return [path.parent / name for name in sorted(set(names))]

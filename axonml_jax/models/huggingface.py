@@ -2,29 +2,39 @@
 
 import json
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from axonml_jax._types import named_leaves
-from axonml_jax.model.safetensors import load_safetensors, save_safetensors
+from axonml_jax.model.stored_arrays import StoredArrays
+from axonml_jax.model.stored_shards import Pending, write_shards
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.families import gpt2, llama, mixtral
-from axonml_jax.models.stack import stacked, unstacked
+from axonml_jax.models.families.array_place import Place, joined
+from axonml_jax.models.families.family import Family
+from axonml_jax.models.families.known import config_of, family_named, family_of
+from axonml_jax.models.families.source import ArraySource, names_there, shape_there, sources
+from axonml_jax.models.likeness import unlike
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.sharding.leaf import Checkpointable, Leaf
+from axonml_jax.sharding.stored import to_stored
 
 Values = dict[str, np.ndarray]
 
-FAMILIES = {family.name: family for family in (gpt2.FAMILY, llama.FAMILY, mixtral.FAMILY)}
+SHARD_BYTES = 5 * 10**9
+"""Bytes of arrays in a file, where nothing else is said."""
+
+_MODEL = "model/"
+_BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 
 
 def pretrained(folder: str | os.PathLike, **changes: Any) -> Transformer:
-    """A transformer with the weights that `save_pretrained` of a model of one of the families wrote.
+    """A transformer on one device with the weights that `save_pretrained` of a model of one of the families wrote.
 
     Args:
       folder: with `config.json` and safetensors files.
@@ -47,8 +57,22 @@ def pretrained(folder: str | os.PathLike, **changes: Any) -> Transformer:
     return made
 
 
+def pretrained_config(folder: str | os.PathLike, **changes: Any) -> TransformerConfig:
+    """The configuration of such a folder.
+
+    Args:
+      folder, changes: see `pretrained`.
+
+    Raises:
+      ValueError: see `pretrained`.
+    """
+    return config_of(_described(folder), **changes)
+
+
 def read_pretrained(folder: str | os.PathLike, **changes: Any) -> tuple[TransformerConfig, Values]:
     """The configuration, and whole arrays by the names of a `state_dict`: for `load_state_dict` of a model on any mesh.
+
+    `load_pretrained` reads in each process no more than what is its own.
 
     Args:
       folder, changes: see `pretrained`.
@@ -56,132 +80,190 @@ def read_pretrained(folder: str | os.PathLike, **changes: Any) -> tuple[Transfor
     Raises:
       ValueError: see `pretrained`; or listing what the files lack.
     """
-    described = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    config = config_of(described, **changes)
-    return config, values_of(described["model_type"], config, load_safetensors(folder))
+    described = _described(folder)
+    config, family = config_of(described, **changes), family_named(described["model_type"])
+    stored = _stored(folder)
+    every = _checked(sources(family, config), stored, family, config)
+    dtypes = {name: _part(stored[source.places[0].name]).dtype for name, source in every.items()}
+    whole = lambda source: (slice(None),) * len(source.shape(stored))
+    return config, {name: source.read(stored, whole(source), dtypes[name]) for name, source in every.items()}
 
 
-def write_pretrained(folder: str | os.PathLike, config: TransformerConfig, values: Mapping[str, Any]) -> None:
-    """The inverse: files that `from_pretrained` reads. One process writes.
+def load_pretrained(model: Checkpointable, folder: str | os.PathLike) -> int:
+    """Put such weights into a model on a mesh, array by array; of each a process reads what its devices hold.
+
+    Make the model by a function (`ax.FSDP(lambda: Transformer(config, rngs=nnx.Rngs(0)), mesh)`) and no process ever holds more
+    than its part of it, and of one array more. Every process must call this, and read the same files.
+
+    Args:
+      model: a parallel model of a `Transformer` with `pretrained_config(folder)`, in any layout and dtype.
+      folder: see `pretrained`.
+
+    Returns:
+      Bytes of arrays that this process has read.
+
+    Raises:
+      ValueError: listing every array that is missing, has no place, or is of another shape.
+    """
+    described = _described(folder)
+    leaves, family = model.checkpoint_leaves(), family_named(described["model_type"])
+    stacked = any(name.startswith(f"{_MODEL}blocks/layer/") for name in leaves)
+    config = config_of(described, scan_layers=stacked)
+    stored = _stored(folder)
+    every = {_MODEL + name: own for name, own in _checked(sources(family, config), stored, family, config).items()}
+    _refuse_shapes(folder, {name: leaf.shape for name, leaf in leaves.items()}, every, stored)
+    filled = lambda name, leaf: _filled(leaf, every[name], stored) if name in every else leaf.array
+    model.take_leaves({name: filled(name, leaf) for name, leaf in leaves.items()})
+    return stored.bytes_read
+
+
+def check_pretrained(config: TransformerConfig, folder: str | os.PathLike) -> None:
+    """Look whether a folder holds the weights of a model with this configuration; no array is read.
+
+    Raises:
+      ValueError: saying what of the configuration is another model's, or listing every array that does not fit.
+    """
+    described = _described(folder)
+    if lines := unlike(config, config_of(described)):
+        raise ValueError(f"{folder} holds another model: " + "; ".join(lines))
+    stored, family = _stored(folder), family_named(described["model_type"])
+    every = _checked(sources(family, config), stored, family, config)
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    leaves = named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    _refuse_shapes(folder, {name: tuple(leaf.shape) for name, leaf in leaves.items()}, every, stored)
+
+
+def write_pretrained(
+    folder: str | os.PathLike,
+    config: TransformerConfig,
+    values: Mapping[str, Any] | Checkpointable,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """The inverse: files that `from_pretrained` reads, with an index where they are several.
 
     Args:
       folder: made where it is not there.
       config: of the model.
-      values: its `state_dict()`.
+      values: a parallel model, which every process must give and the first one writes, with no more than one array whole at
+        a time; or its `state_dict()`, which one process writes.
+      shard_bytes: bytes of arrays in a file at most.
 
     Raises:
-      ValueError: when the model is of none of the families.
+      ValueError: when the model is of none of the families, or the folder holds other arrays.
     """
-    described, folder = description_of(config), Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
-    values = _each_expert(unstacked(values) if config.scan_layers else values, config)
-    there = {theirs: own(values) for theirs, own in _exported(described["model_type"], config).items()}
-    save_safetensors(folder / "model.safetensors", there, metadata={"format": "pt"})
+    family, folder = family_of(config), Path(folder)
+    many = isinstance(values, Checkpointable)
+    leads = not many or jax.process_index() == 0
+    if leads:
+        folder.mkdir(parents=True, exist_ok=True)
+        described = json.dumps(family.describe(config), indent=2)
+        (folder / "config.json").write_text(described + "\n", encoding="utf-8")
+    leaves = values.checkpoint_leaves() if many else {_MODEL + name: Leaf(value) for name, value in values.items()}
+    pending = []
+    for there, parts in names_there(sources(family, config)).items():
+        own = [(leaves[_MODEL + name], index, place) for name, index, place in parts]
+        pending.append(_pending(there if there.startswith("lm_head") else family.prefix + there, own))
+    write_shards(folder, pending, most=shard_bytes, metadata={"format": "pt"}, writes=leads)
 
 
-def config_of(described: Mapping[str, Any], **changes: Any) -> TransformerConfig:
-    """The configuration of a `config.json`.
-
-    Raises:
-      ValueError: naming every part that the transformer here does not have.
-    """
-    family = FAMILIES.get(described.get("model_type", ""))
-    if family is None:
-        known = f"{', '.join([*FAMILIES][:-1])} and {[*FAMILIES][-1]}"
-        raise ValueError(f"model_type={described.get('model_type')!r} is not known here: {known} are")
-    problems = [
-        f"{name}={described[name]!r}"
-        for name, fine in family.without.items()
-        if described.get(name, fine[0]) not in fine
-    ]
-    rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
-    if family is not gpt2.FAMILY:
-        size, heads = described["hidden_size"], described["num_attention_heads"]
-        if described.get("head_dim") not in (None, size // heads):
-            problems.append(
-                f"head_dim={described['head_dim']} beside hidden_size / num_attention_heads = {size // heads}"
-            )
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
-            problems.append(f"rope scaling {rope}")
-    if problems:
-        raise ValueError(f"the transformer here cannot be this {family.name}: " + "; ".join(problems))
-    return TransformerConfig(**{**family.settings(described, rope), **changes})
+def _described(folder: str | os.PathLike) -> dict[str, Any]:
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json: give a folder that save_pretrained wrote")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def description_of(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` of a configuration.
-
-    Raises:
-      ValueError: when it is of none of the families.
-    """
-    family = next((family for family in FAMILIES.values() if family.is_this(config)), None)
-    if family is not None:
-        return family.describe(config)
-    raise ValueError(
-        f"norm={config.norm}, activation={config.activation}, position={config.position}, use_bias={config.use_bias} is "
-        "neither GPT-2 (layernorm, gelu, learned, True) nor Llama (rmsnorm, swiglu, rotary, False)"
-        + ("" if config.experts is None else f", or its experts are not Mixtral's: {config.experts}")
-    )
+def _stored(folder: str | os.PathLike) -> StoredArrays:
+    return StoredArrays(folder, prefixes=("transformer.", "model."))
 
 
-def values_of(kind: str, config: TransformerConfig, theirs: Mapping[str, np.ndarray]) -> Values:
-    """A `state_dict` from the arrays of a published model.
-
-    Raises:
-      ValueError: listing every array that is missing, and every one that has no place here.
-    """
-    theirs = {name.removeprefix("transformer.").removeprefix("model."): value for name, value in theirs.items()}
-    wanted, used = FAMILIES[kind].places(config), set()
-    missing = [place for place, _ in wanted.values() if place not in theirs]
-    values: Values = {}
-    for name, (place, read) in wanted.items():
-        used.add(place)
-        if place in theirs:
-            values[name] = np.ascontiguousarray(read(theirs[place]))
-    buffers = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
+def _checked(
+    every: dict[str, ArraySource], stored: StoredArrays, family: Family, config: TransformerConfig
+) -> dict[str, ArraySource]:
+    """The sources, all of which are there, and nothing else is."""
+    wanted = dict.fromkeys(place.name for source in every.values() for place in source.places)
+    missing = [name for name in wanted if name not in stored]
     spare = {"lm_head.weight"} if config.tie_embeddings else set()
-    left = [name for name in theirs if name not in used | spare and not name.endswith(buffers)]
+    left = [name for name in stored if name not in wanted and name not in spare and not name.endswith(_BUFFERS)]
     if missing or left:
         lines = [f"  {name}: missing" for name in missing] + [f"  {name}: has no place here" for name in left]
-        raise ValueError(f"these are not the arrays of the {kind} that config.json describes:\n" + "\n".join(lines))
-    values = _experts_together(values)
-    return stacked(values, config.num_layers) if config.scan_layers else values
+        raise ValueError(
+            f"these are not the arrays of the {family.name} that config.json describes:\n" + "\n".join(lines)
+        )
+    return every
 
 
-def _each_expert(values: Mapping[str, Any], config: TransformerConfig) -> dict[str, Any]:
-    """Stacks of experts apart: `blocks/0/mlp/up` as `blocks/0/mlp/up@0`, ..."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        block = re.fullmatch(r"blocks/(\d+)/mlp/(gate|up|down)", name)
-        if block is not None and config.has_experts(int(block[1])):
-            found |= {f"{name}@{e}": part for e, part in enumerate(np.asarray(value))}
-        else:
-            found[name] = value
-    return found
+def _refuse_shapes(
+    folder: str | os.PathLike,
+    here: Mapping[str, tuple[int, ...]],
+    every: Mapping[str, ArraySource],
+    stored: StoredArrays,
+) -> None:
+    problems = [f"  {name}: the model has none" for name in every if name not in here]
+    shapes = {name: (own, every[name].shape(stored)) for name, own in here.items() if name in every}
+    problems += [f"  {name}: shape {own}, there {there}" for name, (own, there) in shapes.items() if own != there]
+    if problems:
+        raise ValueError(f"{folder} holds weights of another model:\n" + "\n".join(problems))
 
 
-def _experts_together(values: Values) -> Values:
-    """The inverse."""
-    parts: dict[str, dict[int, np.ndarray]] = {}
-    for name in [name for name in values if "@" in name]:
-        whole, _, expert = name.partition("@")
-        parts.setdefault(whole, {})[int(expert)] = values[name]
-    stacks = {name: np.stack([own[e] for e in sorted(own)]) for name, own in parts.items()}
-    return {name: value for name, value in values.items() if "@" not in name} | stacks
+def _part(array: Any) -> np.ndarray:
+    """The least part of an array: of its dtype."""
+    return array[tuple(slice(0, 1) for _ in array.shape)]
 
 
-def _exported(kind: str, config: TransformerConfig) -> dict[str, Any]:
-    """For every array there, how to make it of those here."""
-    family, sources = FAMILIES[kind], {}
-    for name, (place, read) in family.places(config).items():
-        full = place if place.startswith("lm_head") else family.prefix + place
-        sources.setdefault(full, []).append((name, read))
+def _filled(leaf: Leaf, source: ArraySource, stored: StoredArrays) -> Any:
+    """An array from the files in the shape, dtype and place of a leaf; each device's part is read alone."""
+    sharding = getattr(leaf.array, "sharding", None)
+    whole, shape = leaf.shape, tuple(np.shape(leaf.array))
+    if sharding is None:
+        return source.read(stored, (slice(None),) * len(whole), leaf.dtype)
+    on_device = sharding.with_memory_kind("device") if sharding.memory_kind not in (None, "device") else sharding
+    parts: dict[tuple, np.ndarray] = {}
 
-    def make(parts: list) -> Any:
-        if len(parts) > 1:  # query, key, value, in this order
-            return lambda values: np.concatenate([np.asarray(values[name]) for name, _ in parts], axis=-1)
-        [(name, read)] = parts
-        return lambda values: read(np.asarray(values[name]))  # a transposition is its own inverse
+    def part(index: Any) -> np.ndarray:
+        bounds = tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+        if bounds not in parts:
+            parts[bounds] = _padded_part(source, stored, whole, bounds, leaf.dtype)
+        return parts[bounds]
 
-    return {full: make(parts) for full, parts in sources.items()}
+    if len(shape) == len(whole):
+        array = jax.make_array_from_callback(shape, on_device, part)
+    else:
+        assert leaf.layout is not None
+        value = to_stored(source.read(stored, (slice(None),) * len(whole), leaf.dtype), leaf.layout)
+        array = jax.make_array_from_callback(shape, on_device, lambda index: np.asarray(value)[index])
+    return array if on_device is sharding else jax.device_put(array, sharding)
+
+
+def _padded_part(
+    source: ArraySource, stored: StoredArrays, whole: tuple[int, ...], bounds: tuple, dtype: Any
+) -> np.ndarray:
+    """A part of an array as it is stored: zeros behind the last element of every dim."""
+    inside = tuple(slice(min(start, size), min(stop, size)) for (start, stop), size in zip(bounds, whole, strict=True))
+    found = source.read(stored, inside, dtype)
+    more = [(0, stop - start - size) for (start, stop), size in zip(bounds, found.shape, strict=True)]
+    return np.pad(found, more) if any(end for _, end in more) else found
+
+
+def _pending(name: str, parts: list[tuple[Leaf, tuple[int, ...], Place]]) -> Pending:
+    """An array there of parts of leaves here."""
+    leaf, index, _ = parts[0]
+    places = [place for _, _, place in parts]
+    shape = shape_there(places, leaf.shape[len(index) :])
+    fetch: Callable[[], np.ndarray] = lambda: joined(places, [_on_host(own, at) for own, at, _ in parts])
+    return Pending(name, shape, jax.numpy.dtype(leaf.dtype).name, fetch)
+
+
+def _on_host(leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
+    """`whole[index]` of a leaf in this process's memory."""
+    array = leaf.whole()
+    if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
+        return np.asarray(array[index] if index else array)
+    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
+    found = jax.jit(_at, out_shardings=everywhere)(array, index)
+    return np.asarray(found.addressable_data(0))
+
+
+def _at(array: jax.Array, index: tuple[Any, ...]) -> jax.Array:
+    return array[index] if index else array.copy()

@@ -23,16 +23,23 @@ VOCABULARY_AXES = ("col", "tensor")
 """The mesh axes over which a transformer's logits are split, whichever of them is bound."""
 
 
-def make_attention(config: TransformerConfig, *, rngs) -> TensorParallelAttention:
-    """Causal self-attention."""
+def make_attention(config: TransformerConfig, block: int, *, rngs) -> TensorParallelAttention:
+    """Causal self-attention of a block."""
+    inner: dict[str, Any] = _inner(config) | {"use_bias": config.use_bias or config.qkv_bias}
     return TensorParallelAttention(
         config.hidden_size,
         config.num_heads,
         config.kv_heads,
+        head_size=config.head_size,
         rope_theta=config.rope_theta if config.position == "rotary" else None,
+        rope_scaling=config.rope_scaling,
+        qk_norm=config.norm_eps if config.qk_norm else None,
+        window=config.window_of(block),
+        sinks=config.sinks,
+        out_bias=config.use_bias,
         dropout=config.dropout,
         kernel=config.attention,
-        **_inner(config),
+        **inner,
         rngs=rngs,
     )
 

@@ -2,6 +2,7 @@
 
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
 GPT2 = {
     "vocab_size": 50_257,
@@ -22,6 +23,28 @@ MIXTRAL = {
     "scan_layers": True,
 }
 
+LLAMA2 = {"vocab_size": 32_000, "max_length": 4096, "scan_layers": True}
+
+LLAMA3_2 = {
+    **LLAMA3,
+    "max_length": 131_072,
+    "tie_embeddings": True,
+    "rope_scaling": RopeScaling(kind="llama3", factor=32.0, original_length=8192),
+}
+
+MISTRAL = {"vocab_size": 32_000, "max_length": 32_768, "num_kv_heads": 8, "window": 4096, "scan_layers": True}
+
+QWEN3 = {
+    "vocab_size": 151_936,
+    "max_length": 40_960,
+    "head_dim": 128,
+    "qk_norm": True,
+    "rope_theta": 1_000_000.0,
+    "norm_eps": 1e-6,
+    "scan_layers": True,
+}
+QWEN3_EXPERTS = {"num_experts": 128, "top_k": 8, "load_balance": 0.008}
+
 PRESETS: dict[str, TransformerConfig] = {
     "gpt2-small": TransformerConfig(num_layers=12, hidden_size=768, num_heads=12, **GPT2),
     "gpt2-medium": TransformerConfig(num_layers=24, hidden_size=1024, num_heads=16, **GPT2),
@@ -41,9 +64,61 @@ PRESETS: dict[str, TransformerConfig] = {
         experts=ExpertsConfig(num_experts=8, top_k=2, load_balance=0.04),
         **MIXTRAL,
     ),
+    "llama2-7b": TransformerConfig(num_layers=32, hidden_size=4096, num_heads=32, mlp_hidden_size=11_008, **LLAMA2),
+    "llama3.2-1b": TransformerConfig(num_layers=16, hidden_size=2048, num_heads=32, mlp_hidden_size=8192, **LLAMA3_2),
+    "mistral-7b": TransformerConfig(num_layers=32, hidden_size=4096, num_heads=32, mlp_hidden_size=14_336, **MISTRAL),
+    "qwen3-0.6b": TransformerConfig(
+        num_layers=28,
+        hidden_size=1024,
+        num_heads=16,
+        num_kv_heads=8,
+        mlp_hidden_size=3072,
+        tie_embeddings=True,
+        **QWEN3,
+    ),
+    "qwen3-8b": TransformerConfig(
+        num_layers=36, hidden_size=4096, num_heads=32, num_kv_heads=8, mlp_hidden_size=12_288, **QWEN3
+    ),
+    "qwen3-30b-a3b": TransformerConfig(
+        num_layers=48,
+        hidden_size=2048,
+        num_heads=32,
+        num_kv_heads=4,
+        mlp_hidden_size=6144,
+        experts=ExpertsConfig(inner_size=768, **QWEN3_EXPERTS),
+        **QWEN3,
+    ),
+    "qwen3-235b-a22b": TransformerConfig(
+        num_layers=94,
+        hidden_size=4096,
+        num_heads=64,
+        num_kv_heads=4,
+        mlp_hidden_size=12_288,
+        experts=ExpertsConfig(inner_size=1536, **QWEN3_EXPERTS),
+        **QWEN3,
+    ),
+    "gpt-oss-20b": TransformerConfig(
+        vocab_size=201_088,
+        num_layers=24,
+        hidden_size=2880,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        mlp_hidden_size=2880,
+        max_length=131_072,
+        use_bias=True,
+        sinks=True,
+        window=128,
+        full_every=2,
+        rope_theta=150_000.0,
+        rope_scaling=RopeScaling(kind="yarn", factor=32.0, original_length=4096, truncate=False),
+        experts=ExpertsConfig(
+            num_experts=32, top_k=4, router_bias=True, activation="clamped_swiglu", load_balance=0.004
+        ),
+    ),
 }
-"""Name -> configuration: GPT-2 (Radford et al. 2019), without dropout, Llama 3 (Grattafiori et al. 2024) and Mixtral (Jiang et
-al. 2024)."""
+"""Name -> configuration: GPT-2 (Radford et al. 2019), without dropout, Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al.
+2024), Mistral and Mixtral (Jiang et al. 2023, 2024), Qwen3 (Yang et al. 2025) and gpt-oss (OpenAI 2025)."""
 
 
 def preset(name: str) -> TransformerConfig:

@@ -42,7 +42,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: TransformerConfig, index: int = 0, *, rngs: nnx.Rngs):
         self.attention_norm = make_norm(config, rngs=rngs)
-        self.attention = make_attention(config, rngs=rngs)
+        self.attention = make_attention(config, index, rngs=rngs)
         self.mlp_norm = make_norm(config, rngs=rngs)
         self.mlp = make_mlp(config, index, rngs=rngs)
         self.dropout = make_dropout(config, rngs=rngs)

@@ -173,7 +173,8 @@ def _methods(model: TransformerConfig, context: int, tensor: int) -> tuple[Metho
     if context == 1:
         return (None,)
     heads = model.num_heads // tensor, max(1, model.kv_heads // tensor)
-    return ("gather", "ring") if unsplittable(context, *heads) else ("gather", "ulysses", "ring")
+    around: tuple[MethodName, ...] = ("ring",) if model.window is None else ()  # how far a window's goes is not priced
+    return ("gather", *around) if unsplittable(context, *heads) else ("gather", "ulysses", *around)
 
 
 @lru_cache(maxsize=1024)

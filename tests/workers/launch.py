@@ -11,8 +11,8 @@ import tempfile
 import time
 
 
-def launch(script, num_processes, timeout):
-    """Run `script PORT NUM_PROCESSES PROCESS_ID` as that many processes of one CPU device each.
+def launch(script, num_processes, timeout, *more):
+    """Run `script PORT NUM_PROCESSES PROCESS_ID *MORE` as that many processes of one CPU device each.
 
     Returns: [(exit code, standard output, standard error)] by process. Raises TimeoutError after `timeout` seconds;
     every child is dead when this returns.
@@ -25,7 +25,7 @@ def launch(script, num_processes, timeout):
         children = []
         try:
             for i, (out, err) in enumerate(paths):
-                command = [sys.executable, script, str(port), str(num_processes), str(i)]
+                command = [sys.executable, script, str(port), str(num_processes), str(i), *more]
                 with out.open("w") as stdout, err.open("w") as stderr:
                     children.append(subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr))
             finished = wait(children, timeout)

@@ -36,6 +36,10 @@ class DecoderLike(Protocol):
     position: str
     tie_embeddings: bool
     use_bias: bool
+    qkv_bias: bool
+    qk_norm: bool
+    sinks: bool
+    window: int | None
     dropout: float
     split: str
     sequence_parallel: bool

@@ -72,6 +72,7 @@ class _Decoder:
         for name in ("key", "value"):
             block += self._linear(f"blocks/attention/{name}", size, kv, "replicated" if whole_kv else "column", kind)
         block += self._linear("blocks/attention/out", queries, size, "row", kind)
+        block += self._inside_attention(kind)
         experts = config.experts
         if experts is None or kind.place == "dense block":
             return [*block, *self._dense("blocks/mlp", config.mlp_size, config.activation == "swiglu", kind)]
@@ -152,11 +153,24 @@ class _Decoder:
             found.append(self._one(f"{name}/bias", shape, again=False, **shared))
         return found
 
+    def _inside_attention(self, kind: _Kind) -> list[Weight]:
+        """Norms of each head, whose gradients are summed over the ranks that split heads, and sinks, which these split."""
+        config, found, axis = self.config, [], "row" if self.grid else "tensor"
+        summed = (axis,) if self.grid or self.tensor > 1 else ()
+        for name in ("query_norm", "key_norm") if config.qk_norm else ():
+            own = {"again": not summed, "summed": summed, **kind.shared}
+            found.append(self._one(f"blocks/attention/{name}/scale", (config.head_size,), **own))
+        if config.sinks:
+            own = {"again": False, "splits": (((axis,), 0),) if summed else (), **kind.shared}
+            found.append(self._one("blocks/attention/sinks", (config.num_heads,), **own))
+        return found
+
     def _linear(self, name: str, fan_in: int, fan_out: int, split: str, kind: _Kind) -> list[Weight]:
         (kernel, bias), shared = self._splits(split), kind.shared
         replicated = ("tensor",) if split == "replicated" else ()
         found = [self._one(f"{name}/kernel", (fan_in, fan_out), splits=kernel, summed=replicated, **shared)]
-        if self.config.use_bias:
+        opens = any(name.endswith(each) for each in ("attention/query", "attention/key", "attention/value"))
+        if self.config.use_bias or (self.config.qkv_bias and opens):
             summed = replicated or (self.outside if split == "row" else ())
             more = {"again": False, "rebuilds": self.rebuilds_ends or not name.endswith("down")}
             # A grid gathers what comes out of a pair of layers, its bias added: that is kept.

@@ -99,7 +99,7 @@ def _tensor(layers: Layers, weights: Weights) -> Iterator[Flow]:
     yield make("backward", halves + repeated + parts.last)
     yield from _gates(layers)
     yield from _loss(layers, "tensor")
-    yield from _summed(layers, weights)
+    yield from _summed(layers, weights, "tensor")
 
 
 def _shared(layers: Layers) -> Many:
@@ -150,7 +150,7 @@ def _sequence(layers: Layers, weights: Weights) -> Iterator[Flow]:
     yield from _scores(layers)
     yield from _gates(layers)
     yield from _loss(layers, "tensor")
-    yield from _summed(layers, weights)
+    yield from _summed(layers, weights, "tensor")
 
 
 def _loss(layers: Layers, axis: str) -> Iterator[Flow]:
@@ -161,13 +161,13 @@ def _loss(layers: Layers, axis: str) -> Iterator[Flow]:
         yield layers.flow(SUM, axis, numbers * layers.tokens, "backward", calls=last * again, dtype="float32")
 
 
-def _summed(layers: Layers, weights: Weights) -> Iterator[Flow]:
-    """Gradients of parameters that every rank of `tensor` holds and of which each computes a part."""
+def _summed(layers: Layers, weights: Weights, axis: str) -> Iterator[Flow]:
+    """Gradients of parameters that every rank of an axis holds and of which each computes a part."""
     for group in weights.groups:
-        if "tensor" in group.summed:
+        if axis in group.summed:
             calls = layers.parts.number(group.place, group.count) * group.layers
             one = divided(group.read, group.layers)
-            yield layers.flow(SUM, "tensor", one, "backward", calls=calls, arrays=group.arrays, dtype=group.read_dtype)
+            yield layers.flow(SUM, axis, one, "backward", calls=calls, arrays=group.arrays, dtype=group.read_dtype)
 
 
 def _grid(layers: Layers, weights: Weights) -> Iterator[Flow]:
@@ -178,9 +178,10 @@ def _grid(layers: Layers, weights: Weights) -> Iterator[Flow]:
     kv, again = config.kv_heads * config.head_size, layers.run.recomputes  # recomputing repeats the whole forward
     whole = tokens * size
     over_col = divided(whole, col)
-    openings = [[size, kv, kv], [inner] * (2 if config.activation == "swiglu" else 1)]
+    query = config.num_heads * config.head_size
+    openings = [[query, kv, kv], [inner] * (2 if config.activation == "swiglu" else 1)]
     for half, outs in enumerate(openings):
-        closed = (size, inner)[half]
+        closed = (query, inner)[half]
         ends = again * (not (config.scan_layers and half == 1))  # a trip's last product is not repeated
         for out in outs:  # column-like layers: split input, partial outputs summed over col
             yield layers.flow(SUM, "col", divided(tokens * out, row), "forward", calls=blocks)
@@ -194,6 +195,7 @@ def _grid(layers: Layers, weights: Weights) -> Iterator[Flow]:
         yield layers.flow(GATHER, "col", whole, "backward", calls=blocks * ends)
         yield layers.flow(SUM, "col", divided(tokens * closed, row), "backward", calls=blocks)
     yield from _ends_of_grid(layers, row, col)
+    yield from _summed(layers, weights, "row")
 
 
 def _ends_of_grid(layers: Layers, row: Many, col: Many) -> Iterator[Flow]:

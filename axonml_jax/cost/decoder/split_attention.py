@@ -44,7 +44,7 @@ class SplitAttention:
         """A plan's on a mesh, or on many at once: then the method must be named. None: ranks hold whole sequences.
 
         Raises:
-          ValueError: for heads that the ranks cannot split.
+          ValueError: for heads that the ranks cannot split; for a ring that a window cuts short, which is not priced.
         """
         every = (
             strategy.position_split(axis)
@@ -65,6 +65,11 @@ class SplitAttention:
                 split.method, ranks=ranks, heads=heads, kv_heads=kv_heads, window=None, causal=True, places=length // ranks,
                 order=split.order,
             )  # fmt: skip
+        if config.window is not None and not gathers:
+            raise ValueError(
+                f"window={config.window} cuts the rounds of a ring short, which is not priced from a configuration yet: give "
+                "context.method='gather' or 'ulysses', or trace the step: ax.explain(trainer, batch)"
+            )
         return cls(
             split=split, ranks=ranks, among=among, gathers=gathers, heads=heads, kv_heads=kv_heads,
             head_size=config.head_size, places=divided(length, ranks),

@@ -58,11 +58,10 @@ def read_config(command: str, argv: Sequence[str], more: str = "", imports: Coll
 def as_dict(config: RunConfig) -> dict[str, Any]:
     """A configuration as plain values, as a YAML file holds it."""
     values = json.loads(json.dumps(asdict(config)))
-    own = {
-        name: field for name, kind in _SECTIONS.items() if name for field in fields(kind) if "section" in field.metadata
-    }
-    for section, field in own.items():  # a section of its own already
-        values[section].pop(field.name)
+    for section, kind in _SECTIONS.items():
+        for field in fields(kind) if section else ():
+            if "section" in field.metadata:  # a section of its own already
+                values[section].pop(field.name)
     return values
 
 

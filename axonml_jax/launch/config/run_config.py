@@ -16,6 +16,7 @@ from axonml_jax.launch.config.sections.pipeline_config import PipelineConfig
 from axonml_jax.launch.config.sections.plan_config import PlanConfig
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
 if TYPE_CHECKING:
     from axonml_jax.parallel.plan import Plan
@@ -134,6 +135,7 @@ class RunConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     model: TransformerConfig
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -144,6 +146,8 @@ class RunConfig:
     def __post_init__(self):
         if self.experts.num_experts:
             object.__setattr__(self, "model", replace(self.model, experts=self.experts))
+        if self.rope_scaling.kind != "none":
+            object.__setattr__(self, "model", replace(self.model, rope_scaling=self.rope_scaling))
         problems = []
         if self.data.tokenizer == BYTES and self.model.vocab_size < NUM_BYTES:
             problems.append(f"model.vocab_size={self.model.vocab_size}: bytes need at least {NUM_BYTES}")

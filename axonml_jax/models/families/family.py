@@ -1,15 +1,17 @@
 """What reading and writing a family of published models needs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.families.array_place import Place
 
-Places = dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]]
-"""For every name of an array here, the array there and how to read it. One expert's part of a stack is `NAME@EXPERT`."""
+Places = dict[str, Place]
+"""For every name of an array here, where it is there. One expert's part of a stack is `NAME@EXPERT`."""
+
+Described = Mapping[str, Any]
+"""What a `config.json` says."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class Family:
     Attributes:
       name: `model_type` in a `config.json`.
       prefix: what names of arrays begin with there, but for the head's.
-      without: parts that a model must not have, because the transformer here has none: setting -> the values that mean so.
-      settings: the arguments of `TransformerConfig`, of a `config.json` and its rotary settings.
+      problems: a line for every part of a model that the transformer here does not have.
+      settings: the arguments of `TransformerConfig`.
       describe: the `config.json` of a configuration.
       is_this: whether a configuration is of this family.
       places: where each array is.
@@ -28,13 +30,20 @@ class Family:
 
     name: str
     prefix: str
-    without: Mapping[str, tuple]
-    settings: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+    problems: Callable[[Described], Iterator[str]]
+    settings: Callable[[Described], dict[str, Any]]
     describe: Callable[[TransformerConfig], dict[str, Any]]
     is_this: Callable[[TransformerConfig], bool]
     places: Callable[[TransformerConfig], Places]
 
 
-def same(x: np.ndarray) -> np.ndarray:
-    """As it is."""
-    return x
+def other_than(described: Described, fine: Mapping[str, tuple]) -> Iterator[str]:
+    """What a `config.json` says that the transformer here does not do.
+
+    Args:
+      described: the `config.json`.
+      fine: setting -> the values of it that are; the first is its default.
+    """
+    for name, values in fine.items():
+        if described.get(name, values[0]) not in values:
+            yield f"{name}={described[name]!r}"

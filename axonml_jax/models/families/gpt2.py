@@ -1,16 +1,15 @@
 """GPT-2 (Radford et al. 2019)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.families.family import Family, Places, same
+from axonml_jax.models.families.array_place import Place
+from axonml_jax.models.families.family import Described, Family, Places, other_than
 
 _NORMS = {"ln_1": "attention_norm", "ln_2": "mlp_norm"}
 _LINEAR = {"attn.c_proj": "attention/out", "mlp.c_fc": "mlp/up", "mlp.c_proj": "mlp/down"}
-_WITHOUT = {
+_FINE = {
     "activation_function": ("gelu_new",),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
@@ -18,7 +17,11 @@ _WITHOUT = {
 }
 
 
-def _settings(described: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+def _problems(described: Described) -> Iterator[str]:
+    yield from other_than(described, _FINE)
+
+
+def _settings(described: Described) -> dict[str, Any]:
     return {
         "vocab_size": described["vocab_size"],
         "num_layers": described["n_layer"],
@@ -53,30 +56,36 @@ def _describe(config: TransformerConfig) -> dict[str, Any]:
 
 def _is_this(config: TransformerConfig) -> bool:
     shape = config.norm, config.activation, config.position, config.use_bias
-    return shape == ("layernorm", "gelu", "learned", True) and config.experts is None
+    plain = config.head_dim is None and config.window is None and not (config.qk_norm or config.sinks)
+    return (
+        plain
+        and shape == ("layernorm", "gelu", "learned", True)
+        and config.kv_heads == config.num_heads
+        and config.experts is None
+    )
 
 
 def _places(config: TransformerConfig) -> Places:
     places: Places = {
-        "embed/embedding": ("wte.weight", same),
-        "positions/embedding": ("wpe.weight", same),
-        "norm/scale": ("ln_f.weight", same),
-        "norm/bias": ("ln_f.bias", same),
+        "embed/embedding": Place(name="wte.weight"),
+        "positions/embedding": Place(name="wpe.weight"),
+        "norm/scale": Place(name="ln_f.weight"),
+        "norm/bias": Place(name="ln_f.bias"),
     }
     if not config.tie_embeddings:
-        places["head/kernel"] = ("lm_head.weight", np.transpose)
+        places["head/kernel"] = Place(name="lm_head.weight", turned=True)
     for i in range(config.num_layers):
         for there, here in _NORMS.items():
-            places[f"blocks/{i}/{here}/scale"] = (f"h.{i}.{there}.weight", same)
-            places[f"blocks/{i}/{here}/bias"] = (f"h.{i}.{there}.bias", same)
+            places[f"blocks/{i}/{here}/scale"] = Place(name=f"h.{i}.{there}.weight")
+            places[f"blocks/{i}/{here}/bias"] = Place(name=f"h.{i}.{there}.bias")
         for there, here in _LINEAR.items():  # Conv1D: [in, out], as here
-            places[f"blocks/{i}/{here}/kernel"] = (f"h.{i}.{there}.weight", same)
-            places[f"blocks/{i}/{here}/bias"] = (f"h.{i}.{there}.bias", same)
+            places[f"blocks/{i}/{here}/kernel"] = Place(name=f"h.{i}.{there}.weight")
+            places[f"blocks/{i}/{here}/bias"] = Place(name=f"h.{i}.{there}.bias")
         for part, here in enumerate(("query", "key", "value")):
-            third = lambda x, part=part: np.split(x, 3, axis=-1)[part]
-            places[f"blocks/{i}/attention/{here}/kernel"] = (f"h.{i}.attn.c_attn.weight", third)
-            places[f"blocks/{i}/attention/{here}/bias"] = (f"h.{i}.attn.c_attn.bias", third)
+            for own, name in (("kernel", "weight"), ("bias", "bias")):
+                third = Place(name=f"h.{i}.attn.c_attn.{name}", part=part, parts=3)
+                places[f"blocks/{i}/attention/{here}/{own}"] = third
     return places
 
 
-FAMILY = Family("gpt2", "transformer.", _WITHOUT, _settings, _describe, _is_this, _places)
+FAMILY = Family("gpt2", "transformer.", _problems, _settings, _describe, _is_this, _places)

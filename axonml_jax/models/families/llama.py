@@ -1,22 +1,27 @@
-"""Llama (Touvron et al. 2023)."""
+"""Llama (Touvron et al. 2023; Grattafiori et al. 2024), and what other families have in common with it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.families.family import Family, Places, same
+from axonml_jax.models.families.array_place import Place
+from axonml_jax.models.families.family import Described, Family, Places, other_than
+from axonml_jax.models.families.rope import rope_description, rope_problems, rope_settings
 
 _NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 _ATTENTION = {f"self_attn.{name[0]}_proj": f"attention/{name}" for name in ("query", "key", "value", "out")}
+_HEAD_NORMS = {"self_attn.q_norm": "attention/query_norm", "self_attn.k_norm": "attention/key_norm"}
 _MLP = {f"mlp.{name}_proj": f"mlp/{name}" for name in ("gate", "up", "down")}
-_WITHOUT = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)}
 
 
-def settings(described: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `TransformerConfig`, of a dense model."""
-    return {
+def settings(described: Described, theta: float = 10_000.0) -> dict[str, Any]:
+    """The arguments of `TransformerConfig`, of a dense model.
+
+    Args:
+      described: the `config.json`.
+      theta: base of the rotary frequencies where it says none.
+    """
+    found = {
         "vocab_size": described["vocab_size"],
         "num_layers": described["num_hidden_layers"],
         "hidden_size": described["hidden_size"],
@@ -25,9 +30,11 @@ def settings(described: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str,
         "max_length": described["max_position_embeddings"],
         "mlp_hidden_size": described["intermediate_size"],
         "norm_eps": described.get("rms_norm_eps", 1e-6),
-        "rope_theta": float(rope.get("rope_theta", described.get("rope_theta", 10_000.0))),
         "tie_embeddings": described.get("tie_word_embeddings", False),
     }
+    if described.get("head_dim") not in (None, found["hidden_size"] // found["num_heads"]):
+        found["head_dim"] = described["head_dim"]
+    return found | rope_settings(described, theta)
 
 
 def describe(config: TransformerConfig) -> dict[str, Any]:
@@ -40,45 +47,69 @@ def describe(config: TransformerConfig) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
         "max_position_embeddings": config.max_length,
         "intermediate_size": config.mlp_size,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        **rope_description(config),
         "hidden_act": "silu",
         "tie_word_embeddings": config.tie_embeddings,
+        "dtype": config.param_dtype,
     }
 
 
-def is_shaped(config: TransformerConfig) -> bool:
-    """Whether all but the feed-forward parts is Llama's."""
-    shape = config.norm, config.activation, config.position, config.use_bias
-    return shape == ("rmsnorm", "swiglu", "rotary", False)
+def is_shaped(config: TransformerConfig, **options: Any) -> bool:
+    """Whether all but the feed-forward parts is Llama's, but for these options of attention.
+
+    Args:
+      config: the configuration.
+      options: what `qkv_bias`, `qk_norm`, `sinks`, `window`, `full_every` and `use_bias` must be; of those not given, off.
+    """
+    shape = config.norm, config.activation, config.position
+    off = {"qkv_bias": False, "qk_norm": False, "sinks": False, "window": None, "full_every": None, "use_bias": False}
+    own = all(getattr(config, name) == value for name, value in (off | options).items())
+    return own and shape == ("rmsnorm", "swiglu", "rotary")
 
 
 def around_mlp(config: TransformerConfig) -> Places:
     """Where everything but the feed-forward parts is."""
-    places: Places = {"embed/embedding": ("embed_tokens.weight", same), "norm/scale": ("norm.weight", same)}
+    places = {"embed/embedding": Place(name="embed_tokens.weight"), "norm/scale": Place(name="norm.weight")}
     if not config.tie_embeddings:
-        places["head/kernel"] = ("lm_head.weight", np.transpose)
+        places["head/kernel"] = Place(name="lm_head.weight", turned=True)
     for i in range(config.num_layers):
-        for there, here in _NORMS.items():
-            places[f"blocks/{i}/{here}/scale"] = (f"layers.{i}.{there}.weight", same)
-        for there, here in _ATTENTION.items():  # torch.nn.Linear: [out, in]
-            places[f"blocks/{i}/{here}/kernel"] = (f"layers.{i}.{there}.weight", np.transpose)
+        here, there = f"blocks/{i}", f"layers.{i}"
+        for name, own in (_NORMS | (_HEAD_NORMS if config.qk_norm else {})).items():
+            places[f"{here}/{own}/scale"] = Place(name=f"{there}.{name}.weight")
+        for name, own in _ATTENTION.items():  # torch.nn.Linear: [out, in]
+            places[f"{here}/{own}/kernel"] = Place(name=f"{there}.{name}.weight", turned=True)
+            if config.use_bias or (config.qkv_bias and own != "attention/out"):
+                places[f"{here}/{own}/bias"] = Place(name=f"{there}.{name}.bias")
+        if config.sinks:
+            places[f"{here}/attention/sinks"] = Place(name=f"{there}.self_attn.sinks")
     return places
 
 
-def _places(config: TransformerConfig) -> Places:
+def dense_mlp(block: int) -> Places:
+    """Where a block's dense feed-forward part is."""
+    place = lambda name: Place(name=f"layers.{block}.{name}.weight", turned=True)
+    return {f"blocks/{block}/{here}/kernel": place(there) for there, here in _MLP.items()}
+
+
+def dense_places(config: TransformerConfig) -> Places:
+    """Where everything of a dense model is."""
     places = around_mlp(config)
     for i in range(config.num_layers):
-        for there, here in _MLP.items():
-            places[f"blocks/{i}/{here}/kernel"] = (f"layers.{i}.{there}.weight", np.transpose)
+        places |= dense_mlp(i)
     return places
+
+
+def _problems(described: Described) -> Iterator[str]:
+    yield from other_than(described, {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)})
+    yield from rope_problems(described)
 
 
 def _is_this(config: TransformerConfig) -> bool:
     return is_shaped(config) and config.experts is None
 
 
-FAMILY = Family("llama", "model.", _WITHOUT, settings, describe, _is_this, _places)
+FAMILY = Family("llama", "model.", _problems, settings, describe, _is_this, dense_places)

@@ -17,7 +17,8 @@ from axonml_jax.parallel.context.across_ranks import Places, Ring, read_backward
 from axonml_jax.parallel.context.attention_dropout import WeightsDropout
 from axonml_jax.parallel.context.context_split import ContextSplit, current_split
 from axonml_jax.parallel.context.method import Method, heads_and_gathers
-from axonml_jax.parallel.context.tile_attention import Attention, Given, Where
+from axonml_jax.parallel.context.sinks import sinks_gradient, sunk
+from axonml_jax.parallel.context.tile_attention import Attention, Given, Where, merged
 from axonml_jax.parallel.context.tiles import block_for
 from axonml_jax.parallel.context.visible import Visible
 from axonml_jax.program.recomputed import KEPT
@@ -49,6 +50,7 @@ def context_attention(
     score_mod: ScoreMod | None = None,
     arrays: tuple[jax.Array, ...] = (),
     scale: float | None = None,
+    sinks: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     dropout_dims: tuple[tuple[str, int], ...] | None = None,
@@ -84,6 +86,7 @@ def context_attention(
         FlexAttention, block by block).
       arrays: what these two read; gradients reach those that are floating. Other arrays of a traced program they cannot read.
       scale: of the scores; None: d ** -0.5.
+      sinks: [n], a score of each head that takes its part of the softmax and stands for no key (Xiao et al. 2023; gpt-oss).
       dropout_rate: of the weights. The mask is `jax.random.bernoulli(dropout_key, 1 - dropout_rate, [b, n, s, t])`, of which
         every rank draws what it reads.
       dropout_key: a threefry key; or n of them, one for every head, whose mask is then drawn as [b, s, t].
@@ -106,7 +109,7 @@ def context_attention(
     split = split or ContextSplit(axis)
     window = (window, window) if isinstance(window, int) else window
     ids = segment_ids if isinstance(segment_ids, tuple) or segment_ids is None else (segment_ids, segment_ids)
-    if problems := list(_problems(q, k, v, window, ids, dropout_rate, dropout_key, bias, score_mod)):
+    if problems := list(_problems(q, k, v, window, ids, dropout_rate, dropout_key, bias, score_mod, sinks)):
         raise ValueError("context_attention: " + "; ".join(problems))
     heads, each_has = q.shape[2], (q.shape[1], k.shape[1])
     sizes = {"ranks": ranks, "heads": heads, "kv_heads": k.shape[2], "places": q.shape[1]}
@@ -125,35 +128,41 @@ def context_attention(
         keys=keys,
         modify=score_mod if bias is None else partial(_plus, bias),
         dropout=_dropout(dropout_rate, key, dropout_dims, heads, *(ranks * places for places in each_has)),
-        axes=_axes_of((q, k, v, ids, key, arrays), ring.axis),
+        axes=_axes_of((q, k, v, ids, key, arrays, sinks), ring.axis),
     )
     first_head = 0 if ring.heads == 1 else axis_index(axis) % ring.heads * (heads // ring.heads)
     given = Given(tuple(jnp.asarray(x) for x in arrays), key, first_head)
-    given, q, k, v = vary((given, q, k, v), how.axes)
+    given, q, k, v, sinks = vary((given, q, k, v, sinks), how.axes)
+    if sinks is not None:
+        sinks = jax.lax.dynamic_slice_in_dim(sinks, first_head, heads // ring.heads)
     q, k, v = _heads_apart(ring, q, k, v)
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
-    out = _attended(how, ring, given, grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), _places(ring, how, ids))
+    joined = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    out = _attended(how, ring, given, grouped, *joined, sinks, _places(ring, how, ids))
     return _heads_together(ring, out.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], v.shape[3]))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attended(how: Attention, ring: Ring, given: Given, q, k, v, places: Places) -> jax.Array:
-    """q [b, g, r, c, d], k [b, g, t, d], v [b, g, t, e] -> [b, g, r, c, e]."""
-    return _attended_forward(how, ring, given, q, k, v, places)[0]
+def _attended(how: Attention, ring: Ring, given: Given, q, k, v, sinks, places: Places) -> jax.Array:
+    """q [b, g, r, c, d], k [b, g, t, d], v [b, g, t, e], sinks [g * r] or None -> [b, g, r, c, e]."""
+    return _attended_forward(how, ring, given, q, k, v, sinks, places)[0]
 
 
-def _attended_forward(how: Attention, ring: Ring, given: Given, q, k, v, places: Places):
+def _attended_forward(how: Attention, ring: Ring, given: Given, q, k, v, sinks, places: Places):
     read = read_forward(how, ring, given, q, k, v, places)
+    read = read if sinks is None else merged(read, sunk(read, sinks))
     read = jax.tree.map(lambda x: checkpoint_name(x, KEPT), read._replace(out=read.out.astype(v.dtype)))
-    return how.queries.joined(read.out, 3), (given, q, k, v, places, read)
+    return how.queries.joined(read.out, 3), (given, q, k, v, sinks, places, read)
 
 
 def _attended_backward(how: Attention, ring: Ring, kept, grad):
-    given, q, k, v, places, read = kept
+    given, q, k, v, sinks, places, read = kept
     dq, dk, dv, made = read_backward(how, ring, given, q, k, v, places, read, grad)
     none: Any = None
     arrays = tuple(none if x is None else x.astype(y.dtype) for x, y in zip(made, given.arrays, strict=True))
-    return Given(arrays, none, none), dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    if sinks is not None:
+        sinks = sinks_gradient(sinks, read, how.queries.tiles(grad, 3)).astype(sinks.dtype)
+    return Given(arrays, none, none), dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), sinks, None
 
 
 _attended.defvjp(_attended_forward, _attended_backward)
@@ -216,7 +225,7 @@ def _axes_of(tree: Any, axis: str | None) -> tuple[str, ...]:
     return tuple(sorted(axes))
 
 
-def _problems(q, k, v, window, ids, rate, key, bias, score_mod) -> Iterator[str]:
+def _problems(q, k, v, window, ids, rate, key, bias, score_mod, sinks) -> Iterator[str]:
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4:
         yield f"{shapes} must be [rows, positions, heads, head size]"
@@ -225,6 +234,8 @@ def _problems(q, k, v, window, ids, rate, key, bias, score_mod) -> Iterator[str]
         yield f"{shapes}: rows of all, positions and heads of k and v, and head sizes of q and k must be equal"
     if q.shape[2] % k.shape[2]:
         yield f"{shapes}: {q.shape[2]} query heads are no multiple of {k.shape[2]} key and value heads"
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        yield f"sinks of shape {sinks.shape}: one score for each of the {q.shape[2]} query heads"
     if window is not None and not _is_window(window):
         yield f"window={window!r} must be how many positions are seen before and after, or a pair of these"
     if ids is not None and (len(ids) != 2 or ids[0].shape != q.shape[:2] or ids[1].shape != k.shape[:2]):

@@ -160,7 +160,8 @@ class Shard(AbstractStrategy):
         """One dim split over the axis: the one that needs the least padding.
 
         Among equals the first; of a leaf with three dims or more rather not dim 0, which may be a stack of layers whose
-        slices are read one at a time.
+        slices are read one at a time. A leaf all of whose dims other axes split into parts that do not divide stays as it is:
+        padded, they would no longer join.
         """
         if axis_size == 1:
             return layout
@@ -172,7 +173,8 @@ class Shard(AbstractStrategy):
             clumsy = bool(layout.parts) and layout.parts[dim] > 1 and sizes[dim] % axis_size > 0
             return clumsy, padded, len(sizes) >= 3 and dim == 0, dim
 
-        return layout.on(axis, min(range(len(sizes)), key=cost), axis_size)
+        clumsy, *_, dim = min(cost(dim) for dim in range(len(sizes)))
+        return layout if clumsy else layout.on(axis, dim, axis_size)
 
     def gather(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
         """The whole leaf (its part on the other axes), padding cut off."""

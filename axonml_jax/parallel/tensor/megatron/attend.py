@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
+
 
 class Packed(NamedTuple):
     """Which document of its row every position belongs to, where rows hold several (b batch, s this rank's positions).
@@ -53,6 +55,8 @@ def attend(
     causal: bool,
     start: int | jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
     weights_fn: Callable[[jax.Array], jax.Array] = lambda weights: weights,
 ) -> jax.Array:
     """Attention with the softmax in at least float32; query head i reads key and value head i // (n / k).
@@ -67,6 +71,8 @@ def attend(
       causal: a position sees none after it.
       start: position of the first query among the keys; None: the last query is at the last key.
       segment_ids: integer [..., s], for as many keys as queries: a query sees the keys of its own segment only.
+      window: of causal attention: how many positions one sees, itself among them; None: all before it.
+      sinks: [n], a score of every head that takes its part of the softmax and stands for no key (Xiao et al. 2023).
       weights_fn: applied to the attention weights [..., n, s, t], such as dropout.
 
     Returns:
@@ -79,30 +85,43 @@ def attend(
     scores = jnp.einsum("...qkgd,...skd->...kgqs", grouped, key, preferred_element_type=wide) * size**-0.5
     if causal:
         first = positions - length if start is None else start
-        visible = jnp.arange(positions) <= first + jnp.arange(length)[:, None]
+        ahead = jnp.arange(positions) - (first + jnp.arange(length)[:, None])
+        visible = ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
         scores = jnp.where(visible, scores, jnp.finfo(wide).min)
     if segment_ids is not None:
         together = segment_ids[..., :, None] == segment_ids[..., None, :]
         scores = jnp.where(together[..., None, None, :, :], scores, jnp.finfo(wide).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    weights = _softmax(scores, sinks).astype(value.dtype)
     weights = weights_fn(weights.reshape(*lead, heads, length, positions)).reshape(weights.shape)
     return jnp.einsum("...kgqs,...skd->...qkgd", weights, value).reshape(query.shape)
 
 
-def rotate(x: jax.Array, theta: float, positions: jax.Array) -> jax.Array:
+def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Of [..., k, g, s, t] over t; with sinks [k * g], one more score that is left out of the result."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    own = jnp.broadcast_to(sinks.reshape(*scores.shape[-4:-2], 1, 1).astype(scores.dtype), (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, own], axis=-1), axis=-1)[..., :-1]
+
+
+def rotate(x: jax.Array, theta: float, positions: jax.Array, scaling: RopeScaling | None = None) -> jax.Array:
     """Rotary position embedding (Su et al. 2021), pairing dim i with dim i + d/2 (the layout of published weights).
 
     Args:
       x: [..., s, n, d]; d is even.
       theta: base of the frequencies theta ** (-2i / d).
       positions: of x along s, integer [s], or [..., s] where rows differ.
+      scaling: how these frequencies change for long sequences.
 
     Returns:
       [..., s, n, d] in x's dtype.
     """
     half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling is None or scaling.kind == "none":
+        frequencies, scale = theta ** (-jnp.arange(half, dtype=jnp.float32) / half), 1.0
+    else:
+        frequencies, scale = scaling.frequencies(theta, x.shape[-1], jnp), scaling.attention_scale
     angles = positions.astype(jnp.float32)[..., None, None] * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = (wave if scale == 1 else wave * scale for wave in (jnp.cos(angles), jnp.sin(angles)))
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,10 +1,12 @@
 """`TensorParallelAttention`: self-attention whose heads are split over the ranks of an axis (Shoeybi et al. 2019)."""
 
+from functools import partial
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from axonml_jax.parallel.context.context_attention import context_attention
 from axonml_jax.parallel.context.context_split import context_positions, current_split
@@ -13,6 +15,8 @@ from axonml_jax.parallel.tensor.dropout import ParallelDropout
 from axonml_jax.parallel.tensor.megatron.attend import WHOLE, KVCache, Packed, attend, rotate
 from axonml_jax.parallel.tensor.megatron.attentions import ATTENTIONS
 from axonml_jax.parallel.tensor.megatron.fused_attention import attention_kernel, fused_attention, in_context
+from axonml_jax.parallel.tensor.megatron.head_norm import HeadNorm
+from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 from axonml_jax.parallel.tensor.products.options import LinearOptions
 from axonml_jax.parallel.tensor.products.ordered import Prefetch
 from axonml_jax.parallel.tensor.products.pair import (
@@ -24,7 +28,7 @@ from axonml_jax.parallel.tensor.products.pair import (
     pair_options,
     split_axis,
 )
-from axonml_jax.parallel.tensor.specs import Units
+from axonml_jax.parallel.tensor.specs import Units, check_shard, metadata
 
 
 class TensorParallelAttention(nnx.Module):
@@ -38,7 +42,12 @@ class TensorParallelAttention(nnx.Module):
       head_size: d; None: h / num_heads.
       causal: whether a position sees only itself and those before it.
       rope_theta: base of rotary positions; None: no positions.
+      rope_scaling: how their frequencies change for long sequences; None: they do not.
+      qk_norm: epsilon of RMS norms of each head's queries and keys, before they are turned (Qwen3); None: there are none.
+      window: how many positions one sees of causal attention, itself among them (Mistral); None: all before it.
+      sinks: whether each head has a trained score that takes its part of the softmax and stands for no key (gpt-oss).
       use_bias: whether the linear layers have biases.
+      out_bias: whether the last of them has one; None: as the others.
       sequence_parallel: input and output are this rank's part of the sequence.
       ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
       overlap: issue each reduction of an input's gradient before the weights' gradients, to run behind them; not with `ring`.
@@ -72,7 +81,12 @@ class TensorParallelAttention(nnx.Module):
         head_size: int | None = None,
         causal: bool = True,
         rope_theta: float | None = None,
+        rope_scaling: RopeScaling | None = None,
+        qk_norm: float | None = None,
+        window: int | None = None,
+        sinks: bool = False,
         use_bias: bool = True,
+        out_bias: bool | None = None,
         sequence_parallel: bool = False,
         ring: bool = False,
         overlap: bool = False,
@@ -86,8 +100,9 @@ class TensorParallelAttention(nnx.Module):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if kernel not in ATTENTIONS:
             raise ValueError(f"TensorParallelAttention: kernel={kernel!r} must be one of {', '.join(ATTENTIONS)}")
-        self.head_size = _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta)
+        self.head_size = _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta, window, causal)
         self.causal, self.rope_theta, self.kernel = causal, rope_theta, kernel
+        self.rope_scaling, self.window, self.num_heads = rope_scaling, window, num_heads
         self.kv_heads, self.split_axis = kv_heads, split_axis(axis)
         flags = {"sequence_parallel": sequence_parallel, "ring": ring, "overlap": overlap}
         shared = pair_options("TensorParallelAttention", axis, options, use_bias=use_bias, rngs=rngs, **flags)
@@ -99,7 +114,15 @@ class TensorParallelAttention(nnx.Module):
         self.query = heads(Units(num_heads, "query heads"))
         self.key = heads(Units(kv_heads, "key and value heads", replicated=one_axis))
         self.value = heads(Units(kv_heads, "key and value heads", replicated=one_axis))
+        given: dict[str, Any] = dict(options)
+        kinds = {name: given[name] for name in ("dtype", "param_dtype") if name in given}
+        norm = partial(HeadNorm, self.head_size, axis=self.split_axis, epsilon=qk_norm or 0.0, rngs=rngs, **kinds)
+        self.query_norm, self.key_norm = (norm(), norm()) if qk_norm is not None else (None, None)
+        scores = jnp.zeros(num_heads, options.get("param_dtype", jnp.float32)) if sinks else None
+        spec = metadata(PartitionSpec(self.split_axis), units=Units(num_heads, "query heads"))
+        self.sinks = None if scores is None else nnx.Param(scores, **spec)
         out: dict[str, Any] = shared | ({"kernel_init": out_init} if out_init else {})
+        out["use_bias"] = use_bias if out_bias is None else out_bias
         self.out = closing(num_heads * self.head_size, hidden_size, **out)
         self.dropout = ParallelDropout(dropout, dim=-3, axis=split_axis(axis), rngs=rngs if dropout else None)
 
@@ -121,19 +144,32 @@ class TensorParallelAttention(nnx.Module):
         drops = self.dropout.rate > 0 and not self.dropout.deterministic
         split = current_split()
         if split is None:
-            kernel = attention_kernel(self.kernel, query, key, drops=drops, segmented=ids is not None)
+            rules = {"segmented": ids is not None, "window": self.window is not None, "sinks": self.sinks is not None}
+            kernel = attention_kernel(self.kernel, query, key, drops=drops, **rules)
         else:
             kernel = in_context(self.kernel)
+        sees: dict[str, Any] = {"causal": self.causal, "segment_ids": ids, "window": self.window}
         if kernel == "xla":
-            return attend(query, key, value, causal=self.causal, segment_ids=ids, weights_fn=self.dropout)
+            return attend(query, key, value, **sees, sinks=self._sinks(), weights_fn=self.dropout)
         if kernel != "blocks":
-            return fused_attention(kernel, query, key, value, causal=self.causal, segment_ids=ids)
+            return fused_attention(kernel, query, key, value, **sees)
         keys = self.dropout.keys(query.shape[-2]) if drops else None
         joined = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
         rate = self.dropout.rate if drops else 0.0
         ids = None if ids is None else ids.reshape(-1, ids.shape[-1])
-        mixed = context_attention(*joined, causal=self.causal, segment_ids=ids, dropout_rate=rate, dropout_key=keys)
+        window = None if self.window is None else (self.window - 1, 0)
+        sees |= {"segment_ids": ids, "window": window, "sinks": self._sinks()}
+        mixed = context_attention(*joined, **sees, dropout_rate=rate, dropout_key=keys)
         return mixed.reshape(query.shape)
+
+    def _sinks(self) -> jax.Array | None:
+        """Of this rank's heads."""
+        if self.sinks is None:
+            return None
+        check_shard(
+            "TensorParallelAttention sinks", own := self.sinks[...], (self.num_heads,), PartitionSpec(self.split_axis)
+        )
+        return own
 
     def empty_cache(self, batch: int, room: int) -> KVCache:
         """A cache of this rank's key and value heads with room for so many positions."""
@@ -154,7 +190,8 @@ class TensorParallelAttention(nnx.Module):
         """
         query, key, value = self._heads(x, cache.length)
         start, cache = cache.length, cache.extended(key, value)
-        mixed = attend(query, cache.key, cache.value, causal=True, start=start)
+        sinks = self._sinks()
+        mixed = attend(query, cache.key, cache.value, causal=True, start=start, window=self.window, sinks=sinks)
         return self.out(mixed.reshape(*mixed.shape[:-2], -1)), cache
 
     def _heads(
@@ -167,13 +204,15 @@ class TensorParallelAttention(nnx.Module):
         outputs = opened([self.query, self.key, self.value], x, prefetch=prefetch)
         # How many heads there are is read off the projections: on a rank they are its own.
         query, key, value = (y.reshape(*y.shape[:-1], -1, self.head_size) for y in outputs)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         if self.rope_theta is not None:
             positions = start + context_positions(query.shape[-3]) if positions is None else positions
-            query, key = (rotate(y, self.rope_theta, positions) for y in (query, key))
+            query, key = (rotate(y, self.rope_theta, positions, self.rope_scaling) for y in (query, key))
         return query, key, value
 
 
-def _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta) -> int:
+def _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta, window, causal) -> int:
     size = hidden_size // num_heads if head_size is None else head_size
     wrong = []
     if head_size is None and hidden_size % num_heads:
@@ -182,6 +221,8 @@ def _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta) 
         wrong.append(f"num_heads {num_heads} is no multiple of num_kv_heads {kv_heads}")
     if rope_theta is not None and size % 2:
         wrong.append(f"rotary positions rotate pairs, and the head size {size} is odd")
+    if window is not None and (window < 1 or not causal):
+        wrong.append(f"window={window} must be how many positions one sees of causal attention, at least 1")
     if wrong:
         raise ValueError("TensorParallelAttention: " + "; ".join(wrong))
     return size

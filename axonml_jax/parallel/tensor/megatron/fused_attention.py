@@ -20,7 +20,16 @@ _WORTH_BLOCKS = 256
 _BLOCK = 512
 
 
-def attention_kernel(asked: str, query: jax.Array, key: jax.Array, *, drops: bool, segmented: bool = False) -> str:
+def attention_kernel(
+    asked: str,
+    query: jax.Array,
+    key: jax.Array,
+    *,
+    drops: bool,
+    segmented: bool = False,
+    window: bool = False,
+    sinks: bool = False,
+) -> str:
     """Which form of attention runs: "xla", "blocks", "splash" or "cudnn".
 
     Args:
@@ -30,16 +39,19 @@ def attention_kernel(asked: str, query: jax.Array, key: jax.Array, *, drops: boo
       key: [..., t, k, d].
       drops: whether attention weights are dropped out.
       segmented: whether rows hold several documents, none of which sees another.
+      window: whether positions see only so many before them.
+      sinks: whether heads have a score that stands for no key.
 
     Raises:
       ValueError: where a kernel was asked for by name and does not apply, with every reason.
     """
+    rules = {"drops": drops, "segmented": segmented, "window": window, "sinks": sinks}
     if asked == "auto":
         name = kernel_of(platform := target_platform())
-        if name is not None and not any(_obstacles(name, query, key, drops, segmented)):
+        if name is not None and not any(_obstacles(name, query, key, **rules)):
             return name
         return "blocks" if not drops and worth_blocks(platform, query.shape[-3], key.shape[-3]) else "xla"
-    if asked in PLATFORMS and (reasons := list(_obstacles(asked, query, key, drops, segmented))):
+    if asked in PLATFORMS and (reasons := list(_obstacles(asked, query, key, **rules))):
         raise ValueError(
             f"attention={asked!r} does not apply here: {'; '.join(reasons)}. Leave attention='auto' to use the kernel where it "
             "applies and the einsum form elsewhere"
@@ -93,6 +105,7 @@ def fused_attention(
     *,
     causal: bool,
     segment_ids: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """Attention by "splash" or "cudnn"; what is kept for the backward grows with s, not with s * t.
 
@@ -103,13 +116,15 @@ def fused_attention(
       value: [..., t, k, d].
       causal: a position sees none after it; the last query is at the last key.
       segment_ids: integer [..., s], of "splash": a query sees the keys of its own segment only.
+      window: of causal attention by "splash": how many positions one sees, itself among them.
 
     Returns:
       [..., s, n, d].
     """
     ids = None if segment_ids is None else segment_ids.reshape(-1, segment_ids.shape[-1])
     joined: list[Any] = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
-    out = _cudnn(*joined, causal=causal) if kernel == "cudnn" else _splash(*joined, segment_ids=ids, causal=causal)
+    rules: dict[str, Any] = {"causal": causal, "window": window}
+    out = _cudnn(*joined, causal=causal) if kernel == "cudnn" else _splash(*joined, segment_ids=ids, **rules)
     return out.reshape(query.shape)
 
 
@@ -124,12 +139,13 @@ def _splash(
     segment_ids: jax.Array | None = None,
     *,
     causal: bool,
+    window: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """[b, s, n, d] -> [b, s, n, d]. The kernel does not scale scores, so that the query is scaled before."""
     query = (query * query.shape[-1] ** -0.5).astype(query.dtype)
     heads_first: list[Any] = [x.swapaxes(1, 2) for x in (query, key, value)]
-    kernel: Any = jax.vmap(_splash_kernel(query.shape[2], query.shape[1], key.shape[1], causal, interpret))
+    kernel: Any = jax.vmap(_splash_kernel(query.shape[2], query.shape[1], key.shape[1], causal, window, interpret))
     if segment_ids is not None:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -138,13 +154,14 @@ def _splash(
 
 
 @lru_cache(maxsize=8)
-def _splash_kernel(heads: int, length: int, positions: int, causal: bool, interpret: bool) -> Any:
+def _splash_kernel(heads: int, length: int, positions: int, causal: bool, window: int | None, interpret: bool) -> Any:
     """Splash attention for one shape. Its tables of blocks are made once, as NumPy arrays: no trace may keep them."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     shape = (length, positions)
     one = masks.CausalMask(shape, offset=positions - length) if causal else masks.FullMask(shape)
+    one = one if window is None else masks.LocalMask(shape, (window - 1, 0), offset=positions - length)
     rows, columns = _block(length), _block(positions)
     sizes = splash.BlockSizes(
         block_q=rows, block_kv=columns, block_kv_compute=columns, block_q_dkv=rows, block_kv_dkv=columns,
@@ -162,7 +179,9 @@ def _block(length: int) -> int:
     return next(size for size in range(_BLOCK, 0, -_LANES) if length % size == 0)
 
 
-def _obstacles(name: str, query: jax.Array, key: jax.Array, drops: bool, segmented: bool) -> Iterator[str]:
+def _obstacles(
+    name: str, query: jax.Array, key: jax.Array, *, drops: bool, segmented: bool, window: bool, sinks: bool
+) -> Iterator[str]:
     """Why a kernel does not apply."""
     platform, wanted = target_platform(), PLATFORMS[name]
     if platform != wanted:
@@ -171,6 +190,10 @@ def _obstacles(name: str, query: jax.Array, key: jax.Array, drops: bool, segment
         yield "it drops no attention weights (dropout must be 0 in train mode)"
     if segmented and name == "cudnn":
         yield "it does not keep the documents of a row apart (segment_ids)"
+    if window and name == "cudnn":
+        yield "it is used without sliding windows (window must be None)"
+    if sinks:
+        yield "it has no sinks (sinks must be False)"
     if varying_axes(query):
         yield "it has no varying types (check_vma must be False)"
     if not _alone():

@@ -1,0 +1,78 @@
+"""Arrays in `safetensors` files, of which only those parts are read that are asked for."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from axonml_jax.model.safetensors import safetensors_files
+
+
+class StoredArrays(Mapping[str, "StoredArray"]):
+    """The arrays of some files by name; nothing is read but their names, shapes and dtypes.
+
+    Args:
+      path: a file, the index of several (`model.safetensors.index.json`), or a folder with either.
+      prefixes: what names may begin with, which is left out.
+
+    Attributes:
+      bytes_read: so many bytes of arrays have been read.
+
+    Raises:
+      ImportError: without the package safetensors.
+      FileNotFoundError: when there is no such file.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, prefixes: tuple[str, ...] = ()):
+        from safetensors import safe_open  # pyright: ignore[reportMissingImports]
+
+        self.bytes_read = 0
+        self._arrays: dict[str, StoredArray] = {}
+        for file in safetensors_files(Path(path)):
+            with safe_open(file, framework="numpy") as opened:
+                for name in list(opened.keys()):
+                    shape = tuple(opened.get_slice(name).get_shape())
+                    short = next((name.removeprefix(each) for each in prefixes if name.startswith(each)), name)
+                    self._arrays[short] = StoredArray(self, file, name, shape)
+
+    def __getitem__(self, name: str) -> "StoredArray":
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """One array.
+
+    Attributes:
+      counts: whose `bytes_read` grows with what is read.
+      file: where it is.
+      name: in the file.
+      shape: its shape.
+    """
+
+    counts: StoredArrays
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A part, from where to where in each dim.
+
+        The file is opened for this alone: what is read of one that stays open counts as memory of the process.
+        """
+        from safetensors import safe_open  # pyright: ignore[reportMissingImports]
+
+        with safe_open(self.file, framework="numpy") as opened:
+            whole: Any = opened.get_slice(self.name)
+            found = np.asarray(whole[index] if self.shape else opened.get_tensor(self.name))
+        self.counts.bytes_read += found.nbytes
+        return found
