@@ -13,7 +13,7 @@ from importlib.metadata import version
 from axonml_jax.launch.commands.refusals import TRACEBACK, refusal, traceback_wanted
 from axonml_jax.mesh.job.leave import joined, leave_now
 
-COMMANDS = ("train", "eval", "generate", "runs", "explain", "plan", "launch", "schedule", "devices")
+COMMANDS = ("train", "eval", "generate", "runs", "explain", "plan", "launch", "schedule", "devices", "import", "export")
 OTHERS = {
     "run": "train",
     "fit": "train",
@@ -89,6 +89,8 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return schedule(arguments[1:])
     if arguments[:1] == ["plan"]:
         return _plan(arguments[1:])
+    if arguments[:1] in (["import"], ["export"]):
+        return _weights(*arguments)
     if arguments[:1] in (["train"], ["explain"]):
         return _run(*arguments)
     if arguments[:1] in (["eval"], ["generate"], ["runs"]):
@@ -121,6 +123,19 @@ def _plan(arguments: Sequence[str]) -> int:
     from axonml_jax.launch.commands.plan_command import plan
 
     return plan(chosen, arguments)
+
+
+def _weights(command: str, *arguments: str) -> int:
+    from axonml_jax.launch.commands.weights_flags import export_parser, import_parser
+
+    chosen = (import_parser if command == "import" else export_parser)().parse_args(arguments)
+    if command == "import":
+        from axonml_jax.launch.commands.import_command import import_weights
+
+        return import_weights(chosen)
+    from axonml_jax.launch.commands.export_command import export_weights
+
+    return export_weights(chosen)
 
 
 def _run(command: str, *arguments: str) -> int:
@@ -189,6 +204,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("plan", help="find the best plan for a number of devices, without them", add_help=False)
     commands.add_parser("launch", help="start the processes of a job, as torchrun does", add_help=False)
     commands.add_parser("schedule", help="draw a pipeline's timetable, its bubble and memory", add_help=False)
+    commands.add_parser("import", help="make a folder to train from of Hugging Face weights", add_help=False)
+    commands.add_parser("export", help="write a checkpoint's model as Hugging Face weights", add_help=False)
     devices = commands.add_parser("devices", help="print what JAX sees on this machine")
     devices.add_argument("--simulated", type=int, metavar="N", help="with N simulated CPU devices")
     return parser

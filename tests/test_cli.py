@@ -81,6 +81,9 @@ AT_ONCE = {
     "plan": 2,
     "launch none.py": 2,
     "devices --simulated few": 2,
+    "import --help": 0,
+    "export --help": 0,
+    "export one": 2,
 }
 
 

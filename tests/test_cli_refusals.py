@@ -76,11 +76,13 @@ WRONG = {
         (("--log-dir", "it.py", "it.py"), "--log-dir it.py"),
         (("--master-addr", "nowhere.invalid", "--master-port", "3333", "it.py"), "cannot listen on nowhere.invalid:3333"),
     ],
+    "import": [(("only",), "the following arguments are required: RUN_FOLDER"), (("none", "out"), "none has no config.json")],
+    "export": [(("none", "out"), "none holds no checkpoint"), (("a", "b", "--dtype", "int8"), "invalid choice: 'int8'")],
     "tarin": [((), "unknown command 'tarin': did you mean axonml-jax train?")],
     "torchrun": [((), "did you mean axonml-jax launch?")],
     "it.py": [((), "did you mean axonml-jax launch it.py?")],
     "none.yaml": [((), "did you mean axonml-jax train none.yaml?")],
-    "xyz": [((), "the commands are train, eval, generate, runs, explain, plan, launch, schedule, devices")],
+    "xyz": [((), "the commands are train, eval, generate, runs, explain, plan, launch, schedule, devices, import, export")],
 }  # fmt: skip
 
 

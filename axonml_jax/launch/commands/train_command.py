@@ -40,7 +40,7 @@ from axonml_jax.launch.job.records import (
     wandb_module,
 )
 from axonml_jax.launch.job.run_folder import CHECKPOINT_FOLDER, RunFolder, earlier_folder
-from axonml_jax.launch.job.run_setup import RunSetup, all_or_refuse, lay_ground
+from axonml_jax.launch.job.run_setup import RunSetup, all_or_refuse, check_weights, lay_ground
 from axonml_jax.launch.job.saves import NONFINITE, Saves
 from axonml_jax.launch.job.text_task import (
     TextData,
@@ -54,6 +54,7 @@ from axonml_jax.launch.job.text_task import (
 from axonml_jax.launch.objects.make_optimizer import learning_rate, make_optimizer
 from axonml_jax.logging import print0
 from axonml_jax.mesh.job.watchdog import Watchdog
+from axonml_jax.models.huggingface import load_pretrained
 from axonml_jax.training.metrics import Throughput
 from axonml_jax.training.same_everywhere import check_same, program_hash
 
@@ -117,6 +118,7 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         partial(read_data, config.data, config.output.dir),
         partial(check_tokenizer, config),
         partial(check_optimizer, config),
+        partial(check_weights, config),
     )
     all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
     folder = partial(require_folder, "output.dir", Path(config.output.dir))
@@ -126,7 +128,7 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         [data] = all_or_refuse(partial(load_data, config, text, ground.mesh))
         require_fit(config, ground, budget or Budget())
         print0(describe(config, ground), _about(config, data), "", price(config, ground), "", sep="\n", flush=True)
-        trainer = _trainer(config, ground)
+        trainer = _trainer(config, ground, new=not run.resumed)
         if ground.world.num_processes > 1:
             program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}
             all_or_refuse(partial(check_same, "training step", program, ground.world))
@@ -164,8 +166,8 @@ def _shared_settings(config: RunConfig, text: TextSplit | DocumentSplit) -> dict
         key: value for key, value in as_dict(config).items() if key not in ("name", "output", "profile", "resume")
     }
     values = {f"{section}.{name}": value for section, names in sections.items() for name, value in names.items()}
-    for each in ("path", "mixture", "tokenizer", "num_workers"):
-        del values[f"data.{each}"]
+    for each in ("data.path", "data.mixture", "data.tokenizer", "data.num_workers", "train.weights"):
+        del values[each]
     known = (
         text.checksums() if isinstance(text, DocumentSplit) else {k: zlib.crc32(v) for k, v in text._asdict().items()}
     )
@@ -173,9 +175,12 @@ def _shared_settings(config: RunConfig, text: TextSplit | DocumentSplit) -> dict
     return {"jax version": jax.__version__, "flax version": version("flax")} | values | checksums
 
 
-def _trainer(config: RunConfig, ground: RunSetup) -> Trainer:
-    model = build_model(config.model, config.train.seed)
-    parallel = ParallelModel(model, ground.mesh, ground.plan, seed=config.train.seed)
+def _trainer(config: RunConfig, ground: RunSetup, *, new: bool) -> Trainer:
+    make, weights = partial(build_model, config.model, config.train.seed), config.train.weights
+    # A model that gets weights is made where it rests, so that no process ever holds it whole.
+    parallel = ParallelModel(make if weights else make(), ground.mesh, ground.plan, seed=config.train.seed)
+    if weights and new:
+        load_pretrained(parallel, weights)
     tx = make_optimizer(config.optim, config.train.steps)
     return parallel.trainer(
         tx, loss_fn, max_grad_norm=config.optim.max_grad_norm, max_nonfinite=config.train.max_nonfinite

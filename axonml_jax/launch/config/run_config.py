@@ -54,6 +54,7 @@ class TrainConfig:
       eval_batches: batches of a validation, always the same ones; null takes the whole validation part.
       log_every: record loss and speed every this many steps.
       seed: of initial weights, the order of examples, dropout and samples.
+      weights: folder of weights that Hugging Face's save_pretrained wrote, which a new run starts from; null: random ones.
       max_nonfinite: skip updates whose loss or gradients are not finite; after this many in a row stop, and save the step
         for inspection; null skips none.
       stuck_timeout: seconds without progress after which one of several processes names those that are missing and ends the
@@ -66,6 +67,7 @@ class TrainConfig:
     eval_batches: int | None = None
     log_every: int = 10
     seed: int = 0
+    weights: str | None = None
     max_nonfinite: int | None = None
     stuck_timeout: float | None = 1800.0
 

@@ -16,6 +16,7 @@ from axonml_jax.mesh.job.environment import launch_environment
 from axonml_jax.mesh.job.init import init
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import World
+from axonml_jax.models.huggingface import check_pretrained
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.check_batch import check_batch
 
@@ -107,3 +108,16 @@ def all_or_refuse(*attempts: Callable[[], Any]) -> list[Any]:
     if problems:
         raise ConfigError("\n".join(problems)) from next(iter(problems.values()))
     return results
+
+
+def check_weights(config: RunConfig) -> None:
+    """Look whether the weights that a new run starts from are of its model.
+
+    Raises:
+      ConfigError: when they are not.
+    """
+    try:
+        if config.train.weights is not None:
+            check_pretrained(config.model, config.train.weights)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"train.weights: {error}") from error

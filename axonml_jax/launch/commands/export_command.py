@@ -1,0 +1,88 @@
+"""`axonml-jax export`: the model of a checkpoint as files that Hugging Face's `from_pretrained` reads."""
+
+import argparse
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from axonml_jax.checkpoint import arrays
+from axonml_jax.checkpoint.contents import MODEL
+from axonml_jax.checkpoint.manifest import NAME
+from axonml_jax.checkpoint.names import newest_below
+from axonml_jax.checkpoint.store import checked_manifest, load
+from axonml_jax.checkpoint.team import Team
+from axonml_jax.facade.parallel_model import ParallelModel
+from axonml_jax.launch.commands.import_command import copy_tokenizer
+from axonml_jax.launch.commands.writable import require_folder
+from axonml_jax.launch.config.read_config import read_config
+from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.config.stretches import NEWEST
+from axonml_jax.mesh.shape import make_mesh
+from axonml_jax.models.families.known import family_of
+from axonml_jax.models.huggingface import write_pretrained
+from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.plan import Plan
+
+
+def export_weights(chosen: argparse.Namespace) -> int:
+    """Read a checkpoint's model, sharded over all devices here, and write it array by array.
+
+    Args:
+      chosen: `source`, `target`, `dtype` and `shard_size`.
+
+    Raises:
+      ConfigError: for a folder without a checkpoint, a model of none of the families, or a folder with something in it.
+    """
+    source, target = _checkpoint(chosen.source), chosen.target
+    require_folder("HF_FOLDER", target)
+    if target.is_dir() and any(target.iterdir()):
+        raise ConfigError(f"{target} has files already: give a new folder")
+    run = _configuration(source)
+    # The parameters are the same whatever splits the layers: here only fsdp does.
+    plain = {"split": "tensor", "sequence_parallel": False, "ring": False, "overlap": False, "prefetch": False}
+    config = replace(run.model, **plain, param_dtype=chosen.dtype or run.model.param_dtype)
+    try:
+        family_of(config)
+    except ValueError as error:
+        raise ConfigError(f"export {source}: {error}") from error
+    model = ParallelModel(lambda: Transformer(config, rngs=nnx.Rngs(0)), make_mesh(fsdp=jax.device_count()), Plan())
+    _restore(source, model)
+    write_pretrained(target, config, model, shard_bytes=int(chosen.shard_size))
+    kept = copy_tokenizer(Path(run.train.weights), target) if run.train.weights else []
+    print(f"model      {config.num_params:,} parameters of {source}, {config.param_dtype}")
+    print(f"written    {', '.join(sorted(path.name for path in target.iterdir()))}")
+    if kept:
+        print(f"tokenizer  as in {run.train.weights}")
+    return 0
+
+
+def _checkpoint(path: Path) -> Path:
+    if (path / NAME).is_file():
+        return path.absolute()
+    if (newest := newest_below(path)) is None:
+        raise ConfigError(
+            f"{path} holds no checkpoint: give one of a run (step_00000100), or the folder of a run that has one"
+        )
+    return newest.absolute()
+
+
+def _configuration(checkpoint: Path) -> RunConfig:
+    """Of the run that a checkpoint belongs to."""
+    for folder in checkpoint.parents[:2]:
+        if (folder / NEWEST).is_file():
+            return read_config("train", [str(folder / NEWEST)])
+    raise ConfigError(
+        f"{checkpoint} is in no run's folder: its {NEWEST}, which describes the model, must be one or two folders up"
+    )
+
+
+def _restore(folder: Path, model: ParallelModel) -> None:
+    """The model alone; what else the checkpoint holds stays there."""
+    team = Team()
+    with closing(arrays.checkpointer(team.size)) as saver:
+        manifest = checked_manifest(folder, team)
+        own = {name: entry for name, entry in manifest.entries.items() if name.startswith(MODEL)}
+        load(folder, replace(manifest, entries=own), model, saver)
