@@ -39,14 +39,16 @@ def main():
     world, facade = ax.init(), {"ddp": ax.DDP, "fsdp": ax.FSDP, "pipeline": ax.Pipeline}[options.strategy]
     own = {"num_microbatches": options.microbatches} if options.strategy == "pipeline" else {}
     trainer = facade(make_model(shape), world, **own).trainer(optimizer(), loss_fn)
-    losses, times = [], []
+    losses, times, processor = [], [], []
     for _ in range(options.warmup + options.steps):
-        start = time.perf_counter()
+        start, began = time.perf_counter(), time.process_time()
         metrics = trainer.step(batch)
         losses.append(float(metrics["loss"]))
         jax.block_until_ready(trainer.state)
         times.append(time.perf_counter() - start)
-    print(json.dumps({"losses": losses[:5], "times": times[options.warmup :], "version": jax.__version__}))
+        processor.append(time.process_time() - began)
+    timed = {"times": times[options.warmup :], "processor": processor[options.warmup :]}
+    print(json.dumps({"losses": losses[:5], **timed, "version": jax.__version__}))
     ax.shutdown()
 
 
