@@ -61,7 +61,7 @@ def main():
         for step, batch in zip(range(start + 1, options.steps + 1), train, strict=False):
             metrics = trainer.step(batch)
             checkpoints.save(step, trainer, data=train)
-            if step % 10 == 0:
+            if step % 10 == 0 or step == options.steps:
                 valid_loss = np.mean([float(trainer.evaluate(batch)["loss"]) for batch in valid])
                 ax.print0(f"step {step}: loss {float(metrics['loss']):.3f}, validation {valid_loss:.3f}")
 

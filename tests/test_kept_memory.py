@@ -67,9 +67,7 @@ def test_a_step_asks_for_its_pages_once(start):
 
 
 @linux
-@pytest.mark.parametrize(
-    "own", [{kept_memory.SWITCH: "0"}, {"MALLOC_ARENA_MAX": "4"}, {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}]
-)
+@pytest.mark.parametrize("own", OWN)
 def test_the_switch_and_the_users_own_settings_win(own):
     assert printed(STEPS.format(start=STARTS["simulated devices"]), **own) > 1_000
 

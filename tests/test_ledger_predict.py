@@ -11,11 +11,13 @@ from predicted_steps import GPT, LLAMA, QWEN, config
 
 import axonml_jax as ax
 from axonml_jax._types import named_leaves
+from axonml_jax.cost.decoder.activations import fuses_attention
 from axonml_jax.cost.decoder.configuration import problems
 from axonml_jax.cost.decoder.decoder_weights import decoder_weights
 from axonml_jax.cost.published.axonn import GridDegrees, layer_volumes
 from axonml_jax.cost.published.states import FLOAT32_ADAM, zero
 from axonml_jax.ledger.predict.picture import in_bytes, sent_by_axes
+from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.presets import PRESETS, preset
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.pipeline.policy import Pipelined
@@ -205,3 +207,14 @@ def test_a_picture_has_no_row_without_traffic_and_every_row_says_its_bytes(tmp_p
     assert "data" not in words and {"fsdp", in_bytes(sum(sent["fsdp"].values()))} <= {word.strip() for word in words}
     alone = predicted(config(GPT), {"data": 1}, 16)
     assert "sent per rank and step, by mesh axis" not in drawn(alone, tmp_path / "alone.svg")
+
+
+def test_kernels_hold_no_scores_only_where_they_take_windows_and_sinks():
+    sizes = {"vocab_size": 64, "num_layers": 1, "hidden_size": 256, "num_heads": 2, "max_length": 4096}
+    held = {
+        (platform, name): fuses_attention(TransformerConfig(**sizes, **more), 4096, "bfloat16", platform)
+        for platform in ("cuda", "tpu")
+        for name, more in {"plain": {}, "window": {"window": 128}, "sinks": {"sinks": True}}.items()
+    }
+    fused = {each for each, fuses in held.items() if fuses}
+    assert fused == {("cuda", "plain"), ("tpu", "plain"), ("tpu", "window")}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import json
 import tracemalloc
 from pathlib import Path
@@ -36,6 +37,7 @@ CONFIGS = {
 ROWS = {
     "one device": ("gpt2", {}, {"data": 1}, {}),
     "padded shards": ("gpt2", {}, {"fsdp": 3}, {}),
+    "shards of padding alone": ("gpt2", {}, {"fsdp": 7}, {}),
     "tensor and fsdp, bfloat16": ("qwen3", {"param_dtype": "bfloat16"}, {"fsdp": 2, "tensor": 2}, {}),
     "a stack": ("qwen3", {"scan_layers": True}, {"data": 2, "fsdp": 2, "tensor": 2}, {}),
     "stages": ("qwen3", {}, {"pipe": 2, "fsdp": 2}, {"pipe": ax.Pipelined(num_microbatches=2)}),
@@ -94,25 +96,52 @@ def by_file(index):
     return found
 
 
-def test_devices_read_their_own_parts_and_no_more_than_an_array_is_held(tmp_path):
+def peak_of(action):
+    """Traced bytes at the peak beyond those before: the least of three, as caches and other threads take some too."""
+    peaks, thresholds = [], gc.get_threshold()
+    gc.set_threshold(700, 10, 10)  # Python's own: the test run collects more rarely
+    for _ in range(3):
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        action()
+        peaks.append(tracemalloc.get_traced_memory()[1] - before)
+    gc.set_threshold(*thresholds)
+    return min(peaks)
+
+
+def off_the_line(shape, dtype=float, empty=np.empty):
+    """`np.empty` that never begins at a multiple of 64 bytes: a CPU device takes such an array over instead of copying it."""
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = empty(size + 128, np.uint8)
+    start = -raw.ctypes.data % 64 + dtype.itemsize
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def test_devices_read_their_own_parts_and_no_more_than_an_array_is_held(tmp_path, monkeypatch):
     """Every byte is read once for four devices, and never more than a few arrays are in host memory."""
-    config = TransformerConfig(vocab_size=512, num_layers=16, hidden_size=128, num_heads=4, max_length=8)
+    config = TransformerConfig(vocab_size=1024, num_layers=10, hidden_size=256, num_heads=4, max_length=8)
     write_pretrained(tmp_path, config, ax.DDP(Transformer(config, rngs=nnx.Rngs(0)), mesh_of(data=1)).state_dict())
     whole = 4 * config.num_params
     largest = 4 * max(config.vocab_size, config.mlp_size) * config.hidden_size
     config = dataclasses.replace(config, scan_layers=False)
     model = ax.FSDP(lambda: Transformer(config, rngs=nnx.Rngs(1)), mesh_of(fsdp=4))
     load_pretrained(model, tmp_path)
+    monkeypatch.setattr(np, "empty", off_the_line)
     tracemalloc.start()
     try:
         assert whole <= load_pretrained(model, tmp_path) <= 1.01 * whole
-        reading = tracemalloc.get_traced_memory()[1]
-        tracemalloc.reset_peak()
-        write_pretrained(tmp_path / "back", config, model)
-        writing = tracemalloc.get_traced_memory()[1]
+        reading = peak_of(lambda: load_pretrained(model, tmp_path))
+        writing = peak_of(lambda: write_pretrained(tmp_path / "back", config, model))
     finally:
         tracemalloc.stop()
-    assert max(reading, writing) < 3 * largest + 2**20 < whole / 4, (reading, writing, largest, whole)
+    assert max(reading, writing) < 3 * largest + 2**20 < whole / 4, (
+        reading,
+        writing,
+        largest,
+        whole,
+    )  # MiB: names, headers
 
 
 def test_each_of_two_processes_reads_its_half(place, tmp_path):
@@ -135,8 +164,14 @@ def test_weights_of_another_model_and_folders_with_other_arrays_are_refused(plac
     other = ax.DDP(Transformer(CONFIGS["gpt2"], rngs=nnx.Rngs(0)), mesh_of(data=1))
     with pytest.raises(ValueError, match=r"attention/query_norm/scale: the model has none"):
         load_pretrained(other, folder)
+    untied = ax.DDP(
+        Transformer(dataclasses.replace(CONFIGS["gpt2"], tie_embeddings=False), rngs=nnx.Rngs(0)), mesh_of(data=1)
+    )
+    with pytest.raises(ValueError, match=r"head/kernel: the folder has none"):
+        load_pretrained(untied, written("gpt2", place))
     with pytest.raises(FileNotFoundError, match=r"has no config\.json: give a folder that save_pretrained wrote"):
         load_pretrained(other, tmp_path)
     ax.save_safetensors(tmp_path / "other.safetensors", {"a": np.ones(2)})
     with pytest.raises(ValueError, match=r"has other arrays, which readers would take too: remove other\.safetensors"):
         write_pretrained(tmp_path, CONFIGS["gpt2"], other)
+    assert not (tmp_path / "config.json").exists()

@@ -79,6 +79,12 @@ def test_a_schedule_of_ones_own():
     np.testing.assert_allclose(found["embed"], 1.0 - 1.0 - 3.0)
 
 
+def test_a_groups_own_schedule_takes_the_place_of_the_sections_warmup():
+    schedule = {"class_path": "optax.constant_schedule", "init_args": {"value": 2.0}}
+    groups = [{"paths": ["embed"], "learning_rate": schedule, "class_path": "optax.sgd"}]
+    assert float(updates_of(OptimConfig(warmup_steps=100, groups=groups))["embed"][0, 0]) == 1.0 - 2 * 2.0
+
+
 def updates_of(config):
     tx = make_optimizer(config, 10)
     params, state = PARAMS, tx.init(PARAMS)
@@ -114,6 +120,11 @@ REFUSED = {
     "optim.groups[0].paths=None: must be a list": {"groups": [{"learning_rate": 1.0}]},
     "optim.groups[0].paths: no regular expression: '('": {"groups": [{"paths": ["("]}]},
     "optim.groups[0]: pats: a group has paths and may have": {"groups": [{"paths": ["x"], "pats": ["x"]}]},
+    "optim.groups[0]: optim.name=sgd: must be one of adamw, lion": {"groups": [{"paths": ["x"], "name": "sgd"}]},
+    "optim.groups[0]: optim.schedule=linear: must be one of": {"groups": [{"paths": ["x"], "schedule": "linear"}]},
+    "optim.groups[0]: optim.learning_rate=None: must be a number": {"groups": [{"paths": ["x"], "learning_rate": None}]},
+    "optim.init_args.momentum.class_path=None: must be a dotted path": {
+        "class_path": "optax.sgd", "init_args": {"momentum": {"class_path": None}}},
     "optim.class_path=optax._src.base.os.system": {"class_path": "optax._src.base.os.system"},
     "optim.class_path=optax.contrib: is no class or function": {"class_path": "optax.contrib"},
 }  # fmt: skip
@@ -163,7 +174,16 @@ def test_nothing_is_imported_that_the_user_has_not_named(tmp_path, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("path", ["optax._src.base.jax.os.system", "optax.nope.sgd", "nowhere_at_all.sgd"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "optax._src.base.jnp.load",
+        "optax._src.base.jax.profiler.save_device_memory_profile",
+        "optax._src.base.jax.os.system",
+        "optax.nope.sgd",
+        "nowhere_at_all.sgd",
+    ],
+)
 def test_a_path_leads_to_an_object_of_its_own_package(path):
     with pytest.raises(ValueError, match=path):
         find(path, "optim.class_path")

@@ -200,6 +200,10 @@ def test_which_folder_a_run_gets(tmp_path):
     assert earlier_folder(config(), {}) is None and made({MARK: "second"}) == (tmp_path / "it-13", False)
     assert made({MARK: "second", RESTART_COUNT: "1"}) == (tmp_path / "it-13", True)
     assert made({MARK: "third", RESTART_COUNT: "1"}) == (tmp_path / "it-14", False)
+    with RunFolder(config(), {MARK: "second", RESTART_COUNT: "1"}) as folder:
+        assert folder.resumed and folder.begins()  # nothing to go on from: weights are read, or made, anew
+    with RunFolder(config("--resume=auto"), {}) as folder:
+        assert not folder.begins()
     with pytest.raises(ConfigError, match=r"it-x/checkpoints has no checkpoints; give the folder of a run, or auto"):
         earlier_folder(config(f"--resume={tmp_path / 'it-x'}"), {})
 

@@ -111,7 +111,9 @@ def load_pretrained(model: Checkpointable, folder: str | os.PathLike) -> int:
     config = config_of(described, scan_layers=stacked)
     stored = _stored(folder)
     every = {_MODEL + name: own for name, own in _checked(sources(family, config), stored, family, config).items()}
-    _refuse_shapes(folder, {name: leaf.shape for name, leaf in leaves.items()}, every, stored)
+    others = {_MODEL + name for name in _others(config)}
+    weights = {name: leaf.shape for name, leaf in leaves.items() if name not in others}
+    _refuse_shapes(folder, weights, every, stored)
     filled = lambda name, leaf: _filled(leaf, every[name], stored) if name in every else leaf.array
     model.take_leaves({name: filled(name, leaf) for name, leaf in leaves.items()})
     return stored.bytes_read
@@ -157,14 +159,16 @@ def write_pretrained(
     leads = not many or jax.process_index() == 0
     if leads:
         folder.mkdir(parents=True, exist_ok=True)
-        described = json.dumps(family.describe(config), indent=2)
-        (folder / "config.json").write_text(described + "\n", encoding="utf-8")
     leaves = values.checkpoint_leaves() if many else {_MODEL + name: Leaf(value) for name, value in values.items()}
     pending = []
     for there, parts in names_there(sources(family, config)).items():
         own = [(leaves[_MODEL + name], index, place) for name, index, place in parts]
         pending.append(_pending(there if there.startswith("lm_head") else family.prefix + there, own))
     write_shards(folder, pending, most=shard_bytes, metadata={"format": "pt"}, writes=leads)
+    if leads:  # after what may be refused, and as a new file: the old one may be a link to another folder's
+        new = folder / "config.json.new"
+        new.write_text(json.dumps(family.describe(config), indent=2) + "\n", encoding="utf-8")
+        new.replace(folder / "config.json")
 
 
 def _described(folder: str | os.PathLike) -> dict[str, Any]:
@@ -201,10 +205,17 @@ def _refuse_shapes(
     stored: StoredArrays,
 ) -> None:
     problems = [f"  {name}: the model has none" for name in every if name not in here]
+    problems += [f"  {name}: the folder has none" for name in here if name not in every]
     shapes = {name: (own, every[name].shape(stored)) for name, own in here.items() if name in every}
     problems += [f"  {name}: shape {own}, there {there}" for name, (own, there) in shapes.items() if own != there]
     if problems:
         raise ValueError(f"{folder} holds weights of another model:\n" + "\n".join(problems))
+
+
+def _others(config: TransformerConfig) -> list[str]:
+    """Arrays of a model that are no weights: routers' biases and counts, random streams."""
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    return [*named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param))))]
 
 
 def _part(array: Any) -> np.ndarray:
@@ -233,7 +244,9 @@ def _filled(leaf: Leaf, source: ArraySource, stored: StoredArrays) -> Any:
         assert leaf.layout is not None
         value = to_stored(source.read(stored, (slice(None),) * len(whole), leaf.dtype), leaf.layout)
         array = jax.make_array_from_callback(shape, on_device, lambda index: np.asarray(value)[index])
-    return array if on_device is sharding else jax.device_put(array, sharding)
+    array = jax.block_until_ready(array if on_device is sharding else jax.device_put(array, sharding))
+    parts.clear()  # the host's copies go before the next array is read, not when cycles are collected
+    return array
 
 
 def _padded_part(
@@ -241,6 +254,8 @@ def _padded_part(
 ) -> np.ndarray:
     """A part of an array as it is stored: zeros behind the last element of every dim."""
     inside = tuple(slice(min(start, size), min(stop, size)) for (start, stop), size in zip(bounds, whole, strict=True))
+    if any(each.start >= each.stop for each in inside):  # padding alone
+        return np.zeros([stop - start for start, stop in bounds], dtype)
     found = source.read(stored, inside, dtype)
     more = [(0, stop - start - size) for (start, stop), size in zip(bounds, found.shape, strict=True)]
     return np.pad(found, more) if any(end for _, end in more) else found

@@ -128,7 +128,9 @@ def fuses_attention(config: DecoderLike, length: int, compute: str, platform: st
         kernel = kernel_of(platform) or ("blocks" if worth_blocks(platform, length, length) else None)
     if kernel == "blocks":
         return config.attention == "blocks" or not config.dropout
-    if kernel is None or kernel not in PLATFORMS or config.dropout:
+    if kernel is None or kernel not in PLATFORMS or config.dropout or config.sinks:
+        return False
+    if kernel == "cudnn" and config.window is not None:
         return False
     return not any(shape_obstacles(kernel, compute, length, length, config.head_size))
 

@@ -31,7 +31,7 @@ def export_weights(chosen: argparse.Namespace) -> int:
     """Read a checkpoint's model, sharded over all devices here, and write it array by array.
 
     Args:
-      chosen: `source`, `target`, `dtype` and `shard_size`.
+      chosen: `source`, `target`, `dtype`, `shard_size` and `allow_imports`.
 
     Raises:
       ConfigError: for a folder without a checkpoint, a model of none of the families, or a folder with something in it.
@@ -40,7 +40,7 @@ def export_weights(chosen: argparse.Namespace) -> int:
     require_folder("HF_FOLDER", target)
     if target.is_dir() and any(target.iterdir()):
         raise ConfigError(f"{target} has files already: give a new folder")
-    run = _configuration(source)
+    run = _configuration(source, chosen.allow_imports)
     # The parameters are the same whatever splits the layers: here only fsdp does.
     plain = {"split": "tensor", "sequence_parallel": False, "ring": False, "overlap": False, "prefetch": False}
     config = replace(run.model, **plain, param_dtype=chosen.dtype or run.model.param_dtype)
@@ -69,11 +69,11 @@ def _checkpoint(path: Path) -> Path:
     return newest.absolute()
 
 
-def _configuration(checkpoint: Path) -> RunConfig:
+def _configuration(checkpoint: Path, imports: list[str]) -> RunConfig:
     """Of the run that a checkpoint belongs to."""
     for folder in checkpoint.parents[:2]:
         if (folder / NEWEST).is_file():
-            return read_config("train", [str(folder / NEWEST)])
+            return read_config("train", [str(folder / NEWEST)], imports=imports)
     raise ConfigError(
         f"{checkpoint} is in no run's folder: its {NEWEST}, which describes the model, must be one or two folders up"
     )

@@ -118,17 +118,17 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         partial(read_data, config.data, config.output.dir),
         partial(check_tokenizer, config),
         partial(check_optimizer, config),
-        partial(check_weights, config),
     )
     all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
     folder = partial(require_folder, "output.dir", Path(config.output.dir))
     all_or_refuse(partial(Team().decide, "look at output.dir", folder))
     [run] = all_or_refuse(partial(RunFolder, config))
     with run:
-        [data] = all_or_refuse(partial(load_data, config, text, ground.mesh))
+        [data, new] = all_or_refuse(partial(load_data, config, text, ground.mesh), run.begins)
+        all_or_refuse(*([partial(check_weights, config)] if new else []))
         require_fit(config, ground, budget or Budget())
         print0(describe(config, ground), _about(config, data), "", price(config, ground), "", sep="\n", flush=True)
-        trainer = _trainer(config, ground, new=not run.resumed)
+        trainer = _trainer(config, ground, new=new)
         if ground.world.num_processes > 1:
             program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}
             all_or_refuse(partial(check_same, "training step", program, ground.world))

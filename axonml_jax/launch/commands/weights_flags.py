@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from axonml_jax.launch.config.memory_size import memory_size
+from axonml_jax.launch.config.own_flags import add_imports
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -34,6 +35,7 @@ def export_parser() -> argparse.ArgumentParser:
         help="one of a run of axonml-jax train, or the run's folder: its newest",
     )
     parser.add_argument("target", type=Path, metavar="HF_FOLDER", help="new: gets config.json and safetensors files")
+    add_imports(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="of the arrays (default: the model's)")
     parser.add_argument(
         "--shard-size", type=memory_size, default=5e9, metavar="SIZE", help="of a file at most (default: 5GB)"

@@ -53,6 +53,10 @@ class RunFolder:
         """Whether this process writes into it: the main one."""
         return self._team.leads
 
+    def begins(self) -> bool:
+        """Whether there is no checkpoint to go on from: a run that is restarted before its first one begins anew."""
+        return not (self.resumed and self._team.decide("look for checkpoints", partial(_has_checkpoints, self.path)))
+
     @property
     def path(self) -> Path:
         """The folder."""

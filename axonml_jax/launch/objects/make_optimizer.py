@@ -146,6 +146,8 @@ def _of_group(config: OptimConfig, group: Mapping[str, Any], key: str) -> OptimC
     base: dict[str, Any] = {"groups": None}
     if {"name", "class_path", "chain"} & set(own):  # another optimizer: nothing of the section's is meant for it
         base |= {"class_path": None, "init_args": None, "chain": None} | {name: DEFAULTS[name] for name in NAMED_ONLY}
+    if isinstance(own.get("learning_rate"), Mapping):
+        base |= {name: DEFAULTS[name] for name in ("warmup_steps", "schedule")}
     if "betas" in own:
         own["betas"] = tuple(own["betas"])
     try:

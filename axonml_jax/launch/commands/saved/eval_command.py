@@ -17,6 +17,7 @@ import optax
 from axonml_jax.data.documents.packed_row import IGNORED
 from axonml_jax.launch.commands.saved.saved_run import saved_run
 from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.job.document_task import check_tokenizer
 from axonml_jax.launch.job.fit import evaluate
 from axonml_jax.launch.job.run_setup import all_or_refuse
 from axonml_jax.launch.job.text_task import load_data, loss_fn, read_data
@@ -41,7 +42,7 @@ def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(f"--batches {given.batches}: must be at least 1")
     run = saved_run("eval", given, flags)
     config = run.config
-    [text] = all_or_refuse(partial(read_data, config.data, config.output.dir))
+    text, _ = all_or_refuse(partial(read_data, config.data, config.output.dir), partial(check_tokenizer, config))
     ground, model = run.open()
     [data] = all_or_refuse(partial(load_data, config, text, ground.mesh))
     loader = data.valid if given.split == "valid" else data.train

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,6 +15,8 @@ from axonml_jax.facade.parallel_generate import generate
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.launch.commands.saved.saved_run import SavedRun, saved_run
 from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.job.document_task import check_tokenizer
+from axonml_jax.launch.job.run_setup import all_or_refuse
 from axonml_jax.logging import print0
 from axonml_jax.models.generation.sampling import Sampling
 
@@ -35,6 +38,7 @@ def generate_text(given: argparse.Namespace, flags: Sequence[str]) -> int:
     if problems := [*sampling.problems(), *([f"length={given.length} is below 1"] if given.length < 1 else [])]:
         raise ConfigError("; ".join(problems))
     run = saved_run("generate", given, flags)
+    all_or_refuse(partial(check_tokenizer, run.config))
     prompts = _prompts(given)
     ground, model = run.open()
     if ground.world.is_main_process:

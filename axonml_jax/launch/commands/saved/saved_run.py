@@ -43,7 +43,7 @@ class SavedRun:
           ConfigError: for a mesh that does not fit the devices, or a checkpoint of another model.
         """
         [ground] = all_or_refuse(partial(lay_ground, self.config))
-        module = build_model(self.config.model, self.config.train.seed)
+        module = partial(build_model, self.config.model, self.config.train.seed)  # no process holds more than its part
         model = ParallelModel(module, ground.mesh, ground.plan, seed=self.config.train.seed)
         all_or_refuse(partial(restore, self.checkpoint, model))
         return ground, model

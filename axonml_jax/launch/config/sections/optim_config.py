@@ -43,6 +43,11 @@ class OptimConfig:
     def __post_init__(self):
         problems = [f"betas={list(self.betas)}: each must be at least 0 and below 1"]
         problems *= not all(0 <= beta < 1 for beta in self.betas)
+        for name, allowed in (("name", ("adamw", "lion")), ("schedule", ("cosine", "constant"))):
+            if getattr(self, name) not in allowed:  # a group's; the section's own are checked as they are read
+                problems.append(f"{name}={getattr(self, name)}: must be one of {', '.join(allowed)}")
+        if not isinstance(self.learning_rate, int | float | Mapping):
+            problems.append(f"learning_rate={self.learning_rate}: must be a number or a schedule")
         for name in ("learning_rate", "max_grad_norm"):
             value = getattr(self, name)
             if isinstance(value, int | float) and not value > 0:
