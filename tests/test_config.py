@@ -26,13 +26,15 @@ model.head_dim model.qk_norm model.qkv_bias model.window model.full_every model.
 model.mlp_hidden_size model.norm model.activation model.position model.rope_theta model.tie_embeddings model.use_bias
 model.dropout model.norm_eps model.split model.sequence_parallel model.ring model.overlap
 model.prefetch model.attention model.scan_layers model.loss_chunk model.dtype model.param_dtype
+model.class_path model.init_args
 experts.num_experts experts.top_k experts.inner_size experts.every experts.first_dense experts.router experts.renormalize
 experts.groups experts.top_groups experts.scale experts.bias_rate experts.noise experts.router_bias experts.activation
 experts.shared_size experts.capacity_factor experts.dispatch experts.load_balance experts.z
 rope_scaling.kind rope_scaling.factor rope_scaling.original_length rope_scaling.low_frequency rope_scaling.high_frequency
 rope_scaling.slow rope_scaling.fast rope_scaling.truncate rope_scaling.attention_factor
+loss.class_path loss.init_args
 data.path data.format data.fields data.prompt_field data.completion_field data.mixture data.tokenizer data.end data.pack
-data.length data.max_bytes data.valid_fraction data.num_workers
+data.length data.max_bytes data.valid_fraction data.num_workers data.class_path data.init_args data.valid
 optim.name optim.class_path optim.init_args optim.chain optim.groups
 optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.betas optim.max_grad_norm
 train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed

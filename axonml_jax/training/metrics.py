@@ -1,4 +1,4 @@
-"""How fast a run is: tokens per second, time per step, and the share of the hardware's peak (MFU)."""
+"""How fast a run is: tokens or examples per second, time per step, and the share of the hardware's peak (MFU)."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,12 @@ class Throughput:
     """What turns a step's duration into speeds.
 
     Attributes:
-      tokens_per_step: tokens of a global batch.
-      flops_per_token: model FLOPs of one training token (see `TransformerConfig.flops_per_token`).
+      tokens_per_step: tokens (or other units) of a global batch.
+      flops_per_token: model FLOPs of one training token (see `TransformerConfig.flops_per_token`); None where it is not known,
+        and then there is no MFU.
       num_devices: devices that share the work.
       peak_flops: peak FLOP/s of one device; None where it is not known, and then there is no MFU.
+      unit: what is counted: "tokens", or "examples".
 
     >>> speed = Throughput(tokens_per_step=1000, flops_per_token=6e9, num_devices=2, peak_flops=12e12)
     >>> speed.of(num_steps=10, seconds=5.0)
@@ -19,19 +21,20 @@ class Throughput:
     """
 
     tokens_per_step: int
-    flops_per_token: float
+    flops_per_token: float | None
     num_devices: int
     peak_flops: float | None = None
+    unit: str = "tokens"
 
     def of(self, *, num_steps: int, seconds: float) -> dict[str, float]:
         """Metrics of steps that took `seconds` together.
 
         Returns:
-          `step_time` (seconds), `tokens_per_second` (all devices) and, where the peak is known, `mfu`: model FLOPs per
-          second over peak FLOP/s (Chowdhery et al. 2022).
+          `step_time` (seconds), `tokens_per_second` (all devices; or `examples_per_second`) and, where the peak is known,
+          `mfu`: model FLOPs per second over peak FLOP/s (Chowdhery et al. 2022).
         """
         tokens_per_second = num_steps * self.tokens_per_step / seconds
-        speeds = {"step_time": seconds / num_steps, "tokens_per_second": tokens_per_second}
-        if self.peak_flops is not None:
+        speeds = {"step_time": seconds / num_steps, f"{self.unit}_per_second": tokens_per_second}
+        if self.peak_flops is not None and self.flops_per_token is not None:
             speeds["mfu"] = self.flops_per_token * tokens_per_second / (self.num_devices * self.peak_flops)
         return speeds

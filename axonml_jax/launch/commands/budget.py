@@ -1,12 +1,14 @@
 """What a step may cost: `explain --check` and `--max-memory` for CI, and `train`'s refusal of what cannot fit."""
 
 import json
+from typing import Any
 
 import jax
 
-from axonml_jax.launch.commands.describe import kept_values
+from axonml_jax.launch.commands.describe import kept_values, memory
 from axonml_jax.launch.config.own_flags import Budget
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.job.run_setup import RunSetup
 from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.ledger.predict.prediction import Prediction
@@ -36,9 +38,10 @@ def baseline(budget: Budget) -> dict[str, float]:
 
 def predicted(config: RunConfig, ground: RunSetup, kind: Hardware | None = None) -> Prediction:
     """The ledger's prediction of a run's step, on the mesh's devices or on others of a kind."""
+    model: Any = config.transformer_for("a prediction (--check, --max-memory, --hardware, --picture)")
     return predict(
         ground.plan,
-        config.model,  # pyright: ignore[reportArgumentType]
+        model,
         dict(ground.mesh.shape),
         global_batch=config.train.global_batch_size,
         length=config.data.length,
@@ -75,6 +78,8 @@ def require_fit(config: RunConfig, ground: RunSetup, budget: Budget) -> None:
     limit = budget.max_memory or device_memory()
     if limit is None or budget.force:
         return
+    if isinstance(config.model, OwnModel):
+        return _require_resting(config, ground, limit)
     found = predicted(config, ground)
     if found.memory.total > limit:
         kinds = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in found.memory.by_kind().items())
@@ -82,6 +87,16 @@ def require_fit(config: RunConfig, ground: RunSetup, budget: Budget) -> None:
             f"this plan needs {found.memory.total / 2**20:,.1f} MiB on each device ({kinds}), and there are "
             f"{limit / 2**20:,.1f} MiB: let axonml-jax plan find one that fits, take more microbatches (plan.accumulate), "
             "plan.remat or mesh.fsdp, or add --force"
+        )
+
+
+def _require_resting(config: RunConfig, ground: RunSetup, limit: float) -> None:
+    """Of a model of one's own only what rests is known."""
+    held = memory(config, ground)
+    if held.total_bytes > limit:
+        raise ConfigError(
+            f"this plan needs {held.total_memory_mb:,.1f} MB on each device without activations, and there are "
+            f"{limit / 2**20:,.1f}: take more of mesh.fsdp, or add --force"
         )
 
 

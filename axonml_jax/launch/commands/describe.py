@@ -1,21 +1,27 @@
 """A run in words: what is trained on what, what it holds, and what its step sends. From shapes alone: no array is made."""
 
 import inspect
+import math
 from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
+import jax
 from flax import nnx
 
+from axonml_jax._types import PyTree
 from axonml_jax.facade.device_memory import FSDPMemoryStats, estimate
 from axonml_jax.launch.config.read_config import as_dict
 from axonml_jax.launch.config.run_config import RunConfig
 from axonml_jax.launch.config.sections.optim_config import NAMED_ONLY, OptimConfig
+from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.job.run_setup import RunSetup
-from axonml_jax.launch.job.text_task import build_model, loss_fn
+from axonml_jax.launch.job.text_task import build_model
 from axonml_jax.launch.objects.import_rules import named_paths
 from axonml_jax.launch.objects.make_optimizer import make_optimizer, moments, require_members
 from axonml_jax.launch.objects.named_object import find
+from axonml_jax.launch.own.own_data import batch_words
+from axonml_jax.launch.own.subject import loss_of, model_of
 from axonml_jax.ledger.explain import explain
 from axonml_jax.ledger.report import Report
 from axonml_jax.model.functional import Functional, Variables
@@ -30,29 +36,52 @@ from axonml_jax.training.step import TrainStep
 
 def describe(config: RunConfig, ground: RunSetup) -> str:
     """Model, mesh, plan, memory and batch, a line each."""
-    model, train = config.model, config.train
-    tokens = train.global_batch_size * config.data.length
     rows = {
-        "model": f"{model.num_params:,} parameters: {model.num_layers} layers, width {model.hidden_size}, "
-        f"{model.num_heads} heads, {model.norm}, {model.activation}, {model.position} positions",
-        **({} if model.experts is None else {"experts": _experts(model)}),
+        **_model(config, ground),
         "mesh": f"{', '.join(f'{axis}={size}' for axis, size in ground.mesh.shape.items())} on {ground.device_words}",
         "plan": _settings(config.plan),
         **({"context": _settings(config.context)} if ground.mesh.shape.get("context", 1) > 1 else {}),
         "memory": _memory(config, ground),
         "optimizer": _optimizer(config.optim),
         **_imports(config),
-        "batch": f"{train.global_batch_size} examples of {config.data.length} {_unit(config)}, {tokens:,} tokens, per update; "
-        f"{train.steps} updates",
+        "batch": _batch(config, ground),
     }
     return "\n".join(f"{name:<10} {text}" for name, text in rows.items())
+
+
+def _model(config: RunConfig, ground: RunSetup) -> dict[str, str]:
+    model = config.model
+    if isinstance(model, OwnModel):
+        params = _shapes(config, ground.batch)[1].params
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+        return {"model": f"{count:,} parameters: {model.class_path}"} | _loss(config)
+    said = (
+        f"{model.num_params:,} parameters: {model.num_layers} layers, width {model.hidden_size}, {model.num_heads} heads, "
+        f"{model.norm}, {model.activation}, {model.position} positions"
+    )
+    return {"model": said} | ({} if model.experts is None else {"experts": _experts(model)}) | _loss(config)
+
+
+def _loss(config: RunConfig) -> dict[str, str]:
+    path = config.loss.class_path
+    return {} if path is None else {"loss": path + (f" with {config.loss.init_args}" if config.loss.init_args else "")}
+
+
+def _batch(config: RunConfig, ground: RunSetup) -> str:
+    rows, length = config.train.global_batch_size, config.data.length
+    if ground.own is not None:
+        return f"{rows} examples per update ({batch_words(ground.batch)}); {config.train.steps} updates"
+    return (
+        f"{rows} examples of {length} {'tokens' if config.data.documents else 'bytes'}, {rows * length:,} tokens, per update; "
+        f"{config.train.steps} updates"
+    )
 
 
 def price(config: RunConfig, ground: RunSetup) -> Report:
     """The ledger of the run's training step."""
     view, shapes, placement = _placed(config, ground)
     tx = make_optimizer(config.optim, config.train.steps)
-    step = TrainStep(view, placement, ground.mesh, loss_fn, tx, max_grad_norm=config.optim.max_grad_norm)
+    step = TrainStep(view, placement, ground.mesh, loss_of(config), tx, max_grad_norm=config.optim.max_grad_norm)
     return explain(step, abstract_state(shapes, tx, placement), ground.batch)
 
 
@@ -63,26 +92,44 @@ def memory(config: RunConfig, ground: RunSetup) -> FSDPMemoryStats:
 
 
 def kept_values(config: RunConfig) -> int:
-    """Values that the run's optimizer keeps per parameter."""
+    """Values that the run's optimizer keeps per parameter of the transformer."""
     return moments(config.optim, config.train.steps, _shapes(config)[1].params)
 
 
 def check_optimizer(config: RunConfig) -> None:
     """Refuse an optimizer that cannot be made, or groups without a parameter, before anything is allocated.
 
+    The parameters of a model of one's own are known later (see `check_own`).
+
     Raises:
       ValueError: with what is wrong.
     """
     make_optimizer(config.optim, config.train.steps)
-    require_members(config.optim, _shapes(config)[1].params)
+    if not isinstance(config.model, OwnModel):
+        require_members(config.optim, _shapes(config)[1].params)
 
 
-def _shapes(config: RunConfig) -> tuple[Functional, Variables]:
-    return functionalize(nnx.eval_shape(lambda: build_model(config.model, config.train.seed)))
+def check_own(config: RunConfig, ground: RunSetup) -> None:
+    """Refuse a model or a loss of one's own that cannot be made, before anything is allocated.
+
+    Raises:
+      ValueError, TypeError: with what is wrong.
+    """
+    loss_of(config)
+    if isinstance(config.model, OwnModel):
+        require_members(config.optim, _shapes(config, ground.batch)[1].params)
+
+
+def _shapes(config: RunConfig, batch: PyTree = None) -> tuple[Functional, Variables]:
+    if isinstance(config.model, OwnModel):
+        own = model_of(config, batch)
+        return functionalize(own.model, own.params)
+    model = config.model
+    return functionalize(nnx.eval_shape(lambda: build_model(model, config.train.seed)))
 
 
 def _placed(config: RunConfig, ground: RunSetup) -> tuple[Functional, Variables, Placement]:
-    view, shapes = _shapes(config)
+    view, shapes = _shapes(config, ground.batch)
     split = tensor_specs(view.abstract_module, ground.mesh.shape)
     return view, shapes, bind_plan(ground.plan.for_model(view), shapes, ground.mesh, split)
 
@@ -125,7 +172,3 @@ def _settings(section: Any, without: Collection[str] = ()) -> str:
     return ", ".join(
         f"{name}={value}" for name, value in asdict(section).items() if value is not None and name not in without
     )
-
-
-def _unit(config: RunConfig) -> str:
-    return "tokens" if config.data.documents else "bytes"

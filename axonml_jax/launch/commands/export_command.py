@@ -43,7 +43,8 @@ def export_weights(chosen: argparse.Namespace) -> int:
     run = _configuration(source, chosen.allow_imports)
     # The parameters are the same whatever splits the layers: here only fsdp does.
     plain = {"split": "tensor", "sequence_parallel": False, "ring": False, "overlap": False, "prefetch": False}
-    config = replace(run.model, **plain, param_dtype=chosen.dtype or run.model.param_dtype)
+    own = run.transformer_for("export")
+    config = replace(own, **plain, param_dtype=chosen.dtype or own.param_dtype)
     try:
         family_of(config)
     except ValueError as error:

@@ -85,7 +85,7 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     shape = MeshShape(**base.degrees).resolve(chosen.devices)
     own, batch, length = replace(base.build_plan(), mesh=shape), base.train.global_batch_size, base.data.length
     kind = hardware(_hardware(chosen))
-    model: Any = base.model
+    model: Any = base.transformer_for("plan --as-written")
     sizes = {"global_batch": batch, "length": length, "moments": kept_values(base)}
     found = predict(own, model, shape.degrees, **sizes, platform=kind.platform, torus=kind.torus)
     given = Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap)
@@ -95,7 +95,7 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     print("", line, sep="\n")
     if chosen.picture is not None:
         print("", drawn(found, line, chosen.picture, base.name, chosen.max_memory or kind.memory), sep="\n")
-    compiling = lambda: verify_plan(own, base.model, found, chosen.verify, batch, length)
+    compiling = lambda: verify_plan(own, model, found, chosen.verify, batch, length)
     return _verified(chosen.verify, compiling) if chosen.verify else 0
 
 
@@ -117,13 +117,14 @@ def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerC
             + (f"; did you mean {near}?" if near else "")
         )
     config = read_config("plan", [chosen.model], imports=chosen.allow_imports)
+    model = config.transformer_for("plan")
     sizes = {
         "global_batch": chosen.batch or config.train.global_batch_size,
         "length": chosen.length or config.data.length,
         "precision": config.plan.precision if chosen.precision == "bf16" else chosen.precision,
         "moments": kept_values(config),
     }
-    return config, config.model, sizes
+    return config, model, sizes
 
 
 def _long_enough(config: TransformerConfig, length: int) -> TransformerConfig:

@@ -15,17 +15,18 @@ from axonml_jax.data.text import TextSplit
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.launch.commands.budget import OVER_BUDGET, baseline, over_budget, predicted, require_fit
-from axonml_jax.launch.commands.describe import check_optimizer, describe, price
+from axonml_jax.launch.commands.describe import check_optimizer, check_own, describe, price
 from axonml_jax.launch.commands.estimate import show
 from axonml_jax.launch.commands.writable import require_folder, require_writable
 from axonml_jax.launch.config.own_flags import Budget, Estimate
 from axonml_jax.launch.config.read_config import as_dict
 from axonml_jax.launch.config.run_config import RunConfig
+from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.job import resume
 from axonml_jax.launch.job.document_task import DocumentSplit, check_tokenizer
 from axonml_jax.launch.job.fit import Record, evaluate, fit
+from axonml_jax.launch.job.outcome import about, print_samples, report
 from axonml_jax.launch.job.peaks import peak_flops
-from axonml_jax.launch.job.plot import plot_expert_loads, plot_losses
 from axonml_jax.launch.job.preemption import Preemption
 from axonml_jax.launch.job.profile import traced
 from axonml_jax.launch.job.progress import progress
@@ -39,19 +40,18 @@ from axonml_jax.launch.job.records import (
     tensorboard_writer,
     wandb_module,
 )
-from axonml_jax.launch.job.run_folder import CHECKPOINT_FOLDER, RunFolder, earlier_folder
+from axonml_jax.launch.job.run_folder import RunFolder, earlier_folder
 from axonml_jax.launch.job.run_setup import RunSetup, all_or_refuse, check_weights, lay_ground
 from axonml_jax.launch.job.saves import NONFINITE, Saves
 from axonml_jax.launch.job.text_task import (
     TextData,
-    build_model,
     load_data,
-    loss_fn,
     read_data,
     valid_batches,
-    write_samples,
 )
 from axonml_jax.launch.objects.make_optimizer import learning_rate, make_optimizer
+from axonml_jax.launch.own.own_data import OwnSplit
+from axonml_jax.launch.own.subject import loss_of, model_of
 from axonml_jax.logging import print0
 from axonml_jax.mesh.job.watchdog import Watchdog
 from axonml_jax.models.huggingface import load_pretrained
@@ -91,6 +91,7 @@ def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate 
         partial(baseline, budget),
         partial(check_optimizer, config),
     )
+    all_or_refuse(partial(check_own, config, ground))
     all_or_refuse(partial(Team().decide, "find the run to go on with", partial(earlier_folder, config)))
     print0(describe(config, ground), price(config, ground), sep="\n\n")
     if budget == Budget() and estimate == Estimate():
@@ -119,6 +120,8 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         partial(check_tokenizer, config),
         partial(check_optimizer, config),
     )
+    all_or_refuse(partial(check_own, config, ground))
+    text = ground.own or text
     all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
     folder = partial(require_folder, "output.dir", Path(config.output.dir))
     all_or_refuse(partial(Team().decide, "look at output.dir", folder))
@@ -127,7 +130,7 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         [data, new] = all_or_refuse(partial(load_data, config, text, ground.mesh), run.begins)
         all_or_refuse(*([partial(check_weights, config)] if new else []))
         require_fit(config, ground, budget or Budget())
-        print0(describe(config, ground), _about(config, data), "", price(config, ground), "", sep="\n", flush=True)
+        print0(describe(config, ground), about(config, data), "", price(config, ground), "", sep="\n", flush=True)
         trainer = _trainer(config, ground, new=new)
         if ground.world.num_processes > 1:
             program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}
@@ -154,13 +157,13 @@ def _train(config: RunConfig, ground: RunSetup, data: TextData, trainer: Trainer
     if saves.diverged is not None:
         print0(f"\n{saves.diverged}", flush=True)
         status = DIVERGED
-    _report(config, data, records, mine)
+    report(config, data, records, mine)
     if status == 0:
-        _print_samples(config, trainer.model)
+        print_samples(config, trainer.model)
     return status
 
 
-def _shared_settings(config: RunConfig, text: TextSplit | DocumentSplit) -> dict[str, Any]:
+def _shared_settings(config: RunConfig, text: TextSplit | DocumentSplit | OwnSplit) -> dict[str, Any]:
     """What all processes must agree on; each machine may keep its files elsewhere."""
     sections = {
         key: value for key, value in as_dict(config).items() if key not in ("name", "output", "profile", "resume")
@@ -168,22 +171,22 @@ def _shared_settings(config: RunConfig, text: TextSplit | DocumentSplit) -> dict
     values = {f"{section}.{name}": value for section, names in sections.items() for name, value in names.items()}
     for each in ("data.path", "data.mixture", "data.tokenizer", "data.num_workers", "train.weights"):
         del values[each]
-    known = (
-        text.checksums() if isinstance(text, DocumentSplit) else {k: zlib.crc32(v) for k, v in text._asdict().items()}
-    )
+    known = {k: zlib.crc32(v) for k, v in text._asdict().items()} if isinstance(text, TextSplit) else text.checksums()
     checksums = {f"checksum of data.{part}": found for part, found in known.items()}
     return {"jax version": jax.__version__, "flax version": version("flax")} | values | checksums
 
 
 def _trainer(config: RunConfig, ground: RunSetup, *, new: bool) -> Trainer:
-    make, weights = partial(build_model, config.model, config.train.seed), config.train.weights
-    # A model that gets weights is made where it rests, so that no process ever holds it whole.
-    parallel = ParallelModel(make if weights else make(), ground.mesh, ground.plan, seed=config.train.seed)
+    made, weights = model_of(config, ground.batch), config.train.weights
+    # A model that gets weights is made where it rests, so that no process ever holds it whole; so is one of one's own.
+    whole = not weights and not isinstance(config.model, OwnModel)
+    module, seed = made.model() if whole else made.model, config.train.seed
+    parallel = ParallelModel(module, ground.mesh, ground.plan, params=made.params, seed=seed)
     if weights and new:
         load_pretrained(parallel, weights)
     tx = make_optimizer(config.optim, config.train.steps)
     return parallel.trainer(
-        tx, loss_fn, max_grad_norm=config.optim.max_grad_norm, max_nonfinite=config.train.max_nonfinite
+        tx, loss_of(config), max_grad_norm=config.optim.max_grad_norm, max_nonfinite=config.train.max_nonfinite
     )
 
 
@@ -206,13 +209,17 @@ def _run(
         if config.profile and folder:
             wait = lambda: jax.block_until_ready(trainer.state.step)
             batches = stack.enter_context(closing(traced(batches, folder / "trace", wait)))  # pyright: ignore
-        bigram = {} if data.bigram is None else {"bigram": data.bigram}
+
+        def validate() -> dict[str, float]:
+            bigram = {} if data.bigram is None else {"bigram": data.bigram}
+            return evaluate(trainer, _watched(valid_batches(data), dog), data.valid_targets) | bigram
+
         for record in fit(
             trainer,
             batches,
             steps=config.train.steps,
             throughput=_throughput(config, ground),
-            validate=lambda: evaluate(trainer, _watched(valid_batches(data), dog), data.valid_targets) | bigram,
+            validate=None if data.valid is None else validate,
             validate_every=config.train.eval_every,
             log_every=config.train.log_every,
             learning_rate=learning_rate(config.optim, config.train.steps),
@@ -247,53 +254,12 @@ def _recorders(config: RunConfig, folder: Path | None, start: int) -> Iterator[R
 
 
 def _throughput(config: RunConfig, ground: RunSetup) -> Throughput:
+    rows, model, length = config.train.global_batch_size, config.model, config.data.length
+    kind, own = ground.mesh.devices.flat[0].device_kind, ground.own is not None
     return Throughput(
-        tokens_per_step=config.train.global_batch_size * config.data.length,
-        flops_per_token=config.model.flops_per_token(config.data.length),
+        tokens_per_step=rows if own else rows * length,
+        flops_per_token=None if own or isinstance(model, OwnModel) else model.flops_per_token(length),
         num_devices=ground.mesh.size,
-        peak_flops=peak_flops(ground.mesh.devices.flat[0].device_kind),
+        peak_flops=peak_flops(kind),
+        unit="examples" if own else "tokens",
     )
-
-
-def _about(config: RunConfig, data: TextData) -> str:
-    source = config.data.path or ", ".join(config.data.mixture or ()) or "the standard library of this Python"
-    trained, valid = data.sizes
-    epochs = config.train.steps / len(data.train)
-    return (
-        f"{'data':<10} {source}: {trained:,} {data.unit}s to train on ({epochs:.2g} epochs), {valid:,} to validate on, "
-        f"of which {sum(data.valid_targets):,} are used"
-    )
-
-
-def _report(config: RunConfig, data: TextData, records: list[Record], folder: Path | None) -> None:
-    """The last validation beside the bigram model, and where the files are."""
-    last = next((record for record in reversed(records) if "valid_loss" in record.metrics), None)
-    if last is not None:
-        loss = last.metrics["valid_loss"]
-        over = f"over {sum(data.valid_targets):,} {data.unit}s"
-        print0(f"\nvalidation loss {loss:.4f} nats per {data.unit} after step {last.step}, {over}")
-        if data.bigram is not None:
-            below = f"{abs(data.bigram - loss):.4f} {'below' if loss < data.bigram else 'above'}"
-            print0(f"bigram model    {data.bigram:.4f} on the same bytes: the transformer is {below} it")
-    if folder is None or not records:
-        return
-    files = "metrics.jsonl, config.yaml"
-    if config.output.plot:
-        note = plot_losses(records, folder / "loss.png", title=config.name, baseline=data.bigram)
-        files += ", loss.png" if note is None else f" ({note})"
-        if config.model.experts is not None:
-            note = plot_expert_loads(records, folder / "experts.png", title=f"{config.name}: load of each expert")
-            files += ", experts.png" if note is None else f" ({note})"
-    files += ", checkpoints" * (folder / CHECKPOINT_FOLDER).exists()
-    files += ", metrics.csv" * config.output.csv + ", wandb" * (config.output.wandb is not None)
-    files += ", tensorboard" * config.output.tensorboard + ", trace" * (folder / "trace").exists()
-    print0(f"files           {folder}: {files}")
-
-
-def _print_samples(config: RunConfig, model: ParallelModel) -> None:
-    if not config.sample.count:
-        return
-    texts = write_samples(model, config.sample, config.data.length, config.train.seed, config.data.tokenizer)
-    for number, text in enumerate(texts, start=1):
-        print0(f"\n--- sample {number} " + "-" * 60)
-        print0(text)

@@ -24,14 +24,14 @@ _SIZES = {
 
 
 def against_mesh(
-    mesh: MeshConfig, plan: PlanConfig, over_context: bool, model: TransformerConfig, length: int
+    mesh: MeshConfig, plan: PlanConfig, over_context: bool, model: TransformerConfig | None, length: int | None
 ) -> Iterator[str]:
     """Every setting that has no effect on the mesh, or cannot run on it.
 
     Args:
-      mesh, plan, model: the sections.
+      mesh, plan, model: the sections; no model: one's own, of which nothing is known.
       over_context: whether parameters rest sharded over `context` too.
-      length: of a training example.
+      length: of a training example; None: of data of one's own, it is not known.
     """
     if over_context and mesh.context > 1 and plan.sharding_strategy == "no_shard":
         yield "context.shard=true shards as plan.sharding_strategy says, which is no_shard: use another, or context.shard=false"
@@ -40,9 +40,10 @@ def against_mesh(
         for name, value in unused.items():
             if value:
                 yield f"plan.{name}={value} has no effect while mesh.fsdp=1 splits nothing: set mesh.fsdp"
-    if model.scan_layers and mesh.pipe > 1:
-        yield f"mesh.pipe={mesh.pipe} cuts between blocks, and model.scan_layers makes one loop of them: set it to false"
-    yield from _against_split(mesh, model, length // max(mesh.context, 1))
+    if model is not None:
+        if model.scan_layers and mesh.pipe > 1:
+            yield f"mesh.pipe={mesh.pipe} cuts between blocks, and model.scan_layers makes one loop of them: set it to false"
+        yield from _against_split(mesh, model, (length or model.max_length) // max(mesh.context, 1))
     if plan.sync_strategy == "no_sync" and plan.precision == "fp16":
         yield "plan.precision=fp16 with sync_strategy=no_sync would need a loss scale per rank: use bf16"
 

@@ -18,7 +18,9 @@ from axonml_jax.launch.config.choice import Choice, values_of
 from axonml_jax.launch.config.nearest_file import nearest_file
 from axonml_jax.launch.config.numbers import unusable
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.objects.import_rules import import_problems
+from axonml_jax.models.config import TransformerConfig
 from axonml_jax.synonyms import AXES, KEYS, NO_AXIS
 
 _NOT_SETTINGS = ("help", "print_config", "config")
@@ -38,15 +40,17 @@ def read_config(command: str, argv: Sequence[str], more: str = "", imports: Coll
         objects of packages that it may not import.
       SystemExit: after `--help`.
     """
-    parser = config_parser(command, more)
     if not argv or argv[0].startswith("-"):
         if {"-h", "--help"} & set(argv):
-            parser.parse_args(["--help"])
+            config_parser(command, more).parse_args(["--help"])
         raise ConfigError(f"give a configuration file first: axonml-jax {command} configs/quickstart.yaml")
     path, flags = argv[0], _with_bare_switches(argv[1:])
-    _refuse_unknown(_keys_of(path), _flags_of(flags), path)
+    keys, named = _keys_of(path), _flags_of(flags)
+    _refuse_unknown(keys, named, path)
+    if own := _OWN_MODEL in {*keys, *named}:
+        _refuse_of_transformer(keys, named, path)
     try:
-        values = parser.parse_args(["--config", path, *flags])
+        values = config_parser(command, more, own).parse_args(["--config", path, *flags])
     except (ArgumentError, TypeError, ValueError) as error:
         raise ConfigError(_explained(str(error))) from error
     config = _build(RunConfig, values)
@@ -61,12 +65,18 @@ def as_dict(config: RunConfig) -> dict[str, Any]:
     for section, kind in _SECTIONS.items():
         for field in fields(kind) if section else ():
             if "section" in field.metadata:  # a section of its own already
-                values[section].pop(field.name)
+                values[section].pop(field.name, None)
     return values
 
 
-def config_parser(command: str, more: str = "") -> ArgumentParser:
-    """The parser with one flag for every configuration key, its help taken from the docstrings."""
+def config_parser(command: str, more: str = "", own: bool = False) -> ArgumentParser:
+    """The parser with one flag for every configuration key, its help taken from the docstrings.
+
+    Args:
+      command: for its usage text.
+      more: text below the help.
+      own: the model is one's own: the transformer's keys are left out.
+    """
     parser = ArgumentParser(
         prog=f"axonml-jax {command}",
         usage=f"axonml-jax {command} CONFIG [--section.key value ...]",
@@ -81,7 +91,12 @@ def config_parser(command: str, more: str = "") -> ArgumentParser:
         if section not in groups:
             title = _SECTIONS[section].__doc__ or ""
             groups[section] = parser.add_argument_group(section or "run", title.split("\n")[0])
-        required: dict[str, Any] = {"required": True} if default is MISSING else {"default": default}
+        if own and section == "model" and key not in _OF_OWN_MODEL:
+            continue
+        needed = default is MISSING and key not in _OF_OWN_MODEL
+        required: dict[str, Any] = (
+            {"required": True} if needed else {"default": None if default is MISSING else default}
+        )
         taken = Choice(key, kind, _in_words(kind)) if values_of(kind) else kind
         groups[section].add_argument(f"--{key}", type=taken, help=text, metavar=name.upper(), **required)
     return parser
@@ -92,9 +107,12 @@ def settings() -> Iterator[tuple[str, Any, Any, str]]:
     for section, cls in _SECTIONS.items():
         kinds, texts = typing.get_type_hints(cls), attribute_docs(cls)
         for field in fields(cls):
-            if not is_dataclass(kinds[field.name]) and "section" not in field.metadata:
-                key = f"{section}.{field.name}" if section else field.name
+            key = f"{section}.{field.name}" if section else field.name
+            if key not in _SECTIONS and "section" not in field.metadata:
                 yield key, kinds[field.name], field.default, texts[field.name]
+        if section == "model":
+            kinds, texts = typing.get_type_hints(OwnModel), attribute_docs(OwnModel)
+            yield from ((f"model.{name}", kinds[name], MISSING, texts[name]) for name in kinds)
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
@@ -105,8 +123,12 @@ def attribute_docs(cls: type) -> dict[str, str]:
 
 
 _SECTIONS: dict[str, Any] = {"": RunConfig} | {
-    name: kind for name, kind in typing.get_type_hints(RunConfig).items() if is_dataclass(kind)
+    name: TransformerConfig if name == "model" else kind
+    for name, kind in typing.get_type_hints(RunConfig).items()
+    if name == "model" or is_dataclass(kind)
 }
+_OF_OWN_MODEL = ("model.class_path", "model.init_args")
+_OWN_MODEL = _OF_OWN_MODEL[0]
 
 
 def _keys_of(path: str) -> list[str]:
@@ -149,6 +171,16 @@ def _refuse_unknown(keys: Sequence[str], flags: Sequence[str], path: str) -> Non
     problems += [f"unknown flag --{flag}{_nearest(flag, known, '--')}" for flag in unknown]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _refuse_of_transformer(keys: Sequence[str], flags: Sequence[str], path: str) -> None:
+    """The transformer's keys describe nothing of a model of one's own."""
+    beside = dict.fromkeys(key for key in (*keys, *flags) if key.startswith("model.") and key not in _OF_OWN_MODEL)
+    if beside:
+        raise ConfigError(
+            f"{', '.join(beside)}: the transformer's, without effect beside {_OWN_MODEL} in {path}; give your model's own "
+            "arguments under model.init_args"
+        )
 
 
 def _nearest(key: str, known: Sequence[str], dashes: str = "") -> str:
@@ -207,6 +239,11 @@ _WORDS: dict[Any, str] = {
 def _build(cls: type, values: Namespace, section: str = "") -> Any:
     """The dataclass from parsed values; the problems of all its sections are reported together."""
     kinds, arguments, problems = typing.get_type_hints(cls), {}, []
+    if cls is RunConfig:
+        own = values["model"]["class_path"] is not None
+        kinds["model"] = OwnModel if own else TransformerConfig
+        if not own and values["model"]["init_args"] is not None:
+            problems.append("model.init_args has no effect without model.class_path")
     for field in fields(cls):
         if "section" in field.metadata:
             continue

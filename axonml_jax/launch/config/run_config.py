@@ -3,6 +3,7 @@
 Nothing here imports JAX, so that help and wrong keys are answered at once.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from axonml_jax.launch.config.sections.checkpoint_config import CheckpointConfig
 from axonml_jax.launch.config.sections.data_config import BYTES, DataConfig
 from axonml_jax.launch.config.sections.mesh_config import ContextConfig, MeshConfig
 from axonml_jax.launch.config.sections.optim_config import OptimConfig
+from axonml_jax.launch.config.sections.own_config import NO_LOSS, LossConfig, OwnModel
 from axonml_jax.launch.config.sections.pipeline_config import PipelineConfig
 from axonml_jax.launch.config.sections.plan_config import PlanConfig
 from axonml_jax.models.config import TransformerConfig
@@ -124,7 +126,7 @@ class RunConfig:
       profile: write a profiler trace of a few steps into the run's folder.
       resume: go on with an earlier run: auto (the newest of this name that has checkpoints, or else a new one) or the
         folder of one; null starts a new one.
-      model: the transformer.
+      model: the transformer, or a model of one's own.
     """
 
     name: str = "run"
@@ -135,9 +137,10 @@ class RunConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    model: TransformerConfig
+    model: TransformerConfig | OwnModel
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    loss: LossConfig = NO_LOSS
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -146,23 +149,58 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self):
-        if self.experts.num_experts:
-            object.__setattr__(self, "model", replace(self.model, experts=self.experts))
-        if self.rope_scaling.kind != "none":
-            object.__setattr__(self, "model", replace(self.model, rope_scaling=self.rope_scaling))
-        problems = []
-        if self.data.tokenizer == BYTES and self.model.vocab_size < NUM_BYTES:
-            problems.append(f"model.vocab_size={self.model.vocab_size}: bytes need at least {NUM_BYTES}")
-        if self.model.max_length < self.data.length:
-            problems.append(f"data.length={self.data.length} is above model.max_length={self.model.max_length}")
-        problems += against_mesh(self.mesh, self.plan, self.context.shard, self.model, self.data.length)
-        problems += self.context.problems(self.mesh, self.data.length)
-        problems += self.pipeline.problems(self.mesh, self.plan, self.model)
+        if isinstance(self.model, TransformerConfig):
+            if self.experts.num_experts:
+                object.__setattr__(self, "model", replace(self.model, experts=self.experts))
+            if self.rope_scaling.kind != "none":
+                object.__setattr__(self, "model", replace(self.model, rope_scaling=self.rope_scaling))
+        model = None if isinstance(self.model, OwnModel) else self.model
+        problems = list(self._of_own_model() if model is None else self._of_transformer(model))
+        length = None if self.data.class_path else self.data.length
+        problems += against_mesh(self.mesh, self.plan, self.context.shard, model, length)
+        problems += self.context.problems(self.mesh, length)
+        problems += self.pipeline.problems(self.mesh, self.plan, model)
         problems += self.checkpoint.against_validation(self.train.eval_every)
         if not self.name or "/" in self.name or self.name.startswith("."):
             problems.append(f"name={self.name!r}: must be the name of a folder")
         if problems:
             raise ValueError("; ".join(problems))
+
+    def _of_transformer(self, model: TransformerConfig) -> Iterator[str]:
+        if self.data.class_path is not None:
+            return
+        if self.data.tokenizer == BYTES and model.vocab_size < NUM_BYTES:
+            yield f"model.vocab_size={model.vocab_size}: bytes need at least {NUM_BYTES}"
+        if model.max_length < self.data.length:
+            yield f"data.length={self.data.length} is above model.max_length={model.max_length}"
+
+    def _of_own_model(self) -> Iterator[str]:
+        only = {"experts": ExpertsConfig(), "rope_scaling": RopeScaling(), "sample": SampleConfig()}
+        for name, default in only.items():
+            if getattr(self, name) != default:
+                yield f"the section {name} has no effect beside model.class_path: it is the transformer's"
+        if self.train.weights is not None:
+            yield "train.weights are the transformer's, and model.class_path names a model of one's own"
+        if self.loss.class_path is None and self.data.class_path is not None:
+            yield "loss.class_path: a model of one's own on data of one's own wants a loss, a function (model, batch)"
+
+    @property
+    def own(self) -> bool:
+        """Whether the model or the data are one's own, so that nothing is known of tokens."""
+        return isinstance(self.model, OwnModel) or self.data.class_path is not None
+
+    def transformer_for(self, command: str) -> TransformerConfig:
+        """The transformer's configuration.
+
+        Raises:
+          ConfigError: for a model of one's own, which this cannot serve.
+        """
+        if isinstance(self.model, OwnModel):
+            raise ConfigError(
+                f"model.class_path={self.model.class_path}: {command} knows the library's transformer alone; a model of one's "
+                "own is trained, explained (axonml-jax explain) and evaluated (axonml-jax eval)"
+            )
+        return self.model
 
     @property
     def degrees(self) -> dict[str, int]:

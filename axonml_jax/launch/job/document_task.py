@@ -16,6 +16,7 @@ from axonml_jax.data.sources.open_dataset import open_dataset
 from axonml_jax.data.streams.stream_mixture import mix
 from axonml_jax.launch.config.run_config import RunConfig
 from axonml_jax.launch.config.sections.data_config import DataConfig
+from axonml_jax.launch.config.sections.own_config import OwnModel
 
 _AT_ONCE = 1024
 
@@ -46,7 +47,12 @@ def check_tokenizer(config: RunConfig) -> None:
       ImportError: the tokenizer's library is not installed.
       ValueError: there is no such tokenizer, or the model has fewer token ids.
     """
-    found = vocabulary_offenders(load_tokenizer(config.data.tokenizer), config.model.vocab_size, "model.vocab_size")
+    if config.data.class_path is not None:
+        return
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    if isinstance(config.model, OwnModel):  # of which nothing is known
+        return
+    found = vocabulary_offenders(tokenizer, config.model.vocab_size, "model.vocab_size")
     if found:
         raise ValueError(f"{found[0]} (data.tokenizer={config.data.tokenizer})")
 

@@ -22,9 +22,9 @@ class Record:
     Attributes:
       step: number of updates made so far.
       metrics: by name: `loss`, `grad_norm` and the loss function's own of this step's batch, `learning_rate` of the last
-        update where it is known, `tokens` seen since the run began, `wall_time` (seconds since it began, those of the
-        process before a resumption included), speeds since the record before (`compile_time` instead for the first step),
-        and `valid_*` after a validation.
+        update where it is known, `tokens` (or `examples`) seen since the run began, `wall_time` (seconds since it began, those
+        of the process before a resumption included), speeds since the record before (`compile_time` instead for the first
+        step), and `valid_*` after a validation.
     """
 
     step: int
@@ -77,7 +77,7 @@ def fit(
             seconds = time.perf_counter() - clock
             if learning_rate is not None:
                 metrics["learning_rate"] = float(learning_rate(max(step - int(metrics.get("skipped", 0)) - 1, 0)))
-            metrics |= {"tokens": step * throughput.tokens_per_step, "wall_time": time.perf_counter() - began}
+            metrics |= {throughput.unit: step * throughput.tokens_per_step, "wall_time": time.perf_counter() - began}
             metrics |= {"compile_time": seconds} if first else throughput.of(num_steps=step - before, seconds=seconds)
             valid = validate() if due and validate else {}
             metrics |= {f"valid_{name}": value for name, value in valid.items()}

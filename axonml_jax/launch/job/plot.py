@@ -7,13 +7,21 @@ from typing import Any
 from axonml_jax.launch.job.fit import Record
 
 
-def plot_losses(records: Sequence[Record], path: Path, *, title: str, baseline: float | None = None) -> str | None:
+def plot_losses(
+    records: Sequence[Record],
+    path: Path,
+    *,
+    title: str,
+    unit: str = "loss (nats per byte)",
+    baseline: float | None = None,
+) -> str | None:
     """Draw training and validation loss against the step.
 
     Args:
       records: what a run recorded.
       path: the PNG to write.
       title: above the curves.
+      unit: what the loss is called.
       baseline: a loss to compare with, drawn as a line.
 
     Returns:
@@ -26,7 +34,7 @@ def plot_losses(records: Sequence[Record], path: Path, *, title: str, baseline: 
     axes.plot(*_series(records, "valid_loss"), "o-", color="#1f4e8c", markersize=4, label="validation")
     if baseline is not None:
         axes.axhline(baseline, color="#b5482a", linestyle="--", linewidth=1, label=f"bigram model ({baseline:.2f})")
-    axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)")
+    axes.set(title=title, xlabel="step", ylabel=unit)
     _finish(figure, axes, path)
     return None
 

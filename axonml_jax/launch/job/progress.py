@@ -55,6 +55,7 @@ def cells(record: Record) -> list[str]:
         "experts/busiest": lambda value: f"busiest expert {value:.2f}x",
         "experts/dropped": lambda value: f"dropped {value:.1%}" if value else "",
         "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
+        "examples_per_second": lambda value: f"{value:,.0f} examples/s",
         "step_time": lambda value: f"{1000 * value:,.0f} ms/step",
         "mfu": lambda value: f"MFU {value:.1%}",
         "compile_time": lambda value: f"compiled in {value:.1f} s",

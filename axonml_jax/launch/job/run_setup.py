@@ -9,8 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from axonml_jax._types import PyTree
 from axonml_jax.launch.commands.refusals import refusal
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.own.own_data import OwnSplit, read_own
 from axonml_jax.mesh.fake_devices import fake_devices
 from axonml_jax.mesh.job.environment import launch_environment
 from axonml_jax.mesh.job.init import init
@@ -30,12 +32,14 @@ class RunSetup:
       mesh: where the model lives.
       plan: how its step runs.
       batch: shapes of a global batch.
+      own: the data, where it is one's own.
     """
 
     world: World
     mesh: Mesh
     plan: Plan
-    batch: dict[str, jax.ShapeDtypeStruct]
+    batch: PyTree
+    own: OwnSplit | None = None
 
     @property
     def device_words(self) -> str:
@@ -57,15 +61,23 @@ def lay_ground(config: RunConfig) -> RunSetup:
         mesh = make_mesh(devices=None, **config.degrees)
     except ValueError as error:
         raise ValueError(f"mesh: {error}") from error
-    rows = jax.ShapeDtypeStruct((config.train.global_batch_size, config.data.length), np.int32)
-    of_documents = {"segment_ids": rows, "positions": rows} if config.data.documents else {}
-    batch, plan = {"tokens": rows, "targets": rows, **of_documents}, config.build_plan()
+    rows, sizes = config.train.global_batch_size, f"train.global_batch_size={config.train.global_batch_size}"
+    own = None if config.data.class_path is None else read_own(config.data, rows)
+    if own is None:
+        sizes += f", data.length={config.data.length}"
+    batch, plan = _of_tokens(config) if own is None else own.batch, config.build_plan()
     try:
         check_batch(plan.batch_layout(dict(mesh.shape)), batch, plan.microbatches)
-    except ValueError as error:
-        sizes = f"train.global_batch_size={config.train.global_batch_size}, data.length={config.data.length}"
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{sizes}: {error}") from error
-    return RunSetup(world, mesh, plan, batch)
+    return RunSetup(world, mesh, plan, batch, own)
+
+
+def _of_tokens(config: RunConfig) -> PyTree:
+    """Shapes of a batch of text or documents."""
+    rows = jax.ShapeDtypeStruct((config.train.global_batch_size, config.data.length), np.int32)
+    of_documents = {"segment_ids": rows, "positions": rows} if config.data.documents else {}
+    return {"tokens": rows, "targets": rows, **of_documents}
 
 
 def start_devices(simulated: int | None) -> World:
@@ -118,6 +130,6 @@ def check_weights(config: RunConfig) -> None:
     """
     try:
         if config.train.weights is not None:
-            check_pretrained(config.model, config.train.weights)
+            check_pretrained(config.transformer_for("train.weights"), config.train.weights)
     except (OSError, ValueError) as error:
         raise ConfigError(f"train.weights: {error}") from error

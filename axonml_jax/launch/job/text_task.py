@@ -19,6 +19,7 @@ from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.launch.config.run_config import RunConfig, SampleConfig
 from axonml_jax.launch.config.sections.data_config import BYTES, DataConfig
 from axonml_jax.launch.job.document_task import DocumentSplit, FilledUp, read_documents
+from axonml_jax.launch.own.own_data import OwnSplit, length_of
 from axonml_jax.model.loss import WeightedMean
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.router_metrics import router_metrics
@@ -37,8 +38,10 @@ def build_model(config: TransformerConfig, seed: int) -> Transformer:
     return Transformer(config, rngs=nnx.Rngs(seed))
 
 
-def read_data(config: DataConfig, runs: str | None = None) -> TextSplit | DocumentSplit:
-    """The text or the documents that the section `data` names; see `read_text` and `read_documents`."""
+def read_data(config: DataConfig, runs: str | None = None) -> TextSplit | DocumentSplit | None:
+    """The text or the documents that the section `data` names; see `read_text` and `read_documents`. None: it is one's own."""
+    if config.class_path is not None:
+        return None
     return read_documents(config) if config.documents else read_text(config, runs)
 
 
@@ -78,29 +81,36 @@ class TextData:
 
     Attributes:
       train: endless loader.
-      valid: loader of one pass over the validation part, in order.
-      valid_batches: how many of its batches a validation takes.
-      valid_targets: how many bytes or tokens that predicts, by batch.
+      valid: loader of one pass over the validation part, in order; None: there is no such part.
+      valid_batches: how many of its batches a validation takes; None: all, and nobody knows how many these are.
+      valid_targets: how many bytes or tokens that predicts, by batch; None: batches count alike.
       bigram: nats per byte on exactly those bytes, fitted on the training part; None: of tokens it is not known.
-      sizes: bytes or tokens of the training and the validation part.
-      unit: which of them: "byte" or "token".
+      sizes: bytes, tokens or samples of the training and the validation part, where they are known.
+      unit: which of them: "byte", "token" or "sample".
     """
 
     train: DataLoader
-    valid: DataLoader
-    valid_batches: int
-    valid_targets: list[int]
+    valid: DataLoader | None
+    valid_batches: int | None
+    valid_targets: list[int] | None
     bigram: float | None
-    sizes: tuple[int, int]
+    sizes: tuple[int | None, int | None]
     unit: str = "byte"
 
+    @property
+    def loss_unit(self) -> str:
+        """What the loss is measured in, where that is known."""
+        return "" if self.unit == "sample" else f" nats per {self.unit}"
 
-def load_data(config: RunConfig, text: TextSplit | DocumentSplit, mesh: Mesh) -> TextData:
-    """Loaders over a text or over documents.
+
+def load_data(config: RunConfig, text: TextSplit | DocumentSplit | OwnSplit, mesh: Mesh) -> TextData:
+    """Loaders over a text, over documents or over data of one's own.
 
     Raises:
       ValueError: when either part of the text, or the documents to train on, fill no batch.
     """
+    if isinstance(text, OwnSplit):
+        return _load_own(config, text, mesh)
     if isinstance(text, DocumentSplit):
         return _load_documents(config, text, mesh)
     size, workers = config.train.global_batch_size, config.data.num_workers
@@ -136,10 +146,39 @@ def _load_documents(config: RunConfig, split: DocumentSplit, mesh: Mesh) -> Text
     return TextData(train, valid, len(targets), targets, None, split.sizes, "token")
 
 
+def _load_own(config: RunConfig, split: OwnSplit, mesh: Mesh) -> TextData:
+    size, train, looks = config.train.global_batch_size, config.train, split.valid is not None
+    if not looks and (train.eval_every or config.checkpoint.best):
+        raise ValueError(
+            f"train.eval_every={train.eval_every}, checkpoint.best={config.checkpoint.best}: there is nothing to validate on, "
+            "as data of no known length is not divided; give data.valid, or leave them out"
+        )
+    options: Any = {"plan": config.build_plan()}
+    try:
+        loader = create_dataloader(
+            split.train, size, mesh, seed=train.seed, num_workers=config.data.num_workers, **options
+        )
+        valid = create_dataloader(split.valid, size, mesh, shuffle=False, num_epochs=1, **options) if looks else None
+    except ValueError as error:
+        raise ValueError(
+            f"data.class_path={config.data.class_path}, train.global_batch_size={size}: {error}"
+        ) from error
+    sizes = length_of(split.train), length_of(split.valid)
+    known = None if sizes[1] is None else min(train.eval_batches or sizes[1] // size, sizes[1] // size)
+    return TextData(loader, valid, known or train.eval_batches, None, None, sizes, "sample")
+
+
 def valid_batches(data: TextData):
     """The batches of one validation: the same at every call."""
-    data.valid.load_state_dict({**data.valid.state_dict(), "epoch": 0, "samples": 0})
+    assert data.valid is not None
+    from_start(data.valid)
     return islice(data.valid, data.valid_batches)
+
+
+def from_start(loader: DataLoader) -> None:
+    """Let a loader begin its first epoch again."""
+    state = loader.state_dict()
+    loader.load_state_dict({**state, "epoch": 0, "samples": 0, **({"place": None} if "place" in state else {})})
 
 
 def write_samples(

@@ -5,10 +5,14 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from axonml_jax.launch.objects.import_rules import is_named
 from axonml_jax.launch.objects.leaf_mask import is_mask, leaf_mask
+
+_NOT_FOR_USERS = ("rngs", "parent", "name")
+"""Arguments of Flax models that a configuration does not give."""
 
 
 def find(path: str, key: str) -> Any:
@@ -58,20 +62,47 @@ def make(value: Any, key: str, given: Mapping[str, Any] | None = None) -> Any:
         return value
     if not is_named(value):
         return {name: make(inner, f"{key}.{name}") for name, inner in value.items()}
-    if strange := sorted(set(value) - {"class_path", "init_args"}):
-        raise ValueError(f"{key}: {', '.join(strange)} beside class_path; arguments go under init_args")
-    if not isinstance(value["class_path"], str):
-        raise ValueError(f"{key}.class_path={value['class_path']}: must be a dotted path")
-    factory = find(value["class_path"], f"{key}.class_path")
-    own = {name: make(inner, f"{key}.init_args.{name}") for name, inner in (value.get("init_args") or {}).items()}
+    factory, own = _described(value, key)
     taken = {name: one for name, one in (given or {}).items() if name not in own and takes(factory, name)}
     _check_arguments(factory, own | taken, value["class_path"], key)
     return factory(**own, **taken)
 
 
+def made_by(value: Mapping[str, Any], key: str, leaving: int = 0) -> partial:
+    """The described class or function with its arguments, to be called later; `rngs` are given then.
+
+    Args:
+      value: `{class_path, init_args}`.
+      key: of the value, for messages.
+      leaving: so many first arguments are given later too.
+
+    Raises:
+      ValueError: for what cannot be found, and arguments that it does not take or lacks.
+    """
+    factory, own = _described(value, key)
+    positional = [name for name, each in _parameters(factory).items() if each.kind is not each.KEYWORD_ONLY][:leaving]
+    if taken := [name for name in positional if name in own]:
+        raise ValueError(f"{key}.init_args: {', '.join(taken)} of {value['class_path']} is given in every call")
+    later = {*positional, *(["rngs"] if takes(factory, "rngs") and "rngs" not in own else [])}
+    _check_arguments(factory, own | dict.fromkeys(later), value["class_path"], key)
+    return partial(factory, **own)
+
+
 def takes(factory: Callable, name: str) -> bool:
     """Whether a factory has a parameter of that name."""
     return name in _parameters(factory)
+
+
+def _described(value: Mapping[str, Any], key: str) -> tuple[Callable, dict[str, Any]]:
+    """The class or function of a description, and its arguments with what they describe made."""
+    if strange := sorted(set(value) - {"class_path", "init_args"}):
+        raise ValueError(f"{key}: {', '.join(strange)} beside class_path; arguments go under init_args")
+    if not isinstance(value["class_path"], str):
+        raise ValueError(f"{key}.class_path={value['class_path']}: must be a dotted path")
+    factory = find(value["class_path"], f"{key}.class_path")
+    return factory, {
+        name: make(inner, f"{key}.init_args.{name}") for name, inner in (value.get("init_args") or {}).items()
+    }
 
 
 def _module(parts: list[str], path: str, key: str) -> tuple[Any, list[str]]:
@@ -86,8 +117,11 @@ def _module(parts: list[str], path: str, key: str) -> tuple[Any, list[str]]:
 
 
 def _parameters(factory: Callable) -> Mapping[str, inspect.Parameter]:
+    # NNX modules are made by a metaclass that takes anything; Linen's ask its metaclass for nothing.
+    own = inspect.isclass(factory) and type(factory).__call__ is not type.__call__
     try:
-        return inspect.signature(factory).parameters
+        known = inspect.signature(factory.__init__ if own else factory).parameters
+        return dict([*known.items()][own:])
     except (TypeError, ValueError):  # made in C: nothing is known
         return {}
 
@@ -101,7 +135,8 @@ def _check_arguments(factory: Callable, given: Mapping[str, Any], path: str, key
     problems = []
     for name in unknown:
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+        listed = ", ".join(each for each in known if each not in _NOT_FOR_USERS)
+        hint = f"did you mean {near[0]}? It takes {listed}" if near else f"it takes {listed or 'none'}"
         problems.append(f"{key}.init_args.{name}: {path} takes no such argument; {hint}")
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     lacking = [

@@ -15,12 +15,14 @@ import jax.numpy as jnp
 import optax
 
 from axonml_jax.data.documents.packed_row import IGNORED
+from axonml_jax.data.loader import DataLoader
 from axonml_jax.launch.commands.saved.saved_run import saved_run
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.job.document_task import check_tokenizer
 from axonml_jax.launch.job.fit import evaluate
 from axonml_jax.launch.job.run_setup import all_or_refuse
-from axonml_jax.launch.job.text_task import load_data, loss_fn, read_data
+from axonml_jax.launch.job.text_task import from_start, load_data, read_data
+from axonml_jax.launch.own.subject import loss_of
 from axonml_jax.logging import print0
 from axonml_jax.sharding.place import to_host
 
@@ -44,43 +46,66 @@ def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
     config = run.config
     text, _ = all_or_refuse(partial(read_data, config.data, config.output.dir), partial(check_tokenizer, config))
     ground, model = run.open()
-    [data] = all_or_refuse(partial(load_data, config, text, ground.mesh))
+    [data] = all_or_refuse(partial(load_data, config, ground.own or text, ground.mesh))
     loader = data.valid if given.split == "valid" else data.train
-    count = min(given.batches or len(loader), len(loader))
-    trainer = model.trainer(optax.sgd(0.0), loss_fn)  # keeps no state
+    if loader is None:
+        raise ConfigError(
+            "there is nothing to validate on, as data of no known length is not divided: give --split train"
+        )
+    count = _batches(loader, given)
+    trainer = model.trainer(optax.sgd(0.0), loss_of(config))  # keeps no state
     with closing(iter(loader)) as batches:  # pyright: ignore[reportArgumentType]
         first = next(batches)
         trainer.evaluate(first)  # compiles
-        loader.load_state_dict({**loader.state_dict(), "epoch": 0, "samples": 0})
-    started = time.perf_counter()
-    targets: list[float] = []
-    metrics = evaluate(trainer, _counted(islice(loader, count), targets), targets)
+        from_start(loader)
+    own, targets, started = ground.own is not None, [], time.perf_counter()
+    metrics = evaluate(trainer, _counted(islice(loader, count), targets, own), targets)
     jax.block_until_ready(model.variables)
     seconds = time.perf_counter() - started
-    tokens = int(sum(targets))
-    _print(given, metrics, {
-        "step": run.step, "split": given.split, "batches": count, "tokens": tokens,
-        "perplexity": math.exp(min(metrics["loss"], 700.0)), "tokens_per_second": tokens / seconds,
-    }, f"{run.folder}, step {run.step}, on {ground.device_words}")  # fmt: skip
+    units, total = "examples" if own else "tokens", int(sum(targets))
+    more = {"step": run.step, "split": given.split, "batches": len(targets), units: total}
+    if not own and config.loss.class_path is None:
+        more["perplexity"] = math.exp(min(metrics["loss"], 700.0))
+    more[f"{units}_per_second"] = total / seconds
+    _print(given, metrics, more, f"{run.folder}, step {run.step}, on {ground.device_words}", units)
     return 0
 
 
-def _counted(batches: Iterator[Any], targets: list[float]) -> Iterator[Any]:
-    """The batches, whose numbers of targets are added to a list: those of packed documents differ."""
-    count = jax.jit(lambda batch: jnp.sum(batch["targets"] != IGNORED))
+def _batches(loader: DataLoader, given: argparse.Namespace) -> int:
+    """How many batches to take.
+
+    Raises:
+      ConfigError: of training data that can only be iterated over, which has no end that is known.
+    """
+    try:
+        return min(given.batches or len(loader), len(loader))
+    except TypeError:
+        if given.split == "train" and given.batches is None:
+            raise ConfigError("--batches: say how many, as nobody knows how long this data is") from None
+        return given.batches
+
+
+def _counted(batches: Iterator[Any], targets: list[float], own: bool) -> Iterator[Any]:
+    """The batches, whose numbers of targets (of one's own data: of examples) are added to a list: packed documents differ."""
+
+    def number(batch: Any) -> Any:
+        return len(jax.tree.leaves(batch)[0]) if own else jnp.sum(batch["targets"] != IGNORED)
+
+    count = jax.jit(number)
     for batch in batches:
         targets.append(float(to_host(count(batch))))
         yield batch
 
 
-def _print(given: argparse.Namespace, metrics: dict[str, float], more: dict, where: str) -> None:
+def _print(given: argparse.Namespace, metrics: dict[str, float], more: dict, where: str, units: str) -> None:
     if given.json:
         print0(json.dumps(more | metrics))
         return
     print0(where)
-    print0(f"{given.split:<12} {more['batches']:,} batches, {more['tokens']:,} tokens")
-    print0(f"{'loss':<12} {metrics['loss']:.4f} nats per token")
-    print0(f"{'perplexity':<12} {more['perplexity']:,.4f}")
+    print0(f"{given.split:<12} {more['batches']:,} batches, {more[units]:,} {units}")
+    print0(f"{'loss':<12} {metrics['loss']:.4f}{' nats per token' * ('perplexity' in more)}")
+    if "perplexity" in more:
+        print0(f"{'perplexity':<12} {more['perplexity']:,.4f}")
     for name in sorted(set(metrics) - {"loss"}):
         print0(f"{name:<12} {metrics[name]:.4f}")
-    print0(f"{'speed':<12} {more['tokens_per_second']:,.0f} tokens per second")
+    print0(f"{'speed':<12} {more[f'{units}_per_second']:,.0f} {units} per second")

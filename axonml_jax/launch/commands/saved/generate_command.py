@@ -38,6 +38,7 @@ def generate_text(given: argparse.Namespace, flags: Sequence[str]) -> int:
     if problems := [*sampling.problems(), *([f"length={given.length} is below 1"] if given.length < 1 else [])]:
         raise ConfigError("; ".join(problems))
     run = saved_run("generate", given, flags)
+    run.config.transformer_for("generate")
     all_or_refuse(partial(check_tokenizer, run.config))
     prompts = _prompts(given)
     ground, model = run.open()
@@ -57,7 +58,7 @@ def _continue(
     tokens = tokenizer.encode([prompt])[0][None]
     print0(prompt, end="", flush=True)
     show = Shown(tokens.shape[1], given.stop, lambda text: print0(text, end="", flush=True), tokenizer)
-    window = min(run.config.model.max_length, tokens.shape[1] + given.length)
+    window = min(run.config.transformer_for("generate").max_length, tokens.shape[1] + given.length)
     drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     generate(model, tokens, given.length, key, window=window, after_token=show, **drawn)
     show.finish()

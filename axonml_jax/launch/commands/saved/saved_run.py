@@ -17,7 +17,7 @@ from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.config.stretches import NEWEST
 from axonml_jax.launch.job.run_folder import CHECKPOINT_FOLDER
 from axonml_jax.launch.job.run_setup import RunSetup, all_or_refuse, lay_ground
-from axonml_jax.launch.job.text_task import build_model
+from axonml_jax.launch.own.subject import model_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,9 @@ class SavedRun:
           ConfigError: for a mesh that does not fit the devices, or a checkpoint of another model.
         """
         [ground] = all_or_refuse(partial(lay_ground, self.config))
-        module = partial(build_model, self.config.model, self.config.train.seed)  # no process holds more than its part
-        model = ParallelModel(module, ground.mesh, ground.plan, seed=self.config.train.seed)
+        [made] = all_or_refuse(partial(model_of, self.config, ground.batch))  # no process holds more than its part
+        seed = self.config.train.seed
+        model = ParallelModel(made.model, ground.mesh, ground.plan, params=made.params, seed=seed)
         all_or_refuse(partial(restore, self.checkpoint, model))
         return ground, model
 

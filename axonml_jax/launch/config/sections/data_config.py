@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from axonml_jax.launch.config.lowest import at_least
 
 BYTES = "bytes"
+_OF_OWN = ("class_path", "init_args", "valid", "valid_fraction", "num_workers")
 _DOCUMENT_FILES = (".jsonl", ".ndjson", ".parquet")
 
 
@@ -30,6 +31,10 @@ class DataConfig:
       max_bytes: read no more than this; null reads everything.
       valid_fraction: share kept for validation, of the bytes or of the documents.
       num_workers: processes that load batches ahead; 0 loads in this one.
+      class_path: data of one's own, in place of text and documents: a dataset, a dict of arrays or something to iterate over,
+        by the path of the class or function that makes it.
+      init_args: its arguments.
+      valid: what to validate on, a class_path with init_args; null takes valid_fraction of data with a length.
     """
 
     path: str | None = None
@@ -45,13 +50,19 @@ class DataConfig:
     max_bytes: int | None = 8_000_000
     valid_fraction: float = 0.1
     num_workers: int = 0
+    class_path: str | None = None
+    init_args: dict[str, Any] | None = None
+    valid: dict[str, Any] | None = None
 
     def __post_init__(self):
-        at_least("data", self, list(self._problems()), length=1, num_workers=0)
+        problems = self._problems() if self.class_path is None else self._problems_of_own()
+        at_least("data", self, list(problems), length=1, num_workers=0)
 
     @property
     def documents(self) -> bool:
         """Whether examples are made of documents, which the model keeps apart."""
+        if self.class_path is not None:
+            return False
         return self.pack != "windows" if self.pack else bool(self._of_documents())
 
     def _of_documents(self) -> list[str]:
@@ -62,7 +73,20 @@ class DataConfig:
         found += ["fields"] * (self.fields != ("text",)) + ["tokenizer"] * (self.tokenizer != BYTES)
         return found + ["path"] * (self.path or "").endswith(_DOCUMENT_FILES)
 
+    def _problems_of_own(self) -> Iterator[str]:
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, default in defaults.items():
+            if name not in _OF_OWN and getattr(self, name) != default:
+                yield f"{name} has no effect beside class_path, whose data has its own examples: leave it out"
+        if self.valid is not None and self.valid_fraction != defaults["valid_fraction"]:
+            yield "valid_fraction has no effect beside valid: give one"
+        if not 0 < self.valid_fraction < 1:
+            yield f"valid_fraction={self.valid_fraction}: must be between 0 and 1"
+
     def _problems(self) -> Iterator[str]:
+        for name in ("init_args", "valid"):
+            if getattr(self, name) is not None:
+                yield f"{name} has no effect without class_path"
         if self.pack == "windows" and (found := self._of_documents()):
             yield f"pack=windows cuts text as one stream of bytes, without {', '.join(found)}: leave pack out, or those"
         if (self.prompt_field is None) != (self.completion_field is None):

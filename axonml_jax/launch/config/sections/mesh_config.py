@@ -73,17 +73,19 @@ class ContextConfig:
 
         return Context(method=self.method, order=self.order, shard=self.shard)  # pyright: ignore[reportArgumentType]
 
-    def problems(self, mesh: MeshConfig, length: int) -> Iterator[str]:
-        """What of it does not go with the mesh, or with sequences of a length."""
+    def problems(self, mesh: MeshConfig, length: int | None) -> Iterator[str]:
+        """What of it does not go with the mesh, or with sequences of a length, where it is known."""
         if mesh.context == 1 and self != ContextConfig():
             yield "the section context has no effect while mesh.context=1: set mesh.context"
-        if mesh.context < 2:
-            return
+        if mesh.context > 1:
+            yield from self._against_degree(mesh, length)
+
+    def _against_degree(self, mesh: MeshConfig, length: int | None) -> Iterator[str]:
         from axonml_jax.sharding.sequence_order import order_parts
 
         strategy = self.build()
         parts = order_parts(strategy.position_order, mesh.context)
-        if length % parts:
+        if length is not None and length % parts:
             near = " or ".join(
                 str(count) for count in (length // parts * parts, (length // parts + 1) * parts) if count
             )

@@ -46,8 +46,8 @@ class PipelineConfig:
             gather=self.gather,
         )
 
-    def problems(self, mesh: MeshConfig, plan: PlanConfig, model: TransformerConfig) -> Iterator[str]:
-        """What of it does not go with the rest of a configuration."""
+    def problems(self, mesh: MeshConfig, plan: PlanConfig, model: TransformerConfig | None) -> Iterator[str]:
+        """What of it does not go with the rest of a configuration; no model: one's own, of which nothing is known."""
         ranks, stages = mesh.pipe, mesh.pipe * self.chunks
         if ranks == 1:
             if self != PipelineConfig():
@@ -56,7 +56,7 @@ class PipelineConfig:
         if ranks < 1:
             yield f"mesh.pipe={ranks}: must be a positive number of devices; -1 is for data and fsdp"
             return
-        if stages > model.num_layers:
+        if model is not None and stages > model.num_layers:
             yield (
                 f"mesh.pipe={ranks} x pipeline.chunks={self.chunks} are {stages} stages for model.num_layers="
                 f"{model.num_layers} blocks: use fewer stages or more layers"

@@ -1,0 +1,36 @@
+"""What a run trains, and by which loss: the library's transformer, or what its configuration names."""
+
+from functools import partial
+
+from axonml_jax._types import LossFn, PyTree
+from axonml_jax.launch.config.run_config import RunConfig
+from axonml_jax.launch.config.sections.own_config import OwnModel
+from axonml_jax.launch.job.text_task import build_model, loss_fn
+from axonml_jax.launch.own.own_loss import logits_loss, own_loss
+from axonml_jax.launch.own.own_model import Buildable, own_model
+
+
+def loss_of(config: RunConfig) -> LossFn:
+    """The run's loss: the section's own, else the cross entropy of the next token.
+
+    Raises:
+      ValueError, TypeError: for a loss that cannot be made.
+    """
+    if config.loss.class_path is not None:
+        return own_loss(config.loss)
+    return logits_loss if isinstance(config.model, OwnModel) else loss_fn
+
+
+def model_of(config: RunConfig, batch: PyTree) -> Buildable:
+    """The run's model, to be made where it will rest.
+
+    Args:
+      config: the run's.
+      batch: shapes of a global batch.
+
+    Raises:
+      ValueError, TypeError: for a model that cannot be made.
+    """
+    if isinstance(config.model, OwnModel):
+        return own_model(config.model, loss_of(config), batch, config.train.seed)
+    return Buildable(partial(build_model, config.model, config.train.seed))

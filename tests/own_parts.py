@@ -1,0 +1,81 @@
+"""Models, losses and data that a configuration of a test names: what is right, and what is refused."""
+
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+
+
+class Net(nnx.Module):
+    """Two layers and two more."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.up = nnx.Linear(3, width, rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(2)])
+        self.down = nnx.Linear(width, 1, rngs=rngs)
+
+    def __call__(self, x):
+        x = jnp.tanh(self.up(x))
+        for block in self.blocks:
+            x = jnp.tanh(block(x))
+        return self.down(x)
+
+
+class LinenNet(linen.Module):
+    """The same in Linen, called with the mode."""
+
+    width: int
+
+    @linen.compact
+    def __call__(self, x, train):
+        del train
+        for _ in range(3):
+            x = jnp.tanh(linen.Dense(self.width)(x))
+        return linen.Dense(1)(x)
+
+
+class Words(nnx.Module):
+    """Logits of bytes."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Embed(256, 8, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.table.attend(self.table(tokens))
+
+
+def squares(model, batch, scale=1.0):
+    return scale * jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)
+
+
+class Squares:
+    """The same as an object, which tells a Linen module its mode."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, model, batch):
+        return self.scale * jnp.mean((model(batch["x"], model.is_training)[:, 0] - batch["y"]) ** 2)
+
+
+def columns(n=64, seed=0):
+    x = np.random.default_rng(seed).normal(size=(n, 3)).astype(np.float32)
+    return {"x": x, "y": x.sum(1)}
+
+
+def rows(n=64):
+    """A generator: samples that can only be iterated over."""
+    found = columns(n)
+    for x, y in zip(found["x"], found["y"], strict=True):
+        yield {"x": x, "y": y}
+
+
+def texts():
+    return ["a", "b"]
+
+
+def once():
+    return iter([{"x": 1.0}])
+
+
+def nothing():
+    return 3

@@ -1,0 +1,197 @@
+"""`axonml-jax` on a model, a loss and data of one's own: every plan trains as one device does, commands know them, errors."""
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+import yaml
+from flax import nnx
+from own_parts import Net, columns, squares
+
+import axonml_jax as ax
+from axonml_jax.__main__ import main
+from axonml_jax.launch.config.read_config import as_dict, read_config
+from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.own.own_data import read_own
+
+NNX = {"class_path": "own_parts.Net", "init_args": {"width": 8}}
+LINEN = {"class_path": "own_parts.LinenNet", "init_args": {"width": 8}}
+SQUARES = {"class_path": "own_parts.squares", "init_args": {"scale": 2.0}}
+OBJECT = {"class_path": "own_parts.Squares", "init_args": {"scale": 2.0}}
+COLUMNS = {
+    "class_path": "own_parts.columns",
+    "init_args": {"n": 48},
+    "valid": {"class_path": "own_parts.columns", "init_args": {"n": 16, "seed": 1}},
+}
+ALLOWED = ("--allow-imports", "own_parts")
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a configuration; what is None is left out."""
+
+    def write(**changes):
+        content = {
+            "devices": {"simulated": 8}, "model": NNX, "loss": SQUARES, "data": COLUMNS, "mesh": {"data": 8},
+            "optim": {"class_path": "optax.sgd", "learning_rate": 0.05, "schedule": "constant"},
+            "train": {"steps": 4, "global_batch_size": 16, "log_every": 1, "eval_every": 2}, "checkpoint": {"every": 2},
+            "output": {"dir": str(tmp_path / "runs"), "plot": False}, **changes,
+        }  # fmt: skip
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({key: value for key, value in content.items() if value is not None}))
+        return str(path)
+
+    return write
+
+
+def recorded(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def one_device(steps=4):
+    """The run's training and validation losses by hand."""
+    loader = ax.create_dataloader(columns(48), 16, ax.make_mesh(devices=jax.devices()[:1], data=1), seed=0)
+    graph, params = nnx.split(Net(8, rngs=nnx.Rngs(0)))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.05))
+    state, losses, valid = tx.init(params), [], []
+    loss = jax.jit(jax.value_and_grad(lambda params, batch: squares(nnx.merge(graph, params), batch, 2.0)))
+    for step, batch in zip(range(1, steps + 1), loader, strict=False):
+        value, grads = loss(params, batch)
+        change, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, change)
+        losses.append(float(value))
+        if step % 2 == 0:
+            valid.append(float(loss(params, columns(16, 1))[0]))
+    return losses, valid
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return one_device()
+
+
+PLANS = {
+    "ddp": {"mesh": {"data": 8}},
+    "fsdp": {"mesh": {"data": 2, "fsdp": 4}},
+    "pipeline": {"mesh": {"data": 4, "pipe": 2}, "pipeline": {"microbatches": 2}},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_run_of_ones_own_parts_is_one_devices(plan, write, tmp_path, expected, capsys):
+    path = write(**PLANS[plan])
+    assert main(["train", path, *ALLOWED]) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert (
+        "121 parameters" not in said and "own_parts.Net (" in said and "own_parts.squares with {'scale': 2.0}" in said
+    )
+    found = recorded(tmp_path / "runs" / "run")
+    np.testing.assert_allclose([line["loss"] for line in found], expected[0], rtol=2e-5)
+    np.testing.assert_allclose([line["valid_loss"] for line in found if "valid_loss" in line], expected[1], rtol=2e-5)
+    assert found[-1]["examples"] == 64 and "tokens" not in found[-1]
+    if plan == "fsdp":
+        run = str(tmp_path / "runs" / "run")
+        assert main(["eval", run, *ALLOWED, "--json", "--mesh.data", "8", "--mesh.fsdp", "1"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        np.testing.assert_allclose(said["loss"], expected[1][-1], rtol=2e-5)
+        assert said["examples"] == 16 and "perplexity" not in said
+        assert main(["train", path, *ALLOWED, "--resume", run, "--train.steps", "5"]) == 0
+        assert (
+            "resumed after step 4" in capsys.readouterr().out and recorded(tmp_path / "runs" / "run")[-1]["step"] == 5
+        )
+        refuses_what_it_cannot_serve(run, path, tmp_path, capsys)
+
+
+def refuses_what_it_cannot_serve(run, path, tmp_path, capsys):
+    for argv in (
+        ["generate", run, "--prompt", "a"],
+        ["export", run, str(tmp_path / "out")],
+        ["plan", path, "--devices", "8"],
+    ):
+        assert main([*argv, *ALLOWED]) == 2
+        assert f"{argv[0]} knows the library's transformer alone" in capsys.readouterr().err
+
+
+def test_a_linen_module_gets_its_variables_from_the_loss(write, tmp_path, capsys):
+    path = write(model=LINEN, loss=OBJECT, mesh={"data": 2, "fsdp": 4})
+    assert main(["train", path, *ALLOWED]) == 0, capsys.readouterr().err
+    found = recorded(tmp_path / "runs" / "run")
+    again = write(model=LINEN, loss=OBJECT, name="other")
+    assert main(["train", again, *ALLOWED]) == 0
+    other = recorded(tmp_path / "runs" / "other")
+    np.testing.assert_allclose([each["loss"] for each in found], [each["loss"] for each in other], rtol=2e-5)
+    assert found[3]["valid_loss"] < found[1]["valid_loss"]
+
+
+def test_a_generator_is_data_and_has_nothing_to_validate_on(write, tmp_path, capsys):
+    data = {"class_path": "own_parts.rows"}
+    path = write(data=data, train={"steps": 3, "global_batch_size": 16, "log_every": 1})
+    assert main(["train", path, *ALLOWED]) == 0, capsys.readouterr().err
+    assert "unknown to train on, nothing to validate on" in capsys.readouterr().out
+    assert "valid_loss" not in recorded(tmp_path / "runs" / "run")[-1]
+    assert main(["train", write(data=data), *ALLOWED]) == 2
+    assert "there is nothing to validate on" in capsys.readouterr().err
+
+
+def test_a_model_of_ones_own_on_text_takes_the_cross_entropy_of_its_logits(write, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 60)
+    data = {"path": str(tmp_path / "a.txt"), "length": 8, "valid_fraction": 0.2}
+    path = write(model={"class_path": "own_parts.Words"}, loss=None, data=data)
+    assert main(["train", path, *ALLOWED]) == 0, capsys.readouterr().err
+    found = recorded(tmp_path / "runs" / "run")[-1]
+    assert found["tokens"] == 4 * 16 * 8 and found["valid_loss"] < 6 and "mfu" not in found
+
+
+def test_data_with_a_length_is_divided_alike_everywhere(write):
+    config = read_config("train", [write(data={"class_path": "own_parts.columns"})], imports=["own_parts"])
+    first, again = (read_own(config.data, 16) for _ in range(2))
+    assert (len(first.train), len(first.valid)) == (58, 6)
+    assert {float(first.train[i]["y"]) for i in range(58)}.isdisjoint(float(first.valid[i]["y"]) for i in range(6))
+    assert float(first.valid[3]["y"]) == float(again.valid[3]["y"]) == float(first.valid.__getitems__([3])[0]["y"])
+
+
+def test_a_configuration_of_ones_own_is_read_again_as_it_was_written(write, tmp_path):
+    config = read_config("train", [write()], imports=["own_parts"])
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(as_dict(config)))
+    assert read_config("train", [str(tmp_path / "again.yaml")], imports=["own_parts"]) == config
+
+
+REFUSED = {
+    "own_parts has no 'Nett': did you mean Net?": {"model": {"class_path": "own_parts.Nett"}},
+    "model.init_args.widht: own_parts.Net takes no such argument; did you mean width? It takes width": {
+        "model": {"class_path": "own_parts.Net", "init_args": {"widht": 8}}},
+    "model.init_args: own_parts.Net needs width too": {"model": {"class_path": "own_parts.Net"}},
+    "model.init_args.depth: own_parts.LinenNet takes no such argument; did you mean width? It takes width": {
+        "model": {"class_path": "own_parts.LinenNet", "init_args": {"width": 8, "depth": 8}}},
+    "makes a int, which is no Flax model": {"model": {"class_path": "own_parts.nothing"}},
+    "model.num_layers: the transformer's, without effect beside model.class_path": {"model": NNX | {"num_layers": 2}},
+    "the section sample has no effect beside model.class_path": {"sample": {"count": 1}},
+    "train.weights are the transformer's": {"train": {"weights": "folder"}},
+    "wants a loss, a function (model, batch)": {"loss": None},
+    "loss.class_path=own_parts.nothing: must be a function (model, batch)": {"loss": {"class_path": "own_parts.nothing"}},
+    "loss.init_args: own_parts.Squares needs scale too": {"loss": {"class_path": "own_parts.Squares"}},
+    "loss.init_args has no effect without loss.class_path": {"loss": {"init_args": {}}, "data": {"path": "."}},
+    "data.length has no effect beside class_path": {"data": COLUMNS | {"length": 8}},
+    "data.valid_fraction has no effect beside valid": {"data": COLUMNS | {"valid_fraction": 0.2}},
+    "data.init_args has no effect without class_path": {"data": {"init_args": {}}},
+    "data.class_path=own_parts.texts: a sample must be made of numbers": {"data": {"class_path": "own_parts.texts"}},
+    "makes an iterator, which gives its samples once": {"data": {"class_path": "own_parts.once"}},
+    "data.class_path=own_parts.nothing: a dataset needs __len__": {"data": {"class_path": "own_parts.nothing"}},
+    "model.class_path=flax.nnx.Linear: imports the package 'flax'": {"model": {"class_path": "flax.nnx.Linear"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_work_is_refused_before_anything_is_allocated(said, write, tmp_path, capsys):
+    assert main(["train", write(**REFUSED[said]), *ALLOWED]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_init_args_alone_are_no_model(write):
+    transformer = {"vocab_size": 256, "num_layers": 1, "hidden_size": 8, "num_heads": 1, "max_length": 128}
+    path = write(model=transformer | {"init_args": {}}, data=None, loss=None)
+    with pytest.raises(ConfigError, match=r"model.init_args has no effect without model.class_path"):
+        read_config("train", [path])
