@@ -96,6 +96,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if arguments[:1] in (["eval"], ["generate"], ["runs"]):
         return _saved(*arguments)
     _refuse_unknown(arguments[:1])
+    if not arguments:
+        _parser().print_help(sys.stderr)
+        return USAGE_ERROR
     chosen = _parser().parse_args(arguments)
     from axonml_jax.launch.commands.devices import devices
 

@@ -108,6 +108,19 @@ KEYS: dict[str, str] = {
 }
 """Keys of a configuration by the last part of their name."""
 
+SECTIONS: dict[str, str] = {
+    "optimizer": "optim",
+    "parallelism": "mesh",
+    "dataset": "data",
+    "training": "train",
+    "trainer": "train",
+    "logging": "output",
+    "generation": "sample",
+    "checkpoints": "checkpoint",
+    "checkpointing": "checkpoint",
+}
+"""Sections of a configuration."""
+
 NO_AXIS: dict[str, str] = {
     "sp": "sequence parallelism lies along 'tensor': give that axis, and sequence_parallel=True to the layers; whole models "
     "split sequences along 'context'",

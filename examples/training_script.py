@@ -57,7 +57,7 @@ def main():
     with ax.CheckpointManager(options.out / "checkpoints", every=10, keep=2) as checkpoints:
         restored = checkpoints.restore(trainer, data=train)
         start = restored.step if restored else 0
-        ax.print0(f"{world.world_size} ranks; starting after step {start}")
+        ax.print0(f"{world.world_size} ranks; starting after step {start} of {options.steps}")
         for step, batch in zip(range(start + 1, options.steps + 1), train, strict=False):
             metrics = trainer.step(batch)
             checkpoints.save(step, trainer, data=train)

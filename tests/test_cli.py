@@ -43,7 +43,7 @@ def run(tmp_path, capsys):
     """Run a command in this process; returns its status, output and error output."""
 
     def run(*argv):
-        status = main([*argv, *([f"--output.dir={tmp_path / 'runs'}"] if argv[0] == "train" else [])])
+        status = main([*argv, *([f"--output.dir={tmp_path / 'runs'}"] if argv[:1] == ("train",) else [])])
         return status, *capsys.readouterr()
 
     return run
@@ -63,6 +63,7 @@ def in_process(*argv: str, **options) -> subprocess.Popen:
 AT_ONCE = {
     "--help": 0,
     "--version": 0,
+    "": 2,
     "train --help": 0,
     "explain --help": 0,
     "plan --help": 0,
@@ -184,12 +185,19 @@ def test_explain_prints_what_a_device_holds_and_sends(run, name):
     assert status == 0
     assert f"parameters {share:.1f}, gradients {share:.1f}, optimizer {2 * share:.1f}" in out
     assert "reduce_scatter" in out and "all_gather" in out and "minimum" in out
+    assert {"gpt_fsdp": "full_shard (ZeRO-3), ", "fsdp_zero1": "shard_optimizer (ZeRO-1), "}.get(name, "") in out
 
 
 def test_devices_prints_what_there_is(run):
     status, out, _ = run("devices", "--simulated", "8")
     assert status == 0
     assert f"jax {jax.__version__}" in out and "8 device(s)" in out and out.count("\n7 ") == 1
+    assert "messages by memory of this process" in out
+
+
+def test_a_command_alone_lists_the_commands(run):
+    status, out, err = run()
+    assert status == 2 and out == "" and "train on text as a configuration file says" in err
 
 
 def refusals(text, empty, tmp_path):

@@ -178,7 +178,10 @@ WRONG_TYPES = {
     "train.steps=many: must be a whole number": ("--train.steps", "many"),
     "train.steps=2.5: must be a whole number": ("--train.steps", "2.5"),
     "train.eval_every=x: must be a whole number, or null": ("--train.eval_every", "x"),
-    "optim.name=adam: must be one of adamw, lion": ("--optim.name", "adam"),
+    "optim.name=adam: must be one of adamw, lion; any other optimizer goes under optim.class_path, such as optax.adafactor": (
+        "--optim.name",
+        "adam",
+    ),
     "optim.chain=3: must be a list of mappings, or null": ("--optim.chain", "3"),
     "optim.class_path=mine.Net: imports the package 'mine', which runs its code; if you trust it, add --allow-imports mine": (
         "--optim.class_path",

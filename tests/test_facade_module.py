@@ -136,6 +136,8 @@ def test_set_parameters_lists_every_leaf_that_does_not_fit(mesh):
 def test_a_model_names_its_mesh_its_plan_and_its_group(mesh):
     ddp = ax.DDP(DropoutMLP(nnx.Rngs(0)), mesh)
     assert ddp.mesh is mesh and ddp.process_group.size == RANKS and list(ddp.process_group.ranks) == list(range(RANKS))
+    trainer = ddp.trainer(optax.sgd(0.1), lambda model, batch: model(batch).mean(), max_grad_norm=2.0)
+    assert repr(trainer) == f"Trainer({ddp!r}, accumulate=1, max_grad_norm=2.0)"
     assert repr(ddp).startswith("DDP(mesh={'data': 4}, plan=Plan(") and ddp.plan.data.bucket_size_mb == 25
     assert jax.tree.structure(ddp.parameters()) == jax.tree.structure(ddp.value_and_grad(mean_loss)(BATCH)[1])
 

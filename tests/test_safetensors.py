@@ -1,5 +1,7 @@
 """Arrays by name in `safetensors` files: what may be given to be written, and names mapped on the way."""
 
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -72,3 +74,12 @@ def test_what_holds_no_arrays_is_refused_with_what_to_give(tmp_path):
     with pytest.raises(ValueError, match="several values have the same path: a/b"):
         ax.save_safetensors(tmp_path / "it.safetensors", {"a": {"b": np.ones(1)}, "a/b": np.ones(2)})
     assert not list(tmp_path.iterdir())
+
+
+def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for work in (lambda: ax.save_safetensors(tmp_path / "x", {}), lambda: ax.load_safetensors(tmp_path / "x")):
+        with pytest.raises(
+            ImportError, match=r"needs the library safetensors: pip install 'axonml-jax\[safetensors\]'"
+        ):
+            work()

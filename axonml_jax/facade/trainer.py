@@ -58,6 +58,10 @@ class Trainer(Generic[M]):
         if max_nonfinite is not None:
             self._state = replace(self._state, guard=replicated(NonFinite.first(), model.mesh))
 
+    def __repr__(self) -> str:
+        accumulate, clips = self._placement.plan.accumulate, self._max_grad_norm
+        return f"{type(self).__name__}({self.model!r}, accumulate={accumulate}, max_grad_norm={clips})"
+
     @property
     def state(self) -> TrainState:
         """Everything the run is between two steps; the next step gives its buffers up, `jax.tree.map(jnp.copy, ...)` keeps one.

@@ -39,6 +39,7 @@ def save_safetensors(
       TypeError: for anything else, such as a parallel model (give its `state_dict()`), or leaves that are no arrays.
       ValueError: listing names that become the same.
     """
+    require_safetensors("save_safetensors")
     from safetensors.numpy import save_file  # pyright: ignore[reportMissingImports]
 
     try:
@@ -63,6 +64,7 @@ def load_safetensors(path: str | os.PathLike, *, rename: Rename = None) -> dict[
       FileNotFoundError: when there is no such file.
       ValueError: listing names that become the same.
     """
+    require_safetensors(str(path))
     from safetensors import safe_open  # pyright: ignore[reportMissingImports]
 
     found: dict[str, np.ndarray] = {}
@@ -70,6 +72,18 @@ def load_safetensors(path: str | os.PathLike, *, rename: Rename = None) -> dict[
         with safe_open(file, framework="numpy") as opened:
             found |= {name: opened.get_tensor(name) for name in list(opened.keys())}
     return renamed(found, rename)
+
+
+def require_safetensors(what: str) -> None:
+    """Say which extra is missing, for which file or function.
+
+    Raises:
+      ImportError: without the package safetensors.
+    """
+    try:
+        import safetensors  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(f"{what} needs the library safetensors: pip install 'axonml-jax[safetensors]'") from error
 
 
 def renamed(values: Mapping[str, Any], rename: Rename) -> dict[str, Any]:

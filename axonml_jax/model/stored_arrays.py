@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from axonml_jax.model.safetensors import safetensors_files
+from axonml_jax.model.safetensors import require_safetensors, safetensors_files
 
 
 class StoredArrays(Mapping[str, "StoredArray"]):
@@ -27,6 +27,7 @@ class StoredArrays(Mapping[str, "StoredArray"]):
     """
 
     def __init__(self, path: str | os.PathLike, *, prefixes: tuple[str, ...] = ()):
+        require_safetensors(str(path))
         from safetensors import safe_open  # pyright: ignore[reportMissingImports]
 
         self.bytes_read = 0

@@ -133,6 +133,7 @@ def hardware(name: "str | Hardware") -> Hardware:
         return name
     if (known := meant("hardware", name, HARDWARE)) not in HARDWARE:
         raise ValueError(
-            f"hardware {name!r} is not in the table: choose one of {', '.join(HARDWARE)}, or give ax.Hardware"
+            f"hardware {name!r} is not in the table: choose one of {', '.join(HARDWARE)}, "
+            "or give ax.Hardware (on the command line: measure)"
         )
     return HARDWARE[known]

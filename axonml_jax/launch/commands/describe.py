@@ -15,6 +15,7 @@ from axonml_jax.launch.config.read_config import as_dict
 from axonml_jax.launch.config.run_config import RunConfig
 from axonml_jax.launch.config.sections.optim_config import NAMED_ONLY, OptimConfig
 from axonml_jax.launch.config.sections.own_config import OwnModel
+from axonml_jax.launch.config.sections.plan_config import PlanConfig
 from axonml_jax.launch.job.run_setup import RunSetup
 from axonml_jax.launch.job.text_task import build_model
 from axonml_jax.launch.objects.import_rules import named_paths
@@ -39,7 +40,7 @@ def describe(config: RunConfig, ground: RunSetup) -> str:
     rows = {
         **_model(config, ground),
         "mesh": f"{', '.join(f'{axis}={size}' for axis, size in ground.mesh.shape.items())} on {ground.device_words}",
-        "plan": _settings(config.plan),
+        "plan": _plan(config.plan, ground.mesh.shape.get("fsdp", 1) > 1 or config.context.shard),
         **({"context": _settings(config.context)} if ground.mesh.shape.get("context", 1) > 1 else {}),
         "memory": _memory(config, ground),
         "optimizer": _optimizer(config.optim),
@@ -166,6 +167,23 @@ def _experts(model: TransformerConfig) -> str:
     chosen = f"{experts.top_k} of {experts.num_experts} by {experts.router}, {experts.dispatch} dispatch"
     limit = "no token dropped" if experts.capacity_factor is None else f"capacity factor {experts.capacity_factor}"
     return f"{chosen}, {limit}; {model.active_params:,} parameters are active"
+
+
+def _plan(plan: PlanConfig, shards: bool) -> str:
+    """The settings, and by ZeRO's name what is split."""
+    if not shards:
+        return _settings(plan)
+    strategy = plan.sharding_strategy or "full_shard"
+    return f"sharding_strategy={strategy} ({_ZERO[strategy]}), {_settings(plan, without=('sharding_strategy',))}"
+
+
+_ZERO = {
+    "full_shard": "ZeRO-3",
+    "shard_grad_op": "ZeRO-2",
+    "shard_optimizer": "ZeRO-1",
+    "no_shard": "DDP",
+    "hybrid_shard": "ZeRO-3 along fsdp, copies along data",
+}
 
 
 def _settings(section: Any, without: Collection[str] = ()) -> str:

@@ -8,6 +8,7 @@ import jax
 from axonml_jax.launch.job.run_setup import all_or_refuse, start_devices
 from axonml_jax.ledger.table import aligned
 from axonml_jax.logging import print0
+from axonml_jax.mesh.world import MockBackend
 
 
 def devices(simulated: int | None = None) -> int:
@@ -21,7 +22,8 @@ def devices(simulated: int | None = None) -> int:
     """
     [world] = all_or_refuse(partial(start_devices, simulated))
     rows = [[str(d.id), d.platform, d.device_kind, str(d.process_index), _memory(d)] for d in jax.devices()]
-    print0(f"jax {jax.__version__} on Python {sys.version.split()[0]}, backend {world.backend.name}")
+    carrier = "memory of this process" if world.backend.name == MockBackend.name else world.backend.name
+    print0(f"jax {jax.__version__} on Python {sys.version.split()[0]}, messages by {carrier}")
     print0(
         f"{world.num_processes} process(es), {world.world_size} device(s), {len(world.local_ranks)} in this process\n"
     )

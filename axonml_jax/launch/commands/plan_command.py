@@ -110,6 +110,12 @@ def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerC
         if chosen.batch is None:
             raise ValueError("give --batch, the sequences per update")
         return None, _long_enough(preset(chosen.model), chosen.length or 0), sizes
+    if Path(chosen.model).suffix == ".py":
+        raise ValueError(
+            f"{chosen.model}: the planner prices the library's transformer, by the name of a preset or a configuration file. "
+            "For a model of your own, print(ax.explain(trainer, batch)) counts what a plan sends, and "
+            "trainer.compiled_memory() what it holds"
+        )
     if not Path(chosen.model).suffix:
         near = nearest(chosen.model, PRESETS)
         raise ValueError(

@@ -18,10 +18,11 @@ from axonml_jax.launch.config.choice import Choice, values_of
 from axonml_jax.launch.config.nearest_file import nearest_file
 from axonml_jax.launch.config.numbers import unusable
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.config.sections.optim_config import OTHERS
 from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.objects.import_rules import import_problems
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.synonyms import AXES, KEYS, NO_AXIS
+from axonml_jax.synonyms import AXES, KEYS, NO_AXIS, SECTIONS
 
 _NOT_SETTINGS = ("help", "print_config", "config")
 
@@ -186,9 +187,11 @@ def _refuse_of_transformer(keys: Sequence[str], flags: Sequence[str], path: str)
 def _nearest(key: str, known: Sequence[str], dashes: str = "") -> str:
     """The nearest known key: the whole key's, or that of its last part, when somebody forgot the section."""
     if key in _SECTIONS:
-        return (
-            f": {key} is a section, give its keys, such as {next(name for name in known if name.startswith(f'{key}.'))}"
-        )
+        first = next(name for name in known if name.startswith(f"{key}."))
+        what = "; over which devices a model is split stands in mesh, such as mesh.fsdp" * (key == "plan")
+        return f": {key} is a section, give its keys, such as {first}{what}"
+    if not dashes and key in SECTIONS:
+        return f": did you mean the section {SECTIONS[key]}?"
     lasts, named = {name.rpartition(".")[2]: name for name in reversed(known)}, key.rpartition(".")[2].lower()
     if why := NO_AXIS.get(named):
         return f": {why}"
@@ -207,7 +210,8 @@ def _explained(message: str) -> str:
     kinds = {key: kind for key, kind, *_ in settings()}
     if found is None or found[1] not in kinds:
         return message.replace('Key "', 'key "').replace("unrecognized arguments", "not understood")
-    return f"{found[1]}={found[2]}: must be {_in_words(kinds[found[1]])}"
+    section, _, name = found[1].rpartition(".")
+    return f"{found[1]}={found[2]}: must be {_in_words(kinds[found[1]])}{OTHERS.get(name, '') if section == 'optim' else ''}"
 
 
 def _in_words(kind: Any) -> str:

@@ -68,7 +68,7 @@ def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> 
         folder = folder.parent.parent
     if not (folder / NEWEST).is_file():
         near = None if folder.is_dir() else nearest_file(folder)
-        hint = f"; did you mean {near}?" if near else ""
+        hint = f"; did you mean {near}?" if near else "; axonml-jax runs FOLDER lists those of a folder"
         raise ConfigError(f"{given.run}: there is no {NEWEST} in it, so it is no run's folder{hint}")
     config = read_config(command, [str(folder / NEWEST), *flags], imports=given.allow_imports)
     number = _chosen(folder, step)

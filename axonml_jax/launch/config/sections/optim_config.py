@@ -9,6 +9,12 @@ from axonml_jax.launch.config.lowest import at_least
 NAMED_ONLY = ("name", "betas", "weight_decay")
 """Keys of the optimizers that have a name here; others take their arguments under `init_args`."""
 
+OTHERS = {
+    "name": "; any other optimizer goes under optim.class_path, such as optax.adafactor",
+    "schedule": "; any other goes under optim.learning_rate as a class_path, such as optax.linear_schedule, with init_args",
+}
+"""What to say of a choice that has another way beside it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
@@ -45,7 +51,7 @@ class OptimConfig:
         problems *= not all(0 <= beta < 1 for beta in self.betas)
         for name, allowed in (("name", ("adamw", "lion")), ("schedule", ("cosine", "constant"))):
             if getattr(self, name) not in allowed:  # a group's; the section's own are checked as they are read
-                problems.append(f"{name}={getattr(self, name)}: must be one of {', '.join(allowed)}")
+                problems.append(f"{name}={getattr(self, name)}: must be one of {', '.join(allowed)}{OTHERS[name]}")
         if not isinstance(self.learning_rate, int | float | Mapping):
             problems.append(f"learning_rate={self.learning_rate}: must be a number or a schedule")
         for name in ("learning_rate", "max_grad_norm"):
