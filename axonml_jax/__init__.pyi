@@ -69,6 +69,7 @@ from axonml_jax.mesh.shape import MeshShape as MeshShape
 from axonml_jax.mesh.shape import make_mesh as make_mesh
 from axonml_jax.mesh.world import MockBackend as MockBackend
 from axonml_jax.mesh.world import World as World
+from axonml_jax.model.lora.adapters import lora as lora
 from axonml_jax.model.loss import WeightedMean as WeightedMean
 from axonml_jax.model.precision import Precision as Precision
 from axonml_jax.model.safetensors import load_safetensors as load_safetensors

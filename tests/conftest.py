@@ -64,7 +64,7 @@ EVERY_ROW = (
 
 LARGE = (
     "cli", "context_attention", "context_axis", "context_traced", "context_transformer", "ddp_equality", "facade_gradients",
-    "foreign_models", "fsdp_equality", "fsdp_facade", "laws", "ledger_difference", "literals", "models_generate",
+    "foreign_models", "fsdp_equality", "fsdp_facade", "laws", "ledger_difference", "literals", "lora", "models_generate",
     "models_parallel", "offload_streams", "optimizers_on_shards", "own_axes", "pipeline_executor", "pipeline_facade",
     "pipeline_linen", "pipeline_training", "positions", "processes_ddp", "recognised_attention", "state_joins", "tensor_3d",
     "tensor_auto", "tensor_auto_reads", "tensor_block", "tensor_embedding", "tensor_linear", "tensor_plans",

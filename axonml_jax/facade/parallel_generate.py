@@ -1,6 +1,7 @@
 """`generate`: text from a causal model, on one device or under any plan that splits it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from axonml_jax.model.functional import Variables
 from axonml_jax.models.generation import generate as models
 from axonml_jax.models.generation.sampling import Sampling
 from axonml_jax.models.layers import VOCABULARY_AXES
+from axonml_jax.parallel.adapted import reading_adapted
 from axonml_jax.parallel.tensor.bound_axes import bound
 from axonml_jax.parallel.tensor.megatron.attend import KVCache
 from axonml_jax.sharding.place import place
@@ -119,7 +121,8 @@ class _Extend:
             return (gather_whole(logits, axes, -1, invarying=True) if axes else logits), caches
 
         def local(variables: Variables, tokens: jax.Array, caches: Any):
-            return rest.read(extend, view, rest.enter(variables), tokens, caches)
+            call = partial(reading_adapted, extend, view)
+            return rest.read(call, view, rest.enter(variables), tokens, caches)
 
         return jax.shard_map(
             local,

@@ -23,7 +23,7 @@ from axonml_jax.model.functional import Trainable, Variables
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.parallel.tensor.specs import tensor_specs
+from axonml_jax.parallel.tensor.adapter_specs import layer_specs
 from axonml_jax.parallel.units.replayed import check_units
 from axonml_jax.sharding.place import copies, place
 from axonml_jax.training.differentiate import Differentiate, SyncStacked, equalize, hooks_program
@@ -65,7 +65,7 @@ class ParallelModel(SavedModel):
             raise TypeError(f"a model lives on devices, but {mesh} has none: give a jax.sharding.Mesh")
         self.mesh = mesh
         self._functional, whole = functionalize(model, params, trainable)
-        split = tensor_specs(self._functional.abstract_module, self.mesh.shape)
+        split = layer_specs(self._functional, self.mesh.shape)
         stages = None if plan.pipe is None else stage_assigner(model, self._functional, plan.pipe)
         self._placement = bind_plan(plan.for_model(self._functional), whole, self.mesh, split, stages)
         self._rest = rest_of(self._placement)

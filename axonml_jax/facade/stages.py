@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from axonml_jax.model.functional import Functional
+from axonml_jax.model.lora.adapters import LoraModel
 from axonml_jax.parallel.pipeline.cutting.assign import Assignment, assign, by_prefix
 from axonml_jax.parallel.pipeline.cutting.chain import Chain, LinenChain, stage_of_modules
 from axonml_jax.parallel.pipeline.policy import Pipelined
@@ -17,6 +18,8 @@ def stage_assigner(model: Any, view: Functional, policy: Pipelined) -> Callable[
       view: its view, which knows in what order it was written.
       policy: the plan's.
     """
+
+    model = model.model if isinstance(model, LoraModel) else model
 
     def assigned(shapes: Mapping[str, Any], num_stages: int) -> Assignment:
         if isinstance(model, (Chain, LinenChain)):

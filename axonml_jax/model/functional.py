@@ -65,6 +65,11 @@ class Functional(abc.ABC):
     create: Callable[[], Variables] | None = None
 
     @property
+    def adapters(self) -> Mapping[str, Any]:
+        """The adapters of every matrix that has some, by its path (see `lora/lora_view.py`)."""
+        return {}
+
+    @property
     @abc.abstractmethod
     def shapes(self) -> Variables:
         """The shapes and dtypes of the model's variables; the view itself keeps no arrays alive."""

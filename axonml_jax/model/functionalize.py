@@ -8,6 +8,8 @@ from flax import linen, nnx
 from axonml_jax._types import PyTree
 from axonml_jax.model.functional import Functional, Trainable, Variables
 from axonml_jax.model.linen import deferred_linen, linen_functional
+from axonml_jax.model.lora.adapters import LoraModel
+from axonml_jax.model.lora.lora_view import lora_functional
 from axonml_jax.model.nnx import deferred_nnx, nnx_functional
 
 
@@ -17,15 +19,18 @@ def functionalize(
     """The pure view of a model, and its arrays (not copies), or their shapes where they are still to be made.
 
     Args:
-      model: an `nnx.Module`, a function without arguments that makes one, or a `linen.Module` given with its variables.
+      model: an `nnx.Module`, a function without arguments that makes one, or a `linen.Module` given with its variables; or one
+        of them with adapters (`ax.lora`), which train.
       params: for Linen, what `module.init` returned (`{"params": ..., "batch_stats": ...}` or the params alone), or a
         function without arguments that makes it.
-      trainable: which parameters train.
+      trainable: which parameters train; with adapters, which do besides.
 
     Raises:
       TypeError: when `model` is neither.
       ValueError: when `params` is missing or superfluous, or when `trainable` matches nothing.
     """
+    if isinstance(model, LoraModel):
+        return lora_functional(*functionalize(model.model, params), model.lora, trainable)
     if isinstance(model, linen.Module):
         if params is None:
             raise ValueError(

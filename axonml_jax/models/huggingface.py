@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axonml_jax._types import named_leaves
+from axonml_jax.model.lora.adapters import is_adapter, merged
 from axonml_jax.model.stored_arrays import StoredArrays
 from axonml_jax.model.stored_shards import Pending, write_shards
 from axonml_jax.models.config import TransformerConfig
@@ -111,7 +113,7 @@ def load_pretrained(model: Checkpointable, folder: str | os.PathLike) -> int:
     config = config_of(described, scan_layers=stacked)
     stored = _stored(folder)
     every = {_MODEL + name: own for name, own in _checked(sources(family, config), stored, family, config).items()}
-    others = {_MODEL + name for name in _others(config)}
+    others = {_MODEL + name for name in _others(config)} | set(filter(is_adapter, leaves))
     weights = {name: leaf.shape for name, leaf in leaves.items() if name not in others}
     _refuse_shapes(folder, weights, every, stored)
     filled = lambda name, leaf: _filled(leaf, every[name], stored) if name in every else leaf.array
@@ -148,15 +150,17 @@ def write_pretrained(
       folder: made where it is not there.
       config: of the model.
       values: a parallel model, which every process must give and the first one writes, with no more than one array whole at
-        a time; or its `state_dict()`, which one process writes.
+        a time, matrices with their adapters (`ax.lora`) in them; or its `state_dict()`, which one process writes.
       shard_bytes: bytes of arrays in a file at most.
 
     Raises:
-      ValueError: when the model is of none of the families, or the folder holds other arrays.
+      ValueError: when the model is of none of the families, the folder holds other arrays, or a `state_dict` adapters.
     """
     family, folder = family_of(config), Path(folder)
     many = isinstance(values, Checkpointable)
     leads = not many or jax.process_index() == 0
+    if not many and (adapters := list(filter(is_adapter, values))):
+        raise ValueError(f"values has adapters, {', '.join(adapters)}: give the parallel model itself, which is merged")
     if leads:
         folder.mkdir(parents=True, exist_ok=True)
     leaves = values.checkpoint_leaves() if many else {_MODEL + name: Leaf(value) for name, value in values.items()}
@@ -271,7 +275,11 @@ def _pending(name: str, parts: list[tuple[Leaf, tuple[int, ...], Place]]) -> Pen
 
 
 def _on_host(leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
-    """`whole[index]` of a leaf in this process's memory."""
+    """`whole[index]` of a leaf in this process's memory, merged with its adapters."""
+    if leaf.low_rank is not None:
+        first, second, scale = leaf.low_rank
+        own, a, b = (_on_host(each, index) for each in (replace(leaf, low_rank=None), first, second))
+        return merged(own, a, b, scale)
     array = leaf.whole()
     if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
         return np.asarray(array[index] if index else array)

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from axonml_jax.model.lora.adapters import STACKED
 from axonml_jax.parallel.tensor.specs import SPEC
 
 
@@ -27,7 +28,11 @@ class Stack(nnx.Module):
         keys = jax.random.split(rngs.params(), count)
         layer = nnx.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
         for _, variable in nnx.iter_graph(layer):
-            if isinstance(variable, nnx.Param) and (spec := variable.get_metadata().get(SPEC)) is not None:
+            if not isinstance(variable, nnx.Param):
+                continue
+            written = variable.get_metadata()
+            variable.set_metadata(**{STACKED: written.get(STACKED, 0) + 1})
+            if (spec := written.get(SPEC)) is not None:
                 variable.set_metadata(**{SPEC: PartitionSpec(None, *spec)})
         self.count, self.layer = count, layer
 

@@ -19,10 +19,12 @@ class Leaf:
     Attributes:
       array: as it rests: a `jax.Array`, a NumPy array, a Python number, or only the shape and dtype of one.
       layout: how it stores the whole array; None where it is the whole array.
+      low_rank: where the model reads W + scale A B in the place of this array W: A, B and scale.
     """
 
     array: Any
     layout: Layout | None = None
+    low_rank: "tuple[Leaf, Leaf, float] | None" = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -16,9 +16,9 @@ from axonml_jax.compat.canaries.typed import require_types
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Mode, Variables
+from axonml_jax.parallel.adapted import reading_adapted
 from axonml_jax.parallel.context.put_back import put_back
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.parallel.tensor.whole.whole_reads import reading_whole
 from axonml_jax.program.differing import SAME, differing
 from axonml_jax.program.program import read_program
 from axonml_jax.sharding.batch import BatchLayout
@@ -143,7 +143,7 @@ class Forward:
                 return bound(*args, **kwargs), self.model.state_of(bound)
 
         traced = call if alone else self.placement.rewritten(call)
-        return reading_whole(traced, self.model, variables, key, arrays)
+        return reading_adapted(traced, self.model, variables, key, arrays)
 
     def _dims(self, variables: Variables, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree]:
         """For every output the dim that grows with the batch, or -1, and the dims that are split otherwise, with their axes."""

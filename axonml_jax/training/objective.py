@@ -9,7 +9,7 @@ import jax
 from axonml_jax._types import LossFn, PyTree
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.model.loss import Loss, parse_loss
-from axonml_jax.parallel.tensor.whole.whole_reads import reading_whole
+from axonml_jax.parallel.adapted import reading_adapted
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Objective:
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         """The loss of one microbatch on one rank, and the model's state after it."""
-        return reading_whole(self.rewritten(self._of), self.model, variables, key, batch)
+        return reading_adapted(self.rewritten(self._of), self.model, variables, key, batch)
 
     def _of(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         with self.inside():

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from axonml_jax.collectives.gradients.pairs import copy_to, gather_from
 from axonml_jax.collectives.primitives import axis_index, gather_whole
+from axonml_jax.model.lora.adapters import STACKED
 from axonml_jax.parallel.context.context_split import context_positions
 from axonml_jax.parallel.experts.dispatch import DISPATCHES, Dispatch, DispatchName, capacity_of
 from axonml_jax.parallel.experts.expert_weights import ACTIVATIONS, Activation, ExpertWeights
@@ -105,7 +106,7 @@ class ParallelMoE(nnx.Module):
         def experts(init, spec, *shape):
             keys = jax.random.split(rngs.params(), e)
             value = jax.vmap(lambda key: init(key, shape, param_dtype))(keys)
-            return nnx.Param(value, **metadata(PartitionSpec(axis, *spec)))
+            return nnx.Param(value, **metadata(PartitionSpec(axis, *spec), {STACKED: 1}))
 
         columns, gated = (None, tensor_axis), activation != "gelu"
         kinds = {"param_dtype": param_dtype, "kernel_init": kernel_init, "bias_init": bias_init, "rngs": rngs}

@@ -20,7 +20,10 @@ _MODEL, _OPTIMIZER, _KEPT = "model/", "optimizer/", "strategies/"
 def variable_leaves(model: Functional, variables: Variables, rest: Rest) -> dict[str, Leaf]:
     """A model's variables, named as in its `state_dict` behind `model/`; trained and frozen ones side by side."""
     prefix, (params, frozen) = _MODEL + model.param_prefix, rest.param_leaves(variables)
-    return _named(prefix, params) | _named(prefix, frozen) | _named(_MODEL, jax.tree.map(Leaf, variables.state))
+    own = named_leaves(params) | named_leaves(frozen)
+    for name, adapter in model.adapters.items():
+        own[name] = replace(own[name], low_rank=(own[adapter.a], own[adapter.b], adapter.scale))
+    return {prefix + name: leaf for name, leaf in own.items()} | _named(_MODEL, jax.tree.map(Leaf, variables.state))
 
 
 def variables_of(model: Functional, like: Variables, arrays: Mapping[str, Any], rest: Rest) -> Variables:

@@ -1,0 +1,1 @@
+"""Finetuning by adapters of low rank."""

@@ -1,0 +1,144 @@
+"""The pure view of a model with adapters (`adapters.py`): they train, the model's own parameters are frozen."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from axonml_jax._types import PyTree, named_leaves
+from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
+from axonml_jax.model.lora.adapters import STACKED, Lora, adapter_names, first_adapters, is_adapter, merged
+from axonml_jax.model.state_joins import Join
+from axonml_jax.model.trainable import merge, partition
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapters of one matrix.
+
+    Attributes:
+      a, b: their paths.
+      scale: how often their product counts.
+      stacked: so many first dims of all three number matrices.
+    """
+
+    a: str
+    b: str
+    scale: float
+    stacked: int
+
+
+def lora_functional(
+    base: Functional, variables: Variables, lora: Lora, trainable: Trainable = None
+) -> tuple["LoraFunctional", Variables]:
+    """The view of a model with adapters, and its variables, or their shapes where these are still to be made.
+
+    Args:
+      base: the model's own view, of which every parameter trains.
+      variables: its variables.
+      lora: which adapters.
+      trainable: which of the model's own parameters train besides; None: none.
+
+    Raises:
+      ValueError: for targets that do not fit the model, or `trainable` that matches nothing.
+    """
+    chosen = lora.chosen(named_leaves(base.shapes.params), _stacks(base))
+
+    def with_adapters(variables: Variables) -> Variables:
+        own = ({}, variables.params) if trainable is None else partition(variables.params, trainable)
+        adapters = {}
+        for path, leaf in flatten_dict(variables.params).items():
+            if (name := _name(path)) in chosen:
+                made = first_adapters(lora, name, leaf, chosen[name])
+                adapters |= {(*path[:-1], each.rpartition("/")[2]): array for each, array in made.items()}
+        return Variables(merge(unflatten_dict(adapters), own[0]), own[1], variables.state)
+
+    adapters = {name: Adapter(*adapter_names(name), lora.scale, stacked) for name, stacked in chosen.items()}
+    given = with_adapters(variables)
+    view = LoraFunctional(base, abstract(given), adapters)
+    if (create := base.create) is not None:
+        view.create = lambda: with_adapters(create())
+    return view, given
+
+
+class LoraFunctional(Functional):
+    """A model as pure functions of its parameters and of adapters; `bind` takes both, or parameters that are merged already."""
+
+    def __init__(self, base: Functional, shapes: Variables, adapters: Mapping[str, Adapter]):
+        self._base, self._shapes, self._adapters = base, shapes, adapters
+        self.param_prefix, self.order = base.param_prefix, base.order
+        if self.order is not None:
+            places = {path: (*self.order[n], 0) for n, own in adapters.items() for path in (own.a, own.b)}
+            self.order = {**self.order, **places}
+
+    @property
+    def shapes(self) -> Variables:
+        """The shapes and dtypes of the variables: adapters train."""
+        return self._shapes
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters of every matrix that has some, by its path."""
+        return self._adapters
+
+    def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> Any:
+        """The model on these arrays, merged where there are adapters among them."""
+        return self._base.bind(self.merged(variables), key, mode)
+
+    def merged(self, variables: Variables) -> Variables:
+        """The model's own variables, each matrix with its adapters in it."""
+        leaves = flatten_dict(merge(variables.params, variables.frozen))
+        there = {_name(path): leaf for path, leaf in leaves.items()}
+        own = {path: leaf for path, leaf in leaves.items() if not is_adapter(_name(path))}
+        for path in own if len(own) < len(leaves) else ():
+            if (adapter := self._adapters.get(_name(path))) is not None:
+                own[path] = merged(own[path], there[adapter.a], there[adapter.b], adapter.scale)
+        return Variables(unflatten_dict(own), {}, variables.state)
+
+    def module(self, variables: Variables) -> Any:
+        """What the user gave, with these arrays in it, merged."""
+        return self._base.module(self.merged(variables))
+
+    def state_of(self, bound: Any) -> PyTree:
+        """The state after calls of a bound model."""
+        return self._base.state_of(bound)
+
+    @property
+    def abstract_module(self) -> Any:
+        """The model itself on shapes, without adapters; None for Linen."""
+        return self._base.abstract_module
+
+    def module_types(self) -> Mapping[str, type]:
+        """The model's."""
+        return self._base.module_types()
+
+    def declares(self, attribute: str) -> bool:
+        """The model's."""
+        return self._base.declares(attribute)
+
+    def synchronized(self) -> Callable[[str], bool]:
+        """The model's."""
+        return self._base.synchronized()
+
+    def state_joins(self) -> Mapping[str, Join]:
+        """The model's."""
+        return self._base.state_joins()
+
+    def after_update(self, state: PyTree) -> PyTree:
+        """The model's."""
+        return self._base.after_update(state)
+
+
+def _name(path: tuple) -> str:
+    return "/".join(map(str, path))
+
+
+def _stacks(base: Functional) -> dict[str, int]:
+    """How many first dims number matrices, of parameters whose layers say it."""
+    if (module := base.abstract_module) is None:
+        return {}
+    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return {"/".join(map(str, path)): leaf.get_metadata().get(STACKED, 0) for path, leaf in flat}

@@ -1,0 +1,213 @@
+"""Matrices with adapters multiply as x W + scale (x A) B: the traced model's products with W are found and done so.
+
+The model is traced on its own parameters, as if there were no adapters, and the program is run with a `LowRank` in the place of
+each matrix that has some. W is never changed nor copied, and no gradient of it is made (docs/adr/0017). Whatever else reads
+such a matrix, as a lookup or a product with a backward of its own, reads W + scale A B.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from axonml_jax._types import named_leaves
+from axonml_jax.collectives.gradients.pairs import copy_to
+from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.varying_types import CASTS
+from axonml_jax.model.functional import Functional, Variables
+from axonml_jax.model.lora.adapters import is_adapter, merged
+from axonml_jax.model.trainable import merge
+from axonml_jax.parallel.tensor.adapter_specs import summed_axes
+from axonml_jax.parallel.tensor.whole.marks import marked_program
+from axonml_jax.parallel.tensor.whole.whole_reads import reading_whole
+from axonml_jax.program.program import Equation, Program
+from axonml_jax.program.run import run_program
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """A matrix, or a stack of them, and its adapters.
+
+    Attributes:
+      weight: W [..., i, o].
+      a: [..., i, r].
+      b: [..., r, o].
+      scale: how often A B counts.
+      summed: the axes over which the gradients of a and of b are sums of the ranks'.
+    """
+
+    weight: Any
+    a: Any
+    b: Any
+    scale: float
+    summed: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+    @functools.cached_property
+    def adapters(self) -> tuple[jax.Array, jax.Array]:
+        """A and B as this rank reads them."""
+        a, b = (copy_to(x, axes) if axes else x for x, axes in zip((self.a, self.b), self.summed, strict=True))
+        return a, b
+
+    @functools.cached_property
+    def whole(self) -> jax.Array:
+        """W + scale A B."""
+        a, b = self.adapters
+        return merged(self.weight, a, b, self.scale)
+
+    @property
+    def leaves(self) -> tuple[Any, Any, Any]:
+        """Its arrays."""
+        return self.weight, self.a, self.b
+
+    def on(self, leaves: Sequence[Any]) -> "LowRank":
+        """The same with other arrays: of an inner trace, or slices of these."""
+        weight, a, b = leaves
+        return LowRank(weight, a, b, self.scale, self.summed)
+
+
+def reading_adapted(fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
+    """`reading_whole` of a model that may have adapters.
+
+    Communicates: besides, over axes along which a layer splits its matrix, an all-reduce of the gradient of the adapter that
+    is not split.
+    """
+    if not model.adapters:
+        return reading_whole(fun, model, variables, *args)
+    read = flatten_dict(merge(variables.params, variables.frozen))
+    own = {path: leaf for path, leaf in read.items() if not is_adapter(path[-1])}
+    base = Variables(unflatten_dict(own), {}, variables.state)
+    leaves, treedef = jax.tree.flatten((base.params, base.state, args))
+    seen: dict[str, Any] = {}
+
+    def arrays_of(*leaves: Any) -> list[jax.Array]:
+        params, state, args = treedef.unflatten(leaves)
+        out, seen["treedef"] = jax.tree.flatten(reading_whole(fun, model, Variables(params, {}, state), *args))
+        seen["fixed"] = [None if isinstance(leaf, jax.Array) else leaf for leaf in out]
+        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
+
+    program = marked_program(trace(arrays_of, *leaves).jaxpr)
+    there, summed = {"/".join(map(str, path)): leaf for path, leaf in read.items()}, summed_axes(model)
+    values = list(leaves)
+    for i, name in enumerate(named_leaves(base.params)):
+        if (adapter := model.adapters.get(name)) is not None:
+            axes = summed.get(adapter.a, ()), summed.get(adapter.b, ())
+            values[i] = LowRank(leaves[i], there[adapter.a], there[adapter.b], adapter.scale, axes)
+    arrays = iter(_run(program, values))
+    return seen["treedef"].unflatten([next(arrays) if leaf is None else leaf for leaf in seen["fixed"]])
+
+
+def _run(program: Program, values: Sequence[Any]) -> list[Any]:
+    """The results of a program of values some of which are `LowRank`."""
+    return [_whole(value) for value in run_program(program, values, _at)]
+
+
+def _at(equation: Equation, given: list[Any]) -> Sequence[Any] | None:
+    if not any(isinstance(value, LowRank) for value in given):
+        return None
+    op = equation.op
+    with op.scope():
+        if op.name == "convert_element_type" or op.name in CASTS:
+            return [replace(given[0], weight=op.bind([given[0].weight])[0])]
+        if op.name == "dot_general" and (made := _product(equation, given)) is not None:
+            return [made]
+        if op.name == "ragged_dot_general" and (made := _ragged(equation, given)) is not None:
+            return [made]
+        if op.scan is not None:
+            return _scanned(equation, given)
+        if op.checkpointed is not None:
+            return _checkpointed(equation, given)
+        if op.called is not None and (called := equation.called) is not None:
+            return _run(called, given)
+        return op.bind([_whole(value) for value in given])
+
+
+def _product(equation: Equation, given: list[Any]) -> jax.Array | None:
+    """x W + scale (x A) B, or W x + ... ; None: it is no product over one side of each matrix."""
+    op, right = equation.op, isinstance(given[1], LowRank)
+    own, other = (given[1], given[0]) if right else (given[0], given[1])
+    if isinstance(other, LowRank):
+        return None
+    contracted, batched = (dims[::-1] if right else dims for dims in op.contraction)
+    n, stack = own.weight.ndim, own.weight.ndim - 2
+    if sorted(batched[0]) != list(range(stack)) or contracted[0] not in ((n - 2,), (n - 1,)):
+        return None
+    y = op.bind([other, own.weight] if right else [own.weight, other])[0]
+    both = [x.astype(own.weight.dtype) for x in own.adapters]
+    first, second = both if contracted[0] == (n - 2,) else both[::-1]
+    rank, precision = contracted[0][0], op.options["precision"]
+
+    def dot(left: Any, right_: Any, contract: tuple, batch: tuple) -> jax.Array:
+        return jax.lax.dot_general(left, right_, (contract, batch), precision=precision)
+
+    lead = tuple(range(stack))
+    if right:
+        inner = dot(other, first, (contracted[1], contracted[0]), (batched[1], batched[0]))
+        more = dot(inner * own.scale, second, ((inner.ndim - 1,), (rank,)), (lead, batched[0]))
+    else:
+        inner = dot(first, other, contracted, batched)
+        more = dot(second, inner * own.scale, ((rank,), (stack,)), (batched[0], lead))
+    return y + more.astype(y.dtype)
+
+
+def _ragged(equation: Equation, given: list[Any]) -> jax.Array | None:
+    """The same of rows that are sorted by matrix; None: it is another ragged product."""
+    rows, own, counts = given
+    dims = equation.op.options["ragged_dot_dimension_numbers"]
+    plain = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+    if not isinstance(own, LowRank) or isinstance(rows, LowRank) or str(dims) != str(plain):
+        return None
+    y = equation.op.bind([rows, own.weight, counts])[0]
+    a, b = (x.astype(own.weight.dtype) for x in own.adapters)
+    inner = jax.lax.ragged_dot(rows, a, counts) * own.scale
+    return y + jax.lax.ragged_dot(inner, b, counts).astype(y.dtype)
+
+
+def _scanned(equation: Equation, given: list[Any]) -> list[Any]:
+    scan, body = equation.op.scan, equation.body
+    assert scan is not None and body is not None
+    first = scan.first_scanned
+    consts, carry = given[: scan.num_consts], [_whole(value) for value in given[scan.num_consts : first]]
+    stacks = [_sliceable(value) for value in given[first:]]
+
+    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        own = [*map(_again, consts), *carry, *(_on(old, new) for old, new in zip(stacks, slices, strict=True))]
+        results = _run(body, own)
+        return results[: scan.num_carry], results[scan.num_carry :]
+
+    carry, ys = jax.lax.scan(step, carry, [_leaves(value) for value in stacks], **scan.options)
+    return [*carry, *ys]
+
+
+def _checkpointed(equation: Equation, given: list[Any]) -> list[Any]:
+    view, body = equation.op.checkpointed, equation.body
+    assert view is not None and body is not None
+
+    def call(*values: Any) -> list[Any]:
+        return _run(body, [_on(old, new) for old, new in zip(given, values, strict=True)])
+
+    return jax.checkpoint(call, **view.options)(*map(_leaves, given))
+
+
+def _sliceable(value: Any) -> Any:
+    """What a scan goes over: stacks of matrices; a matrix alone is sliced along its rows, whole."""
+    return _whole(value) if isinstance(value, LowRank) and value.weight.ndim < 3 else value
+
+
+def _whole(value: Any) -> Any:
+    return value.whole if isinstance(value, LowRank) else value
+
+
+def _leaves(value: Any) -> Any:
+    return value.leaves if isinstance(value, LowRank) else value
+
+
+def _on(old: Any, new: Any) -> Any:
+    return old.on(new) if isinstance(old, LowRank) else new
+
+
+def _again(value: Any) -> Any:
+    """For an inner trace, which keeps what it makes of a value to itself."""
+    return value.on(value.leaves) if isinstance(value, LowRank) else value

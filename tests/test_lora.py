@@ -1,0 +1,168 @@
+"""LoRA: adapters train as on one device under every plan, the base stays bit for bit, and no gradient of it is made."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from fsdp_plans import mesh_of
+
+import axonml_jax as ax
+from axonml_jax._types import named_leaves
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.models.transformer import Transformer
+from axonml_jax.testing import assert_equals_single_device
+
+SIZES = {"vocab_size": 16, "num_layers": 2, "hidden_size": 8, "num_heads": 4, "mlp_hidden_size": 12, "max_length": 8}
+TARGETS = ["attention/.*kernel$", "mlp/(gate|up|down)(/kernel)?$"]
+
+
+def transformer(dtype="float64", **changes):
+    return Transformer(TransformerConfig(**SIZES, param_dtype=dtype, **changes), rngs=nnx.Rngs(0))
+
+
+def tokens(rows=8, length=8):
+    drawn = np.random.default_rng(0).integers(0, 16, (rows, length + 1)).astype(np.int32)
+    return {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
+
+
+def loss(model, batch):
+    return ax.WeightedMean(*model.loss(**batch))
+
+
+def adapted(model, **options):
+    return ax.lora(model, **{"rank": 2, "alpha": 6, "targets": TARGETS} | options)
+
+
+EXPERTS = {"experts": ExpertsConfig(num_experts=4, load_balance=0.0)}
+# (changes to the transformer, mesh, plan)
+PLANS = {
+    "ddp": ({}, {"data": 4}, {}),
+    "zero-1, accumulating": ({}, {"fsdp": 2}, {"fsdp": ax.Shard(stage=1), "accumulate": 2}),
+    "zero-2, selective": ({}, {"fsdp": 2}, {"fsdp": ax.Shard(stage=2), "remat": "selective"}),
+    "zero-3, typed": ({}, {"data": 2, "fsdp": 2}, {"check_vma": True}),
+    "a stack under zero-3": ({"scan_layers": True}, {"fsdp": 2}, {"remat": "full"}),
+    "tensor": ({"num_kv_heads": 1}, {"data": 2, "tensor": 2}, {"check_vma": True}),
+    "tensor, sequence, zero-3, a stack": (
+        {"scan_layers": True, "sequence_parallel": True},
+        {"fsdp": 2, "tensor": 2},
+        {},
+    ),
+    "overlapped": ({"overlap": True}, {"tensor": 4}, {}),
+    "3-D": ({"split": "grid"}, {"row": 2, "col": 2, "depth": 2}, {}),
+    "experts": (EXPERTS, {"expert": 2, "tensor": 2}, {}),
+    "experts in a stack": (EXPERTS | {"scan_layers": True}, {"fsdp": 2, "expert": 2}, {}),
+    "stages": ({}, {"pipe": 2, "fsdp": 2}, {"pipe": ax.Pipelined(num_microbatches=2)}),
+    "positions": ({}, {"context": 2, "fsdp": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_adapters_train_as_on_one_device(name):
+    changes, degrees, plan = PLANS[name]
+    assert_equals_single_device(
+        adapted(transformer(**changes)),
+        loss,
+        tokens(),
+        ax.Plan(**plan),
+        mesh=mesh_of(**degrees),
+        tx=optax.adam(1e-2),
+        steps=3,
+    )
+
+
+def test_swapped_layers_and_linen_train_as_on_one_device():
+    class Plain(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.up = nnx.Linear(4, 8, param_dtype=jnp.float64, rngs=rngs)
+            self.down = nnx.Linear(8, 4, param_dtype=jnp.float64, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(jnp.tanh(self.up(x)))
+
+    class Scanned(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            def layer(cell, x, _):
+                return jnp.tanh(cell(x)), None
+
+            scan = linen.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            return scan(linen.Dense(4, param_dtype=jnp.float64, name="dense"), x, None)[0]
+
+    x = np.random.default_rng(1).normal(size=(8, 4))
+    squares = lambda model, x: jnp.mean(jnp.square(model(x) - 1))
+    ax.auto_parallelize(swapped := Plain(), mesh := mesh_of(data=2, tensor=2))
+    assert_equals_single_device(adapted(swapped, targets="kernel"), squares, x, mesh=mesh)
+    module = Scanned()
+    params = module.init(jax.random.key(0), x)
+    given = adapted(module, targets="kernel", stacked="kernel")
+    assert_equals_single_device(given, squares, x, mesh=mesh_of(fsdp=2), params=params)
+
+
+def test_training_begins_at_the_model_itself_leaves_it_bit_for_bit_and_merges():
+    own = transformer("float32", scan_layers=True)
+    batch = tokens()
+    plain = ax.FSDP(own, mesh_of(fsdp=2))
+    model = ax.FSDP(adapted(own), mesh_of(fsdp=2))
+    np.testing.assert_array_equal(model(batch["tokens"]), plain(batch["tokens"]))
+    before = {name: value for name, value in model.state_dict().items() if "_lora_" not in name}
+    trainer = model.trainer(optax.adam(1e-2), loss)
+    for _ in range(3):
+        trainer.step(batch)
+    after = model.state_dict()
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
+    ours = named_leaves(nnx.to_pure_dict(nnx.state(model.module, nnx.Param)))
+    assert set(ours) == set(before)
+    name = "blocks/layer/mlp/up/kernel"
+    by_hand = before[name] + 3 * after[f"{name}_lora_a"] @ after[f"{name}_lora_b"]
+    np.testing.assert_allclose(ours[name], by_hand, rtol=1e-5)
+    assert np.abs(by_hand - before[name]).max() > 1e-3
+    np.testing.assert_allclose(model.module(batch["tokens"]), model(batch["tokens"]), atol=1e-5)
+    prompts = batch["tokens"][:, :3]
+    texts = [ax.generate(each, prompts, 4, jax.random.key(0), temperature=0) for each in (model, model.module)]
+    np.testing.assert_array_equal(*texts)
+
+
+def test_targets_that_do_not_fit_are_all_named():
+    with pytest.raises(ValueError, match=r"rank=0 must .*alpha=-1 must .*'\*' is no regular expression"):
+        ax.lora(None, rank=0, alpha=-1, targets="*")
+    with pytest.raises(
+        ValueError, match=r"(?s)'nowhere' matches no parameter.*norm/scale.*is no matrix.*up/kernel.*rank 9 is"
+    ):
+        ax.DDP(adapted(transformer(), rank=9, targets=["nowhere", "mlp_norm", "up/kernel"]), mesh_of(data=1))
+    with pytest.raises(ValueError, match=r"attention_norm/scale \(2, 8\): is no matrix"):
+        stack = transformer(scan_layers=True)
+        ax.DDP(adapted(stack, targets="blocks/layer/.*norm/scale"), mesh_of(data=1))
+
+
+PRODUCT = r"dot_general %\S+, %\S+.*?-> tensor<(\S+?)x(?:f32|f64)>"
+
+
+def test_no_gradient_of_the_base_is_made_sent_or_kept_and_the_optimizer_holds_adapters_alone():
+    mesh = mesh_of(data=2, fsdp=2)
+    model = ax.FSDP(adapted(transformer("float32")), mesh)
+    trainer = model.trainer(optax.adam(1e-2), loss)
+    moments = [named_leaves(each) for each in (trainer.opt_state[0].mu, trainer.opt_state[0].nu)]
+    assert all(set(each) == set(named_leaves(model.parameters())) for each in moments)
+    assert all("_lora_" in name for each in moments for name in each)
+    text = trainer.train_step.lower(trainer.state, tokens()).as_text()
+    assert not any(x in re.findall(PRODUCT, text) for x in ("8x12", "12x8"))  # as gradients of mlp kernels would be
+    everything = ax.FSDP(transformer("float32"), mesh)
+    whole = everything.trainer(optax.adam(1e-2), loss)
+    plain = whole.train_step.lower(whole.state, tokens()).as_text()
+    assert any(x in re.findall(PRODUCT, plain) for x in ("8x12", "12x8"))
+    scattered = [_scattered(trainer), _scattered(whole)]
+    assert scattered[0] == sorted(leaf.size for leaf in jax.tree.leaves(model.parameters()))
+    assert scattered[1] == sorted(leaf.size for leaf in jax.tree.leaves(everything.parameters()))
+
+
+def _scattered(trainer):
+    """Elements of every gradient that is reduce-scattered."""
+    sent = [each for each in ax.explain(trainer, tokens()).collectives if each.kind == "reduce_scatter"]
+    return sorted(size for each in sent for size in each.leaf_elements)
