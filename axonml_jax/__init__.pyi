@@ -117,6 +117,9 @@ from axonml_jax.planner.hardware import Hardware as Hardware
 from axonml_jax.planner.search import plan as plan
 from axonml_jax.sharding.sequence_order import causal_balance as causal_balance
 from axonml_jax.sharding.sequence_order import sequence_order as sequence_order
+from axonml_jax.training.callbacks import Callback as Callback
+from axonml_jax.training.callbacks import CallbackError as CallbackError
+from axonml_jax.training.callbacks import TrainingEvent as TrainingEvent
 from axonml_jax.training.state.train_state import TrainState as TrainState
 from axonml_jax.training.step import TrainStep as TrainStep
 

@@ -3,7 +3,7 @@
     cd examples && axonml-jax train own_model.yaml --allow-imports own_model
     python examples/own_model.py    # the same, on 4 simulated devices, with a check of the outcome
 
-Shows what a configuration names by class_path and init_args: a class, a function, and a function that makes arrays.
+Shows what a configuration names by class_path and init_args: a class, a function, a function that makes arrays, a callback.
 """
 
 import json
@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+
+import axonml_jax as ax
 
 
 class Classifier(nnx.Module):
@@ -43,6 +45,18 @@ def spirals(samples: int, seed: int = 0):
     angle = t + np.pi * label
     x = np.stack([t * np.cos(angle), t * np.sin(angle)], axis=1) / 6 + rng.normal(0, 0.01, (samples, 2))
     return {"x": x.astype(np.float32), "label": label.astype(np.int32)}
+
+
+class BestAccuracy(ax.Callback):
+    """Says when a validation is better than all before."""
+
+    def __init__(self):
+        self.best = 0.0
+
+    def on_eval(self, event):
+        if event.metrics["accuracy"] > self.best and event.is_main_process:
+            print(f"step {event.step}: best accuracy so far, {event.metrics['accuracy']:.3f}")
+        self.best = max(self.best, event.metrics["accuracy"])
 
 
 def main():

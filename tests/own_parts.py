@@ -1,8 +1,12 @@
 """Models, losses and data that a configuration of a test names: what is right, and what is refused."""
 
+from typing import ClassVar
+
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
+
+import axonml_jax as ax
 
 
 class Net(nnx.Module):
@@ -79,3 +83,35 @@ def once():
 
 def nothing():
     return 3
+
+
+class Notes(ax.Callback):
+    """Keeps what it hears, for all objects together."""
+
+    heard: ClassVar[list] = []
+
+    def __init__(self, fail=None):
+        self.fail = fail
+
+    def hear(self, name, event):
+        values = {key: float(np.mean(value)) for key, value in event.metrics.items()}
+        self.heard.append((name, event.step, values, event.path, event.reason))
+        if name == self.fail:
+            raise ValueError("enough")
+
+    def on_step(self, event):
+        self.hear("on_step", event)
+
+    def on_eval(self, event):
+        self.hear("on_eval", event)
+
+    def on_save(self, event):
+        self.hear("on_save", event)
+
+    def on_end(self, event):
+        self.hear("on_end", event)
+
+
+class Misspelt(ax.Callback):
+    def on_evaluation(self, event):
+        """Nobody calls it."""

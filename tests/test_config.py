@@ -15,8 +15,8 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MODEL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_length": 128}
 
 KEYS = """
-name profile resume devices.simulated mesh.data mesh.pipe mesh.fsdp mesh.expert mesh.context mesh.tensor mesh.row mesh.col
-mesh.depth
+name profile resume callbacks devices.simulated mesh.data mesh.pipe mesh.fsdp mesh.expert mesh.context mesh.tensor mesh.row
+mesh.col mesh.depth
 plan.sync_strategy plan.bucket_size_mb plan.gradient_as_bucket_view plan.comm_dtype
 plan.sharding_strategy plan.prefetch plan.offload plan.precision plan.accumulate plan.remat plan.check_vma
 context.method context.order context.shard
@@ -131,7 +131,7 @@ def test_every_key_has_help_that_says_what_it_is():
 
 def test_every_section_is_documented():
     documented = {field.name for field in dataclasses.fields(RunConfig)}
-    assert set(attribute_docs(RunConfig)) == {"name", "profile", "resume", "model"} <= documented
+    assert set(attribute_docs(RunConfig)) == {"name", "profile", "resume", "callbacks", "model"} <= documented
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -56,6 +56,7 @@ class CheckpointManager:
         self._asynchronous, self._team = asynchronous, Team()
         self._saver = arrays.checkpointer(self._team.size)
         self._saving: Saving | None = None
+        self._tell: Any = None  # a trainer's, which has callbacks
         self._newest: int | None = None
         self._claimed = False
         self._owner: Ownership | None = None  # in the main process
@@ -127,7 +128,7 @@ class CheckpointManager:
             owner=self._owner,
             committed=partial(self._rotate, step),
         )
-        self._newest = step
+        self._newest, self._tell = step, getattr(state, "checkpoint_committed", None)
         if not self._asynchronous:
             self.wait()
         return True
@@ -150,6 +151,8 @@ class CheckpointManager:
         except BaseException:
             self._newest = None  # it may be tried again
             raise
+        if saving is not None and self._tell is not None:
+            self._tell(self._newest, saving.folder)
 
     def close(self) -> None:
         """Wait, and let go of the threads and the folder."""

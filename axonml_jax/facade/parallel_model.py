@@ -1,7 +1,7 @@
 """A model on a mesh under a plan: what `parallelize` returns and every facade is."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral, Real
@@ -25,7 +25,8 @@ from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.tensor.adapter_specs import layer_specs
 from axonml_jax.parallel.units.replayed import check_units
-from axonml_jax.sharding.place import copies, place
+from axonml_jax.sharding.place import copies
+from axonml_jax.training.callbacks import Callback
 from axonml_jax.training.differentiate import Differentiate, SyncStacked, equalize, hooks_program
 from axonml_jax.training.forward import Forward
 from axonml_jax.training.optimizer.clip import Clip
@@ -54,6 +55,7 @@ class ParallelModel(SavedModel):
         trainable: Trainable = None,
         seed: int = 0,
     ):
+        super().__init__()
         if not isinstance(plan := plan or Plan(), Plan):
             raise TypeError(f"plan={plan!r} must be an ax.Plan, or None for data parallelism")
         if not isinstance(seed, Integral):
@@ -73,10 +75,9 @@ class ParallelModel(SavedModel):
         self._functional.state_joins()  # refused before anything is allocated
         self._placement.check_model(self._functional)
         self.variables: Variables = first_variables(self._functional, whole, self._rest, self.mesh)
-        self._key, self._calls = jax.random.key(int(seed)), 0
+        self._key = jax.random.key(int(seed))
         self._mode: bool | None = None
         self._syncing, self._lent = True, False
-        self._programs: dict[Any, Any] = {}
         self._newest_trainer: Callable[[], Trainer | None] = lambda: None
 
     def __repr__(self) -> str:
@@ -270,6 +271,7 @@ class ParallelModel(SavedModel):
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
         max_nonfinite: int | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> Trainer[Self]:
         """A fused, donated training step around this model.
 
@@ -279,22 +281,12 @@ class ParallelModel(SavedModel):
           accumulate: microbatches per update and rank; None takes the plan's.
           max_grad_norm, norm_type: clip gradients to this global norm; its type is 1, 2 or `math.inf`.
           max_nonfinite: skip updates whose loss or gradients are not finite; after that many in a row, all. None: never.
+          callbacks: told of steps, validations, checkpoints and the end (see `ax.Callback`).
 
         Raises:
           TypeError, ValueError: when the optimizer cannot run under the plan.
         """
         options = {"accumulate": accumulate, "max_grad_norm": max_grad_norm, "norm_type": norm_type}
-        trainer = Trainer(self, tx, loss_fn, max_nonfinite=max_nonfinite, **options)
+        trainer = Trainer(self, tx, loss_fn, max_nonfinite=max_nonfinite, callbacks=callbacks, **options)
         self._newest_trainer = weakref.ref(trainer)
         return trainer
-
-    def _program(self, key: tuple, build: Callable[[], Any]) -> Any:
-        key = (*key, self._mode)
-        if key not in self._programs:
-            self._programs[key] = build()
-        return self._programs[key]
-
-    def _next_key(self) -> jax.Array:
-        key = place(jax.random.fold_in(self._key, self._calls), jax.sharding.PartitionSpec(), self.mesh)
-        self._calls += 1
-        return key

@@ -1,7 +1,7 @@
-"""What trainers and checkpoints know of a parallel model."""
+"""What trainers and checkpoints know of a parallel model, and the programs that it keeps."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.leaf import Leaf
+from axonml_jax.sharding.place import place
 from axonml_jax.training.rest.rest import Rest
 from axonml_jax.training.state.named_state import variable_leaves, variables_of
 
@@ -25,6 +26,10 @@ class SavedModel(abc.ABC):
     mesh: Mesh
     variables: Variables
 
+    def __init__(self):
+        self._programs: dict[Any, Any] = {}
+        self._calls = 0
+
     @abc.abstractmethod
     def give_up(self) -> Variables:
         """The variables, to be donated."""
@@ -36,3 +41,14 @@ class SavedModel(abc.ABC):
     def take_leaves(self, arrays: Mapping[str, Any]) -> None:
         """Replace the variables by arrays that rest as those of `checkpoint_leaves` do."""
         self.variables = variables_of(self._functional, self.variables, arrays, self._rest)
+
+    def _program(self, key: tuple, build: Callable[[], Any]) -> Any:
+        key = (*key, self._mode)
+        if key not in self._programs:
+            self._programs[key] = build()
+        return self._programs[key]
+
+    def _next_key(self) -> jax.Array:
+        key = place(jax.random.fold_in(self._key, self._calls), jax.sharding.PartitionSpec(), self.mesh)
+        self._calls += 1
+        return key

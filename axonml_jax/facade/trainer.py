@@ -1,8 +1,9 @@
 """A model, an optimizer and a loss as one object to call `step` on."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -14,9 +15,11 @@ from axonml_jax.facade.accepting import accepting
 from axonml_jax.facade.saved_model import SavedModel
 from axonml_jax.facade.state_dict import fitted
 from axonml_jax.sharding.leaf import Leaf
-from axonml_jax.sharding.place import place, replicated
+from axonml_jax.sharding.place import place, replicated, to_host
+from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
 from axonml_jax.training.evaluate import EvalStep
 from axonml_jax.training.finite.guard import NonFinite
+from axonml_jax.training.metrics import as_floats, mean_of
 from axonml_jax.training.optimizer.checked_optimizer import checked_optimizer
 from axonml_jax.training.state.first_state import init_state
 from axonml_jax.training.state.learning_rate import injected_rate
@@ -43,6 +46,7 @@ class Trainer(Generic[M]):
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
         max_nonfinite: int | None = None,
+        callbacks: Sequence[Callback] = (),
     ):
         placement = model._placement
         if accumulate is not None:
@@ -51,6 +55,7 @@ class Trainer(Generic[M]):
         self.model, self._tx, self._loss_fn, self._placement = model, tx, loss_fn, placement
         self._max_grad_norm, self._norm_type, self._max_nonfinite = max_grad_norm, norm_type, max_nonfinite
         self._seen: Any = None
+        self._callbacks, self._made, self._ended = checked(callbacks), 0, False
         self._steps: dict[bool | None, TrainStep] = {}
         self._eval = EvalStep(model._functional, placement, model.mesh, loss_fn)
         assert self.train_step  # refuses options that cannot work before anything is allocated
@@ -100,6 +105,38 @@ class Trainer(Generic[M]):
     def _continue(self, state: TrainState) -> None:
         self._state = state
         self.model.variables = state.variables
+        self._made = None  # read when somebody asks
+
+    # Callbacks
+
+    @property
+    def step_number(self) -> int:
+        """Updates made so far; the first time after a restore every process must ask."""
+        if self._made is None:
+            self._made = int(np.ravel(to_host(self._state.step))[0])
+        return self._made
+
+    def _tell(self, method: str, **more: Any) -> None:
+        if self._callbacks:
+            tell(self._callbacks, method, TrainingEvent(**{"trainer": self, "step": self.step_number, **more}))
+
+    def checkpoint_committed(self, step: int, folder: Path) -> None:
+        """Tell callbacks of a checkpoint; a `CheckpointManager` calls it."""
+        self._tell("on_save", step=step, path=folder)
+
+    def finish(self, reason: str = "finished") -> None:
+        """Tell callbacks that the training is over, once; leaving `with trainer:` does it too."""
+        if not self._ended:
+            self._ended = True
+            self._tell("on_end", reason=reason)
+
+    def __enter__(self) -> "Trainer[M]":
+        return self
+
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        self.finish("finished" if kind is None else "failed")
+
+    # Checkpoints
 
     def checkpoint_leaves(self) -> dict[str, Leaf]:
         """Everything in the state by a name that is the same under every plan; what checkpoints hold."""
@@ -116,14 +153,23 @@ class Trainer(Generic[M]):
           `loss` and `grad_norm` (before clipping) of this batch, and the loss function's own metrics. Under NO_SYNC each
           is stacked by rank.
         """
+        made = self._made
         state, metrics = self.train_step(replace(self._state, variables=self.model.give_up()), batch)
         self._continue(state)
+        self._made = None if made is None else made + 1
         self._seen = _shapes(batch)
+        self._tell("on_step", metrics=metrics)
         return metrics
 
     def evaluate(self, batch: PyTree) -> Metrics:
         """The loss and metrics of a global batch in evaluation mode; changes nothing."""
         return self._eval(self.model.variables, batch)
+
+    def validate(self, batches: Iterable[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
+        """The mean over batches, of these weights or of equal ones, of everything `evaluate` returns; callbacks hear of it."""
+        found = mean_of([as_floats(self.evaluate(batch)) for batch in batches], weights)
+        self._tell("on_eval", metrics=found)
+        return found
 
     @property
     def train_step(self) -> TrainStep:

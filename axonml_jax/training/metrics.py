@@ -1,6 +1,22 @@
-"""How fast a run is: tokens or examples per second, time per step, and the share of the hardware's peak (MFU)."""
+"""What was measured, as numbers, and how fast a run is: tokens or examples per second, time per step, share of the peak."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from axonml_jax.sharding.place import to_host
+
+
+def as_floats(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+    """Metrics as floats; the mean over models where there are several (NO_SYNC). Every process must call it."""
+    return {name: float(np.mean(value, dtype=np.float64)) for name, value in to_host(dict(metrics)).items()}
+
+
+def mean_of(results: Sequence[Mapping[str, float]], weights: Sequence[float] | None = None) -> dict[str, float]:
+    """The mean of every metric over batches, of these weights or of equal ones."""
+    return {name: float(np.average([result[name] for result in results], weights=weights)) for name in results[0]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """`axonml-jax train` and `axonml-jax explain`: where configuration, data, training and files meet."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from importlib.metadata import version
@@ -24,7 +24,7 @@ from axonml_jax.launch.config.run_config import RunConfig
 from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.job import resume
 from axonml_jax.launch.job.document_task import DocumentSplit, check_tokenizer
-from axonml_jax.launch.job.fit import Record, evaluate, fit
+from axonml_jax.launch.job.fit import Record, fit
 from axonml_jax.launch.job.outcome import about, print_samples, report
 from axonml_jax.launch.job.peaks import peak_flops
 from axonml_jax.launch.job.preemption import Preemption
@@ -50,11 +50,13 @@ from axonml_jax.launch.job.text_task import (
     valid_batches,
 )
 from axonml_jax.launch.objects.make_optimizer import learning_rate, make_optimizer
+from axonml_jax.launch.own.own_callbacks import own_callbacks
 from axonml_jax.launch.own.own_data import OwnSplit
 from axonml_jax.launch.own.subject import loss_of, model_of
 from axonml_jax.logging import print0
 from axonml_jax.mesh.job.watchdog import Watchdog
 from axonml_jax.models.huggingface import load_pretrained
+from axonml_jax.training.callbacks import Callback
 from axonml_jax.training.metrics import Throughput
 from axonml_jax.training.same_everywhere import check_same, program_hash
 
@@ -120,7 +122,7 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         partial(check_tokenizer, config),
         partial(check_optimizer, config),
     )
-    all_or_refuse(partial(check_own, config, ground))
+    [callbacks, _] = all_or_refuse(partial(own_callbacks, config.callbacks), partial(check_own, config, ground))
     text = ground.own or text
     all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
     folder = partial(require_folder, "output.dir", Path(config.output.dir))
@@ -131,7 +133,7 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         all_or_refuse(*([partial(check_weights, config)] if new else []))
         require_fit(config, ground, budget or Budget())
         print0(describe(config, ground), about(config, data), "", price(config, ground), "", sep="\n", flush=True)
-        trainer = _trainer(config, ground, new=new)
+        trainer = _trainer(config, ground, callbacks, new=new)
         if ground.world.num_processes > 1:
             program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}
             all_or_refuse(partial(check_same, "training step", program, ground.world))
@@ -145,11 +147,12 @@ def _train(config: RunConfig, ground: RunSetup, data: TextData, trainer: Trainer
     metrics = run.path / "metrics.jsonl"
     records = [record for record in read_records(metrics) if record.step <= start] if mine and start else []
     status = 0
-    with Preemption() as preemption:
+    with trainer, Preemption() as preemption:
         saves = Saves(manager, trainer, data.train, config, preemption, run.path / NONFINITE)
         _run(config, ground, data, trainer, mine, records, start, saves)
         if manager is not None:
             manager.wait()
+        trainer.finish("diverged" if saves.diverged else "finished" if saves.stopped is None else "stopped")
     if saves.stopped is not None:
         cause, status = ("Ctrl-C", INTERRUPTED) if preemption.interrupted else ("SIGTERM", TERMINATED)
         kept = "saved; --resume auto goes on from here" if manager else "nothing was saved (checkpoint.every=null)"
@@ -166,7 +169,9 @@ def _train(config: RunConfig, ground: RunSetup, data: TextData, trainer: Trainer
 def _shared_settings(config: RunConfig, text: TextSplit | DocumentSplit | OwnSplit) -> dict[str, Any]:
     """What all processes must agree on; each machine may keep its files elsewhere."""
     sections = {
-        key: value for key, value in as_dict(config).items() if key not in ("name", "output", "profile", "resume")
+        key: value
+        for key, value in as_dict(config).items()
+        if key not in ("name", "output", "profile", "resume", "callbacks")
     }
     values = {f"{section}.{name}": value for section, names in sections.items() for name, value in names.items()}
     for each in ("data.path", "data.mixture", "data.tokenizer", "data.num_workers", "train.weights"):
@@ -176,7 +181,7 @@ def _shared_settings(config: RunConfig, text: TextSplit | DocumentSplit | OwnSpl
     return {"jax version": jax.__version__, "flax version": version("flax")} | values | checksums
 
 
-def _trainer(config: RunConfig, ground: RunSetup, *, new: bool) -> Trainer:
+def _trainer(config: RunConfig, ground: RunSetup, callbacks: Sequence[Callback], *, new: bool) -> Trainer:
     made, weights = model_of(config, ground.batch), config.train.weights
     # A model that gets weights is made where it rests, so that no process ever holds it whole; so is one of one's own.
     whole = not weights and not isinstance(config.model, OwnModel)
@@ -186,7 +191,11 @@ def _trainer(config: RunConfig, ground: RunSetup, *, new: bool) -> Trainer:
         load_pretrained(parallel, weights)
     tx = make_optimizer(config.optim, config.train.steps)
     return parallel.trainer(
-        tx, loss_of(config), max_grad_norm=config.optim.max_grad_norm, max_nonfinite=config.train.max_nonfinite
+        tx,
+        loss_of(config),
+        max_grad_norm=config.optim.max_grad_norm,
+        max_nonfinite=config.train.max_nonfinite,
+        callbacks=callbacks,
     )
 
 
@@ -212,7 +221,7 @@ def _run(
 
         def validate() -> dict[str, float]:
             bigram = {} if data.bigram is None else {"bigram": data.bigram}
-            return evaluate(trainer, _watched(valid_batches(data), dog), data.valid_targets) | bigram
+            return trainer.validate(_watched(valid_batches(data), dog), data.valid_targets) | bigram
 
         for record in fit(
             trainer,

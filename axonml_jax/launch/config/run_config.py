@@ -5,7 +5,7 @@ Nothing here imports JAX, so that help and wrong keys are answered at once.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from axonml_jax.launch.config.against_mesh import against_mesh
 from axonml_jax.launch.config.lowest import at_least
@@ -126,12 +126,14 @@ class RunConfig:
       profile: write a profiler trace of a few steps into the run's folder.
       resume: go on with an earlier run: auto (the newest of this name that has checkpoints, or else a new one) or the
         folder of one; null starts a new one.
+      callbacks: callbacks of one's own, each a class_path with init_args (see `ax.Callback`).
       model: the transformer, or a model of one's own.
     """
 
     name: str = "run"
     profile: bool = False
     resume: str | None = None
+    callbacks: list[dict[str, Any]] | None = None
     devices: DevicesConfig = field(default_factory=DevicesConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)

@@ -15,7 +15,7 @@ from axonml_jax.launch.config.run_config import RunConfig
 
 NEWEST = "config.yaml"
 _EARLIER = re.compile(r"config\.until_(\d{8,})\.yaml")
-_TRAINS_NOTHING = ("name", "profile", "resume", "output", "sample")
+_TRAINS_NOTHING = ("name", "profile", "resume", "callbacks", "output", "sample")
 _NONE = "not set"
 
 

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from axonml_jax._types import PyTree
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.mesh.job.watchdog import Watchdog
-from axonml_jax.sharding.place import to_host
-from axonml_jax.training.metrics import Throughput
+from axonml_jax.training.metrics import Throughput, as_floats, mean_of
 
 
 @dataclass(frozen=True)
@@ -92,10 +90,4 @@ def fit(
 
 def evaluate(trainer: Trainer, batches: Iterator[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
     """The mean over batches, of these weights or of equal ones, of everything `trainer.evaluate` returns."""
-    results = [as_floats(trainer.evaluate(batch)) for batch in batches]
-    return {name: float(np.average([result[name] for result in results], weights=weights)) for name in results[0]}
-
-
-def as_floats(metrics: dict[str, jax.Array]) -> dict[str, float]:
-    """Metrics as floats; the mean over models where there are several (NO_SYNC). Every process must call it."""
-    return {name: float(np.mean(value, dtype=np.float64)) for name, value in to_host(metrics).items()}
+    return mean_of([as_floats(trainer.evaluate(batch)) for batch in batches], weights)

@@ -1,0 +1,111 @@
+"""Callbacks: what they are told, when, and what an error of theirs does; from Python and from a configuration."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+from flax import nnx
+from own_parts import Misspelt, Net, Notes, columns, squares
+
+import axonml_jax as ax
+from axonml_jax.__main__ import main
+
+
+@pytest.fixture
+def heard():
+    Notes.heard.clear()
+    return Notes.heard
+
+
+def model(**degrees):
+    return ax.parallelize(Net(8, rngs=nnx.Rngs(0)), ax.make_mesh(**degrees), ax.Plan())
+
+
+BATCH = {name: jnp.asarray(array) for name, array in columns(16).items()}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_they_hear_of_steps_validations_saves_and_the_end(heard, tmp_path, asynchronous):
+    trainer = model(data=2, fsdp=4).trainer(optax.sgd(0.01), squares, callbacks=[Notes()])
+    options = {"every": 2, "asynchronous": asynchronous}
+    with ax.CheckpointManager(tmp_path / "saved", **options) as manager, trainer:
+        losses = []
+        for step in (1, 2, 3):
+            losses.append(float(trainer.step(BATCH)["loss"]))
+            manager.save(step, trainer)
+        valid = trainer.validate([BATCH, BATCH])
+        manager.wait()
+    steps = [each for each in heard if each[0] == "on_step"]
+    assert [each[1] for each in steps] == [1, 2, 3] and [each[2]["loss"] for each in steps] == losses
+    [saved] = [each for each in heard if each[0] == "on_save"]
+    assert saved[1] == 2 and saved[3] == manager.folder / "step_00000002" and saved[3].is_dir()
+    assert [each[:3] for each in heard if each[0] == "on_eval"] == [("on_eval", 3, valid)]
+    assert [each[0] for each in heard][-1] == "on_end" and heard[-1][4] == "finished"
+    again = model(data=8).trainer(optax.sgd(0.01), squares, callbacks=[Notes()])
+    with ax.CheckpointManager(tmp_path / "saved") as manager:
+        manager.restore(again)
+    again.step(BATCH)
+    assert heard[-1][:2] == ("on_step", 3)
+
+
+def test_an_error_ends_the_training_after_the_checkpoint_under_way(heard, tmp_path):
+    trainer = model(data=8).trainer(optax.sgd(0.01), squares, callbacks=[Notes("on_eval")])
+    said = r"callback Notes.on_eval failed after step 1: ValueError: enough \(.*own_parts.py:\d+\)"
+    with (
+        pytest.raises(ax.CallbackError, match=said) as caught,
+        ax.CheckpointManager(tmp_path, every=1) as manager,
+        trainer,
+    ):
+        trainer.step(BATCH)
+        manager.save(1, trainer)
+        trainer.validate([BATCH])
+    assert isinstance(caught.value.__cause__, ValueError) and manager.steps == [1]
+    assert heard[-1][0] in ("on_end", "on_save")
+    assert [each[4] for each in heard if each[0] == "on_end"] == ["failed"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (print, r"callbacks\[0\] is a builtin_function_or_method: derive it from ax.Callback"),
+        (Notes, r"callbacks\[0\] is the class Notes: give an object of it"),
+        (Misspelt(), r"callbacks\[0\]: nobody calls Misspelt.on_evaluation; did you mean on_eval\?"),
+    ],
+)
+def test_what_is_none_is_refused(given, said):
+    with pytest.raises(TypeError, match=said):
+        model(data=8).trainer(optax.sgd(0.01), squares, callbacks=[given])
+
+
+def test_a_configuration_names_them(heard, tmp_path, capsys):
+    content = {
+        "devices": {"simulated": 8}, "mesh": {"data": 8}, "loss": {"class_path": "own_parts.squares"},
+        "model": {"class_path": "own_parts.Net", "init_args": {"width": 8}}, "data": {"class_path": "own_parts.columns"},
+        "train": {"steps": 4, "global_batch_size": 16, "eval_every": 2, "eval_batches": 1},
+        "checkpoint": {"every": 2}, "output": {"dir": str(tmp_path / "runs"), "plot": False},
+        "callbacks": [{"class_path": "own_parts.Notes"}],
+    }  # fmt: skip
+    content["data"]["valid"] = {"class_path": "own_parts.columns"}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    flags = ("--allow-imports", "own_parts")
+    assert main(["train", str(path), *flags]) == 0, capsys.readouterr().err
+    found = [each[:2] for each in heard]
+    assert [each for each in found if each[0] == "on_step"] == [("on_step", step) for step in (1, 2, 3, 4)]
+    assert [each for each in found if each[0] == "on_eval"] == [("on_eval", 2), ("on_eval", 4)]
+    assert [each for each in found if each[0] == "on_save"] == [("on_save", 2), ("on_save", 4)]
+    assert found[-1] == ("on_end", 4) and heard[-1][4] == "finished"
+    last = json.loads((tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    np.testing.assert_allclose([each[2] for each in heard if each[0] == "on_eval"][-1]["loss"], last["valid_loss"])
+
+    path.write_text(
+        yaml.safe_dump(content | {"callbacks": [{"class_path": "own_parts.Notes", "init_args": {"fail": "on_step"}}]})
+    )
+    assert main(["train", str(path), *flags]) == 2
+    assert "callback Notes.on_step failed after step 1: ValueError: enough" in capsys.readouterr().err
+    path.write_text(yaml.safe_dump(content | {"callbacks": [{"class_path": "own_parts.Misspelt"}]}))
+    assert main(["train", str(path), *flags]) == 2
+    assert "nobody calls Misspelt.on_evaluation" in capsys.readouterr().err
