@@ -46,6 +46,26 @@ def test_the_pictures_of_plans_are_what_the_script_draws():
     assert not stale, "run python docs/_hooks/split_pictures.py"
 
 
+def test_the_page_on_scripts_counts_the_lines_that_there_are():
+    made = hook("code_lines")
+    page, root = made.PAGE.read_text("utf-8"), HOOKS.parents[1]
+    rows = {
+        name: next(line for line in page.splitlines() if line.startswith("|") and f"`{name}` |" in line)
+        for name in made.OWN
+    }
+    assert {name: int(row.split("|")[2]) for name, row in rows.items()} == {
+        name: made.code_lines(root / name) for name in made.OWN
+    }
+
+
+def test_comments_and_docstrings_are_no_lines_of_code(tmp_path):
+    file = tmp_path / "it.py"
+    file.write_text(
+        '"""Said.\n\nMore.\n"""\n\nx = (\n    1,  # one\n)\n\n\ndef f():\n    """Said."""\n    # why\n    return """a\n\nb"""\n'
+    )
+    assert hook("code_lines").code_lines(file) == 3 + 1 + 3
+
+
 def test_fsdp_beside_tensor_in_the_picture_is_as_placed():
     """Columns held by each rank of fsdp=2, tensor=2: those of its device under the spec (tensor, then fsdp)."""
     import jax
