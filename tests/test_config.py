@@ -25,8 +25,7 @@ model.vocab_size model.num_layers model.hidden_size model.num_heads model.max_le
 model.head_dim model.qk_norm model.qkv_bias model.window model.full_every model.sinks
 model.mlp_hidden_size model.norm model.activation model.position model.rope_theta model.tie_embeddings model.use_bias
 model.dropout model.norm_eps model.split model.sequence_parallel model.ring model.overlap
-model.prefetch model.attention model.scan_layers model.loss_chunk model.dtype model.param_dtype
-model.class_path model.init_args
+model.prefetch model.attention model.scan_layers model.loss_chunk model.dtype model.param_dtype model.class_path model.init_args
 experts.num_experts experts.top_k experts.inner_size experts.every experts.first_dense experts.router experts.renormalize
 experts.groups experts.top_groups experts.scale experts.bias_rate experts.noise experts.router_bias experts.activation
 experts.shared_size experts.capacity_factor experts.dispatch experts.load_balance experts.z
