@@ -104,7 +104,7 @@ def test_swapped_layers_and_linen_train_as_on_one_device():
     assert_equals_single_device(given, squares, x, mesh=mesh_of(fsdp=2), params=params)
 
 
-def test_training_begins_at_the_model_itself_leaves_it_bit_for_bit_and_merges():
+def test_training_begins_at_the_model_itself_leaves_it_bit_for_bit_resumes_and_merges(tmp_path):
     own = transformer("float32", scan_layers=True)
     batch = tokens()
     plain = ax.FSDP(own, mesh_of(fsdp=2))
@@ -112,9 +112,17 @@ def test_training_begins_at_the_model_itself_leaves_it_bit_for_bit_and_merges():
     np.testing.assert_array_equal(model(batch["tokens"]), plain(batch["tokens"]))
     before = {name: value for name, value in model.state_dict().items() if "_lora_" not in name}
     trainer = model.trainer(optax.adam(1e-2), loss)
-    for _ in range(3):
+    for _ in range(2):
         trainer.step(batch)
+    ax.save(tmp_path / "saved", trainer)
+    trainer.step(batch)
     after = model.state_dict()
+    other = ax.FSDP(adapted(own, seed=1), mesh_of(fsdp=2))
+    again = other.trainer(optax.adam(1e-2), loss)
+    ax.restore(tmp_path / "saved", again)
+    again.step(batch)
+    for name, value in other.state_dict().items():
+        np.testing.assert_array_equal(value, after[name], err_msg=name)
     for name, value in before.items():
         np.testing.assert_array_equal(after[name], value, err_msg=name)
     ours = named_leaves(nnx.to_pure_dict(nnx.state(model.module, nnx.Param)))

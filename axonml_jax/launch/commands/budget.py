@@ -38,7 +38,9 @@ def baseline(budget: Budget) -> dict[str, float]:
 
 def predicted(config: RunConfig, ground: RunSetup, kind: Hardware | None = None) -> Prediction:
     """The ledger's prediction of a run's step, on the mesh's devices or on others of a kind."""
-    model: Any = config.transformer_for("a prediction (--check, --max-memory, --hardware, --picture)")
+    flags = "--check, --max-memory, --hardware, --picture"
+    model: Any = config.transformer_for(f"a prediction ({flags})")
+    config.require_whole(f"a prediction ({flags})")
     return predict(
         ground.plan,
         model,
@@ -78,7 +80,7 @@ def require_fit(config: RunConfig, ground: RunSetup, budget: Budget) -> None:
     limit = budget.max_memory or device_memory()
     if limit is None or budget.force:
         return
-    if isinstance(config.model, OwnModel):
+    if isinstance(config.model, OwnModel) or config.finetune.lora.rank is not None:
         return _require_resting(config, ground, limit)
     found = predicted(config, ground)
     if found.memory.total > limit:
@@ -91,7 +93,7 @@ def require_fit(config: RunConfig, ground: RunSetup, budget: Budget) -> None:
 
 
 def _require_resting(config: RunConfig, ground: RunSetup, limit: float) -> None:
-    """Of a model of one's own only what rests is known."""
+    """Of a model of one's own, and of one with adapters, only what rests is known."""
     held = memory(config, ground)
     if held.total_bytes > limit:
         raise ConfigError(

@@ -22,7 +22,7 @@ from axonml_jax.launch.objects.import_rules import named_paths
 from axonml_jax.launch.objects.make_optimizer import make_optimizer, moments, require_members
 from axonml_jax.launch.objects.named_object import find
 from axonml_jax.launch.own.own_data import batch_words
-from axonml_jax.launch.own.subject import loss_of, model_of
+from axonml_jax.launch.own.subject import adapted, loss_of, model_of
 from axonml_jax.ledger.explain import explain
 from axonml_jax.ledger.report import Report
 from axonml_jax.model.functional import Functional, Variables
@@ -30,7 +30,7 @@ from axonml_jax.model.functionalize import functionalize
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.parallel.tensor.specs import tensor_specs
+from axonml_jax.parallel.tensor.adapter_specs import layer_specs
 from axonml_jax.training.state.first_state import abstract_state
 from axonml_jax.training.step import TrainStep
 
@@ -39,6 +39,7 @@ def describe(config: RunConfig, ground: RunSetup) -> str:
     """Model, mesh, plan, memory and batch, a line each."""
     rows = {
         **_model(config, ground),
+        **_lora(config, ground),
         "mesh": f"{', '.join(f'{axis}={size}' for axis, size in ground.mesh.shape.items())} on {ground.device_words}",
         "plan": _plan(config.plan, ground.mesh.shape.get("fsdp", 1) > 1 or config.context.shard),
         **({"context": _settings(config.context)} if ground.mesh.shape.get("context", 1) > 1 else {}),
@@ -61,6 +62,15 @@ def _model(config: RunConfig, ground: RunSetup) -> dict[str, str]:
         f"{model.norm}, {model.activation}, {model.position} positions"
     )
     return {"model": said} | ({} if model.experts is None else {"experts": _experts(model)}) | _loss(config)
+
+
+def _lora(config: RunConfig, ground: RunSetup) -> dict[str, str]:
+    if (lora := config.finetune.lora).rank is None:
+        return {}
+    trained = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(_shapes(config, ground.batch)[1].params))
+    return {
+        "lora": f"{trained:,} parameters train: rank {lora.rank}, alpha {lora.alpha or lora.rank}, {', '.join(lora.targets)}"
+    }
 
 
 def _loss(config: RunConfig) -> dict[str, str]:
@@ -126,12 +136,12 @@ def _shapes(config: RunConfig, batch: PyTree = None) -> tuple[Functional, Variab
         own = model_of(config, batch)
         return functionalize(own.model, own.params)
     model = config.model
-    return functionalize(nnx.eval_shape(lambda: build_model(model, config.train.seed)))
+    return functionalize(adapted(config, nnx.eval_shape(lambda: build_model(model, config.train.seed))))
 
 
 def _placed(config: RunConfig, ground: RunSetup) -> tuple[Functional, Variables, Placement]:
     view, shapes = _shapes(config, ground.batch)
-    split = tensor_specs(view.abstract_module, ground.mesh.shape)
+    split = layer_specs(view, ground.mesh.shape)
     return view, shapes, bind_plan(ground.plan.for_model(view), shapes, ground.mesh, split)
 
 

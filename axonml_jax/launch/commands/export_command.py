@@ -20,6 +20,7 @@ from axonml_jax.launch.commands.writable import require_folder
 from axonml_jax.launch.config.read_config import read_config
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.config.stretches import NEWEST
+from axonml_jax.launch.own.subject import adapted
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.models.families.known import family_of
 from axonml_jax.models.huggingface import write_pretrained
@@ -28,7 +29,7 @@ from axonml_jax.parallel.plan import Plan
 
 
 def export_weights(chosen: argparse.Namespace) -> int:
-    """Read a checkpoint's model, sharded over all devices here, and write it array by array.
+    """Read a checkpoint's model, sharded over all devices here, and write it array by array, with its adapters in it.
 
     Args:
       chosen: `source`, `target`, `dtype`, `shard_size` and `allow_imports`.
@@ -49,7 +50,8 @@ def export_weights(chosen: argparse.Namespace) -> int:
         family_of(config)
     except ValueError as error:
         raise ConfigError(f"export {source}: {error}") from error
-    model = ParallelModel(lambda: Transformer(config, rngs=nnx.Rngs(0)), make_mesh(fsdp=jax.device_count()), Plan())
+    made = adapted(run, lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    model = ParallelModel(made, make_mesh(fsdp=jax.device_count()), Plan())
     _restore(source, model)
     write_pretrained(target, config, model, shard_bytes=int(chosen.shard_size))
     kept = copy_tokenizer(Path(run.train.weights), target) if run.train.weights else []

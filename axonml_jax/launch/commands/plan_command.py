@@ -86,6 +86,7 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     own, batch, length = replace(base.build_plan(), mesh=shape), base.train.global_batch_size, base.data.length
     kind = hardware(_hardware(chosen))
     model: Any = base.transformer_for("plan --as-written")
+    base.require_whole("plan --as-written")
     sizes = {"global_batch": batch, "length": length, "moments": kept_values(base)}
     found = predict(own, model, shape.degrees, **sizes, platform=kind.platform, torus=kind.torus)
     given = Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap)
@@ -124,6 +125,7 @@ def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerC
         )
     config = read_config("plan", [chosen.model], imports=chosen.allow_imports)
     model = config.transformer_for("plan")
+    config.require_whole("plan")
     sizes = {
         "global_batch": chosen.batch or config.train.global_batch_size,
         "length": chosen.length or config.data.length,

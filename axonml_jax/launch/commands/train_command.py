@@ -184,7 +184,8 @@ def _shared_settings(config: RunConfig, text: TextSplit | DocumentSplit | OwnSpl
 def _trainer(config: RunConfig, ground: RunSetup, callbacks: Sequence[Callback], *, new: bool) -> Trainer:
     made, weights = model_of(config, ground.batch), config.train.weights
     # A model that gets weights is made where it rests, so that no process ever holds it whole; so is one of one's own.
-    whole = not weights and not isinstance(config.model, OwnModel)
+    rank = config.finetune.lora.rank
+    whole = not weights and not isinstance(config.model, OwnModel) and rank is None
     module, seed = made.model() if whole else made.model, config.train.seed
     parallel = ParallelModel(module, ground.mesh, ground.plan, params=made.params, seed=seed)
     if weights and new:
@@ -265,9 +266,10 @@ def _recorders(config: RunConfig, folder: Path | None, start: int) -> Iterator[R
 def _throughput(config: RunConfig, ground: RunSetup) -> Throughput:
     rows, model, length = config.train.global_batch_size, config.model, config.data.length
     kind, own = ground.mesh.devices.flat[0].device_kind, ground.own is not None
+    adapters = config.finetune.lora.rank is not None  # fewer, as no gradient of the base is made
     return Throughput(
         tokens_per_step=rows if own else rows * length,
-        flops_per_token=None if own or isinstance(model, OwnModel) else model.flops_per_token(length),
+        flops_per_token=None if own or adapters or isinstance(model, OwnModel) else model.flops_per_token(length),
         num_devices=ground.mesh.size,
         peak_flops=peak_flops(kind),
         unit="examples" if own else "tokens",

@@ -18,6 +18,7 @@ from axonml_jax.launch.config.choice import Choice, values_of
 from axonml_jax.launch.config.nearest_file import nearest_file
 from axonml_jax.launch.config.numbers import unusable
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.config.sections.finetune_config import LoraConfig
 from axonml_jax.launch.config.sections.optim_config import OTHERS
 from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.objects.import_rules import import_problems
@@ -128,6 +129,7 @@ _SECTIONS: dict[str, Any] = {"": RunConfig} | {
     for name, kind in typing.get_type_hints(RunConfig).items()
     if name == "model" or is_dataclass(kind)
 }
+_SECTIONS["finetune.lora"] = LoraConfig
 _OF_OWN_MODEL = ("model.class_path", "model.init_args")
 _OWN_MODEL = _OF_OWN_MODEL[0]
 

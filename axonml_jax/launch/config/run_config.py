@@ -11,6 +11,7 @@ from axonml_jax.launch.config.against_mesh import against_mesh
 from axonml_jax.launch.config.lowest import at_least
 from axonml_jax.launch.config.sections.checkpoint_config import CheckpointConfig
 from axonml_jax.launch.config.sections.data_config import BYTES, DataConfig
+from axonml_jax.launch.config.sections.finetune_config import FinetuneConfig
 from axonml_jax.launch.config.sections.mesh_config import ContextConfig, MeshConfig
 from axonml_jax.launch.config.sections.optim_config import OptimConfig
 from axonml_jax.launch.config.sections.own_config import NO_LOSS, LossConfig, OwnModel
@@ -146,6 +147,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
@@ -203,6 +205,18 @@ class RunConfig:
                 "own is trained, explained (axonml-jax explain) and evaluated (axonml-jax eval)"
             )
         return self.model
+
+    def require_whole(self, command: str) -> None:
+        """Refuse adapters where what trains is taken for the whole model.
+
+        Raises:
+          ConfigError: when the run has some.
+        """
+        if self.finetune.lora.rank is not None:
+            raise ConfigError(
+                f"finetune.lora.rank={self.finetune.lora.rank}: {command} reckons with a model all of which trains; "
+                "axonml-jax explain counts what a step with adapters holds and sends"
+            )
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -1,6 +1,8 @@
 """What a run trains, and by which loss: the library's transformer, or what its configuration names."""
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from axonml_jax._types import LossFn, PyTree
 from axonml_jax.launch.config.run_config import RunConfig
@@ -8,6 +10,7 @@ from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.job.text_task import build_model, loss_fn
 from axonml_jax.launch.own.own_loss import logits_loss, own_loss
 from axonml_jax.launch.own.own_model import Buildable, own_model
+from axonml_jax.model.lora.adapters import LoraModel
 
 
 def loss_of(config: RunConfig) -> LossFn:
@@ -32,5 +35,13 @@ def model_of(config: RunConfig, batch: PyTree) -> Buildable:
       ValueError, TypeError: for a model that cannot be made.
     """
     if isinstance(config.model, OwnModel):
-        return own_model(config.model, loss_of(config), batch, config.train.seed)
-    return Buildable(partial(build_model, config.model, config.train.seed))
+        made = own_model(config.model, loss_of(config), batch, config.train.seed)
+    else:
+        made = Buildable(partial(build_model, config.model, config.train.seed))
+    return replace(made, model=adapted(config, made.model))
+
+
+def adapted(config: RunConfig, model: Any) -> Any:
+    """A model, or what makes one, with the run's adapters where it has some."""
+    lora = config.finetune.lora
+    return model if lora.rank is None else LoraModel(model, lora.build(config.train.seed))

@@ -1,0 +1,83 @@
+"""A run with adapters on the command line: trained from imported weights, evaluated, generated from, exported merged."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from flax import nnx
+from fsdp_plans import mesh_of
+
+import axonml_jax as ax
+from axonml_jax.__main__ import main
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.huggingface import pretrained, pretrained_config, write_pretrained
+from axonml_jax.models.transformer import Transformer
+
+pytest.importorskip("safetensors")
+
+CONFIG = TransformerConfig(vocab_size=256, num_layers=2, hidden_size=16, num_heads=2, max_length=32, mlp_hidden_size=24)
+LORA = {"rank": 2, "alpha": 8.0, "targets": ["attention/(query|value)/kernel$", "mlp/up/kernel$"]}
+
+
+def test_a_run_with_adapters_is_trained_evaluated_generated_from_and_exported_merged(tmp_path, capsys):
+    model = Transformer(CONFIG, rngs=nnx.Rngs(3))
+    write_pretrained(tmp_path / "published", CONFIG, ax.DDP(model, mesh_of(data=1)).state_dict())
+    run = tmp_path / "imported"
+    assert main(["import", str(tmp_path / "published"), str(run)]) == 0
+    lines = [json.dumps({"prompt": f"{i}+1=", "completion": f"{i + 1}."}) + "\n" for i in range(80)]
+    (tmp_path / "sums.jsonl").write_text("".join(lines))
+    content = yaml.safe_load((run / "config.yaml").read_text()) | {
+        "finetune": {"lora": LORA},
+        "mesh": {"fsdp": 4, "data": 2},
+        "data": {
+            "path": str(tmp_path / "sums.jsonl"),
+            "prompt_field": "prompt",
+            "completion_field": "completion",
+            "length": 16,
+        },
+        "optim": {"learning_rate": 0.01},
+        "sample": {"count": 0},
+        "output": {"dir": str(tmp_path / "runs"), "plot": False},
+        "checkpoint": {"every": 2},
+    }
+    content["train"] |= {"steps": 2, "global_batch_size": 8}
+    (run / "config.yaml").write_text(yaml.safe_dump(content))
+    assert main(["train", str(run / "config.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert "parameters train: rank 2, alpha 8.0, attention/(query|value)/kernel$" in said
+    trained = tmp_path / "runs" / "imported"
+    assert main(["eval", str(trained), "--mesh.data=1", "--mesh.fsdp=8", "--json"]) == 0
+    valid = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
+    records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert valid == pytest.approx(records[-1]["valid_loss"], rel=1e-5)
+    assert main(["generate", str(trained), "--prompt", "1+1=", "--length", "2", "--temperature", "0"]) == 0
+    assert main(["export", str(trained), str(tmp_path / "out")]) == 0
+    written, before = ax.load_safetensors(tmp_path / "out"), ax.load_safetensors(tmp_path / "published")
+    changed = {name for name in before if not np.array_equal(before[name], written[name])}
+    ends = ("q_proj.weight", "v_proj.weight", "up_proj.weight")
+    assert written.keys() == before.keys() and changed == {name for name in before if name.endswith(ends)}
+    config = pretrained_config(tmp_path / "published", scan_layers=True)
+    ours = ax.FSDP(ax.lora(Transformer(config, rngs=nnx.Rngs(0)), **LORA), mesh_of(fsdp=4))
+    ax.restore(trained / "checkpoints" / "step_00000002", ours)
+    tokens = np.arange(32, dtype=np.int32).reshape(4, 8)
+    np.testing.assert_allclose(pretrained(tmp_path / "out")(tokens), ours(tokens), atol=1e-5)
+
+
+def test_what_does_not_go_with_adapters_is_refused(tmp_path, capsys):
+    sizes = {"vocab_size": 256, "num_layers": 1, "hidden_size": 8, "num_heads": 2, "max_length": 128}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"model": sizes, "devices": {"simulated": jax.device_count()}}))
+
+    def refused(command, *flags):
+        assert main([command, str(path), *flags]) == 2
+        return capsys.readouterr().err
+
+    said = refused("train", "--finetune.lora.rank=9", '--finetune.lora.targets=["nowhere", "up/kernel", "norm"]')
+    assert "'nowhere' matches no parameter" in said and "rank 9 is above its smaller side" in said
+    assert "blocks/0/attention_norm/scale (8,): is no matrix" in said
+    assert "finetune.lora.alpha has no effect without rank" in refused("train", "--finetune.lora.alpha=2")
+    assert "reckons with a model all of which trains" in refused(
+        "explain", "--finetune.lora.rank=2", "--max-memory=1GB"
+    )
