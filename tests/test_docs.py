@@ -97,6 +97,14 @@ def test_every_page_is_in_the_navigation_and_exists():
     assert sorted(listed) == sorted(present)
 
 
+def test_a_guide_shows_one_way_that_works_before_its_reference():
+    guides = {path.name: path.read_text("utf-8") for path in (DOCS / "guides").glob("*.md")}
+    split = {name: text.split("\n## Reference\n")[0] for name, text in guides.items() if "\n## Reference\n" in text}
+    assert len(split) > 10
+    wanting = [name for name, start in split.items() if "```" not in start.partition("\n## Tutorial: ")[2]]
+    assert not wanting, f"a section '## Tutorial: ...' with code should come before '## Reference' in {wanting}"
+
+
 @pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=label)
 def test_links_to_files_exist(path):
     targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)]+)\)", path.read_text("utf-8"))]
