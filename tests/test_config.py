@@ -35,7 +35,7 @@ loss.class_path loss.init_args
 data.path data.format data.fields data.prompt_field data.completion_field data.mixture data.tokenizer data.end data.pack
 data.length data.max_bytes data.valid_fraction data.num_workers data.class_path data.init_args data.valid
 optim.name optim.class_path optim.init_args optim.chain optim.groups
-optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.betas optim.max_grad_norm
+optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.betas optim.max_grad_norm ema.decay
 train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed
 train.weights train.max_nonfinite train.stuck_timeout
 checkpoint.every checkpoint.keep checkpoint.best checkpoint.asynchronous

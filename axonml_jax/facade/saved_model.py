@@ -7,10 +7,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from axonml_jax._types import named_leaves
+from axonml_jax.checkpoint.contents import MODEL
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.place import place
+from axonml_jax.training.moving_average import FIELD
 from axonml_jax.training.rest.rest import Rest
 from axonml_jax.training.state.named_state import variable_leaves, variables_of
 
@@ -52,3 +55,29 @@ class SavedModel(abc.ABC):
         key = place(jax.random.fold_in(self._key, self._calls), jax.sharding.PartitionSpec(), self.mesh)
         self._calls += 1
         return key
+
+
+AVERAGE = f"optimizer/{FIELD}"
+"""Under which name a trainer's checkpoint holds the moving average of the parameters."""
+
+
+class AveragedParams:
+    """A model's trained parameters alone, by the names that the moving average has below `AVERAGE`: restore them with `part=`.
+
+    Args:
+      model: takes them.
+    """
+
+    def __init__(self, model: SavedModel):
+        self._model, view = model, model._functional
+        self._names = {name: MODEL + view.param_prefix + name for name in named_leaves(view.shapes.params)}
+
+    def checkpoint_leaves(self) -> dict[str, Leaf]:
+        """The parameters."""
+        leaves = self._model.checkpoint_leaves()
+        return {name: leaves[whole] for name, whole in self._names.items()}
+
+    def take_leaves(self, arrays: Mapping[str, Any]) -> None:
+        """Replace the parameters; all else stays."""
+        kept = {name: leaf.array for name, leaf in self._model.checkpoint_leaves().items()}
+        self._model.take_leaves(kept | {whole: arrays[name] for name, whole in self._names.items()})

@@ -1,6 +1,7 @@
 """A model, an optimizer and a loss as one object to call `step` on."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -14,15 +15,17 @@ from axonml_jax._types import LossFn, PyTree
 from axonml_jax.facade.accepting import accepting
 from axonml_jax.facade.saved_model import SavedModel
 from axonml_jax.facade.state_dict import fitted
+from axonml_jax.model.functional import Variables
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.place import place, replicated, to_host
 from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
 from axonml_jax.training.evaluate import EvalStep
 from axonml_jax.training.finite.guard import NonFinite
 from axonml_jax.training.metrics import as_floats, mean_of
-from axonml_jax.training.optimizer.checked_optimizer import checked_optimizer
+from axonml_jax.training.optimizer.checked_optimizer import averaging
 from axonml_jax.training.state.first_state import init_state
 from axonml_jax.training.state.learning_rate import injected_rate
+from axonml_jax.training.state.named_state import averaged_variables
 from axonml_jax.training.state.train_state import TrainState
 from axonml_jax.training.step import Metrics, TrainStep
 
@@ -47,11 +50,13 @@ class Trainer(Generic[M]):
         norm_type: float = 2.0,
         max_nonfinite: int | None = None,
         callbacks: Sequence[Callback] = (),
+        ema: float | None = None,
     ):
         placement = model._placement
         if accumulate is not None:
             placement = replace(placement, plan=replace(placement.plan, accumulate=accumulate))
-        tx = checked_optimizer(tx, placement)
+        tx = averaging(tx, placement, ema)
+        self._ema, self._averaged = ema is not None, False
         self.model, self._tx, self._loss_fn, self._placement = model, tx, loss_fn, placement
         self._max_grad_norm, self._norm_type, self._max_nonfinite = max_grad_norm, norm_type, max_nonfinite
         self._seen: Any = None
@@ -76,6 +81,8 @@ class Trainer(Generic[M]):
         Raises:
           ValueError: listing every leaf of an assigned state that does not fit.
         """
+        if self._averaged:
+            raise RuntimeError("within trainer.averaged() the model has other parameters than the run: leave it first")
         return replace(self._state, variables=self.model.variables)
 
     @state.setter
@@ -153,8 +160,8 @@ class Trainer(Generic[M]):
           `loss` and `grad_norm` (before clipping) of this batch, and the loss function's own metrics. Under NO_SYNC each
           is stacked by rank.
         """
-        made = self._made
-        state, metrics = self.train_step(replace(self._state, variables=self.model.give_up()), batch)
+        made, state = self._made, self.state
+        state, metrics = self.train_step(replace(state, variables=self.model.give_up()), batch)
         self._continue(state)
         self._made = None if made is None else made + 1
         self._seen = _shapes(batch)
@@ -166,10 +173,39 @@ class Trainer(Generic[M]):
         return self._eval(self.model.variables, batch)
 
     def validate(self, batches: Iterable[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
-        """The mean over batches, of these weights or of equal ones, of everything `evaluate` returns; callbacks hear of it."""
-        found = mean_of([as_floats(self.evaluate(batch)) for batch in batches], weights)
+        """The mean over batches, of these weights or of equal ones, of everything `evaluate` returns; callbacks hear of it.
+
+        With `ema` the same of the averaged parameters too: `ema_loss` and so on.
+        """
+        models = {"": self.model.variables} | ({"ema_": self._average()} if self._ema else {})
+
+        def of(batch: PyTree) -> dict[str, float]:
+            each = {before: as_floats(self._eval(variables, batch)) for before, variables in models.items()}
+            return {f"{before}{name}": value for before, found in each.items() for name, value in found.items()}
+
+        found = mean_of([of(batch) for batch in batches], weights)
         self._tell("on_eval", metrics=found)
         return found
+
+    @contextmanager
+    def averaged(self) -> Iterator[M]:
+        """Within this context the model has the moving average in the place of its parameters: evaluate, generate, export.
+
+        Raises:
+          ValueError: when none is kept (`ema`).
+        """
+        own, self.model.variables = self.model.variables, self._average()
+        self._averaged = True
+        try:
+            yield self.model
+        finally:
+            self.model.variables, self._averaged = own, False
+
+    def _average(self) -> Variables:
+        if not self._ema:
+            raise ValueError("no moving average is kept: make the trainer with ema=0.999 or another decay")
+        step = self.train_step
+        return averaged_variables(step.model, self.state, step.rest, self._tx)
 
     @property
     def train_step(self) -> TrainStep:

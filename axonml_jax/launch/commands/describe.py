@@ -31,6 +31,7 @@ from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.tensor.adapter_specs import layer_specs
+from axonml_jax.training.optimizer.checked_optimizer import averaging
 from axonml_jax.training.state.first_state import abstract_state
 from axonml_jax.training.step import TrainStep
 
@@ -45,6 +46,9 @@ def describe(config: RunConfig, ground: RunSetup) -> str:
         **({"context": _settings(config.context)} if ground.mesh.shape.get("context", 1) > 1 else {}),
         "memory": _memory(config, ground),
         "optimizer": _optimizer(config.optim),
+        **(
+            {} if config.ema.decay is None else {"ema": f"a moving average of the parameters, decay {config.ema.decay}"}
+        ),
         **_imports(config),
         "batch": _batch(config, ground),
     }
@@ -91,7 +95,7 @@ def _batch(config: RunConfig, ground: RunSetup) -> str:
 def price(config: RunConfig, ground: RunSetup) -> Report:
     """The ledger of the run's training step."""
     view, shapes, placement = _placed(config, ground)
-    tx = make_optimizer(config.optim, config.train.steps)
+    tx = averaging(make_optimizer(config.optim, config.train.steps), placement, config.ema.decay)
     step = TrainStep(view, placement, ground.mesh, loss_of(config), tx, max_grad_norm=config.optim.max_grad_norm)
     return explain(step, abstract_state(shapes, tx, placement), ground.batch)
 
@@ -99,12 +103,16 @@ def price(config: RunConfig, ground: RunSetup) -> Report:
 def memory(config: RunConfig, ground: RunSetup) -> FSDPMemoryStats:
     """Bytes per device of parameters, gradients and optimizer state, by formula."""
     view, shapes, placement = _placed(config, ground)
-    return estimate(placement, moments(config.optim, config.train.steps, shapes.params), view)
+    return estimate(placement, _kept(config, shapes), view)
 
 
 def kept_values(config: RunConfig) -> int:
-    """Values that the run's optimizer keeps per parameter of the transformer."""
-    return moments(config.optim, config.train.steps, _shapes(config)[1].params)
+    """Values that the run's optimizer keeps per parameter of the transformer, the moving average among them."""
+    return _kept(config, _shapes(config)[1])
+
+
+def _kept(config: RunConfig, shapes: Variables) -> int:
+    return moments(config.optim, config.train.steps, shapes.params) + (config.ema.decay is not None)
 
 
 def check_optimizer(config: RunConfig) -> None:

@@ -15,7 +15,9 @@ from axonml_jax.checkpoint.names import newest_below
 from axonml_jax.checkpoint.store import checked_manifest, load
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.facade.parallel_model import ParallelModel
+from axonml_jax.facade.saved_model import AVERAGE, AveragedParams
 from axonml_jax.launch.commands.import_command import copy_tokenizer
+from axonml_jax.launch.commands.saved.saved_run import require_average
 from axonml_jax.launch.commands.writable import require_folder
 from axonml_jax.launch.config.read_config import read_config
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
@@ -32,7 +34,7 @@ def export_weights(chosen: argparse.Namespace) -> int:
     """Read a checkpoint's model, sharded over all devices here, and write it array by array, with its adapters in it.
 
     Args:
-      chosen: `source`, `target`, `dtype`, `shard_size` and `allow_imports`.
+      chosen: `source`, `target`, `ema`, `dtype`, `shard_size` and `allow_imports`.
 
     Raises:
       ConfigError: for a folder without a checkpoint, a model of none of the families, or a folder with something in it.
@@ -41,6 +43,8 @@ def export_weights(chosen: argparse.Namespace) -> int:
     require_folder("HF_FOLDER", target)
     if target.is_dir() and any(target.iterdir()):
         raise ConfigError(f"{target} has files already: give a new folder")
+    if chosen.ema:
+        require_average(source)
     run = _configuration(source, chosen.allow_imports)
     # The parameters are the same whatever splits the layers: here only fsdp does.
     plain = {"split": "tensor", "sequence_parallel": False, "ring": False, "overlap": False, "prefetch": False}
@@ -52,7 +56,7 @@ def export_weights(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"export {source}: {error}") from error
     made = adapted(run, lambda: Transformer(config, rngs=nnx.Rngs(0)))
     model = ParallelModel(made, make_mesh(fsdp=jax.device_count()), Plan())
-    _restore(source, model)
+    _restore(source, model, ema=chosen.ema)
     write_pretrained(target, config, model, shard_bytes=int(chosen.shard_size))
     kept = copy_tokenizer(Path(run.train.weights), target) if run.train.weights else []
     print(f"model      {config.num_params:,} parameters of {source}, {config.param_dtype}")
@@ -82,10 +86,12 @@ def _configuration(checkpoint: Path, imports: list[str]) -> RunConfig:
     )
 
 
-def _restore(folder: Path, model: ParallelModel) -> None:
-    """The model alone; what else the checkpoint holds stays there."""
+def _restore(folder: Path, model: ParallelModel, *, ema: bool) -> None:
+    """The model alone, or with its moving average; what else the checkpoint holds stays there."""
     team = Team()
     with closing(arrays.checkpointer(team.size)) as saver:
         manifest = checked_manifest(folder, team)
         own = {name: entry for name, entry in manifest.entries.items() if name.startswith(MODEL)}
         load(folder, replace(manifest, entries=own), model, saver)
+        if ema:
+            load(folder, manifest, AveragedParams(model), saver, part=AVERAGE)

@@ -197,6 +197,7 @@ def _trainer(config: RunConfig, ground: RunSetup, callbacks: Sequence[Callback],
         max_grad_norm=config.optim.max_grad_norm,
         max_nonfinite=config.train.max_nonfinite,
         callbacks=callbacks,
+        ema=config.ema.decay,
     )
 
 

@@ -36,6 +36,7 @@ def export_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("target", type=Path, metavar="HF_FOLDER", help="new: gets config.json and safetensors files")
     add_imports(parser)
+    parser.add_argument("--ema", action="store_true", help="write the moving average of the parameters (ema.decay)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the arrays (default: the model's)")
     parser.add_argument(
         "--shard-size", type=memory_size, default=5e9, metavar="SIZE", help="of a file at most (default: 5GB)"

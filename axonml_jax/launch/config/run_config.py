@@ -11,6 +11,7 @@ from axonml_jax.launch.config.against_mesh import against_mesh
 from axonml_jax.launch.config.lowest import at_least
 from axonml_jax.launch.config.sections.checkpoint_config import CheckpointConfig
 from axonml_jax.launch.config.sections.data_config import BYTES, DataConfig
+from axonml_jax.launch.config.sections.ema_config import EmaConfig
 from axonml_jax.launch.config.sections.finetune_config import FinetuneConfig
 from axonml_jax.launch.config.sections.mesh_config import ContextConfig, MeshConfig
 from axonml_jax.launch.config.sections.optim_config import OptimConfig
@@ -146,6 +147,7 @@ class RunConfig:
     loss: LossConfig = NO_LOSS
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

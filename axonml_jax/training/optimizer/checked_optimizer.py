@@ -8,6 +8,7 @@ import optax
 
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import is_layout
+from axonml_jax.training.moving_average import with_ema
 from axonml_jax.training.optimizer.apply import apply
 from axonml_jax.training.optimizer.opt_state import whole_shape
 from axonml_jax.training.optimizer.optimizer_name import written
@@ -49,6 +50,20 @@ def checked_optimizer(tx: Any, placement: Placement) -> optax.GradientTransforma
             f"compiled step cannot repeat it: {_first_change(*kinds)}"
         )
     return tx
+
+
+def averaging(tx: Any, placement: Placement, ema: float | None) -> optax.GradientTransformation:
+    """`checked_optimizer`, which keeps a moving average of the parameters too where there is a decay (`with_ema`).
+
+    Raises:
+      TypeError, ValueError: as `checked_optimizer`; for a decay out of range; or with `optax.MultiSteps`, which would average
+        over steps without an update.
+    """
+    if ema is None:
+        return checked_optimizer(tx, placement)
+    if isinstance(tx, optax.MultiSteps):
+        raise ValueError("ema beside optax.MultiSteps would average over steps without an update: use accumulate=")
+    return checked_optimizer(with_ema(checked_optimizer(tx, placement), ema), placement)
 
 
 def _first_change(before: Any, after: Any) -> str:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from axonml_jax._types import PyTree, named_leaves
@@ -58,6 +59,19 @@ def state_of_leaves(
     if (kept := keeping(rest.placement)) is not None:
         held["strategies"] = rest.resting_opt(kept, like.strategies, lambda tree: _filled(_KEPT, tree, arrays))
     return replace(like, **held, **_filled("", _others(like), arrays))
+
+
+def averaged_variables(model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation) -> Variables:
+    """A model's variables with the moving average in the place of the trained parameters: copies (see `with_ema`)."""
+    leaves = variable_leaves(model, state.variables, rest)
+    own, averages = _MODEL + model.param_prefix, named_leaves(rest.opt_leaves(tx, state.opt_state).ema)
+
+    def placed(name: str, leaf: Leaf) -> Any:
+        if not name.startswith(own) or (average := averages.get(name.removeprefix(own))) is None:
+            return leaf.array
+        return jnp.copy(jax.device_put(average.array.astype(leaf.array.dtype), leaf.array.sharding))
+
+    return variables_of(model, state.variables, {name: placed(name, leaf) for name, leaf in leaves.items()}, rest)
 
 
 def _others(state: TrainState) -> dict[str, Any]:

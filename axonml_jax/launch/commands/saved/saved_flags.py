@@ -61,5 +61,6 @@ def _of_run(command: str, says: str) -> argparse.ArgumentParser:
         "run", metavar="RUN", help="the folder of a run, such as runs/quickstart, or one of its checkpoints"
     )
     parser.add_argument("--step", metavar="STEP", help="a checkpoint's number, last or best (default: last)")
+    parser.add_argument("--ema", action="store_true", help="take the moving average of the parameters (ema.decay)")
     add_imports(parser)
     return parser

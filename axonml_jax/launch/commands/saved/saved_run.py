@@ -11,6 +11,7 @@ from axonml_jax.checkpoint.manifest import Manifest
 from axonml_jax.checkpoint.names import checkpoints_in
 from axonml_jax.checkpoint.store import restore
 from axonml_jax.facade.parallel_model import ParallelModel
+from axonml_jax.facade.saved_model import AVERAGE, AveragedParams
 from axonml_jax.launch.config.nearest_file import nearest_file
 from axonml_jax.launch.config.read_config import read_config
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
@@ -29,12 +30,14 @@ class SavedRun:
       config: its configuration, with the flags that were given.
       checkpoint: the checkpoint that was chosen.
       step: its step.
+      ema: take the moving average in the place of the parameters.
     """
 
     folder: Path
     config: RunConfig
     checkpoint: Path
     step: int
+    ema: bool = False
 
     def open(self) -> tuple[RunSetup, ParallelModel]:
         """Start the devices, and put the checkpoint's model on them under the configuration's plan.
@@ -47,6 +50,8 @@ class SavedRun:
         seed = self.config.train.seed
         model = ParallelModel(made.model, ground.mesh, ground.plan, params=made.params, seed=seed)
         all_or_refuse(partial(restore, self.checkpoint, model))
+        if self.ema:
+            all_or_refuse(partial(restore, self.checkpoint, AveragedParams(model), part=AVERAGE))
         return ground, model
 
 
@@ -55,7 +60,7 @@ def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> 
 
     Args:
       command: for messages.
-      given: `run`, `step` and `allow_imports`.
+      given: `run`, `step`, `ema` and `allow_imports`.
       flags: keys of the configuration that shall be other than the run's, such as `--mesh.fsdp 4`.
 
     Raises:
@@ -72,12 +77,28 @@ def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> 
         raise ConfigError(f"{given.run}: there is no {NEWEST} in it, so it is no run's folder{hint}")
     config = read_config(command, [str(folder / NEWEST), *flags], imports=given.allow_imports)
     number = _chosen(folder, step)
+    checkpoint = checkpoints_in(folder / CHECKPOINT_FOLDER)[number]
+    if given.ema:
+        require_average(checkpoint)
     return SavedRun(
         folder=folder,
         config=replace(config, resume=None),
-        checkpoint=checkpoints_in(folder / CHECKPOINT_FOLDER)[number],
+        checkpoint=checkpoint,
         step=number,
+        ema=given.ema,
     )
+
+
+def require_average(checkpoint: Path) -> None:
+    """Refuse a checkpoint that has no moving average.
+
+    Raises:
+      ConfigError: when it has none.
+    """
+    if not any(name.startswith(f"{AVERAGE}/") for name in Manifest.read(checkpoint).entries):
+        raise ConfigError(
+            f"--ema: {checkpoint} holds no moving average of the parameters; a run with ema.decay keeps one"
+        )
 
 
 def _chosen(folder: Path, step: str | None) -> int:
