@@ -273,6 +273,7 @@ class ParallelModel(SavedModel):
         max_nonfinite: int | None = None,
         callbacks: Sequence[Callback] = (),
         ema: float | None = None,
+        layer_norms: bool = False,
     ) -> Trainer[Self]:
         """A fused, donated training step around this model.
 
@@ -283,12 +284,14 @@ class ParallelModel(SavedModel):
           max_grad_norm, norm_type: clip gradients to this global norm; its type is 1, 2 or `math.inf`.
           max_nonfinite: skip updates whose loss or gradients are not finite; after that many in a row, all. None: never.
           callbacks: told of steps, validations, checkpoints and the end (see `ax.Callback`).
+          layer_norms: measure the norms of gradients and parameters layer by layer too.
           ema: keep an exponential moving average of the parameters with this decay (see `Trainer.averaged`).
 
         Raises:
           TypeError, ValueError: when the optimizer cannot run under the plan.
         """
         options = {"accumulate": accumulate, "max_grad_norm": max_grad_norm, "norm_type": norm_type}
+        options |= {"layer_norms": layer_norms}
         trainer = Trainer(self, tx, loss_fn, max_nonfinite=max_nonfinite, callbacks=callbacks, ema=ema, **options)
         self._newest_trainer = weakref.ref(trainer)
         return trainer

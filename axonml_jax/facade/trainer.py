@@ -51,6 +51,7 @@ class Trainer(Generic[M]):
         max_nonfinite: int | None = None,
         callbacks: Sequence[Callback] = (),
         ema: float | None = None,
+        layer_norms: bool = False,
     ):
         placement = model._placement
         if accumulate is not None:
@@ -59,7 +60,7 @@ class Trainer(Generic[M]):
         self._ema, self._averaged = ema is not None, False
         self.model, self._tx, self._loss_fn, self._placement = model, tx, loss_fn, placement
         self._max_grad_norm, self._norm_type, self._max_nonfinite = max_grad_norm, norm_type, max_nonfinite
-        self._seen: Any = None
+        self._layer_norms, self._seen = layer_norms, None
         self._callbacks, self._made, self._ended = checked(callbacks), 0, False
         self._steps: dict[bool | None, TrainStep] = {}
         self._eval = EvalStep(model._functional, placement, model.mesh, loss_fn)
@@ -157,8 +158,8 @@ class Trainer(Generic[M]):
         """One update from the global batch.
 
         Returns:
-          `loss` and `grad_norm` (before clipping) of this batch, and the loss function's own metrics. Under NO_SYNC each
-          is stacked by rank.
+          `loss` and `grad_norm` (before clipping) of this batch, and the loss function's own metrics; with `layer_norms` the
+          2-norms `grad_norm/LAYER` and `param_norm/LAYER` (before the update). Under NO_SYNC each is stacked by rank.
         """
         made, state = self._made, self.state
         state, metrics = self.train_step(replace(state, variables=self.model.give_up()), batch)
@@ -223,6 +224,7 @@ class Trainer(Generic[M]):
                 max_nonfinite=self._max_nonfinite,
                 training=mode,
                 accept=accepting(self._placement),
+                layer_norms=self._layer_norms,
             )
         return self._steps[mode]
 

@@ -18,7 +18,7 @@ from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.check_batch import check_batch
 from axonml_jax.sharding.leaf import Leaf
-from axonml_jax.sharding.memory import to_host_memory
+from axonml_jax.sharding.memory import to_device_memory, to_host_memory
 from axonml_jax.sharding.place import is_deleted
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.compiler import compiler_options
@@ -29,6 +29,7 @@ from axonml_jax.training.optimizer.norm import clipped, norm
 from axonml_jax.training.optimizer.on_shards import OnShards
 from axonml_jax.training.optimizer.streamed import streamed
 from axonml_jax.training.rest.choose import rest_of
+from axonml_jax.training.rest.layer_norms import layer_norms
 from axonml_jax.training.state.named_state import state_leaves, state_of_leaves
 from axonml_jax.training.state.strategy_state import after_update, to_read
 from axonml_jax.training.state.train_state import TrainState
@@ -61,6 +62,7 @@ class TrainStep:
         max_nonfinite: int | None = None,
         training: bool | None = None,
         accept: Callable[[Any], None] | None = None,
+        layer_norms: bool = False,
     ):
         if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm={max_grad_norm!r} must be a positive number; None does not clip")
@@ -70,7 +72,7 @@ class TrainStep:
         check_limit(max_nonfinite, bool(placement.own_axes))
         self.max_nonfinite = max_nonfinite
         self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
-        self.norm_type, self.accept = float(norm_type), accept
+        self.norm_type, self.accept, self.layer_norms = float(norm_type), accept, layer_norms
         self._accepted: dict[Any, Callable] = {}
         self._on_shards = OnShards.of(tx, placement)
         self.objective = objective_of(model, loss_fn, placement, training)
@@ -157,6 +159,8 @@ class TrainStep:
         result = gradients(self.objective, placement, read, step_key(state), batch, scale=factor)
         size = norm(rest.parts(result.grads), self.norm_type)
 
+        norms = self._norms_by_layer(result.grads, state.params) if self.layer_norms else {}
+
         def updated(grads: PyTree, params: PyTree, opt_state: PyTree):
             if self.max_grad_norm is not None:
                 grads = clipped(grads, size, self.max_grad_norm)
@@ -173,11 +177,18 @@ class TrainStep:
         held = to_host_memory(result.grads, offload.gradients), state.params, state.opt_state
         params, opt_state, others = streamed(updated, held, offload, size, sliced=rest.updates_in_slices)
         buffers, strategies, scale, guard, counts = others
-        metrics = {**result.metrics, "loss": result.loss, "grad_norm": size, **counts}
+        metrics = {**result.metrics, "loss": result.loss, "grad_norm": size, **counts, **norms}
         variables = Variables(params, state.variables.frozen, buffers)
         opt_state, strategies, metrics = rest.kept((opt_state, strategies, metrics))
         new = TrainState(state.step + 1, rest.leave(variables), opt_state, state.key, scale, guard, strategies)
         return new, metrics
+
+    def _norms_by_layer(self, grads: PyTree, params: PyTree) -> Metrics:
+        """Of gradients, before clipping, and of the parameters that they are of."""
+        params = to_device_memory(params, self.placement.plan.offload.params)
+        trees = {"grad_norm": grads, "param_norm": params}
+        norms = {name: layer_norms(self.rest.squares(tree)) for name, tree in trees.items()}
+        return {f"{name}/{layer}": value for name, found in norms.items() for layer, value in found.items()}
 
 
 def forward_mode(placement: Placement, training: bool | None) -> Mode:

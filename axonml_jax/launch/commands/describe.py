@@ -96,7 +96,8 @@ def price(config: RunConfig, ground: RunSetup) -> Report:
     """The ledger of the run's training step."""
     view, shapes, placement = _placed(config, ground)
     tx = averaging(make_optimizer(config.optim, config.train.steps), placement, config.ema.decay)
-    step = TrainStep(view, placement, ground.mesh, loss_of(config), tx, max_grad_norm=config.optim.max_grad_norm)
+    more = {"max_grad_norm": config.optim.max_grad_norm, "layer_norms": config.train.layer_norms}
+    step = TrainStep(view, placement, ground.mesh, loss_of(config), tx, **more)
     return explain(step, abstract_state(shapes, tx, placement), ground.batch)
 
 

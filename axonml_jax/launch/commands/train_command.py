@@ -198,6 +198,7 @@ def _trainer(config: RunConfig, ground: RunSetup, callbacks: Sequence[Callback],
         max_nonfinite=config.train.max_nonfinite,
         callbacks=callbacks,
         ema=config.ema.decay,
+        layer_norms=config.train.layer_norms,
     )
 
 

@@ -61,6 +61,7 @@ class TrainConfig:
       weights: folder of weights that Hugging Face's save_pretrained wrote, which a new run starts from; null: random ones.
       max_nonfinite: skip updates whose loss or gradients are not finite; after this many in a row stop, and save the step
         for inspection; null skips none.
+      layer_norms: record the norms of gradients and parameters layer by layer.
       stuck_timeout: seconds without progress after which one of several processes names those that are missing and ends the
         job; null waits for ever.
     """
@@ -73,6 +74,7 @@ class TrainConfig:
     seed: int = 0
     weights: str | None = None
     max_nonfinite: int | None = None
+    layer_norms: bool = False
     stuck_timeout: float | None = 1800.0
 
     def __post_init__(self):

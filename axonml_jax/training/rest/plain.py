@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from axonml_jax._types import PyTree
+from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.units.replayed import Replayed
 from axonml_jax.sharding.layout import is_layout, shardings, specs
@@ -20,6 +20,7 @@ from axonml_jax.training.optimizer.apply import apply
 from axonml_jax.training.optimizer.norm import Part, clipped, norm
 from axonml_jax.training.optimizer.on_shards import OnShards
 from axonml_jax.training.optimizer.opt_state import gather_stored, opt_layouts, own_parts
+from axonml_jax.training.rest.layer_norms import Square, square
 from axonml_jax.training.rest.rest import Rest
 
 
@@ -95,6 +96,12 @@ class Plain(Rest):
         """Leaf by leaf."""
         layouts = jax.tree.leaves(self.placement.params, is_leaf=is_layout)
         return [(g, layout.dtype, layout.axes) for g, layout in zip(jax.tree.leaves(grads), layouts, strict=True)]
+
+    def squares(self, tree: PyTree) -> Iterable[Square]:
+        """Leaf by leaf."""
+        layouts = jax.tree.leaves(self.placement.params, is_leaf=is_layout)
+        named = named_leaves(tree).items()
+        return [(name, square(leaf), layout.axes) for (name, leaf), layout in zip(named, layouts, strict=True)]
 
     def update(
         self,

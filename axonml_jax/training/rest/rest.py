@@ -18,6 +18,7 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.training.objective import Objective
 from axonml_jax.training.optimizer.norm import Part
 from axonml_jax.training.optimizer.on_shards import OnShards
+from axonml_jax.training.rest.layer_norms import Square
 from axonml_jax.training.state.strategy_state import keeping
 from axonml_jax.training.state.train_state import TrainState
 
@@ -130,6 +131,10 @@ class Rest(abc.ABC):
     @abc.abstractmethod
     def parts(self, grads: PyTree) -> Iterable[Part]:
         """Every array of gradients at rest."""
+
+    @abc.abstractmethod
+    def squares(self, tree: PyTree) -> Iterable[Square]:
+        """Of trained parameters, or of their gradients, at rest: the sum of squares of this rank's part; inside `shard_map`."""
 
     @abc.abstractmethod
     def update(

@@ -28,6 +28,7 @@ from axonml_jax.training.optimizer.apply import apply
 from axonml_jax.training.optimizer.norm import Part, clipped, norm
 from axonml_jax.training.optimizer.on_shards import OnShards
 from axonml_jax.training.optimizer.opt_state import opt_layouts, whole_shape
+from axonml_jax.training.rest.layer_norms import Square, square
 from axonml_jax.training.rest.rest import Rest
 from axonml_jax.training.rest.staged_optimizer import StagedOptimizer
 
@@ -115,6 +116,24 @@ class Staged(Rest):
     def parts(self, grads: PyTree) -> Iterable[Part]:
         """Buffer by buffer."""
         return self.staging.parts(grads)
+
+    def squares(self, tree: PyTree) -> Iterable[Square]:
+        """Every rank those of its own stages' leaves."""
+        staging, store = self.staging, self.staging.params
+        kinds = [jnp.finfo(layout.dtype).dtype for layout in store.layouts]
+        dtype = functools.reduce(jnp.promote_types, kinds, jnp.dtype(jnp.float32))
+        sets: dict[tuple[str, ...], list[int]] = {}
+        for i, layout in enumerate(store.layouts):
+            sets.setdefault((AXIS, *layout.axes), []).append(i)
+
+        def of_rank(rank: int) -> list[jax.Array]:
+            own = store.unpack(store.grouped(tree), rank)
+            one = lambda i: square(own[i]).astype(dtype) if i in own else jnp.zeros((), dtype)
+            return [vary(jnp.stack([one(i) for i in leaves]), axes) for axes, leaves in sets.items()]
+
+        vectors = on_own_rank(axis_index(AXIS), staging.num_ranks, of_rank)
+        for (axes, leaves), vector in zip(sets.items(), vectors, strict=True):
+            yield from ((staging.names[i], vector[j], axes) for j, i in enumerate(leaves))
 
     def update(
         self,
