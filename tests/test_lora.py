@@ -137,6 +137,13 @@ def test_training_begins_at_the_model_itself_leaves_it_bit_for_bit_resumes_and_m
     np.testing.assert_array_equal(*texts)
 
 
+def test_parameters_of_the_model_may_train_besides():
+    model = ax.DDP(adapted(transformer(), targets="up/kernel"), mesh_of(data=1), trainable="^norm/")
+    up = "mlp/up/kernel_lora"
+    names = {"norm/scale", *(f"blocks/{i}/{up}_{each}" for i in range(2) for each in "ab")}
+    assert set(named_leaves(model.parameters())) == names
+
+
 def test_targets_that_do_not_fit_are_all_named():
     with pytest.raises(ValueError, match=r"rank=0 must .*alpha=-1 must .*'\*' is no regular expression"):
         ax.lora(None, rank=0, alpha=-1, targets="*")
