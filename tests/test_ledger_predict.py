@@ -171,6 +171,8 @@ def test_a_ring_that_a_window_cuts_short_is_not_priced():
     given = {"degrees": {"context": 4}, "global_batch": 8}
     with pytest.raises(ValueError, match=r"window=4 cuts the rounds of a ring short.*context.method='gather'"):
         predicted(config(LLAMA, window=4), **given, context=ax.Context(method="ring"))
+    with pytest.raises(ValueError, match="window=4 cuts the rounds of a ring short"):  # which "auto" takes for it
+        predicted(config(LLAMA, window=4), **given, context=ax.Context(order="contiguous"))
     sent = [str(predicted(config(LLAMA, window=w), **given, context=ax.Context(method="gather"))) for w in (None, 4)]
     assert sent[0] == sent[1]
 
@@ -212,9 +214,12 @@ def test_a_picture_has_no_row_without_traffic_and_every_row_says_its_bytes(tmp_p
 def test_kernels_hold_no_scores_only_where_they_take_windows_and_sinks():
     sizes = {"vocab_size": 64, "num_layers": 1, "hidden_size": 256, "num_heads": 2, "max_length": 4096}
     held = {
-        (platform, name): fuses_attention(TransformerConfig(**sizes, **more), 4096, "bfloat16", platform)
+        (platform, name): fuses_attention(TransformerConfig(**sizes, **more), 1024, "bfloat16", platform)
         for platform in ("cuda", "tpu")
         for name, more in {"plain": {}, "window": {"window": 128}, "sinks": {"sinks": True}}.items()
     }
     fused = {each for each, fuses in held.items() if fuses}
     assert fused == {("cuda", "plain"), ("tpu", "plain"), ("tpu", "window")}
+    sinks = TransformerConfig(**sizes, sinks=True)
+    longer = [fuses_attention(sinks, 2048, "bfloat16", platform) for platform in ("cuda", "tpu", None)]
+    assert longer == [True, True, False]  # blocks take the kernels' place, where a platform is known

@@ -128,6 +128,10 @@ def test_a_kernel_is_chosen_where_it_applies_and_refused_by_name_elsewhere(monke
     assert choose("auto", make(256, 128)) == choose("splash", make(256, 128)) == "splash"
     assert choose("auto", make(256, 64)) == choose("auto", make(200, 128)) == choose("xla", make(256, 128)) == "xla"
     assert choose("auto", make(256, 128), drops=True) == "xla"
+    assert (
+        choose("auto", make(2047, 64)) == "xla" and choose("auto", make(2048, 64)) == "blocks"
+    )  # where no kernel applies
+    assert choose("auto", make(2048, 64), drops=True) == "xla"
     monkeypatch.setattr(fused, "target_platform", lambda: "cuda")
     assert choose("auto", make(256, 64)) == "cudnn" and choose("auto", make(256, 64, "float32")) == "xla"
     with pytest.raises(ValueError, match="head size 65 must be a multiple of 8, at most 128; 7 queries and 7 keys"):

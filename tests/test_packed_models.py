@@ -120,5 +120,7 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
     choose = partial(fused.attention_kernel, query=x, key=x, drops=False)
     assert choose("auto") == "cudnn" and choose("auto", segmented=True) == "xla"
+    long = jax.ShapeDtypeStruct((2, 2048, 4, 64), jnp.bfloat16)
+    assert fused.attention_kernel("auto", long, long, drops=False, segmented=True) == "blocks"
     with pytest.raises(ValueError, match="does not keep the documents of a row apart"):
         choose("cudnn", segmented=True)

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from axonml_jax._types import named_leaves
 from axonml_jax.model.lora.adapters import is_adapter, merged
 from axonml_jax.model.stored_arrays import StoredArrays
 from axonml_jax.model.stored_shards import Pending, write_shards
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.element_on_host import element_on_host
 from axonml_jax.models.families.array_place import Place, joined
 from axonml_jax.models.families.family import Family
 from axonml_jax.models.families.known import config_of, family_named, family_of
@@ -280,13 +280,4 @@ def _on_host(leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
         first, second, scale = leaf.low_rank
         own, a, b = (_on_host(each, index) for each in (replace(leaf, low_rank=None), first, second))
         return merged(own, a, b, scale)
-    array = leaf.whole()
-    if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
-        return np.asarray(array[index] if index else array)
-    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
-    found = jax.jit(_at, out_shardings=everywhere)(array, index)
-    return np.asarray(found.addressable_data(0))
-
-
-def _at(array: jax.Array, index: tuple[Any, ...]) -> jax.Array:
-    return array[index] if index else array.copy()
+    return element_on_host(leaf.whole(), index)

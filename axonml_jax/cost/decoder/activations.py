@@ -123,14 +123,16 @@ def _feed(
 
 def fuses_attention(config: DecoderLike, length: int, compute: str, platform: str | None) -> bool:
     """Whether attention holds no scores of all positions, on a platform (None: no kernel is counted on)."""
-    kernel = config.attention
-    if kernel == "auto":
-        kernel = kernel_of(platform) or ("blocks" if worth_blocks(platform, length, length) else None)
-    if kernel == "blocks":
-        return config.attention == "blocks" or not config.dropout
-    if kernel is None or kernel not in PLATFORMS or config.dropout or config.sinks:
-        return False
-    if kernel == "cudnn" and config.window is not None:
+    kernel = kernel_of(platform) if config.attention == "auto" else config.attention
+    if kernel in PLATFORMS and _kernel_applies(config, kernel, length, compute):
+        return True
+    if config.attention == "auto":
+        return not config.dropout and worth_blocks(platform, length, length)
+    return kernel == "blocks"
+
+
+def _kernel_applies(config: DecoderLike, kernel: str, length: int, compute: str) -> bool:
+    if config.dropout or config.sinks or (kernel == "cudnn" and config.window is not None):
         return False
     return not any(shape_obstacles(kernel, compute, length, length, config.head_size))
 

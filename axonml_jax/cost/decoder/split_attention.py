@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from axonml_jax.cost.amounts import Many, divided, either, least, most, varies
@@ -61,10 +62,13 @@ class SplitAttention:
             named: Any = {"gather": (1, True), "ring": (1, False), "ulysses": (ranks, True)}
             among, gathers = named[split.method]
         else:
-            among, gathers = heads_and_gathers(
-                split.method, ranks=ranks, heads=heads, kv_heads=kv_heads, window=None, causal=True, places=length // ranks,
-                order=split.order,
+            split_by = partial(
+                heads_and_gathers, split.method, ranks=ranks, heads=heads, kv_heads=kv_heads, causal=True,
+                places=length // ranks, order=split.order,
             )  # fmt: skip
+            among, gathers = split_by(window=None)
+            if gathers and config.window is not None:
+                gathers = split_by(window=(config.window - 1, 0))[1]
         if config.window is not None and not gathers:
             raise ValueError(
                 f"window={config.window} cuts the rounds of a ring short, which is not priced from a configuration yet: give "

@@ -16,7 +16,7 @@ PLATFORMS = {"splash": "tpu", "cudnn": "cuda"}
 """Which platform each kernel is for."""
 
 _LANES = 128
-_WORTH_BLOCKS = 256
+_WORTH_BLOCKS = {"cpu": 256, "tpu": 2048, "cuda": 2048}
 _BLOCK = 512
 
 
@@ -34,7 +34,7 @@ def attention_kernel(
 
     Args:
       asked: one of `ATTENTIONS` (attentions.py). "auto" takes the kernel of the platform that is compiled for where it applies.
-        On CPU it takes blocks for at least 256 queries and keys: with fewer they are not faster than the einsums.
+        Else it takes blocks where they are worth it (`worth_blocks`), and the einsums for few queries or keys.
       query: [..., s, n, d] (s sequence, n heads, d head size).
       key: [..., t, k, d].
       drops: whether attention weights are dropped out.
@@ -74,8 +74,12 @@ def in_context(asked: str) -> str:
 
 
 def worth_blocks(platform: str | None, length: int, positions: int) -> bool:
-    """Whether attention of so many queries to so many keys is faster block by block than as einsums, as measured on CPU."""
-    return platform == "cpu" and min(length, positions) >= _WORTH_BLOCKS
+    """Whether attention of so many queries to so many keys runs block by block where no kernel does; None: no platform.
+
+    From 256 on CPU, where they are faster than the einsums as measured; from 2,048 on TPU and GPU, for memory's sake: scores of
+    2,048 positions are larger than all else that a block of heads of 128 keeps.
+    """
+    return platform in _WORTH_BLOCKS and min(length, positions) >= _WORTH_BLOCKS[platform]
 
 
 def kernel_of(platform: str | None) -> str | None:
