@@ -174,6 +174,7 @@ def _saved(command: str, *arguments: str) -> int:
         return runs(chosen)
     parser = flags.eval_parser() if command == "eval" else flags.generate_parser()
     chosen, rest = parser.parse_known_args(arguments)
+    flags.refuse_misspelt(parser, rest)
     _importable(chosen.allow_imports)
     if command == "eval":
         from axonml_jax.launch.commands.saved.eval_command import eval_run

@@ -39,6 +39,8 @@ WRONG = {
         ((QUICKSTART, "--optim.schedule", "linear"), "constant; any other goes under optim.learning_rate as a class_path"),
         ((QUICKSTART, "--optim.name", "adafactor"), "adamw, lion; any other optimizer goes under optim.class_path"),
         ((QUICKSTART, "--plan", "fsdp"), "over which devices a model is split stands in mesh, such as mesh.fsdp"),
+        ((QUICKSTART, "--optim.learning_rate.class_path", "optax.linear_schedule"), "as a mapping, '{class_path: ...}'"),
+        ((QUICKSTART, "--optim.learning_rate", "{class_path: optax.linear_schedule}"), "schedule: give 0, or leave it out"),
         (("section.yaml",), "unknown key 'optimizer' in section.yaml: did you mean the section optim?"),
         (("binary.yaml",), "binary.yaml is not YAML"),
         (("list.yaml",), "list.yaml holds no keys"),
@@ -70,6 +72,8 @@ WRONG = {
         ((*SMALL, "--efficiency", "2"), "shares lie between 0 and 1"),
         ((*SMALL, "--axes", "data", "--write", "none/x.yaml"), "none/x.yaml"),
     ],
+    "generate": [(("run", "--lenght", "3"), "unknown flag --lenght: did you mean --length?")],
+    "eval": [(("run", "--batch", "3"), "unknown flag --batch: did you mean --batches?")],
     "schedule": [
         (("--stages", "2", "--microbatches", "2", "--times", "nan,1,1"), "forward=nan: a time is a finite number"),
         (("--stages", "2", "--microbatches", "2", "--communication", "inf"), "communication=inf: a time is a finite"),

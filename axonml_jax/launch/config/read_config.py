@@ -194,6 +194,9 @@ def _nearest(key: str, known: Sequence[str], dashes: str = "") -> str:
         return f": {key} is a section, give its keys, such as {first}{what}"
     if not dashes and key in SECTIONS:
         return f": did you mean the section {SECTIONS[key]}?"
+    whole, _, part = key.rpartition(".")
+    if "mapping" in next((_in_words(kind) for name, kind, *_ in settings() if name == whole), ""):
+        return f": give {dashes}{whole} as a mapping, '{{{part}: ...}}'"
     lasts, named = {name.rpartition(".")[2]: name for name in reversed(known)}, key.rpartition(".")[2].lower()
     if why := NO_AXIS.get(named):
         return f": {why}"

@@ -1,9 +1,12 @@
 """The flags of `axonml-jax eval`, `generate` and `runs`."""
 
 import argparse
+import difflib
+from collections.abc import Sequence
 from pathlib import Path
 
 from axonml_jax.launch.config.own_flags import add_imports
+from axonml_jax.launch.config.run_config import ConfigError
 
 _KEYS = "Keys of the run's configuration may be given too, such as --mesh.fsdp 4 or --devices.simulated 1."
 
@@ -36,6 +39,20 @@ def eval_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=int, metavar="N", help="take so many batches (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def refuse_misspelt(parser: argparse.ArgumentParser, rest: Sequence[str]) -> None:
+    """Name the flag of a command that was meant, before what is left is taken for keys of a configuration.
+
+    Raises:
+      ConfigError: for a flag without a section that is nearly one of the command's.
+    """
+    own = [flag for action in parser._actions for flag in action.option_strings]
+    for given in (
+        word.partition("=")[0] for word in rest if word.startswith("--") and "." not in word.partition("=")[0]
+    ):
+        if near := difflib.get_close_matches(given, own, n=1, cutoff=0.8):
+            raise ConfigError(f"unknown flag {given}: did you mean {near[0]}?")
 
 
 def runs_parser() -> argparse.ArgumentParser:

@@ -81,7 +81,7 @@ class OptimConfig:
             ]
         if isinstance(self.learning_rate, Mapping):
             problems += [
-                f"{name} has no effect beside a learning_rate that is a schedule of its own"
+                f"{name} has no effect beside a learning_rate that is a schedule: give {DEFAULTS[name]}, or leave it out"
                 for name in ("warmup_steps", "schedule")
                 if getattr(self, name) != DEFAULTS[name]
             ]
