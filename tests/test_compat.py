@@ -18,7 +18,7 @@ from jax._src.lib import _jax
 import axonml_jax as ax
 from axonml_jax.compat import around, jaxpr, random_bits, varying_types, versions
 from axonml_jax.compat.barrier import after, together
-from axonml_jax.compat.canaries import typed
+from axonml_jax.compat.canaries import typed, waits
 from axonml_jax.compat.canaries.every import CANARIES
 from axonml_jax.compat.canary import Canary, CanaryError, expect
 from axonml_jax.compat.checkpoint_policy import SaveWhere
@@ -90,6 +90,7 @@ BREAKS = {
     "barriers are lowered": [(jax.lax, "optimization_barrier", lambda x: x)],
     "types behind a barrier": [(versions, "BARRIERS_JOIN_TYPES", not versions.BARRIERS_JOIN_TYPES)],
     "barriers are compiled": [(jax.lax, "optimization_barrier", lambda x: x)],
+    "waiting is compiled": [(waits, "waiting", lambda value, others: value)],
     "residuals are the arguments": [(jax, "vjp", copying_vjp)],
     "a vjp is a pytree": [(jax, "vjp", closing_vjp)],
     "policies are asked about everything": [],  # `jax_remat3`, below

@@ -76,6 +76,7 @@ def loss(model, batch):
 
 PLANS = {
     "scanned": ({"data": 2}, {}, LLAMA | {"scan_layers": True}),
+    "zero3, scanned": ({"fsdp": 2}, {}, LLAMA | {"scan_layers": True}),
     "zero3, remat, accumulated": ({"data": 2, "fsdp": 2}, {"remat": "full", "accumulate": 2}, GPT2),
     "sequence parallel": ({"tensor": 2}, {}, GPT2 | {"sequence_parallel": True}),
     "grid": ({"row": 2, "col": 2}, {}, LLAMA | {"split": "grid"}),

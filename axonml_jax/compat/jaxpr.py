@@ -69,10 +69,10 @@ def opened(jaxpr: Any) -> Opened:
 
 
 def live(jaxpr: Any) -> Any:
-    """An open jaxpr without what no result needs, as it is lowered; its inputs stay."""
+    """A jaxpr without what no result needs, as it is lowered; its inputs stay, and its constants where it is closed."""
     inner = _inner(jaxpr)
     kept, _ = dce_jaxpr(inner, [True] * len(inner.outvars), instantiate=True)
-    return kept
+    return kept if isinstance(jaxpr, Jaxpr) or not isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(kept, jaxpr.consts)
 
 
 def _inner(jaxpr: Any) -> Any:

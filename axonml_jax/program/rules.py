@@ -11,6 +11,7 @@ from typing import Literal
 from axonml_jax.compat.barrier import PRIMITIVE as BARRIER
 from axonml_jax.compat.operation import Operation
 from axonml_jax.compat.varying_types import CASTS
+from axonml_jax.compat.waiting import PRIMITIVE as WAITING
 from axonml_jax.program.dims import DIMS, Follow, same
 from axonml_jax.program.program import Equation
 
@@ -121,6 +122,7 @@ def _table() -> Iterable[tuple[str, Rule]]:
         yield name, Rule("collective", sends=sends)
     yield "axis_index", Rule("collective")
     yield BARRIER, Rule("selecting", passes=True)
+    yield WAITING, Rule("selecting")
 
 
 RULES: Mapping[str, Rule] = dict(_table())

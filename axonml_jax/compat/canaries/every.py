@@ -11,12 +11,14 @@ from axonml_jax.compat.canaries import (
     random_elements,
     traces,
     typed,
+    waits,
 )
 from axonml_jax.compat.canary import Canary
 
 CANARIES: tuple[Canary, ...] = (
     *typed.CANARIES,
     *barriers.CANARIES,
+    *waits.CANARIES,
     *kept_residuals.CANARIES,
     *asked_policies.CANARIES,
     *equations.CANARIES,

@@ -1,0 +1,175 @@
+"""Collectives in one order on every device, for a runtime that lets a loop's collectives overlap with others: XLA:CPU's.
+
+What reads no result of an earlier loop with collectives is made to wait for one (`compat/waiting.py`), and a loop with
+collectives for earlier ones that it reads nothing of. Nothing else changes: in a program where every collective depends on the
+loops before it, or without such loops, no equation is added. Conditionals count as loops.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from axonml_jax._types import PyTree
+from axonml_jax.compat.jaxpr import live, trace
+from axonml_jax.compat.waiting import can_wait, waiting
+from axonml_jax.program.atoms import is_constant, names_of
+from axonml_jax.program.nested import stays
+from axonml_jax.program.program import Equation, Program, read_program
+from axonml_jax.program.rules import rule_of
+from axonml_jax.program.run import run_program
+
+
+def collectives_in_order(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """`fun`, whose collectives begin in the order in which it calls them, wherever loops would let them overlap.
+
+    Args:
+      fun: of pytrees of arrays, called under `shard_map`; traced once more whenever it is.
+    """
+
+    def ordered(*args: PyTree) -> PyTree:
+        traced = trace(fun, *args)
+        program = read_program(live(traced.jaxpr))  # what is dead is not to be waited for
+        leaves = jax.tree.leaves(args)
+        made = _in_order(program, leaves) if _may_overlap(program) else run_program(program, leaves)
+        return jax.tree.unflatten(traced.out_tree, made)
+
+    return ordered
+
+
+def _may_overlap(program: Program) -> bool:
+    """Whether there is a loop with collectives and anything else with some, at one level of a program."""
+    sending = [equation for equation in program.equations if _sends(equation)]
+    return (len(sending) > 1 and any(map(_loops, sending))) or any(
+        _may_overlap(body) for equation in sending if not _is_loop(equation) for body in equation.bodies
+    )
+
+
+def _sends(equation: Equation) -> bool:
+    """Whether an equation is a collective, or has one inside."""
+    if rule_of(equation.name).sends is not None:
+        return True
+    return any(_sends(inner) for body in equation.bodies for inner in body.equations)
+
+
+def _is_loop(equation: Equation) -> bool:
+    return rule_of(equation.name).kind in ("loop", "branch")
+
+
+def _loops(equation: Equation) -> bool:
+    """Whether an equation that sends is a loop, or has one that sends inside."""
+    return _is_loop(equation) or any(
+        _sends(inner) and _loops(inner) for body in equation.bodies for inner in body.equations
+    )
+
+
+@dataclass(frozen=True)
+class _Value:
+    """An array, and after which of the program's collectives and loops it is made, a bit each."""
+
+    array: Any
+    after: int
+
+
+@dataclass
+class _Order:
+    """What has been run of a program so far.
+
+    Attributes:
+      read: the values that something reads.
+      ends: of each collective and loop the arrays that are there when it has ended.
+      after: of each, itself and what it comes after, a bit each.
+      loops: of each, whether it is a loop.
+    """
+
+    read: Collection[int]
+    ends: list[Sequence[Any]] = field(default_factory=list)
+    after: list[int] = field(default_factory=list)
+    loops: list[bool] = field(default_factory=list)
+
+    def __call__(self, equation: Equation, operands: list[Any]) -> Sequence[Any]:
+        """Run an equation, after what it must not overlap with."""
+        arrays = [each.array if isinstance(each, _Value) else each for each in operands]
+        after = 0
+        for each in operands:
+            after |= each.after if isinstance(each, _Value) else 0
+        if not _sends(equation):
+            return [_Value(each, after) for each in equation.op.bind(arrays)]
+        loops = _loops(equation)
+        behind = after
+        for k in reversed(range(len(self.ends))):
+            if not behind >> k & 1 and (loops or self.loops[k]):
+                arrays = _waiting(equation, arrays, self.ends[k])
+                behind |= self.after[k]
+        made = _run(equation, arrays)
+        behind |= 1 << len(self.ends)
+        self.ends.append(_ends(equation, made, self.read))
+        self.after.append(behind)
+        self.loops.append(loops)
+        return [_Value(each, behind) for each in made]
+
+
+def _in_order(program: Program, values: Sequence[Any]) -> list[Any]:
+    read = {number for equation in program.equations for number in equation.read}.union(names_of(program.outputs))
+    made = run_program(program, [_Value(each, 0) for each in values], _Order(read))
+    return [each.array if isinstance(each, _Value) else each for each in made]
+
+
+def _run(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
+    """An equation that sends; what is recomputed has an order of its own inside."""
+    checkpointed, body = equation.op.checkpointed, equation.body
+    if checkpointed is None or body is None or not _may_overlap(body):
+        return equation.op.bind(arrays)
+    with equation.op.scope():
+        return jax.checkpoint(lambda *arrays: _in_order(body, arrays), **checkpointed.options)(*arrays)
+
+
+def _waiting(equation: Equation, arrays: Sequence[Any], ends: Sequence[Any]) -> list[Any]:
+    """The operands of an equation that sends, of which those that its collectives read wait for `ends`."""
+    found = list(arrays)
+    for k in _starts(equation):
+        found[k] = waiting(found[k], ends)
+    return found
+
+
+def _starts(equation: Equation) -> list[int]:
+    """The operands without which an equation that sends cannot begin to."""
+    able = [k for k, atom in enumerate(equation.inputs) if not is_constant(atom) and can_wait(equation.op.given[k])]
+    size = lambda k: equation.op.given[k].size
+    if rule_of(equation.name).sends is not None:
+        return able
+    if equation.branches:
+        return [k for k in able if k == 0]  # the index
+    if (inner := equation.called or equation.body) is None:
+        return able
+    loop = equation.op.loop
+    first = 0 if loop is None else loop.num_condition_consts
+    found = [first + k for k in _covering(inner, [k - first for k in able], lambda k: size(first + k))]
+    return found[:1] if _is_loop(equation) else found
+
+
+def _covering(program: Program, able: Sequence[int], size: Callable[[int], int]) -> list[int]:
+    """Inputs such that every collective inside depends on one; the smallest first."""
+    reached, sets = {number: {k} for k, number in enumerate(program.inputs)}, []
+    for equation in program.equations:
+        given: set[int] = set().union(*(reached.get(number, set()) for number in equation.read))
+        reached.update(dict.fromkeys(equation.outputs, given))
+        if _sends(equation):
+            sets.append(given)
+    chosen: list[int] = []
+    for given in sets:
+        if not given.intersection(chosen):
+            chosen += sorted(given.intersection(able), key=size)[:1]
+    return chosen
+
+
+def _ends(equation: Equation, made: Sequence[Any], read: Collection[int]) -> list[Any]:
+    """Results that are there only when all that an equation sends has come."""
+    able = [k for k, each in enumerate(made) if can_wait(each) and equation.outputs[k] in read]
+    if not _is_loop(equation):
+        return [made[k] for k in able]
+    if (scan := equation.op.scan) is not None and equation.body is not None:
+        given = range(scan.num_carry)
+        able = [k for k in able if k not in given or not stays(equation.body, scan.num_consts + k, k)]
+    return [made[k] for k in sorted(able, key=lambda k: made[k].size)[:1]]

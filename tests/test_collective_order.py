@@ -1,0 +1,168 @@
+"""Collectives around loops: each waits for the loops before it, and loops for it: every device runs them in one order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.varying_types import cast_to_varying, varying_axes
+from axonml_jax.compat.waiting import PRIMITIVE, waiting
+from axonml_jax.program.collective_order import collectives_in_order
+from axonml_jax.program.program import read_program
+from axonml_jax.program.rules import rule_of
+
+SPLIT, WHOLE = PartitionSpec("x"), PartitionSpec()
+
+
+def looped(w, a, trips=3):
+    def body(c, _):
+        return jnp.tanh(jax.lax.psum(jnp.tanh(c @ w), "x") / 2 + c), None
+
+    return jax.lax.scan(body, a, None, length=trips)[0]
+
+
+def chain(b, count):
+    sums = []
+    for i in range(count):
+        b = jax.lax.psum(jnp.sin(b + i), "x") / 2
+        sums.append(b)
+    return sums
+
+
+def loop_then_chain(w, a, b):
+    return looped(w, a), *chain(b, 3)
+
+
+def chain_then_loop(w, a, b):
+    sums = chain(b, 2)
+    return looped(w, a), *sums
+
+
+def two_loops_and_a_gather(w, a, b):
+    return looped(w, a), looped(w, b, 2), jax.lax.all_gather(a[:1], "x", tiled=True), jax.lax.all_gather(b > 0, "x")
+
+
+def branches(w, a, b):
+    taken = jax.lax.cond(w[0, 0] > 0, lambda a: looped(w, a, 1), lambda a: jax.lax.psum(a, "x") / 2 + a, a)
+    return taken, jax.lax.psum(b, "x")
+
+
+def while_loop(w, a, b):
+    def more(carry):
+        return carry[0] < 3
+
+    def body(carry):
+        return carry[0] + 1, jax.lax.psum(carry[1] @ w, "x") + carry[1]
+
+    return jax.lax.while_loop(more, body, (0, a))[1], jax.lax.psum(b, "x")
+
+
+def recomputed(w, a, b):
+    def loss(a, b):
+        part = jax.checkpoint(lambda a, b: looped(w, a).sum() + jax.lax.psum(b, "x").sum() + chain(b, 2)[-1].sum())
+        return part(a, b)
+
+    return jax.lax.psum(a, "x"), *jax.grad(loss, (0, 1))(a, b)
+
+
+def all_depend(w, a, b):
+    return jax.lax.psum(looped(w, jax.lax.psum(a + b, "x")), "x")
+
+
+def no_loop(w, a, b):
+    return jax.lax.psum(a @ w, "x"), *chain(b, 2)
+
+
+OVERLAPPING = [loop_then_chain, chain_then_loop, two_loops_and_a_gather, branches, while_loop, recomputed]
+
+
+def mapped(fun, mesh, check_vma=False):
+    options = {"mesh": mesh, "in_specs": (WHOLE, SPLIT, SPLIT), "out_specs": SPLIT, "check_vma": check_vma}
+    varying = lambda x: cast_to_varying(x, ("x",)) if check_vma and not varying_axes(x) else x
+    return jax.shard_map(lambda *args: jax.tree.map(varying, fun(*args)), **options)
+
+
+def program_of(fun, check_vma=False):
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    shapes = [jax.ShapeDtypeStruct(shape, "float64") for shape in ((4, 4), (8, 4), (8, 4))]
+    (outer,) = read_program(trace(mapped(fun, mesh, check_vma), *shapes).jaxpr).equations
+    return read_program(outer.op.mapped.body)
+
+
+def sends(equation):
+    return rule_of(equation.name).sends is not None or any(sends(e) for body in equation.bodies for e in body.equations)
+
+
+def is_loop(equation):
+    return equation.name in ("scan", "while", "cond") or any(
+        is_loop(inner) and sends(inner) for body in equation.bodies for inner in body.equations
+    )
+
+
+def overlaps(program):
+    """Pairs of equations that send, one of them a loop, of which the second reads nothing of the first."""
+    behind, found = {}, []
+    sending = []
+    for equation in program.equations:
+        before = set().union(*(behind.get(number, set()) for number in equation.read))
+        if sends(equation):
+            found += [(e.name, equation.name) for e in sending if e not in before and (is_loop(e) or is_loop(equation))]
+            sending.append(equation)
+            before = before | {equation}
+            if equation.name == "remat2":
+                found += overlaps(equation.body)
+        behind.update(dict.fromkeys(equation.outputs, before))
+    return found
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("fun", OVERLAPPING)
+def test_no_collective_is_independent_of_a_loop_with_collectives(fun, check_vma):
+    assert overlaps(program_of(fun, check_vma))
+    assert not overlaps(program_of(collectives_in_order(fun), check_vma))
+
+
+@pytest.mark.parametrize("fun", [all_depend, no_loop])
+def test_nothing_is_added_where_nothing_could_overlap(fun):
+    ordered, plain = (program_of(each) for each in (collectives_in_order(fun), fun))
+    assert not any(equation.name == PRIMITIVE for equation in ordered.equations)
+    assert [each.name for each in ordered.equations] == [each.name for each in plain.equations]
+
+
+def test_what_no_result_needs_does_not_come_back():
+    def dead(w, a, b):
+        jax.lax.all_gather(b, "x")
+        (_, a), _ = jax.lax.scan(
+            lambda c, _: ((jax.lax.all_gather(c[1], "x", tiled=True), jax.lax.psum(c[1] @ w, "x")), c[1]),
+            (jnp.tile(a, (2, 1)), a), None, length=2,
+        )  # fmt: skip
+        return a, jax.lax.psum(b, "x")
+
+    names = str(
+        jax.jit(mapped(collectives_in_order(dead), Mesh(np.array(jax.devices()[:2]), ("x",))))
+        .trace(np.ones((4, 4)), np.ones((8, 4)), np.ones((8, 4)))
+        .jaxpr
+    )
+    assert "all_gather" not in names and PRIMITIVE in names
+
+
+@pytest.mark.parametrize("fun", OVERLAPPING)
+def test_results_are_those_of_one_device_bit_for_bit_of_the_same_program(fun):
+    draw = np.random.default_rng(0)
+    w, a, b = draw.normal(size=(4, 4)), draw.normal(size=(8, 4)), draw.normal(size=(8, 4))
+    one = jax.vmap(fun, in_axes=(None, 0, 0), axis_name="x")(w, a.reshape(2, 4, 4), b.reshape(2, 4, 4))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    for each, expected in zip(jax.jit(mapped(collectives_in_order(fun), mesh))(w, a, b), one, strict=True):
+        np.testing.assert_allclose(each, np.asarray(expected).reshape(each.shape), rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "int32", "uint8", "bool", "complex64"])
+def test_waiting_changes_no_bit_and_has_a_derivative(dtype):
+    value = jnp.asarray([0, -1, 1, 3]).astype(dtype) * jnp.asarray(-1).astype(dtype)
+    for other in (value, jnp.full((2, 1), jnp.nan), jnp.arange(3) > 1, jnp.int8(-1)):
+        made = jax.jit(lambda value, other: waiting(value, [other, other]))(value, other)
+        assert made.dtype == value.dtype and made.tobytes() == value.tobytes()
+    if jnp.issubdtype(dtype, jnp.floating):
+        assert jax.grad(lambda x: waiting(x, [x]).astype("float32").sum())(value).tolist() == [1] * 4
