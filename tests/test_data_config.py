@@ -3,13 +3,17 @@
 import json
 import math
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import numpy as np
 import pytest
 
 from axonml_jax.__main__ import main
+from axonml_jax.data.documents.encoder import DocumentEncoder
+from axonml_jax.data.documents.tokenizer import load_tokenizer
 from axonml_jax.launch.config.sections.data_config import DataConfig
+from axonml_jax.launch.job import document_task
 from axonml_jax.launch.job.document_task import FilledUp, read_documents
 
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
@@ -54,6 +58,20 @@ def test_validation_is_the_mean_over_all_targets():
     counts = [(rows[i]["targets"] >= 0).sum() for i in range(9)]
     assert rows.targets(3) == np.reshape(counts, (3, 3)).sum(axis=1).tolist()
     assert (rows[len(rows) - 1]["targets"] == -1).all()
+
+
+def test_documents_of_a_dataset_that_gives_many_are_asked_for_together():
+    class Many(list):
+        asked: ClassVar[list] = []
+
+        def __getitems__(self, indices):
+            self.asked.append(len(indices))
+            return [self[i] for i in indices]
+
+    samples = [{"text": f"{i}"} for i in range(1030)]
+    encoder = DocumentEncoder(tokenizer=load_tokenizer("bytes"), fields=("text",))
+    together, alone = document_task._texts(Many(samples), encoder, None), document_task._texts(samples, encoder, None)
+    assert together == alone != samples and Many.asked == [1024, 6]
 
 
 def test_a_mixture_draws_from_every_file_in_its_share(tmp_path, pairs):

@@ -1,5 +1,8 @@
 """Mixtures: shares that are exact in the long run, orders drawn from the seed, and refusals."""
 
+import gc
+import pickle
+import weakref
 from collections import Counter
 
 import jax
@@ -52,6 +55,36 @@ def test_streams_are_mixed_as_datasets_are():
         loader.close()
     assert ((found[0] < 100) == (found[1] < 100)).all()
     assert (found[0][found[0] < 100] == found[1][found[1] < 100]).all()
+
+
+class Named(Counted):
+    """A stream that says what it holds."""
+
+    fingerprint = "counted"
+
+
+def test_the_place_in_a_mixture_of_streams_is_of_that_mixture():
+    mesh = ax.make_mesh(data=1, devices=jax.devices()[:1])
+    loader = lambda *shares: ax.create_dataloader(
+        ax.mix({"a": Named(50), "b": Numbers(50, 100)}, dict(zip("ab", shares, strict=True))), 50, mesh
+    )
+    state = loader(3, 1).state_dict()
+    assert state["fingerprint"] == "a: counted, b: 50 mixed [3.0, 1.0] by 0"
+    with pytest.raises(ValueError, match=r"the saved position is of other data or another order. fingerprint: saved a"):
+        loader(1, 1).load_state_dict(state)
+    packed = ax.create_dataloader(ax.pack(lambda: iter(["ab"]), 4), 1, mesh).state_dict()
+    assert packed["fingerprint"].endswith("in shared rows of 4")
+
+
+def test_orders_are_let_go_of_with_their_mixture():
+    mixed, places = ax.mix({"a": Numbers(50), "b": Numbers(9)}, {"a": 3, "b": 1}), np.arange(59)
+    found = mixed.order_of(3, places, shuffle=True, seed=7)
+    assert (pickle.loads(pickle.dumps(mixed)).order_of(3, places, shuffle=True, seed=7) == found).all()
+    kept = weakref.ref(mixed._order(50, True, 7, 3))
+    assert kept() is not None
+    del mixed
+    gc.collect()
+    assert kept() is None
 
 
 def test_what_is_no_mixture_is_refused():

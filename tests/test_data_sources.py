@@ -46,6 +46,14 @@ def test_rows_are_found_by_number_over_all_files(tmp_path, write, name):
         ax.open_dataset(tmp_path, fields=["labels"])[0]
 
 
+def test_rows_of_parquet_are_made_a_group_at_a_time(tmp_path, monkeypatch):
+    rows = ax.open_dataset(write_parquet(tmp_path / "rows.parquet"))
+    groups, read = [], type(rows)._table
+    monkeypatch.setattr(type(rows), "_table", lambda self, group: groups.append(group) or read(self, group))
+    assert rows.__getitems__([8, 1, 0, 1, 7, -1]) == [ROWS[i] for i in (8, 1, 0, 1, 7, 9)]
+    assert groups == [0, 2, 3]
+
+
 def test_json_lines_may_be_blank_indented_and_unended_but_not_broken(tmp_path):
     path = tmp_path / "odd.jsonl"
     path.write_bytes(b'\n{"a": 1}\r\n   \n  {"a": 2}\n\n{"a": "\xc3\xa9"}')

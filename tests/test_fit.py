@@ -163,6 +163,7 @@ def test_a_table_has_a_column_for_every_metric_and_goes_on_after_a_resumption(tm
     table = Csv(path)
     for step, more in ((1, {}), (2, {"valid_loss": 3.0}), (3, {})):
         table.write(Record(step, {"loss": step / 4} | more))
+    path.write_bytes(path.read_bytes() + b"1")  # a row of step 10 that a kill cut off
     resumed = Csv(path, start=2)
     resumed.write(Record(3, {"loss": 9.0, "grad_norm": 1.0}))
     assert path.read_text().splitlines() == ["step,loss,valid_loss,grad_norm", "1,0.25,,", "2,0.5,3.0,", "3,9.0,,1.0"]

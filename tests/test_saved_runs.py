@@ -165,6 +165,29 @@ def test_settings_that_only_some_runs_have_differ():
     assert differences(runs) == {"z": [None, 2]}
 
 
+def test_runs_that_diverged_come_last_and_names_that_are_alike_are_paths(tmp_path, capsys):
+    losses = {"a/run": ["NaN", "2.0"], "b/run": ["3.0", "1.0"], "b/lost": ["NaN"], "b/one": ["5.0"]}
+    for name, values in losses.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text(f"train: {{steps: {len(name)}{len(values)}}}")
+        lines = [f'{{"step": {step}, "valid_loss": {value}}}' for step, value in enumerate(values)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    folders = [str(tmp_path / part) for part in "ab"]
+    ordered = lambda flags: [
+        (Path(run["run"]).relative_to(tmp_path).as_posix(), run["best_valid_loss"])
+        for run in json.loads(printed(["runs", *folders, "--json", *flags], capsys), parse_constant=pytest.fail)["runs"]
+    ]
+    assert ordered([]) == [("b/run", 1.0), ("a/run", 2.0), ("b/one", 5.0), ("b/lost", None)]
+    assert ordered(["--highest"]) == [("b/one", 5.0), ("b/run", 3.0), ("a/run", 2.0), ("b/lost", None)]
+    header = printed(["runs", *folders, "--differences"], capsys).split("setting")[1].splitlines()[0]
+    assert f"{tmp_path}/a/run" in header and f"{tmp_path}/b/run" in header
+
+
+def printed(argv, capsys):
+    assert main(argv) == 0
+    return capsys.readouterr().out
+
+
 def tokens(text):
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)[None]
 

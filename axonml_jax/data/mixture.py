@@ -1,7 +1,7 @@
 """Mixtures: samples of several sources in given shares, exact in the long run, in an order drawn from a seed."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
@@ -86,6 +86,18 @@ class Mixture:
         self._about = f"{list(map(float, weights))} by {seed}"
         self._sizes = [len(source) for source in self.sources.values()]
         self._firsts = np.cumsum([0, *self._sizes])
+        self._order = self._remembering()
+
+    def _remembering(self) -> Callable[..., np.ndarray]:
+        """`epoch_order`, which keeps the newest two of every source as long as the mixture lives."""
+        return functools.lru_cache(maxsize=2 * len(self._sizes))(_order)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_order"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._order = self._remembering()
 
     @property
     def fingerprint(self) -> str:
@@ -110,7 +122,7 @@ class Mixture:
             epochs, inside = np.divmod(drawn, size)
             for own in np.unique(epochs[source == which]):
                 chosen = (source == which) & (epochs == own)
-                order = _order(size, shuffle, seed ^ which, int(own))
+                order = self._order(size, shuffle, seed ^ which, int(own))
                 indices[chosen] = self._firsts[which] + order[inside[chosen]]
         return indices
 
@@ -131,6 +143,5 @@ def checked_weights(weights: Mapping[str, float], seed: int) -> None:
         raise ValueError("mix: " + "; ".join(offenders))
 
 
-@functools.lru_cache(maxsize=32)
 def _order(size: int, shuffle: bool, seed: int, epoch: int) -> np.ndarray:
     return epoch_order(size, shuffle=shuffle, seed=seed, epoch=epoch)

@@ -89,6 +89,12 @@ class PackedStream:
         self.stream, self.encoder, self.length, self.share = stream, encoder, length, share
         self._epoch = 0
 
+    @property
+    def fingerprint(self) -> str:
+        """What tells these rows from others, as far as the source says."""
+        content = getattr(self.stream.source, "fingerprint", "unknown")
+        return f"{content} by {self.encoder.fingerprint} in {'shared' if self.share else 'own'} rows of {self.length}"
+
     def set_epoch(self, epoch: int) -> None:
         """Which epoch of the source comes next."""
         self._epoch = epoch

@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -51,14 +52,17 @@ class ParquetFiles:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Row `index`, counted over all files."""
-        index = range(len(self))[index]
-        group = bisect.bisect_right(self._firsts, index) - 1
-        return self._table(group).slice(index - self._firsts[group], 1).to_pylist()[0]
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Several rows, each row group read once (the protocol of PyTorch's fetcher)."""
-        found = {index: self[index] for index in sorted(set(indices))}
-        return [found[index] for index in indices]
+        whole, found = range(len(self)), {}
+        rows = sorted({whole[index] for index in indices})
+        for group, members in itertools.groupby(rows, lambda row: bisect.bisect_right(self._firsts, row) - 1):
+            own = list(members)
+            taken = self._table(group).take([row - self._firsts[group] for row in own])
+            found.update(zip(own, taken.to_pylist(), strict=True))
+        return [found[whole[index]] for index in indices]
 
     def _table(self, group: int) -> Any:
         if self._read is None or self._read[0] != group:

@@ -58,10 +58,17 @@ class StreamMixture:
 
     def __init__(self, sources: Mapping[str, Any], weights: Sequence[float], seed: int = 0):
         self.shares = Shares(weights, seed)
+        self._about = f"{list(map(float, weights))} by {seed}"
         self.streams = {
             name: source if isinstance(source, Stream) else Stream(InEpochOrder(source, seed))
             for name, source in sources.items()
         }
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells this mixture from another, as far as its sources say."""
+        contents = {name: getattr(stream.source, "fingerprint", "unknown") for name, stream in self.streams.items()}
+        return f"{', '.join(f'{name}: {content}' for name, content in contents.items())} mixed {self._about}"
 
     def __iter__(self) -> "MixedSamples":
         return MixedSamples(self)
@@ -124,6 +131,11 @@ class InEpochOrder:
     def __init__(self, dataset: MapDataset | Columns, seed: int):
         self.dataset, self.seed = dataset, seed
         self._epoch = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells the dataset from another."""
+        return str(getattr(self.dataset, "fingerprint", len(self.dataset)))
 
     def set_epoch(self, epoch: int) -> None:
         """Which permutation comes next."""

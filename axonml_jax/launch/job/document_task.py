@@ -1,7 +1,7 @@
 """The documents of a run: read, split, tokenized and packed as the section `data` says."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,14 +128,26 @@ def _texts(dataset: Any, encoder: DocumentEncoder, max_bytes: int | None) -> lis
     """Samples in an order that is the same everywhere, as many as the limit allows."""
     samples, size = [], 0
     order = np.argsort(np.random.Philox(key=np.array([0, 0], np.uint64)).random_raw(len(dataset)), kind="stable")
-    for index in order.tolist():
+    for index, sample in _samples(dataset, order.tolist()):
         with named(lambda index=index: f"document {index}", None):
-            texts = encoder.texts(dataset[index])
+            texts = encoder.texts(sample)
         size += sum(len(text.encode(errors="replace")) for text in texts)
         if max_bytes is not None and size > max_bytes and samples:
             break
         samples.append(dict(zip(encoder.names, texts, strict=True)))
     return samples
+
+
+def _samples(dataset: Any, order: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """Samples by number, many at once where the dataset can: those of a row group come together, whatever their order."""
+    many = getattr(dataset, "__getitems__", None)
+    step = 1 if many is None else _AT_ONCE
+    for at in range(0, len(order), step):
+        indices = order[at : at + step]
+        others = f" and {len(indices) - 1} others" if len(indices) > 1 else ""
+        with named(lambda indices=indices, others=others: f"document {indices[0]}{others}", None):
+            found = [dataset[indices[0]]] if many is None else many(indices)
+        yield from zip(indices, found, strict=True)
 
 
 def _encoded(encoder: DocumentEncoder, samples: list[dict[str, str]]) -> list[Any]:

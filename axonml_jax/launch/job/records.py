@@ -81,7 +81,11 @@ class Csv:
         self._rows: list[dict[str, Any]] = []
         if start and path.exists():
             with path.open(encoding="utf-8", newline="") as file:
-                self._rows = [row for row in csv.DictReader(file) if int(row["step"]) <= start]
+                lines = file.readlines()
+            whole = (
+                lines if lines and lines[-1].endswith("\n") else lines[:-1]
+            )  # a killed run's last row may be cut off
+            self._rows = [row for row in csv.DictReader(whole) if int(row["step"]) <= start]
         self._columns = list(dict.fromkeys(["step", *(name for row in self._rows for name in row)]))
         self._write_all()
 

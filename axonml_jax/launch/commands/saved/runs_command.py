@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +43,10 @@ class Found:
         """The newest value of a metric."""
         return next((each.metrics[metric] for each in reversed(self.records) if metric in each.metrics), None)
 
-    def best(self, metric: str) -> float | None:
-        """Its lowest value."""
-        return min((each.metrics[metric] for each in self.records if metric in each.metrics), default=None)
+    def best(self, metric: str, *, highest: bool = False) -> float | None:
+        """Its lowest value, or its highest; of those that are finite."""
+        values = [each.metrics[metric] for each in self.records if math.isfinite(each.metrics.get(metric, math.nan))]
+        return (max if highest else min)(values, default=None)
 
 
 def runs(given: argparse.Namespace) -> int:
@@ -60,19 +62,21 @@ def runs(given: argparse.Namespace) -> int:
       ConfigError: where there is no run, or none has the metric that shall be drawn.
     """
     found = [run for given_path in given.runs or ["runs"] for run in _below(Path(given_path))]
-    found.sort(key=lambda run: (run.best(given.metric) is None, run.best(given.metric) or 0.0))
+    best = {id(run): run.best(given.metric, highest=given.highest) for run in found}
+    sign = -1 if given.highest else 1
+    found.sort(key=lambda run: (best[id(run)] is None, sign * (best[id(run)] or 0.0)))
     different = differences(found)
     if given.json:
-        print(json.dumps({"runs": [_plain(run, given.metric) for run in found], "differences": different}, indent=2))
+        print(json.dumps({"runs": [_plain(run, given) for run in found], "differences": different}, indent=2))
     else:
-        print(_table(found, given.metric))
+        print(_table(found, given))
         if given.differences:
             print("", _settings(found, different), sep="\n")
     if given.plot is not None:
         if all(run.last(given.metric) is None for run in found):
             known = sorted({name for run in found for record in run.records for name in record.metrics})
             raise ConfigError(f"--metric {given.metric}: no run has it; there are {', '.join(known)}")
-        series = {run.folder.name: run.records for run in found}
+        series = dict(zip(_names(found), (run.records for run in found), strict=True))
         if note := plot_runs(series, given.plot, metric=given.metric):
             raise ConfigError(f"--plot {given.plot}: {note}")
         print(f"\nwritten   {given.plot}")
@@ -115,14 +119,22 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def _table(found: Sequence[Found], metric: str) -> str:
+def _names(found: Sequence[Found]) -> list[str]:
+    """The names of the runs' folders; the whole paths where several are called alike."""
+    names = [run.folder.name for run in found]
+    return names if len(set(names)) == len(names) else [run.folder.as_posix() for run in found]
+
+
+def _table(found: Sequence[Found], given: argparse.Namespace) -> str:
+    metric = given.metric
     columns = ["run", "steps", "loss", metric, f"best {metric}", "tokens/s", "minutes", "checkpoints"]
     rows = []
     for run in found:
         of = f"{run.records[-1].step if run.records else 0:,} of {run.settings.get('train.steps', 0):,}"
         seconds, speed = run.last("wall_time"), run.last("tokens_per_second")
         rows.append([
-            run.folder.as_posix(), of, _number(run.last("loss")), _number(run.last(metric)), _number(run.best(metric)),
+            run.folder.as_posix(), of, _number(run.last("loss")), _number(run.last(metric)),
+            _number(run.best(metric, highest=given.highest)),
             "-" if speed is None else f"{speed:,.0f}", "-" if seconds is None else f"{seconds / 60:.1f}",
             ", ".join(map(str, run.checkpoints[-3:])) or "-",
         ])  # fmt: skip
@@ -133,19 +145,24 @@ def _settings(found: Sequence[Found], different: Mapping[str, list[Any]]) -> str
     if not different:
         return "the settings of all runs are the same"
     rows = [[key, *("-" if value is None else str(value) for value in values)] for key, values in different.items()]
-    return aligned(["setting", *(run.folder.name for run in found)], rows, left=1)
+    return aligned(["setting", *_names(found)], rows, left=1)
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _plain(run: Found, metric: str) -> dict[str, Any]:
-    return {
+def _plain(run: Found, given: argparse.Namespace) -> dict[str, Any]:
+    """What JSON holds, which knows no values that are not finite."""
+    metric = given.metric
+    values = {
         "run": run.folder.as_posix(),
         "step": run.records[-1].step if run.records else 0,
         "loss": run.last("loss"),
         metric: run.last(metric),
-        f"best_{metric}": run.best(metric),
+        f"best_{metric}": run.best(metric, highest=given.highest),
         "checkpoints": list(run.checkpoints),
+    }
+    return {
+        name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in values.items()
     }

@@ -66,6 +66,9 @@ def runs_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--metric", default="valid_loss", metavar="NAME", help="drawn and sorted by (default: valid_loss)"
     )
+    parser.add_argument(
+        "--highest", action="store_true", help="the highest value of the metric is the best, not the lowest"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the metric of all runs against the step")
     parser.add_argument("--differences", action="store_true", help="list the settings in which the runs differ")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
