@@ -47,6 +47,23 @@ def test_a_tokenizer_is_read_from_its_file(tmp_path):
         ax.load_tokenizer("nowhere")
 
 
+def test_nothing_is_added_between_a_prompt_and_its_completion(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    write_tokenizer(tmp_path)
+    rules = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    around = tokenizers.processors.TemplateProcessing(
+        single="<unk> $A </s>", special_tokens=[("<unk>", 0), ("</s>", 1)]
+    )
+    rules.post_processor = around
+    rules.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = ax.load_tokenizer(tmp_path)
+    assert tokenizer.encode(["the cat"])[0].tolist() == [0, 2, 3, 1]
+    assert tokenizer.encode(["the cat"], special="before")[0].tolist() == [0, 2, 3]
+    pair = [{"prompt": "the cat", "completion": "sat"}]
+    rows = ax.pack(pair, 4, tokenizer, prompt_field="prompt", completion_field="completion")
+    assert rows[0]["tokens"].tolist() == [0, 2, 3, 0] and rows[0]["targets"].tolist() == [-1, -1, 4, -1]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_best_fit_fills_rows_and_leaves_no_piece_out(seed):
     draw = np.random.default_rng(seed)

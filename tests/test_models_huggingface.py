@@ -143,6 +143,8 @@ def test_arrays_that_lack_or_have_no_place_are_listed(tmp_path):
 def test_what_the_transformer_here_is_not_is_refused(change, said):
     with pytest.raises(ValueError, match="its experts are not theirs"):
         description_of(dataclasses.replace(CONFIGS["mixtral"], experts=ExpertsConfig(num_experts=4, shared_size=8)))
+    dropping = dataclasses.replace(CONFIGS["mixtral"], experts=ExpertsConfig(num_experts=4, capacity_factor=1.0))
+    assert description_of(dropping) == description_of(CONFIGS["mixtral"])  # only training drops
     described = description_of(CONFIGS["llama"]) | {"rope_parameters": None} | change
     with pytest.raises(ValueError, match=said):
         config_of(described)

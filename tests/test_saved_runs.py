@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from axonml_jax.__main__ import main
+from axonml_jax.data.documents.tokenizer import load_tokenizer
 from axonml_jax.launch.commands.saved.generate_command import Shown
 from axonml_jax.launch.commands.saved.runs_command import differences
 from axonml_jax.launch.config.run_config import ConfigError
@@ -126,6 +127,7 @@ REFUSED = {
     "unknown flag --bathces": ("eval", "runs/quick", "--bathces", "3"),
     "temperature=-1.0 is negative; top_p=3.0": ("generate", "runs/quick", "--temperature", "-1", "--top-p", "3"),
     "length=0 is below 1": ("generate", "runs/quick", "--prompt", "a", "--length", "0"),
+    "--prompt and --prompt-file both say": ("generate", "runs/quick", "--prompt", "a", "--prompt-file", "b"),
     "the prompt is empty": ("generate", "runs/quick", "--prompt", ""),
     "nowhere: no run has written there": ("runs", "nowhere"),
     "--metric nothing: no run has it; there are compile_time, grad_norm": (
@@ -212,6 +214,18 @@ def test_text_is_written_as_it_comes_until_a_stop_word(text, stop, expected):
     show.finish()
     assert "".join(written) == expected
     assert len(written) > 2 or len(expected) < 3
+
+
+def test_text_ends_at_the_end_token_and_keeps_the_space_before_its_first_word(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁the": 0, "▁cat": 1, "</s>": 2}, unk_token="</s>"))
+    words.decoder = tokenizers.decoders.Metaspace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    written, tokenizer = [], load_tokenizer(tmp_path)
+    show = Shown(1, (), written.append, tokenizer, end=2)
+    assert not show(np.array([[0, 1]])) and show(np.array([[0, 1, 2]]))
+    show.finish()
+    assert "".join(written) == " cat"
 
 
 def test_a_cut_off_character_at_the_end_is_written_as_such():

@@ -82,7 +82,7 @@ class DocumentEncoder:
         if self.prompt_field is None:
             found = self.tokenizer.encode(["\n\n".join(each) for each in texts])
             return [Document(np.concatenate([ids, *end]), 0) for ids in found]
-        prompts = self.tokenizer.encode([prompt for prompt, _ in texts])
+        prompts = self.tokenizer.encode([prompt for prompt, _ in texts], special="before")
         completions = self.tokenizer.encode([completion for _, completion in texts], special=False)
         return [
             Document(np.concatenate([prompt, completion, *end]), len(prompt))

@@ -7,12 +7,16 @@ import zlib
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 BYTES = "bytes"
 """The name of the tokenizer whose tokens are the bytes of UTF-8."""
+
+
+Special = bool | Literal["before"]
+"""Which of the tokens that a tokenizer's rules add around a text are added: all, none, or, as more follows, those before it."""
 
 
 class Tokenizer(Protocol):
@@ -28,7 +32,7 @@ class Tokenizer(Protocol):
         """What tells it from another."""
         ...
 
-    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[str], *, special: Special = True) -> list[np.ndarray]:
         """Token ids of every text, int32 [n]; with the tokens that its rules add around a text, or without."""
         ...
 
@@ -52,7 +56,7 @@ class ByteTokenizer:
     vocab_size = 256
     fingerprint = BYTES
 
-    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[str], *, special: Special = True) -> list[np.ndarray]:
         """Bytes of every text, int32 [n]."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
@@ -111,10 +115,10 @@ class FileTokenizer:
     def _checksum(self) -> str:
         return f"{zlib.crc32(json.dumps(json.loads(self.path.read_bytes()), sort_keys=True).encode()):08x}"
 
-    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[np.ndarray]:
+    def encode(self, texts: Sequence[str], *, special: Special = True) -> list[np.ndarray]:
         """Token ids of every text, int32 [n]; on all cores."""
-        found = self._rules.encode_batch(list(texts), add_special_tokens=special)
-        return [np.asarray(each.ids, np.int32) for each in found]
+        found = self._rules.encode_batch(list(texts), add_special_tokens=bool(special))
+        return [np.asarray(each.ids[: _until(each) if special == "before" else None], np.int32) for each in found]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special ones left out."""
@@ -158,6 +162,12 @@ def vocabulary_offenders(tokenizer: Tokenizer, vocab_size: int, what: str = "voc
     if vocab_size >= tokenizer.vocab_size:
         return []
     return [f"{what}={vocab_size}: the tokenizer has {tokenizer.vocab_size} token ids; set it to at least that"]
+
+
+def _until(encoding: Any) -> int:
+    """Where the tokens end that are not added behind a text."""
+    mask = encoding.special_tokens_mask
+    return max((i + 1 for i, added in enumerate(mask) if not added), default=len(mask))
 
 
 def _tokenizer_file(path: str | os.PathLike) -> Path:

@@ -82,8 +82,8 @@ def _is_this(config: TransformerConfig) -> bool:
     own = {"use_bias": True, "sinks": True, "window": config.window, "full_every": config.full_every}
     if experts is None or not llama.is_shaped(config, **own) or not experts.alike:
         return False
-    plain = (experts.router, experts.renormalize, experts.router_bias, experts.shared_size, experts.capacity_factor)
-    return plain == ("softmax", True, True, 0, None) and experts.activation == "clamped_swiglu"
+    plain = (experts.router, experts.renormalize, experts.router_bias, experts.shared_size)
+    return plain == ("softmax", True, True, 0) and experts.activation == "clamped_swiglu"
 
 
 def _places(config: TransformerConfig) -> Places:

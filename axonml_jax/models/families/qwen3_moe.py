@@ -53,9 +53,9 @@ def _describe(config: TransformerConfig) -> dict[str, Any]:
 
 
 def plain_softmax(experts: ExpertsConfig) -> bool:
-    """Whether routers are softmax without bias and nothing is shared or dropped; what only training uses may differ."""
-    plain = (experts.router, experts.router_bias, experts.shared_size, experts.capacity_factor)
-    return plain == ("softmax", False, 0, None) and experts.activation in (None, "swiglu")
+    """Whether routers are softmax without bias and nothing is shared; what only training uses, as a capacity, may differ."""
+    plain = (experts.router, experts.router_bias, experts.shared_size)
+    return plain == ("softmax", False, 0) and experts.activation in (None, "swiglu")
 
 
 def _is_this(config: TransformerConfig) -> bool:

@@ -35,7 +35,7 @@ def generate_text(given: argparse.Namespace, flags: Sequence[str]) -> int:
       ConfigError: for a run without checkpoints, options that cannot work, or an empty prompt.
     """
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
-    if problems := [*sampling.problems(), *([f"length={given.length} is below 1"] if given.length < 1 else [])]:
+    if problems := [*sampling.problems(), *_problems(given)]:
         raise ConfigError("; ".join(problems))
     run = saved_run("generate", given, flags)
     run.config.transformer_for("generate")
@@ -50,14 +50,22 @@ def generate_text(given: argparse.Namespace, flags: Sequence[str]) -> int:
     return 0
 
 
+def _problems(given: argparse.Namespace) -> Iterator[str]:
+    if given.length < 1:
+        yield f"length={given.length} is below 1"
+    if given.prompt is not None and given.prompt_file is not None:
+        yield "--prompt and --prompt-file both say how the text begins: give one"
+
+
 def _continue(
     run: SavedRun, model: ParallelModel, prompt: str, given: argparse.Namespace, sampling: Sampling, key: jax.Array
 ) -> None:
     """Write a prompt and what follows it."""
     tokenizer = load_tokenizer(run.config.data.tokenizer)
-    tokens = tokenizer.encode([prompt])[0][None]
+    tokens = tokenizer.encode([prompt], special="before")[0][None]
     print0(prompt, end="", flush=True)
-    show = Shown(tokens.shape[1], given.stop, lambda text: print0(text, end="", flush=True), tokenizer)
+    end = None if run.config.data.end is None else tokenizer.id_of(run.config.data.end)
+    show = Shown(tokens.shape[1], given.stop, lambda text: print0(text, end="", flush=True), tokenizer, end)
     window = min(run.config.transformer_for("generate").max_length, tokens.shape[1] + given.length)
     drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     generate(model, tokens, given.length, key, window=window, after_token=show, **drawn)
@@ -91,26 +99,36 @@ def _typed() -> Iterator[str]:
 
 
 class Shown:
-    """Writes the text as its tokens come, until a stop word is complete, which is not written.
+    """Writes the text as its tokens come, until a stop word is complete or the end token comes, neither of which is written.
 
     Args:
       start: tokens of the prompt, which are not written.
       stop: words that end the text.
       write: takes the next piece.
       tokenizer: of the tokens; None: they are bytes.
+      end: the token that ends a document; None: there is none.
     """
 
     def __init__(
-        self, start: int, stop: Sequence[str], write: Callable[[str], None], tokenizer: Tokenizer | None = None
+        self,
+        start: int,
+        stop: Sequence[str],
+        write: Callable[[str], None],
+        tokenizer: Tokenizer | None = None,
+        end: int | None = None,
     ):
-        self._start, self._stop, self._write = start, tuple(stop), write
+        self._start, self._stop, self._write, self._end = start, tuple(stop), write, end
         self._text = TextSoFar(load_tokenizer() if tokenizer is None else tokenizer)
-        self._seen, self._held = start, ""
+        self._seen, self._held = 0, ""
 
     def __call__(self, tokens: np.ndarray) -> bool:
-        """Take the tokens so far [1, n]; true once a stop word is complete."""
-        self._held += self._text.add(tokens[0, self._seen :].tolist())
-        self._seen = tokens.shape[1]
+        """Take the tokens so far [1, n]; true once a stop word is complete, or the document."""
+        if not self._seen:  # decoders write a text's first word without the space before it
+            self._text.add(tokens[0, : self._start].tolist())
+            self._seen = self._start
+        new, self._seen = tokens[0, self._seen :].tolist(), tokens.shape[1]
+        ended = self._end in new
+        self._held += self._text.add(new[: new.index(self._end)] if ended else new)
         ends = [at for word in self._stop if (at := self._held.find(word)) >= 0]
         if ends:
             self._write(self._held[: min(ends)])
@@ -119,7 +137,7 @@ class Shown:
         safe = len(self._held) - max((_begun(self._held, word) for word in self._stop), default=0)
         self._write(self._held[:safe])
         self._held = self._held[safe:]
-        return False
+        return ended
 
     def finish(self) -> None:
         """Write what was held back."""
