@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from jax.profiler import ProfileData
 from workers.launch import hearing_ctrl_c
 
 from axonml_jax.__main__ import main
@@ -268,4 +269,6 @@ def test_profile_writes_a_trace(text, tmp_path):
     process = in_process("train", QUICKSTART, *SMALL, *flags)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
-    assert list((tmp_path / "quickstart" / "trace").rglob("*.xplane.pb")) and "trace" in out
+    [trace] = (tmp_path / "quickstart" / "trace").rglob("*.xplane.pb")
+    lines = [line for plane in ProfileData.from_file(str(trace)).planes for line in plane.lines]
+    assert [event.name for line in lines for event in line.events].count("step") == 5 and "trace" in out

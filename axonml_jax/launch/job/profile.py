@@ -12,11 +12,11 @@ FIRST, COUNT = 3, 5
 
 
 def traced(batches: Iterator[PyTree], folder: Path, wait: Callable[[], object]) -> Iterator[PyTree]:
-    """The same batches; while the third to seventh are in use, `jax.profiler` writes a trace.
+    """The same batches; while the third to seventh are in use, `jax.profiler` writes a trace, in which each is a `step`.
 
     Args:
       batches: what a training loop draws from.
-      folder: where the trace goes (open it with XProf or Perfetto).
+      folder: where the trace goes (docs/guides/profiling.md says how to read it).
       wait: returns when the steps so far are done.
     """
     running = False
@@ -28,7 +28,8 @@ def traced(batches: Iterator[PyTree], folder: Path, wait: Callable[[], object]) 
                 wait()
                 jax.profiler.start_trace(folder)
                 running = True
-            yield batch
+            with jax.profiler.StepTraceAnnotation("step", step_num=number):
+                yield batch
     finally:
         if running:
             _stop(wait)
