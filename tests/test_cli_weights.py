@@ -71,6 +71,7 @@ def test_what_is_imported_is_trained_from_and_exported_again(kind, mesh, publish
     assert f"{MODELS[kind].num_params:,} parameters" in said and f"axonml-jax train {run / 'config.yaml'}" in said
     content = yaml.safe_load((run / "config.yaml").read_text())
     assert content["train"]["weights"] == str(run / "weights") and "norm" not in content["model"]
+    assert "text is read as bytes: " in said and "tokenizer" not in content.get("data", {})  # "{}" is none
     assert content["model"].get("scan_layers", False) == (kind == "llama")
     assert train(run, tmp_path, "--mesh.data=1", *mesh) == 0
     capsys.readouterr()
@@ -99,6 +100,20 @@ def refusal(capsys, *argv):
     _, err = capsys.readouterr()
     assert "Traceback" not in err
     return err
+
+
+def test_the_tokenizer_that_is_imported_is_the_datas(published, tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    folder, run = published("llama"), tmp_path / "imported"
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "cat": 1}, unk_token="the"))
+    words.save(str(folder / "tokenizer.json"))
+    assert main(["import", str(folder), str(run)]) == 0
+    file = str(run / "weights" / "tokenizer.json")
+    assert yaml.safe_load((run / "config.yaml").read_text())["data"]["tokenizer"] == file
+    said = capsys.readouterr().out
+    assert f"tokens     {file}" in said and "--data.path TEXT" in said
+    config = read_config("train", [str(run / "config.yaml"), "--data.path", str(folder)])
+    assert config.data.tokenizer == file and config.data.documents
 
 
 def test_what_cannot_be_imported_or_exported_is_refused_with_the_remedy(published, tmp_path, capsys):

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from axonml_jax.data.documents.tokenizer import load_tokenizer, vocabulary_offenders
 from axonml_jax.launch.commands.writable import require_folder
 from axonml_jax.launch.config.run_config import ConfigError, DataConfig, RunConfig, TrainConfig
 from axonml_jax.launch.config.stretches import NEWEST
@@ -47,7 +48,8 @@ def import_weights(chosen: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise ConfigError(f"import {source}: {error}") from error
     weights = (target / WEIGHTS).absolute()
-    content = _content(target.absolute().name, config, weights)
+    tokens, why_bytes = _tokenizer(source, weights, config)
+    content = _content(target.absolute().name, config, weights, tokens)
     (target / WEIGHTS).mkdir(parents=True)
     index = [path for path in [source / "model.safetensors.index.json"] if path.is_file()]
     for path in [source / "config.json", *safetensors_files(source), *index, *_there(source)]:
@@ -56,7 +58,8 @@ def import_weights(chosen: argparse.Namespace) -> int:
     size = sum(path.stat().st_size for path in safetensors_files(weights))
     print(f"model      {config.num_params:,} parameters, {config.num_layers} layers, width {config.hidden_size}")
     print(f"weights    {weights}, {size / 1e9:.3g} GB")
-    print(f"train it   axonml-jax train {target / NEWEST}")
+    print(f"tokens     {tokens.get('tokenizer') or f'text is read as bytes: {why_bytes}'}")
+    print(f"train it   axonml-jax train {target / NEWEST}{' --data.path TEXT' * bool(tokens)}")
     return 0
 
 
@@ -79,12 +82,25 @@ def _put(path: Path, folder: Path) -> None:
         shutil.copy2(path, folder / path.name)
 
 
+def _tokenizer(source: Path, weights: Path, config: TransformerConfig) -> tuple[dict[str, str], str]:
+    """What the section `data` says of the tokens that the model knows, and, where that is nothing, why."""
+    if not (source / TOKENIZER[0]).is_file():
+        return {}, f"{source} has no {TOKENIZER[0]}"
+    try:
+        wrong = vocabulary_offenders(load_tokenizer(source / TOKENIZER[0]), config.vocab_size, "model.vocab_size")
+    except ImportError:  # whoever trains is told what to install
+        wrong = []
+    except ValueError as error:
+        wrong = [str(error)]
+    return ({}, wrong[0]) if wrong else ({"tokenizer": str(weights / TOKENIZER[0])}, "")
+
+
 def _in_one_loop(config: TransformerConfig) -> dict[str, bool]:
     """Blocks that are alike run in a loop, which compiles in the same time for any number of them."""
     return {"scan_layers": config.full_every is None and (config.experts is None or config.experts.alike)}
 
 
-def _content(name: str, config: TransformerConfig, weights: Path) -> dict[str, Any]:
+def _content(name: str, config: TransformerConfig, weights: Path, tokens: dict[str, str]) -> dict[str, Any]:
     """The configuration, in which what is left out has its default.
 
     Raises:
@@ -99,7 +115,7 @@ def _content(name: str, config: TransformerConfig, weights: Path) -> dict[str, A
         "model": _given(config),
         "rope_scaling": _given(config.rope_scaling or RopeScaling()),
         "experts": _given(config.experts or ExpertsConfig()),
-        "data": {} if length == DataConfig().length else {"length": length},
+        "data": tokens | ({} if length == DataConfig().length else {"length": length}),
         "train": _given(TrainConfig(weights=str(weights))),
     }
     return {"name": name} | {section: values for section, values in sections.items() if values}
