@@ -88,9 +88,7 @@ def _tokenizer(source: Path, weights: Path, config: TransformerConfig) -> tuple[
         return {}, f"{source} has no {TOKENIZER[0]}"
     try:
         wrong = vocabulary_offenders(load_tokenizer(source / TOKENIZER[0]), config.vocab_size, "model.vocab_size")
-    except ImportError:  # whoever trains is told what to install
-        wrong = []
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         wrong = [str(error)]
     return ({}, wrong[0]) if wrong else ({"tokenizer": str(weights / TOKENIZER[0])}, "")
 
