@@ -181,3 +181,30 @@ def _scattered(trainer):
     """Elements of every gradient that is reduce-scattered."""
     sent = [each for each in ax.explain(trainer, tokens()).collectives if each.kind == "reduce_scatter"]
     return sorted(size for each in sent for size in each.leaf_elements)
+
+
+class Readings(nnx.Module):
+    """A matrix and a stack of them, read in every way that code reads one."""
+
+    def __init__(self):
+        key = jax.random.key(0)
+        self.w, self.stack = nnx.Param(jax.random.normal(key, (4, 4))), nnx.Param(jax.random.normal(key, (3, 4, 4)))
+
+    def __call__(self, x):
+        w, stack = self.w[...], self.stack[...]
+        x = jnp.tanh(x @ w)
+        x = jnp.tanh(jnp.einsum("oi,bi->bo", w, x))  # over the other side
+        x = jnp.tanh(jax.lax.dot_general(w, x, (((0,), (1,)), ((), ()))).T)  # from the left
+        x = jnp.tanh(jax.lax.ragged_dot(x, stack, jnp.array([1, 0, x.shape[0] - 1])))
+        x = jnp.tanh(jnp.einsum("ebi,eio->ebo", jnp.stack([x] * 3), stack).sum(0))
+        x = jnp.tanh(jnp.einsum("eio,bi->bo", stack, x) + w[1] + w.T.sum())  # whole
+        x = jax.checkpoint(lambda x: jnp.tanh(x @ w))(x)
+        x = jax.lax.cond(x.sum() > 0, lambda: x @ w, lambda: x)
+        return jax.lax.scan(lambda x, own: (jnp.tanh(x @ own @ w), None), x, stack)[0]
+
+
+def test_a_matrix_is_read_with_its_adapters_however_it_is_read():
+    given = ax.lora(Readings(), rank=2, alpha=3, targets=["w$", "stack"], stacked="stack")
+    x = np.random.default_rng(2).normal(size=(4, 4))
+    squares = lambda model, x: jnp.mean(jnp.square(model(x) - 1))
+    assert_equals_single_device(given, squares, x, ax.Plan(), mesh=mesh_of(data=2), steps=2)
