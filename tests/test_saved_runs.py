@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -118,6 +119,32 @@ def test_generate_reads_a_pipe_and_a_file(said, monkeypatch, tmp_path):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("the ")
     assert piped.startswith("the ") and said(*argv, "--prompt-file", str(prompt)) == piped
+
+
+class Led:
+    """One of several processes, of which another one decides."""
+
+    said: ClassVar[list] = []
+
+    def __init__(self, timeout=None):
+        pass
+
+    def decide(self, what, act):
+        return self.said.pop(0)
+
+
+def test_the_main_process_chooses_the_checkpoint_and_reads_the_prompts(place, said, monkeypatch):
+    folder = "axonml_jax.launch.commands.saved"
+    monkeypatch.setattr(f"{folder}.saved_run.Team", Led)
+    kept = str(place / "runs" / "quick" / "checkpoints" / "step_00000003")
+    Led.said[:] = [kept]
+    found = json.loads(said("eval", "runs/quick", "--json"))  # by itself it would take that of step 6
+    np.testing.assert_allclose(found["loss"], recorded(place, "quick", 3)["valid_loss"], rtol=1e-5)
+    monkeypatch.setattr(f"{folder}.generate_command.Team", Led)
+    monkeypatch.setattr("sys.stdin", None)
+    Led.said[:] = [kept, None, "the ", "", "a", None]
+    lines = said("generate", "runs/quick", "--length", "4", "--temperature", "0").splitlines()
+    assert len(Led.said) == 0 and lines[0].startswith("the ") and any(line.startswith("a") for line in lines[1:])
 
 
 REFUSED = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from axonml_jax.checkpoint.team import Team
 from axonml_jax.data.documents.text_so_far import TextSoFar
 from axonml_jax.data.documents.tokenizer import Tokenizer, load_tokenizer
 from axonml_jax.facade.parallel_generate import generate
@@ -19,6 +20,9 @@ from axonml_jax.launch.job.document_task import check_tokenizer
 from axonml_jax.launch.job.run_setup import all_or_refuse
 from axonml_jax.logging import print0
 from axonml_jax.models.generation.sampling import Sampling
+
+_PATIENCE = 86_400.0
+"""Seconds that the other processes wait for somebody who types."""
 
 
 def generate_text(given: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -40,11 +44,11 @@ def generate_text(given: argparse.Namespace, flags: Sequence[str]) -> int:
     run = saved_run("generate", given, flags)
     run.config.transformer_for("generate")
     all_or_refuse(partial(check_tokenizer, run.config))
-    prompts = _prompts(given)
+    prompts = _given(given)
     ground, model = run.open()
     if ground.world.is_main_process:
         print(f"{run.folder}, step {run.step}, on {ground.device_words}", file=sys.stderr)
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(prompts or _heard(given)):
         key = jax.random.fold_in(jax.random.key(given.seed), number)
         _continue(run, model, prompt, given, sampling, key)
     return 0
@@ -73,29 +77,37 @@ def _continue(
     print0("", flush=True)
 
 
-def _prompts(given: argparse.Namespace) -> Iterator[str] | list[str]:
-    if given.prompt is not None or given.prompt_file is not None:
-        text = given.prompt if given.prompt is not None else Path(given.prompt_file).read_text("utf-8")
-        if not text:
-            raise ConfigError("the prompt is empty: give at least one character")
-        return [text] * given.count
-    if sys.stdin.isatty():
-        return _typed()
-    if not (text := sys.stdin.read()):
-        raise ConfigError("no prompt: give --prompt, --prompt-file, or pipe a text in")
+def _given(given: argparse.Namespace) -> list[str]:
+    """The prompts that the flags give."""
+    if given.prompt is None and given.prompt_file is None:
+        return []
+    text = given.prompt if given.prompt is not None else Path(given.prompt_file).read_text("utf-8")
+    if not text:
+        raise ConfigError("the prompt is empty: give at least one character")
     return [text] * given.count
 
 
-def _typed() -> Iterator[str]:
-    """Lines as they are typed, until the end of the input."""
-    while True:
-        try:
-            line = input("prompt> ")
-        except EOFError:
-            print0("")
-            return
+def _heard(given: argparse.Namespace) -> Iterator[str]:
+    """What is piped in, or line by line what is typed; the main process reads it, and the others hear of it."""
+    team = Team(timeout=_PATIENCE)
+    text = team.decide("read the prompt", lambda: None if sys.stdin.isatty() else sys.stdin.read())
+    if text == "":
+        raise ConfigError("no prompt: give --prompt, --prompt-file, or pipe a text in")
+    if text is not None:
+        yield from [text] * given.count
+        return
+    while (line := team.decide("read a prompt", _typed)) is not None:
         if line:
             yield line
+    print0("")
+
+
+def _typed() -> str | None:
+    """A line, None at the end of the input."""
+    try:
+        return input("prompt> ")
+    except EOFError:
+        return None
 
 
 class Shown:

@@ -10,6 +10,7 @@ from pathlib import Path
 from axonml_jax.checkpoint.manifest import Manifest
 from axonml_jax.checkpoint.names import checkpoints_in
 from axonml_jax.checkpoint.store import restore
+from axonml_jax.checkpoint.team import Team
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.facade.saved_model import AVERAGE, AveragedParams
 from axonml_jax.launch.config.nearest_file import nearest_file
@@ -42,6 +43,8 @@ class SavedRun:
     def open(self) -> tuple[RunSetup, ParallelModel]:
         """Start the devices, and put the checkpoint's model on them under the configuration's plan.
 
+        Among several processes it is the main one's checkpoint: a run that is still training writes and removes some meanwhile.
+
         Raises:
           ConfigError: for a mesh that does not fit the devices, or a checkpoint of another model.
         """
@@ -49,9 +52,10 @@ class SavedRun:
         [made] = all_or_refuse(partial(model_of, self.config, ground.batch))  # no process holds more than its part
         seed = self.config.train.seed
         model = ParallelModel(made.model, ground.mesh, ground.plan, params=made.params, seed=seed)
-        all_or_refuse(partial(restore, self.checkpoint, model))
+        checkpoint = Path(Team().decide("choose a checkpoint", lambda: str(self.checkpoint.absolute())))
+        all_or_refuse(partial(restore, checkpoint, model))
         if self.ema:
-            all_or_refuse(partial(restore, self.checkpoint, AveragedParams(model), part=AVERAGE))
+            all_or_refuse(partial(restore, checkpoint, AveragedParams(model), part=AVERAGE))
         return ground, model
 
 
