@@ -10,8 +10,8 @@ from plan_models import linear, mean_loss, regression
 
 import axonml_jax as ax
 from axonml_jax.sharding.layout import Layout
-from axonml_jax.training.optimizer.mixing import Mixing
-from axonml_jax.training.optimizer.read_update import read_update
+from axonml_jax.training.optimizer.sharded.mixing import Mixing
+from axonml_jax.training.optimizer.sharded.read_update import read_update
 
 
 def counting(tx: optax.GradientTransformation, calls: list) -> optax.GradientTransformation:

@@ -42,7 +42,7 @@ class FSDP(ParallelModel):
       wrap: which parts are gathered together (FULL_SHARD) and recomputed together (`remat`): None finds repeated blocks;
         module types, regular expressions of module paths, or a predicate of the path.
       prefetch: units gathered ahead while one computes; each costs a unit of memory.
-      update: "shards", or "whole" for optimizers that do more than element-wise work and sums over all elements.
+      update: "shards", or "whole" for optimizers that are refused on them.
       remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
       batch_stats, trainable, check_vma, seed: see `ax.DDP`.
 

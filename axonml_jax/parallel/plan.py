@@ -42,9 +42,9 @@ class Plan:
         split over it.
       precision: dtypes of parameters, computation, reduction and outputs; the name of a common policy is accepted.
       accumulate: microbatches per update and rank; under a pipeline that many times its microbatches, in one pass.
-      update: "shards": the optimizer sees what a rank holds (right for element-wise ones such as Adam, SGD and Lion, and for
-        sums over all elements, such as clipping by the global norm; others are refused); "whole": gradients, parameters and
-        state are gathered for the update.
+      update: "shards": the optimizer sees what a rank holds. Work on whole matrices (Muon, Adafactor) is done by one rank for
+        each, which gathers what it needs; what cannot be done so is refused. "whole": gradients, parameters and state are
+        gathered for the update.
       offload: what rests in host memory.
       remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
       batch_stats: "global" joins BatchNorm statistics over all ranks and keeps buffers equal; "local" leaves every rank

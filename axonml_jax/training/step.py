@@ -26,7 +26,7 @@ from axonml_jax.training.finite.nonfinite import check_limit, skip_nonfinite
 from axonml_jax.training.gradients import gradients
 from axonml_jax.training.objective import Objective
 from axonml_jax.training.optimizer.norm import clipped, norm
-from axonml_jax.training.optimizer.on_shards import OnShards
+from axonml_jax.training.optimizer.sharded.on_shards import OnShards
 from axonml_jax.training.optimizer.streamed import streamed
 from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.rest.layer_norms import layer_norms

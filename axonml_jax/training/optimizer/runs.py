@@ -13,8 +13,8 @@ from jax.core import Tracer
 
 from axonml_jax.parallel.pipeline.resting.packing import Buffers, Packing, Slot, slot_value
 from axonml_jax.parallel.pipeline.resting.stage_store import StageStore
-from axonml_jax.training.optimizer.on_shards import seen_shard, stored_shard
-from axonml_jax.training.optimizer.sharded_program import ShardedProgram
+from axonml_jax.training.optimizer.sharded.on_shards import seen_shard, stored_shard
+from axonml_jax.training.optimizer.sharded.sharded_program import ShardedProgram
 
 
 class Tree(NamedTuple):

@@ -18,8 +18,8 @@ from axonml_jax.sharding.place import move, place
 from axonml_jax.sharding.stored import from_stored, map_layouts, padded, to_stored, unpadded
 from axonml_jax.training.optimizer.apply import apply
 from axonml_jax.training.optimizer.norm import Part, clipped, norm
-from axonml_jax.training.optimizer.on_shards import OnShards
 from axonml_jax.training.optimizer.opt_state import gather_stored, opt_layouts, own_parts
+from axonml_jax.training.optimizer.sharded.on_shards import OnShards
 from axonml_jax.training.rest.layer_norms import Square, square
 from axonml_jax.training.rest.rest import Rest
 

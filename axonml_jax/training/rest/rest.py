@@ -17,7 +17,7 @@ from axonml_jax.model.loss import Loss
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.training.objective import Objective
 from axonml_jax.training.optimizer.norm import Part
-from axonml_jax.training.optimizer.on_shards import OnShards
+from axonml_jax.training.optimizer.sharded.on_shards import OnShards
 from axonml_jax.training.rest.layer_norms import Square
 from axonml_jax.training.state.strategy_state import keeping
 from axonml_jax.training.state.train_state import TrainState

@@ -26,8 +26,8 @@ from axonml_jax.training.engine.pipelined import pipelined_call, pipelined_loss
 from axonml_jax.training.objective import Objective
 from axonml_jax.training.optimizer.apply import apply
 from axonml_jax.training.optimizer.norm import Part, clipped, norm
-from axonml_jax.training.optimizer.on_shards import OnShards
 from axonml_jax.training.optimizer.opt_state import opt_layouts, whole_shape
+from axonml_jax.training.optimizer.sharded.on_shards import OnShards
 from axonml_jax.training.rest.layer_norms import Square, square
 from axonml_jax.training.rest.rest import Rest
 from axonml_jax.training.rest.staged_optimizer import StagedOptimizer

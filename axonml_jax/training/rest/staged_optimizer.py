@@ -25,10 +25,10 @@ from axonml_jax.parallel.pipeline.resting.staging import Staging
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Layout, is_layout
 from axonml_jax.sharding.place import copies
-from axonml_jax.training.optimizer.on_shards import seen_shard, stored_shard
 from axonml_jax.training.optimizer.opt_state import opt_owners
 from axonml_jax.training.optimizer.runs import Runs, Tree
-from axonml_jax.training.optimizer.sharded_program import Held, OnRank, ShardedProgram
+from axonml_jax.training.optimizer.sharded.on_shards import seen_shard, stored_shard
+from axonml_jax.training.optimizer.sharded.sharded_program import Held, OnRank, ShardedProgram
 
 _STAGES, _WHOLE = "stages", "whole"
 

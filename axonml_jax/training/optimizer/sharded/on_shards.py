@@ -18,11 +18,11 @@ from axonml_jax.program.program import Program, no_calls, read_program
 from axonml_jax.sharding.layout import Layout, is_layout
 from axonml_jax.sharding.stored import map_layouts
 from axonml_jax.training.optimizer.apply import apply
-from axonml_jax.training.optimizer.mixing import Mixing
 from axonml_jax.training.optimizer.opt_state import opt_owners, whole_shape
 from axonml_jax.training.optimizer.optimizer_name import culprit
-from axonml_jax.training.optimizer.read_update import read_update
-from axonml_jax.training.optimizer.sharded_program import ShardedProgram
+from axonml_jax.training.optimizer.sharded.mixing import Mixing
+from axonml_jax.training.optimizer.sharded.read_update import read_update
+from axonml_jax.training.optimizer.sharded.sharded_program import ShardedProgram
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +119,7 @@ class OnShards:
             shapes = (jax.tree.map(shape, tree, is_leaf=is_layout) for tree in trees)
             return read_program(trace(run, *shapes, loss).jaxpr, no_calls)
 
-        if self.program(loss).has_totals:
+        if self.program(loss).communicates:
             return False
         try:
             return operations(traced(_seen_shape)) == operations(traced(whole_shape))

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax.collectives.primitives import axis_index, max_over, min_over, sum_over
-from axonml_jax.collectives.varying import vary, varying_axes
+from axonml_jax.collectives.varying import vary
 from axonml_jax.sharding.layout import Layout
+from axonml_jax.training.optimizer.sharded.bind_typed import typed_alike
+from axonml_jax.training.optimizer.sharded.matrices import MatrixWork, on_owners
 
 Held = Mapping[int, Any]
 """Arguments that a rank holds parts of, by position."""
@@ -39,6 +41,7 @@ class UpdateStep:
       total: how the ranks' values are joined ("sum", "max", "min"); None: they are not.
       dtype: of a total.
       kind: what it does to each element, whatever the shape; None: it may do anything.
+      work: what it does to the whole of the parameter, on the rank that gathers it; None: it acts on parts.
     """
 
     run: Callable[[Sequence[Any]], Sequence[Any]]
@@ -49,6 +52,12 @@ class UpdateStep:
     total: str | None = None
     dtype: Any = None
     kind: Hashable = None
+    work: MatrixWork | None = None
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks meet for it."""
+        return self.total is not None or self.work is not None
 
 
 @dataclass(frozen=True)
@@ -74,9 +83,9 @@ class ShardedProgram:
     pipe: tuple[str, ...]
 
     @property
-    def has_totals(self) -> bool:
-        """Whether anything is joined over ranks."""
-        return any(step.total for step in self.steps)
+    def communicates(self) -> bool:
+        """Whether ranks meet in it."""
+        return any(step.communicates for step in self.steps)
 
     def run(
         self, whole: Held, on_rank: OnRank, finish: Callable[[dict[int, Any]], Any], on_runs: OnRank | None = None
@@ -92,11 +101,15 @@ class ShardedProgram:
         Returns:
           What `finish` made, and the results that are the same on all ranks, by position.
 
-        Communicates: one all-reduce of scalars per round of totals, kind of join, and axes that split what is joined.
+        Communicates: one all-reduce of scalars per round of totals, kind of join, and axes that split what is joined; for
+        work on whole matrices see `on_owners`.
         """
         env = dict(self.constants) | {self.inputs[i]: value for i, value in whole.items()}
         for level in range(1 + max((step.level for step in self.steps), default=0)):
             _run((step for step in self.steps if step.owner is None and step.level == level), env)
+            for works in self._works(level):
+                made = on_rank(functools.partial(self._worked, works, env))
+                env |= {step.outputs[0]: value for step, value in zip(works, made, strict=True)}
             for group in self._groups(step for step in self.steps if step.total and step.level == level):
                 parts = on_rank(functools.partial(self._parts, group, env))
                 joined = _JOIN[group[0].total or ""](parts, self._axes(group[0]))
@@ -104,6 +117,22 @@ class ShardedProgram:
         mine = (on_runs or on_rank)(lambda held: finish(self._results(env, held)))
         loose = [i for i, owner in enumerate(self.owners[1]) if owner is None]
         return mine, {i: env[self.outputs[i]] for i in loose}
+
+    def _works(self, level: int) -> list[list[UpdateStep]]:
+        """Equal works of a round, each group of which shares an exchange."""
+        groups: dict[Hashable, list[UpdateStep]] = {}
+        for step in self.steps:
+            if step.work is not None and step.level == level:
+                groups.setdefault(step.work.like, []).append(step)
+        return list(groups.values())
+
+    def _worked(self, works: Sequence[UpdateStep], env: Mapping[int, Any], held: Held) -> list[jax.Array]:
+        """What equal works make."""
+        first = works[0]
+        assert first.work is not None and first.owner is not None
+        own = self._made([number for step in works for number in step.inputs], env, held)
+        given = [[own[number] for number in step.inputs] for step in works]
+        return on_owners(first.work, self.layouts[first.owner], given)
 
     def _results(self, env: Mapping[int, Any], held: Held) -> dict[int, Any]:
         """The results that belong to parameters of which this rank holds something."""
@@ -131,7 +160,7 @@ class ShardedProgram:
         own = dict(env) | {self.inputs[i]: value for i, value in held.items()}
         needed, chosen, present = set(wanted), [], self._present(held)
         for step in reversed(self.steps):
-            if step.owner in present and step.total is None and needed.intersection(step.outputs):
+            if step.owner in present and not step.communicates and needed.intersection(step.outputs):
                 needed.update(step.inputs)
                 chosen.append(step)
         _run(reversed(chosen), own)
@@ -179,9 +208,3 @@ def _within(x: jax.Array, layout: Layout, empty: jax.Array) -> jax.Array:
 def _run(steps: Iterable[UpdateStep], env: dict[int, Any]) -> None:
     for step in steps:
         env.update(zip(step.outputs, step.run(typed_alike([env[number] for number in step.inputs])), strict=True))
-
-
-def typed_alike(values: list[Any]) -> list[Any]:
-    """Values typed as varying over the same axes, as operations want them."""
-    axes = frozenset[str]().union(*(varying_axes(value) for value in values))
-    return [vary(jnp.asarray(value), tuple(sorted(axes))) for value in values] if axes else values

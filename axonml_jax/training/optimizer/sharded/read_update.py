@@ -6,14 +6,11 @@ another parameter's nor arrays made apart from them (docs/adr/0007). A parameter
 pipeline, may meet anything there.
 """
 
-import itertools
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from axonml_jax._types import PyTree
 from axonml_jax.compat.jaxpr import trace
@@ -22,9 +19,10 @@ from axonml_jax.program.atoms import is_constant
 from axonml_jax.program.program import Equation, Program, no_calls, read_program
 from axonml_jax.program.rules import is_elementwise, rule_of
 from axonml_jax.sharding.layout import Layout
-from axonml_jax.training.optimizer.mixing import Mixing, frames_of
-from axonml_jax.training.optimizer.sharded_program import ShardedProgram, UpdateStep, neutral
-from axonml_jax.training.optimizer.value import Value, kind_of
+from axonml_jax.training.optimizer.sharded.mixing import Mixing, frames_of
+from axonml_jax.training.optimizer.sharded.sharded_program import ShardedProgram
+from axonml_jax.training.optimizer.sharded.update_steps import UpdateSteps
+from axonml_jax.training.optimizer.sharded.value import Value, kind_of
 
 _STILL = frozenset(("broadcast_in_dim", "reshape", "reshard", "sharding_constraint"))
 """What leaves a part of a parameter as it is, where the result is the parameter's shape or its elements in a row."""
@@ -53,7 +51,7 @@ def read_update(
       Mixing: when ranks cannot run it on what they hold.
     """
     program = read_program(trace(fun, *args).jaxpr, no_calls)
-    reader = _Reader(layouts)
+    reader = _Reader(layouts, gathers=not pipe)
     inputs = [reader.new(program.avals[number], owner) for number, owner in zip(program.inputs, owners[0], strict=True)]
     results = [reader.returned(*each) for each in zip(reader.read(program, inputs, ()), owners[1], strict=True)]
     return ShardedProgram(
@@ -67,25 +65,15 @@ def read_update(
     )
 
 
-@dataclass
-class _Reader:
+class _Reader(UpdateSteps):
     """Turns a traced function into steps."""
-
-    layouts: Sequence[Layout]
-    steps: list[UpdateStep] = field(default_factory=list)
-    constants: dict[int, Any] = field(default_factory=dict)
-    _sent: dict[int, Value] = field(default_factory=dict)
-    _count: Any = field(default_factory=itertools.count)
-
-    def new(self, aval: Any, owner: int | None, *, uniform: bool = False, level: int = 0) -> Value:
-        return Value(next(self._count), aval, owner, uniform, level)
 
     def read(self, program: Program, given: Sequence[Value], frames: Sequence[str]) -> list[Value]:
         """The results of a program of these arguments."""
         env: dict[int, Value] = dict(zip(program.inputs, given, strict=True))
         for number, constant in program.constants.items():
-            env[number] = self._constant(constant, program.avals[number])
-        look = lambda atom: self._constant(atom.val, atom.aval) if is_constant(atom) else env[atom]
+            env[number] = self.constant(constant, program.avals[number])
+        look = lambda atom: self.constant(atom.val, atom.aval) if is_constant(atom) else env[atom]
         for equation in program.equations:
             made = self._equation(equation, [look(atom) for atom in equation.inputs], frames_of(equation.op, frames))
             env.update(zip(equation.outputs, made, strict=True))
@@ -93,22 +81,18 @@ class _Reader:
 
     def returned(self, value: Value, owner: int | None) -> Value:
         """A result, which must hold elements of the parameter that it belongs to, or be the same on all ranks."""
-        if value.owner != owner and self._is_small(value):
-            value = self._everywhere(value)
-        if value.owner is None and (owner is None or value.is_number or self._whole(owner)):
-            part = None if owner is None or self._whole(owner) else self.layouts[owner]
+        if value.owner != owner and self.is_small(value):
+            value = self.everywhere(value)
+        if self.whole_work.has(value) and owner in (None, value.owner):
+            value = self.part(value) if owner is not None else self.work(value, part=False)
+        if value.owner is None and (owner is None or value.is_number or self.is_whole(owner)):
+            part = None if owner is None or self.is_whole(owner) else self.layouts[owner]
             shape = value.aval.shape if part is None or not part.shape else part.shard
             spread = lambda values: [jnp.broadcast_to(values[0], shape)]
-            return self._emit(spread, [value], [value.aval], owner, raw=True)[0] if value.uniform else value
+            return self.emit(spread, [value], [value.aval], owner, raw=True)[0] if value.uniform else value
         if value.owner == owner:
             return value
         raise Mixing("what it returns for one parameter, or for none, holds elements of another")
-
-    def _constant(self, constant: Any, aval: Any) -> Value:
-        value = self.new(aval, None)
-        typed = isinstance(constant, jax.Array)
-        self.constants[value.number] = constant if typed else np.asarray(constant, aval.dtype)
-        return value
 
     def _equation(self, equation: Equation, given: list[Value], frames: Sequence[str]) -> list[Value]:
         op, name, avals = equation.op, equation.name, equation.op.made
@@ -120,22 +104,42 @@ class _Reader:
         if equation.branches and given[0].owner is None and self._must_split(given) and not op.acts:
             cases = [self.read(branch, given[1:], frames) for branch in equation.branches]
             return [self._chosen(given[0], list(each), frames) for each in zip(*cases, strict=True)]
-        given, owner = self._settled(op, given, frames)
+        given = self._met(op, given)
+        if any(map(self.whole_work.has, given)):
+            return self.note(equation, given, frames)
+        try:
+            given, owner = self._settled(op, given, frames)
+        except Mixing:
+            if not self.may_gather(op, given):
+                raise
+            return self.note(equation, given, frames)
         if owner is None:
             spread = name == "broadcast_in_dim"
             uniform = (is_elementwise(name) or spread) and all(value.is_number for value in given)
             run = (lambda values: values) if uniform and spread else op.bind
-            return self._emit(run, given, avals, None, uniform=uniform, kind=kind_of(op, given) if uniform else None)
-        if not self._whole(owner) and name in _STILL:
+            return self.emit(run, given, avals, None, uniform=uniform, kind=kind_of(op, given) if uniform else None)
+        if not self.is_whole(owner) and name in _STILL:
             return [given[0]._replace(aval=avals[0])]
-        if not self._whole(owner) and name == "dot_general":  # of all dims: a sum of products
+        if not self.is_whole(owner) and name == "dot_general":  # of all dims: a sum of products
             kinds = [jax.ShapeDtypeStruct(given[0].aval.shape, avals[0].dtype)]
             product = lambda values: [jnp.asarray(values[0] * values[1], avals[0].dtype)]
-            given = self._emit(product, given, kinds, owner)
-            return [self._total(jnp.sum, given[0], "sum", avals[0].dtype)]
-        if (total := rule_of(name).total) and given[0].aval.shape and not self._whole(owner):
-            return [self._total(lambda x: op.bind([x])[0], given[0], total, avals[0].dtype)]
-        return self._emit(op.bind, given, avals, owner, kind=kind_of(op, given))
+            given = self.emit(product, given, kinds, owner)
+            return [self.total(jnp.sum, given[0], "sum", avals[0].dtype)]
+        if (total := rule_of(name).total) and given[0].aval.shape and not self.is_whole(owner):
+            return [self.total(lambda x: op.bind([x])[0], given[0], total, avals[0].dtype)]
+        return self.emit(op.bind, given, avals, owner, kind=kind_of(op, given))
+
+    def _met(self, op: Operation, given: list[Value]) -> list[Value]:
+        """The operands with none that is whole, unless all are of one parameter and the operation stays with whole arrays."""
+        whole, owned = [each for each in given if self.whole_work.has(each)], [v for v in given if v.owner is not None]
+        if not whole:
+            return given
+        if len({value.owner for value in owned}) == 1:
+            shape = self.layouts[whole[0].owner or 0].shape
+            alike = all(value.aval.shape == shape for value in owned) and op.made[0].shape == shape
+            if len(whole) == len(owned) or not (alike and is_elementwise(op.name)):
+                return given
+        return [self.everywhere(each) if self.is_small(each) else self.part(each) for each in given]
 
     def _chosen(self, index: Value, cases: list[Value], frames: Sequence[str]) -> Value:
         """A result of a conditional: all branches run, as totals in them need all ranks."""
@@ -144,17 +148,17 @@ class _Reader:
         given, owner = self._together([index, *cases], cases[0].aval.shape, "cond", frames)
         uniform = owner is None and all(value.is_number for value in given)
         choose = lambda values: [jax.lax.select_n(values[0], *map(jnp.asarray, values[1:]))]
-        return self._emit(choose, given, [cases[0].aval], owner, uniform=uniform)[0]
+        return self.emit(choose, given, [cases[0].aval], owner, uniform=uniform)[0]
 
     def _settled(self, op: Operation, given: list[Value], frames: Sequence[str]) -> tuple[list[Value], int | None]:
         """What an operation acts on, and the parameter whose elements these are, or None: the same on all ranks."""
         name, owned = op.name, [value for value in given if value.owner is not None]
         if name in _JOINING and any(value.owner is None and value.level for value in given):
-            given = [self._everywhere(value) if self._is_small(value) else value for value in given]
+            given = [self.everywhere(value) if self.is_small(value) else value for value in given]
             owned = [value for value in given if value.owner is not None]
         if not owned:
             return given, None
-        if len({value.owner for value in owned}) == 1 and self._is_local(owned[0]) and not op.acts:
+        if len({value.owner for value in owned}) == 1 and self.is_local(owned[0]) and not op.acts:
             return given, owned[0].owner
         if is_elementwise(name):
             return self._together(given, op.made[0].shape, name, frames)
@@ -165,7 +169,7 @@ class _Reader:
             return self._together(given, given[0].aval.shape, name, frames)
         if rule_of(name).total and len(op.options["axes"]) == len(owned[0].aval.shape):
             return given, owned[0].owner
-        given = [self._everywhere(value) if self._is_small(value) else value for value in given]
+        given = [self.everywhere(value) if self.is_small(value) else value for value in given]
         if any(value.owner is not None for value in given):
             raise Mixing(name, frames)
         return given, None
@@ -174,14 +178,15 @@ class _Reader:
         self, given: list[Value], shape: tuple[int, ...], name: str, frames: Sequence[str]
     ) -> tuple[list[Value], int | None]:
         """Values that meet element by element: of one parameter, or the same on all ranks."""
+        given = [value if self.is_small(value) else self.part(value) for value in given]
         owned = [value for value in given if value.owner is not None]
         several = len({value.owner for value in owned}) > 1
-        if owned and not several and self._is_local(owned[0]):
+        if owned and not several and self.is_local(owned[0]):
             return given, owned[0].owner
         if several or any(value.aval.shape != shape for value in owned):
-            if not any(map(self._is_small, given)):
+            if not any(map(self.is_small, given)):
                 raise Mixing(f"{name} of several parameters", frames)
-            given = [self._everywhere(value) if self._is_small(value) else value for value in given]
+            given = [self.everywhere(value) if self.is_small(value) else value for value in given]
             return self._together(given, shape, name, frames)
         if owned and not all(value.owner is not None or value.is_number for value in given):
             raise Mixing(f"{name} with an array that is not a parameter's own", frames)
@@ -190,15 +195,7 @@ class _Reader:
     def _must_split(self, given: Sequence[Value]) -> bool:
         """Whether values belong to several parameters, or to one that is split."""
         owned = [value for value in given if value.owner is not None]
-        return len({value.owner for value in owned}) > 1 or not all(map(self._is_local, owned))
-
-    def _whole(self, owner: int) -> bool:
-        """Whether one rank has all of a parameter, and so may do anything with it."""
-        return not self.layouts[owner].axes
-
-    def _is_local(self, value: Value) -> bool:
-        """Whether a value belongs to such a parameter."""
-        return value.owner is not None and self._whole(value.owner)
+        return len({value.owner for value in owned}) > 1 or not all(map(self.is_local, owned))
 
     def _still(self, value: Value) -> set[tuple[int, ...]]:
         """The shapes in which a part of a parameter has the same elements in the same order."""
@@ -206,74 +203,8 @@ class _Reader:
         rows = {(value.aval.size,), self.layouts[value.owner].shape} if value.aval.shape else set()
         return {value.aval.shape} | rows
 
-    def _is_small(self, value: Value) -> bool:
-        """Whether a value is a single element, of which other ranks can be told."""
-        return value.owner is not None and (value.aval.size == 1 if self._is_local(value) else not value.aval.shape)
-
-    def _everywhere(self, value: Value) -> Value:
-        """A single element, on all ranks; sent once."""
-        if value.number in self._sent:
-            return self._sent[value.number]
-        aval = value.aval
-        total = "max" if aval.dtype == bool else "sum"
-        made = self._total(lambda x: jnp.reshape(x, ()), value, total, aval.dtype)
-        if aval.shape:
-            (made,) = self._emit(lambda values: [jnp.reshape(values[0], aval.shape)], [made], [aval], None)
-        self._sent[value.number] = made
-        return made
-
-    def _total(self, run: Any, value: Value, total: str, dtype: Any) -> Value:
-        """What all elements come to, joined over ranks; booleans as integers."""
-        if bools := value.aval.dtype == bool:
-            dtype, start = np.dtype(np.int32), neutral(total, np.int32)
-            as_int, over = _as(value.aval, dtype), {"max": jnp.max, "min": jnp.min}[total]
-            (value,) = self._emit(lambda values: [values[0].astype(dtype)], [value], [as_int], value.owner)
-            run = lambda x: over(x, initial=start)
-        made = self.new(jax.ShapeDtypeStruct((), dtype), None, level=value.level + 1)
-        one, numbers = (lambda values: [run(values[0])]), ((value.number,), (made.number,))
-        self.steps.append(UpdateStep(one, *numbers, value.owner, value.level, total, dtype))
-        if bools:
-            (made,) = self._emit(lambda values: [values[0] > 0], [made], [_as(made.aval, np.bool_)], None)
-        return made
-
-    def _emit(
-        self,
-        run: Any,
-        given: Sequence[Value],
-        avals: Any,
-        owner: int | None,
-        *,
-        uniform: bool = False,
-        raw: bool = False,
-        kind: Hashable = None,
-    ) -> list[Value]:
-        """A step; `raw`: it takes single numbers in the place of uniform arrays, as uniform results do anyway."""
-        level = max((value.level for value in given), default=0)
-        made = [self.new(aval, owner, uniform=uniform, level=level) for aval in avals]
-        if not (uniform or raw) and any(value.uniform for value in given):
-            run = _spreading(run, given, split=owner is not None and (kind is not None or not self._whole(owner)))
-        inputs, outputs = tuple(value.number for value in given), tuple(value.number for value in made)
-        self.steps.append(UpdateStep(run, inputs, outputs, owner, level, kind=kind))
-        return made
-
-
-def _spreading(run: Any, given: Sequence[Value], *, split: bool) -> Any:
-    """An operation that spreads numbers over whole arrays, or over the part of a parameter that it acts on."""
-    part = next((i for i, value in enumerate(given) if value.owner is not None), 0)
-
-    def spread(values: Sequence[Any]) -> Sequence[Any]:
-        shapes = [jnp.shape(values[part]) if split else value.aval.shape for value in given]
-        each = zip(given, values, shapes, strict=True)
-        return run([jnp.broadcast_to(x, shape) if value.uniform else x for value, x, shape in each])
-
-    return spread
-
 
 def _contracts_all(op: Operation) -> bool:
     """Whether a product is one of all elements with their like."""
     left, right = op.contraction.contracted
     return left == right == tuple(range(op.given[0].ndim)) == tuple(range(op.given[1].ndim))
-
-
-def _as(aval: Any, dtype: Any) -> Any:
-    return jax.ShapeDtypeStruct(aval.shape, np.dtype(dtype))
