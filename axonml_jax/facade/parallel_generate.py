@@ -18,7 +18,7 @@ from axonml_jax.parallel.adapted import reading_adapted
 from axonml_jax.parallel.tensor.bound_axes import bound
 from axonml_jax.parallel.tensor.megatron.attend import KVCache
 from axonml_jax.sharding.place import place
-from axonml_jax.training.compiler import ordered
+from axonml_jax.training.compiler import Compiled, ordered
 from axonml_jax.training.step import forward_mode
 
 
@@ -93,7 +93,7 @@ class _Extend:
 
     def __init__(self, model: ParallelModel, room: int):
         self.model, self.room = model, room
-        self.compiled = model._program(("extend", room), lambda: jax.jit(self._whole))
+        self.compiled = model._program(("extend", room), lambda: Compiled(self._whole, model.mesh))
 
     def __call__(self, tokens: np.ndarray, caches: Any) -> tuple[jax.Array, Any]:
         model = self.model
@@ -126,7 +126,7 @@ class _Extend:
             return rest.read(call, view, rest.enter(variables), tokens, caches)
 
         return jax.shard_map(
-            ordered(local, self.model.mesh),
+            ordered(local),
             mesh=self.model.mesh,
             in_specs=(specs, rows, None if caches is None else held),
             out_specs=(rows, held),

@@ -38,6 +38,11 @@ def collectives_in_order(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return ordered
 
 
+def may_overlap(jaxpr: Any) -> bool:
+    """Whether a traced program has, at one level, a loop with collectives and anything else with some."""
+    return _may_overlap(read_program(jaxpr))
+
+
 def _may_overlap(program: Program) -> bool:
     """Whether there is a loop with collectives and anything else with some, at one level of a program."""
     sending = [equation for equation in program.equations if _sends(equation)]

@@ -24,7 +24,7 @@ from axonml_jax.program.program import read_program
 from axonml_jax.sharding.batch import BatchLayout
 from axonml_jax.sharding.check_batch import check_batch
 from axonml_jax.training.buffers import sync_buffers
-from axonml_jax.training.compiler import compiler_options, ordered
+from axonml_jax.training.compiler import Compiled, compiler_options, ordered
 from axonml_jax.training.objective import shard_key
 from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.step import forward_mode
@@ -66,7 +66,7 @@ class Forward:
         self.model, self.placement, self.rest, self.mesh = model, placement, rest_of(placement), mesh
         self.mode = forward_mode(placement, training)
         options = compiler_options(placement, mesh)
-        self._compiled = jax.jit(self._whole, static_argnames="static", compiler_options=options)
+        self._compiled = Compiled(self._whole, mesh, static_argnames="static", compiler_options=options)
         self._parameters = parameter_names(model.module(model.shapes))
 
     def __call__(self, variables: Variables, key: jax.Array, args: tuple, kwargs: dict) -> tuple[PyTree, PyTree]:
@@ -107,7 +107,7 @@ class Forward:
             return PartitionSpec(*(axes.get(i) for i in range(max(axes, default=-1) + 1)))
 
         return jax.shard_map(
-            ordered(local, self.mesh),
+            ordered(local),
             mesh=self.mesh,
             in_specs=(specs, PartitionSpec(), placement.batch_layout.specs(arrays)),
             out_specs=(jax.tree.map(out_spec, dims, inner), specs.state),
