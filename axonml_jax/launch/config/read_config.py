@@ -2,7 +2,6 @@
 
 import difflib
 import inspect
-import json
 import re
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.config.sections.finetune_config import LoraConfig
 from axonml_jax.launch.config.sections.optim_config import OTHERS
 from axonml_jax.launch.config.sections.own_config import OwnModel
+from axonml_jax.launch.config.structure import Structure, as_yaml, is_structure, plain
 from axonml_jax.launch.objects.import_rules import import_problems
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.synonyms import AXES, KEYS, NO_AXIS, SECTIONS
@@ -47,8 +47,10 @@ def read_config(command: str, argv: Sequence[str], more: str = "", imports: Coll
             config_parser(command, more).parse_args(["--help"])
         raise ConfigError(f"give a configuration file first: axonml-jax {command} configs/quickstart.yaml")
     path, flags = argv[0], _with_bare_switches(argv[1:])
-    keys, named = _keys_of(path), _flags_of(flags)
+    in_file, in_flags = _keys_of(path), _flags_of(flags)
+    keys, named = list(in_file), list(in_flags)
     _refuse_unknown(keys, named, path)
+    _refuse_imports(_nested(in_file | in_flags), imports)  # before a parser sees a value
     if own := _OWN_MODEL in {*keys, *named}:
         _refuse_of_transformer(keys, named, path)
     try:
@@ -56,14 +58,13 @@ def read_config(command: str, argv: Sequence[str], more: str = "", imports: Coll
     except (ArgumentError, TypeError, ValueError) as error:
         raise ConfigError(_explained(str(error))) from error
     config = _build(RunConfig, values)
-    if problems := import_problems(as_dict(config), imports):
-        raise ConfigError("\n".join(problems))
+    _refuse_imports(as_dict(config), imports)
     return config
 
 
 def as_dict(config: RunConfig) -> dict[str, Any]:
     """A configuration as plain values, as a YAML file holds it."""
-    values = json.loads(json.dumps(asdict(config)))
+    values = plain(asdict(config))
     for section, kind in _SECTIONS.items():
         for field in fields(kind) if section else ():
             if "section" in field.metadata:  # a section of its own already
@@ -99,7 +100,8 @@ def config_parser(command: str, more: str = "", own: bool = False) -> ArgumentPa
         required: dict[str, Any] = (
             {"required": True} if needed else {"default": None if default is MISSING else default}
         )
-        taken = Choice(key, kind, _in_words(kind)) if values_of(kind) else kind
+        taken = Structure(kind, _in_words(kind)) if is_structure(kind) else kind
+        taken = Choice(key, kind, _in_words(kind)) if values_of(kind) else taken
         groups[section].add_argument(f"--{key}", type=taken, help=text, metavar=name.upper(), **required)
     return parser
 
@@ -134,7 +136,8 @@ _OF_OWN_MODEL = ("model.class_path", "model.init_args")
 _OWN_MODEL = _OF_OWN_MODEL[0]
 
 
-def _keys_of(path: str) -> list[str]:
+def _keys_of(path: str) -> dict[str, Any]:
+    """What a file gives, by key."""
     if not Path(path).is_file():
         near = nearest_file(Path(path))
         raise ConfigError(f"no such configuration file: {path}" + (f"; did you mean {near}?" if near else ""))
@@ -144,20 +147,36 @@ def _keys_of(path: str) -> list[str]:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path} holds no keys: give a YAML file with sections such as model and train")
-    return list(_flat(content))
+    return dict(_flat(content))
 
 
-def _flat(content: Mapping, prefix: str = "") -> Iterator[str]:
+def _flat(content: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in content.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and key in _SECTIONS:
             yield from _flat(value, f"{key}.")
         else:
-            yield key
+            yield key, value
 
 
-def _flags_of(flags: Sequence[str]) -> list[str]:
-    return [flag[2:].split("=")[0] for flag in flags if flag.startswith("--")]
+def _flags_of(flags: Sequence[str]) -> dict[str, Any]:
+    """What `--key value` and `--key=value` give, by key."""
+    pairs = ((*flag[2:].partition("="), after) for flag, after in pairwise([*flags, ""]) if flag.startswith("--"))
+    return {key: as_yaml(text if equals else after) for key, equals, text, after in pairs}
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by key as a file has them, section by section."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (found.setdefault(section, {}) if section else found)[name] = value
+    return found
+
+
+def _refuse_imports(values: Any, allowed: Collection[str]) -> None:
+    if problems := import_problems(values, allowed):
+        raise ConfigError("\n".join(problems))
 
 
 def _with_bare_switches(flags: Sequence[str]) -> list[str]:
