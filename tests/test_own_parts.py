@@ -12,8 +12,10 @@ from own_parts import Net, columns, squares
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
+from axonml_jax.launch.commands.describe import _placed
 from axonml_jax.launch.config.read_config import as_dict, read_config
 from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.job.run_setup import lay_ground
 from axonml_jax.launch.own.own_data import read_own
 
 NNX = {"class_path": "own_parts.Net", "init_args": {"width": 8}}
@@ -84,9 +86,8 @@ def test_a_run_of_ones_own_parts_is_one_devices(plan, write, tmp_path, expected,
     path = write(**PLANS[plan])
     assert main(["train", path, *ALLOWED]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
-    assert (
-        "121 parameters" not in said and "own_parts.Net (" in said and "own_parts.squares with {'scale': 2.0}" in said
-    )
+    assert "185 parameters: own_parts.Net\n" in said and "own_parts.Net (" in said
+    assert "own_parts.squares with {'scale': 2.0}" in said
     found = recorded(tmp_path / "runs" / "run")
     np.testing.assert_allclose([line["loss"] for line in found], expected[0], rtol=2e-5)
     np.testing.assert_allclose([line["valid_loss"] for line in found if "valid_loss" in line], expected[1], rtol=2e-5)
@@ -102,6 +103,14 @@ def test_a_run_of_ones_own_parts_is_one_devices(plan, write, tmp_path, expected,
             "resumed after step 4" in capsys.readouterr().out and recorded(tmp_path / "runs" / "run")[-1]["step"] == 5
         )
         refuses_what_it_cannot_serve(run, path, tmp_path, capsys)
+
+
+def test_the_stages_that_are_told_are_those_that_run(write):
+    config = read_config("train", [write(**PLANS["pipeline"])], imports=["own_parts"])
+    ground = lay_ground(config)
+    _, _, told = _placed(config, ground)
+    ran = ax.parallelize(Net(8, rngs=nnx.Rngs(0)), ground.mesh, ground.plan)._placement
+    assert told.stages == ran.stages
 
 
 def refuses_what_it_cannot_serve(run, path, tmp_path, capsys):

@@ -11,6 +11,7 @@ from flax import nnx
 
 from axonml_jax._types import PyTree
 from axonml_jax.facade.device_memory import FSDPMemoryStats, estimate
+from axonml_jax.facade.stages import stage_assigner
 from axonml_jax.launch.config.read_config import as_dict
 from axonml_jax.launch.config.run_config import RunConfig
 from axonml_jax.launch.config.sections.optim_config import NAMED_ONLY, OptimConfig
@@ -22,6 +23,7 @@ from axonml_jax.launch.objects.import_rules import named_paths
 from axonml_jax.launch.objects.make_optimizer import make_optimizer, moments, require_members
 from axonml_jax.launch.objects.named_object import find
 from axonml_jax.launch.own.own_data import batch_words
+from axonml_jax.launch.own.own_model import Buildable
 from axonml_jax.launch.own.subject import adapted, loss_of, model_of
 from axonml_jax.ledger.explain import explain
 from axonml_jax.ledger.report import Report
@@ -140,18 +142,25 @@ def check_own(config: RunConfig, ground: RunSetup) -> None:
         require_members(config.optim, _shapes(config, ground.batch)[1].params)
 
 
-def _shapes(config: RunConfig, batch: PyTree = None) -> tuple[Functional, Variables]:
-    if isinstance(config.model, OwnModel):
-        own = model_of(config, batch)
-        return functionalize(own.model, own.params)
+def _given(config: RunConfig, batch: PyTree) -> Buildable:
+    """What the run gives to `ParallelModel`, of shapes where it is the transformer."""
     model = config.model
-    return functionalize(adapted(config, nnx.eval_shape(lambda: build_model(model, config.train.seed))))
+    if isinstance(model, OwnModel):
+        return model_of(config, batch)
+    return Buildable(adapted(config, nnx.eval_shape(lambda: build_model(model, config.train.seed))))
+
+
+def _shapes(config: RunConfig, batch: PyTree = None) -> tuple[Functional, Variables]:
+    given = _given(config, batch)
+    return functionalize(given.model, given.params)
 
 
 def _placed(config: RunConfig, ground: RunSetup) -> tuple[Functional, Variables, Placement]:
-    view, shapes = _shapes(config, ground.batch)
+    given, pipe = _given(config, ground.batch), ground.plan.pipe
+    view, shapes = functionalize(given.model, given.params)
     split = layer_specs(view, ground.mesh.shape)
-    return view, shapes, bind_plan(ground.plan.for_model(view), shapes, ground.mesh, split)
+    stages = None if pipe is None else stage_assigner(given.model, view, pipe)
+    return view, shapes, bind_plan(ground.plan.for_model(view), shapes, ground.mesh, split, stages)
 
 
 def _memory(config: RunConfig, ground: RunSetup) -> str:
