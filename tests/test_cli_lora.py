@@ -1,6 +1,8 @@
 """A run with adapters on the command line: trained from imported weights, evaluated, generated from, exported merged."""
 
 import json
+import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -11,7 +13,12 @@ from fsdp_plans import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
+from axonml_jax._types import named_leaves
+from axonml_jax.launch.config.sections.finetune_config import LoraConfig
+from axonml_jax.model.functionalize import functionalize
+from axonml_jax.model.lora.lora_view import lora_functional
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.huggingface import pretrained, pretrained_config, write_pretrained
 from axonml_jax.models.transformer import Transformer
 
@@ -65,6 +72,16 @@ def test_a_run_with_adapters_is_trained_evaluated_generated_from_and_exported_me
     np.testing.assert_allclose(pretrained(tmp_path / "out")(tokens), ours(tokens), atol=1e-5)
 
 
+def test_without_targets_every_matrix_of_attention_and_of_all_experts_gets_adapters():
+    experts = ExpertsConfig(num_experts=4, inner_size=8, shared_size=8, first_dense=1)
+    config = replace(CONFIG, experts=experts, scan_layers=False)
+    view, given = functionalize(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    adapters, _ = lora_functional(view, given, LoraConfig(rank=2).build(0))
+    others = {name for name in named_leaves(given.params) if name not in adapters.adapters}
+    assert all(re.search("norm/|router/|embed|position|head/|bias$", name) for name in others), sorted(others)
+    assert sum("mlp/shared/" in name for name in adapters.adapters) == 3
+
+
 def test_what_does_not_go_with_adapters_is_refused(tmp_path, capsys):
     sizes = {"vocab_size": 256, "num_layers": 1, "hidden_size": 8, "num_heads": 2, "max_length": 128}
     path = tmp_path / "config.yaml"
@@ -78,6 +95,12 @@ def test_what_does_not_go_with_adapters_is_refused(tmp_path, capsys):
     assert "'nowhere' matches no parameter" in said and "rank 9 is above its smaller side" in said
     assert "blocks/0/attention_norm/scale (8,): is no matrix" in said
     assert "finetune.lora.alpha has no effect without rank" in refused("train", "--finetune.lora.alpha=2")
+    assert "finetune.lora.stacked has no effect" in refused("train", '--finetune.lora.stacked=["up"]')
+    (tmp_path / "text.txt").write_text("a short text. " * 900)
+    own = (f"--data.path={tmp_path / 'text.txt'}", f"--output.dir={tmp_path / 'runs'}", "--train.global_batch_size=8")
+    said = refused("train", "--finetune.lora.rank=2", *own)
+    assert "without train.weights the transformer that they adapt is random" in said and "--resume FOLDER" in said
+    assert not (tmp_path / "runs").exists()
     assert "reckons with a model all of which trains" in refused(
         "explain", "--finetune.lora.rank=2", "--max-memory=1GB"
     )

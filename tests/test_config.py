@@ -40,7 +40,8 @@ train.steps train.global_batch_size train.eval_every train.eval_batches train.lo
 train.weights train.max_nonfinite train.layer_norms train.stuck_timeout
 checkpoint.every checkpoint.keep checkpoint.best checkpoint.asynchronous
 sample.count sample.length sample.prompt sample.temperature
-output.dir output.tensorboard output.csv output.wandb output.plot finetune.lora.rank finetune.lora.alpha finetune.lora.targets
+output.dir output.tensorboard output.csv output.wandb output.plot
+finetune.lora.rank finetune.lora.alpha finetune.lora.targets finetune.lora.stacked
 """.split()  # noqa: SIM905
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from axonml_jax._types import PyTree
 from axonml_jax.launch.commands.refusals import refusal
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.own.own_data import OwnSplit, read_own
 from axonml_jax.mesh.fake_devices import fake_devices
 from axonml_jax.mesh.job.environment import launch_environment
@@ -123,11 +124,21 @@ def all_or_refuse(*attempts: Callable[[], Any]) -> list[Any]:
 
 
 def check_weights(config: RunConfig) -> None:
-    """Look whether the weights that a new run starts from are of its model.
+    """Look whether the weights that a new run starts from are of its model, and whether adapters have some to adapt.
 
     Raises:
-      ConfigError: when they are not.
+      ConfigError: when they are not, or are missing.
     """
+    if (
+        config.finetune.lora.rank is not None
+        and config.train.weights is None
+        and not isinstance(config.model, OwnModel)
+    ):
+        raise ConfigError(
+            f"finetune.lora.rank={config.finetune.lora.rank}: adapters alone train, and without train.weights the transformer "
+            "that they adapt is random. Give train.weights, a folder of Hugging Face weights (axonml-jax export writes one of "
+            "a run of yours), or go on with a run that has adapters: --resume FOLDER"
+        )
     try:
         if config.train.weights is not None:
             check_pretrained(config.transformer_for("train.weights"), config.train.weights)

@@ -81,7 +81,7 @@ class Lora:
                 f"lora: rank={self.rank}, targets={list(self.targets)} do not fit the model:\n"
                 + "\n".join(problems)
                 + "\n"
-                "a target is a matrix, or a stack of them that its layer or stacked= names; matrices here are "
+                "a target is a matrix, or a stack of them that its layer or `stacked` names; matrices here are "
                 f"{', '.join(some[:8])}{', ...' if len(some) > 8 else ''}"
             )
         return found

@@ -9,8 +9,8 @@ from axonml_jax.launch.config.lowest import at_least
 if TYPE_CHECKING:
     from axonml_jax.model.lora.adapters import Lora
 
-MATRICES = ("attention/.*kernel$", "mlp/(gate|up|down)(/kernel)?$")
-"""The transformer's matrices of attention, of feed-forward parts and of experts."""
+MATRICES = ("attention/.*kernel$", "mlp/(shared/)?(gate|up|down)(/kernel)?$")
+"""The transformer's matrices of attention, of feed-forward parts and of experts, shared ones too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,16 +21,20 @@ class LoraConfig:
       rank: columns of each adapter; null trains the model itself.
       alpha: the adapters' product counts alpha / rank times; null counts it once.
       targets: regular expressions of the paths of the matrices that get adapters.
+      stacked: of targets whose last two dims are a matrix and whose others number them; the transformer's stacks say so
+        themselves.
     """
 
     rank: int | None = None
     alpha: float | None = None
     targets: tuple[str, ...] = MATRICES
+    stacked: tuple[str, ...] = ()
 
     def __post_init__(self):
         problems = []
         if self.rank is None:
             others = {"alpha": self.alpha is not None, "targets": self.targets != MATRICES}
+            others["stacked"] = bool(self.stacked)
             problems = [f"{name} has no effect without rank" for name, given in others.items() if given]
         elif self.alpha is not None and not 0 < self.alpha < math.inf:
             problems = [f"alpha={self.alpha}: must be positive"]
@@ -43,7 +47,8 @@ class LoraConfig:
         from axonml_jax.model.lora.adapters import Lora
 
         assert self.rank is not None
-        return Lora(rank=self.rank, alpha=self.alpha or self.rank, targets=self.targets, seed=seed)
+        alpha = self.alpha or self.rank
+        return Lora(rank=self.rank, alpha=alpha, targets=self.targets, stacked=self.stacked, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
