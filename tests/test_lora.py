@@ -156,6 +156,34 @@ def test_targets_that_do_not_fit_are_all_named():
         ax.DDP(adapted(stack, targets="blocks/layer/.*norm/scale"), mesh_of(data=1))
 
 
+class Named(nnx.Module):
+    """Parameters of its own that are called as adapters are."""
+
+    def __init__(self):
+        self.up = nnx.Linear(4, 4, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+        self.w_lora_a, self.w_lora_b = nnx.Param(jnp.eye(4, 2)), nnx.Param(jnp.ones((2, 1)))
+
+    def __call__(self, x):
+        return jnp.tanh(self.up(x)) @ self.w_lora_a[...] @ self.w_lora_b[...]
+
+
+def test_names_of_ones_own_that_end_as_those_of_adapters_do_are_no_adapters():
+    x = np.random.default_rng(1).normal(size=(4, 4))
+    squares = lambda model, x: jnp.mean(jnp.square(model(x) - 1))
+    given = ax.lora(Named(), rank=1, targets="up/kernel")
+    assert_equals_single_device(given, squares, x, mesh=mesh_of(data=2), steps=2)
+    assert set(ax.DDP(given, mesh_of(data=1)).state_dict()) >= {"w_lora_a", "up/kernel_lora_a"}
+
+
+def test_adapters_of_adapters_and_names_that_are_taken_are_refused():
+    with pytest.raises(ValueError, match=r"has adapters already, of targets=\['kernel'\]"):
+        ax.lora(ax.lora(transformer(), rank=1, targets="kernel"), rank=1, targets="up/kernel")
+    model = Named()
+    model.w = nnx.Param(jnp.ones((4, 4)))
+    with pytest.raises(ValueError, match=r"called as the model's own parameters are: w_lora_a, w_lora_b; rename these"):
+        ax.DDP(ax.lora(model, rank=1, targets="w$"), mesh_of(data=1))
+
+
 PRODUCT = r"dot_general %\S+, %\S+.*?-> tensor<(\S+?)x(?:f32|f64)>"
 
 

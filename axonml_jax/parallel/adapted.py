@@ -18,7 +18,7 @@ from axonml_jax.collectives.gradients.pairs import copy_to
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.varying_types import CASTS
 from axonml_jax.model.functional import Functional, Variables
-from axonml_jax.model.lora.adapters import is_adapter, merged
+from axonml_jax.model.lora.adapters import merged
 from axonml_jax.model.trainable import merge
 from axonml_jax.parallel.tensor.adapter_specs import summed_axes
 from axonml_jax.parallel.tensor.whole.marks import marked_program
@@ -77,7 +77,8 @@ def reading_adapted(fun: Callable, model: Functional, variables: Variables, *arg
     if not model.adapters:
         return reading_whole(fun, model, variables, *args)
     read = flatten_dict(merge(variables.params, variables.frozen))
-    own = {path: leaf for path, leaf in read.items() if not is_adapter(path[-1])}
+    added = {each for adapter in model.adapters.values() for each in (adapter.a, adapter.b)}
+    own = {path: leaf for path, leaf in read.items() if "/".join(map(str, path)) not in added}
     base = Variables(unflatten_dict(own), {}, variables.state)
     leaves, treedef = jax.tree.flatten((base.params, base.state, args))
     seen: dict[str, Any] = {}

@@ -99,6 +99,13 @@ class LoraModel:
     model: Any
     lora: Lora
 
+    def __post_init__(self):
+        if isinstance(self.model, LoraModel):
+            raise ValueError(
+                f"lora: the model has adapters already, of targets={list(self.model.lora.targets)}: give one ax.lora all of "
+                "them"
+            )
+
 
 def lora(
     model: Any,
@@ -126,7 +133,8 @@ def lora(
       seed: of A.
 
     Raises:
-      ValueError: for numbers or patterns that are none; in the facade for targets that do not fit the model, all of them.
+      ValueError: for numbers or patterns that are none, and a model with adapters already; in the facade for targets that do
+        not fit the model, all of them.
 
     >>> lora(None, rank=8, alpha=16, targets="attention/.*kernel").lora.scale
     2.0

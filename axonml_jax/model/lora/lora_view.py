@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
-from axonml_jax.model.lora.adapters import STACKED, Lora, adapter_names, first_adapters, is_adapter, merged
+from axonml_jax.model.lora.adapters import STACKED, Lora, adapter_names, first_adapters, merged
 from axonml_jax.model.state_joins import Join
 from axonml_jax.model.trainable import merge, partition
 
@@ -43,9 +43,16 @@ def lora_functional(
       trainable: which of the model's own parameters train besides; None: none.
 
     Raises:
-      ValueError: for targets that do not fit the model, or `trainable` that matches nothing.
+      ValueError: for targets that do not fit the model, parameters that are called as their adapters would be, or `trainable`
+        that matches nothing.
     """
-    chosen = lora.chosen(named_leaves(base.shapes.params), _stacks(base))
+    shapes = named_leaves(base.shapes.params)
+    chosen = lora.chosen(shapes, _stacks(base))
+    if taken := [each for name in chosen for each in adapter_names(name) if each in shapes]:
+        raise ValueError(
+            f"lora: adapters would be called as the model's own parameters are: {', '.join(taken)}; rename these, or leave "
+            "their neighbours out of targets"
+        )
 
     def with_adapters(variables: Variables) -> Variables:
         own = ({}, variables.params) if trainable is None else partition(variables.params, trainable)
@@ -92,7 +99,8 @@ class LoraFunctional(Functional):
         """The model's own variables, each matrix with its adapters in it."""
         leaves = flatten_dict(merge(variables.params, variables.frozen))
         there = {_name(path): leaf for path, leaf in leaves.items()}
-        own = {path: leaf for path, leaf in leaves.items() if not is_adapter(_name(path))}
+        added = {each for adapter in self._adapters.values() for each in (adapter.a, adapter.b)}
+        own = {path: leaf for path, leaf in leaves.items() if _name(path) not in added}
         for path in own if len(own) < len(leaves) else ():
             if (adapter := self._adapters.get(_name(path))) is not None:
                 own[path] = merged(own[path], there[adapter.a], there[adapter.b], adapter.scale)
