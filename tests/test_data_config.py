@@ -15,6 +15,7 @@ from axonml_jax.data.documents.tokenizer import load_tokenizer
 from axonml_jax.launch.config.sections.data_config import DataConfig
 from axonml_jax.launch.job import document_task
 from axonml_jax.launch.job.document_task import FilledUp, read_documents
+from axonml_jax.training.metrics import mean_of
 
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
 SMALL = (
@@ -58,6 +59,8 @@ def test_validation_is_the_mean_over_all_targets():
     counts = [(rows[i]["targets"] >= 0).sum() for i in range(9)]
     assert rows.targets(3) == np.reshape(counts, (3, 3)).sum(axis=1).tolist()
     assert (rows[len(rows) - 1]["targets"] == -1).all()
+    with pytest.raises(ValueError, match="there are no batches to evaluate on"):
+        mean_of([])
 
 
 def test_documents_of_a_dataset_that_gives_many_are_asked_for_together():

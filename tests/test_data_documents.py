@@ -1,6 +1,7 @@
 """Documents: tokenizers, packing, masks on prompts; a packed epoch has the loss of every document alone."""
 
 import json
+import types
 
 import jax
 import numpy as np
@@ -12,6 +13,8 @@ import axonml_jax as ax
 from axonml_jax.data.documents.best_fit import best_fit, cut
 from axonml_jax.data.documents.encoder import Document
 from axonml_jax.data.documents.packed import PackedDocuments
+from axonml_jax.launch.config.run_config import SampleConfig
+from axonml_jax.launch.job import text_task
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 
@@ -47,7 +50,8 @@ def test_a_tokenizer_is_read_from_its_file(tmp_path):
         ax.load_tokenizer("nowhere")
 
 
-def test_nothing_is_added_between_a_prompt_and_its_completion(tmp_path):
+def write_template(tmp_path):
+    """The tokenizer with tokens around every text."""
     tokenizers = pytest.importorskip("tokenizers")
     write_tokenizer(tmp_path)
     rules = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -56,12 +60,32 @@ def test_nothing_is_added_between_a_prompt_and_its_completion(tmp_path):
     )
     rules.post_processor = around
     rules.save(str(tmp_path / "tokenizer.json"))
+
+
+def test_nothing_is_added_between_a_prompt_and_its_completion(tmp_path):
+    write_template(tmp_path)
     tokenizer = ax.load_tokenizer(tmp_path)
     assert tokenizer.encode(["the cat"])[0].tolist() == [0, 2, 3, 1]
     assert tokenizer.encode(["the cat"], special="before")[0].tolist() == [0, 2, 3]
+    assert [each.tolist() for each in tokenizer.encode(["", "cat"], special="before")] == [[0], [0, 3]]
     pair = [{"prompt": "the cat", "completion": "sat"}]
     rows = ax.pack(pair, 4, tokenizer, prompt_field="prompt", completion_field="completion")
     assert rows[0]["tokens"].tolist() == [0, 2, 3, 0] and rows[0]["targets"].tolist() == [-1, -1, 4, -1]
+
+
+def test_samples_follow_their_prompt_and_end_with_their_document(tmp_path, monkeypatch):
+    write_template(tmp_path)
+    given = []
+
+    def generate(model, prompts, length, key, **options):
+        given.append(prompts.tolist())
+        return np.concatenate([prompts, [[4, 1, 5], [6, 5, 4]]], axis=1)
+
+    monkeypatch.setattr(text_task, "generate", generate)
+    model = types.SimpleNamespace(plan=types.SimpleNamespace(independent=False))
+    section = SampleConfig(count=2, length=3, prompt="the cat")
+    texts = text_task.write_samples(model, section, 8, 0, str(tmp_path), "</s>")
+    assert given == [[[0, 2, 3]] * 2] and texts == ["<unk> the cat sat", "<unk> the cat mat on sat"]
 
 
 @pytest.mark.parametrize("seed", range(5))

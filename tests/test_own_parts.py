@@ -8,7 +8,7 @@ import optax
 import pytest
 import yaml
 from flax import nnx
-from own_parts import Net, columns, squares
+from own_parts import Net, Notes, columns, squares
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
@@ -27,6 +27,7 @@ COLUMNS = {
     "init_args": {"n": 48},
     "valid": {"class_path": "own_parts.columns", "init_args": {"n": 16, "seed": 1}},
 }
+STREAM = {"class_path": "own_parts.rows"}
 ALLOWED = ("--allow-imports", "own_parts")
 
 
@@ -144,6 +145,20 @@ def test_a_generator_is_data_and_has_nothing_to_validate_on(write, tmp_path, cap
     assert "there is nothing to validate on" in capsys.readouterr().err
 
 
+def test_a_stream_is_validated_on_and_the_run_is_kept_when_the_last_validation_fails(write, tmp_path, capsys):
+    stream = {"class_path": "own_parts.rows", "init_args": {"n": 40}}
+    fails = [{"class_path": "own_parts.Notes", "init_args": {"fail": "on_eval"}}]
+    train = {"steps": 2, "global_batch_size": 16, "eval_batches": 3}
+    path = write(data=stream | {"valid": stream}, train=train, callbacks=fails, checkpoint={"every": 3})
+    assert main(["train", path, *ALLOWED]) == 2
+    assert "callback Notes.on_eval failed after step 2: ValueError: enough" in capsys.readouterr().err
+    run = tmp_path / "runs" / "run"
+    assert [each.name for each in (run / "checkpoints").glob("step_*")] == ["step_00000002"]
+    assert main(["eval", str(run), *ALLOWED, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["examples"] == 32
+    Notes.heard.clear()
+
+
 def test_a_model_of_ones_own_on_text_takes_the_cross_entropy_of_its_logits(write, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 60)
     data = {"path": str(tmp_path / "a.txt"), "length": 8, "valid_fraction": 0.2}
@@ -187,6 +202,11 @@ REFUSED = {
     "data.init_args has no effect without class_path": {"data": {"init_args": {}}},
     "data.class_path=own_parts.texts: a sample must be made of numbers": {"data": {"class_path": "own_parts.texts"}},
     "makes an iterator, which gives its samples once": {"data": {"class_path": "own_parts.once"}},
+    "data.valid.class_path=own_parts.once: makes an iterator": {"data": STREAM | {"valid": {"class_path": "own_parts.once"}}},
+    "data.valid can only be iterated over, and may have no end: give train.eval_batches": {"data": STREAM | {"valid": STREAM}},
+    "data.valid: its 5 samples fill no batch of train.global_batch_size=16: give more of them, or a smaller batch": {
+        "data": STREAM | {"valid": STREAM | {"init_args": {"n": 5}}},
+        "train": {"steps": 2, "global_batch_size": 16, "eval_batches": 2}},
     "data.class_path=own_parts.nothing: a dataset needs __len__": {"data": {"class_path": "own_parts.nothing"}},
     "model.class_path=flax.nnx.Linear: imports the package 'flax'": {"model": {"class_path": "flax.nnx.Linear"}},
 }  # fmt: skip

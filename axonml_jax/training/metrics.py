@@ -15,7 +15,13 @@ def as_floats(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
 
 
 def mean_of(results: Sequence[Mapping[str, float]], weights: Sequence[float] | None = None) -> dict[str, float]:
-    """The mean of every metric over batches, of these weights or of equal ones."""
+    """The mean of every metric over batches, of these weights or of equal ones.
+
+    Raises:
+      ValueError: when there are no batches.
+    """
+    if not results:
+        raise ValueError("there are no batches to evaluate on: a mean needs at least one")
     return {name: float(np.average([result[name] for result in results], weights=weights)) for name in results[0]}
 
 

@@ -13,6 +13,25 @@ from axonml_jax.data.loading_error import named
 from axonml_jax.data.streams.stream_walk import Stream, StreamWalk
 
 
+class NoBatch(ValueError):
+    """All samples of a source together fill no batch.
+
+    Args:
+      num_samples: how many there are.
+      batch_size: how many a batch has.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int):
+        super().__init__(num_samples, batch_size)
+        self.num_samples, self.batch_size = num_samples, batch_size
+
+    def __str__(self) -> str:
+        return (
+            f"the source's {self.num_samples} samples fill no batch of {self.batch_size}: give drop_last=False or a smaller "
+            "batch"
+        )
+
+
 @dataclass(frozen=True)
 class StreamPosition:
     """An epoch, the number of its samples already drawn over all processes together, and the source's place there."""
@@ -103,10 +122,7 @@ class StreamFeed:
                 again = self._start_again(epoch, len(batch), worker)
                 yield batch + again, lambda epoch=epoch: StreamPosition(epoch + 1)
             elif not drawn:
-                raise ValueError(
-                    f"the source's {len(batch)} samples fill no batch of {self.batch_size}: give drop_last=False or a smaller "
-                    "batch"
-                )
+                raise NoBatch(len(batch), self.batch_size)
 
     def _start_again(self, epoch: int, had: int, worker: int | None) -> list[Any]:
         """Samples from the epoch's start that fill its last batch up."""

@@ -45,6 +45,7 @@ from axonml_jax.launch.job.run_setup import RunSetup, all_or_refuse, check_weigh
 from axonml_jax.launch.job.saves import NONFINITE, Saves
 from axonml_jax.launch.job.text_task import (
     TextData,
+    check_validation,
     load_data,
     read_data,
     valid_batches,
@@ -130,7 +131,7 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
     [run] = all_or_refuse(partial(RunFolder, config))
     with run:
         [data, new] = all_or_refuse(partial(load_data, config, text, ground.mesh), run.begins)
-        all_or_refuse(*([partial(check_weights, config)] if new else []))
+        all_or_refuse(partial(check_validation, config, data), *([partial(check_weights, config)] if new else []))
         require_fit(config, ground, budget or Budget())
         print0(describe(config, ground), about(config, data), "", price(config, ground), "", sep="\n", flush=True)
         trainer = _trainer(config, ground, callbacks, new=new)

@@ -61,7 +61,7 @@ def fit(
       elapsed: seconds that the run had taken until then.
       watchdog: told of every step.
       after: called after every step with its number and the metrics of its record (none where it has no record); true
-        stops the training.
+        stops the training. In a process alone it is called when the validation fails too, before that is raised.
     """
     before, clock = start, time.perf_counter()
     began = clock - elapsed
@@ -77,7 +77,13 @@ def fit(
                 metrics["learning_rate"] = float(learning_rate(max(step - int(metrics.get("skipped", 0)) - 1, 0)))
             metrics |= {throughput.unit: step * throughput.tokens_per_step, "wall_time": time.perf_counter() - began}
             metrics |= {"compile_time": seconds} if first else throughput.of(num_steps=step - before, seconds=seconds)
-            valid = validate() if due and validate else {}
+            try:
+                valid = validate() if due and validate else {}
+            except Exception:
+                # What was trained is kept. Other processes may be in the validation's collectives: they could not save with us.
+                if after is not None and jax.process_count() == 1:
+                    after(step, metrics)
+                raise
             metrics |= {f"valid_{name}": value for name, value in valid.items()}
             yield Record(step, metrics)
             before, clock = step, time.perf_counter()

@@ -57,7 +57,8 @@ def print_samples(config: RunConfig, model: ParallelModel) -> None:
     """What the transformer writes, where it was trained on text; every process must call this."""
     if not config.sample.count or config.own:
         return
-    texts = write_samples(model, config.sample, config.data.length, config.train.seed, config.data.tokenizer)
+    section, data = config.sample, config.data
+    texts = write_samples(model, section, data.length, config.train.seed, data.tokenizer, data.end)
     for number, text in enumerate(texts, start=1):
         print0(f"\n--- sample {number} " + "-" * 60)
         print0(text)

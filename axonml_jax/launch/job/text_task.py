@@ -1,5 +1,7 @@
 """The model, the loss and the data of a run on text."""
 
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,6 +15,7 @@ from jax.sharding import Mesh
 from axonml_jax._types import PyTree
 from axonml_jax.data.documents.tokenizer import load_tokenizer
 from axonml_jax.data.loader import DataLoader, create_dataloader
+from axonml_jax.data.streams.stream_feed import NoBatch
 from axonml_jax.data.text import ByteWindows, TextSplit, bigram_nats, load_text
 from axonml_jax.facade.parallel_generate import generate
 from axonml_jax.facade.parallel_model import ParallelModel
@@ -168,11 +171,34 @@ def _load_own(config: RunConfig, split: OwnSplit, mesh: Mesh) -> TextData:
     return TextData(loader, valid, known or train.eval_batches, None, None, sizes, "sample")
 
 
-def valid_batches(data: TextData):
+def valid_batches(data: TextData) -> Generator[PyTree]:
     """The batches of one validation: the same at every call."""
     assert data.valid is not None
     from_start(data.valid)
-    return islice(data.valid, data.valid_batches)
+    with closing(iter(data.valid)) as batches:  # pyright: ignore[reportArgumentType]
+        yield from islice(batches, data.valid_batches)
+
+
+def check_validation(config: RunConfig, data: TextData) -> None:
+    """Draw a batch of a validation whose length nobody knows, while nothing is trained yet.
+
+    Raises:
+      ValueError: when it may have no end, or fills no batch.
+    """
+    if data.valid is None or data.sizes[1] is not None:
+        return
+    if config.train.eval_batches is None:
+        raise ValueError(
+            "data.valid can only be iterated over, and may have no end: give train.eval_batches; of fewer, all are taken"
+        )
+    try:
+        with closing(valid_batches(data)) as batches:
+            next(batches)
+    except NoBatch as error:
+        raise ValueError(
+            f"data.valid: its {error.num_samples} samples fill no batch of train.global_batch_size="
+            f"{config.train.global_batch_size}: give more of them, or a smaller batch"
+        ) from error
 
 
 def from_start(loader: DataLoader) -> None:
@@ -182,9 +208,11 @@ def from_start(loader: DataLoader) -> None:
 
 
 def write_samples(
-    model: ParallelModel, config: SampleConfig, window: int, seed: int, tokenizer: str = BYTES
+    model: ParallelModel, config: SampleConfig, window: int, seed: int, tokenizer: str = BYTES, end: str | None = None
 ) -> list[str]:
     """Texts that a model writes, on the devices and under the plan that it was trained with; every process must call this.
+
+    As in `axonml-jax generate`, nothing stands between the prompt and what follows, and a text ends with its document.
 
     Args:
       model: the trainer's.
@@ -192,10 +220,13 @@ def write_samples(
       window: tokens the model sees at most.
       seed: of the draws.
       tokenizer: by its name (see `load_tokenizer`).
+      end: the token that ends a document, by name; None: there is none.
     """
     rules = load_tokenizer(tokenizer)
-    prompts = np.tile(rules.encode([config.prompt])[0], (config.count, 1))
+    prompts = np.tile(rules.encode([config.prompt], special="before")[0], (config.count, 1))
     key = jax.random.key(seed)
     writer = model.module if model.plan.independent else model  # of models that are not one, the first rank's
     texts = generate(writer, prompts, config.length, key, temperature=config.temperature, window=window)
-    return [rules.decode(text) for text in texts]
+    start, last = prompts.shape[1], None if end is None else rules.id_of(end)
+    ends = [next((i for i in range(start, len(text)) if text[i] == last), len(text)) for text in texts]
+    return [rules.decode(text[:at]) for text, at in zip(texts, ends, strict=True)]

@@ -96,9 +96,15 @@ def _source(described: Mapping[str, Any], key: str) -> Any:
     make = made_by(described, key)
     found = make if inspect.isgeneratorfunction(find(described["class_path"], key)) else make()
     try:
-        return as_dataset(found)
+        source = as_dataset(found)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{key}.class_path={described['class_path']}: {error}") from error
+    if isinstance(source, Stream) and source.once:
+        raise ValueError(
+            f"{key}.class_path={described['class_path']}: makes an iterator, which gives its samples once; name a generator "
+            "function, or what can be iterated over again"
+        )
+    return source
 
 
 def _divided(dataset: Any, fraction: float) -> tuple[Any, Any]:
@@ -111,11 +117,6 @@ def _divided(dataset: Any, fraction: float) -> tuple[Any, Any]:
 
 
 def _batch(source: Any, batch_size: int, config: DataConfig) -> PyTree:
-    if isinstance(source, Stream) and source.once:
-        raise ValueError(
-            f"data.class_path={config.class_path}: makes an iterator, which gives its samples once; name a generator function, "
-            "or what can be iterated over again"
-        )
     with named(lambda: f"the first sample of data.class_path={config.class_path}", None):
         first = list(islice(_first(source), 1))
     if not first:

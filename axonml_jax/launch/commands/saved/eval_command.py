@@ -52,7 +52,7 @@ def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(
             "there is nothing to validate on, as data of no known length is not divided: give --split train"
         )
-    count = _batches(loader, given)
+    count = _batches(loader, given, config.train.eval_batches)
     trainer = model.trainer(optax.sgd(0.0), loss_of(config))  # keeps no state
     with closing(iter(loader)) as batches:  # pyright: ignore[reportArgumentType]
         first = next(batches)
@@ -71,18 +71,18 @@ def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
     return 0
 
 
-def _batches(loader: DataLoader, given: argparse.Namespace) -> int:
+def _batches(loader: DataLoader, given: argparse.Namespace, usual: int | None) -> int:
     """How many batches to take.
 
     Raises:
-      ConfigError: of training data that can only be iterated over, which has no end that is known.
+      ConfigError: of data that can only be iterated over, which has no end that is known, where nothing says it.
     """
     try:
         return min(given.batches or len(loader), len(loader))
     except TypeError:
-        if given.split == "train" and given.batches is None:
-            raise ConfigError("--batches: say how many, as nobody knows how long this data is") from None
-        return given.batches
+        if count := given.batches or (usual if given.split == "valid" else None):
+            return count
+        raise ConfigError("--batches: say how many, as nobody knows how long this data is") from None
 
 
 def _counted(batches: Iterator[Any], targets: list[float], own: bool) -> Iterator[Any]:
