@@ -145,6 +145,11 @@ def test_the_main_process_chooses_the_checkpoint_and_reads_the_prompts(place, sa
     Led.said[:] = [kept, None, "the ", "", "a", None]
     lines = said("generate", "runs/quick", "--length", "4", "--temperature", "0").splitlines()
     assert len(Led.said) == 0 and lines[0].startswith("the ") and any(line.startswith("a") for line in lines[1:])
+    Led.said[:] = ["the ", kept]  # of a file that only the main process has
+    assert (
+        said("generate", "runs/quick", "--length", "4", "--temperature", "0", "--prompt-file", "no.txt")
+        == f"{lines[0]}\n"
+    )
 
 
 REFUSED = {
@@ -192,6 +197,12 @@ def test_settings_that_only_some_runs_have_differ():
 
     runs = [Found(Path(), {"name": "a", "x.y": 1}, [], []), Found(Path(), {"name": "b", "x.y": 1, "z": 2}, [], [])]
     assert differences(runs) == {"z": [None, 2]}
+
+
+def test_the_speed_of_a_run_on_data_of_ones_own_is_in_examples(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("train: {steps: 2}")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "loss": 1.0, "examples_per_second": 1234.5}\n')
+    assert "1,234 examples/s" in printed(["runs", str(tmp_path)], capsys)
 
 
 def test_runs_that_diverged_come_last_and_names_that_are_alike_are_paths(tmp_path, capsys):

@@ -118,7 +118,22 @@ class FileTokenizer:
     def encode(self, texts: Sequence[str], *, special: Special = True) -> list[np.ndarray]:
         """Token ids of every text, int32 [n]; on all cores."""
         found = self._rules.encode_batch(list(texts), add_special_tokens=bool(special))
-        return [np.asarray(each.ids[: _until(each) if special == "before" else None], np.int32) for each in found]
+        if special != "before":
+            return [np.asarray(each.ids, np.int32) for each in found]
+        ends = [_behind(each.special_tokens_mask) for each in found]
+        return [
+            np.asarray(each.ids[: self._before if end is None else end], np.int32)
+            for each, end in zip(found, ends, strict=True)
+        ]
+
+    @functools.cached_property
+    def _before(self) -> int:
+        """How many tokens the rules add before a text; of an empty one nobody can tell them from those behind it."""
+        for text in ("a", *self._rules.get_vocab(with_added_tokens=True)):
+            mask = self._rules.encode(text).special_tokens_mask
+            if 0 in mask:
+                return mask.index(0)
+        return 0
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special ones left out."""
@@ -164,10 +179,9 @@ def vocabulary_offenders(tokenizer: Tokenizer, vocab_size: int, what: str = "voc
     return [f"{what}={vocab_size}: the tokenizer has {tokenizer.vocab_size} token ids; set it to at least that"]
 
 
-def _until(encoding: Any) -> int:
-    """Where the tokens end that are not added behind a text."""
-    mask = encoding.special_tokens_mask
-    return max((i + 1 for i, added in enumerate(mask) if not added), default=len(mask))
+def _behind(mask: Sequence[int]) -> int | None:
+    """Where the tokens begin that are added behind a text; None: it has no tokens of its own."""
+    return max((i + 1 for i, added in enumerate(mask) if not added), default=None)
 
 
 def _tokenizer_file(path: str | os.PathLike) -> Path:

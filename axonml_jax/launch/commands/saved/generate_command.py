@@ -17,7 +17,7 @@ from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.launch.commands.saved.saved_run import SavedRun, saved_run
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.job.document_task import check_tokenizer
-from axonml_jax.launch.job.run_setup import all_or_refuse
+from axonml_jax.launch.job.run_setup import all_or_refuse, start_devices
 from axonml_jax.logging import print0
 from axonml_jax.models.generation.sampling import Sampling
 
@@ -44,7 +44,8 @@ def generate_text(given: argparse.Namespace, flags: Sequence[str]) -> int:
     run = saved_run("generate", given, flags)
     run.config.transformer_for("generate")
     all_or_refuse(partial(check_tokenizer, run.config))
-    prompts = _given(given)
+    all_or_refuse(partial(start_devices, run.config.devices.simulated))  # the processes that read a file together
+    [prompts] = all_or_refuse(partial(_given, given))
     ground, model = run.open()
     if ground.world.is_main_process:
         print(f"{run.folder}, step {run.step}, on {ground.device_words}", file=sys.stderr)
@@ -78,13 +79,22 @@ def _continue(
 
 
 def _given(given: argparse.Namespace) -> list[str]:
-    """The prompts that the flags give."""
+    """The prompts that the flags give; a file is the main process's, which may be the only one that has it."""
     if given.prompt is None and given.prompt_file is None:
         return []
-    text = given.prompt if given.prompt is not None else Path(given.prompt_file).read_text("utf-8")
+    text = given.prompt
+    if given.prompt_file is not None:
+        text = Team().decide("read --prompt-file", partial(_content, given.prompt_file))
     if not text:
         raise ConfigError("the prompt is empty: give at least one character")
     return [text] * given.count
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompt-file {path}: is no text in UTF-8 ({error})") from error
 
 
 def _heard(given: argparse.Namespace) -> Iterator[str]:

@@ -131,14 +131,22 @@ def _table(found: Sequence[Found], given: argparse.Namespace) -> str:
     rows = []
     for run in found:
         of = f"{run.records[-1].step if run.records else 0:,} of {run.settings.get('train.steps', 0):,}"
-        seconds, speed = run.last("wall_time"), run.last("tokens_per_second")
+        seconds = run.last("wall_time")
         rows.append([
             run.folder.as_posix(), of, _number(run.last("loss")), _number(run.last(metric)),
             _number(run.best(metric, highest=given.highest)),
-            "-" if speed is None else f"{speed:,.0f}", "-" if seconds is None else f"{seconds / 60:.1f}",
+            _speed(run), "-" if seconds is None else f"{seconds / 60:.1f}",
             ", ".join(map(str, run.checkpoints[-3:])) or "-",
         ])  # fmt: skip
     return aligned(columns, rows, left=1)
+
+
+def _speed(run: Found) -> str:
+    """Of a run on data of one's own, where nothing is known of tokens, in examples."""
+    tokens, examples = run.last("tokens_per_second"), run.last("examples_per_second")
+    if tokens is None:
+        return "-" if examples is None else f"{examples:,.0f} examples/s"
+    return f"{tokens:,.0f}"
 
 
 def _settings(found: Sequence[Found], different: Mapping[str, list[Any]]) -> str:
