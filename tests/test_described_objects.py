@@ -66,6 +66,8 @@ def test_a_flags_description_is_refused_and_one_that_a_flag_replaces_is_not(writ
     for flags in (["--optim.init_args", inside], [f"--optim.init_args={inside}"], ["--callbacks", f"[{inside}]"]):
         with pytest.raises(ConfigError, match="imports the package 'strange_package'"):
             read_config("train", [write(optim={"class_path": "optax.sgd"}), *flags])
+    with pytest.raises(ConfigError, match="imports the package 'strange_package'"):
+        read_config("train", [write(optim={"class_path": "optax.sgd", "init_args": inside})])
     path = write(optim={"class_path": "optax.sgd", "init_args": {"momentum": STRANGE}})
     config = read_config("train", [path, "--optim.init_args", "{momentum: 1e-1, nesterov: true}"])
     assert config.optim.init_args == {"momentum": 0.1, "nesterov": True}

@@ -71,7 +71,7 @@ def as_yaml(text: str) -> Any:
     """The value of a flag's text, numbers as people write them; the text itself where it is no YAML."""
     try:
         return get_loader("yaml")(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):  # a tag whose text is none of its kind
         return text
 
 

@@ -171,7 +171,7 @@ def _load_own(config: RunConfig, split: OwnSplit, mesh: Mesh) -> TextData:
     return TextData(loader, valid, known or train.eval_batches, None, None, sizes, "sample")
 
 
-def valid_batches(data: TextData) -> Generator[PyTree]:
+def valid_batches(data: TextData) -> Generator[PyTree, None, None]:
     """The batches of one validation: the same at every call."""
     assert data.valid is not None
     from_start(data.valid)
