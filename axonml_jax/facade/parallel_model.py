@@ -83,6 +83,9 @@ class ParallelModel(SavedModel):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(mesh={dict(self.mesh.shape)}, plan={self.plan})"
 
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_(f"ax.{type(self).__name__}", self.mesh.shape)
+
     @property
     def plan(self) -> Plan:
         """The plan, with every default decided."""

@@ -10,7 +10,8 @@ from axonml_jax.cost.wire import Amount, exact
 from axonml_jax.ledger.entry import Collective
 from axonml_jax.ledger.label import GRADIENTS, PARAMETERS
 from axonml_jax.ledger.rows import TrafficRow, traffic_rows
-from axonml_jax.ledger.table import aligned, number
+from axonml_jax.ledger.table import PrintedTable, axes_table, number
+from axonml_jax.markup import lines, section
 
 MODEL = f"{GRADIENTS}+{PARAMETERS}"
 """The part of the traffic that grows with the number of parameters."""
@@ -111,15 +112,25 @@ class Report:
         """`to_dict` as JSON; fractions of a byte become floats."""
         return json.dumps(self.to_dict(), indent=indent)
 
+    @property
+    def _tables(self) -> list[PrintedTable]:
+        sent = [_traffic_table(self.traffic), _axes_table(self.bytes_by_axes, self.total_bytes)]
+        return sent * bool(self.traffic) + [_target_table(self.targets)] * bool(self.minimum)
+
+    @property
+    def _said(self) -> str:
+        return "\n".join(f"note: {note}" for note in self.notes)
+
     def __str__(self) -> str:
-        parts = [_traffic_table(self.traffic)] if self.traffic else ["nothing is communicated"]
-        if self.traffic:
-            parts.append(_axes_table(self.bytes_by_axes, self.total_bytes))
-        if self.minimum:
-            parts.append(_target_table(self.targets))
-        if self.notes:
-            parts.append("\n".join(f"note: {note}" for note in self.notes))
-        return "\n\n".join(parts)
+        parts = [*map(str, self._tables), *([self._said] if self.notes else [])]
+        return "\n\n".join(parts if self.traffic else [_NOTHING, *parts])
+
+    def _repr_html_(self) -> str:
+        title = f"one rank sends {number(self.total_bytes)} bytes in one step" if self.traffic else _NOTHING
+        return section(title, *(table._repr_html_() for table in self._tables), lines(self._said))
+
+
+_NOTHING = "nothing is communicated"
 
 
 def _totals(rows: Iterable[TrafficRow], key: Callable[[TrafficRow], Any]) -> dict[Any, Amount]:
@@ -145,9 +156,9 @@ def _plain(amount: Amount) -> int | float:
     return amount if isinstance(amount, int) else float(amount)
 
 
-def _traffic_table(rows: Iterable[TrafficRow]) -> str:
+def _traffic_table(rows: Iterable[TrafficRow]) -> PrintedTable:
     header = ["label", "collective", "axes", "dtype", "where", "count", "launches", "elements", "bytes/rank"]
-    return aligned(header, [_cells(row) for row in rows], left=5)
+    return PrintedTable(header, [_cells(row) for row in rows], left=5)
 
 
 def _cells(row: TrafficRow) -> list[str]:
@@ -157,11 +168,10 @@ def _cells(row: TrafficRow) -> list[str]:
     return [row.label or "-", row.kind, axes, row.dtype, row.where, *counts]
 
 
-def _axes_table(by_axes: dict[tuple[str, ...], Amount], total: Amount) -> str:
-    rows = [[",".join(axes) or "-", number(sent)] for axes, sent in by_axes.items()]
-    return aligned(["axes", "bytes/rank"], [*rows, ["total", number(total)]], left=1)
+def _axes_table(by_axes: dict[tuple[str, ...], Amount], total: Amount) -> PrintedTable:
+    return axes_table({",".join(axes) or "-": sent for axes, sent in by_axes.items()}, total)
 
 
-def _target_table(targets: Iterable[Target]) -> str:
+def _target_table(targets: Iterable[Target]) -> PrintedTable:
     rows = [[t.name, number(t.sent), number(t.minimum), "-" if t.ratio is None else f"{t.ratio:.4f}"] for t in targets]
-    return aligned(["against theory", "bytes/rank", "minimum", "ratio"], rows, left=1)
+    return PrintedTable(["against theory", "bytes/rank", "minimum", "ratio"], rows, left=1)

@@ -1,8 +1,33 @@
-"""Plain-text tables: aligned columns, no dependency and no terminal needed."""
+"""Tables as plain text, aligned columns without a dependency or a terminal, and as HTML for notebooks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from axonml_jax import markup
 from axonml_jax.cost.wire import Amount
+
+
+@dataclass(frozen=True)
+class PrintedTable:
+    """Rows under a header, printed as text and shown as HTML.
+
+    Attributes:
+      header: names of the columns.
+      rows: cells.
+      left: columns that hold words; the others hold numbers.
+      shares: of every row a number from 0 to 1, a bar in HTML; empty: no bars.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int
+    shares: Sequence[float] = ()
+
+    def __str__(self) -> str:
+        return aligned(self.header, self.rows, self.left)
+
+    def _repr_html_(self) -> str:
+        return markup.table(self.header, self.rows, self.left, shares=self.shares)
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
@@ -33,3 +58,10 @@ def number(amount: Amount) -> str:
     ('1,234,567', '3.3')
     """
     return f"{amount:,}" if isinstance(amount, int) else f"{float(amount):,.1f}"
+
+
+def axes_table(sent: Mapping[str, Amount], total: Amount) -> PrintedTable:
+    """What one rank sends over which mesh axes."""
+    rows = [[axes, number(amount)] for axes, amount in sent.items()]
+    shares = [float(amount / total) if total else 0.0 for amount in sent.values()]
+    return PrintedTable(["axes", "bytes/rank"], [*rows, ["total", number(total)]], left=1, shares=[*shares, 0.0])

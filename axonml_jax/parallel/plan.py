@@ -15,6 +15,7 @@ from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.partition import PARTITIONED, Partition
 from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.plan_axes import PlanAxes, axes_problems, inwards
+from axonml_jax.parallel.plan_html import plan_html
 from axonml_jax.parallel.strategies.context import Context
 from axonml_jax.parallel.strategies.in_layers import InLayers
 from axonml_jax.parallel.strategies.replicate import Replicate
@@ -148,6 +149,9 @@ class Plan:
             object.__setattr__(self, name, joint)
         object.__setattr__(self, "axes", PlanAxes({**self.axes, ("fsdp", "context"): joint}))
         return []
+
+    def _repr_html_(self, title: str = "ax.Plan", degrees: Mapping[str, int] | None = None) -> str:
+        return plan_html(self, title, degrees)
 
     @property
     def strategies(self) -> dict[AxisNames, AbstractStrategy]:

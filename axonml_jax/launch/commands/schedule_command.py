@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from axonml_jax.launch.commands.schedule_svg import draw_svg
 from axonml_jax.launch.commands.schedule_text import draw_events
 from axonml_jax.launch.commands.writable import require_writable
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
 from axonml_jax.parallel.pipeline.estimates.events import Event, tick_times, trace_orders, trace_ticks
 from axonml_jax.parallel.pipeline.estimates.fastest import choose
+from axonml_jax.parallel.pipeline.estimates.schedule_svg import draw_svg
 from axonml_jax.parallel.pipeline.estimates.simulate import Simulation, simulate
 from axonml_jax.parallel.pipeline.schedules.registry import make_schedule
 from axonml_jax.parallel.pipeline.schedules.schedule import AbstractSchedule, PipelineSchedule

@@ -9,7 +9,8 @@ from axonml_jax.cost.flow import LATER, Flow
 from axonml_jax.cost.held import Memory
 from axonml_jax.cost.wire import Amount, exact
 from axonml_jax.ledger.label import PADDING
-from axonml_jax.ledger.table import aligned, number
+from axonml_jax.ledger.table import PrintedTable, axes_table, number
+from axonml_jax.markup import lines, section
 from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
 from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 
@@ -148,35 +149,45 @@ class Prediction:
         return f"{self.params:,} parameters on {mesh}; {self.plan}"
 
     def __str__(self) -> str:
-        parts = [self.headline, self._memory_table()]
-        if self.traffic:
-            parts += [self._traffic_table(), self._axes_table()]
-        if any(least for least in self.minimum.values()):
-            parts.append(self._theory_table())
-        parts.append(self._work())
-        return "\n\n".join([*parts, *(f"note: {note}" for note in self.notes)])
+        return "\n\n".join([self.headline, *map(str, self._tables), *self._said])
 
-    def _memory_table(self) -> str:
-        rows = [[name, f"{size / 2**20:,.1f}"] for name, size in self.memory.by_kind().items()]
-        rows += [["at the fullest moment", f"{self.memory.total / 2**20:,.1f}"]]
-        return aligned(["memory per device", "MiB"], rows, left=1)
+    def _repr_html_(self) -> str:
+        pictures = [] if self.timetable is None else [self.timetable._repr_html_()]
+        tables = [table._repr_html_() for table in self._tables]
+        return section(self.headline, *tables, *map(lines, self._said), *pictures)
 
-    def _traffic_table(self) -> str:
+    @property
+    def _tables(self) -> list[PrintedTable]:
+        sent = [self._traffic_table(), self._axes_table()] if self.traffic else []
+        known = [self._theory_table()] if any(self.minimum.values()) else []
+        return [self._memory_table(), *sent, *known]
+
+    @property
+    def _said(self) -> list[str]:
+        return [self._work(), *(f"note: {note}" for note in self.notes)]
+
+    def _memory_table(self) -> PrintedTable:
+        kinds, total = self.memory.by_kind(), self.memory.total
+        rows = [[name, f"{size / 2**20:,.1f}"] for name, size in kinds.items()]
+        rows += [["at the fullest moment", f"{total / 2**20:,.1f}"]]
+        shares = [size / max(total, *kinds.values(), 1) for size in (*kinds.values(), total)]
+        return PrintedTable(["memory per device", "MiB"], rows, left=1, shares=shares)
+
+    def _traffic_table(self) -> PrintedTable:
         header = ["label", "collective", "axes", "dtype", "where", "launches", "elements", "bytes/rank"]
         rows = [row for flow in self.traffic for row in _rows(flow)]
-        return aligned(header, rows, left=5)
+        return PrintedTable(header, rows, left=5)
 
-    def _axes_table(self) -> str:
-        rows = [[",".join(axes), number(sent)] for axes, sent in self.bytes_by_axes.items()]
-        return aligned(["axes", "bytes/rank"], [*rows, ["total", number(self.total_bytes)]], left=1)
+    def _axes_table(self) -> PrintedTable:
+        return axes_table({",".join(axes): sent for axes, sent in self.bytes_by_axes.items()}, self.total_bytes)
 
-    def _theory_table(self) -> str:
+    def _theory_table(self) -> PrintedTable:
         rows = [
             [name, number(sent), number(least), "-" if ratio is None else f"{ratio:.4f}"]
             for name, (sent, least, ratio) in self.ratios.items()
             if least
         ]
-        return aligned(["against theory", "bytes/rank", "minimum", "ratio"], rows, left=1)
+        return PrintedTable(["against theory", "bytes/rank", "minimum", "ratio"], rows, left=1)
 
     def _work(self) -> str:
         again = f" (and {self.recomputed_flops_per_token:,} again)" if self.recomputed_flops_per_token else ""

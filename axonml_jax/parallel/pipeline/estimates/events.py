@@ -1,13 +1,12 @@
 """When every action starts and ends, on paper: ranks in a classic order, or ticks of a timetable."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
-from axonml_jax.parallel.pipeline.schedules.action import Action
-from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
+from axonml_jax.parallel.pipeline.schedules.action import Action, Work
 
 Done = dict[Action, tuple[float, int]]
 
@@ -23,6 +22,30 @@ class Event(NamedTuple):
     rank: int
     start: float
     end: float
+
+
+class Ticking(Protocol):
+    """What is asked of a timetable, which draws itself with what stands here."""
+
+    @property
+    def num_ranks(self) -> int:
+        """S."""
+        ...
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model."""
+        ...
+
+    @property
+    def num_ticks(self) -> int:
+        """Length of the loop."""
+        ...
+
+    @property
+    def kinds(self) -> Mapping[Work, np.ndarray]:
+        """The tick of every stage and microbatch, by kind of work."""
+        ...
 
 
 def trace_orders(orders: Sequence[Sequence[Action]], costs: StageCosts) -> list[list[Event]]:
@@ -63,7 +86,7 @@ def order_spans(orders: Sequence[Sequence[Action]], costs: StageCosts) -> list[l
     return spans
 
 
-def trace_ticks(timetable: Timetable, costs: StageCosts) -> list[list[Event]]:
+def trace_ticks(timetable: Ticking, costs: StageCosts) -> list[list[Event]]:
     """The events of every rank when all ranks start a tick together and do F, B, W in this order."""
     spent, ends = tick_times(timetable, costs)
     until = np.concatenate([[0.0], ends[:-1]])[None, :, None] + np.cumsum(spent, axis=0)
@@ -76,7 +99,7 @@ def trace_ticks(timetable: Timetable, costs: StageCosts) -> list[list[Event]]:
     return [sorted(here, key=lambda event: event.end) for here in events]
 
 
-def tick_times(timetable: Timetable, costs: StageCosts) -> tuple[np.ndarray, np.ndarray]:
+def tick_times(timetable: Ticking, costs: StageCosts) -> tuple[np.ndarray, np.ndarray]:
     """How long every rank works in every tick, and when the ticks end.
 
     Returns:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from axonml_jax.parallel.pipeline.schedules.action import Action, Work
-from axonml_jax.parallel.pipeline.schedules.schedule import Ticks
+from axonml_jax.parallel.pipeline.schedules.ticks import Ticks
 
 
 def violations(num_ranks: int, ticks: Ticks) -> list[str]:

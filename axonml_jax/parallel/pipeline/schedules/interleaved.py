@@ -5,7 +5,8 @@ from typing import ClassVar
 import numpy as np
 
 from axonml_jax.parallel.pipeline.schedules.action import Action
-from axonml_jax.parallel.pipeline.schedules.schedule import AbstractSchedule, PipelineSchedule, Ticks
+from axonml_jax.parallel.pipeline.schedules.schedule import AbstractSchedule, PipelineSchedule
+from axonml_jax.parallel.pipeline.schedules.ticks import Ticks
 
 
 class Interleaved(AbstractSchedule):

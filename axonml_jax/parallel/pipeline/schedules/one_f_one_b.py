@@ -5,7 +5,8 @@ from typing import ClassVar
 import numpy as np
 
 from axonml_jax.parallel.pipeline.schedules.action import Action
-from axonml_jax.parallel.pipeline.schedules.schedule import AbstractSchedule, PipelineSchedule, Ticks, one_chunk
+from axonml_jax.parallel.pipeline.schedules.schedule import AbstractSchedule, PipelineSchedule, one_chunk
+from axonml_jax.parallel.pipeline.schedules.ticks import Ticks
 
 
 class OneFOneB(AbstractSchedule):

@@ -5,11 +5,11 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import ClassVar, NamedTuple
-
-import numpy as np
+from typing import ClassVar
 
 from axonml_jax.parallel.pipeline.schedules.action import Action
+from axonml_jax.parallel.pipeline.schedules.ticks import Ticks
+from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 from axonml_jax.synonyms import is_choice, member
 
 
@@ -49,20 +49,6 @@ class PipelineSchedule(enum.Enum):
 
     def __str__(self):
         return self.name
-
-
-class Ticks(NamedTuple):
-    """At which tick of the executed loop every action happens: integers [stage, microbatch].
-
-    Attributes:
-      forward: of F.
-      backward: of B, or of I where `weight` is given; None: forwards only.
-      weight: of W; None: a backward is whole.
-    """
-
-    forward: np.ndarray
-    backward: np.ndarray | None
-    weight: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +120,11 @@ class AbstractSchedule(abc.ABC):
     @abc.abstractmethod
     def ticks(self) -> Ticks:
         """The fused rows that are executed: at most one forward and one backward per rank and tick."""
+
+    def _repr_html_(self) -> str:
+        chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        title = f"{self.name}: {self.num_ranks} ranks{chunks}, {self.num_microbatches} microbatches"
+        return Timetable.of(self.num_ranks, self.ticks())._repr_html_(title)
 
     @abc.abstractmethod
     def ideal_makespan(self, forward: float, input_gradient: float, weight_gradient: float) -> float | None:

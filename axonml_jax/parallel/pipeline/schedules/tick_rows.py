@@ -7,7 +7,8 @@ import numpy as np
 
 from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
 from axonml_jax.parallel.pipeline.estimates.events import trace_orders
-from axonml_jax.parallel.pipeline.schedules.schedule import AbstractSchedule, Ticks
+from axonml_jax.parallel.pipeline.schedules.schedule import AbstractSchedule
+from axonml_jax.parallel.pipeline.schedules.ticks import Ticks
 from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 
 Rows = Literal["fused", "alternating"]

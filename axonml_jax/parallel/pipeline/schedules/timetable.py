@@ -5,13 +5,20 @@ from functools import cached_property
 
 import numpy as np
 
+from axonml_jax.markup import lines, section
+from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
+from axonml_jax.parallel.pipeline.estimates.events import tick_times, trace_ticks
+from axonml_jax.parallel.pipeline.estimates.schedule_svg import IN_PAGE, draw_svg
 from axonml_jax.parallel.pipeline.schedules.action import Action, Work
 from axonml_jax.parallel.pipeline.schedules.check import violations
 from axonml_jax.parallel.pipeline.schedules.draw import draw_grid
-from axonml_jax.parallel.pipeline.schedules.schedule import Ticks
 from axonml_jax.parallel.pipeline.schedules.slots import colour_by_rank, held_by_rank
+from axonml_jax.parallel.pipeline.schedules.ticks import Ticks
 
 Grid = tuple[tuple[int, ...], ...]
+
+MOST_DRAWN = 4000
+"""Actions in a notebook's picture; more would be megabytes, and too small to see."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +101,7 @@ class Timetable:
         later = (None if grid is None else np.asarray(grid) for grid in (self.backward, self.weight))
         return Ticks(np.asarray(self.forward), *later)
 
-    @cached_property
+    @property
     def kinds(self) -> dict[Work, np.ndarray]:
         """The ticks of every kind of work that there is: of F, of B or of I and W."""
         names: tuple[Work, ...] = ("F", "B" if self.weight is None else "I", "W")
@@ -110,7 +117,7 @@ class Timetable:
         """M."""
         return len(self.forward[0])
 
-    @cached_property
+    @property
     def num_ticks(self) -> int:
         """Length of the loop."""
         return max(int(grid.max()) for grid in self.ticks if grid is not None) + 1
@@ -142,6 +149,17 @@ class Timetable:
 
     def __str__(self):
         return self.draw()
+
+    def _repr_html_(self, title: str = "") -> str:
+        title = title or f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches"
+        if (size := sum(grid.size for grid in self.kinds.values())) > MOST_DRAWN:
+            return section(
+                title, lines(f"{size:,} actions in {self.num_ticks:,} ticks; pictures end at {MOST_DRAWN:,}")
+            )
+        costs = StageCosts()
+        _, ends = tick_times(self, costs)
+        caption = [f"{self.num_ticks} ticks, drawn for stages of equal cost"]
+        return section("", draw_svg(title, trace_ticks(self, costs), caption, ends.tolist(), colours=IN_PAGE))
 
     def draw(self, width: int = 120) -> str:
         """Ranks down, ticks to the right; a line for forwards, one for backwards, one for weight gradients.

@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from axonml_jax.parallel.pipeline.schedules.action import Action
-from axonml_jax.parallel.pipeline.schedules.schedule import AbstractSchedule, PipelineSchedule, Ticks, one_chunk
+from axonml_jax.parallel.pipeline.schedules.schedule import AbstractSchedule, PipelineSchedule, one_chunk
+from axonml_jax.parallel.pipeline.schedules.ticks import Ticks
 
 
 @dataclass(frozen=True)
