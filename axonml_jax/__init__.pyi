@@ -120,6 +120,7 @@ from axonml_jax.sharding.sequence_order import sequence_order as sequence_order
 from axonml_jax.training.callbacks import Callback as Callback
 from axonml_jax.training.callbacks import CallbackError as CallbackError
 from axonml_jax.training.callbacks import TrainingEvent as TrainingEvent
+from axonml_jax.training.progress.progress_bar import ProgressBar as ProgressBar
 from axonml_jax.training.state.train_state import TrainState as TrainState
 from axonml_jax.training.step import TrainStep as TrainStep
 

@@ -1,15 +1,19 @@
-"""The examples run, are short, and open with how to run them."""
+"""The examples run, are short, and open with how to run them; notebooks show what is kept in them."""
 
 import ast
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from notebook_cells import code_cells, kept, source
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
 def run(*argv: str | Path, cwd: Path) -> subprocess.CompletedProcess:
@@ -47,3 +51,24 @@ def test_the_training_script_goes_on_and_runs_as_two_processes(tmp_path):
     [loss] = [line for line in once.stdout.splitlines() if line.startswith("step 10")]
     assert f"[rank 0] {loss}" in together.stdout and "[rank 0] 2 ranks" in together.stdout
     assert (tmp_path / "two" / "exported" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_shows_what_is_kept_in_it(path, tmp_path):
+    done = run(ROOT / "tests" / "notebook_cells.py", path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for cell, shown in zip(code_cells(path), json.loads(done.stdout), strict=True):
+        there = kept(cell)
+        assert bool(there["stream"]) == bool(shown["stream"]) and set(there["result"]) == set(shown["result"])
+        assert there["result"].get("text/html") == shown["result"].get("text/html"), source(cell)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_keeps_short_outputs_of_one_run_and_ends_with_a_check(path):
+    cells = code_cells(path)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert source(cells[-1]).startswith("assert")
+    for cell in cells:
+        assert {out["output_type"] for out in cell["outputs"]} <= {"stream", "execute_result"}
+        assert "\r" not in kept(cell)["stream"] and len(kept(cell)["stream"].splitlines()) < 12
+    assert not re.search(r"/(home|root|Users)/", path.read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a live bar on a terminal, plain lines anywhere else."""
+"""What a run shows while it trains: a live bar on a terminal, one line in a notebook, plain lines anywhere else."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from axonml_jax.launch.job.fit import Record
+from axonml_jax.training.progress.one_line import OneLine, rewrites
 
 
 @contextmanager
@@ -20,7 +21,10 @@ def progress(steps: int, console: Console | None = None) -> Iterator[Callable[[R
     """
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        yield lambda record: print(line(record, steps), file=console.file, flush=True)
+        if rewrites(console.file):  # pyright: ignore[reportArgumentType]  # rich's IO[str] is a text stream
+            yield from _in_notebook(steps, OneLine(console.file))  # pyright: ignore[reportArgumentType]
+        else:
+            yield lambda record: print(line(record, steps), file=console.file, flush=True)
         return
     columns = [BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[shown]}")]
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
@@ -32,6 +36,19 @@ def progress(steps: int, console: Console | None = None) -> Iterator[Callable[[R
                 console.print(line(record, steps), soft_wrap=True, highlight=False)
 
         yield show
+
+
+def _in_notebook(steps: int, shown: OneLine) -> Iterator[Callable[[Record], None]]:
+    """One line that is written over; validations stay."""
+
+    def show(record: Record) -> None:
+        if "valid_loss" in record.metrics:
+            shown.keep(line(record, steps))
+        else:
+            shown.show(line(record, steps))
+
+    yield show
+    shown.end()
 
 
 def line(record: Record, steps: int) -> str:
