@@ -277,6 +277,7 @@ def test_importing_the_package_imports_no_optional_library():
         "matplotlib",
         "pyarrow",
         "tokenizers",
+        "mlflow",
         "torch",
         "tensorboardX",
         "safetensors",

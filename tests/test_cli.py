@@ -227,10 +227,14 @@ def test_what_cannot_work_is_refused_in_one_message_before_anything_is_allocated
     assert len(jax.live_arrays()) == before and not (tmp_path / "runs").exists()
 
 
-def test_tensorboard_without_its_package_is_refused_before_anything_else(run, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    status, _, err = run("train", QUICKSTART, *SMALL, "--output.tensorboard")
-    assert status == 2 and "axonml-jax[tensorboard]" in err
+@pytest.mark.parametrize(
+    "flag,package,extra",
+    [("--output.tensorboard", "tensorboardX", "tensorboard"), ("--output.mlflow=mine", "mlflow", "mlflow")],
+)
+def test_records_without_their_package_are_refused_before_anything_else(flag, package, extra, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    status, _, err = run("train", QUICKSTART, *SMALL, flag)
+    assert status == 2 and f"axonml-jax[{extra}]" in err
 
 
 def test_errors_of_a_real_process_have_no_traceback():

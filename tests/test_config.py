@@ -39,8 +39,8 @@ optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.b
 train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed
 train.weights train.max_nonfinite train.layer_norms train.stuck_timeout
 checkpoint.every checkpoint.keep checkpoint.best checkpoint.asynchronous
-sample.count sample.length sample.prompt sample.temperature output.dir output.tensorboard output.csv output.wandb output.plot
-finetune.lora.rank finetune.lora.alpha finetune.lora.targets finetune.lora.stacked
+sample.count sample.length sample.prompt sample.temperature output.dir output.tensorboard output.csv output.wandb
+output.mlflow output.plot finetune.lora.rank finetune.lora.alpha finetune.lora.targets finetune.lora.stacked
 """.split()  # noqa: SIM905
 
 

@@ -25,6 +25,7 @@ from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.job import resume
 from axonml_jax.launch.job.document_task import DocumentSplit, check_tokenizer
 from axonml_jax.launch.job.fit import Record, fit
+from axonml_jax.launch.job.mlflow_run import MlflowRun, mlflow_module
 from axonml_jax.launch.job.outcome import about, print_samples, report
 from axonml_jax.launch.job.peaks import peak_flops
 from axonml_jax.launch.job.preemption import Preemption
@@ -115,7 +116,8 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
     Raises:
       ConfigError: with everything that cannot work, before anything is allocated.
     """
-    needed = {tensorboard_writer: config.output.tensorboard, wandb_module: config.output.wandb}
+    out = config.output
+    needed = {tensorboard_writer: out.tensorboard, wandb_module: out.wandb, mlflow_module: out.mlflow}
     all_or_refuse(*(needs for needs, wanted in needed.items() if wanted))
     ground, text, *_ = all_or_refuse(
         partial(lay_ground, config),
@@ -264,6 +266,8 @@ def _recorders(config: RunConfig, folder: Path | None, start: int) -> Iterator[R
         yield Csv(folder / "metrics.csv", start)
     if folder is not None and config.output.wandb:
         yield Wandb(folder, as_dict(config), config.output.wandb)
+    if folder is not None and config.output.mlflow:
+        yield MlflowRun(folder, as_dict(config), config.output.mlflow)
 
 
 def _throughput(config: RunConfig, ground: RunSetup) -> Throughput:

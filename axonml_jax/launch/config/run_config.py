@@ -111,6 +111,7 @@ class OutputConfig:
       tensorboard: write TensorBoard event files too.
       csv: write the records as a table too, metrics.csv.
       wandb: the project of Weights & Biases to log to; null logs to none. WANDB_MODE=offline keeps it on this machine.
+      mlflow: the experiment of MLflow to log to; null logs to none. MLFLOW_TRACKING_URI says on which server.
       plot: draw the loss curve.
     """
 
@@ -118,6 +119,7 @@ class OutputConfig:
     tensorboard: bool = False
     csv: bool = False
     wandb: str | None = None
+    mlflow: str | None = None
     plot: bool = True
 
 

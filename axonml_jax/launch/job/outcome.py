@@ -49,6 +49,7 @@ def report(config: RunConfig, data: TextData, records: list[Record], folder: Pat
             files += ", experts.png" if note is None else f" ({note})"
     files += ", checkpoints" * (folder / CHECKPOINT_FOLDER).exists()
     files += ", metrics.csv" * config.output.csv + ", wandb" * (config.output.wandb is not None)
+    files += ", mlflow.id" * (config.output.mlflow is not None)
     files += ", tensorboard" * config.output.tensorboard + ", trace" * (folder / "trace").exists()
     print0(f"files           {folder}: {files}")
 

@@ -1,4 +1,4 @@
-"""Where records go: a file of JSON lines, and a table, TensorBoard or Weights & Biases if wanted."""
+"""Where records go: a file of JSON lines, and a table, TensorBoard or Weights & Biases if wanted (MLflow: mlflow_run.py)."""
 
 import csv
 import json
