@@ -46,6 +46,7 @@ from axonml_jax.facade.context_parallel import ContextParallel as ContextParalle
 from axonml_jax.facade.ddp import DDP as DDP
 from axonml_jax.facade.device_memory import FSDPMemoryStats as FSDPMemoryStats
 from axonml_jax.facade.fsdp import FSDP as FSDP
+from axonml_jax.facade.harness.lm_eval_model import lm_eval_model as lm_eval_model
 from axonml_jax.facade.memory_plot import plot_memory as plot_memory
 from axonml_jax.facade.parallel_generate import generate as generate
 from axonml_jax.facade.parallel_model import ParallelModel as ParallelModel

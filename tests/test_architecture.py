@@ -278,6 +278,7 @@ def test_importing_the_package_imports_no_optional_library():
         "pyarrow",
         "tokenizers",
         "mlflow",
+        "lm_eval",
         "torch",
         "tensorboardX",
         "safetensors",

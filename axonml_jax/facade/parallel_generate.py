@@ -1,6 +1,7 @@
 """`generate`: text from a causal model, on one device or under any plan that splits it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -64,17 +65,37 @@ def generate(
     most = models.longest(model._functional.abstract_module)
     text = models.checked_prompts(tokens, length, sampling, window, most)
     width = window or text.shape[1] + length
-    if hasattr(model._functional.abstract_module, "extend") and model._placement.stages is None:
-        after = models.Cached(_Extend(model, width), width)
+    with follow(model, width) as after:
         return models.continued(after, text, length, key, sampling, after_token)
+
+
+@contextmanager
+def follow(model: ParallelModel, width: int, *, in_pieces: bool = False) -> Iterator[Callable[[np.ndarray], jax.Array]]:
+    """What gives the logits [b, v] after a growing text [b, s], of at most so many positions at once, in eval mode.
+
+    Args:
+      model: a causal one.
+      width: positions.
+      in_pieces: see `Cached`.
+    """
+    if hasattr(model._functional.abstract_module, "extend") and model._placement.stages is None:
+        yield models.Cached(_Extend(model, width), width, in_pieces=in_pieces)
+        return
+    with evaluating(model):
+        yield models.Windowed(even_logits(model), width)
+
+
+@contextmanager
+def evaluating(model: ParallelModel) -> Iterator[None]:
+    """The model in evaluation mode, and then in the mode that it was in."""
     before, model._mode = model._mode, False
     try:
-        return models.continued(models.Windowed(_even(model), width), text, length, key, sampling, after_token)
+        yield
     finally:
         model._mode = before
 
 
-def _even(model: ParallelModel) -> Callable[[np.ndarray], jax.Array]:
+def even_logits(model: ParallelModel) -> Callable[[np.ndarray], jax.Array]:
     """The model's call for any number of prompts: as many more as divide over the batch axes, which are dropped again.
 
     Where positions are split, with as many more behind each as divide; a causal model does not see them.

@@ -82,10 +82,17 @@ def continued(
 
 
 class Cached:
-    """Logits after a growing text from a model that keeps what it has seen, up to `room` positions."""
+    """Logits after a growing text from a model that keeps what it has seen, up to `room` positions.
 
-    def __init__(self, extend: Extend, room: int):
-        self.extend, self.room = extend, room
+    Args:
+      extend: reads further tokens.
+      room: positions.
+      in_pieces: read a prompt in pieces whose lengths are powers of two, so that prompts of any length are read by few
+        programs; else at once, by a program for its length.
+    """
+
+    def __init__(self, extend: Extend, room: int, *, in_pieces: bool = False):
+        self.extend, self.room, self.in_pieces = extend, room, in_pieces
         self.caches: Any = None
 
     def __call__(self, text: np.ndarray) -> jax.Array:
@@ -93,6 +100,10 @@ class Cached:
         if text.shape[1] > self.room:
             return self.extend(text[:, -self.room :], None)[0]
         new = text if self.caches is None else text[:, -1:]
+        while self.in_pieces and new.shape[1] & (new.shape[1] - 1):  # more than one bit: no power of two
+            first = 1 << (new.shape[1].bit_length() - 1)
+            _, self.caches = self.extend(new[:, :first], self.caches)
+            new = new[:, first:]
         logits, self.caches = self.extend(new, self.caches)
         return logits
 
