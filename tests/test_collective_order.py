@@ -67,6 +67,27 @@ def recomputed(w, a, b):
     return jax.lax.psum(a, "x"), *jax.grad(loss, (0, 1))(a, b)
 
 
+def inside_a_scan(w, a, b):
+    def trip(c, _):
+        sums = chain(jnp.sin(c) + b, 2)
+        return looped(w, c) + sums[0], sums[1]
+
+    return jax.lax.scan(trip, a, None, length=2)
+
+
+def inside_a_while_loop(w, a, b):
+    def trip(carry):
+        i, c, d = carry
+        return i + 1, looped(w, c), jax.lax.psum(jnp.sin(d), "x") + d
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 2, trip, (0, a, b))[1:]
+
+
+def inside_a_branch(w, a, b):
+    taken = lambda a, b: (looped(w, a), jax.lax.psum(b, "x") + b)
+    return jax.lax.cond(w[0, 0] > 9, lambda a, b: (a, b), taken, a, b)
+
+
 def all_depend(w, a, b):
     return jax.lax.psum(looped(w, jax.lax.psum(a + b, "x")), "x")
 
@@ -75,7 +96,10 @@ def no_loop(w, a, b):
     return jax.lax.psum(a @ w, "x"), *chain(b, 2)
 
 
-OVERLAPPING = [loop_then_chain, chain_then_loop, two_loops_and_a_gather, branches, while_loop, recomputed]
+OVERLAPPING = [
+    loop_then_chain, chain_then_loop, two_loops_and_a_gather, branches, while_loop, recomputed, inside_a_scan,
+    inside_a_while_loop, inside_a_branch,
+]  # fmt: skip
 
 
 def mapped(fun, mesh, check_vma=False):
@@ -111,8 +135,7 @@ def overlaps(program):
             found += [(e.name, equation.name) for e in sending if e not in before and (is_loop(e) or is_loop(equation))]
             sending.append(equation)
             before = before | {equation}
-            if equation.name == "remat2":
-                found += overlaps(equation.body)
+            found += [pair for body in equation.bodies for pair in overlaps(body)]
         behind.update(dict.fromkeys(equation.outputs, before))
     return found
 

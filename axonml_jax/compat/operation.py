@@ -161,6 +161,11 @@ class Operation:
         return self.eqn.params["branches"] if self.name == "cond" else None
 
     @property
+    def chooses_by_platform(self) -> bool:
+        """Whether it is a conditional of which the compiler takes the branch for its platform."""
+        return self.eqn.params.get("branches_platforms") is not None
+
+    @property
     def checkpointed(self) -> Checkpointed | None:
         """It as a checkpointed call; None for all others."""
         if self.name != "remat2":

@@ -1,8 +1,8 @@
 """Collectives in one order on every device, for a runtime that lets a loop's collectives overlap with others: XLA:CPU's.
 
 What reads no result of an earlier loop with collectives is made to wait for one (`compat/waiting.py`), and a loop with
-collectives for earlier ones that it reads nothing of. Nothing else changes: in a program where every collective depends on the
-loops before it, or without such loops, no equation is added. Conditionals count as loops.
+collectives for earlier ones that it reads nothing of; so inside loops. Nothing else changes: in a program where every
+collective depends on the loops before it, or without such loops, no equation is added. Conditionals count as loops.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +18,7 @@ from axonml_jax.program.atoms import is_constant, names_of
 from axonml_jax.program.nested import stays
 from axonml_jax.program.program import Equation, Program, read_program
 from axonml_jax.program.rules import rule_of
-from axonml_jax.program.run import run_program
+from axonml_jax.program.run import run_bodies, run_program
 
 
 def collectives_in_order(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -47,7 +47,7 @@ def _may_overlap(program: Program) -> bool:
     """Whether there is a loop with collectives and anything else with some, at one level of a program."""
     sending = [equation for equation in program.equations if _sends(equation)]
     return (len(sending) > 1 and any(map(_loops, sending))) or any(
-        _may_overlap(body) for equation in sending if not _is_loop(equation) for body in equation.bodies
+        _may_overlap(body) for equation in sending for body in equation.bodies
     )
 
 
@@ -122,12 +122,10 @@ def _in_order(program: Program, values: Sequence[Any]) -> list[Any]:
 
 
 def _run(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
-    """An equation that sends; what is recomputed has an order of its own inside."""
-    checkpointed, body = equation.op.checkpointed, equation.body
-    if checkpointed is None or body is None or not _may_overlap(body):
-        return equation.op.bind(arrays)
-    with equation.op.scope():
-        return jax.checkpoint(lambda *arrays: _in_order(body, arrays), **checkpointed.options)(*arrays)
+    """An equation that sends; what is in loops, branches and recomputed calls has an order of its own there."""
+    inside = any(map(_may_overlap, equation.bodies))
+    made = run_bodies(equation, arrays, _in_order) if inside else None
+    return equation.op.bind(arrays) if made is None else made
 
 
 def _waiting(equation: Equation, arrays: Sequence[Any], ends: Sequence[Any]) -> list[Any]:

@@ -3,11 +3,16 @@
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
+import jax
+
 from axonml_jax.program.atoms import results_of, values_of
 from axonml_jax.program.program import Equation, Program
 
 At = Callable[[Equation, list[Any]], Sequence[Any] | None]
 """`at(equation, operands) -> results`: what is done in an equation's place; None: the equation is run."""
+
+RunBody = Callable[[Program, Sequence[Any]], Sequence[Any]]
+"""`run_body(program, values) -> results`."""
 
 
 def run_program(program: Program, values: Sequence[Any], at: At | None = None) -> list[Any]:
@@ -32,3 +37,57 @@ def run(equations: Iterable[Equation], env: MutableMapping[int, Any], at: At | N
         if made is None:
             made = equation.op.bind(operands)
         env.update(zip(equation.outputs, made, strict=True))
+
+
+def run_bodies(equation: Equation, values: Sequence[Any], run_body: RunBody) -> list[Any] | None:
+    """Run a loop, conditional, plain call or checkpointed call with something else done in the place of its bodies.
+
+    Args:
+      equation: any.
+      values: its operands.
+      run_body: runs a body; loops and branches trace it anew.
+
+    Returns:
+      The results; None: it has no body, or one that must stay as it is (derivatives of its own, a `shard_map`, branches for
+      platforms).
+    """
+    given = zip(values, equation.op.given, strict=True)
+    values = [x if isinstance(x, jax.Array) else jax.numpy.asarray(x, aval.dtype) for x, aval in given]
+    if equation.called is not None and not equation.name.startswith("custom_") and equation.op.checkpointed is None:
+        return list(run_body(equation.called, values))
+    if (checkpointed := equation.op.checkpointed) is not None:
+        with equation.op.scope():
+            call = jax.checkpoint(lambda *given: run_body(_known(equation.body), given), **checkpointed.options)
+            return list(call(*values))
+    if equation.branches and not equation.op.chooses_by_platform:
+        index, *given = values
+        branches = [lambda branch=branch: list(run_body(branch, given)) for branch in equation.branches]
+        with equation.op.scope():
+            return list(jax.lax.switch(index, branches))
+    if (scan := equation.op.scan) is not None:
+        consts, carry = list(values[: scan.num_consts]), list(values[scan.num_consts : scan.first_scanned])
+
+        def trip(carry: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
+            made = list(run_body(_known(equation.body), [*consts, *carry, *sliced]))
+            return made[: scan.num_carry], made[scan.num_carry :]
+
+        with equation.op.scope():
+            carry, ys = jax.lax.scan(trip, carry, list(values[scan.first_scanned :]), **scan.options)
+        return [*carry, *ys]
+    if (loop := equation.op.loop) is not None:
+        split = loop.num_condition_consts, loop.num_condition_consts + loop.num_body_consts
+        of_condition, consts = values[: split[0]], values[split[0] : split[1]]
+        with equation.op.scope():
+            return list(
+                jax.lax.while_loop(
+                    lambda carry: run_body(_known(equation.condition), [*of_condition, *carry])[0],
+                    lambda carry: list(run_body(_known(equation.body), [*consts, *carry])),
+                    list(values[split[1] :]),
+                )
+            )
+    return None
+
+
+def _known(program: Program | None) -> Program:
+    assert program is not None
+    return program
