@@ -8,8 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import axonml_jax as ax
-from axonml_jax.models import element_on_host as room
-from axonml_jax.models.element_on_host import element_on_host
+from axonml_jax.models.element_on_host import _program, element_on_host
 
 STACK = np.random.default_rng(0).normal(size=(8, 4, 64)).astype(np.float32)
 STACK[3, 0, :3] = -0.0, np.nan, np.inf
@@ -27,16 +26,14 @@ def test_every_element_has_its_bits(spec, dtype):
         assert element_on_host(whole, index).tobytes() == whole[index].tobytes()
 
 
-def test_no_collective_carries_more_than_the_element(monkeypatch):
-    texts, jit = [], jax.jit
-
-    def reading(fun, **options):
-        made = jit(fun, **options)
-        return lambda *args: (texts.append(made.lower(*args).compile().as_text()), made(*args))[1]
-
+def test_no_collective_carries_more_than_the_element_and_one_program_reads_all():
     mesh = ax.make_mesh(expert=2, fsdp=2, devices=jax.devices()[:4])
     array = jax.device_put(STACK, NamedSharding(mesh, PartitionSpec("expert", "fsdp")))
-    monkeypatch.setattr(room.jax, "jit", reading)
-    element_on_host(array, (5,))
-    sent = re.findall(r"\w+\[([\d,]*)\]\S* (?:all-\w+|collective-\w+)\(", texts[0])
+    _program.cache_clear()
+    for k in range(8):
+        element_on_host(array, (k,))
+    program = _program(mesh, ("expert", "fsdp", None), 1)
+    assert _program.cache_info().misses == 1 and program._cache_size() == 1
+    text = program.lower(array, np.asarray([5], np.int32)).compile().as_text()
+    sent = re.findall(r"\w+\[([\d,]*)\]\S* (?:all-\w+|collective-\w+)\(", text)
     assert sent and all(np.prod([int(n) for n in each.split(",")]) <= STACK[0].size for each in sent)

@@ -1,11 +1,12 @@
 """One element of an array that is split over devices, such as one expert's or one layer's weights out of a stack."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.collectives.primitives import axis_index, sum_over
 from axonml_jax.mesh.axes import as_axes
@@ -20,26 +21,27 @@ def element_on_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
     """
     if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
         return np.asarray(array[index] if index else array)
-    mesh, everywhere = array.sharding.mesh, NamedSharding(array.sharding.mesh, PartitionSpec())
     spec = (*array.sharding.spec, *(None,) * (array.ndim - len(array.sharding.spec)))
-    axes = tuple(as_axes(each or ()) for each in spec[: len(index)])
-    if not any(axes):
-        found = jax.jit(_plain, out_shardings=everywhere)(array, index)
-    else:
-        if array.sharding.memory_kind not in (None, "device"):
-            array = jax.device_put(array, array.sharding.with_memory_kind("device"))
-        one = jax.shard_map(
-            lambda block, index: _from_owner(block, index, axes),
-            mesh=mesh,
-            in_specs=(PartitionSpec(*spec), PartitionSpec()),
-            out_specs=PartitionSpec(*spec[len(index) :]),
-        )
-        found = jax.jit(one, out_shardings=everywhere)(array, jnp.asarray(index))
+    if any(as_axes(each or ()) for each in spec[: len(index)]) and array.sharding.memory_kind not in (None, "device"):
+        array = jax.device_put(array, array.sharding.with_memory_kind("device"))
+    found = _program(array.sharding.mesh, spec, len(index))(array, np.asarray(index, np.int32))
     return np.asarray(found.addressable_data(0))
 
 
-def _plain(array: jax.Array, index: tuple[Any, ...]) -> jax.Array:
-    return array[index] if index else array.copy()
+@functools.lru_cache(maxsize=256)
+def _program(mesh: Mesh, spec: tuple[Any, ...], count: int) -> Any:
+    """The program that reads `array[index]`, of `count` numbers, for every array that rests alike."""
+    axes = tuple(as_axes(each or ()) for each in spec[:count])
+    if not any(axes):
+        read = lambda array, index: array[tuple(index)] if count else array.copy()
+    else:
+        read = jax.shard_map(
+            lambda block, index: _from_owner(block, index, axes),
+            mesh=mesh,
+            in_specs=(PartitionSpec(*spec), PartitionSpec()),
+            out_specs=PartitionSpec(*spec[count:]),
+        )
+    return jax.jit(read, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _from_owner(block: jax.Array, index: jax.Array, axes: tuple[tuple[str, ...], ...]) -> jax.Array:
