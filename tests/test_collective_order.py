@@ -12,6 +12,7 @@ from axonml_jax.compat.waiting import PRIMITIVE, waiting
 from axonml_jax.program.collective_order import collectives_in_order
 from axonml_jax.program.program import read_program
 from axonml_jax.program.rules import rule_of
+from axonml_jax.training.compiler import Compiled
 
 SPLIT, WHOLE = PartitionSpec("x"), PartitionSpec()
 
@@ -102,16 +103,26 @@ OVERLAPPING = [
 ]  # fmt: skip
 
 
-def mapped(fun, mesh, check_vma=False):
-    options = {"mesh": mesh, "in_specs": (WHOLE, SPLIT, SPLIT), "out_specs": SPLIT, "check_vma": check_vma}
+def mapped(fun, mesh, check_vma=False, specs=(WHOLE, SPLIT, SPLIT)):
+    options = {"mesh": mesh, "in_specs": specs, "out_specs": SPLIT, "check_vma": check_vma}
     varying = lambda x: cast_to_varying(x, ("x",)) if check_vma and not varying_axes(x) else x
     return jax.shard_map(lambda *args: jax.tree.map(varying, fun(*args)), **options)
 
 
-def program_of(fun, check_vma=False):
+def in_order(fun):
+    """A function with `shard_map`s whose collectives are in order."""
+
+    def run(*args):
+        traced = trace(fun, *args)
+        return jax.tree.unflatten(traced.out_tree, collectives_in_order(traced.jaxpr, jax.tree.leaves(args)))
+
+    return run
+
+
+def program_of(fun, check_vma=False, change=lambda fun: fun):
     mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
     shapes = [jax.ShapeDtypeStruct(shape, "float64") for shape in ((4, 4), (8, 4), (8, 4))]
-    (outer,) = read_program(trace(mapped(fun, mesh, check_vma), *shapes).jaxpr).equations
+    (outer,) = read_program(trace(change(mapped(fun, mesh, check_vma)), *shapes).jaxpr).equations
     return read_program(outer.op.mapped.body)
 
 
@@ -144,12 +155,12 @@ def overlaps(program):
 @pytest.mark.parametrize("fun", OVERLAPPING)
 def test_no_collective_is_independent_of_a_loop_with_collectives(fun, check_vma):
     assert overlaps(program_of(fun, check_vma))
-    assert not overlaps(program_of(collectives_in_order(fun), check_vma))
+    assert not overlaps(program_of(fun, check_vma, in_order))
 
 
 @pytest.mark.parametrize("fun", [all_depend, no_loop])
 def test_nothing_is_added_where_nothing_could_overlap(fun):
-    ordered, plain = (program_of(each) for each in (collectives_in_order(fun), fun))
+    ordered, plain = (program_of(fun, change=change) for change in (in_order, lambda fun: fun))
     assert not any(equation.name == PRIMITIVE for equation in ordered.equations)
     assert [each.name for each in ordered.equations] == [each.name for each in plain.equations]
 
@@ -164,7 +175,7 @@ def test_what_no_result_needs_does_not_come_back():
         return a, jax.lax.psum(b, "x")
 
     names = str(
-        jax.jit(mapped(collectives_in_order(dead), Mesh(np.array(jax.devices()[:2]), ("x",))))
+        jax.jit(in_order(mapped(dead, Mesh(np.array(jax.devices()[:2]), ("x",)))))
         .trace(np.ones((4, 4)), np.ones((8, 4)), np.ones((8, 4)))
         .jaxpr
     )
@@ -177,7 +188,7 @@ def test_results_are_those_of_one_device_bit_for_bit_of_the_same_program(fun):
     w, a, b = draw.normal(size=(4, 4)), draw.normal(size=(8, 4)), draw.normal(size=(8, 4))
     one = jax.vmap(fun, in_axes=(None, 0, 0), axis_name="x")(w, a.reshape(2, 4, 4), b.reshape(2, 4, 4))
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
-    for each, expected in zip(jax.jit(mapped(collectives_in_order(fun), mesh))(w, a, b), one, strict=True):
+    for each, expected in zip(jax.jit(in_order(mapped(fun, mesh)))(w, a, b), one, strict=True):
         np.testing.assert_allclose(each, np.asarray(expected).reshape(each.shape), rtol=1e-12)
 
 
@@ -189,3 +200,13 @@ def test_waiting_changes_no_bit_and_has_a_derivative(dtype):
         assert made.dtype == value.dtype and made.tobytes() == value.tobytes()
     if jnp.issubdtype(dtype, jnp.floating):
         assert jax.grad(lambda x: waiting(x, [x]).astype("float32").sum())(value).tolist() == [1] * 4
+
+
+def test_a_compiled_function_keeps_the_order_for_every_shape_of_its_first_argument():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    step = Compiled(mapped(lambda a, b, w: loop_then_chain(w, a, b)[0], mesh, specs=(SPLIT, SPLIT, WHOLE)), mesh)
+    w, b = np.eye(4), np.ones((8, 4))
+    for rows in (8, 6, 8):
+        assert PRIMITIVE in str(step.trace(np.ones((rows, 4)), b, w).jaxpr)
+        assert step(np.ones((rows, 4)), b, w).shape == (rows, 4)
+    assert step.compilations == 2

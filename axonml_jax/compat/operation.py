@@ -48,11 +48,12 @@ class Checkpointed(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """A `shard_map`: its jaxpr, the sizes of its mesh's axes, and those that it makes manual."""
+    """A `shard_map`: its jaxpr, the sizes of its mesh's axes, those that it makes manual, and all but the function itself."""
 
     body: Any
     axis_sizes: Mapping[str, int]
     manual: frozenset[str]
+    options: Mapping[str, Any]
 
 
 class Contraction(NamedTuple):
@@ -179,7 +180,9 @@ class Operation:
         if self.name != "shard_map":
             return None
         params = self.eqn.params
-        return Mapped(params["jaxpr"], dict(params["mesh"].shape), frozenset(params["newly_manual_axes"]))
+        manual = frozenset(params["newly_manual_axes"])
+        options = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")} | {"axis_names": manual}
+        return Mapped(params["jaxpr"], dict(params["mesh"].shape), manual, options)
 
     # What it does
 

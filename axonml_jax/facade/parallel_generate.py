@@ -19,7 +19,7 @@ from axonml_jax.parallel.adapted import reading_adapted
 from axonml_jax.parallel.tensor.bound_axes import bound
 from axonml_jax.parallel.tensor.megatron.attend import KVCache
 from axonml_jax.sharding.place import place
-from axonml_jax.training.compiler import Compiled, ordered
+from axonml_jax.training.compiler import Compiled
 from axonml_jax.training.step import forward_mode
 
 
@@ -147,7 +147,7 @@ class _Extend:
             return rest.read(call, view, rest.enter(variables), tokens, caches)
 
         return jax.shard_map(
-            ordered(local),
+            local,
             mesh=self.model.mesh,
             in_specs=(specs, rows, None if caches is None else held),
             out_specs=(rows, held),

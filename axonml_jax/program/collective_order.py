@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 
-from axonml_jax._types import PyTree
-from axonml_jax.compat.jaxpr import live, trace
+from axonml_jax.compat.jaxpr import live
 from axonml_jax.compat.waiting import can_wait, waiting
 from axonml_jax.program.atoms import is_constant, names_of
 from axonml_jax.program.nested import stays
@@ -21,21 +20,27 @@ from axonml_jax.program.rules import rule_of
 from axonml_jax.program.run import run_bodies, run_program
 
 
-def collectives_in_order(fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """`fun`, whose collectives begin in the order in which it calls them, wherever loops would let them overlap.
+def collectives_in_order(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
+    """Run a traced program; in what its `shard_map`s map, collectives begin in the order in which they were called.
 
     Args:
-      fun: of pytrees of arrays, called under `shard_map`; traced once more whenever it is.
+      jaxpr: what `trace` returns.
+      values: of its inputs.
+
+    Returns:
+      Its results, flat.
     """
+    return run_program(read_program(jaxpr), values, _with_order_inside)
 
-    def ordered(*args: PyTree) -> PyTree:
-        traced = trace(fun, *args)
-        program = read_program(live(traced.jaxpr))  # what is dead is not to be waited for
-        leaves = jax.tree.leaves(args)
-        made = _in_order(program, leaves) if _may_overlap(program) else run_program(program, leaves)
-        return jax.tree.unflatten(traced.out_tree, made)
 
-    return ordered
+def _with_order_inside(equation: Equation, operands: list[Any]) -> list[Any] | None:
+    if (mapped := equation.op.mapped) is None:
+        return None
+    program = read_program(live(mapped.body))  # what is dead is not to be waited for
+    if not _may_overlap(program):
+        return None
+    with equation.op.scope():
+        return list(jax.shard_map(lambda *values: tuple(_in_order(program, values)), **mapped.options)(*operands))
 
 
 def may_overlap(jaxpr: Any) -> bool:

@@ -51,8 +51,8 @@ def run_bodies(equation: Equation, values: Sequence[Any], run_body: RunBody) -> 
       The results; None: it has no body, or one that must stay as it is (derivatives of its own, a `shard_map`, branches for
       platforms).
     """
-    given = zip(values, equation.op.given, strict=True)
-    values = [x if isinstance(x, jax.Array) else jax.numpy.asarray(x, aval.dtype) for x, aval in given]
+    pairs = zip(values, equation.op.given, strict=True)
+    values = [x if isinstance(x, jax.Array) else jax.numpy.asarray(x, aval.dtype) for x, aval in pairs]
     if equation.called is not None and not equation.name.startswith("custom_") and equation.op.checkpointed is None:
         return list(run_body(equation.called, values))
     if (checkpointed := equation.op.checkpointed) is not None:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -11,9 +10,6 @@ from jax.sharding import Mesh
 from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.program.collective_order import collectives_in_order, may_overlap
-
-_ORDERING: ContextVar[bool] = ContextVar("ordering", default=False)
-"""Whether what is being traced must order its collectives."""
 
 
 def compiler_options(placement: Placement, mesh: Mesh) -> dict[str, str] | None:
@@ -24,33 +20,20 @@ def compiler_options(placement: Placement, mesh: Mesh) -> dict[str, str] | None:
     return CPU_BARRIER_OPTIONS if _on_cpu(mesh) and placement.gathers_when_used else None
 
 
-def ordered(local: Callable[..., Any]) -> Callable[..., Any]:
-    """What each rank does, `local`, for `shard_map` in a function that `Compiled` compiles."""
-    return collectives_in_order(local) if _ORDERING.get() else local
-
-
 class Compiled:
     """A jitted function of which the ranks' collectives cannot overtake each other (`program/collective_order.py`).
 
-    On several CPU devices it is traced once more where they could.
+    Where they could on several CPU devices, what was traced is run in an order.
 
     Args:
-      whole: the function; what it gives to `shard_map` goes through `ordered`.
+      whole: the function.
       mesh: that it runs on.
       options: of `jax.jit`; arguments by keyword are static.
     """
 
     def __init__(self, whole: Callable[..., Any], mesh: Mesh, **options: Any):
-        @functools.wraps(whole)
-        def in_order(*args: Any, **kwargs: Any) -> Any:
-            token = _ORDERING.set(True)
-            try:
-                return whole(*args, **kwargs)
-            finally:
-                _ORDERING.reset(token)
-
-        self._plain, self._in_order = jax.jit(whole, **options), jax.jit(in_order, **options)
-        self._chosen = None if _on_cpu(mesh) and mesh.size > 1 else self._plain
+        self._whole, self._options, self._plain = whole, options, jax.jit(whole, **options)
+        self._overlaps = _on_cpu(mesh) and mesh.size > 1
         self._known: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,18 +48,37 @@ class Compiled:
         """As `jax.jit`'s."""
         return self._choose(args, kwargs).lower(*args, **kwargs)
 
+    @property
+    def compilations(self) -> int:
+        """How many programs were compiled for calls."""
+        return sum(each._cache_size() for each in {self._plain, *self._known.values()})
+
     def _choose(self, args: tuple, kwargs: dict) -> Any:
         """The function for arguments like these; all but the first are looked at, which is a run's state or variables."""
-        if self._chosen is not None:
-            return self._chosen
-        leaves, treedef = jax.tree.flatten(args[1:])
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return self._in_order
-        like = (treedef, *((jax.numpy.shape(x), getattr(x, "dtype", type(x))) for x in leaves), *kwargs.items())
+        if not self._overlaps:
+            return self._plain
+        like = (_types(args[1:]), *kwargs.items())
         if like not in self._known:
-            overlap = may_overlap(self._plain.trace(*args, **kwargs).jaxpr)
-            self._known[like] = self._in_order if overlap else self._plain
+            traced = self._plain.trace(*args, **kwargs)
+            self._known[like] = self._in_order(traced, _types(args)) if may_overlap(traced.jaxpr) else self._plain
         return self._known[like]
+
+    def _in_order(self, traced: Any, types: Any) -> Any:
+        """What was traced on arguments of some types, as a jitted function that keeps the order."""
+
+        @functools.wraps(self._whole)
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            run = traced if _types(args) == types else self._plain.trace(*args, **kwargs)
+            made = collectives_in_order(run.jaxpr, jax.tree.leaves(args))
+            return jax.tree.unflatten(jax.tree.structure(run.out_info), made)
+
+        return jax.jit(whole, **self._options)
+
+
+def _types(args: Any) -> Any:
+    """The structure of arguments, and their leaves' shapes and dtypes."""
+    leaves, treedef = jax.tree.flatten(args)
+    return treedef, *((jax.numpy.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
 def _on_cpu(mesh: Mesh) -> bool:

@@ -17,7 +17,7 @@ from axonml_jax.sharding.check_batch import check_batch
 from axonml_jax.sharding.layout import is_layout
 from axonml_jax.sharding.memory import to_device_memory, to_host_memory
 from axonml_jax.training.buffers import first_ranks, sync_buffers
-from axonml_jax.training.compiler import Compiled, compiler_options, ordered
+from axonml_jax.training.compiler import Compiled, compiler_options
 from axonml_jax.training.each_rank import each_ranks_specs
 from axonml_jax.training.gradients import gradients
 from axonml_jax.training.rest.choose import rest_of
@@ -57,7 +57,7 @@ class Differentiate:
         specs, own = rest.specs(variables), lambda: (placement.batch_layout.by_rank, each_ranks_specs(placement))
         means, grads = (rest.means, specs.params) if self.sync else own()
         return jax.shard_map(
-            ordered(self._local),
+            self._local,
             mesh=self.mesh,
             in_specs=(specs, PartitionSpec(), placement.batch_layout.specs(batch)),
             out_specs=(means, means, grads, specs.state),

@@ -8,7 +8,7 @@ from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.check_batch import check_batch
-from axonml_jax.training.compiler import Compiled, compiler_options, ordered
+from axonml_jax.training.compiler import Compiled, compiler_options
 from axonml_jax.training.gradients import means
 from axonml_jax.training.objective import shard_key
 from axonml_jax.training.rest.choose import rest_of
@@ -36,7 +36,7 @@ class EvalStep:
     def _whole(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
         batch = self.placement.batch_layout.opened(batch)
         return jax.shard_map(
-            ordered(self._local),
+            self._local,
             mesh=self.mesh,
             in_specs=(self.rest.specs(variables), self.placement.batch_layout.specs(batch)),
             out_specs=self.rest.means,

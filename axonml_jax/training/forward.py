@@ -24,7 +24,7 @@ from axonml_jax.program.program import read_program
 from axonml_jax.sharding.batch import BatchLayout
 from axonml_jax.sharding.check_batch import check_batch
 from axonml_jax.training.buffers import sync_buffers
-from axonml_jax.training.compiler import Compiled, compiler_options, ordered
+from axonml_jax.training.compiler import Compiled, compiler_options
 from axonml_jax.training.objective import shard_key
 from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.step import forward_mode
@@ -107,7 +107,7 @@ class Forward:
             return PartitionSpec(*(axes.get(i) for i in range(max(axes, default=-1) + 1)))
 
         return jax.shard_map(
-            ordered(local),
+            local,
             mesh=self.mesh,
             in_specs=(specs, PartitionSpec(), placement.batch_layout.specs(arrays)),
             out_specs=(jax.tree.map(out_spec, dims, inner), specs.state),

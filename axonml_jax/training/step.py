@@ -21,7 +21,7 @@ from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.memory import to_device_memory, to_host_memory
 from axonml_jax.sharding.place import is_deleted
 from axonml_jax.training.buffers import sync_buffers
-from axonml_jax.training.compiler import Compiled, compiler_options, ordered
+from axonml_jax.training.compiler import Compiled, compiler_options
 from axonml_jax.training.finite.nonfinite import check_limit, skip_nonfinite
 from axonml_jax.training.gradients import gradients
 from axonml_jax.training.objective import Objective
@@ -139,7 +139,7 @@ class TrainStep:
     def _whole(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         specs, batch = self.rest.state_specs(self.tx, state), self.placement.batch_layout.opened(batch)
         new = jax.shard_map(
-            ordered(self._local),
+            self._local,
             mesh=self.mesh,
             in_specs=(specs, self.placement.batch_layout.specs(batch)),
             out_specs=(specs, self.rest.means),
