@@ -19,12 +19,12 @@ def element_on_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
       array: [..., *rest], anything that has elements; every process of its mesh calls alike.
       index: one number per leading dim; () is the whole array.
     """
-    if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
+    if not isinstance(array, jax.Array) or not isinstance(sharding := array.sharding, NamedSharding):
         return np.asarray(array[index] if index else array)
-    spec = (*array.sharding.spec, *(None,) * (array.ndim - len(array.sharding.spec)))
-    if any(as_axes(each or ()) for each in spec[: len(index)]) and array.sharding.memory_kind not in (None, "device"):
-        array = jax.device_put(array, array.sharding.with_memory_kind("device"))
-    found = _program(array.sharding.mesh, spec, len(index))(array, np.asarray(index, np.int32))
+    spec = (*sharding.spec, *(None,) * (array.ndim - len(sharding.spec)))
+    if any(as_axes(each or ()) for each in spec[: len(index)]) and sharding.memory_kind not in (None, "device"):
+        array = jax.device_put(array, sharding.with_memory_kind("device"))
+    found = _program(sharding.mesh, spec, len(index))(array, np.asarray(index, np.int32))
     return np.asarray(found.addressable_data(0))
 
 
