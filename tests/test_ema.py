@@ -62,6 +62,7 @@ def test_it_is_the_average_of_the_parameters_after_every_step(plan, linen):
     valid = training.validate([BATCH])
     with training.averaged():
         np.testing.assert_allclose(valid["ema_loss"], float(training.evaluate(BATCH)["loss"]), rtol=1e-6)
+        assert training.validate([BATCH]) == {"loss": valid["ema_loss"]}
     assert valid["ema_loss"] != valid["loss"]
 
 
@@ -90,6 +91,54 @@ def test_a_run_that_is_restored_under_another_plan_goes_on_with_it(tmp_path):
     assert_trees_close(averages(piped), averages(whole), "the average under a pipeline")
 
 
+def moments(of):
+    """The optimizer's own state, by the names that checkpoints have."""
+    leaves = of.checkpoint_leaves().items()
+    return {name: np.asarray(leaf.whole()) for name, leaf in leaves if name.startswith("optimizer/")}
+
+
+def equal(found, expected):
+    """To the bit."""
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "pipeline"])
+def test_a_resume_may_switch_it_on_and_off(plan, tmp_path, caplog):
+    without, with_it = trainer(ema=None), trainer(plan)
+    for _ in range(2):
+        without.step(BATCH)
+    ax.save(tmp_path / "without", without)
+    ax.restore(tmp_path / "without", with_it)
+    assert "holds no moving average of 8 parameters: it begins with them" in caplog.text
+    equal(with_it.model.state_dict(), without.model.state_dict())
+    equal(averages(with_it), without.model.state_dict())
+    equal(moments(with_it), moments(without))
+    with_it.step(BATCH)
+    without.step(BATCH)
+    ax.save(tmp_path / "with", with_it)
+    again = trainer(ema=None)
+    ax.restore(tmp_path / "with", again)
+    assert "holds a moving average of the parameters, left out: this run keeps none" in caplog.text
+    equal(again.model.state_dict(), with_it.model.state_dict())
+    equal(moments(again), moments(with_it))
+    assert again.step_number == 3 and with_it.step_number == 3
+
+
+def test_it_begins_anew_with_parameters_that_are_loaded_into_the_model(tmp_path, caplog):
+    training, other = trainer(), ax.DDP(Net(8, rngs=nnx.Rngs(1)), ax.make_mesh(data=8))
+    training.step(BATCH)
+    ax.save(tmp_path / "other", other)
+    ax.restore(tmp_path / "other", training.model)
+    equal(averages(training), other.state_dict())
+    assert "the moving average begins with them" in caplog.text
+    training.step(BATCH)
+    now = training.model.state_dict()
+    expected = {name: DECAY * value + (1 - DECAY) * now[name] for name, value in other.state_dict().items()}
+    assert_trees_close(averages(training), expected, "the average after a step")
+    training.model.load_state_dict(other.state_dict())
+    equal(averages(training), other.state_dict())
+
+
 def test_an_update_that_is_skipped_leaves_it_as_it_was():
     training = trainer(max_nonfinite=3)
     training.step(BATCH)
@@ -115,8 +164,12 @@ def test_what_cannot_be_is_refused(tmp_path):
     ):
         pass
     model = ax.parallelize(Net(8, rngs=nnx.Rngs(0)), ax.make_mesh(data=8))
-    with pytest.raises(ValueError, match=r"ema beside optax.MultiSteps would average over steps without an update"):
-        model.trainer(optax.MultiSteps(optax.sgd(0.1), 2), squares, ema=0.9)
+    steps = optax.MultiSteps(optax.sgd(0.1), 2)
+    for tx in (steps, steps.gradient_transformation(), optax.chain(optax.clip(1.0), steps.gradient_transformation())):
+        with pytest.raises(ValueError, match=r"ema beside optax.MultiSteps would average over steps without an update"):
+            model.trainer(tx, squares, ema=0.9)
+    with pytest.raises(ValueError, match=r"ema beside optax.apply_if_finite would .* use max_nonfinite="):
+        model.trainer(optax.apply_if_finite(optax.sgd(0.1), 3), squares, ema=0.9)
     training = trainer()
     with training.averaged(), pytest.raises(RuntimeError, match="the model has other parameters than the run"):
         training.step(BATCH)

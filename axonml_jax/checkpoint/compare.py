@@ -11,18 +11,21 @@ from axonml_jax.sharding.leaf import Leaf
 DIFFERENCES = ("missing", "unexpected", "mismatched")
 """What may be accepted: names the checkpoint lacks, names only it has, and arrays of another shape or kind."""
 
-OPTIONAL = "guard/"
+OPTIONAL = ("guard/",)
 """What a run may have or not have without being another run."""
 
 _SHOWN = 10
 
 
-def differences(wanted: Mapping[str, Leaf], found: Mapping[str, Entry]) -> dict[str, dict[str, str]]:
+def differences(
+    wanted: Mapping[str, Leaf], found: Mapping[str, Entry], optional: tuple[str, ...] = OPTIONAL
+) -> dict[str, dict[str, str]]:
     """What does not fit, by kind of difference and name, in words. Floating-point dtypes fit each other.
 
     Args:
       wanted: what shall be restored.
       found: what the checkpoint has.
+      optional: how names begin that may be missing or unexpected.
     """
     mismatched = {}
     for name, leaf in wanted.items():
@@ -31,8 +34,8 @@ def differences(wanted: Mapping[str, Leaf], found: Mapping[str, Entry]) -> dict[
     missing = {name: _shape(entry_of(leaf)) for name, leaf in wanted.items() if name not in found}
     unexpected = {name: _shape(entry) for name, entry in found.items() if name not in wanted}
     return {
-        "missing": {name: text for name, text in missing.items() if not name.startswith(OPTIONAL)},
-        "unexpected": {name: text for name, text in unexpected.items() if not name.startswith(OPTIONAL)},
+        "missing": {name: text for name, text in missing.items() if not name.startswith(optional)},
+        "unexpected": {name: text for name, text in unexpected.items() if not name.startswith(optional)},
         "mismatched": mismatched,
     }
 

@@ -12,6 +12,9 @@ from axonml_jax.sharding.leaf import Checkpointable, Leaf
 MODEL = "model/"
 """What the names of a model's arrays start with; the rest is their name in its `state_dict`."""
 
+AVERAGE = "ema/"
+"""What the names of a trainer's moving averages start with; the rest is their parameter's name."""
+
 
 def leaves_of(thing: Any) -> dict[str, Leaf]:
     """Every array of something by name.

@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import jax
 
 from axonml_jax.checkpoint import arrays
-from axonml_jax.checkpoint.compare import DIFFERENCES, differences, listing, refused
-from axonml_jax.checkpoint.contents import filled, leaves_of, scope_of
-from axonml_jax.checkpoint.manifest import ARRAYS, DamagedCheckpoint, Manifest, damage
+from axonml_jax.checkpoint.compare import DIFFERENCES, OPTIONAL, differences, listing, refused
+from axonml_jax.checkpoint.contents import AVERAGE, filled, leaves_of, scope_of
+from axonml_jax.checkpoint.manifest import ARRAYS, DamagedCheckpoint, Entry, Manifest, damage
 from axonml_jax.checkpoint.plain_files import number, plain
 from axonml_jax.checkpoint.saving import Saving
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.logging import logger
-from axonml_jax.sharding.leaf import Leaf
+from axonml_jax.sharding.leaf import Checkpointable, Leaf
 
 _PACKAGES = ("axonml-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -127,7 +127,8 @@ def load(
     scope = prefix or scope_of(like, wanted)
     wanted = {prefix + name: leaf for name, leaf in wanted.items()}
     found = {name: entry for name, entry in manifest.entries.items() if name.startswith(scope)}
-    different = differences(wanted, found)
+    run = part is None and (step is not None or isinstance(like, Checkpointable))
+    different = differences(wanted, found, (*OPTIONAL, AVERAGE) if run else OPTIONAL)
     if message := refused(str(folder), different, accept):
         raise ValueError(message)
     if data is not None and manifest.data is None:
@@ -141,8 +142,22 @@ def load(
         values = arrays.read(saver, folder / ARRAYS, fitting, found)
     except (OSError, ValueError, KeyError) as error:
         raise DamagedCheckpoint(f"{folder} is damaged:\n  {ARRAYS}: {error}") from error
-    values = {name.removeprefix(prefix): values.get(name, leaf.array) for name, leaf in wanted.items()}
+    anew = _tell_of_averages(folder, wanted, found) if run else set()
+    values = {n.removeprefix(prefix): values.get(n, leaf.array) for n, leaf in wanted.items() if n not in anew}
     return step.state_of_leaves(like, values) if step is not None else filled(like, values)
+
+
+def _tell_of_averages(folder: Path, wanted: Mapping[str, Leaf], found: Mapping[str, Entry]) -> set[str]:
+    """The moving averages that a run keeps and the checkpoint lacks; they, and those that only it has, are said."""
+    kept, saved = ({name for name in names if name.startswith(AVERAGE)} for names in (wanted, found))
+    begin, left = kept - saved, saved - kept
+    if begin:
+        logger.warning(
+            "%s holds no moving average of %d parameters: it begins with them, as restored", folder, len(begin)
+        )
+    if left:
+        logger.warning("%s holds a moving average of the parameters, left out: this run keeps none (ema)", folder)
+    return begin
 
 
 def checked_manifest(folder: Path, team: Team) -> Manifest:

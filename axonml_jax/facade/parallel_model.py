@@ -141,6 +141,7 @@ class ParallelModel(SavedModel):
         """
         whole, missing, unexpected = load_state_dict(self._functional, self.whole(), values, strict=strict)
         self.variables = self._rest.place(whole, self.mesh)
+        self.loads += 1
         return missing, unexpected
 
     def sync_parameters(self) -> None:

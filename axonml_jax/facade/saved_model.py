@@ -13,13 +13,16 @@ from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.place import place
-from axonml_jax.training.moving_average import FIELD
 from axonml_jax.training.rest.rest import Rest
 from axonml_jax.training.state.named_state import variable_leaves, variables_of
 
 
 class SavedModel(abc.ABC):
-    """The part of a parallel model that gives its arrays away and takes them back."""
+    """The part of a parallel model that gives its arrays away and takes them back.
+
+    Attributes:
+      loads: how often its parameters were loaded; a trainer's moving average then begins anew.
+    """
 
     _functional: Functional
     _placement: Placement
@@ -32,6 +35,7 @@ class SavedModel(abc.ABC):
     def __init__(self):
         self._programs: dict[Any, Any] = {}
         self._calls = 0
+        self.loads = 0
 
     @abc.abstractmethod
     def give_up(self) -> Variables:
@@ -44,6 +48,7 @@ class SavedModel(abc.ABC):
     def take_leaves(self, arrays: Mapping[str, Any]) -> None:
         """Replace the variables by arrays that rest as those of `checkpoint_leaves` do."""
         self.variables = variables_of(self._functional, self.variables, arrays, self._rest)
+        self.loads += 1
 
     def _program(self, key: tuple, build: Callable[[], Any]) -> Any:
         key = (*key, self._mode)
@@ -57,12 +62,8 @@ class SavedModel(abc.ABC):
         return key
 
 
-AVERAGE = f"optimizer/{FIELD}"
-"""Under which name a trainer's checkpoint holds the moving average of the parameters."""
-
-
 class AveragedParams:
-    """A model's trained parameters alone, by the names that the moving average has below `AVERAGE`: restore them with `part=`.
+    """A model's trained parameters alone, by the names that a checkpoint has below `AVERAGE`: restore them with `part=`.
 
     Args:
       model: takes them.

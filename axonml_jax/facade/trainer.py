@@ -15,6 +15,7 @@ from axonml_jax._types import LossFn, PyTree
 from axonml_jax.facade.accepting import accepting
 from axonml_jax.facade.saved_model import SavedModel
 from axonml_jax.facade.state_dict import fitted
+from axonml_jax.logging import logger
 from axonml_jax.model.functional import Variables
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.place import place, replicated, to_host
@@ -25,7 +26,7 @@ from axonml_jax.training.metrics import as_floats, mean_of
 from axonml_jax.training.optimizer.checked_optimizer import averaging
 from axonml_jax.training.state.first_state import init_state
 from axonml_jax.training.state.learning_rate import injected_rate
-from axonml_jax.training.state.named_state import averaged_variables
+from axonml_jax.training.state.named_state import averaged_variables, with_new_average
 from axonml_jax.training.state.train_state import TrainState
 from axonml_jax.training.step import Metrics, TrainStep
 
@@ -57,7 +58,7 @@ class Trainer(Generic[M]):
         if accumulate is not None:
             placement = replace(placement, plan=replace(placement.plan, accumulate=accumulate))
         tx = averaging(tx, placement, ema)
-        self._ema, self._averaged = ema is not None, False
+        self._ema, self._averaged, self._loads = ema is not None, False, model.loads
         self.model, self._tx, self._loss_fn, self._placement = model, tx, loss_fn, placement
         self._max_grad_norm, self._norm_type, self._max_nonfinite = max_grad_norm, norm_type, max_nonfinite
         self._layer_norms, self._seen = layer_norms, None
@@ -84,7 +85,13 @@ class Trainer(Generic[M]):
         """
         if self._averaged:
             raise RuntimeError("within trainer.averaged() the model has other parameters than the run: leave it first")
-        return replace(self._state, variables=self.model.variables)
+        state = replace(self._state, variables=self.model.variables)
+        if self._ema and self._loads != self.model.loads:
+            logger.warning("the model's parameters were loaded: the moving average begins with them")
+            step = self.train_step
+            state = with_new_average(step.model, state, step.rest, self._tx)
+            self._continue(state)
+        return state
 
     @state.setter
     def state(self, state: TrainState) -> None:
@@ -111,7 +118,7 @@ class Trainer(Generic[M]):
         return injected_rate(self._state.opt_state)
 
     def _continue(self, state: TrainState) -> None:
-        self._state = state
+        self._state, self._loads = state, self.model.loads
         self.model.variables = state.variables
         self._made = None  # read when somebody asks
 
@@ -176,9 +183,10 @@ class Trainer(Generic[M]):
     def validate(self, batches: Iterable[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
         """The mean over batches, of these weights or of equal ones, of everything `evaluate` returns; callbacks hear of it.
 
-        With `ema` the same of the averaged parameters too: `ema_loss` and so on.
+        With `ema` the same of the averaged parameters too: `ema_loss` and so on. Within `averaged` it is of these alone.
         """
-        models = {"": self.model.variables} | ({"ema_": self._average()} if self._ema else {})
+        both = self._ema and not self._averaged
+        models = {"": self.model.variables} | ({"ema_": self._average()} if both else {})
 
         def of(batch: PyTree) -> dict[str, float]:
             each = {before: as_floats(self._eval(variables, batch)) for before, variables in models.items()}

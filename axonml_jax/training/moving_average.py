@@ -11,9 +11,6 @@ import optax
 
 from axonml_jax._types import PyTree
 
-FIELD = "ema"
-"""Its name in the state."""
-
 
 class MovingAverage(NamedTuple):
     """The state of `with_ema`.

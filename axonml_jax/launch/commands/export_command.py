@@ -9,13 +9,13 @@ import jax
 from flax import nnx
 
 from axonml_jax.checkpoint import arrays
-from axonml_jax.checkpoint.contents import MODEL
+from axonml_jax.checkpoint.contents import AVERAGE, MODEL
 from axonml_jax.checkpoint.manifest import NAME
 from axonml_jax.checkpoint.names import newest_below
 from axonml_jax.checkpoint.store import checked_manifest, load
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.facade.parallel_model import ParallelModel
-from axonml_jax.facade.saved_model import AVERAGE, AveragedParams
+from axonml_jax.facade.saved_model import AveragedParams
 from axonml_jax.launch.commands.import_command import copy_tokenizer
 from axonml_jax.launch.commands.saved.saved_run import require_average
 from axonml_jax.launch.commands.writable import require_folder

@@ -13,6 +13,13 @@ from axonml_jax.training.optimizer.apply import apply
 from axonml_jax.training.optimizer.opt_state import whole_shape
 from axonml_jax.training.optimizer.optimizer_name import written
 
+SKIPPING = {
+    optax.MultiStepsState: "optax.MultiSteps would average over steps without an update: use accumulate=",
+    optax.ApplyIfFiniteState: "optax.apply_if_finite would average over updates that it skips: use max_nonfinite=",
+    optax.ConditionallyMaskState: "optax.conditionally_mask would average over updates that it masks: update in every step",
+}
+"""Of optimizers whose state has one of these in it some steps make no update; what to say of a moving average beside them."""
+
 
 def checked_optimizer(tx: Any, placement: Placement) -> optax.GradientTransformation:
     """The optimizer as a transformation; refused if it is none, or if its update cannot run.
@@ -56,14 +63,17 @@ def averaging(tx: Any, placement: Placement, ema: float | None) -> optax.Gradien
     """`checked_optimizer`, which keeps a moving average of the parameters too where there is a decay (`with_ema`).
 
     Raises:
-      TypeError, ValueError: as `checked_optimizer`; for a decay out of range; or with `optax.MultiSteps`, which would average
-        over steps without an update.
+      TypeError, ValueError: as `checked_optimizer`; for a decay out of range; or for an optimizer of which some steps
+        make no update.
     """
+    tx = checked_optimizer(tx, placement)
     if ema is None:
-        return checked_optimizer(tx, placement)
-    if isinstance(tx, optax.MultiSteps):
-        raise ValueError("ema beside optax.MultiSteps would average over steps without an update: use accumulate=")
-    return checked_optimizer(with_ema(checked_optimizer(tx, placement), ema), placement)
+        return tx
+    state = jax.eval_shape(tx.init, jax.tree.map(whole_shape, placement.params, is_leaf=is_layout))
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node) in SKIPPING)
+    if said := dict.fromkeys(SKIPPING[type(node)] for node in nodes if type(node) in SKIPPING):
+        raise ValueError("\n".join(f"ema beside {why}" for why in said))
+    return checked_optimizer(with_ema(tx, ema), placement)
 
 
 def _first_change(before: Any, after: Any) -> str:

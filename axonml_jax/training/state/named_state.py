@@ -1,21 +1,23 @@
 """A `TrainState` as arrays by names that do not depend on the plan, and back: what checkpoints hold."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.sharding.leaf import Leaf
+from axonml_jax.sharding.place import cast, copies
+from axonml_jax.training.moving_average import MovingAverage
 from axonml_jax.training.rest.rest import Rest
 from axonml_jax.training.state.strategy_state import keeping
 from axonml_jax.training.state.train_state import TrainState
 
-_MODEL, _OPTIMIZER, _KEPT = "model/", "optimizer/", "strategies/"
+_MODEL, _OPTIMIZER, _AVERAGE, _KEPT = "model/", "optimizer/", "ema/", "strategies/"
 
 
 def variable_leaves(model: Functional, variables: Variables, rest: Rest) -> dict[str, Leaf]:
@@ -39,10 +41,15 @@ def variables_of(model: Functional, like: Variables, arrays: Mapping[str, Any], 
 
 
 def state_leaves(model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation) -> dict[str, Leaf]:
-    """Everything in a state by name: `step`, `key`, `loss_scale/...`, `model/...`, `optimizer/...`."""
+    """Everything in a state by name: `step`, `key`, `loss_scale/...`, `model/...`, `optimizer/...`, `ema/...`.
+
+    The optimizer's own names are the same with a moving average and without one.
+    """
+    opt, averages = _apart(rest.opt_leaves(tx, state.opt_state))
     return (
         variable_leaves(model, state.variables, rest)
-        | _named(_OPTIMIZER, rest.opt_leaves(tx, state.opt_state))
+        | _named(_OPTIMIZER, opt)
+        | _named(_AVERAGE, averages)
         | _named("", jax.tree.map(Leaf, _others(state)))
         | ({} if (kept := keeping(rest.placement)) is None else _named(_KEPT, rest.opt_leaves(kept, state.strategies)))
     )
@@ -51,14 +58,34 @@ def state_leaves(model: Functional, state: TrainState, rest: Rest, tx: optax.Gra
 def state_of_leaves(
     model: Functional, like: TrainState, arrays: Mapping[str, Any], rest: Rest, tx: optax.GradientTransformation
 ) -> TrainState:
-    """The inverse of `state_leaves`."""
-    fill: Callable[[PyTree], PyTree] = lambda tree: _filled(_OPTIMIZER, tree, arrays)
+    """The inverse of `state_leaves`. Where an average is missing among the arrays it begins with its parameter."""
+    own = _MODEL + model.param_prefix
+
+    def average(name: str, kept: Any) -> Any:
+        found = arrays.get(_AVERAGE + name)
+        return _copied(arrays[own + name], kept) if found is None else found
+
+    def fill(tree: PyTree) -> PyTree:
+        opt, averages = _apart(tree)
+        opt = _filled(_OPTIMIZER, opt, arrays)
+        if averages is None:
+            return opt
+        found = [average(name, kept) for name, kept in named_leaves(averages).items()]
+        return MovingAverage(opt, jax.tree.unflatten(jax.tree.structure(averages), found))
+
     opt_state = rest.resting_opt(tx, like.opt_state, fill)
     variables = variables_of(model, like.variables, arrays, rest)
     held = {"variables": variables, "opt_state": opt_state}
     if (kept := keeping(rest.placement)) is not None:
         held["strategies"] = rest.resting_opt(kept, like.strategies, lambda tree: _filled(_KEPT, tree, arrays))
     return replace(like, **held, **_filled("", _others(like), arrays))
+
+
+def with_new_average(model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation) -> TrainState:
+    """A state whose moving average begins with the parameters as they are now; all else stays."""
+    leaves = state_leaves(model, state, rest, tx)
+    arrays = {name: leaf.array for name, leaf in leaves.items() if not name.startswith(_AVERAGE)}
+    return state_of_leaves(model, state, arrays, rest, tx)
 
 
 def averaged_variables(model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation) -> Variables:
@@ -69,9 +96,22 @@ def averaged_variables(model: Functional, state: TrainState, rest: Rest, tx: opt
     def placed(name: str, leaf: Leaf) -> Any:
         if not name.startswith(own) or (average := averages.get(name.removeprefix(own))) is None:
             return leaf.array
-        return jnp.copy(jax.device_put(average.array.astype(leaf.array.dtype), leaf.array.sharding))
+        return _copied(average.array, leaf.array)
 
     return variables_of(model, state.variables, {name: placed(name, leaf) for name, leaf in leaves.items()}, rest)
+
+
+def _apart(opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    """The optimizer's own state, and the moving average beside it or None."""
+    return tuple(opt_state) if isinstance(opt_state, MovingAverage) else (opt_state, None)
+
+
+def _copied(array: jax.Array, like: Any) -> jax.Array:
+    """A copy in the dtype of another array, and where that is."""
+    at = array.sharding
+    assert isinstance(at, NamedSharding)
+    found = copies(cast(jax.device_put(array, NamedSharding(at.mesh, at.spec)), like.dtype))  # out of host memory
+    return found if like.sharding is None else jax.device_put(found, like.sharding)
 
 
 def _others(state: TrainState) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from axonml_jax.checkpoint.contents import AVERAGE
 from axonml_jax.checkpoint.manifest import Manifest
 from axonml_jax.checkpoint.names import checkpoints_in
 from axonml_jax.checkpoint.store import restore
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.facade.parallel_model import ParallelModel
-from axonml_jax.facade.saved_model import AVERAGE, AveragedParams
+from axonml_jax.facade.saved_model import AveragedParams
 from axonml_jax.launch.config.nearest_file import nearest_file
 from axonml_jax.launch.config.read_config import read_config
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
@@ -99,7 +100,7 @@ def require_average(checkpoint: Path) -> None:
     Raises:
       ConfigError: when it has none.
     """
-    if not any(name.startswith(f"{AVERAGE}/") for name in Manifest.read(checkpoint).entries):
+    if not any(name.startswith(AVERAGE) for name in Manifest.read(checkpoint).entries):
         raise ConfigError(
             f"--ema: {checkpoint} holds no moving average of the parameters; a run with ema.decay keeps one"
         )
