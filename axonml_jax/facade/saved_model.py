@@ -37,6 +37,14 @@ class SavedModel(abc.ABC):
         self._calls = 0
         self.loads = 0
 
+    @property
+    def stacked_dims(self) -> Mapping[str, int]:
+        """How many first dims of a parameter number layers (of a stack) or experts, by path: what is left is one layer's own.
+
+        A mask of matrices asks it: `np.ndim(leaf) - model.stacked_dims.get(path, 0) > 1`.
+        """
+        return self._functional.stacked_dims
+
     @abc.abstractmethod
     def give_up(self) -> Variables:
         """The variables, to be donated."""

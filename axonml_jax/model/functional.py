@@ -70,6 +70,11 @@ class Functional(abc.ABC):
         return {}
 
     @property
+    def stacked_dims(self) -> Mapping[str, int]:
+        """How many first dims of a parameter number layers or experts, by path, where its module says it (see `STACKED`)."""
+        return {}
+
+    @property
     @abc.abstractmethod
     def shapes(self) -> Variables:
         """The shapes and dtypes of the model's variables; the view itself keeps no arrays alive."""

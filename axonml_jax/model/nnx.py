@@ -11,6 +11,7 @@ from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.batch_norm import synchronize_nnx
 from axonml_jax.model.definition_order import definition_order
 from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
+from axonml_jax.model.lora.adapters import STACKED
 from axonml_jax.model.precision import Precision
 from axonml_jax.model.state_joins import HOOK, Join, check_same_shapes, declared_joins, nnx_kinds, run_hooks, with_hooks
 from axonml_jax.model.trainable import merge, partition
@@ -64,6 +65,12 @@ class NNXFunctional(Functional):
     def __init__(self, graphdef: nnx.GraphDef, streams: PyTree, shapes: Variables):
         self.graphdef, self._streams, self._shapes = graphdef, streams, shapes
         self._make_streams: Callable[[], PyTree] = lambda: streams
+
+    @property
+    def stacked_dims(self) -> Mapping[str, int]:
+        """As metadata of its parameters."""
+        flat = nnx.to_flat_state(nnx.state(self.abstract_module, nnx.Param))
+        return {"/".join(map(str, path)): leaf.get_metadata().get(STACKED, 0) for path, leaf in flat}
 
     @property
     def shapes(self) -> Variables:

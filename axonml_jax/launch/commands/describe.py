@@ -97,7 +97,7 @@ def _batch(config: RunConfig, ground: RunSetup) -> str:
 def price(config: RunConfig, ground: RunSetup) -> Report:
     """The ledger of the run's training step."""
     view, shapes, placement = _placed(config, ground)
-    tx = averaging(make_optimizer(config.optim, config.train.steps), placement, config.ema.decay)
+    tx = averaging(make_optimizer(config.optim, config.train.steps, view.stacked_dims), placement, config.ema.decay)
     more = {"max_grad_norm": config.optim.max_grad_norm, "layer_norms": config.train.layer_norms}
     step = TrainStep(view, placement, ground.mesh, loss_of(config), tx, **more)
     return explain(step, abstract_state(shapes, tx, placement), ground.batch)
@@ -106,16 +106,16 @@ def price(config: RunConfig, ground: RunSetup) -> Report:
 def memory(config: RunConfig, ground: RunSetup) -> FSDPMemoryStats:
     """Bytes per device of parameters, gradients and optimizer state, by formula."""
     view, shapes, placement = _placed(config, ground)
-    return estimate(placement, _kept(config, shapes), view)
+    return estimate(placement, _kept(config, view, shapes), view)
 
 
 def kept_values(config: RunConfig) -> int:
     """Values that the run's optimizer keeps per parameter of the transformer, the moving average among them."""
-    return _kept(config, _shapes(config)[1])
+    return _kept(config, *_shapes(config))
 
 
-def _kept(config: RunConfig, shapes: Variables) -> int:
-    return moments(config.optim, config.train.steps, shapes.params) + (config.ema.decay is not None)
+def _kept(config: RunConfig, view: Functional, shapes: Variables) -> int:
+    return moments(config.optim, config.train.steps, shapes.params, view.stacked_dims) + (config.ema.decay is not None)
 
 
 def check_optimizer(config: RunConfig) -> None:

@@ -193,7 +193,7 @@ def _trainer(config: RunConfig, ground: RunSetup, callbacks: Sequence[Callback],
     parallel = ParallelModel(module, ground.mesh, ground.plan, params=made.params, seed=seed)
     if weights and new:
         load_pretrained(parallel, weights)
-    tx = make_optimizer(config.optim, config.train.steps)
+    tx = make_optimizer(config.optim, config.train.steps, parallel.stacked_dims)
     return parallel.trainer(
         tx,
         loss_of(config),

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from axonml_jax._types import PyTree, path_name
+from axonml_jax.launch.objects.own_dims import NO_STACKS, Stacks, own_dims
 
 KINDS = ("paths", "not_paths", "matrices")
 """`{paths: [...]}`: leaves whose path one of the expressions finds; `{not_paths: [...]}`: the others; `{matrices: true}`:
-leaves of two dims or more."""
+leaves of two dims or more, of one layer of a stack and one expert."""
 
 
 def is_mask(value: Any) -> bool:
@@ -23,7 +23,7 @@ def is_mask(value: Any) -> bool:
     return isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in KINDS
 
 
-def leaf_mask(value: Mapping[str, Any], key: str) -> Callable[[PyTree], PyTree]:
+def leaf_mask(value: Mapping[str, Any], key: str, stacks: Stacks = NO_STACKS) -> Callable[[PyTree], PyTree]:
     """A function from parameters to a tree of True and False, as optax takes masks.
 
     >>> leaf_mask({"not_paths": ["bias$"]}, "mask")({"up": {"kernel": 1.0, "bias": 1.0}})
@@ -32,6 +32,7 @@ def leaf_mask(value: Mapping[str, Any], key: str) -> Callable[[PyTree], PyTree]:
     Args:
       value: one of `KINDS` and its argument.
       key: for messages.
+      stacks: of the model.
 
     Raises:
       ValueError: for expressions that are none.
@@ -40,7 +41,7 @@ def leaf_mask(value: Mapping[str, Any], key: str) -> Callable[[PyTree], PyTree]:
     if kind == "matrices":
         if not isinstance(given, bool):
             raise ValueError(f"{key}.matrices={given}: must be true or false")
-        return lambda params: jax.tree.map(lambda leaf: (jnp.ndim(leaf) > 1) is given, params)
+        return lambda params: jax.tree.map(lambda dims: (dims > 1) is given, own_dims(params, stacks))
     found = path_finder(given, f"{key}.{kind}")
     wanted = kind == "paths"
     return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: found(path_name(path)) is wanted, params)

@@ -13,31 +13,32 @@ from axonml_jax.launch.config.sections.optim_config import DEFAULTS, NAMED_ONLY,
 from axonml_jax.launch.objects.import_rules import is_named
 from axonml_jax.launch.objects.leaf_mask import leaf_mask, path_finder
 from axonml_jax.launch.objects.named_object import find, make, takes
+from axonml_jax.launch.objects.own_dims import MUON, NO_STACKS, Stacks, muon_dims
 
 MOMENTS = {"adamw": 2, "lion": 1}
 """Values that an optimizer keeps per parameter."""
 
 _NAMED = {"adamw": optax.adamw, "lion": optax.lion}
-_MATRICES = leaf_mask({"matrices": True}, "weight_decay")
 _REST = "rest"
 
 
-def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
+def make_optimizer(config: OptimConfig, steps: int, stacks: Stacks = NO_STACKS) -> optax.GradientTransformation:
     """The optimizer with the configured learning rate; clipping is the trainer's (`max_grad_norm`).
 
     Args:
       config: the section `optim`.
       steps: length of the run, at whose end a cosine schedule reaches a tenth of the learning rate.
+      stacks: of the model: each layer of a stack and each expert is treated as if it were alone.
 
     Raises:
       ValueError: naming what cannot be found or made, and groups that say what no group can.
     """
-    rest = _one(config, steps, "optim")
+    rest = _one(config, steps, "optim", stacks)
     if not config.groups:
         return rest
     groups = {f"optim.groups[{number}]": group for number, group in enumerate(config.groups)}
     finders = _finders(config)
-    parts = {key: _one(_of_group(config, group, key), steps, key) for key, group in groups.items()}
+    parts = {key: _one(_of_group(config, group, key), steps, key, stacks) for key, group in groups.items()}
 
     def label(path: tuple, _: Any) -> str:
         return next((key for key, found in finders.items() if found(path_name(path))), _REST)
@@ -63,18 +64,19 @@ def require_members(config: OptimConfig, params: PyTree) -> None:
         )
 
 
-def moments(config: OptimConfig, steps: int, params: PyTree) -> int:
+def moments(config: OptimConfig, steps: int, params: PyTree, stacks: Stacks = NO_STACKS) -> int:
     """Values that the optimizer keeps per parameter, on average and rounded.
 
     Args:
       config: the section `optim`.
       steps: length of the run.
       params: the model's parameters or their shapes.
+      stacks: of the model.
     """
     if not config.links and not config.groups:
         return MOMENTS[config.name]
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    kept = jax.eval_shape(make_optimizer(config, steps).init, shapes)
+    kept = jax.eval_shape(make_optimizer(config, steps, stacks).init, shapes)
     elements = [sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree)) for tree in (kept, shapes)]
     return round(elements[0] / max(elements[1], 1))
 
@@ -108,11 +110,12 @@ def _finders(config: OptimConfig) -> dict[str, Callable[[str], bool]]:
     }
 
 
-def _one(config: OptimConfig, steps: int, key: str) -> optax.GradientTransformation:
+def _one(config: OptimConfig, steps: int, key: str, stacks: Stacks) -> optax.GradientTransformation:
     schedule, links = learning_rate(config, steps), {f"{key}{at}": link for at, link in config.links}
     if config.class_path is None and config.chain is None:
         b1, b2 = config.betas
-        return _NAMED[config.name](schedule, b1=b1, b2=b2, weight_decay=config.weight_decay, mask=_MATRICES)
+        matrices = leaf_mask({"matrices": True}, "weight_decay", stacks)
+        return _NAMED[config.name](schedule, b1=b1, b2=b2, weight_decay=config.weight_decay, mask=matrices)
     if strange := [at for at, link in links.items() if not is_named(link)]:
         raise ValueError(f"{', '.join(strange)}: each must be a class_path and its init_args")
     if own := [at for at, link in links.items() if "learning_rate" in (link.get("init_args") or {})]:
@@ -125,7 +128,8 @@ def _one(config: OptimConfig, steps: int, key: str) -> optax.GradientTransformat
             f"{key}.learning_rate has no effect: none of {', '.join(paths) or 'an empty chain'} takes a learning_rate; end "
             "the chain with optax.scale_by_learning_rate"
         )
-    made = [make(link, at, {"learning_rate": schedule}) for at, link in links.items()]
+    given = {"learning_rate": schedule, MUON: muon_dims(stacks)}
+    made = [make(link, at, given, stacks) for at, link in links.items()]
     kinds = {path: type(one).__name__ for path, one in zip(paths, made, strict=True)}
     wrong = [f"{path} makes a {kinds[path]}" for path, one in zip(paths, made, strict=True) if not _updates(one)]
     if wrong:

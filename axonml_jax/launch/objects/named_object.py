@@ -10,6 +10,7 @@ from typing import Any
 
 from axonml_jax.launch.objects.import_rules import is_named
 from axonml_jax.launch.objects.leaf_mask import is_mask, leaf_mask
+from axonml_jax.launch.objects.own_dims import NO_STACKS, Stacks
 
 _NOT_FOR_USERS = ("rngs", "parent", "name")
 """Arguments of Flax models that a configuration does not give."""
@@ -43,26 +44,27 @@ def find(path: str, key: str) -> Any:
     return found
 
 
-def make(value: Any, key: str, given: Mapping[str, Any] | None = None) -> Any:
+def make(value: Any, key: str, given: Mapping[str, Any] | None = None, stacks: Stacks = NO_STACKS) -> Any:
     """The value with every described object made, from the inside out.
 
     Args:
       value: of a configuration.
       key: of the value, for messages.
       given: arguments for the outermost object that it does not have and takes.
+      stacks: of the model, for masks of matrices.
 
     Raises:
       ValueError: for what cannot be found, and arguments that it does not take or lacks.
     """
     if is_mask(value):
-        return leaf_mask(value, key)
+        return leaf_mask(value, key, stacks)
     if isinstance(value, list | tuple):
-        return [make(inner, f"{key}[{number}]") for number, inner in enumerate(value)]
+        return [make(inner, f"{key}[{number}]", stacks=stacks) for number, inner in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
     if not is_named(value):
-        return {name: make(inner, f"{key}.{name}") for name, inner in value.items()}
-    factory, own = _described(value, key)
+        return {name: make(inner, f"{key}.{name}", stacks=stacks) for name, inner in value.items()}
+    factory, own = _described(value, key, stacks)
     taken = {name: one for name, one in (given or {}).items() if name not in own and takes(factory, name)}
     _check_arguments(factory, own | taken, value["class_path"], key)
     return factory(**own, **taken)
@@ -93,7 +95,7 @@ def takes(factory: Callable, name: str) -> bool:
     return name in _parameters(factory)
 
 
-def _described(value: Mapping[str, Any], key: str) -> tuple[Callable, dict[str, Any]]:
+def _described(value: Mapping[str, Any], key: str, stacks: Stacks = NO_STACKS) -> tuple[Callable, dict[str, Any]]:
     """The class or function of a description, and its arguments with what they describe made."""
     if strange := sorted(set(value) - {"class_path", "init_args"}):
         raise ValueError(f"{key}: {', '.join(strange)} beside class_path; arguments go under init_args")
@@ -101,7 +103,8 @@ def _described(value: Mapping[str, Any], key: str) -> tuple[Callable, dict[str, 
         raise ValueError(f"{key}.class_path={value['class_path']}: must be a dotted path")
     factory = find(value["class_path"], f"{key}.class_path")
     return factory, {
-        name: make(inner, f"{key}.init_args.{name}") for name, inner in (value.get("init_args") or {}).items()
+        name: make(inner, f"{key}.init_args.{name}", stacks=stacks)
+        for name, inner in (value.get("init_args") or {}).items()
     }
 
 

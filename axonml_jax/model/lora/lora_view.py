@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
-from axonml_jax.model.lora.adapters import STACKED, Lora, adapter_names, first_adapters, merged
+from axonml_jax.model.lora.adapters import Lora, adapter_names, first_adapters, merged
 from axonml_jax.model.state_joins import Join
 from axonml_jax.model.trainable import merge, partition
 
@@ -47,7 +46,7 @@ def lora_functional(
         that matches nothing.
     """
     shapes = named_leaves(base.shapes.params)
-    chosen = lora.chosen(shapes, _stacks(base))
+    chosen = lora.chosen(shapes, base.stacked_dims)
     if taken := [each for name in chosen for each in adapter_names(name) if each in shapes]:
         raise ValueError(
             f"lora: adapters would be called as the model's own parameters are: {', '.join(taken)}; rename these, or leave "
@@ -90,6 +89,12 @@ class LoraFunctional(Functional):
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters of every matrix that has some, by its path."""
         return self._adapters
+
+    @property
+    def stacked_dims(self) -> Mapping[str, int]:
+        """The model's, and the adapters' of its stacks."""
+        adapters = {path: own.stacked for own in self._adapters.values() for path in (own.a, own.b)}
+        return {**self._base.stacked_dims, **adapters}
 
     def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> Any:
         """The model on these arrays, merged where there are adapters among them."""
@@ -142,11 +147,3 @@ class LoraFunctional(Functional):
 
 def _name(path: tuple) -> str:
     return "/".join(map(str, path))
-
-
-def _stacks(base: Functional) -> dict[str, int]:
-    """How many first dims number matrices, of parameters whose layers say it."""
-    if (module := base.abstract_module) is None:
-        return {}
-    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    return {"/".join(map(str, path)): leaf.get_metadata().get(STACKED, 0) for path, leaf in flat}
