@@ -28,7 +28,7 @@ BATCH = {name: jnp.asarray(array) for name, array in columns(16).items()}
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_they_hear_of_steps_validations_saves_and_the_end(heard, tmp_path, asynchronous):
+def test_they_hear_of_steps_validations_saves_and_then_the_end(heard, tmp_path, asynchronous):
     trainer = model(data=2, fsdp=4).trainer(optax.sgd(0.01), squares, callbacks=[Notes()])
     options = {"every": 2, "asynchronous": asynchronous}
     with ax.CheckpointManager(tmp_path / "saved", **options) as manager, trainer:
@@ -37,7 +37,6 @@ def test_they_hear_of_steps_validations_saves_and_the_end(heard, tmp_path, async
             losses.append(float(trainer.step(BATCH)["loss"]))
             manager.save(step, trainer)
         valid = trainer.validate([BATCH, BATCH])
-        manager.wait()
     steps = [each for each in heard if each[0] == "on_step"]
     assert [each[1] for each in steps] == [1, 2, 3] and [each[2]["loss"] for each in steps] == losses
     [saved] = [each for each in heard if each[0] == "on_save"]
@@ -63,8 +62,42 @@ def test_an_error_ends_the_training_after_the_checkpoint_under_way(heard, tmp_pa
         manager.save(1, trainer)
         trainer.validate([BATCH])
     assert isinstance(caught.value.__cause__, ValueError) and manager.steps == [1]
-    assert heard[-1][0] in ("on_end", "on_save")
-    assert [each[4] for each in heard if each[0] == "on_end"] == ["failed"]
+    assert [each[0] for each in heard] == ["on_step", "on_eval", "on_save", "on_end"] and heard[-1][4] == "failed"
+
+
+class Stored:
+    """A save that this process finds done, or not yet."""
+
+    def __init__(self, folder, *_, **__):
+        self.folder, self.failed, self.ended = folder, False, False
+
+    @property
+    def done(self):
+        return self.fast or self.ended
+
+    def wait(self):
+        self.ended = True
+
+
+def test_processes_of_other_speeds_hear_of_a_save_at_the_same_point(heard, tmp_path, monkeypatch):
+    monkeypatch.setattr("axonml_jax.checkpoint.manager.Saving", Stored)
+    told = []
+    for Stored.fast in (True, False):
+        trainer = model(data=8).trainer(optax.sgd(0.01), squares, callbacks=[Notes()])
+        manager = ax.CheckpointManager(tmp_path, every=2)
+        manager.claim()
+        manager._team.size = 2
+        heard.clear()
+        for step in range(1, 7):
+            manager.save(step, trainer)
+            manager.check()
+            told.append((step, [each[1] for each in heard]))
+        trainer.finish()
+        told.append(("end", [each[:2] for each in heard][-2:]))
+        manager.close()
+    half = len(told) // 2
+    assert told[:half] == told[half:]
+    assert told[3] == (4, [2]) and told[half - 1] == ("end", [("on_save", 6), ("on_end", 0)])
 
 
 @pytest.mark.parametrize(

@@ -129,13 +129,17 @@ class CheckpointManager:
             committed=partial(self._rotate, step),
         )
         self._newest, self._tell = step, getattr(state, "checkpoint_committed", None)
+        getattr(state, "checkpoint_begun", lambda wait: None)(self.wait)
         if not self._asynchronous:
             self.wait()
         return True
 
     def check(self) -> None:
-        """Raise the error of a save that has failed meanwhile; costs nothing otherwise."""
-        if self._saving is not None and self._saving.done:
+        """Raise the error of a save that has failed meanwhile; costs nothing otherwise.
+
+        One process tells a trainer of a commit here; several are not done at the same step, and tell it in `save` and `wait`.
+        """
+        if self._saving is not None and (self._saving.failed or (self._team.size == 1 and self._saving.done)):
             self.wait()
 
     def wait(self) -> None:
@@ -144,15 +148,15 @@ class CheckpointManager:
         Raises:
           OSError: when it could not be written.
         """
-        saving, self._saving = self._saving, None
+        saving, self._saving, tell, self._tell = self._saving, None, self._tell, None
         try:
             if saving is not None:
                 saving.wait()
         except BaseException:
             self._newest = None  # it may be tried again
             raise
-        if saving is not None and self._tell is not None:
-            self._tell(self._newest, saving.folder)
+        if saving is not None and tell is not None:
+            tell(self._newest, saving.folder)
 
     def close(self) -> None:
         """Wait, and let go of the threads and the folder."""

@@ -79,6 +79,11 @@ class Saving:
         """Whether this process has nothing left to do for it."""
         return not self._thread.is_alive()
 
+    @property
+    def failed(self) -> bool:
+        """Whether it is done, and could not be written."""
+        return self.done and self._error is not None
+
     def wait(self) -> None:
         """Until it is committed.
 

@@ -1,6 +1,6 @@
 """A model, an optimizer and a loss as one object to call `step` on."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -63,6 +63,7 @@ class Trainer(Generic[M]):
         self._max_grad_norm, self._norm_type, self._max_nonfinite = max_grad_norm, norm_type, max_nonfinite
         self._layer_norms, self._seen = layer_norms, None
         self._callbacks, self._made, self._ended = checked(callbacks), 0, False
+        self._saves: list[Callable[[], None]] = []
         self._steps: dict[bool | None, TrainStep] = {}
         self._eval = EvalStep(model._functional, placement, model.mesh, loss_fn)
         assert self.train_step  # refuses options that cannot work before anything is allocated
@@ -139,10 +140,23 @@ class Trainer(Generic[M]):
         """Tell callbacks of a checkpoint; a `CheckpointManager` calls it."""
         self._tell("on_save", step=step, path=folder)
 
+    def checkpoint_begun(self, wait: Callable[[], None]) -> None:
+        """Know of a save under way, for whose end `finish` waits; a `CheckpointManager` calls it."""
+        if wait not in self._saves:
+            self._saves.append(wait)
+
     def finish(self, reason: str = "finished") -> None:
-        """Tell callbacks that the training is over, once; leaving `with trainer:` does it too."""
-        if not self._ended:
-            self._ended = True
+        """Tell callbacks that the training is over, once, after a save under way; leaving `with trainer:` does it too."""
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            for wait in self._saves:
+                wait()
+        except BaseException:
+            reason = "failed"
+            raise
+        finally:
             self._tell("on_end", reason=reason)
 
     def __enter__(self) -> "Trainer[M]":

@@ -49,7 +49,11 @@ class Callback:
         """After every validation."""
 
     def on_save(self, event: TrainingEvent) -> None:
-        """After a checkpoint is committed; of an asynchronous one, at the next step or save."""
+        """After a checkpoint is committed, and before `on_end`.
+
+        Of an asynchronous one at the next point at which all processes know it: in one process the next step or save, in
+        several the next save or `CheckpointManager.wait`.
+        """
 
     def on_end(self, event: TrainingEvent) -> None:
         """Once, when the training is over, however it ended."""
