@@ -135,6 +135,10 @@ def test_it_begins_anew_with_parameters_that_are_loaded_into_the_model(tmp_path,
     now = training.model.state_dict()
     expected = {name: DECAY * value + (1 - DECAY) * now[name] for name, value in other.state_dict().items()}
     assert_trees_close(averages(training), expected, "the average after a step")
+    kept = averages(training)
+    with training.averaged() as averaged:
+        averaged.load_state_dict(other.state_dict())  # gone with the context
+    equal(averages(training), kept)
     training.model.load_state_dict(other.state_dict())
     equal(averages(training), other.state_dict())
 

@@ -140,8 +140,7 @@ class ParallelModel(SavedModel):
           ValueError: listing every missing, unexpected and mismatched name, before anything is changed.
         """
         whole, missing, unexpected = load_state_dict(self._functional, self.whole(), values, strict=strict)
-        self.variables = self._rest.place(whole, self.mesh)
-        self.loads += 1
+        self.variables, self.loads = self._rest.place(whole, self.mesh), self.loads + 1
         return missing, unexpected
 
     def sync_parameters(self) -> None:

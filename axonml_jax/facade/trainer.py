@@ -223,6 +223,7 @@ class Trainer(Generic[M]):
             yield self.model
         finally:
             self.model.variables, self._averaged = own, False
+            self._loads = self.model.loads  # what was loaded meanwhile is gone
 
     def _average(self) -> Variables:
         if not self._ema:
