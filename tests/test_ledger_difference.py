@@ -42,6 +42,7 @@ ROWS = [
     (LLAMA, SCAN, {"data": 2, "tensor": 2}, {"remat": "full", "fsdp": ax.Shard(stage=2)}),
     (GPT, {"split": "grid", "prefetch": True}, {"data": 2, "depth": 4}, {"remat": "full"}),
     (LLAMA, {"num_layers": 4}, {"data": 2, "pipe": 2}, {"pipe": PIPE, "accumulate": 2}),
+    (LLAMA, {"num_layers": 4, "tie_embeddings": True}, {"data": 2, "pipe": 2}, {"pipe": PIPE}),  # the table lives on one end
     (GPT, {"num_layers": 4}, {"data": 1, "pipe": 2, "fsdp": 4}, {"pipe": PIPE}),
     (GPT, {"split": "grid"}, {"data": 1, "fsdp": 2, "row": 2, "col": 2}, {"remat": "selective"}),
     (LLAMA, {}, {"data": 1, "fsdp": 4}, {"fsdp": RingShard()}),

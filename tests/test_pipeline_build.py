@@ -9,6 +9,7 @@ from flax import nnx
 from plan_models import linear, mean_loss, regression
 
 import axonml_jax as ax
+from axonml_jax.parallel.pipeline.cutting.assign import assign
 from axonml_jax.sharding.layout import Layout
 from axonml_jax.training.optimizer.sharded.mixing import Mixing
 from axonml_jax.training.optimizer.sharded.read_update import read_update
@@ -72,3 +73,8 @@ def test_a_rank_runs_what_its_leaves_need_and_nothing_else():
     assert int(loose[2]) == 2
     with pytest.raises(Mixing, match="several parameters"):
         read_update(lambda a, b, count: (a + b, b, count), args, owners, program.layouts, ("pipe",))
+
+
+def test_a_norm_behind_a_layer_is_no_table_of_positions():
+    names = ("blocks/0/post_norm/w", "blocks/1/post_norm/w", "pos_embed/w", "positions/w")
+    assert assign({name: np.ones((4, 4)) for name in names}, 2).stages == (0, 1, 0, 0)

@@ -81,9 +81,14 @@ class Step:
 
     @property
     def fullest(self) -> ShardCounts:
-        """What the rank has that reads most, whose traffic is told; the first of several."""
+        """What the rank has that reads most of its own, whose traffic is told; the first of several."""
         chosen, *others = self.ranks
-        reads = lambda parts: sum(parts.number(each.place, each.count) * each.read for each in self.weights.groups)
+
+        def reads(parts: ShardCounts) -> Many:
+            """What both ends read lives on the first stage; the last has a copy, whose gradient it sends there."""
+            own = lambda place, count: parts.number(place, count) * (parts.first if place == "both ends" else 1)
+            return sum(own(each.place, each.count) * each.read for each in self.weights.groups)
+
         least = reads(chosen) if others else 0
         for parts in others:
             here = reads(parts)

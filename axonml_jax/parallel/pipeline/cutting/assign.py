@@ -11,7 +11,7 @@ from typing import Any
 
 from axonml_jax.parallel.units.wrap import units
 
-_LOOKED_UP = re.compile(r"(^|/|_)(embed\w*|wte|wpe|tok\w*|pos\w*|patch\w*|stem\w*)(/|_|$)", re.IGNORECASE)
+_LOOKED_UP = re.compile(r"(^|/|_)(embed\w*|wte|wpe|tok\w*|pos(?!t)\w*|patch\w*|stem\w*)(/|_|$)", re.IGNORECASE)
 
 Order = Mapping[str, tuple]
 """A sort key of every parameter's path: its place in the model."""
