@@ -16,6 +16,10 @@ from axonml_jax.training.state.first_state import abstract_state
 GPT = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tie_embeddings": True, "use_bias": True}
 LLAMA = {"num_kv_heads": 2}
 QWEN = {"num_kv_heads": 2, "head_dim": 6, "qk_norm": True, "qkv_bias": True}
+GEMMA = {
+    "num_kv_heads": 2, "head_dim": 6, "qk_norm": True, "zero_centered_norm": True, "post_norms": True, "activation": "geglu",
+    "tie_embeddings": True, "scale_embeddings": True, "query_scalar": 7, "attention_softcap": 5.0, "logit_softcap": 3.0,
+}  # fmt: skip
 LENGTH = 16
 
 

@@ -15,6 +15,7 @@ from axonml_jax.launch.config.read_config import read_config
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.huggingface import read_pretrained, write_pretrained
+from axonml_jax.models.presets import GEMMA
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
@@ -29,6 +30,10 @@ MODELS = {
     "gpt_oss": TransformerConfig(
         **SIZES, sinks=True, use_bias=True, window=5, full_every=2,
         experts=ExpertsConfig(num_experts=4, router_bias=True, activation="clamped_swiglu"),
+    ),
+    "gemma3": TransformerConfig(
+        **SIZES, **GEMMA, num_kv_heads=1, qk_norm=True, window=5, full_every=2, query_scalar=8, rope_theta=1e6,
+        window_rope_theta=1e4,
     ),
 }  # fmt: skip
 
@@ -150,5 +155,8 @@ def test_an_imported_configuration_reads_back(published, tmp_path):
     config = read_config("train", [str(tmp_path / "imported" / "config.yaml")])
     wanted = MODELS["gpt_oss"]
     assert config.name == "imported" and config.data.length == 64
+    gemma = MODELS["gemma3"]
+    assert main(["import", str(published("gemma3")), str(tmp_path / "gemma")]) == 0
+    assert read_config("train", [str(tmp_path / "gemma" / "config.yaml")]).model == gemma
     assert config.model == dataclasses.replace(wanted, num_kv_heads=2, experts=config.experts)
     assert config.experts == dataclasses.replace(wanted.experts, load_balance=config.experts.load_balance)

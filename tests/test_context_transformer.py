@@ -25,6 +25,11 @@ GPT_OSS = {
     "num_layers": 2, "num_kv_heads": 2, "head_dim": 6, "qk_norm": True, "window": 6, "full_every": 2, "sinks": True,
     "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_length=8),
 }  # fmt: skip
+GEMMA = {
+    "num_layers": 2, "num_kv_heads": 2, "window": 6, "full_every": 2, "window_rope_theta": 50.0, "query_scalar": 6,
+    "attention_softcap": 0.05, "logit_softcap": 0.3, "post_norms": True, "zero_centered_norm": True, "activation": "geglu",
+    "tie_embeddings": True, "scale_embeddings": True,
+}  # fmt: skip
 GPT2 = {"position": "learned", "norm": "layernorm", "activation": "gelu", "tie_embeddings": True, "use_bias": True}
 
 
@@ -79,6 +84,12 @@ PLANS = {
         {"pipe": 2, "context": 2},
         {"pipe": ax.Pipelined(num_microbatches=2), "context": ax.Context(method="gather")},
         GPT_OSS,
+    ),
+    "capped scores, ring": ({"context": 4}, {"context": ax.Context(method="ring"), "check_vma": True}, GEMMA),
+    "capped scores, 1f1b": (
+        {"pipe": 2, "context": 2},
+        {"pipe": ax.Pipelined(num_microbatches=2), "context": ax.Context(method="ulysses")},
+        GEMMA,
     ),
     "chunks of words": ({"context": 2, "tensor": 2}, {}, LLAMA | {"loss_chunk": 7}),
 }

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from int8_strategy import Int8Shard
-from predicted_steps import GPT, LENGTH, LLAMA, QWEN, config, step_of
+from predicted_steps import GEMMA, GPT, LENGTH, LLAMA, QWEN, config, step_of
 from ring_strategy import RingShard
 
 import axonml_jax as ax
@@ -62,6 +62,11 @@ ROWS = [
     (QWEN, {**GRID, "sinks": True}, {"data": 1, "row": 2, "col": 2}, {}),
     (QWEN, {"sinks": True, "window": 4}, {"data": 1, "fsdp": 2, "tensor": 2}, {}),
     (QWEN, {}, {"data": 1, "fsdp": 2, "context": 4}, {"context": ax.Context(method="ring")}),
+    (GEMMA, {"window": 4}, {"data": 1, "fsdp": 4}, {"remat": "full"}),
+    (GEMMA, {**SEQUENCE, **SCAN, "use_bias": True}, {"data": 1, "fsdp": 2, "tensor": 2}, {"remat": "full"}),
+    (GEMMA, {**GRID, "scan_layers": True}, {"data": 1, "depth": 2, "row": 2, "col": 2}, {"remat": "full"}),
+    (GEMMA, {}, {"data": 1, "fsdp": 2, "context": 4}, {"context": ax.Context(method="ring")}),
+    (GEMMA, {"num_layers": 4}, {"data": 2, "pipe": 2}, {"pipe": PIPE}),
 ]  # fmt: skip
 
 
@@ -69,7 +74,7 @@ def name(row):
     style, options, degrees, plan = row
     return "-".join(
         [
-            ("gpt", "llama", "qwen")[[GPT, LLAMA, QWEN].index(style)],
+            ("gpt", "llama", "qwen", "gemma")[[GPT, LLAMA, QWEN, GEMMA].index(style)],
             *options,
             *(f"{a}{n}" for a, n in degrees.items()),
             *plan,
@@ -113,14 +118,14 @@ def test_a_difference_says_what_and_by_how_much():
 
 
 @pytest.mark.parametrize(
-    ("degrees", "options"),
-    [({"data": 4}, {}), ({"data": 1, "fsdp": 4}, {"fsdp": ax.Shard(stage=2)})],
-    ids=["ddp", "zero2"],
+    ("style", "degrees", "options"),
+    [(GPT, {"data": 4}, {}), (GPT, {"data": 1, "fsdp": 4}, {"fsdp": ax.Shard(stage=2)}), (GEMMA, {"data": 4}, {})],
+    ids=["ddp", "zero2", "four norms and capped scores"],
 )
-def test_predicted_memory_is_near_what_the_compiler_plans(degrees, options):
+def test_predicted_memory_is_near_what_the_compiler_plans(style, degrees, options):
     """Arguments within 2%, temporaries within 25% (XLA:CPU, float32)."""
     plan = ax.Plan(**options)
-    model = config(GPT, hidden_size=64, mlp_hidden_size=256, vocab_size=256, max_length=64)
+    model = config(style, hidden_size=64, mlp_hidden_size=256, vocab_size=256, max_length=64)
     step, state, rows = step_of(model, plan, degrees, 64, length=64)
     prediction = predict(plan, model, degrees, global_batch=64, length=64)
     found = memory_difference(prediction, step.lower(state, rows).compile())

@@ -50,6 +50,7 @@ ROWS = [
     (LLAMA, ROUNDS | {"every": 2}, {}, {"data": 1, "expert": 2, "context": 4}, {}),
     (LLAMA, GATHER | SIGMOID, SCAN, {"data": 1, "expert": 2, "context": 2}, {}),
     (LLAMA, {"first_dense": 1}, {"num_layers": 3}, {"data": 1, "fsdp": 2, "expert": 2, "context": 2}, FULL),
+    (LLAMA, {"shared_size": 16}, SEQUENCE | {"post_norms": True}, {"data": 1, "expert": 2, "tensor": 2}, FULL),
     (GPT, BIASED, {}, {"data": 1, "fsdp": 4}, {}),  # all experts on every rank
 ]  # fmt: skip
 

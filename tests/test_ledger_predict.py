@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from flax import nnx
-from predicted_steps import GPT, LLAMA, QWEN, config
+from predicted_steps import GEMMA, GPT, LLAMA, QWEN, config
 
 import axonml_jax as ax
 from axonml_jax._types import named_leaves
@@ -26,7 +26,8 @@ PUBLISHED = {
     "gpt2-small": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
     "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800,
     "llama2-7b": 6_738_415_616, "llama3.2-1b": 1_235_814_400, "mistral-7b": 7_241_732_096, "qwen3-0.6b": 596_049_920,
-    "qwen3-8b": 8_190_735_360,
+    "qwen3-8b": 8_190_735_360, "gemma2-2b": 2_614_341_888, "gemma2-9b": 9_241_705_984, "gemma2-27b": 27_227_128_320,
+    "gemma3-1b": 999_885_952, "gemma3-4b": 3_880_263_168, "gemma3-12b": 11_766_034_176, "gemma3-27b": 27_009_346_304,
 }  # fmt: skip
 
 
@@ -35,7 +36,9 @@ def test_weights_add_up_to_the_published_numbers_of_parameters(name):
     assert sum(weight.size for weight in decoder_weights(preset(name))) == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("style", [GPT, LLAMA, QWEN | {"sinks": True}], ids=["gpt", "llama", "qwen with sinks"])
+@pytest.mark.parametrize(
+    "style", [GPT, LLAMA, QWEN | {"sinks": True}, GEMMA], ids=["gpt", "llama", "qwen with sinks", "gemma"]
+)
 def test_weights_are_those_of_the_model(style):
     model = config(style)
     module = nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0)))

@@ -2,11 +2,14 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from test_models_transformer import TINY, count_abstract
 
+import axonml_jax as ax
+from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
@@ -17,8 +20,16 @@ from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
         {"head_dim": 6, "qk_norm": True, "num_kv_heads": 2},
         {"qkv_bias": True, "head_dim": 2},
         {"use_bias": True, "head_dim": 6, "sinks": True, "window": 3, "full_every": 2},
+        {
+            "qk_norm": True,
+            "post_norms": True,
+            "activation": "geglu",
+            "window": 3,
+            "full_every": 2,
+            "window_rope_theta": 5.0,
+        },
     ],
-    ids=["qwen3", "qwen2", "gpt-oss"],
+    ids=["qwen3", "qwen2", "gpt-oss", "gemma"],
 )
 def test_num_params_is_exact_for_the_attention_of_newer_families(options):
     config = dataclasses.replace(TINY, **options)
@@ -56,7 +67,28 @@ def test_attention_options_that_contradict_each_other_are_refused():
         ({"window": 2, "full_every": 2, "scan_layers": True}, "scan_layers=True runs blocks of one kind"),
         ({"window": 0}, "window=0: must be positive"),
         ({"head_dim": 5}, r"head size 5 \(head_dim\) must be even"),
+        (
+            {"window_rope_theta": 5.0},
+            "window_rope_theta=5.0: turns positions in blocks with a window, and with window=None",
+        ),
+        (
+            {"attention_softcap": 0.0, "logit_softcap": -1.0},
+            r"(?s)attention_softcap=0.0: must be pos.*logit_softcap=-1.0",
+        ),
+        ({"zero_centered_norm": True, "norm": "layernorm"}, "zero_centered_norm=True belongs to norm='rmsnorm'"),
+        ({"activation": "geglu", "experts": ExpertsConfig(num_experts=4)}, "set experts.activation to swiglu, "),
         ({"position": "learned", "rope_scaling": RopeScaling(kind="linear", factor=2.0)}, "set position='rotary'"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(TINY, **options)
+
+
+def test_a_small_zero_centered_scale_is_not_lost_in_bfloat16():
+    """1 + 2**-9 is 1 in bfloat16: the sum is in float32, and what is rounded is the product."""
+    norm = ax.ParallelRMSNorm(4096, centered=True, dtype="bfloat16", param_dtype="bfloat16", rngs=nnx.Rngs(0))
+    assert not norm.scale[...].any()
+    norm.scale[...] = jnp.full(4096, 2**-9, "bfloat16")
+    x = np.random.default_rng(0).normal(size=4096).astype(jnp.bfloat16)
+    wide = x.astype(np.float32)
+    right = (wide / np.sqrt((wide**2).mean() + 1e-6) * (1 + 2**-9)).astype(jnp.bfloat16)
+    assert np.mean(np.asarray(norm(x)) == right) > 0.99

@@ -25,6 +25,11 @@ GPT_OSS = dataclasses.replace(
     LLAMA, num_layers=2, head_dim=6, qk_norm=True, window=3, full_every=2, sinks=True, use_bias=True,
     rope_scaling=RopeScaling(kind="llama3", factor=4.0, original_length=8),
 )  # fmt: skip
+GEMMA = dataclasses.replace(
+    LLAMA, num_layers=2, head_dim=6, qk_norm=True, window=3, full_every=2, window_rope_theta=50.0, query_scalar=9,
+    post_norms=True, zero_centered_norm=True, activation="geglu", tie_embeddings=True, scale_embeddings=True,
+    attention_softcap=2.0, logit_softcap=9.0,
+)  # fmt: skip
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
 
 
@@ -45,7 +50,7 @@ class Plain(nnx.Module):
         return self.model(tokens)
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT2, GPT_OSS], ids=["llama", "gpt2", "gpt-oss"])
+@pytest.mark.parametrize("config", [LLAMA, GPT2, GPT_OSS, GEMMA], ids=["llama", "gpt2", "gpt-oss", "gemma"])
 def test_a_cache_changes_no_token(config):
     model, key = make(config), jax.random.key(1)
     np.testing.assert_array_equal(generate(model, PROMPTS, 8, key), generate(Plain(model), PROMPTS, 8, key))
@@ -67,6 +72,7 @@ ROWS = {
     "grid": (LLAMA, {"split": "grid"}, {"data": 1, "row": 2, "col": 2, "depth": 2}),
     "data": (GPT2, {}, {"data": 3}),
     "windows and sinks": (GPT_OSS, {}, {"data": 1, "tensor": 4}),
+    "caps and four norms": (GEMMA, {"sequence_parallel": True}, {"fsdp": 2, "tensor": 2}),
 }
 
 

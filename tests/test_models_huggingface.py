@@ -17,7 +17,7 @@ from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.families.known import config_of, description_of
 from axonml_jax.models.huggingface import pretrained, read_pretrained, write_pretrained
-from axonml_jax.models.presets import GPT2
+from axonml_jax.models.presets import GEMMA, GPT2, preset
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
@@ -51,10 +51,18 @@ CONFIGS = {
         use_bias=True,
         experts=ExpertsConfig(num_experts=4, router_bias=True, activation="clamped_swiglu"),
     ),
+    "gemma2": TransformerConfig(
+        **SIZES, **GEMMA, mlp_hidden_size=12, head_dim=6, window=2, full_every=2, query_scalar=9, attention_softcap=2.0,
+        logit_softcap=3.0,
+    ),
+    "gemma3_text": TransformerConfig(
+        **SIZES, **GEMMA, mlp_hidden_size=12, head_dim=6, window=2, full_every=2, query_scalar=6, qk_norm=True,
+        rope_theta=1e6, window_rope_theta=1e4, rope_scaling=RopeScaling(kind="linear", factor=8.0),
+    ),
     "mixtral, one loop": TransformerConfig(
         **SIZES, mlp_hidden_size=12, experts=ExpertsConfig(num_experts=4), scan_layers=True
     ),
-}
+}  # fmt: skip
 REFERENCE = Path(__file__).with_name("workers") / "hf_reference.py"
 PYTHON = os.environ.get("AXONML_TRANSFORMERS_PYTHON") or (
     sys.executable if all(importlib.util.find_spec(name) for name in ("torch", "transformers")) else None
@@ -96,6 +104,32 @@ def test_what_is_written_reads_back_the_same(model, tmp_path):
     np.testing.assert_array_equal(fsdp.state_dict()[name], values[name])
 
 
+# What config.json says of published models, as it was written when they came out.
+OLDER = {
+    "gemma2-2b": {
+        "model_type": "gemma2", "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh",
+    },
+    "gemma3-1b": {
+        "model_type": "gemma3_text", "vocab_size": 262_144, "hidden_size": 1152, "intermediate_size": 6912,
+        "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+        "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000, "rope_local_base_freq": 10_000,
+        "rope_scaling": None, "query_pre_attn_scalar": 256, "sliding_window": 512, "sliding_window_pattern": 6,
+        "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_descriptions_of_older_versions_are_those_of_the_presets(name):
+    assert config_of(OLDER[name]) == preset(name)
+    scaled = OLDER[name] | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert config_of(scaled).rope_scaling == RopeScaling(kind="linear", factor=8.0)
+    assert config_of(description_of(config_of(scaled))) == config_of(scaled)
+
+
 def test_the_names_are_those_of_the_published_files(tmp_path):
     pytest.importorskip("safetensors")
     for name, wanted in (
@@ -103,6 +137,8 @@ def test_the_names_are_those_of_the_published_files(tmp_path):
         ("mixtral", {"model.layers.1.block_sparse_moe.experts.3.w2.weight": (8, 12)}),
         ("llama", {"model.layers.0.self_attn.k_proj.weight": (4, 8), "lm_head.weight": (11, 8)}),
         ("qwen3_moe, one loop", {"model.layers.1.mlp.experts.3.down_proj.weight": (8, 6)}),
+        ("gemma2", {"model.layers.1.pre_feedforward_layernorm.weight": (8,), "model.norm.weight": (8,)}),
+        ("gemma3_text", {"model.layers.0.self_attn.q_norm.weight": (6,), "model.embed_tokens.weight": (11, 8)}),
         ("gpt_oss", {"model.layers.0.mlp.experts.gate_up_proj": (4, 8, 24), "model.layers.0.self_attn.sinks": (2,)}),
     ):
         write_pretrained(tmp_path / name, CONFIGS[name], values_of(Transformer(CONFIGS[name], rngs=nnx.Rngs(0))))
@@ -137,6 +173,15 @@ def test_arrays_that_lack_or_have_no_place_are_listed(tmp_path):
             | {"quantization_config": {"quant_method": "mxfp4"}},
             "weights quantized by mxfp4: save them in bfloat16",
         ),
+        (
+            {"model_type": "gemma2", "use_bidirectional_attention": True, "hidden_activation": "gelu"},
+            "hidden_activation='gelu'; use_bidirectional_attention=True",
+        ),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}
+            | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "attn_logit_softcapping=50.0; rope scaling .* in blocks with a window",
+        ),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]: only the first"),
     ],
 )
@@ -159,7 +204,7 @@ def test_logits_equal_those_of_transformers_and_files_go_back(tmp_path):
     pytest.importorskip("safetensors")
     subprocess.run([PYTHON, str(REFERENCE), str(tmp_path)], check=True, capture_output=True, timeout=300)
     kinds = sorted(path.name for path in tmp_path.iterdir())
-    assert len(kinds) == 16
+    assert len(kinds) == 19
     for kind in kinds:
         reference = np.load(tmp_path / kind / "reference.npz")
         model = pretrained(tmp_path / kind, param_dtype="float64")

@@ -38,8 +38,8 @@ def gradients(model, loss):
 
 @pytest.mark.parametrize(
     "options",
-    [{"loss_chunk": 10, "scan_layers": True}, {"loss_chunk": 6, "tie_embeddings": True}],
-    ids=["scan", "tied"],
+    [{"loss_chunk": 10, "scan_layers": True}, {"loss_chunk": 6, "tie_embeddings": True, "logit_softcap": 0.1}],
+    ids=["scan", "tied and capped"],
 )
 def test_a_scan_and_a_chunked_loss_change_no_number(options):
     plain = Transformer(dataclasses.replace(TINY, **{**options, "scan_layers": False}), rngs=nnx.Rngs(0))
@@ -84,17 +84,19 @@ def test_vocabularies_are_cut_evenly_and_only_large_ones():
         chunked_cross_entropy(jnp.ones((2, 4)), jnp.ones((4, 8)), jnp.zeros(2, int), chunk=0, words_dim=1)
 
 
-@pytest.mark.parametrize("kv_heads, window", [(1, None), (2, None), (1, 100)])
-def test_the_splash_kernel_equals_the_einsums(kv_heads, window):
+@pytest.mark.parametrize(
+    "kv_heads, window, own", [(1, None, {}), (2, None, {}), (1, 100, {"scale": 0.2, "softcap": 1.5})]
+)
+def test_the_splash_kernel_equals_the_einsums(kv_heads, window, own):
     """Interpreted: the kernel's own code, one block at a time, on CPU."""
     draw = np.random.default_rng(0).normal
     make = lambda heads: jnp.asarray(draw(size=(1, 256, heads, 128)), jnp.float32)
     query, key, value = make(2), make(kv_heads), make(kv_heads)
-    kernel = partial(fused._splash, causal=True, window=window, interpret=True)
+    kernel = partial(fused._splash, causal=True, window=window, interpret=True, **own)
     total = lambda attention: lambda *arrays: jnp.sum(jnp.sin(attention(*arrays)))
     with jax.enable_x64(False):
         found = jax.jit(jax.value_and_grad(total(kernel), argnums=(0, 1, 2)))(query, key, value)
-        einsums = total(partial(attend, causal=True, window=window))
+        einsums = total(partial(attend, causal=True, window=window, **own))
         expected = jax.value_and_grad(einsums, argnums=(0, 1, 2))(query, key, value)
     for own, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(own, right, rtol=2e-3, atol=2e-3)
@@ -119,13 +121,13 @@ def train_loss(model):
 
 def test_a_kernel_is_chosen_where_it_applies_and_refused_by_name_elsewhere(monkeypatch):
     make = lambda length, size, dtype="bfloat16": jax.ShapeDtypeStruct((2, length, 4, size), dtype)
-    choose = lambda asked, x, drops=False: fused.attention_kernel(asked, x, x, drops=drops)
+    choose = lambda asked, x, drops=False, **rules: fused.attention_kernel(asked, x, x, drops=drops, **rules)
     assert choose("auto", make(256, 128)) == "blocks" and choose("auto", make(255, 128)) == "xla"  # this is a CPU
     assert choose("auto", make(256, 128), drops=True) == "xla" and choose("blocks", make(8, 4), drops=True) == "blocks"
     monkeypatch.setattr(fused, "varying_axes", lambda x: frozenset())
     monkeypatch.setattr(fused, "_alone", lambda: True)
     monkeypatch.setattr(fused, "target_platform", lambda: "tpu")
-    assert choose("auto", make(256, 128)) == choose("splash", make(256, 128)) == "splash"
+    assert choose("auto", make(256, 128)) == choose("splash", make(256, 128), softcap=True) == "splash"
     assert choose("auto", make(256, 64)) == choose("auto", make(200, 128)) == choose("xla", make(256, 128)) == "xla"
     assert choose("auto", make(256, 128), drops=True) == "xla"
     assert (
@@ -136,6 +138,8 @@ def test_a_kernel_is_chosen_where_it_applies_and_refused_by_name_elsewhere(monke
     assert choose("auto", make(256, 64)) == "cudnn" and choose("auto", make(256, 64, "float32")) == "xla"
     with pytest.raises(ValueError, match="head size 65 must be a multiple of 8, at most 128; 7 queries and 7 keys"):
         choose("cudnn", make(7, 65))
+    with pytest.raises(ValueError, match=r"it caps no scores \(softcap must be None\)"):
+        choose("cudnn", make(256, 64), softcap=True)
     with pytest.raises(
         ValueError, match="kernel for tpu, and this is compiled for cuda; it drops no attention weights"
     ):

@@ -38,6 +38,10 @@ GPT_OSS = dataclasses.replace(
     LLAMA, num_layers=2, head_dim=4, window=3, full_every=2, sinks=True, use_bias=True,
     rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_length=4),
 )  # fmt: skip
+GEMMA = dataclasses.replace(
+    LLAMA, num_layers=2, head_dim=4, qk_norm=True, window=3, window_rope_theta=50.0, post_norms=True, zero_centered_norm=True,
+    activation="geglu", tie_embeddings=True, scale_embeddings=True, query_scalar=6, attention_softcap=0.5, logit_softcap=0.3,
+)  # fmt: skip
 
 
 def batch_of(rows, length=8):
@@ -72,6 +76,14 @@ ROWS = {
     "sinks": (GPT_OSS, {"sequence_parallel": True}, {"fsdp": 2, "tensor": 4}, {"check_vma": True}),
     "sinks, blocks": (GPT_OSS, {"attention": "blocks"}, {"data": 2, "tensor": 2}, {}),
     "sinks, grid": (GPT_OSS, {"split": "grid"}, {"data": 1, "row": 2, "col": 2}, {}),
+    "four norms, caps": (GEMMA, {"full_every": 2, "loss_chunk": 3}, {"fsdp": 2, "tensor": 2}, {"check_vma": True}),
+    "four norms, scan": (GEMMA, {"sequence_parallel": True, **SCAN}, {"data": 2, "tensor": 4}, {"remat": "full"}),
+    "four norms, grid": (
+        GEMMA,
+        {"split": "grid", "attention": "blocks"},
+        {"data": 1, "row": 2, "col": 2, "depth": 2},
+        {},
+    ),
     "grid_tied": (GPT2, {"split": "grid"}, {"fsdp": 2, "row": 2, "col": 2}, {}),
 }
 

@@ -18,7 +18,7 @@ import axonml_jax as ax
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.huggingface import load_pretrained, pretrained_config, read_pretrained, write_pretrained
-from axonml_jax.models.presets import GPT2
+from axonml_jax.models.presets import GEMMA, GPT2
 from axonml_jax.models.transformer import Transformer
 
 pytest.importorskip("safetensors")
@@ -27,6 +27,9 @@ SIZES = {"vocab_size": 20, "num_layers": 2, "hidden_size": 8, "num_heads": 4, "m
 CONFIGS = {
     "gpt2": TransformerConfig(**GPT2 | SIZES),
     "qwen3": TransformerConfig(**SIZES, num_kv_heads=2, head_dim=6, qk_norm=True),
+    "gemma2": TransformerConfig(
+        **SIZES, **GEMMA, head_dim=6, window=3, full_every=2, query_scalar=5, attention_softcap=2.0, logit_softcap=3.0
+    ),
     "mixtral": TransformerConfig(**SIZES, experts=ExpertsConfig(num_experts=4)),
     "gpt_oss": TransformerConfig(
         **SIZES, sinks=True, use_bias=True, window=3, full_every=2,
@@ -42,6 +45,7 @@ ROWS = {
     "a stack": ("qwen3", {"scan_layers": True}, {"data": 2, "fsdp": 2, "tensor": 2}, {}),
     "stages": ("qwen3", {}, {"pipe": 2, "fsdp": 2}, {"pipe": ax.Pipelined(num_microbatches=2)}),
     "on the host": ("gpt2", {}, {"fsdp": 2}, {"offload": ax.CPUOffload.FULL}),
+    "stages with a tied table": ("gemma2", {}, {"pipe": 2, "tensor": 2}, {"pipe": ax.Pipelined(num_microbatches=2)}),
     "3-D": ("gpt2", {"split": "grid"}, {"data": 1, "row": 2, "col": 2, "depth": 2}, {}),
     "experts in a stack": ("mixtral", {"scan_layers": True}, {"fsdp": 2, "expert": 2}, {}),
     "experts side by side": ("gpt_oss", {}, {"expert": 4, "tensor": 2}, {}),

@@ -24,20 +24,27 @@ class TransformerConfig:
       num_kv_heads: key and value heads (grouped-query attention, Ainslie et al. 2023); None: num_heads.
       head_dim: size of a head; None: hidden_size / num_heads.
       qk_norm: RMS norms of each head's queries and keys (Qwen3).
+      query_scalar: the number by whose square root scores are divided; None: the head size (Gemma 2).
+      attention_softcap: holds these scores between -softcap and softcap by a hyperbolic tangent (Gemma 2); None: nothing does.
       qkv_bias: biases in the projections to queries, keys and values alone, without use_bias (Qwen2).
       window: how many positions one sees, itself among them (Mistral); None: all before it.
       full_every: only with a window: every so many-th block has none, the last of each so many (gpt-oss: 2); None: all have it.
       sinks: a trained score of each head that takes its part of the softmax and stands for no key (gpt-oss).
       mlp_hidden_size: inner width of the feed-forward part; None: 4 * hidden_size for "gelu", 8/3 * hidden_size rounded
-        up to a multiple of 64 for "swiglu" (the same number of parameters).
+        up to a multiple of 64 for gated ones (the same number of parameters).
       max_length: longest sequence; with "learned" positions also the number of position embeddings.
       norm: "rmsnorm" or "layernorm".
-      activation: "swiglu" (gated, Shazeer 2020) or "gelu" (tanh approximation, as GPT-2).
+      zero_centered_norm: whether RMS norms multiply by 1 + their scales, which start at 0 (Gemma).
+      post_norms: norms also of what attention and the feed-forward part add to the residual stream (Gemma 2).
+      activation: "swiglu" (gated, Shazeer 2020), "geglu" (gated by gelu, Gemma) or "gelu" (tanh approximation, as GPT-2).
       experts: which feed-forward parts are mixtures of experts, and of what; None: all are dense.
       position: "rotary" (Su et al. 2021, half-split layout) or "learned".
       rope_theta: base of the rotary frequencies.
       rope_scaling: how these change for sequences longer than those of pretraining; None: they do not.
+      window_rope_theta: base in blocks with a window, where frequencies are not scaled (Gemma 3); None: as in all others.
       tie_embeddings: whether the output head is the token embedding.
+      scale_embeddings: whether embeddings are multiplied by the square root of hidden_size where they are looked up (Gemma).
+      logit_softcap: holds logits between -softcap and softcap by a hyperbolic tangent (Gemma 2); None: nothing does.
       use_bias: biases in every linear layer except the head, and in "layernorm".
       dropout: rate on embeddings, attention weights and both residual branches, in train mode.
       norm_eps: epsilon of the norms.
@@ -67,18 +74,25 @@ class TransformerConfig:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     qk_norm: bool = False
+    query_scalar: float | None = None
+    attention_softcap: float | None = None
     qkv_bias: bool = False
     window: int | None = None
     full_every: int | None = None
     sinks: bool = False
     mlp_hidden_size: int | None = None
     norm: str = "rmsnorm"
+    zero_centered_norm: bool = False
+    post_norms: bool = False
     activation: str = "swiglu"
     experts: ExpertsConfig | None = field(default=None, metadata={"section": "experts"})
     position: str = "rotary"
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = field(default=None, metadata={"section": "rope_scaling"})
+    window_rope_theta: float | None = None
     tie_embeddings: bool = False
+    scale_embeddings: bool = False
+    logit_softcap: float | None = None
     use_bias: bool = False
     dropout: float = 0.0
     norm_eps: float = 1e-5
@@ -149,9 +163,15 @@ class TransformerConfig:
         """How many positions one sees in a block, counted from 0, itself among them; None: all before it."""
         return None if self.full_every is not None and (block + 1) % self.full_every == 0 else self.window
 
+    def rope_of(self, block: int) -> tuple[float, RopeScaling | None]:
+        """The base of a block's rotary frequencies, and how they are scaled."""
+        if self.window_rope_theta is None or self.window_of(block) is None:
+            return self.rope_theta, self.rope_scaling
+        return self.window_rope_theta, None
+
     def _block_params(self, block: int, *, active: bool) -> int:
         own = experts_params(self, active=active) if self.has_experts(block) else mlp_params(self)
-        return attention_params(self) + own + 2 * norm_params(self)
+        return attention_params(self) + own + (4 if self.post_norms else 2) * norm_params(self)
 
     def flops_per_token(self, length: int) -> int:
         """FLOPs of one training token (forward and backward), by torchtitan's formula, the base of MFU.

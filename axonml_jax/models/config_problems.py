@@ -9,11 +9,12 @@ from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 from axonml_jax.synonyms import meant
 
 NORMS = ("rmsnorm", "layernorm")
-ACTIVATIONS = ("swiglu", "gelu")
+ACTIVATIONS = ("swiglu", "geglu", "gelu")
 POSITIONS = ("rotary", "learned")
 SPLITS = ("tensor", "grid")
 _FLOATS = ("float32", "bfloat16", "float16")
 _POSITIVE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "max_length", "rope_theta", "norm_eps")
+_POSITIVE_OR_NONE = ("query_scalar", "attention_softcap", "logit_softcap", "window_rope_theta")
 
 
 def problems(config: Any) -> Iterator[str]:
@@ -26,7 +27,7 @@ def _bad_sizes(config: Any):
     for name in _POSITIVE:
         if getattr(config, name) <= 0:
             yield f"{name}={getattr(config, name)}: must be positive"
-    for name in ("num_kv_heads", "mlp_hidden_size", "head_dim", "window"):
+    for name in ("num_kv_heads", "mlp_hidden_size", "head_dim", "window", *_POSITIVE_OR_NONE):
         if (value := getattr(config, name)) is not None and value <= 0:
             yield f"{name}={value}: must be positive, or None for the default"
     if config.loss_chunk is not None and config.loss_chunk < 0:
@@ -62,6 +63,9 @@ def _bad_attention(config: Any):
         yield f"full_every={every}: must be at least 2, and at most num_layers={config.num_layers}"
     if every is not None and config.scan_layers:
         yield f"scan_layers=True runs blocks of one kind, and full_every={every} makes two: set scan_layers=False"
+    if (theta := config.window_rope_theta) is not None and (config.window is None or config.position != "rotary"):
+        given = f"window={config.window}, position={config.position!r}"
+        yield f"window_rope_theta={theta}: turns positions in blocks with a window, and with {given} there are none"
     scaling = config.rope_scaling
     if scaling is not None and not isinstance(scaling, RopeScaling):
         yield f"rope_scaling={scaling!r}: must be a RopeScaling, or None"
@@ -79,6 +83,8 @@ def _bad_experts(config: Any):
     if not any(config.has_experts(block) for block in range(config.num_layers)):
         given = f"every={experts.every}, first_dense={experts.first_dense}"
         yield f"experts: none of the {config.num_layers} blocks has any with {given}"
+    if (experts.activation or config.activation) == "geglu":
+        yield "activation='geglu' is for dense parts: set experts.activation to swiglu, clamped_swiglu or gelu"
     if config.split == "grid":
         yield "experts are split over expert and tensor: set split='tensor'"
     if config.scan_layers and not experts.alike:
@@ -98,6 +104,8 @@ def _bad_choices(config: Any):
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
             yield f"{name}={getattr(config, name)!r}: must be one of {', '.join(allowed)}"
+    if config.zero_centered_norm and config.norm != "rmsnorm":
+        yield f"zero_centered_norm=True belongs to norm='rmsnorm', and norm={config.norm!r}: leave it out"
     if config.sequence_parallel and config.split == "grid":
         yield "sequence_parallel=True belongs to split='tensor': the 3-D layers of split='grid' do without"
     if config.ring and not config.sequence_parallel:

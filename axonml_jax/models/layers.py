@@ -26,16 +26,20 @@ VOCABULARY_AXES = ("col", "tensor")
 def make_attention(config: TransformerConfig, block: int, *, rngs) -> TensorParallelAttention:
     """Causal self-attention of a block."""
     inner: dict[str, Any] = _inner(config) | {"use_bias": config.use_bias or config.qkv_bias}
+    theta, scaling = config.rope_of(block)
     return TensorParallelAttention(
         config.hidden_size,
         config.num_heads,
         config.kv_heads,
         head_size=config.head_size,
-        rope_theta=config.rope_theta if config.position == "rotary" else None,
-        rope_scaling=config.rope_scaling,
+        rope_theta=theta if config.position == "rotary" else None,
+        rope_scaling=scaling,
         qk_norm=config.norm_eps if config.qk_norm else None,
+        qk_centered=config.zero_centered_norm,
         window=config.window_of(block),
         sinks=config.sinks,
+        scale=None if config.query_scalar is None else config.query_scalar**-0.5,
+        softcap=config.attention_softcap,
         out_bias=config.use_bias,
         dropout=config.dropout,
         kernel=config.attention,
@@ -107,7 +111,7 @@ def make_norm(config: TransformerConfig, *, rngs) -> ParallelRMSNorm | ParallelL
     """The norm over `hidden_size`; its statistics are computed in at least float32."""
     kind = {"epsilon": config.norm_eps, "sequence_parallel": config.sequence_parallel, **_dtypes(config), "rngs": rngs}
     if config.norm == "rmsnorm":
-        return ParallelRMSNorm(config.hidden_size, **kind)
+        return ParallelRMSNorm(config.hidden_size, centered=config.zero_centered_norm, **kind)
     return ParallelLayerNorm(config.hidden_size, use_bias=config.use_bias, **kind)
 
 

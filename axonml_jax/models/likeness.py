@@ -8,6 +8,7 @@ from axonml_jax.models.config import TransformerConfig
 _FREE = {
     "dropout", "split", "sequence_parallel", "ring", "overlap", "prefetch", "attention", "scan_layers", "loss_chunk", "dtype",
     "param_dtype", "max_length", "num_kv_heads", "mlp_hidden_size", "head_dim", "experts", "rope_scaling",
+    "query_scalar",
 }  # fmt: skip
 _TRAINING = {"noise", "capacity_factor", "dispatch", "load_balance", "z", "bias_rate", "inner_size"}
 
@@ -25,6 +26,7 @@ def _computed(config: TransformerConfig) -> dict[str, Any]:
         "model.num_kv_heads": config.kv_heads,
         "model.mlp_hidden_size": config.mlp_size,
         "model.head_dim": config.head_size,
+        "model.query_scalar": config.query_scalar or config.head_size,
         "rope_scaling": None
         if config.rope_scaling is None or config.rope_scaling.kind == "none"
         else config.rope_scaling,

@@ -14,7 +14,7 @@ def attention_params(config: Any) -> int:
 
 def mlp_params(config: Any) -> int:
     """Of a dense feed-forward part."""
-    inward = 2 if config.activation == "swiglu" else 1
+    inward = 1 if config.activation == "gelu" else 2
     biases = inward * config.mlp_size + config.hidden_size if config.use_bias else 0
     return (inward + 1) * config.hidden_size * config.mlp_size + biases
 

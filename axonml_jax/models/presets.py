@@ -45,6 +45,33 @@ QWEN3 = {
 }
 QWEN3_EXPERTS = {"num_experts": 128, "top_k": 8, "load_balance": 0.008}
 
+GEMMA = {
+    "activation": "geglu",
+    "zero_centered_norm": True,
+    "post_norms": True,
+    "scale_embeddings": True,
+    "tie_embeddings": True,
+    "norm_eps": 1e-6,
+}
+GEMMA2 = {
+    **GEMMA,
+    "vocab_size": 256_000,
+    "max_length": 8192,
+    "window": 4096,
+    "full_every": 2,
+    "attention_softcap": 50.0,
+    "logit_softcap": 30.0,
+}
+GEMMA3 = {**GEMMA, "qk_norm": True, "full_every": 6, "rope_theta": 1_000_000.0, "window_rope_theta": 10_000.0}
+# The language models in Gemma 3's larger sizes, without what reads images.
+GEMMA3_LARGE = {
+    **GEMMA3,
+    "vocab_size": 262_208,
+    "max_length": 131_072,
+    "window": 1024,
+    "rope_scaling": RopeScaling(kind="linear", factor=8.0),
+}
+
 PRESETS: dict[str, TransformerConfig] = {
     "gpt2-small": TransformerConfig(num_layers=12, hidden_size=768, num_heads=12, **GPT2),
     "gpt2-medium": TransformerConfig(num_layers=24, hidden_size=1024, num_heads=16, **GPT2),
@@ -116,9 +143,38 @@ PRESETS: dict[str, TransformerConfig] = {
             num_experts=32, top_k=4, router_bias=True, activation="clamped_swiglu", load_balance=0.004
         ),
     ),
-}
+    "gemma2-2b": TransformerConfig(
+        num_layers=26, hidden_size=2304, num_heads=8, num_kv_heads=4, head_dim=256, mlp_hidden_size=9216,
+        query_scalar=256, **GEMMA2,
+    ),
+    "gemma2-9b": TransformerConfig(
+        num_layers=42, hidden_size=3584, num_heads=16, num_kv_heads=8, head_dim=256, mlp_hidden_size=14_336,
+        query_scalar=256, **GEMMA2,
+    ),
+    "gemma2-27b": TransformerConfig(
+        num_layers=46, hidden_size=4608, num_heads=32, num_kv_heads=16, head_dim=128, mlp_hidden_size=36_864,
+        query_scalar=144, **GEMMA2,
+    ),
+    "gemma3-1b": TransformerConfig(
+        vocab_size=262_144, max_length=32_768, num_layers=26, hidden_size=1152, num_heads=4, num_kv_heads=1, head_dim=256,
+        mlp_hidden_size=6912, window=512, query_scalar=256, **GEMMA3,
+    ),
+    "gemma3-4b": TransformerConfig(
+        num_layers=34, hidden_size=2560, num_heads=8, num_kv_heads=4, head_dim=256, mlp_hidden_size=10_240,
+        query_scalar=256, **GEMMA3_LARGE,
+    ),
+    "gemma3-12b": TransformerConfig(
+        num_layers=48, hidden_size=3840, num_heads=16, num_kv_heads=8, head_dim=256, mlp_hidden_size=15_360,
+        query_scalar=256, **GEMMA3_LARGE,
+    ),
+    "gemma3-27b": TransformerConfig(
+        num_layers=62, hidden_size=5376, num_heads=32, num_kv_heads=16, head_dim=128, mlp_hidden_size=21_504,
+        query_scalar=168, **GEMMA3_LARGE,
+    ),
+}  # fmt: skip
 """Name -> configuration: GPT-2 (Radford et al. 2019), without dropout, Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al.
-2024), Mistral and Mixtral (Jiang et al. 2023, 2024), Qwen3 (Yang et al. 2025) and gpt-oss (OpenAI 2025)."""
+2024), Mistral and Mixtral (Jiang et al. 2023, 2024), Qwen3 (Yang et al. 2025), gpt-oss (OpenAI 2025), Gemma 2 and the language
+models of Gemma 3 (Gemma Team 2024, 2025)."""
 
 
 def preset(name: str) -> TransformerConfig:

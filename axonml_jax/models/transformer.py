@@ -28,11 +28,14 @@ from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
 from axonml_jax.parallel.tensor.megatron.attend import WHOLE, KVCache, Packed
 from axonml_jax.parallel.tensor.megatron.chunked_cross_entropy import chunked_cross_entropy
 from axonml_jax.parallel.tensor.megatron.sequence import split_sequence
+from axonml_jax.parallel.tensor.megatron.softcap import capped
 from axonml_jax.parallel.tensor.products.ordered import Prefetch
 
 
 class Block(nnx.Module):
     """One pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)), where the mlp may be a mixture of experts.
+
+    With `config.post_norms` what is added is normed too: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))).
 
     Args:
       config: what the block is made of.
@@ -45,6 +48,8 @@ class Block(nnx.Module):
         self.attention = make_attention(config, index, rngs=rngs)
         self.mlp_norm = make_norm(config, rngs=rngs)
         self.mlp = make_mlp(config, index, rngs=rngs)
+        self.post_attention_norm = make_norm(config, rngs=rngs) if config.post_norms else None
+        self.post_mlp_norm = make_norm(config, rngs=rngs) if config.post_norms else None
         self.dropout = make_dropout(config, rngs=rngs)
 
     def __call__(
@@ -62,11 +67,13 @@ class Block(nnx.Module):
     def _joined(
         self, x: jax.Array, mixed: jax.Array, prefetch: Prefetch | None = None
     ) -> tuple[jax.Array, RouterValues | None]:
-        x = x + self.dropout(mixed)
+        x = x + self.dropout(mixed if self.post_attention_norm is None else self.post_attention_norm(mixed))
+        router = None
         if isinstance(self.mlp, ParallelMoE):
             y, router = self.mlp(self.mlp_norm(x))
-            return x + self.dropout(y), router
-        return x + self.dropout(self.mlp(self.mlp_norm(x), prefetch=prefetch)), None
+        else:
+            y = self.mlp(self.mlp_norm(x), prefetch=prefetch)
+        return x + self.dropout(y if self.post_mlp_norm is None else self.post_mlp_norm(y)), router
 
 
 class Transformer(nnx.Module):
@@ -192,6 +199,7 @@ class Transformer(nnx.Module):
             words_dim=dim,
             sequence_parallel=self.split_sequence,
             ignore_label=ignore,
+            softcap=self.config.logit_softcap,
         )
         return jnp.sum(losses), jnp.sum(targets != ignore, dtype=losses.dtype)
 
@@ -244,12 +252,17 @@ class Transformer(nnx.Module):
 
     def _embedded(self, tokens: jax.Array, positions: jax.Array | None) -> jax.Array:
         x = self.embed(tokens)
+        if self.config.scale_embeddings:
+            x = x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
         if self.positions is not None:
             own = self.positions(context_positions(tokens.shape[1]) if positions is None else positions)
             x = x + (split_sequence(own) if self.split_sequence else own)
         return self.dropout(x)
 
     def _logits(self, x: jax.Array, prefetch: Prefetch | None = None) -> jax.Array:
+        return capped(self._uncapped_logits(x, prefetch), self.config.logit_softcap)
+
+    def _uncapped_logits(self, x: jax.Array, prefetch: Prefetch | None) -> jax.Array:
         x = self.norm(x)
         if isinstance(self.head, ParallelLinear):
             return self.head(x, prefetch=prefetch)

@@ -31,6 +31,18 @@ DEEPSEEK_YARN = YARN | dict(mscale=1.0, mscale_all_dim=0.5, beta_fast=16, beta_s
 EXPERTS = dict(num_experts_per_tok=2, experts_implementation="eager")  # the grouped product takes no float64
 QWEN_MOE = dict(num_experts=4, moe_intermediate_size=20, head_dim=8)
 GPT_OSS = dict(num_local_experts=4, head_dim=8, sliding_window=5, num_hidden_layers=4)
+GEMMA2 = dict(
+    head_dim=8, sliding_window=5, query_pre_attn_scalar=10, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+)
+GEMMA3_ROPE = {
+    "full_attention": dict(rope_type="linear", rope_theta=1000.0, factor=4.0),
+    "sliding_attention": dict(rope_type="default", rope_theta=50.0),
+}
+GEMMA3 = dict(
+    head_dim=8, sliding_window=5, query_pre_attn_scalar=10, num_hidden_layers=3, rope_parameters=GEMMA3_ROPE,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+)  # fmt: skip
+CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 MODELS = {
     "gpt2": ("GPT2", GPT2),
@@ -49,6 +61,9 @@ MODELS = {
     "qwen3_moe": ("Qwen3Moe", LLAMA | EXPERTS | QWEN_MOE | dict(norm_topk_prob=True)),
     "qwen3_moe-dense-first": ("Qwen3Moe", LLAMA | EXPERTS | QWEN_MOE | dict(mlp_only_layers=[0])),
     "gpt_oss": ("GptOss", LLAMA | EXPERTS | GPT_OSS),
+    "gemma2": ("Gemma2", LLAMA | GEMMA2),
+    "gemma3": ("Gemma3Text", LLAMA | GEMMA3),
+    "gemma3-windows": ("Gemma3Text", LLAMA | dict(head_dim=8, sliding_window=5, final_logit_softcapping=4.0)),
 }
 
 
@@ -64,7 +79,7 @@ def main(folder, mode="write"):
         place = Path(folder) / kind
         if mode == "write":
             config = getattr(transformers, f"{name}Config")(**options)
-            model = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
+            model = getattr(transformers, CLASSES.get(name, f"{name}ForCausalLM"))(config)
             for _, p in model.named_parameters():  # biases and norms start at 0 and 1: make every one count
                 p.data = 0.02 * torch.randn_like(p) if not p.isfinite().all() or p.abs().max() > 10 else p.data
                 p.data += 0.3 * torch.randn_like(p)

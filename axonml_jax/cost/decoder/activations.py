@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from axonml_jax.cost.amounts import Many, divided, least, most
-from axonml_jax.cost.decoder.configuration import DecoderLike, expert_blocks, layer_degrees
+from axonml_jax.cost.decoder.configuration import DecoderLike, expert_blocks, inward_products, layer_degrees
 from axonml_jax.cost.decoder.routed_experts import RoutedExperts
 from axonml_jax.cost.decoder.split_attention import SplitAttention
 from axonml_jax.cost.rounds import Run
@@ -70,9 +70,12 @@ def block_activations(
     kv, queries = 2 * config.kv_heads * config.head_size, config.num_heads * config.head_size
     boundary = divided(tokens * size * itemsize, outside)
     fused = attention is not None or fuses_attention(config, length, compute, platform)
-    # Attention weights as the softmax leaves and as it is read.
-    within = config.num_heads * (wide if fused else length * (wide + itemsize)) + (2 * queries + kv) * itemsize
-    between = 3 * size * itemsize + 4 * size * wide  # beside the block's input; what the norms make is in float32
+    # Attention weights as the softmax leaves and as it is read; of capped scores the tangent too.
+    of_scores = (wide if config.attention_softcap is None else 2 * wide) + itemsize
+    within = config.num_heads * (wide if fused else length * of_scores) + (2 * queries + kv) * itemsize
+    # Beside the block's input; what the norms make is in float32, and twice where rsqrt and scale are one factor.
+    normed = size * wide * (1 if config.zero_centered_norm else 2)
+    between = 3 * size * itemsize + 2 * normed + (2 * (size * itemsize + normed) if config.post_norms else 0)
     products, feed = (queries + kv) * itemsize, _feed(config, tokens, inside, itemsize, experts)
     whole = boundary + divided(tokens * within, inside) + divided(tokens * between, outside) + feed.whole
     # Of what is between the layers: both closing products, and with biases the first of them before its bias.
@@ -106,7 +109,7 @@ class _Feed(NamedTuple):
 def _feed(
     config: DecoderLike, tokens: Many, inside: Many, itemsize: int, experts: RoutedExperts | None
 ) -> _Feed:  # fmt: skip
-    gated = config.activation == "swiglu"
+    gated = inward_products(config) == 2
     dense = lambda inner, each: divided(tokens * inner * each * itemsize, inside)
     own = _Feed(dense(config.mlp_size, 5 if gated else 3), dense(config.mlp_size, 2 if gated else 1))
     if experts is None or config.experts is None:
@@ -132,7 +135,8 @@ def fuses_attention(config: DecoderLike, length: int, compute: str, platform: st
 
 
 def _kernel_applies(config: DecoderLike, kernel: str, length: int, compute: str) -> bool:
-    if config.dropout or config.sinks or (kernel == "cudnn" and config.window is not None):
+    refused = config.window is not None or config.attention_softcap is not None
+    if config.dropout or config.sinks or (kernel == "cudnn" and refused):
         return False
     return not any(shape_obstacles(kernel, compute, length, length, config.head_size))
 

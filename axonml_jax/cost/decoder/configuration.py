@@ -38,6 +38,9 @@ class DecoderLike(Protocol):
     use_bias: bool
     qkv_bias: bool
     qk_norm: bool
+    zero_centered_norm: bool
+    post_norms: bool
+    attention_softcap: float | None
     sinks: bool
     window: int | None
     dropout: float
@@ -81,6 +84,11 @@ class DecoderLike(Protocol):
     def has_experts(self, block: int) -> bool:
         """Whether the feed-forward part of a block is a mixture of experts."""
         ...
+
+
+def inward_products(config: DecoderLike) -> int:
+    """How many products lead to the inner features of a dense feed-forward part: two where it is gated."""
+    return 1 if config.activation == "gelu" else 2
 
 
 def gated(config: DecoderLike, experts: ExpertsLike) -> bool:

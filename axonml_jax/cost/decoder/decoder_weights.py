@@ -4,7 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from axonml_jax.cost.decoder.configuration import DecoderLike, ExpertsLike, expert_blocks, gated, layer_degrees
+from axonml_jax.cost.decoder.configuration import (
+    DecoderLike,
+    ExpertsLike,
+    expert_blocks,
+    gated,
+    inward_products,
+    layer_degrees,
+)
 from axonml_jax.cost.weight import Place, Weight
 
 
@@ -65,7 +72,8 @@ class _Decoder:
     def _block(self, kind: _Kind) -> list[Weight]:
         config, block = self.config, []
         queries, kv, size = config.num_heads * config.head_size, config.kv_heads * config.head_size, config.hidden_size
-        for name in ("attention_norm", "mlp_norm"):
+        after = ("post_attention_norm", "post_mlp_norm") if config.post_norms else ()
+        for name in ("attention_norm", "mlp_norm", *after):
             block += self._norm(f"blocks/{name}", kind)
         whole_kv = self.tensor > 1 and config.kv_heads % self.tensor > 0
         block += self._linear("blocks/attention/query", size, queries, "column", kind)
@@ -75,7 +83,7 @@ class _Decoder:
         block += self._inside_attention(kind)
         experts = config.experts
         if experts is None or kind.place == "dense block":
-            return [*block, *self._dense("blocks/mlp", config.mlp_size, config.activation == "swiglu", kind)]
+            return [*block, *self._dense("blocks/mlp", config.mlp_size, inward_products(config) == 2, kind)]
         block += self._experts(experts, kind)
         if experts.shared_size:
             block += self._dense("blocks/mlp/shared", experts.shared_size, gated(config, experts), kind)
@@ -172,7 +180,8 @@ class _Decoder:
         opens = any(name.endswith(each) for each in ("attention/query", "attention/key", "attention/value"))
         if self.config.use_bias or (self.config.qkv_bias and opens):
             summed = replicated or (self.outside if split == "row" else ())
-            more = {"again": False, "rebuilds": self.rebuilds_ends or not name.endswith("down")}
+            ends = name.endswith("down") and not self.config.post_norms
+            more = {"again": False, "rebuilds": self.rebuilds_ends or not ends}
             # A grid gathers what comes out of a pair of layers, its bias added: that is kept.
             more["redone"] = not (self.grid and name.endswith("out"))
             found.append(self._one(f"{name}/bias", (fan_out,), splits=bias, summed=summed, **more, **shared))

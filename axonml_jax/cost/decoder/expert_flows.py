@@ -35,7 +35,7 @@ def expert_flows(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
 
 def _ends(layers: Layers) -> int:
     """0 where a unit ends with what comes back from experts, which no recomputation repeats."""
-    return int(not (layers.config.scan_layers or layers.config.sequence_parallel))
+    return int(layers.config.post_norms or not (layers.config.scan_layers or layers.config.sequence_parallel))
 
 
 def _round(layers: Layers, experts: RoutedExperts, travels: Many, kind: str) -> Iterator[Flow]:

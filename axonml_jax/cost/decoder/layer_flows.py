@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from axonml_jax.cost.amounts import Many, divided, nothing, varies
-from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
+from axonml_jax.cost.decoder.configuration import DecoderLike, inward_products, layer_degrees
 from axonml_jax.cost.flow import EACH_MICROBATCH, GRADIENTS, PARAMETERS, Flow, named
 from axonml_jax.cost.rounds import Run, ShardCounts
 from axonml_jax.cost.weight_groups import Weights
@@ -92,14 +92,20 @@ def _tensor(layers: Layers, weights: Weights) -> Iterator[Flow]:
     whole = layers.tokens * layers.config.hidden_size
     make = lambda work, calls: layers.flow(SUM, "tensor", whole, work, calls=calls)
     parts, again, scan = layers.parts, layers.run.recomputes, layers.config.scan_layers
+    ends = ends_with_product(layers.config)
     halves = 2 * parts.blocks + _shared(layers)
     yield make("forward", halves + parts.first)
     # Recomputing repeats every sum of the forward; in a scan, whose trips end with their units, not what a unit ends with.
-    repeated = again * (parts.blocks if scan else halves) + again * parts.first * (not scan)
+    repeated = again * (parts.blocks if ends else halves) + again * parts.first * (not scan)
     yield make("backward", halves + repeated + parts.last)
     yield from _gates(layers)
     yield from _loss(layers, "tensor")
     yield from _summed(layers, weights, "tensor")
+
+
+def ends_with_product(config: DecoderLike) -> bool:
+    """Whether a trip of a loop over blocks ends with a product, whose result no norm reads."""
+    return config.scan_layers and not config.post_norms
 
 
 def _shared(layers: Layers) -> Many:
@@ -144,7 +150,10 @@ def _sequence(layers: Layers, weights: Weights) -> Iterator[Flow]:
     # Recomputing repeats what leads to the last product of a unit, not the scatter after it.
     others = first + (1 + again) * (last + experts) + (2 + again) * shared
     yield from make(GATHER, "backward", (2 + again) * halves, others)
-    yield from make(SCATTER, "backward", halves + again * layers.parts.blocks, last + experts + shared)
+    # A norm after that product reads what is scattered, so that it is repeated too.
+    normed = again * layers.config.post_norms
+    repeated = again * (halves if layers.config.post_norms else layers.parts.blocks)
+    yield from make(SCATTER, "backward", halves + repeated, last + (1 + normed) * (experts + shared))
     if layers.config.position == "learned":
         yield layers.flow(GATHER, "tensor", layers.length * layers.config.hidden_size, "backward", calls=first)
     yield from _scores(layers)
@@ -179,10 +188,10 @@ def _grid(layers: Layers, weights: Weights) -> Iterator[Flow]:
     whole = tokens * size
     over_col = divided(whole, col)
     query = config.num_heads * config.head_size
-    openings = [[query, kv, kv], [inner] * (2 if config.activation == "swiglu" else 1)]
+    openings = [[query, kv, kv], [inner] * inward_products(config)]
     for half, outs in enumerate(openings):
         closed = (query, inner)[half]
-        ends = again * (not (config.scan_layers and half == 1))  # a trip's last product is not repeated
+        ends = again * (not (ends_with_product(config) and half == 1))  # a trip's last product is not repeated
         for out in outs:  # column-like layers: split input, partial outputs summed over col
             yield layers.flow(SUM, "col", divided(tokens * out, row), "forward", calls=blocks)
             yield layers.flow(SUM, "col", divided(tokens * out, row), "backward", calls=blocks * again)
@@ -218,7 +227,7 @@ def _ends_of_grid(layers: Layers, row: Many, col: Many) -> Iterator[Flow]:
 
 def _weights_over_depth(layers: Layers, weights: Weights) -> Iterator[Flow]:
     """The block of every weight is gathered when it is used, forward and backward, and its gradient scattered."""
-    scan = layers.config.scan_layers
+    scan, ends = layers.config.scan_layers, ends_with_product(layers.config)
     for group in weights.groups:
         if "depth" not in group.axes:
             continue
@@ -230,6 +239,6 @@ def _weights_over_depth(layers: Layers, weights: Weights) -> Iterator[Flow]:
         )
         yield make(GATHER, PARAMETERS, "forward", number * reads)
         once_more = reads - (scan and (looked_up or tied))
-        again = (not looked_up) + layers.run.recomputes * (0 if scan and group.closes else once_more)
+        again = (not looked_up) + layers.run.recomputes * (0 if ends and group.closes else once_more)
         yield make(GATHER, PARAMETERS, "backward", number * again)
         yield make(SCATTER, GRADIENTS, "backward", number * reads)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from axonml_jax.cost.amounts import Many
-from axonml_jax.cost.decoder.configuration import DecoderLike, expert_blocks, gated
+from axonml_jax.cost.decoder.configuration import DecoderLike, expert_blocks, gated, inward_products
 from axonml_jax.cost.decoder.split_attention import SplitAttention
 from axonml_jax.cost.rounds import Run
 from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
@@ -59,10 +59,9 @@ def block_products(config: DecoderLike, *, experts: bool = False, resting: bool 
     """
     size, kv, queries = config.hidden_size, config.kv_heads * config.head_size, config.num_heads * config.head_size
     attention = 2.0 * size * (queries + kv)
-    inward = 2 if config.activation == "swiglu" else 1
     own = config.experts
     if not experts or own is None:
-        return attention + (inward + 1.0) * size * config.mlp_size
+        return attention + (inward_products(config) + 1.0) * size * config.mlp_size
     inward = 2 if gated(config, own) else 1
     inner, number = own.inner_size or config.mlp_size, own.num_experts
     each = (inward + 1.0) * size * inner

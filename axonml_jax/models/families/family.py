@@ -14,6 +14,24 @@ Described = Mapping[str, Any]
 """What a `config.json` says."""
 
 
+OFF: dict[str, Any] = {
+    "qkv_bias": False,
+    "qk_norm": False,
+    "sinks": False,
+    "window": None,
+    "full_every": None,
+    "use_bias": False,
+    "query_scalar": None,
+    "attention_softcap": None,
+    "logit_softcap": None,
+    "window_rope_theta": None,
+    "zero_centered_norm": False,
+    "post_norms": False,
+    "scale_embeddings": False,
+}
+"""Options of `TransformerConfig` that some families have, where they are off."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models that `Transformer` can be.
@@ -47,3 +65,13 @@ def other_than(described: Described, fine: Mapping[str, tuple]) -> Iterator[str]
     for name, values in fine.items():
         if described.get(name, values[0]) not in values:
             yield f"{name}={described[name]!r}"
+
+
+def has_only(config: TransformerConfig, **options: Any) -> bool:
+    """Whether of all that some families have and others do not a configuration has these options alone.
+
+    Args:
+      config: the configuration.
+      options: `TransformerConfig`'s, and what they must be; those not given must be off.
+    """
+    return all(getattr(config, name) == value for name, value in (OFF | options).items())

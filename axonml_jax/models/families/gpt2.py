@@ -5,7 +5,7 @@ from typing import Any
 
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.families.array_place import Place
-from axonml_jax.models.families.family import Described, Family, Places, other_than
+from axonml_jax.models.families.family import Described, Family, Places, has_only, other_than
 
 _NORMS = {"ln_1": "attention_norm", "ln_2": "mlp_norm"}
 _LINEAR = {"attn.c_proj": "attention/out", "mlp.c_fc": "mlp/up", "mlp.c_proj": "mlp/down"}
@@ -55,11 +55,11 @@ def _describe(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _is_this(config: TransformerConfig) -> bool:
-    shape = config.norm, config.activation, config.position, config.use_bias
-    plain = config.head_dim is None and config.window is None and not (config.qk_norm or config.sinks)
+    shape = config.norm, config.activation, config.position
     return (
-        plain
-        and shape == ("layernorm", "gelu", "learned", True)
+        has_only(config, use_bias=True)
+        and config.head_dim is None
+        and shape == ("layernorm", "gelu", "learned")
         and config.kv_heads == config.num_heads
         and config.experts is None
     )

@@ -4,14 +4,16 @@ from typing import Any
 
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.families import gpt2, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from axonml_jax.models.families.family import Described, Family
+from axonml_jax.models.families.family import OFF, Described, Family
+from axonml_jax.models.families.gemma import gemma2, gemma3
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gpt_oss)
+    module.FAMILY.name: module.FAMILY
+    for module in (gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gpt_oss, gemma2, gemma3)
 }
 """`model_type` -> family."""
 
-TITLES = "GPT-2, Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE and gpt-oss"
+TITLES = "GPT-2, Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Gemma 2 and Gemma 3"
 """What they are called."""
 
 
@@ -52,7 +54,7 @@ def family_of(config: TransformerConfig) -> Family:
     family = next((family for family in FAMILIES.values() if family.is_this(config)), None)
     if family is not None:
         return family
-    names = ("norm", "activation", "position", "use_bias", "qkv_bias", "qk_norm", "window", "full_every", "sinks")
+    names = ("norm", "activation", "position", *(name for name, off in OFF.items() if getattr(config, name) != off))
     given = ", ".join(f"{name}={getattr(config, name)}" for name in names)
     raise ValueError(
         f"a model with {given} is of none of the families {TITLES}, such as GPT-2 (layernorm, gelu, learned, biases) or Llama "

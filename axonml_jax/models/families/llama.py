@@ -5,10 +5,16 @@ from typing import Any
 
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.families.array_place import Place
-from axonml_jax.models.families.family import Described, Family, Places, other_than
+from axonml_jax.models.families.family import Described, Family, Places, has_only, other_than
 from axonml_jax.models.families.rope import rope_description, rope_problems, rope_settings
 
 _NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+_FOUR_NORMS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "post_mlp_norm",
+}
 _ATTENTION = {f"self_attn.{name[0]}_proj": f"attention/{name}" for name in ("query", "key", "value", "out")}
 _HEAD_NORMS = {"self_attn.q_norm": "attention/query_norm", "self_attn.k_norm": "attention/key_norm"}
 _MLP = {f"mlp.{name}_proj": f"mlp/{name}" for name in ("gate", "up", "down")}
@@ -58,17 +64,16 @@ def describe(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def is_shaped(config: TransformerConfig, **options: Any) -> bool:
-    """Whether all but the feed-forward parts is Llama's, but for these options of attention.
+def is_shaped(config: TransformerConfig, activation: str = "swiglu", **options: Any) -> bool:
+    """Whether all but the feed-forward parts is Llama's, but for these options.
 
     Args:
       config: the configuration.
-      options: what `qkv_bias`, `qk_norm`, `sinks`, `window`, `full_every` and `use_bias` must be; of those not given, off.
+      activation: what it must be.
+      options: see `has_only`.
     """
     shape = config.norm, config.activation, config.position
-    off = {"qkv_bias": False, "qk_norm": False, "sinks": False, "window": None, "full_every": None, "use_bias": False}
-    own = all(getattr(config, name) == value for name, value in (off | options).items())
-    return own and shape == ("rmsnorm", "swiglu", "rotary")
+    return has_only(config, **options) and shape == ("rmsnorm", activation, "rotary")
 
 
 def around_mlp(config: TransformerConfig) -> Places:
@@ -78,7 +83,8 @@ def around_mlp(config: TransformerConfig) -> Places:
         places["head/kernel"] = Place(name="lm_head.weight", turned=True)
     for i in range(config.num_layers):
         here, there = f"blocks/{i}", f"layers.{i}"
-        for name, own in (_NORMS | (_HEAD_NORMS if config.qk_norm else {})).items():
+        norms = _FOUR_NORMS if config.post_norms else _NORMS
+        for name, own in (norms | (_HEAD_NORMS if config.qk_norm else {})).items():
             places[f"{here}/{own}/scale"] = Place(name=f"{there}.{name}.weight")
         for name, own in _ATTENTION.items():  # torch.nn.Linear: [out, in]
             places[f"{here}/{own}/kernel"] = Place(name=f"{there}.{name}.weight", turned=True)

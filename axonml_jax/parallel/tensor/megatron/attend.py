@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
+from axonml_jax.parallel.tensor.megatron.softcap import capped
 
 
 class Packed(NamedTuple):
@@ -57,6 +58,8 @@ def attend(
     segment_ids: jax.Array | None = None,
     window: int | None = None,
     sinks: jax.Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     weights_fn: Callable[[jax.Array], jax.Array] = lambda weights: weights,
 ) -> jax.Array:
     """Attention with the softmax in at least float32; query head i reads key and value head i // (n / k).
@@ -73,6 +76,8 @@ def attend(
       segment_ids: integer [..., s], for as many keys as queries: a query sees the keys of its own segment only.
       window: of causal attention: how many positions one sees, itself among them; None: all before it.
       sinks: [n], a score of every head that takes its part of the softmax and stands for no key (Xiao et al. 2023).
+      scale: of the scores; None: d ** -0.5.
+      softcap: holds the scaled scores between -softcap and softcap (Gemma 2); None: nothing does.
       weights_fn: applied to the attention weights [..., n, s, t], such as dropout.
 
     Returns:
@@ -82,7 +87,8 @@ def attend(
     positions, kv_heads = key.shape[-3:-1]
     grouped = query.reshape(*lead, length, kv_heads, heads // kv_heads, size)
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.einsum("...qkgd,...skd->...kgqs", grouped, key, preferred_element_type=wide) * size**-0.5
+    scores = jnp.einsum("...qkgd,...skd->...kgqs", grouped, key, preferred_element_type=wide)
+    scores = capped(scores * (size**-0.5 if scale is None else scale), softcap)
     if causal:
         first = positions - length if start is None else start
         ahead = jnp.arange(positions) - (first + jnp.arange(length)[:, None])

@@ -17,6 +17,7 @@ from axonml_jax.parallel.tensor.megatron.attentions import ATTENTIONS
 from axonml_jax.parallel.tensor.megatron.fused_attention import attention_kernel, fused_attention, in_context
 from axonml_jax.parallel.tensor.megatron.head_norm import HeadNorm
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
+from axonml_jax.parallel.tensor.megatron.softcap import Softcap
 from axonml_jax.parallel.tensor.products.options import LinearOptions
 from axonml_jax.parallel.tensor.products.ordered import Prefetch
 from axonml_jax.parallel.tensor.products.pair import (
@@ -44,8 +45,11 @@ class TensorParallelAttention(nnx.Module):
       rope_theta: base of rotary positions; None: no positions.
       rope_scaling: how their frequencies change for long sequences; None: they do not.
       qk_norm: epsilon of RMS norms of each head's queries and keys, before they are turned (Qwen3); None: there are none.
+      qk_centered: whether these multiply by 1 + their scales, which start at 0 (Gemma 3).
       window: how many positions one sees of causal attention, itself among them (Mistral); None: all before it.
       sinks: whether each head has a trained score that takes its part of the softmax and stands for no key (gpt-oss).
+      scale: of the scores; None: d ** -0.5.
+      softcap: holds the scaled scores between -softcap and softcap (Gemma 2); None: nothing does.
       use_bias: whether the linear layers have biases.
       out_bias: whether the last of them has one; None: as the others.
       sequence_parallel: input and output are this rank's part of the sequence.
@@ -83,8 +87,11 @@ class TensorParallelAttention(nnx.Module):
         rope_theta: float | None = None,
         rope_scaling: RopeScaling | None = None,
         qk_norm: float | None = None,
+        qk_centered: bool = False,
         window: int | None = None,
         sinks: bool = False,
+        scale: float | None = None,
+        softcap: float | None = None,
         use_bias: bool = True,
         out_bias: bool | None = None,
         sequence_parallel: bool = False,
@@ -103,6 +110,7 @@ class TensorParallelAttention(nnx.Module):
         self.head_size = _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta, window, causal)
         self.causal, self.rope_theta, self.kernel = causal, rope_theta, kernel
         self.rope_scaling, self.window, self.num_heads = rope_scaling, window, num_heads
+        self.scale, self.softcap = self.head_size**-0.5 if scale is None else scale, softcap
         self.kv_heads, self.split_axis = kv_heads, split_axis(axis)
         flags = {"sequence_parallel": sequence_parallel, "ring": ring, "overlap": overlap}
         shared = pair_options("TensorParallelAttention", axis, options, use_bias=use_bias, rngs=rngs, **flags)
@@ -115,7 +123,7 @@ class TensorParallelAttention(nnx.Module):
         self.key = heads(Units(kv_heads, "key and value heads", replicated=one_axis))
         self.value = heads(Units(kv_heads, "key and value heads", replicated=one_axis))
         given: dict[str, Any] = dict(options)
-        kinds = {name: given[name] for name in ("dtype", "param_dtype") if name in given}
+        kinds = {name: given[name] for name in ("dtype", "param_dtype") if name in given} | {"centered": qk_centered}
         norm = partial(HeadNorm, self.head_size, axis=self.split_axis, epsilon=qk_norm or 0.0, rngs=rngs, **kinds)
         self.query_norm, self.key_norm = (norm(), norm()) if qk_norm is not None else (None, None)
         scores = jnp.zeros(num_heads, options.get("param_dtype", jnp.float32)) if sinks else None
@@ -144,21 +152,23 @@ class TensorParallelAttention(nnx.Module):
         drops = self.dropout.rate > 0 and not self.dropout.deterministic
         split = current_split()
         if split is None:
-            rules = {"segmented": ids is not None, "window": self.window is not None, "sinks": self.sinks is not None}
-            kernel = attention_kernel(self.kernel, query, key, drops=drops, **rules)
+            rules = {name: getattr(self, name) is not None for name in ("window", "sinks", "softcap")}
+            kernel = attention_kernel(self.kernel, query, key, drops=drops, segmented=ids is not None, **rules)
         else:
             kernel = in_context(self.kernel)
-        sees: dict[str, Any] = {"causal": self.causal, "segment_ids": ids, "window": self.window}
+        sees: dict[str, Any] = {"causal": self.causal, "segment_ids": ids, "window": self.window, "scale": self.scale}
         if kernel == "xla":
-            return attend(query, key, value, **sees, sinks=self._sinks(), weights_fn=self.dropout)
+            own = {"sinks": self._sinks(), "softcap": self.softcap}
+            return attend(query, key, value, **sees, **own, weights_fn=self.dropout)
         if kernel != "blocks":
-            return fused_attention(kernel, query, key, value, **sees)
+            return fused_attention(kernel, query, key, value, **sees, softcap=self.softcap)
         keys = self.dropout.keys(query.shape[-2]) if drops else None
         joined = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
         rate = self.dropout.rate if drops else 0.0
         ids = None if ids is None else ids.reshape(-1, ids.shape[-1])
         window = None if self.window is None else (self.window - 1, 0)
-        sees |= {"segment_ids": ids, "window": window, "sinks": self._sinks()}
+        cap = None if self.softcap is None else Softcap(self.softcap)
+        sees |= {"segment_ids": ids, "window": window, "sinks": self._sinks(), "score_mod": cap}
         mixed = context_attention(*joined, **sees, dropout_rate=rate, dropout_key=keys)
         return mixed.reshape(query.shape)
 
@@ -190,8 +200,8 @@ class TensorParallelAttention(nnx.Module):
         """
         query, key, value = self._heads(x, cache.length)
         start, cache = cache.length, cache.extended(key, value)
-        sinks = self._sinks()
-        mixed = attend(query, cache.key, cache.value, causal=True, start=start, window=self.window, sinks=sinks)
+        rules = {"window": self.window, "sinks": self._sinks(), "scale": self.scale, "softcap": self.softcap}
+        mixed = attend(query, cache.key, cache.value, causal=True, start=start, **rules)
         return self.out(mixed.reshape(*mixed.shape[:-2], -1)), cache
 
     def _heads(

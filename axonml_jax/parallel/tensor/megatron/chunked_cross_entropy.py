@@ -17,6 +17,7 @@ from axonml_jax.collectives.varying import vary_like
 from axonml_jax.compat.barrier import together
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.parallel.tensor.bound_axes import bound, vary_alike
+from axonml_jax.parallel.tensor.megatron.softcap import capped
 from axonml_jax.parallel.tensor.products.region import SEQUENCE_DIM
 from axonml_jax.parallel.tensor.whole.split_loss import Form, split_loss
 
@@ -31,6 +32,7 @@ def chunked_cross_entropy(
     words_dim: int,
     sequence_parallel: bool = False,
     ignore_label: int | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Cross entropy in nats of the logits `x @ table`: what `vocab_parallel_cross_entropy` makes of them, chunk by chunk.
 
@@ -44,6 +46,7 @@ def chunked_cross_entropy(
       words_dim: which dim of the table is v.
       sequence_parallel: x is this rank's part of the sequence.
       ignore_label: positions whose target is this value have loss 0 and no gradient.
+      softcap: holds the logits between -softcap and softcap by a hyperbolic tangent; None: nothing does.
 
     Returns:
       [..., s], the same on every rank, in at least float32; logits are computed in it from x and table as they are.
@@ -55,24 +58,24 @@ def chunked_cross_entropy(
     Communicates: as `vocab_parallel_cross_entropy` and the layer that makes its logits.
     """
     axes = bound(axis)
-    _check(x, table, targets, chunk, words_dim)
+    _check(x, table, targets, chunk, words_dim, softcap)
     targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
-    form = _form(axes, chunk, words_dim % 2, bool(axes) and sequence_parallel, targets.ndim)
+    form = _form(axes, chunk, words_dim % 2, bool(axes) and sequence_parallel, targets.ndim, softcap)
     losses = split_loss(form, table, x, targets)
     return losses if ignore_label is None else jnp.where(targets == ignore_label, 0, losses)
 
 
 @cache
-def _form(axes: tuple[str, ...], chunk: int, words_dim: int, sequence: bool, ndim: int) -> Form:
+def _form(axes: tuple[str, ...], chunk: int, words_dim: int, sequence: bool, ndim: int, softcap: float | None) -> Form:
     def part(table: jax.Array, x: jax.Array, targets: jax.Array) -> jax.Array:
         if axes and not sequence:
             x = copy_to(x, axes)
-        layout = _Chunks(axes, min(chunk, table.shape[words_dim]), words_dim, sequence)
+        layout = _Chunks(axes, min(chunk, table.shape[words_dim]), words_dim, sequence, softcap)
         return _losses(layout, *vary_alike((x, table)), targets)
 
     return Form(
         name="chunked_cross_entropy",
-        options=(chunk, words_dim, sequence),
+        options=(chunk, words_dim, sequence, softcap),
         subject="table",
         remedy="give the parameter of a layer that is split, or axis=()",
         axes=axes,
@@ -83,7 +86,9 @@ def _form(axes: tuple[str, ...], chunk: int, words_dim: int, sequence: bool, ndi
     )
 
 
-def _check(x: jax.Array, table: jax.Array, targets: jax.Array, chunk: int, words_dim: int) -> None:
+def _check(
+    x: jax.Array, table: jax.Array, targets: jax.Array, chunk: int, words_dim: int, softcap: float | None
+) -> None:
     problems = []
     if table.ndim != 2 or table.shape[1 - words_dim] != x.shape[-1]:
         problems.append(f"a table of shape {table.shape} with words along dim {words_dim} does not multiply {x.shape}")
@@ -91,6 +96,8 @@ def _check(x: jax.Array, table: jax.Array, targets: jax.Array, chunk: int, words
         problems.append(
             f"targets {targets.dtype.name}{list(targets.shape)} must be integers, one per position of {x.shape}"
         )
+    if softcap is not None and softcap <= 0:
+        problems.append(f"softcap={softcap} must be positive, or None")
     if chunk < 1:
         problems.append(f"chunk={chunk} must be a positive number of words")
     if problems:
@@ -100,14 +107,14 @@ def _check(x: jax.Array, table: jax.Array, targets: jax.Array, chunk: int, words
 class _Chunks:
     """How a rank walks through its words. Compares by value, so that equal calls share a trace."""
 
-    def __init__(self, axes: tuple[str, ...], size: int, dim: int, sequence: bool):
-        self.axes, self.size, self.dim, self.sequence = axes, size, dim, sequence
+    def __init__(self, axes: tuple[str, ...], size: int, dim: int, sequence: bool, softcap: float | None):
+        self.axes, self.size, self.dim, self.sequence, self.softcap = axes, size, dim, sequence, softcap
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Chunks) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
-        return hash((self.axes, self.size, self.dim, self.sequence))
+        return hash((self.axes, self.size, self.dim, self.sequence, self.softcap))
 
     def whole(self, x: jax.Array) -> jax.Array:
         """All positions, as rows."""
@@ -127,7 +134,11 @@ class _Chunks:
     def logits(self, x: jax.Array, words: jax.Array) -> jax.Array:
         """[m, h] and a chunk of the table -> [m, c], in at least float32."""
         numbers = (((1,), (1 - self.dim,)), ((), ()))
-        return jax.lax.dot_general(x, words, numbers, preferred_element_type=_wide(x))
+        return capped(jax.lax.dot_general(x, words, numbers, preferred_element_type=_wide(x)), self.softcap)
+
+    def uncapped(self, grad: jax.Array, logits: jax.Array) -> jax.Array:
+        """The gradient of capped logits [m, c] as that of those before."""
+        return grad if self.softcap is None else grad * (1 - (logits / self.softcap) ** 2)
 
     def is_target(self, targets: jax.Array, table: jax.Array, words: jax.Array, first: Any) -> jax.Array:
         """Which of a chunk's words [c] are the targets [m]: booleans [m, c]."""
@@ -173,8 +184,10 @@ def _backward(chunks: _Chunks, saved, ct):
 
     def step(state, words, first):
         of_rows, of_table = state
-        softmax = jnp.exp(chunks.logits(rows, words) - normalizer[:, None])
-        grad = ((softmax - chunks.is_target(targets, table, words, first)) * scale).astype(rows.dtype)
+        logits = chunks.logits(rows, words)
+        softmax = jnp.exp(logits - normalizer[:, None])
+        grad = (softmax - chunks.is_target(targets, table, words, first)) * scale
+        grad = chunks.uncapped(grad, logits).astype(rows.dtype)
         back = jax.lax.dot_general(grad, words, (((1,), (chunks.dim,)), ((), ())), preferred_element_type=of_rows.dtype)
         pair = (rows, grad) if chunks.dim == 1 else (grad, rows)
         own = jax.lax.dot_general(*pair, (((0,), (0,)), ((), ()))).astype(of_table.dtype)

@@ -29,6 +29,7 @@ def attention_kernel(
     segmented: bool = False,
     window: bool = False,
     sinks: bool = False,
+    softcap: bool = False,
 ) -> str:
     """Which form of attention runs: "xla", "blocks", "splash" or "cudnn".
 
@@ -41,11 +42,12 @@ def attention_kernel(
       segmented: whether rows hold several documents, none of which sees another.
       window: whether positions see only so many before them.
       sinks: whether heads have a score that stands for no key.
+      softcap: whether scores are capped.
 
     Raises:
       ValueError: where a kernel was asked for by name and does not apply, with every reason.
     """
-    rules = {"drops": drops, "segmented": segmented, "window": window, "sinks": sinks}
+    rules = {"drops": drops, "segmented": segmented, "window": window, "sinks": sinks, "softcap": softcap}
     if asked == "auto":
         name = kernel_of(platform := target_platform())
         if name is not None and not any(_obstacles(name, query, key, **rules)):
@@ -110,6 +112,8 @@ def fused_attention(
     causal: bool,
     segment_ids: jax.Array | None = None,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Attention by "splash" or "cudnn"; what is kept for the backward grows with s, not with s * t.
 
@@ -121,19 +125,25 @@ def fused_attention(
       causal: a position sees none after it; the last query is at the last key.
       segment_ids: integer [..., s], of "splash": a query sees the keys of its own segment only.
       window: of causal attention by "splash": how many positions one sees, itself among them.
+      scale: of the scores; None: d ** -0.5.
+      softcap: of "splash": holds the scaled scores between -softcap and softcap.
 
     Returns:
       [..., s, n, d].
     """
     ids = None if segment_ids is None else segment_ids.reshape(-1, segment_ids.shape[-1])
     joined: list[Any] = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
-    rules: dict[str, Any] = {"causal": causal, "window": window}
-    out = _cudnn(*joined, causal=causal) if kernel == "cudnn" else _splash(*joined, segment_ids=ids, **rules)
+    if kernel == "cudnn":
+        out = _cudnn(*joined, causal=causal, scale=scale)
+    else:
+        out = _splash(*joined, segment_ids=ids, causal=causal, window=window, scale=scale, softcap=softcap)
     return out.reshape(query.shape)
 
 
-def _cudnn(query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool) -> jax.Array:
-    return jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation="cudnn")
+def _cudnn(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, causal: bool, scale: float | None = None
+) -> jax.Array:
+    return jax.nn.dot_product_attention(query, key, value, is_causal=causal, scale=scale, implementation="cudnn")
 
 
 def _splash(
@@ -144,12 +154,15 @@ def _splash(
     *,
     causal: bool,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """[b, s, n, d] -> [b, s, n, d]. The kernel does not scale scores, so that the query is scaled before."""
-    query = (query * query.shape[-1] ** -0.5).astype(query.dtype)
+    query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).astype(query.dtype)
     heads_first: list[Any] = [x.swapaxes(1, 2) for x in (query, key, value)]
-    kernel: Any = jax.vmap(_splash_kernel(query.shape[2], query.shape[1], key.shape[1], causal, window, interpret))
+    sizes = query.shape[2], query.shape[1], key.shape[1]
+    kernel: Any = jax.vmap(_splash_kernel(*sizes, causal, window, softcap, interpret))
     if segment_ids is not None:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -158,7 +171,9 @@ def _splash(
 
 
 @lru_cache(maxsize=8)
-def _splash_kernel(heads: int, length: int, positions: int, causal: bool, window: int | None, interpret: bool) -> Any:
+def _splash_kernel(
+    heads: int, length: int, positions: int, causal: bool, window: int | None, softcap: float | None, interpret: bool
+) -> Any:
     """Splash attention for one shape. Its tables of blocks are made once, as NumPy arrays: no trace may keep them."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -173,8 +188,9 @@ def _splash_kernel(heads: int, length: int, positions: int, causal: bool, window
     )  # fmt: skip
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mha(
-            masks.MultiHeadMask([one] * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
-        )
+            masks.MultiHeadMask([one] * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1,
+            attn_logits_soft_cap=softcap, interpret=interpret,
+        )  # fmt: skip
     return jax.tree.map(np.asarray, kernel)
 
 
@@ -184,7 +200,15 @@ def _block(length: int) -> int:
 
 
 def _obstacles(
-    name: str, query: jax.Array, key: jax.Array, *, drops: bool, segmented: bool, window: bool, sinks: bool
+    name: str,
+    query: jax.Array,
+    key: jax.Array,
+    *,
+    drops: bool,
+    segmented: bool,
+    window: bool,
+    sinks: bool,
+    softcap: bool,
 ) -> Iterator[str]:
     """Why a kernel does not apply."""
     platform, wanted = target_platform(), PLATFORMS[name]
@@ -196,6 +220,8 @@ def _obstacles(
         yield "it does not keep the documents of a row apart (segment_ids)"
     if window and name == "cudnn":
         yield "it is used without sliding windows (window must be None)"
+    if softcap and name == "cudnn":
+        yield "it caps no scores (softcap must be None)"
     if sinks:
         yield "it has no sinks (sinks must be False)"
     if varying_axes(query):

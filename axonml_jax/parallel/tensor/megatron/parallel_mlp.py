@@ -11,12 +11,13 @@ from axonml_jax.parallel.tensor.products.pair import PairAxes, closed, closing, 
 
 
 class ParallelMLP(nnx.Module):
-    """down(gelu(up(x))) for "gelu", down(silu(gate(x)) * up(x)) for "swiglu" (Shazeer 2020).
+    """down(gelu(up(x))) for "gelu", down(silu(gate(x)) * up(x)) for "swiglu" (Shazeer 2020), gelu in the place of silu
+    for "geglu".
 
     Args:
       hidden_size: h.
       inner_size: the width between; it must divide by the axis's n ranks.
-      activation: "gelu" (its tanh approximation, as in GPT-2) or "swiglu".
+      activation: "gelu" (its tanh approximation, as in GPT-2), or of two inner products "swiglu" or "geglu" (Gemma).
       use_bias: whether the linear layers have biases.
       sequence_parallel: input and output are this rank's part of the sequence.
       ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
@@ -38,7 +39,7 @@ class ParallelMLP(nnx.Module):
         hidden_size: int,
         inner_size: int,
         *,
-        activation: Literal["gelu", "swiglu"] = "gelu",
+        activation: Literal["gelu", "swiglu", "geglu"] = "gelu",
         use_bias: bool = True,
         sequence_parallel: bool = False,
         ring: bool = False,
@@ -48,12 +49,13 @@ class ParallelMLP(nnx.Module):
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
     ):
-        if activation not in ("gelu", "swiglu"):
-            raise ValueError(f"ParallelMLP: activation {activation!r} is not one of 'gelu', 'swiglu'")
+        if activation not in ("gelu", "swiglu", "geglu"):
+            raise ValueError(f"ParallelMLP: activation {activation!r} is not one of 'gelu', 'swiglu', 'geglu'")
 
         flags = {"sequence_parallel": sequence_parallel, "ring": ring, "overlap": overlap}
         shared = pair_options("ParallelMLP", axis, options, use_bias=use_bias, rngs=rngs, **flags)
-        self.gate = opening(hidden_size, inner_size, **shared) if activation == "swiglu" else None
+        self.activation = activation
+        self.gate = None if activation == "gelu" else opening(hidden_size, inner_size, **shared)
         self.up = opening(hidden_size, inner_size, **shared)
         out: dict[str, Any] = shared | ({"kernel_init": out_init} if out_init else {})
         self.down = closing(inner_size, hidden_size, **out)
@@ -73,5 +75,5 @@ class ParallelMLP(nnx.Module):
             inner = jax.nn.gelu(up, approximate=True)
         else:
             gate, up = opened([self.gate, self.up], x, prefetch=prefetch)
-            inner = jax.nn.silu(gate) * up
+            inner = (jax.nn.silu(gate) if self.activation == "swiglu" else jax.nn.gelu(gate, approximate=True)) * up
         return closed(self.down, inner, prefetch=prefetch)

@@ -5,8 +5,9 @@ from typing import Any, Unpack
 import jax
 from flax import nnx
 
-from axonml_jax.collectives.gradients.pairs import gather_from, split_to
+from axonml_jax.collectives.gradients.pairs import copy_to, gather_from, split_to
 from axonml_jax.parallel.tensor.bound_axes import bound
+from axonml_jax.parallel.tensor.megatron.zero_centered import zero_centered
 from axonml_jax.parallel.tensor.products.options import NormOptions
 from axonml_jax.parallel.tensor.products.region import SEQUENCE_DIM, outside
 from axonml_jax.parallel.tensor.products.substitute import substitute
@@ -58,11 +59,35 @@ class ParallelRMSNorm(_PerPosition, nnx.RMSNorm):
       num_features: size h of the last dim.
       sequence_parallel: the input is this rank's part [..., s/n, h] of the sequence.
       axis: the mesh axis.
+      centered: whether it multiplies by 1 + its scale, which starts at 0 (Gemma).
       rngs: stream `params`.
       **options: those of `nnx.RMSNorm`.
 
     Communicates: nothing; with sequence parallelism one all-reduce of the scale's gradient.
     """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        sequence_parallel: bool = False,
+        axis: str = "tensor",
+        centered: bool = False,
+        rngs: nnx.Rngs,
+        **options: Unpack[NormOptions],
+    ):
+        if centered:
+            options = {"scale_init": nnx.initializers.zeros, **options}
+        super().__init__(num_features, sequence_parallel=sequence_parallel, axis=axis, rngs=rngs, **options)
+        self.centered = centered
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """[..., h] -> [..., h]; a mask as the Flax norm takes it."""
+        if not self.centered or self.scale is None:
+            return super().__call__(x, mask=mask)
+        scale, axes = self.scale[...], bound(self.axis)
+        summed = axes and self.sequence_parallel
+        return zero_centered(self, x, copy_to(scale, axes) if summed else scale, mask)
 
 
 def split_sequence(x: jax.Array, axis: str = "tensor", dim: int = SEQUENCE_DIM) -> jax.Array:

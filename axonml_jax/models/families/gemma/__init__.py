@@ -1,0 +1,1 @@
+"""The families of Gemma: the second and the third, which have most in common."""
