@@ -1,4 +1,4 @@
-"""A training step of a small transformer, all of it trained and with LoRA: processor time, operations, memory.
+"""A training step of a small transformer, all of it trained, with LoRA, and with LoRA on int8: seconds, operations, memory.
 
 Run: python benchmarks/lora_step.py
 Shows: on one CPU device, FLOPs and bytes as the compiler counts them, and the median of six steps in seconds of processor time.
@@ -46,7 +46,8 @@ def measured(model):
 
 if __name__ == "__main__":
     make = lambda: Transformer(CONFIG, rngs=nnx.Rngs(0))
-    for name, model in (("all", make()), ("lora", ax.lora(make(), rank=8, alpha=16, targets=TARGETS))):
+    adapted = lambda base: ax.lora(make(), rank=8, alpha=16, targets=TARGETS, base=base)
+    for name, model in (("all", make()), ("lora", adapted(None)), ("int8", adapted("int8"))):
         seconds, flops, held, temporary, trained = measured(model)
         sizes = f"{held / 2**20:.0f} MiB of arguments, {temporary / 2**20:.0f} of temporaries"
         print(f"{name:<5} {trained:>10,} train  {seconds:.2f} s  {flops / 1e9:.1f} GFLOP  {sizes}")

@@ -25,7 +25,7 @@ from axonml_jax.models.transformer import Transformer
 pytest.importorskip("safetensors")
 
 CONFIG = TransformerConfig(vocab_size=256, num_layers=2, hidden_size=16, num_heads=2, max_length=32, mlp_hidden_size=24)
-LORA = {"rank": 2, "alpha": 8.0, "targets": ["attention/(query|value)/kernel$", "mlp/up/kernel$"]}
+LORA = {"rank": 2, "alpha": 8.0, "targets": ["attention/(query|value)/kernel$", "mlp/up/kernel$"], "base": "int8"}
 
 
 def test_a_run_with_adapters_is_trained_evaluated_generated_from_and_exported_merged(tmp_path, capsys):
@@ -54,6 +54,7 @@ def test_a_run_with_adapters_is_trained_evaluated_generated_from_and_exported_me
     assert main(["train", str(run / "config.yaml")]) == 0
     said = capsys.readouterr().out
     assert "parameters train: rank 2, alpha 8.0, attention/(query|value)/kernel$" in said
+    assert "the base of these rests as int8" in said
     trained = tmp_path / "runs" / "imported"
     assert main(["eval", str(trained), "--mesh.data=1", "--mesh.fsdp=8", "--json"]) == 0
     valid = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
@@ -95,6 +96,10 @@ def test_what_does_not_go_with_adapters_is_refused(tmp_path, capsys):
     assert "'nowhere' matches no parameter" in said and "rank 9 is above its smaller side" in said
     assert "blocks/0/attention_norm/scale (8,): is no matrix" in said
     assert "finetune.lora.alpha has no effect without rank" in refused("train", "--finetune.lora.alpha=2")
+    assert "finetune.lora.base has no effect without rank" in refused("train", "--finetune.lora.base=int8")
+    assert "base='int4' must be one of 'int8'" in refused(
+        "train", "--finetune.lora.rank=2", "--finetune.lora.base=int4"
+    )
     assert "finetune.lora.stacked has no effect" in refused("train", '--finetune.lora.stacked=["up"]')
     (tmp_path / "text.txt").write_text("a short text. " * 900)
     own = (f"--data.path={tmp_path / 'text.txt'}", f"--output.dir={tmp_path / 'runs'}", "--train.global_batch_size=8")

@@ -40,7 +40,7 @@ train.steps train.global_batch_size train.eval_every train.eval_batches train.lo
 train.weights train.max_nonfinite train.layer_norms train.stuck_timeout
 checkpoint.every checkpoint.keep checkpoint.best checkpoint.asynchronous
 sample.count sample.length sample.prompt sample.temperature output.dir output.tensorboard output.csv output.wandb
-output.mlflow output.plot finetune.lora.rank finetune.lora.alpha finetune.lora.targets finetune.lora.stacked
+output.mlflow output.plot finetune.lora.rank finetune.lora.alpha finetune.lora.targets finetune.lora.stacked finetune.lora.base
 """.split()  # noqa: SIM905
 
 

@@ -75,7 +75,8 @@ def test_adapters_train_as_on_one_device(name):
     )
 
 
-def test_swapped_layers_and_linen_train_as_on_one_device():
+@pytest.mark.parametrize("base", [None, "int8"])
+def test_swapped_layers_and_linen_train_as_on_one_device(base):
     class Plain(nnx.Module):
         def __init__(self):
             rngs = nnx.Rngs(0)
@@ -97,10 +98,10 @@ def test_swapped_layers_and_linen_train_as_on_one_device():
     x = np.random.default_rng(1).normal(size=(8, 4))
     squares = lambda model, x: jnp.mean(jnp.square(model(x) - 1))
     ax.auto_parallelize(swapped := Plain(), mesh := mesh_of(data=2, tensor=2))
-    assert_equals_single_device(adapted(swapped, targets="kernel"), squares, x, mesh=mesh)
+    assert_equals_single_device(adapted(swapped, targets="kernel", base=base), squares, x, mesh=mesh)
     module = Scanned()
     params = module.init(jax.random.key(0), x)
-    given = adapted(module, targets="kernel", stacked="kernel")
+    given = adapted(module, targets="kernel", stacked="kernel", base=base)
     assert_equals_single_device(given, squares, x, mesh=mesh_of(fsdp=2), params=params)
 
 
@@ -231,8 +232,9 @@ class Readings(nnx.Module):
         return jax.lax.scan(lambda x, own: (jnp.tanh(x @ own @ w), None), x, stack)[0]
 
 
-def test_a_matrix_is_read_with_its_adapters_however_it_is_read():
-    given = ax.lora(Readings(), rank=2, alpha=3, targets=["w$", "stack"], stacked="stack")
+@pytest.mark.parametrize("base", [None, "int8"])
+def test_a_matrix_is_read_with_its_adapters_however_it_is_read(base):
+    given = ax.lora(Readings(), rank=2, alpha=3, targets=["w$", "stack"], stacked="stack", base=base)
     x = np.random.default_rng(2).normal(size=(4, 4))
     squares = lambda model, x: jnp.mean(jnp.square(model(x) - 1))
     assert_equals_single_device(given, squares, x, ax.Plan(), mesh=mesh_of(data=2), steps=2)

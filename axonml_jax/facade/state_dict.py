@@ -3,11 +3,13 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.model.named import named_variables
+from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.place import cast, is_deleted, to_host
 
 
@@ -26,12 +28,13 @@ def load_state_dict(
       (variables, missing names, unexpected names).
 
     Raises:
-      ValueError: listing every name whose shape differs and, when strict, every missing and unexpected one.
+      ValueError: listing every name whose shape differs, floats for integers such as a base in int8, and, when strict, every
+        missing and unexpected one.
     """
     wanted = named_variables(model, variables)
     missing = [name for name in wanted if name not in values]
     unexpected = [name for name in values if name not in wanted]
-    wrong = _wrong_shapes(values, wanted)
+    wrong = _wrong_shapes(values, wanted) + _floats_for_integers(values, wanted)
     problems = wrong + (_unmatched(missing, unexpected) if strict else [])
     if problems:
         remedy = "; strict=False loads what matches" if strict and not wrong else ""
@@ -69,6 +72,12 @@ def fitted(given: PyTree, held: PyTree, rule: str) -> PyTree:
 def _wrong_shapes(values: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     shapes = {n: (np.shape(values[n]), np.shape(x)) for n, x in wanted.items() if n in values}
     return [f"  {n}: shape {got}, needed {need}" for n, (got, need) in shapes.items() if got != need]
+
+
+def _floats_for_integers(values: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    dtypes = {n: (Leaf(values[n]).dtype, x.dtype) for n, x in wanted.items() if n in values}
+    wrong = lambda got, need: jnp.issubdtype(got, jnp.floating) and jnp.issubdtype(need, jnp.integer)
+    return [f"  {n}: {got.name}, needed {need.name}" for n, (got, need) in dtypes.items() if wrong(got, need)]
 
 
 def _unmatched(missing: list[str], unexpected: list[str]) -> list[str]:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from flax import nnx
 
 from axonml_jax._types import named_leaves
 from axonml_jax.model.lora.adapters import is_adapter, merged
+from axonml_jax.model.lora.int8_base import dequantized, scales_name
 from axonml_jax.model.stored_arrays import StoredArrays
 from axonml_jax.model.stored_shards import Pending, write_shards
 from axonml_jax.models.config import TransformerConfig
@@ -21,6 +23,7 @@ from axonml_jax.models.families.array_place import Place, joined
 from axonml_jax.models.families.family import Family
 from axonml_jax.models.families.known import config_of, family_named, family_of
 from axonml_jax.models.families.source import ArraySource, names_there, shape_there, sources
+from axonml_jax.models.int8_leaf import filled_int8
 from axonml_jax.models.likeness import unlike
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.sharding.leaf import Checkpointable, Leaf
@@ -116,8 +119,14 @@ def load_pretrained(model: Checkpointable, folder: str | os.PathLike) -> int:
     others = {_MODEL + name for name in _others(config)} | set(filter(is_adapter, leaves))
     weights = {name: leaf.shape for name, leaf in leaves.items() if name not in others}
     _refuse_shapes(folder, weights, every, stored)
-    filled = lambda name, leaf: _filled(leaf, every[name], stored) if name in every else leaf.array
-    model.take_leaves({name: filled(name, leaf) for name, leaf in leaves.items()})
+    arrays = {name: leaf.array for name, leaf in leaves.items() if name not in every}
+    for name, source in every.items():
+        leaf, fill = leaves[name], partial(_filled, source=source, stored=stored)
+        if leaf.column_scales is None:
+            arrays[name] = fill(leaf)
+        else:
+            arrays[name], arrays[scales_name(name)] = filled_int8(leaf, fill)
+    model.take_leaves(arrays)
     return stored.bytes_read
 
 
@@ -271,13 +280,16 @@ def _pending(name: str, parts: list[tuple[Leaf, tuple[int, ...], Place]]) -> Pen
     places = [place for _, _, place in parts]
     shape = shape_there(places, leaf.shape[len(index) :])
     fetch: Callable[[], np.ndarray] = lambda: joined(places, [_on_host(own, at) for own, at, _ in parts])
-    return Pending(name, shape, jax.numpy.dtype(leaf.dtype).name, fetch)
+    return Pending(name, shape, jax.numpy.dtype((leaf.column_scales or leaf).dtype).name, fetch)
 
 
 def _on_host(leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
-    """`whole[index]` of a leaf in this process's memory, merged with its adapters."""
+    """`whole[index]` of a leaf in this process's memory, as floats, merged with its adapters."""
     if leaf.low_rank is not None:
         first, second, scale = leaf.low_rank
         own, a, b = (_on_host(each, index) for each in (replace(leaf, low_rank=None), first, second))
         return merged(own, a, b, scale)
+    if leaf.column_scales is not None:
+        own = replace(leaf, column_scales=None)
+        return dequantized(_on_host(own, index), _on_host(leaf.column_scales, index))
     return element_on_host(leaf.whole(), index)

@@ -3,10 +3,12 @@
 The model is traced on its own parameters, as if there were no adapters, and the program is run with a `LowRank` in the place of
 each matrix that has some. W is never changed nor copied, and no gradient of it is made (docs/adr/0017). Whatever else reads
 such a matrix, as a lookup or a product with a backward of its own, reads W + scale A B.
+
+A W that rests as int8 is a float inside of its product alone, and once more inside of that product's backward.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +18,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from axonml_jax._types import named_leaves
 from axonml_jax.collectives.gradients.pairs import copy_to
 from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.operation import Operation
 from axonml_jax.compat.varying_types import CASTS
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.model.lora.adapters import merged
+from axonml_jax.model.lora.int8_base import dequantized
 from axonml_jax.model.trainable import merge
 from axonml_jax.parallel.tensor.adapter_specs import summed_axes
 from axonml_jax.parallel.tensor.whole.marks import marked_program
@@ -32,11 +36,12 @@ class LowRank:
     """A matrix, or a stack of them, and its adapters.
 
     Attributes:
-      weight: W [..., i, o].
+      weight: W [..., i, o], or the int8 that stands for it.
       a: [..., i, r].
       b: [..., r, o].
       scale: how often A B counts.
       summed: the axes over which the gradients of a and of b are sums of the ranks'.
+      column_scales: [..., o] of int8, in the dtype of W; None: W is there itself.
     """
 
     weight: Any
@@ -44,6 +49,12 @@ class LowRank:
     b: Any
     scale: float
     summed: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    column_scales: Any = None
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype in which W is read."""
+        return (self.weight if self.column_scales is None else self.column_scales).dtype
 
     @functools.cached_property
     def adapters(self) -> tuple[jax.Array, jax.Array]:
@@ -55,17 +66,34 @@ class LowRank:
     def whole(self) -> jax.Array:
         """W + scale A B."""
         a, b = self.adapters
-        return merged(self.weight, a, b, self.scale)
+        own = self.weight if self.column_scales is None else dequantized(self.weight, self.column_scales)
+        return merged(own, a, b, self.scale)
 
     @property
-    def leaves(self) -> tuple[Any, Any, Any]:
+    def leaves(self) -> tuple[Any, ...]:
         """Its arrays."""
-        return self.weight, self.a, self.b
+        more = () if self.column_scales is None else (self.column_scales,)
+        return self.weight, self.a, self.b, *more
 
     def on(self, leaves: Sequence[Any]) -> "LowRank":
         """The same with other arrays: of an inner trace, or slices of these."""
-        weight, a, b = leaves
-        return LowRank(weight, a, b, self.scale, self.summed)
+        weight, a, b, *more = leaves
+        return LowRank(weight, a, b, self.scale, self.summed, *more)
+
+    def cast(self, op: Operation) -> "LowRank":
+        """The same behind a cast of W, to another dtype or type: int8 stays int8, and its scales are cast."""
+        scales = self.column_scales
+        if scales is None:
+            return replace(self, weight=op.bind([self.weight])[0])
+        weight = op.bind([self.weight])[0] if op.name in CASTS else self.weight
+        return replace(self, weight=weight, column_scales=op.bind([scales])[0])
+
+    def product(self, multiply: Callable[[Any, Any], Any], other: Any) -> Any:
+        """`multiply(other, W)`. Of int8 no float is kept for the backward, which makes it anew."""
+        if self.column_scales is None:
+            return multiply(other, self.weight)
+        again = jax.checkpoint(lambda other, own, scales: multiply(other, dequantized(own, scales)))
+        return again(other, self.weight, self.column_scales)
 
 
 def reading_adapted(fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
@@ -77,8 +105,10 @@ def reading_adapted(fun: Callable, model: Functional, variables: Variables, *arg
     if not model.adapters:
         return reading_whole(fun, model, variables, *args)
     read = flatten_dict(merge(variables.params, variables.frozen))
-    added = {each for adapter in model.adapters.values() for each in (adapter.a, adapter.b)}
-    own = {path: leaf for path, leaf in read.items() if "/".join(map(str, path)) not in added}
+    there = {"/".join(map(str, path)): leaf for path, leaf in read.items()}
+    added = {each for adapter in model.adapters.values() for each in adapter.added}
+    seen_by_model = {name: _seen(model, there, name) for name in there if name not in added}
+    own = {path: seen_by_model[name] for path, name in zip(read, there, strict=True) if name not in added}
     base = Variables(unflatten_dict(own), {}, variables.state)
     leaves, treedef = jax.tree.flatten((base.params, base.state, args))
     seen: dict[str, Any] = {}
@@ -90,14 +120,22 @@ def reading_adapted(fun: Callable, model: Functional, variables: Variables, *arg
         return [leaf for leaf in out if isinstance(leaf, jax.Array)]
 
     program = marked_program(trace(arrays_of, *leaves).jaxpr)
-    there, summed = {"/".join(map(str, path)): leaf for path, leaf in read.items()}, summed_axes(model)
-    values = list(leaves)
+    summed, values = summed_axes(model), list(leaves)
     for i, name in enumerate(named_leaves(base.params)):
         if (adapter := model.adapters.get(name)) is not None:
             axes = summed.get(adapter.a, ()), summed.get(adapter.b, ())
-            values[i] = LowRank(leaves[i], there[adapter.a], there[adapter.b], adapter.scale, axes)
+            more = [there[each] for each in adapter.added]
+            values[i] = LowRank(there[name], more[0], more[1], adapter.scale, axes, *more[2:])
     arrays = iter(_run(program, values))
     return seen["treedef"].unflatten([next(arrays) if leaf is None else leaf for leaf in seen["fixed"]])
+
+
+def _seen(model: Functional, read: Mapping[str, Any], name: str) -> Any:
+    """A parameter as the model's own code is traced on it: of int8 the shape of its floats, which are not made."""
+    adapter = model.adapters.get(name)
+    if adapter is None or adapter.column_scales is None:
+        return read[name]
+    return jax.eval_shape(dequantized, read[name], read[adapter.column_scales])
 
 
 def _run(program: Program, values: Sequence[Any]) -> list[Any]:
@@ -111,7 +149,7 @@ def _at(equation: Equation, given: list[Any]) -> Sequence[Any] | None:
     op = equation.op
     with op.scope():
         if op.name == "convert_element_type" or op.name in CASTS:
-            return [replace(given[0], weight=op.bind([given[0].weight])[0])]
+            return [given[0].cast(op)]
         if op.name == "dot_general" and (made := _product(equation, given)) is not None:
             return [made]
         if op.name == "ragged_dot_general" and (made := _ragged(equation, given)) is not None:
@@ -135,8 +173,8 @@ def _product(equation: Equation, given: list[Any]) -> jax.Array | None:
     n, stack = own.weight.ndim, own.weight.ndim - 2
     if sorted(batched[0]) != list(range(stack)) or contracted[0] not in ((n - 2,), (n - 1,)):
         return None
-    y = op.bind([other, own.weight] if right else [own.weight, other])[0]
-    both = [x.astype(own.weight.dtype) for x in own.adapters]
+    y = own.product(lambda other, own: op.bind([other, own] if right else [own, other])[0], other)
+    both = [x.astype(own.dtype) for x in own.adapters]
     first, second = both if contracted[0] == (n - 2,) else both[::-1]
     rank, precision = contracted[0][0], op.options["precision"]
 
@@ -160,8 +198,8 @@ def _ragged(equation: Equation, given: list[Any]) -> jax.Array | None:
     plain = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
     if not isinstance(own, LowRank) or isinstance(rows, LowRank) or str(dims) != str(plain):
         return None
-    y = equation.op.bind([rows, own.weight, counts])[0]
-    a, b = (x.astype(own.weight.dtype) for x in own.adapters)
+    y = own.product(lambda rows, own: equation.op.bind([rows, own, counts])[0], rows)
+    a, b = (x.astype(own.dtype) for x in own.adapters)
     inner = jax.lax.ragged_dot(rows, a, counts) * own.scale
     return y + jax.lax.ragged_dot(inner, b, counts).astype(y.dtype)
 

@@ -20,11 +20,13 @@ class Leaf:
       array: as it rests: a `jax.Array`, a NumPy array, a Python number, or only the shape and dtype of one.
       layout: how it stores the whole array; None where it is the whole array.
       low_rank: where the model reads W + scale A B in the place of this array W: A, B and scale.
+      column_scales: of int8 that stands for floats: what 1 stands for in every column.
     """
 
     array: Any
     layout: Layout | None = None
     low_rank: "tuple[Leaf, Leaf, float] | None" = None
+    column_scales: "Leaf | None" = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -74,9 +74,8 @@ def _lora(config: RunConfig, ground: RunSetup) -> dict[str, str]:
     if (lora := config.finetune.lora).rank is None:
         return {}
     trained = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(_shapes(config, ground.batch)[1].params))
-    return {
-        "lora": f"{trained:,} parameters train: rank {lora.rank}, alpha {lora.alpha or lora.rank}, {', '.join(lora.targets)}"
-    }
+    said = f"{trained:,} parameters train: rank {lora.rank}, alpha {lora.alpha or lora.rank}, {', '.join(lora.targets)}"
+    return {"lora": said + (f"; the base of these rests as {lora.base}" if lora.base else "")}
 
 
 def _loss(config: RunConfig) -> dict[str, str]:

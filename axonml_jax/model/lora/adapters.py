@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.model.lora.int8_base import END, KINDS
+
 STACKED = "stacked_dims"
 """Metadata of a parameter: so many of its first dims number matrices, as layers of a stack or experts do."""
 
@@ -28,6 +30,7 @@ class Lora:
       targets: regular expressions, searched in path names, of the matrices that get adapters.
       stacked: of parameters of which the last two dims are a matrix and the others number them.
       seed: of the first values of A.
+      base: "int8": matrices with adapters rest as int8 (`int8_base.py`); None: as they are.
     """
 
     rank: int
@@ -35,9 +38,12 @@ class Lora:
     targets: tuple[str, ...]
     stacked: tuple[str, ...] = ()
     seed: int = 0
+    base: str | None = None
 
     def __post_init__(self):
         problems = []
+        if self.base is not None and self.base not in KINDS:
+            problems.append(f"base={self.base!r} must be one of {', '.join(map(repr, KINDS))}, or None")
         if not isinstance(self.rank, Integral) or self.rank < 1:
             problems.append(f"rank={self.rank!r} must be a positive whole number")
         if not isinstance(self.alpha, Real) or not 0 < self.alpha < math.inf:
@@ -115,6 +121,7 @@ def lora(
     alpha: float | None = None,
     stacked: str | Sequence[str] = (),
     seed: int = 0,
+    base: str | None = None,
 ) -> LoraModel:
     """A model whose chosen matrices W are read as W + alpha / rank A B, of which only A and B train (Hu et al. 2022).
 
@@ -131,6 +138,8 @@ def lora(
       stacked: of targets whose last two dims are a matrix and whose other dims number them, as Linen's `scan` and
         `nnx.vmap` make them. Stacks and experts of this library say so themselves.
       seed: of A.
+      base: "int8": W rests and is sent as int8 with a scale for every column, `path_int8_scale` [o], and is a float where it
+        is read; None: as it is.
 
     Raises:
       ValueError: for numbers or patterns that are none, and a model with adapters already; in the facade for targets that do
@@ -142,17 +151,24 @@ def lora(
     patterns = [(each,) if isinstance(each, str) else tuple(each) for each in (targets, stacked)]
     return LoraModel(
         model,
-        Lora(rank=rank, alpha=rank if alpha is None else alpha, targets=patterns[0], stacked=patterns[1], seed=seed),
+        Lora(
+            rank=rank,
+            alpha=rank if alpha is None else alpha,
+            targets=patterns[0],
+            stacked=patterns[1],
+            seed=seed,
+            base=base,
+        ),
     )
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a path names an adapter.
+    """Whether a path names an adapter, or the scales of a matrix that rests as int8.
 
     >>> is_adapter("mlp/up/kernel_lora_a"), is_adapter("mlp/up/kernel")
     (True, False)
     """
-    return name.endswith(ENDS)
+    return name.endswith((*ENDS, END))
 
 
 def first_adapters(lora: Lora, name: str, matrix: Any, stacked: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The pure view of a model with adapters (`adapters.py`): they train, the model's own parameters are frozen."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
 from axonml_jax.model.lora.adapters import Lora, adapter_names, first_adapters, merged
+from axonml_jax.model.lora.int8_base import dequantized, quantized, scales_name
 from axonml_jax.model.state_joins import Join
 from axonml_jax.model.trainable import merge, partition
 
@@ -22,12 +23,19 @@ class Adapter:
       a, b: their paths.
       scale: how often their product counts.
       stacked: so many first dims of all three number matrices.
+      column_scales: the path of the scales of a matrix that rests as int8; None: it rests as it is.
     """
 
     a: str
     b: str
     scale: float
     stacked: int
+    column_scales: str | None = None
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The paths of all that is no parameter of the model itself."""
+        return (self.a, self.b) if self.column_scales is None else (self.a, self.b, self.column_scales)
 
 
 def lora_functional(
@@ -43,11 +51,12 @@ def lora_functional(
 
     Raises:
       ValueError: for targets that do not fit the model, parameters that are called as their adapters would be, or `trainable`
-        that matches nothing.
+        that matches nothing, or matrices that rest as int8.
     """
     shapes = named_leaves(base.shapes.params)
     chosen = lora.chosen(shapes, base.stacked_dims)
-    if taken := [each for name in chosen for each in adapter_names(name) if each in shapes]:
+    adapters = {name: _adapter(lora, name, stacked) for name, stacked in chosen.items()}
+    if taken := [each for adapter in adapters.values() for each in adapter.added if each in shapes]:
         raise ValueError(
             f"lora: adapters would be called as the model's own parameters are: {', '.join(taken)}; rename these, or leave "
             "their neighbours out of targets"
@@ -55,19 +64,41 @@ def lora_functional(
 
     def with_adapters(variables: Variables) -> Variables:
         own = ({}, variables.params) if trainable is None else partition(variables.params, trainable)
-        adapters = {}
+        made = {}
         for path, leaf in flatten_dict(variables.params).items():
             if (name := _name(path)) in chosen:
-                made = first_adapters(lora, name, leaf, chosen[name])
-                adapters |= {(*path[:-1], each.rpartition("/")[2]): array for each, array in made.items()}
-        return Variables(merge(unflatten_dict(adapters), own[0]), own[1], variables.state)
+                adapters_of = first_adapters(lora, name, leaf, chosen[name])
+                made |= {_beside(path, each): array for each, array in adapters_of.items()}
+        frozen = own[1] if lora.base is None else _int8(own[1], chosen)
+        return Variables(merge(unflatten_dict(made), own[0]), frozen, variables.state)
 
-    adapters = {name: Adapter(*adapter_names(name), lora.scale, stacked) for name, stacked in chosen.items()}
     given = with_adapters(variables)
     view = LoraFunctional(base, abstract(given), adapters)
     if (create := base.create) is not None:
         view.create = lambda: with_adapters(create())
     return view, given
+
+
+def _adapter(lora: Lora, name: str, stacked: int) -> Adapter:
+    return Adapter(*adapter_names(name), lora.scale, stacked, None if lora.base is None else scales_name(name))
+
+
+def _int8(frozen: PyTree, chosen: Collection[str]) -> PyTree:
+    """Frozen parameters, of which those that are chosen rest as int8, with their scales beside them.
+
+    Raises:
+      ValueError: naming those that train, and therefore are no frozen ones.
+    """
+    leaves = flatten_dict(frozen)
+    paths = {_name(path): path for path in leaves}
+    if training := [name for name in chosen if name not in paths]:
+        raise ValueError(
+            f"lora: {', '.join(training)} are to train and to rest as int8: leave them out of trainable, or of targets"
+        )
+    for name in chosen:
+        path = paths[name]
+        leaves[path], leaves[_beside(path, scales_name(name))] = quantized(leaves[path])
+    return unflatten_dict(leaves)
 
 
 class LoraFunctional(Functional):
@@ -77,7 +108,7 @@ class LoraFunctional(Functional):
         self._base, self._shapes, self._adapters = base, shapes, adapters
         self.param_prefix, self.order = base.param_prefix, base.order
         if self.order is not None:
-            places = {path: (*self.order[n], 0) for n, own in adapters.items() for path in (own.a, own.b)}
+            places = {path: (*self.order[n], 0) for n, own in adapters.items() for path in own.added}
             self.order = {**self.order, **places}
 
     @property
@@ -93,7 +124,7 @@ class LoraFunctional(Functional):
     @property
     def stacked_dims(self) -> Mapping[str, int]:
         """The model's, and the adapters' of its stacks."""
-        adapters = {path: own.stacked for own in self._adapters.values() for path in (own.a, own.b)}
+        adapters = {path: own.stacked for own in self._adapters.values() for path in own.added}
         return {**self._base.stacked_dims, **adapters}
 
     def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> Any:
@@ -101,14 +132,16 @@ class LoraFunctional(Functional):
         return self._base.bind(self.merged(variables), key, mode)
 
     def merged(self, variables: Variables) -> Variables:
-        """The model's own variables, each matrix with its adapters in it."""
+        """The model's own variables, as floats, each matrix with its adapters in it."""
         leaves = flatten_dict(merge(variables.params, variables.frozen))
         there = {_name(path): leaf for path, leaf in leaves.items()}
-        added = {each for adapter in self._adapters.values() for each in (adapter.a, adapter.b)}
+        added = {each for adapter in self._adapters.values() for each in adapter.added}
         own = {path: leaf for path, leaf in leaves.items() if _name(path) not in added}
         for path in own if len(own) < len(leaves) else ():
             if (adapter := self._adapters.get(_name(path))) is not None:
-                own[path] = merged(own[path], there[adapter.a], there[adapter.b], adapter.scale)
+                scales = adapter.column_scales
+                matrix = own[path] if scales is None else dequantized(own[path], there[scales])
+                own[path] = merged(matrix, there[adapter.a], there[adapter.b], adapter.scale)
         return Variables(unflatten_dict(own), {}, variables.state)
 
     def module(self, variables: Variables) -> Any:
@@ -147,3 +180,8 @@ class LoraFunctional(Functional):
 
 def _name(path: tuple) -> str:
     return "/".join(map(str, path))
+
+
+def _beside(path: tuple, name: str) -> tuple:
+    """The path of what is called so and stands beside a leaf."""
+    return (*path[:-1], name.rpartition("/")[2])

@@ -15,7 +15,8 @@ from axonml_jax.parallel.tensor.specs import tensor_specs
 def layer_specs(model: Functional, axis_sizes: Mapping[str, int]) -> dict[str, Any]:
     """`tensor_specs` of a model's view: of its adapters too.
 
-    Of a matrix [..., i, o] the first one, [..., i, r], is split as i is and the second, [..., r, o], as o is.
+    Of a matrix [..., i, o] the first one, [..., i, r], is split as i is and the second, [..., r, o], as o is; so are the
+    scales [..., o] of one that rests as int8.
 
     Raises:
       ValueError: see `tensor_specs`.
@@ -26,6 +27,8 @@ def layer_specs(model: Functional, axis_sizes: Mapping[str, int]) -> dict[str, A
             *stack, i, o = _entries(spec, adapter.stacked)
             for name, own in ((adapter.a, (i, None)), (adapter.b, (None, o))):
                 specs[*path[:-1], name.rpartition("/")[2]] = PartitionSpec(*stack, *own)
+            if (name := adapter.column_scales) is not None:
+                specs[*path[:-1], name.rpartition("/")[2]] = PartitionSpec(*stack, o)
     return unflatten_dict(specs)
 
 

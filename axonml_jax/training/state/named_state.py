@@ -25,7 +25,9 @@ def variable_leaves(model: Functional, variables: Variables, rest: Rest) -> dict
     prefix, (params, frozen) = _MODEL + model.param_prefix, rest.param_leaves(variables)
     own = named_leaves(params) | named_leaves(frozen)
     for name, adapter in model.adapters.items():
-        own[name] = replace(own[name], low_rank=(own[adapter.a], own[adapter.b], adapter.scale))
+        scales = None if adapter.column_scales is None else own[adapter.column_scales]
+        low_rank = own[adapter.a], own[adapter.b], adapter.scale
+        own[name] = replace(own[name], low_rank=low_rank, column_scales=scales)
     return {prefix + name: leaf for name, leaf in own.items()} | _named(_MODEL, jax.tree.map(Leaf, variables.state))
 
 

@@ -23,18 +23,20 @@ class LoraConfig:
       targets: regular expressions of the paths of the matrices that get adapters.
       stacked: of targets whose last two dims are a matrix and whose others number them; the transformer's stacks say so
         themselves.
+      base: int8: the matrices that have adapters rest as int8 with a scale for every column; null: as they are.
     """
 
     rank: int | None = None
     alpha: float | None = None
     targets: tuple[str, ...] = MATRICES
     stacked: tuple[str, ...] = ()
+    base: str | None = None
 
     def __post_init__(self):
         problems = []
         if self.rank is None:
             others = {"alpha": self.alpha is not None, "targets": self.targets != MATRICES}
-            others["stacked"] = bool(self.stacked)
+            others |= {"stacked": bool(self.stacked), "base": self.base is not None}
             problems = [f"{name} has no effect without rank" for name, given in others.items() if given]
         elif self.alpha is not None and not 0 < self.alpha < math.inf:
             problems = [f"alpha={self.alpha}: must be positive"]
@@ -48,7 +50,8 @@ class LoraConfig:
 
         assert self.rank is not None
         alpha = self.alpha or self.rank
-        return Lora(rank=self.rank, alpha=alpha, targets=self.targets, stacked=self.stacked, seed=seed)
+        own = {"targets": self.targets, "stacked": self.stacked, "base": self.base}
+        return Lora(rank=self.rank, alpha=alpha, seed=seed, **own)
 
 
 @dataclass(frozen=True, kw_only=True)
