@@ -18,6 +18,8 @@ GOOD = {
     "replicate": ax.Replicate(gradient_as_bucket_view=False),
     "ZeRO-2": ax.Shard(stage=2),
     "ZeRO-3": ax.Shard(flat=True),
+    "ZeRO-2, gathered as int8": ax.Shard(stage=2, wire="int8"),
+    "ZeRO-3, gathered as fp8": ax.Shard(wire="fp8", flat=True),
     "a ring": RingShard(),
     "int8 with error feedback": Int8Shard(),
 }
@@ -30,6 +32,7 @@ def test_what_keeps_the_contract_passes(name):
 
 def test_hops_pass():
     check_strategy(ax.Shard(gather_hop=2, scatter_hop=2), ranks=4)
+    check_strategy(ax.Shard(gather_hop=2, stage=1, wire="int8"), ranks=4)
 
 
 @dataclass(frozen=True, kw_only=True)

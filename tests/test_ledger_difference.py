@@ -48,6 +48,8 @@ ROWS = [
     (LLAMA, {}, {"data": 1, "fsdp": 4}, {"fsdp": RingShard()}),
     (GPT, {}, {"data": 2, "fsdp": 2}, {"fsdp": RingShard(), "accumulate": 2}),
     (LLAMA, {}, {"data": 2, "fsdp": 4}, {"fsdp": Int8Shard()}),
+    (LLAMA, {}, {"data": 2, "fsdp": 4}, {"fsdp": ax.Shard(wire="int8"), "precision": "bf16"}),
+    (GPT, SCAN, {"data": 1, "fsdp": 8}, {"fsdp": replace(HOPS, wire="fp8"), "accumulate": 2}),
     (LLAMA, {}, {"data": 2, "fsdp": 4}, {"data": ax.Replicate(sync_strategy="no_sync")}),
     (GPT, {}, {"data": 2, "context": 4}, {"context": ax.Context(method="gather"), "remat": "full", "accumulate": 2}),
     (LLAMA, {}, {"data": 2, "context": 4}, {"context": ax.Context(method="ulysses"), "precision": "bf16"}),

@@ -167,13 +167,15 @@ def _group(each: Placed) -> Group:
 
 
 def _gathers(each: Placed) -> Iterator[Sent]:
-    elements = each.shard
+    slices = each.slices
+    elements = each.shard // slices
+    layout = each.layout if slices == 1 else each.layout.sliced(len(each.layout.stored) - 1)
     for axis, strategy in each.sharded.items():
-        ranks, slices = each.setting.ranks(axis), each.slices
+        ranks = each.setting.ranks(axis)
         # The last trips of a scan that gathers ahead gather as many slices in vain (see `units/gathered.py`).
         trips = slices if slices == 1 else slices + min(strategy.prefetch, slices)
-        for sent in strategy.gather_flows(elements, each.layout, axis, ranks, each.read_dtype):
-            yield _sent(axis, sent, True, False, trips, slices)
+        for sent in strategy.gather_flows(elements, layout, axis, ranks, each.read_dtype):
+            yield _sent(axis, sent, True, False, trips, trips)
         elements = elements * ranks
 
 
@@ -186,16 +188,16 @@ def _syncs(each: Placed) -> Iterator[Sent]:
         ranks, sharded = each.setting.ranks(axis), axis in each.sharded
         buffered, often = axis == outwards[-1][0] and roles[axis].parameters == "whole", each.reductions(axis)
         for sent in strategy.sync_flows(elements, each.layout, axis, ranks, each.sum_dtype) if several(ranks) else ():
-            yield _sent(axis, sent, sharded, buffered, often, often)
+            yield _sent(axis, sent, sharded, buffered, often, 1)
         elements = elements // ranks if sharded else elements
 
 
-def _sent(axis: AxisNames, sent: Transfer, sharded: bool, buffered: bool, trips: int, slices: int) -> Sent:
-    """A transfer that goes in so many slices, and as many trips; more trips send more."""
-    (dtype, itemsize), more = named(sent.dtype), lambda size: size if trips == slices else size * trips // slices
+def _sent(axis: AxisNames, sent: Transfer, sharded: bool, buffered: bool, launches: int, times: int) -> Sent:
+    """A transfer so many times, in so many launches."""
+    dtype, itemsize = named(sent.dtype)
     return Sent(
         axis=axis, kind=sent.kind, dtype=dtype, itemsize=itemsize, sharded=sharded, buffered=buffered,
-        elements=more(sent.elements), padding=more(sent.padding), launches=trips, ranks=sent.ranks,
+        elements=sent.elements * times, padding=sent.padding * times, launches=launches, ranks=sent.ranks,
     )  # fmt: skip
 
 

@@ -42,6 +42,8 @@ class FSDP(ParallelModel):
       wrap: which parts are gathered together (FULL_SHARD) and recomputed together (`remat`): None finds repeated blocks;
         module types, regular expressions of module paths, or a predicate of the path.
       prefetch: units gathered ahead while one computes; each costs a unit of memory.
+      gather: parameters are gathered as "int8" or "fp8" with a scale per block of at most 256 elements (`ax.Shard.wire`); the
+        model computes with what was sent. None: as they are.
       update: "shards", or "whole" for optimizers that are refused on them.
       remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
       batch_stats, trainable, check_vma, seed: see `ax.DDP`.
@@ -62,6 +64,7 @@ class FSDP(ParallelModel):
         precision: Precision | str | None = None,
         wrap: Wrap = None,
         prefetch: int = 0,
+        gather: Literal["int8", "fp8"] | None = None,
         update: Literal["shards", "whole"] = "shards",
         remat: Remat = None,
         batch_stats: Literal["global", "local"] = "global",
@@ -73,7 +76,7 @@ class FSDP(ParallelModel):
         if mixed_precision is not None and precision is not None:
             raise ValueError("mixed_precision= and precision= are two names for the same policy: give one")
         plan = Plan(
-            fsdp=strategy.on_axis(wrap=wrap, prefetch=prefetch),
+            fsdp=strategy.on_axis(wrap=wrap, prefetch=prefetch, gather=gather),
             precision=Precision.of(mixed_precision if precision is None else precision),
             offload=cpu_offload,  # pyright: ignore[reportArgumentType]  # Plan checks and converts names
             update=update,

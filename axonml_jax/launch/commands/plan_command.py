@@ -23,6 +23,7 @@ from axonml_jax.mesh.axes import AXES
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.presets import PRESETS, preset
+from axonml_jax.parallel.strategies.shard import Shard
 from axonml_jax.planner.answer import Answer
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.candidate import Candidate
@@ -60,6 +61,7 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         remats=[None if each == "none" else each for each in chosen.remat],
         max_memory=chosen.max_memory,
         offload=chosen.offload,
+        strategies=_packed(base),
         assumptions=Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap),
         **sizes,
     )
@@ -211,11 +213,18 @@ def _without_outputs(arguments: Sequence[str]) -> list[str]:
     return [each for each in kept if each.split("=")[0] not in (*outputs, "--json", "--ledger")]
 
 
+def _packed(base: RunConfig | None) -> list[Shard]:
+    """What `plan.gather` asks to be considered too: shards that travel packed."""
+    wire = None if base is None else base.plan.gather
+    return [] if wire is None else [Shard(stage=stage, wire=wire) for stage in (1, 2, 3)]
+
+
 def _plan_config(base: PlanConfig, found: Candidate, precision: Any) -> PlanConfig:
     return replace(
         base,
         sharding_strategy=_STAGES[found.stage],  # pyright: ignore[reportArgumentType]
         prefetch=base.prefetch if found.stage == 3 else 0,
+        gather=base.gather if found.strategy is not None else None,
         precision=precision,
         accumulate=1 if found.schedule else found.microbatches,
         remat=found.remat,  # pyright: ignore[reportArgumentType]

@@ -3,7 +3,6 @@
 import enum
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,17 @@ from axonml_jax.collectives.primitives import axis_size
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.strategies.hops import best_hops, groups
+from axonml_jax.parallel.strategies.packed_shards import (
+    WIRES,
+    Wire,
+    packed,
+    packed_sizes,
+    round_trip,
+    travels_packed,
+    unpacked,
+    wire_dtype,
+)
+from axonml_jax.parallel.strategies.padding import cut, pad, padding_of, padding_scope
 from axonml_jax.parallel.strategies.replicate import Replicate
 from axonml_jax.parallel.strategies.role import Role
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
@@ -49,15 +59,19 @@ class ShardingStrategy(enum.Enum):
             return None
         return {ShardingStrategy.SHARD_OPTIMIZER: 1, ShardingStrategy.SHARD_GRAD_OP: 2}.get(self, 3)
 
-    def on_axis(self, **options: Any) -> "Shard | Replicate":
+    def on_axis(self, gather: Wire | None = None, **options: Any) -> "Shard | Replicate":
         """The strategy of the `fsdp` axis that this name means: `Shard` with these options, or `Replicate`.
+
+        Args:
+          gather: as what parameters travel (`Shard.wire`).
+          options: others of `Shard`.
 
         Raises:
           ValueError: for options that are wrong, or given where nothing is sharded.
         """
         if self.stage is not None:
-            return Shard(stage=self.stage, **options)
-        if idle := {name: value for name, value in options.items() if value}:
+            return Shard(stage=self.stage, wire=gather, **options)
+        if idle := {name: value for name, value in {"gather": gather, **options}.items() if value}:
             raise ValueError(f"{idle} acts on sharded parameters and has no effect with sharding_strategy={self.value}")
         return Replicate()
 
@@ -79,6 +93,8 @@ class Shard(AbstractStrategy):
       gather_hop: gathers go in two hops, among so many neighbouring ranks first and then across; 1: in one. The bytes are
         the same. None takes what the compiler of the mesh's devices keeps a gather (see `hops.py`).
       scatter_hop: the same of reduce-scatters, which go across first.
+      wire: weights are gathered as "int8", or as "fp8" (e4m3), with a float32 scale per block of 256 elements or fewer; they
+        rest, and gradients travel, as before. Leaves of one dim are gathered as they are. None: all are.
     """
 
     stage: int = 3
@@ -87,6 +103,7 @@ class Shard(AbstractStrategy):
     flat: bool | None = None
     gather_hop: int | None = None
     scatter_hop: int | None = None
+    wire: Wire | None = None
 
     def __post_init__(self):
         problems = []
@@ -104,6 +121,8 @@ class Shard(AbstractStrategy):
             hop = getattr(self, name)
             if hop is not None and (isinstance(hop, bool) or not isinstance(hop, int) or hop < 1):
                 problems.append(f"{name}={hop!r} must be a number of ranks, 1 or more, or None")
+        if self.wire is not None and self.wire not in WIRES:
+            problems.append(f"wire={self.wire!r} must be one of {', '.join(WIRES)}, or None")
         if problems:
             raise ValueError("; ".join(problems))
         object.__setattr__(self, "wrap", checked_wrap(self.wrap))
@@ -111,8 +130,16 @@ class Shard(AbstractStrategy):
     def gather_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:
-        """One all-gather, or one across and one among neighbours."""
-        return self._moved("all_gather", elements * ranks, layout, axis, ranks, dtype, self.gather_hop)
+        """One all-gather, or one across and one among neighbours; of packed leaves as many of the scales."""
+        if self.wire is None or not travels_packed(layout, dtype) or (dim := layout.dim_of(axis)) is None:
+            return self._moved("all_gather", elements * ranks, layout, axis, ranks, dtype, self.gather_hop)
+        sent, scales = packed_sizes(elements)
+        padding = padding_of(layout, dim, ranks) + (sent - elements) * ranks
+        values = Transfer(
+            kind="all_gather", elements=sent * ranks, ranks=ranks, dtype=wire_dtype(self.wire), padding=padding
+        )
+        beside = Transfer(kind="all_gather", elements=scales * ranks, ranks=ranks, dtype=jnp.dtype("float32"))
+        return *values.in_hops(self.gather_hop), *beside.in_hops(self.gather_hop)
 
     def sync_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
@@ -144,7 +171,22 @@ class Shard(AbstractStrategy):
 
     def in_words(self, axis: AxisNames) -> str:
         """As tables print it."""
-        return f"ZeRO-{self.stage}"
+        return f"ZeRO-{self.stage}" if self.wire is None else f"ZeRO-{self.stage}, gathered as {self.wire}"
+
+    @property
+    def exact(self) -> bool:
+        """Unless what is gathered is packed."""
+        return self.wire is None
+
+    def round_trip(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
+        """What ranks read of a shard."""
+        packs = self._packs(shard, layout, axis)
+        return round_trip(shard, packs) if packs is not None else shard
+
+    def _packs(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> Wire | None:
+        """How a shard is packed; None: it travels as it is."""
+        travels = layout.dim_of(axis) is not None and travels_packed(layout, shard.dtype)
+        return self.wire if travels else None
 
     @property
     def role(self) -> Role:
@@ -187,20 +229,37 @@ class Shard(AbstractStrategy):
     def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
         """One all-gather for the whole bucket, or one among neighbours and one across."""
         dims = [layout.dim_of(axis) for layout in layouts]
+        wires: list[Wire | None] = [
+            self._packs(shard, layout, axis) for shard, layout in zip(shards, layouts, strict=True)
+        ]
+        sent: list[jax.Array] = []
+        for shard, wire in zip(shards, wires, strict=True):
+            sent += [shard] if wire is None else packed(shard, wire)
+        along = [d for dim, wire in zip(dims, wires, strict=True) for d in ([dim] if wire is None else [0, 0])]
+        filled = sum(
+            packed_sizes(x.size)[0] - x.size for x, wire in zip(shards, wires, strict=True) if wire is not None
+        )
         near, far = groups(axis_size(axis), self.gather_hop) or (None, None)
         if near:
             with jax.named_scope("axonml.parameters"):
-                shards = gather_leaves(shards, axis, dims, flat=bool(self.flat), among=near)
-        with _padding("axonml.parameters", layouts, dims, axis):
-            wholes = gather_leaves(shards, axis, dims, flat=bool(self.flat), among=far)
-        return [_cut(whole, layout, axis, dim) for whole, layout, dim in zip(wholes, layouts, dims, strict=True)]
+                sent = gather_leaves(sent, axis, along, flat=bool(self.flat), among=near)
+        with padding_scope("axonml.parameters", layouts, dims, axis, filled):
+            found = iter(gather_leaves(sent, axis, along, flat=bool(self.flat), among=far))
+        wholes = []
+        for shard, layout, dim, wire in zip(shards, layouts, dims, wires, strict=True):
+            whole = next(found)
+            if wire is not None and dim is not None:
+                parts = unpacked(whole, next(found), shard.shape, shard.dtype, wire)
+                whole = jax.lax.collapse(jnp.moveaxis(parts, 0, dim), dim, dim + 2)
+            wholes.append(cut(whole, layout, axis, dim))
+        return wholes
 
     def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
         """One reduce-scatter for the whole bucket, or one across and one among neighbours."""
         dims = [layout.dim_of(axis) for layout in layouts]
-        padded = [_pad(grad, layout, axis, dim) for grad, layout, dim in zip(grads, layouts, dims, strict=True)]
+        padded = [pad(grad, layout, axis, dim) for grad, layout, dim in zip(grads, layouts, dims, strict=True)]
         near, far = groups(axis_size(axis), self.scatter_hop) or (None, None)
-        with _padding("axonml.gradients", layouts, dims, axis):
+        with padding_scope("axonml.gradients", layouts, dims, axis):
             sums = scatter_sum_leaves(padded, axis, dims, flat=bool(self.flat), among=far)
         split = {i: dim for i, dim in enumerate(dims) if dim is not None}
         if near and split:
@@ -211,39 +270,3 @@ class Shard(AbstractStrategy):
             for i, shard in zip(split, own, strict=True):
                 sums[i] = shard
         return sums
-
-
-def _cut(whole: jax.Array, layout: Layout, axis: AxisNames, dim: int | None) -> jax.Array:
-    """What was gathered without its padding."""
-    if dim is None:
-        return whole
-    if not layout.shape:
-        return whole[0]
-    size = layout.shape[dim] * axis_size(axis) // layout.parts[dim]
-    return whole if whole.shape[dim] == size else jax.lax.slice_in_dim(whole, 0, size, axis=dim)
-
-
-def _pad(grad: jax.Array, layout: Layout, axis: AxisNames, dim: int | None) -> jax.Array:
-    """A gradient with zeros behind it, so that it divides."""
-    if dim is None:
-        return grad
-    if not layout.shape:
-        grad = grad[None]
-    more = layout.shard[dim] * axis_size(axis) - grad.shape[dim]
-    return jnp.pad(grad, [(0, more if d == dim else 0) for d in range(grad.ndim)]) if more else grad
-
-
-def padding_of(layout: Layout, dim: int, ranks: int) -> int:
-    """How many elements of a leaf gathered along a dim are padding."""
-    shard = layout.shard
-    size = layout.shape[dim] * ranks // layout.parts[dim] if layout.shape else 1
-    return math.prod(shard[:dim] + shard[dim + 1 :]) * (shard[dim] * ranks - size)
-
-
-def _padding(
-    label: str, layouts: Sequence[Layout], dims: Sequence[int | None], axis: AxisNames
-) -> AbstractContextManager:
-    """A name scope that tells the ledger how many of a bucket's elements are padding."""
-    count = axis_size(axis)
-    more = sum(padding_of(layout, dim, count) for layout, dim in zip(layouts, dims, strict=True) if dim is not None)
-    return jax.named_scope(f"{label}.pad{more}") if more else nullcontext()

@@ -19,6 +19,7 @@ class PlanConfig:
       comm_dtype: dtype in which gradients travel, such as bfloat16; null sends them as they are.
       sharding_strategy: what is split along mesh.fsdp during a step; null is full_shard.
       prefetch: units whose parameters are gathered ahead (full_shard and hybrid_shard); each costs a unit of memory.
+      gather: parameters travel as int8 or fp8 with a scale per block when they are gathered; null sends them as they are.
       offload: what rests in host memory between its uses.
       precision: float32; bf16 or fp16 (compute in it, the rest in float32; fp16 scales the loss); bf16-reduce (gradients
         are summed and sent in bfloat16 too); null leaves the model's dtypes.
@@ -35,6 +36,7 @@ class PlanConfig:
         None
     )
     prefetch: int = 0
+    gather: Literal["int8", "fp8"] | None = None
     offload: Literal["none", "params", "optimizer_states", "full"] = "none"
     precision: Literal["float32", "bf16", "bf16-reduce", "fp16"] | None = None
     accumulate: int = 1
@@ -81,5 +83,5 @@ class PlanConfig:
         view = self.gradient_as_bucket_view
         strategy = ShardingStrategy(self.sharding_strategy or "full_shard")
         if strategy is ShardingStrategy.NO_SHARD:
-            return strategy.on_axis(prefetch=self.prefetch)
-        return strategy.on_axis(prefetch=self.prefetch, flat=None if view is None else not view)
+            return strategy.on_axis(prefetch=self.prefetch, gather=self.gather)
+        return strategy.on_axis(prefetch=self.prefetch, gather=self.gather, flat=None if view is None else not view)

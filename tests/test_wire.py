@@ -1,0 +1,68 @@
+"""Parameters that travel packed: a block bounds what is lost, bytes are what is sent, and who cannot use it is told."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from fsdp_plans import mesh_of
+
+import axonml_jax as ax
+from axonml_jax.launch.config.sections.plan_config import PlanConfig
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.strategies.packed_shards import BLOCK, packed, packed_sizes, round_trip
+
+DRAWN = np.random.default_rng(0).normal(size=(3, 7, 41)).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (16, 16), (3, 7, 41), (2, BLOCK), (0, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_an_element_is_off_by_no_more_than_its_block_allows(shape, dtype):
+    x = jnp.asarray(np.resize(DRAWN, shape), dtype)
+    values, scales = packed(x, "int8")
+    assert (values.size, scales.size) == packed_sizes(x.size) and values.dtype == jnp.int8
+    assert values.size - x.size < max(scales.size, 2)
+    for wire, most in (("int8", 1 / 254), ("fp8", 1 / 16)):  # e4m3 has three bits behind the first
+        back = round_trip(x, wire)
+        assert back.shape == x.shape and back.dtype == x.dtype
+        flat, found = (np.asarray(each, np.float64).ravel() for each in (x, back))
+        blocks = np.arange(x.size) // max(values.size // scales.size, 1)
+        largest = np.asarray([np.abs(flat[blocks == b]).max() for b in blocks])
+        own = largest if wire == "int8" else np.maximum(np.abs(flat), largest / 448 / 8)
+        assert np.all(np.abs(found - flat) <= own * (most + jnp.finfo(dtype).eps))
+
+
+def test_an_outlier_costs_its_block_alone_and_what_is_not_finite_shows():
+    x = jnp.asarray(np.resize(DRAWN, (4, BLOCK))).at[1, 3].set(1e6).at[2, 5].set(jnp.nan)
+    for wire in ("int8", "fp8"):
+        back = round_trip(x, wire)
+        assert np.abs(back[0] - x[0]).max() < 0.3 and np.isclose(back[1, 3], 1e6, rtol=1e-6)
+        assert np.isnan(back[2]).all() and np.isfinite(back[3]).all()
+    assert round_trip(jnp.zeros((2, BLOCK)), "int8").tobytes() == bytes(8 * 2 * BLOCK)
+
+
+@pytest.mark.parametrize(("wire", "sent"), [("int8", "i8"), ("fp8", "ui8")])
+def test_matrices_travel_as_bytes_and_gradients_as_they_are(wire, sent):
+    config = TransformerConfig(vocab_size=16, num_layers=2, hidden_size=16, num_heads=2, max_length=8)
+    model = ax.FSDP(Transformer(config, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), gather=wire)
+    trainer = model.trainer(optax.sgd(0.1), lambda model, batch: ax.WeightedMean(*model.loss(**batch)))
+    tokens = np.zeros((4, 8), np.int32)
+    text = trainer.trace({"tokens": tokens, "targets": tokens}).lower().as_text()
+    gathered = re.findall(r"all_gather\"?\(.*?-> tensor<([^>]*)>", text)
+    kinds = {tuple(each.split("x")) for each in gathered}
+    assert any(kind[-1] == sent for kind in kinds)
+    assert all(len(kind) == 2 for kind in kinds)  # rows of bytes, of scales, and leaves of one dim: no matrix of floats
+    assert not re.search(rf"reduce_scatter.*tensor<[^>]*x{sent}>", text)
+    assert ax.Shard(wire=wire).in_words("fsdp") == f"ZeRO-3, gathered as {wire}"
+
+
+def test_who_cannot_use_it_is_told():
+    with pytest.raises(ValueError, match=r"wire='int4' must be one of int8, fp8, or None"):
+        ax.Shard(wire="int4")
+    with pytest.raises(ValueError, match=r"\{'gather': 'int8'\} acts on sharded parameters and has no effect"):
+        PlanConfig(sharding_strategy="no_shard", gather="int8")
+    assert PlanConfig(sharding_strategy="shard_grad_op", gather="fp8").build().fsdp == ax.Shard(stage=2, wire="fp8")
+    assert not ax.Shard(wire="int8").exact and ax.Shard().exact
