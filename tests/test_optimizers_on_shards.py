@@ -37,6 +37,8 @@ SHARE = [
     ("Pipeline", "adafactor", {}),
     ("Pipeline, fsdp inside", "MultiSteps of a clipping chain", {"check_vma": True}),
     ("Pipeline, fsdp inside", "novograd", {}),
+    ("Pipeline, fsdp inside", "muon", {"check_vma": True}),
+    ("Pipeline, fsdp inside", "adaptive_grad_clip", {}),
     ("Pipeline", "adamw, decay masked", {}),
     ("Pipeline, fsdp inside", "multi_transform", {"check_vma": True}),
 ]

@@ -51,7 +51,7 @@ def read_update(
       Mixing: when ranks cannot run it on what they hold.
     """
     program = read_program(trace(fun, *args).jaxpr, no_calls)
-    reader = _Reader(layouts, gathers=not pipe)
+    reader = _Reader(layouts, piped=bool(pipe))
     inputs = [reader.new(program.avals[number], owner) for number, owner in zip(program.inputs, owners[0], strict=True)]
     results = [reader.returned(*each) for each in zip(reader.read(program, inputs, ()), owners[1], strict=True)]
     return ShardedProgram(

@@ -107,9 +107,8 @@ class ShardedProgram:
         env = dict(self.constants) | {self.inputs[i]: value for i, value in whole.items()}
         for level in range(1 + max((step.level for step in self.steps), default=0)):
             _run((step for step in self.steps if step.owner is None and step.level == level), env)
-            for works in self._works(level):
-                made = on_rank(functools.partial(self._worked, works, env))
-                env |= {step.outputs[0]: value for step, value in zip(works, made, strict=True)}
+            if not self.pipe:  # else every rank does the work of its own parameters where it needs the results
+                env |= on_rank(functools.partial(self._worked, self._works(level), env))
             for group in self._groups(step for step in self.steps if step.total and step.level == level):
                 parts = on_rank(functools.partial(self._parts, group, env))
                 joined = _JOIN[group[0].total or ""](parts, self._axes(group[0]))
@@ -118,21 +117,26 @@ class ShardedProgram:
         loose = [i for i, owner in enumerate(self.owners[1]) if owner is None]
         return mine, {i: env[self.outputs[i]] for i in loose}
 
-    def _works(self, level: int) -> list[list[UpdateStep]]:
-        """Equal works of a round, each group of which shares an exchange."""
-        groups: dict[Hashable, list[UpdateStep]] = {}
-        for step in self.steps:
-            if step.work is not None and step.level == level:
-                groups.setdefault(step.work.like, []).append(step)
-        return list(groups.values())
+    def _works(self, level: int) -> list[UpdateStep]:
+        return [step for step in self.steps if step.work is not None and step.level == level]
 
-    def _worked(self, works: Sequence[UpdateStep], env: Mapping[int, Any], held: Held) -> list[jax.Array]:
-        """What equal works make."""
-        first = works[0]
-        assert first.work is not None and first.owner is not None
+    def _worked(self, works: Sequence[UpdateStep], env: Mapping[int, Any], held: Held) -> dict[int, jax.Array]:
+        """What works of one round make; equal ones share an exchange."""
         own = self._made([number for step in works for number in step.inputs], env, held)
-        given = [[own[number] for number in step.inputs] for step in works]
-        return on_owners(first.work, self.layouts[first.owner], given)
+        return self._exchanged(works, own)
+
+    def _exchanged(self, works: Sequence[UpdateStep], own: Mapping[int, Any]) -> dict[int, jax.Array]:
+        groups: dict[Hashable, list[UpdateStep]] = {}
+        for step in works:
+            assert step.work is not None
+            groups.setdefault(step.work.like, []).append(step)
+        made = {}
+        for first, *others in groups.values():
+            assert first.work is not None and first.owner is not None
+            given = [[own[number] for number in step.inputs] for step in (first, *others)]
+            results = on_owners(first.work, self.layouts[first.owner], given)
+            made |= {step.outputs[0]: result for step, result in zip((first, *others), results, strict=True)}
+        return made
 
     def _results(self, env: Mapping[int, Any], held: Held) -> dict[int, Any]:
         """The results that belong to parameters of which this rank holds something."""
@@ -160,10 +164,14 @@ class ShardedProgram:
         own = dict(env) | {self.inputs[i]: value for i, value in held.items()}
         needed, chosen, present = set(wanted), [], self._present(held)
         for step in reversed(self.steps):
-            if step.owner in present and not step.communicates and needed.intersection(step.outputs):
+            here = not step.communicates or (step.work is not None and bool(self.pipe))
+            if step.owner in present and here and needed.intersection(step.outputs):
                 needed.update(step.inputs)
                 chosen.append(step)
-        _run(reversed(chosen), own)
+        for level in sorted({step.level for step in chosen}):
+            now = [step for step in reversed(chosen) if step.level == level]
+            _run((step for step in now if step.work is None), own)
+            own |= self._exchanged([step for step in now if step.work is not None], own)
         return own
 
     def _present(self, held: Held) -> Collection[int]:

@@ -24,13 +24,13 @@ class UpdateSteps:
 
     Attributes:
       layouts: of every parameter.
-      gathers: whether a rank may gather the whole of a parameter.
+      piped: whether ranks of a pipeline hold different parameters.
       steps: in order.
       constants: by number.
     """
 
     layouts: Sequence[Layout]
-    gathers: bool
+    piped: bool
     steps: list[UpdateStep] = field(default_factory=list)
     constants: dict[int, Any] = field(default_factory=dict)
     _sent: dict[int, Value] = field(default_factory=dict)
@@ -71,6 +71,8 @@ class UpdateSteps:
 
     def work(self, value: Value, *, part: bool) -> Value:
         """The result of what is done to whole arrays; sent once."""
+        if self.piped and not part:
+            raise Mixing("what all ranks would have to know of whole work", self.whole_work.frames(value))
         if value.number not in self._sent:
             work, given = self.whole_work.work(value, part=part)
             made = self.new(value.aval, value.owner if part else None, level=value.level + 1)
@@ -82,7 +84,7 @@ class UpdateSteps:
     def may_gather(self, op: Operation, given: Sequence[Value]) -> bool:
         """Whether an operation may be done to the whole of a parameter, by the one rank that gathers it."""
         owners = {value.owner for value in given if value.owner is not None}
-        return self.gathers and len(owners) == 1 and not op.acts and not any(map(self.is_local, given))
+        return len(owners) == 1 and not op.acts and not any(map(self.is_local, given))
 
     def is_whole(self, owner: int) -> bool:
         """Whether one rank has all of a parameter, and so may do anything with it."""
