@@ -48,6 +48,7 @@ def test_a_run_with_adapters_is_trained_evaluated_generated_from_and_exported_me
         "sample": {"count": 0},
         "output": {"dir": str(tmp_path / "runs"), "plot": False},
         "checkpoint": {"every": 2},
+        "ema": {"decay": 0.5},
     }
     content["train"] |= {"steps": 2, "global_batch_size": 8}
     (run / "config.yaml").write_text(yaml.safe_dump(content))
@@ -66,6 +67,9 @@ def test_a_run_with_adapters_is_trained_evaluated_generated_from_and_exported_me
     changed = {name for name in before if not np.array_equal(before[name], written[name])}
     ends = ("q_proj.weight", "v_proj.weight", "up_proj.weight")
     assert written.keys() == before.keys() and changed == {name for name in before if name.endswith(ends)}
+    assert main(["export", str(trained), str(tmp_path / "average"), "--ema"]) == 0
+    average = ax.load_safetensors(tmp_path / "average")
+    assert {name for name in before if not np.array_equal(average[name], written[name])} == changed
     config = pretrained_config(tmp_path / "published", scan_layers=True)
     ours = ax.FSDP(ax.lora(Transformer(config, rngs=nnx.Rngs(0)), **LORA), mesh_of(fsdp=4))
     ax.restore(trained / "checkpoints" / "step_00000002", ours)

@@ -143,6 +143,30 @@ def test_it_begins_anew_with_parameters_that_are_loaded_into_the_model(tmp_path,
     equal(averages(training), other.state_dict())
 
 
+def test_of_a_model_with_adapters_it_is_that_of_the_adapters(tmp_path):
+    def adapted(**degrees):
+        given = ax.lora(Net(8, rngs=nnx.Rngs(0)), rank=2, targets="blocks/.*kernel")
+        return ax.parallelize(given, ax.make_mesh(**degrees)).trainer(optax.adam(0.05), squares, ema=DECAY)
+
+    training = adapted(data=2, fsdp=4)
+    expected = first = training.model.state_dict()
+    for _ in range(STEPS):
+        training.step(BATCH)
+        now = training.model.state_dict()
+        expected = {name: DECAY * value + (1 - DECAY) * now[name] for name, value in expected.items()}
+    kept = {name.removeprefix("ema/") for name in training.checkpoint_leaves() if name.startswith("ema/")}
+    assert kept == {name for name in first if "_lora_" in name} and len(kept) == 4
+    found = averages(training)
+    assert_trees_close(found, expected, "the average")
+    equal({name: found[name] for name in first.keys() - kept}, {name: first[name] for name in first.keys() - kept})
+    valid = training.validate([BATCH])
+    with training.averaged() as model:
+        np.testing.assert_allclose(float(squares(model.module, BATCH)), valid["ema_loss"], rtol=1e-5)
+    ax.save(tmp_path / "saved", training)
+    ax.restore(tmp_path / "saved", again := adapted(data=8))
+    equal(averages(again), found)
+
+
 def test_an_update_that_is_skipped_leaves_it_as_it_was():
     training = trainer(max_nonfinite=3)
     training.step(BATCH)

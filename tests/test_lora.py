@@ -9,12 +9,14 @@ import optax
 import pytest
 from flax import linen, nnx
 from fsdp_plans import mesh_of
+from jax.sharding import PartitionSpec as P
 
 import axonml_jax as ax
 from axonml_jax._types import named_leaves
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.partition import Partition
 from axonml_jax.testing import assert_equals_single_device
 
 SIZES = {"vocab_size": 16, "num_layers": 2, "hidden_size": 8, "num_heads": 4, "mlp_hidden_size": 12, "max_length": 8}
@@ -75,17 +77,18 @@ def test_adapters_train_as_on_one_device(name):
     )
 
 
+class Plain(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(4, 8, param_dtype=jnp.float64, rngs=rngs)
+        self.down = nnx.Linear(8, 4, param_dtype=jnp.float64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
 @pytest.mark.parametrize("base", [None, "int8"])
 def test_swapped_layers_and_linen_train_as_on_one_device(base):
-    class Plain(nnx.Module):
-        def __init__(self):
-            rngs = nnx.Rngs(0)
-            self.up = nnx.Linear(4, 8, param_dtype=jnp.float64, rngs=rngs)
-            self.down = nnx.Linear(8, 4, param_dtype=jnp.float64, rngs=rngs)
-
-        def __call__(self, x):
-            return self.down(jnp.tanh(self.up(x)))
-
     class Scanned(linen.Module):
         @linen.compact
         def __call__(self, x):
@@ -103,6 +106,39 @@ def test_swapped_layers_and_linen_train_as_on_one_device(base):
     params = module.init(jax.random.key(0), x)
     given = adapted(module, targets="kernel", stacked="kernel", base=base)
     assert_equals_single_device(given, squares, x, mesh=mesh_of(fsdp=2), params=params)
+
+
+RULES = {"up/kernel": P(None, "tensor"), "up/bias": P("tensor"), "down/kernel": P("tensor"), "down/bias": P()}
+
+
+@pytest.mark.parametrize("base", [None, "int8"])
+def test_path_rules_name_the_models_parameters_and_split_adapters_as_the_sides_of_their_matrices(base):
+    x = np.random.default_rng(1).normal(size=(8, 4))
+    squares, mesh = lambda model, x: jnp.mean(jnp.square(model(x) - 1)), mesh_of(data=2, tensor=2)
+    given = adapted(Plain(), targets="kernel", base=base)
+    assert_equals_single_device(given, squares, x, ax.Plan(partition=Partition.of(RULES)), mesh=mesh, steps=2)
+    model = ax.TensorParallel(given, mesh, rules=RULES)
+    split = {name: dict(enumerate(leaf.sharding.spec)) for name, leaf in named_leaves(model.variables.params).items()}
+    on = {name: [dim for dim, axis in dims.items() if axis == "tensor"] for name, dims in split.items()}
+    wanted = {"up/kernel_lora_a": [], "up/kernel_lora_b": [1], "down/kernel_lora_a": [0], "down/kernel_lora_b": []}
+    assert on == wanted
+    with pytest.raises(ValueError, match=r"rule 'up/kernel_lora_a': matches no parameter"):
+        ax.TensorParallel(given, mesh, rules=RULES | {"up/kernel_lora_a": P()})
+
+
+def test_adapters_rest_in_float32_and_join_products_of_bfloat16():
+    plan, rate = ax.Plan(precision=ax.Precision.of("bf16")), optax.sgd(0.5)  # Adam would divide noise by noise
+    given, batch = adapted(transformer("float32")), tokens()
+    assert_equals_single_device(given, loss, batch, plan, mesh=mesh_of(fsdp=2), tx=rate, steps=3)
+
+    def products(model):
+        """The shapes of those in float32, as the attention's scores are."""
+        trainer = ax.parallelize(model, mesh_of(data=1), plan).trainer(rate, loss)
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(trainer.model.parameters()))
+        text = trainer.trace(batch).lower().as_text()
+        return {shape for shape, kind in re.findall(r"dot_general .*?-> tensor<(\S+)x(\w+)>", text) if kind == "f32"}
+
+    assert products(given) <= products(transformer("float32"))
 
 
 def test_training_begins_at_the_model_itself_leaves_it_bit_for_bit_resumes_and_merges(tmp_path):

@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.mesh.axes import as_axes
+from axonml_jax.model.functional import Functional
+from axonml_jax.model.lora.lora_view import Adapter
+from axonml_jax.parallel.tensor.adapter_specs import specs_beside
 
 PARTITIONED = "tensor"
 """The axis that may be left to the partitioner."""
@@ -20,11 +23,15 @@ Rules = Mapping[str, PartitionSpec] | Iterable[tuple[str, PartitionSpec]]
 class Partition:
     """Rules by path name; the first that matches a parameter's whole name says how it is split.
 
+    Adapters (`ax.lora`) are split as the sides of their matrices are; rules name the model's own parameters.
+
     Attributes:
       rules: (regular expression, PartitionSpec over `tensor`) in order.
+      adapters: of a model's matrices, by path (see `for_model`).
     """
 
     rules: tuple[tuple[str, PartitionSpec], ...]
+    adapters: tuple[tuple[str, Adapter], ...] = field(default=(), repr=False)
 
     @staticmethod
     def of(rules: Rules) -> "Partition":
@@ -42,6 +49,10 @@ class Partition:
             )
         return Partition(pairs)
 
+    def for_model(self, model: Functional) -> "Partition":
+        """The rules, which know the model's adapters."""
+        return replace(self, adapters=tuple(model.adapters.items()))
+
     def specs(self, variables: PyTree, degrees: Mapping[str, int]) -> dict[str, PartitionSpec]:
         """How each parameter is split, by path name.
 
@@ -53,7 +64,8 @@ class Partition:
           ValueError: listing every parameter that no rule matches or whose dims do not divide, and every rule that is the
             first to match none (which another one hides, or which has a typing error).
         """
-        leaves = named_leaves(variables)
+        added = {name for _, adapter in self.adapters for name in adapter.added}
+        leaves = {name: leaf for name, leaf in named_leaves(variables).items() if name not in added}
         chosen = {name: next((rule for rule in self.rules if re.fullmatch(rule[0], name)), None) for name in leaves}
         problems = [
             f"  {name} {tuple(leaves[name].shape)}: no rule matches it" for name, r in chosen.items() if r is None
@@ -70,7 +82,9 @@ class Partition:
                 + '\n(".*" as the last rule, with '
                 "PartitionSpec(), keeps the rest whole on every rank)"
             )
-        return {name: rule[1] for name, rule in chosen.items() if rule is not None}
+        own = {name: rule[1] for name, rule in chosen.items() if rule is not None}
+        beside = (specs_beside(own[name], adapter) for name, adapter in self.adapters)
+        return own | {name: spec for specs in beside for name, spec in specs.items()}
 
     def _unused(self, rule: tuple[str, PartitionSpec], names: Iterable[str]) -> str:
         hidden = [name for name in names if re.fullmatch(rule[0], name)]

@@ -189,8 +189,9 @@ class Plan:
         return self._changed(lambda axis, strategy: strategy.reducing())
 
     def for_model(self, model: Functional) -> "Plan":
-        """The plan with every default of its strategies decided that depends on the model."""
-        return self._changed(lambda axis, strategy: strategy.for_model(model))
+        """The plan with everything decided that depends on the model: defaults of strategies, what rules split."""
+        plan = self._changed(lambda axis, strategy: strategy.for_model(model))
+        return plan if plan.partition is None else replace(plan, partition=plan.partition.for_model(model))
 
     def decided(self, fabric: Fabric, degrees: Mapping[str, int]) -> "Plan":
         """The plan with every default of its strategies decided that depends on the devices."""

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, as_axes
 from axonml_jax.model.functional import Functional
+from axonml_jax.model.lora.lora_view import Adapter
 from axonml_jax.parallel.tensor.bound_axes import bound, degree
 from axonml_jax.parallel.tensor.specs import tensor_specs
 
@@ -24,12 +25,20 @@ def layer_specs(model: Functional, axis_sizes: Mapping[str, int]) -> dict[str, A
     specs: dict[Any, Any] = flatten_dict(tensor_specs(model.abstract_module, axis_sizes))
     for path, spec in list(specs.items()):
         if (adapter := model.adapters.get("/".join(map(str, path)))) is not None:
-            *stack, i, o = _entries(spec, adapter.stacked)
-            for name, own in ((adapter.a, (i, None)), (adapter.b, (None, o))):
-                specs[*path[:-1], name.rpartition("/")[2]] = PartitionSpec(*stack, *own)
-            if (name := adapter.column_scales) is not None:
-                specs[*path[:-1], name.rpartition("/")[2]] = PartitionSpec(*stack, o)
+            for name, own in specs_beside(spec, adapter).items():
+                specs[*path[:-1], name.rpartition("/")[2]] = own
     return unflatten_dict(specs)
+
+
+def specs_beside(spec: PartitionSpec, adapter: Adapter) -> dict[str, PartitionSpec]:
+    """How what lies beside a matrix of this spec is split, by path: its adapters, and the scales of its columns if it has some.
+
+    >>> specs_beside(PartitionSpec(None, "tensor"), Adapter("a", "b", 1.0, 0))["b"] == PartitionSpec(None, "tensor")
+    True
+    """
+    *stack, i, o = _entries(spec, adapter.stacked)
+    scales = {} if adapter.column_scales is None else {adapter.column_scales: PartitionSpec(*stack, o)}
+    return {adapter.a: PartitionSpec(*stack, i, None), adapter.b: PartitionSpec(*stack, None, o)} | scales
 
 
 def summed_axes(model: Functional) -> dict[str, tuple[str, ...]]:
