@@ -24,8 +24,19 @@ class Net(nnx.Module):
         return self.down(x)
 
 
+class Split(nnx.Module):
+    """Two layers whose middle is split over `tensor`."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.up = ax.ColumnParallelLinear(3, width, rngs=rngs)
+        self.down = ax.RowParallelLinear(width, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
 class LinenNet(linen.Module):
-    """The same in Linen, called with the mode."""
+    """As Net in Linen, called with the mode."""
 
     width: int
 

@@ -19,7 +19,7 @@ name profile resume callbacks devices.simulated mesh.data mesh.pipe mesh.fsdp me
 mesh.col mesh.depth
 plan.sync_strategy plan.bucket_size_mb plan.gradient_as_bucket_view plan.comm_dtype
 plan.sharding_strategy plan.prefetch plan.gather plan.offload plan.precision plan.accumulate plan.remat plan.check_vma
-context.method context.order context.shard
+context.method context.order context.shard context.allow_communication
 pipeline.schedule pipeline.microbatches pipeline.chunks pipeline.gather
 model.vocab_size model.num_layers model.hidden_size model.num_heads model.max_length model.num_kv_heads model.head_dim
 model.qk_norm model.query_scalar model.attention_softcap model.qkv_bias model.window model.full_every model.sinks

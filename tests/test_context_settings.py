@@ -64,6 +64,10 @@ def test_a_configuration_makes_the_plan_and_the_mesh(written):
     ("content", "words"),
     [
         ({"context": {"order": "striped"}}, "the section context has no effect while mesh.context=1: set mesh.context"),
+        (
+            {"mesh": {"context": 2}, "context": {"allow_communication": True}},
+            "context.allow_communication has no effect on the transformer",
+        ),
         ({"mesh": {"context": 2}, "context": {"method": "rings"}}, "context: method='rings' must be one of auto"),
         ({"mesh": {"context": 2}, "context": {"order": "dual"}}, "context.order=dual: must be one of auto, contiguous"),
         ({"mesh": {"context": 2}, "context": {"method": [3, "ring"]}}, "3 must divide mesh.context=2"),

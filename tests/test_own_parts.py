@@ -164,8 +164,28 @@ def test_a_model_of_ones_own_on_text_takes_the_cross_entropy_of_its_logits(write
     data = {"path": str(tmp_path / "a.txt"), "length": 8, "valid_fraction": 0.2}
     path = write(model={"class_path": "own_parts.Words"}, loss=None, data=data)
     assert main(["train", path, *ALLOWED]) == 0, capsys.readouterr().err
-    found = recorded(tmp_path / "runs" / "run")[-1]
-    assert found["tokens"] == 4 * 16 * 8 and found["valid_loss"] < 6 and "mfu" not in found
+    found = recorded(tmp_path / "runs" / "run")
+    last = found[-1]
+    assert last["tokens"] == 4 * 16 * 8 and last["valid_loss"] < 6 and "mfu" not in last
+    positions = ["--mesh.data", "4", "--mesh.context", "2"]
+    assert main(["train", path, *ALLOWED, *positions]) == 2
+    said = capsys.readouterr().err
+    assert "across positions, more than 0" in said and "in a configuration context.allow_communication" in said
+    allowed = ["--context.allow_communication", "1000", "--output.dir", str(tmp_path / "other")]
+    assert main(["train", path, *ALLOWED, *positions, *allowed]) == 0, capsys.readouterr().err
+    again = [line["loss"] for line in recorded(tmp_path / "other" / "run")]
+    np.testing.assert_allclose(again, [line["loss"] for line in found], rtol=2e-5)
+
+
+def test_layers_that_split_do_so_in_a_model_of_ones_own(write, tmp_path, capsys):
+    losses = []
+    for degrees in ({"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
+        folder = tmp_path / f"{len(losses)}"
+        model = {"class_path": "own_parts.Split", "init_args": {"width": 8}}
+        path = write(model=model, mesh=degrees, output={"dir": str(folder), "plot": False})
+        assert main(["train", path, *ALLOWED]) == 0, capsys.readouterr().err
+        losses.append([line["loss"] for line in recorded(folder / "run")])
+    np.testing.assert_allclose(*losses, rtol=2e-5)
 
 
 def test_data_with_a_length_is_divided_alike_everywhere(write):
@@ -207,6 +227,7 @@ REFUSED = {
     "data.valid: its 5 samples fill no batch of train.global_batch_size=16: give more of them, or a smaller batch": {
         "data": STREAM | {"valid": STREAM | {"init_args": {"n": 5}}},
         "train": {"steps": 2, "global_batch_size": 16, "eval_batches": 2}},
+    "mesh axes {'tensor': 2} have no strategy in the plan": {"mesh": {"data": 4, "tensor": 2}},
     "data.class_path=own_parts.nothing: a dataset needs __len__": {"data": {"class_path": "own_parts.nothing"}},
     "model.class_path=flax.nnx.Linear: imports the package 'flax'": {"model": {"class_path": "flax.nnx.Linear"}},
 }  # fmt: skip

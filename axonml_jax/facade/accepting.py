@@ -56,5 +56,6 @@ def _refusal(traffic: PositionTraffic, allowed: float) -> str:
         f"{sent(traffic.others)} across positions, more than {allowed:,.0f}:\n"
         + "\n".join(lines[:12])
         + (f"\n  and {len(lines) - 12} more" if len(lines) > 12 else "")
-        + "\nallow it by ax.Context(allow_communication=True) or a number of bytes, or use a mesh without this axis"
+        + "\nallow it by ax.Context(allow_communication=True) or a number of bytes, in a configuration "
+        "context.allow_communication, or use a mesh without this axis"
     )

@@ -177,6 +177,8 @@ class RunConfig:
             raise ValueError("; ".join(problems))
 
     def _of_transformer(self, model: TransformerConfig) -> Iterator[str]:
+        if self.context.allow_communication is not False:
+            yield "context.allow_communication has no effect on the transformer, whose code sees its rank's positions alone"
         if self.data.class_path is not None:
             return
         if self.data.tokenizer == BYTES and model.vocab_size < NUM_BYTES:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from axonml_jax.parallel.strategies.context import Context
@@ -53,11 +53,14 @@ class ContextConfig:
         Ulysses among so many ranks and the other among the rest.
       order: in which order ranks hold positions: contiguous, zigzag or striped; auto is zigzag.
       shard: parameters rest sharded over mesh.fsdp and mesh.context together, as plan.sharding_strategy says.
+      allow_communication: what the code of a model of one's own that sees whole sequences may send across positions besides
+        attention and sums: false, as much as its attention sends; true, anything; or bytes per rank and step.
     """
 
     method: tuple[int, str] | str = "auto"
     order: Literal["auto", "contiguous", "zigzag", "striped"] = "auto"
     shard: bool = False
+    allow_communication: bool | int = False
 
     def __post_init__(self):
         if isinstance(self.method, list):
@@ -71,7 +74,8 @@ class ContextConfig:
         """The plan's part."""
         from axonml_jax.parallel.strategies.context import Context
 
-        return Context(method=self.method, order=self.order, shard=self.shard)  # pyright: ignore[reportArgumentType]
+        own: dict[str, Any] = {"shard": self.shard, "allow_communication": self.allow_communication}
+        return Context(method=self.method, order=self.order, **own)  # pyright: ignore[reportArgumentType]
 
     def problems(self, mesh: MeshConfig, length: int | None) -> Iterator[str]:
         """What of it does not go with the mesh, or with sequences of a length, where it is known."""
