@@ -74,6 +74,13 @@ def test_a_flags_description_is_refused_and_one_that_a_flag_replaces_is_not(writ
     assert "strange_package" not in sys.modules
 
 
+def test_the_flag_may_be_given_again_as_each_refusal_says(write, capsys):
+    path = write(**PLACES["optim.learning_rate"])
+    flags = ["--allow-imports", "strange_package", "--allow-imports", "own_parts,fsdp_plans"]
+    assert main(["explain", path, *flags]) == 2
+    assert "--allow-imports" not in (said := capsys.readouterr().err) and "optim.learning_rate" in said
+
+
 def test_every_command_asks_before_it_imports(write, capsys):
     path = write(**PLACES["optim.init_args.momentum"])
     folder = path.removesuffix("/config.yaml")

@@ -59,6 +59,7 @@ def add_imports(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-imports",
         type=lambda words: words.split(","),
+        action="extend",  # each refusal names a flag to add
         default=[],
         metavar="PACKAGES",
         help="packages, with commas, that the configuration's class_paths may import: their code is run",
