@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config, items):
     """Of a table of cases some rows run: half of them, of a large one a quarter, at least one, chosen by their names.
 
     The choice is the same on every machine and for every version. Whoever names files or tests gets all rows, and so does
-    AXONML_ALL_ROWS=1.
+    AXONML_ALL_ROWS=1; AXONML_OTHER_ROWS=1 gives the rows of these tables that are not chosen, and everything else.
     """
     if os.environ.get("AXONML_ALL_ROWS") or config.args_source is not config.ArgsSource.TESTPATHS:
         return
@@ -89,7 +89,8 @@ def pytest_collection_modifyitems(config, items):
         module = rows[0].module.__name__.removeprefix("test_")
         share = 1 if module in EVERY_ROW or not hasattr(rows[0], "callspec") else 4 if module in LARGE else 2
         hashes = {row.nodeid: zlib.crc32(row.nodeid.encode()) for row in rows}
-        chosen = [each for each, number in hashes.items() if number % share == 0]
-        kept.update(chosen or [min(hashes, key=hashes.get)])
+        chosen = [each for each, number in hashes.items() if number % share == 0] or [min(hashes, key=hashes.get)]
+        others = [each for each in hashes if each not in chosen] or chosen
+        kept.update(others if os.environ.get("AXONML_OTHER_ROWS") else chosen)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
