@@ -3,6 +3,7 @@
 import collections
 import gc
 import os
+import signal
 import zlib
 
 import jax
@@ -15,6 +16,13 @@ jax.config.update("jax_enable_x64", True)
 # Most programs here are compiled once and run for milliseconds, in this process and in those that tests start.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+# Tests send Ctrl-C to processes that they start; whoever starts the tests in the background may have it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What they compile is theirs: nothing is kept between runs, nor in the folder of whoever runs them.
+jax.config.update("jax_enable_compilation_cache", False)
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
 
 
 SHARED = share_programs()

@@ -113,6 +113,8 @@ class OutputConfig:
       wandb: the project of Weights & Biases to log to; null logs to none. WANDB_MODE=offline keeps it on this machine.
       mlflow: the experiment of MLflow to log to; null logs to none. MLFLOW_TRACKING_URI says on which server.
       plot: draw the loss curve.
+      compiled: the folder in which compiled programs are kept for later runs; auto: axonml_jax/compiled in the user's caches;
+        null compiles anew.
     """
 
     dir: str = "runs"
@@ -121,6 +123,7 @@ class OutputConfig:
     wandb: str | None = None
     mlflow: str | None = None
     plot: bool = True
+    compiled: str | None = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

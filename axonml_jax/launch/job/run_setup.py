@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from axonml_jax._types import PyTree
+from axonml_jax.launch.commands.compiled_programs import keep_compiled
 from axonml_jax.launch.commands.refusals import refusal
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.config.sections.own_config import OwnModel
@@ -55,8 +56,10 @@ def lay_ground(config: RunConfig) -> RunSetup:
     """Start the devices, and check that mesh and batch fit them. Call it before anything touches a JAX device.
 
     Raises:
-      ValueError: for degrees whose product is not the number of devices, or a batch that does not divide.
+      ValueError: for degrees whose product is not the number of devices, a batch that does not divide, or a folder of compiled
+        programs that cannot be written.
     """
+    keep_compiled(config.output.compiled)  # JAX asks for the folder once, when it compiles for the first time
     world = start_devices(config.devices.simulated)
     try:
         mesh = make_mesh(devices=None, **config.degrees)

@@ -1,0 +1,77 @@
+"""Compiled programs that outlive their process: read again by the next one, in a folder that is bounded, or not kept at all."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from axonml_jax.launch.commands import compiled_programs
+from axonml_jax.launch.commands.compiled_programs import in_words, keep_compiled, kept_in
+
+COMPILES = """
+import jax
+from axonml_jax.launch.commands.compiled_programs import in_words, keep_compiled
+
+keep_compiled("auto")
+events = []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+print(jax.jit(lambda x: x * 2 + 1)(3.0))
+print(events.count("/jax/compilation_cache/cache_hits"), in_words())
+"""
+
+
+def test_a_later_process_reads_what_an_earlier_one_compiled(tmp_path):
+    said = []
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "1"}
+    environment |= {
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", COMPILES], env=os.environ | environment, capture_output=True, text=True, check=True
+        )
+        said.append(run.stdout.split("\n"))
+    folder = tmp_path / "axonml_jax" / "compiled"
+    assert [result for result, *_ in said] == ["7.0", "7.0"]
+    assert said[0][1].startswith(f"0 programs are kept in {folder}: 1 there") and said[1][1].startswith("1 programs")
+    assert folder.stat().st_mode & 0o077 == 0  # a program is code: nobody else may write one
+
+
+@pytest.fixture
+def enabled():
+    jax.config.update("jax_enable_compilation_cache", True)
+    yield
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_compilation_cache_dir", None)
+
+
+def test_the_switches_hold(enabled, tmp_path, monkeypatch):
+    keep_compiled(None)
+    assert kept_in() is None and in_words() == "programs are compiled anew by every run"
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=r"output\.compiled=.*file/folder: .*give a folder that can be written, or null"
+    ):
+        keep_compiled(str(tmp_path / "file" / "folder"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_compiled("auto")
+    assert kept_in() is None
+    keep_compiled(str(tmp_path / "mine"))
+    keep_compiled(str(tmp_path / "another"))  # JAX has one folder, and asks for it once
+    assert kept_in() == tmp_path / "mine" and not (tmp_path / "another").exists()
+    jax.config.update("jax_enable_compilation_cache", False)
+    assert kept_in() is None
+
+
+def test_what_was_not_read_for_longest_goes_first(enabled, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled_programs, "MOST", 250)
+    for age, name in enumerate(("read last", "read before", "forgotten")):
+        path = tmp_path / f"{name}-cache"
+        path.write_bytes(bytes(100))
+        os.utime(path, (1000 - age, 2000 + age))
+    (tmp_path / "notes").write_bytes(bytes(1000))
+    keep_compiled(str(tmp_path))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["notes", "read before-cache", "read last-cache"]
