@@ -37,7 +37,7 @@ def step_of(model, plan, degrees, global_batch, length=LENGTH):
     for ranks in degrees.values():
         count *= ranks
     mesh = ax.make_mesh(devices=jax.devices()[:count], **degrees)
-    placement = bind_plan(plan, shapes, mesh, tensor_specs(module, mesh.shape))
+    placement = bind_plan(plan, shapes, mesh, tensor_specs(module, mesh.shape), stacks=view.stacked_dims)
     tx = optax.adamw(1e-3)
     rows = jax.ShapeDtypeStruct((global_batch, length), "int32")
     step = ax.TrainStep(view, placement, mesh, loss_fn, tx)

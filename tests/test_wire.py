@@ -1,7 +1,9 @@
 """Parameters that travel packed: a block bounds what is lost, bytes are what is sent, and who cannot use it is told."""
 
 import re
+from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,7 +15,8 @@ import axonml_jax as ax
 from axonml_jax.launch.config.sections.plan_config import PlanConfig
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.strategies.packed_shards import BLOCK, packed, packed_sizes, round_trip
+from axonml_jax.parallel.strategies.packed_shards import BLOCK, packed, packed_sizes, round_trip, travels_packed
+from axonml_jax.sharding.layout import Layout
 
 DRAWN = np.random.default_rng(0).normal(size=(3, 7, 41)).astype(np.float32)
 
@@ -57,6 +60,38 @@ def test_matrices_travel_as_bytes_and_gradients_as_they_are(wire, sent):
     assert all(len(kind) == 2 for kind in kinds)  # rows of bytes, of scales, and leaves of one dim: no matrix of floats
     assert not re.search(rf"reduce_scatter.*tensor<[^>]*x{sent}>", text)
     assert ax.Shard(wire=wire).in_words("fsdp") == f"ZeRO-3, gathered as {wire}"
+
+
+@pytest.mark.parametrize("wire", ["int8", "fp8"])
+@pytest.mark.parametrize("scale", [1e-45, 1e-39, 1.2e-38, 1e-37, 1e-36, 5e-36, 1e-30, 1e37])
+def test_small_and_large_blocks_stay_finite(wire, scale):
+    x = jnp.asarray(np.resize(DRAWN, (2, BLOCK)) * np.float32(scale))
+    off = np.abs(np.asarray(round_trip(x, wire), np.float64) - np.asarray(x, np.float64))
+    assert off.max() <= float(jnp.abs(x).max()) / 14 + 2.5e-38  # what is not a normal number is flushed to zero
+
+
+STACK = TransformerConfig(vocab_size=16, num_layers=4, hidden_size=16, num_heads=2, max_length=8, scan_layers=True)
+
+
+@pytest.mark.parametrize(("stage", "layers"), [(2, 4), (2, 3), (3, 4)])
+def test_training_and_evaluation_of_a_stack_read_the_same_weights_however_many_microbatches(stage, layers):
+    found = set()
+    for scan, accumulate in [(True, 1), (True, 2)]:
+        config = replace(STACK, num_layers=layers, scan_layers=scan)
+        plan = ax.Plan(fsdp=ax.Shard(stage=stage, wire="int8"), accumulate=accumulate)
+        model = ax.parallelize(Transformer(config, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), plan)
+        trainer = model.trainer(optax.sgd(0.0), lambda model, batch: ax.WeightedMean(*model.loss(**batch)))
+        tokens = np.arange(64, dtype=np.int32).reshape(8, 8) * 7 % 16
+        batch = {"tokens": tokens, "targets": tokens}
+        found |= {round(float(each["loss"]), 5) for each in (trainer.evaluate(batch), trainer.step(batch))}
+    assert len(found) == 1
+
+
+def test_scales_of_norms_in_a_stack_travel_as_they_are():
+    model = ax.FSDP(Transformer(STACK, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), gather="int8")
+    layouts = jax.tree_util.tree_leaves_with_path(model._placement.params, is_leaf=lambda x: isinstance(x, Layout))
+    for path, layout in layouts:
+        assert travels_packed(layout, np.float32) == ("kernel" in str(path) or "embed" in str(path)), path
 
 
 def test_who_cannot_use_it_is_told():

@@ -25,6 +25,7 @@ class Weight:
       trained: whether it gets gradients.
       summed: mesh axes of the model's layers over which they sum its gradient themselves.
       layers: of a stack of layers in one array, along dim 0, how many.
+      stack_dims: how many first dims number layers or experts.
     """
 
     name: str
@@ -40,11 +41,19 @@ class Weight:
     trained: bool = True
     summed: tuple[str, ...] = ()
     layers: int = 1
+    stack_dims: int = 0
 
     def stacked(self) -> "Weight":
         """All of them in one array, as a model that scans its layers holds them."""
         splits = tuple((axes, dim + 1) for axes, dim in self.splits)
-        return replace(self, shape=(self.count, *self.shape), count=1, splits=splits, layers=self.count)
+        return replace(
+            self,
+            shape=(self.count, *self.shape),
+            count=1,
+            splits=splits,
+            layers=self.count,
+            stack_dims=self.stack_dims + 1,
+        )
 
     @property
     def size(self) -> int:

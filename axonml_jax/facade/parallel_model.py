@@ -66,10 +66,10 @@ class ParallelModel(SavedModel):
         if not isinstance(mesh, Mesh):
             raise TypeError(f"a model lives on devices, but {mesh} has none: give a jax.sharding.Mesh")
         self.mesh = mesh
-        self._functional, whole = functionalize(model, params, trainable)
-        split = layer_specs(self._functional, self.mesh.shape)
-        stages = None if plan.pipe is None else stage_assigner(model, self._functional, plan.pipe)
-        self._placement = bind_plan(plan.for_model(self._functional), whole, self.mesh, split, stages)
+        view, whole = functionalize(model, params, trainable)
+        split, stacks = layer_specs(view, self.mesh.shape), view.stacked_dims
+        stages = None if plan.pipe is None else stage_assigner(model, view, plan.pipe)
+        self._functional, self._placement = view, bind_plan(plan.for_model(view), whole, mesh, split, stages, stacks)
         self._rest = rest_of(self._placement)
         check_units(self._placement, self._functional)
         self._functional.state_joins()  # refused before anything is allocated

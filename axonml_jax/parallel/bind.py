@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.pipeline.resting.staging import Staging
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.sharding.layout import Layout, is_layout, whole_layouts
+from axonml_jax.sharding.layout import Layout
 
 
 def bind_plan(
@@ -30,6 +31,7 @@ def bind_plan(
     mesh: Mesh,
     split: PyTree | None = None,
     assign: Callable[[Mapping[str, Any], int], Assignment] | None = None,
+    stacks: Mapping[str, int] = MappingProxyType({}),
 ) -> Placement:
     """Bind a plan to a mesh and a model's variables (shapes suffice).
 
@@ -40,6 +42,7 @@ def bind_plan(
       split: how the model's own layers split its parameters: a nest of PartitionSpecs (`tensor_specs`); None: not at all.
       assign: of a pipelined plan: the stages of parameters, from their shapes by path and the number of stages; None: by
         their names.
+      stacks: how many first dims of parameters number layers or experts, by path (`Functional.stacked_dims`).
 
     Raises:
       ValueError: when the plan's degrees are not the mesh's, or when the mesh has axes the plan gives no meaning to.
@@ -64,7 +67,8 @@ def bind_plan(
     strategies = plan.on(degrees)
     require_types(plan.check_vma)
 
-    def layout(path: tuple, leaf: Layout) -> Layout:
+    def layout(path: tuple, like: jax.ShapeDtypeStruct) -> Layout:
+        leaf = Layout.whole(like, stacks.get(path_name(path), 0))
         for dim, entry in enumerate(in_layers.get(path_name(path), PartitionSpec())):
             for axis in as_axes(entry or ()):
                 leaf = leaf.on(axis, dim, degrees[axis]) if degrees[axis] > 1 else leaf
@@ -74,7 +78,7 @@ def bind_plan(
 
     def lay_out(tree: PyTree) -> PyTree:
         resting = jax.eval_shape(plan.precision.cast_param, tree)
-        return jax.tree_util.tree_map_with_path(layout, whole_layouts(resting), is_leaf=is_layout)
+        return jax.tree_util.tree_map_with_path(layout, resting)
 
     placement = Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
     if plan.pipe is None:

@@ -40,6 +40,9 @@ def overlapped(
     leaves, treedef = jax.tree.flatten(params)
     wholes = None if read is None else treedef.flatten_up_to(read)
     layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
+    # What is rounded on its way must be the same in every step and in evaluation, which gather stacks whole.
+    lossy = (not each.exact and each.role.parameters == "sharded" for each in placement.strategies.values())
+    rounded = wholes is None and any(lossy)
 
     def flat_loss(read: Sequence[jax.Array], *args):
         return loss(treedef.unflatten(read), *args)
@@ -54,7 +57,7 @@ def overlapped(
         return _bucket(placement, own, min(indices), axes, read is not None)(list(carriers), sources, accumulated)
 
     def sliceable(leaf: int, depth: int) -> bool:
-        return all(parts == 1 for parts in layouts[leaf].parts[:depth])
+        return not rounded and all(parts == 1 for parts in layouts[leaf].parts[:depth])
 
     seen = placement.read(leaves, layouts) if wholes is None else wholes
     hooked = sink(flat_loss, seen, args, group=group, hook=hook, sliceable=sliceable)

@@ -131,7 +131,7 @@ def _together(layouts: Sequence[Layout], once: np.ndarray) -> Layout:
         tuple(spread(sizes, once, int) for sizes in zip(*values, strict=True))
         for values in ([each.stored for each in layouts], [each.parts for each in layouts])
     )
-    return Layout(own.shape, own.dtype, own.spec, stored, parts)
+    return Layout(own.shape, own.dtype, own.spec, stored, parts, own.stack_dims)
 
 
 def spread(values: Sequence[Any], repeats: np.ndarray, kind: type = float) -> Any:

@@ -180,7 +180,9 @@ def abstract_step(
     """The library's training step with AdamW, and the shapes of its state and batch where they rest."""
     module = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     view, shapes = functionalize(module)
-    placement = bind_plan(plan.for_model(view), shapes, mesh, tensor_specs(module, mesh.shape))
+    placement = bind_plan(
+        plan.for_model(view), shapes, mesh, tensor_specs(module, mesh.shape), stacks=view.stacked_dims
+    )
     tx = optax.adamw(1e-3)
     step = TrainStep(view, placement, mesh, _loss, tx)
     state = resting_shapes(abstract_state(shapes, tx, placement), placement, tx, mesh)

@@ -24,6 +24,7 @@ class Layout:
       spec: which mesh axes split which dims of the stored array.
       stored: the global shape in which it is stored; the same as `shape` unless a dim had to be padded to divide.
       parts: into how many parts each dim of the stored array is split.
+      stack_dims: how many first dims number layers or experts, where the model says it (`Functional.stacked_dims`).
 
     >>> layout = Layout.whole(jax.ShapeDtypeStruct((8, 3), "float32")).on("fsdp", dim=1, size=2)
     >>> layout.axes, layout.stored, layout.shard
@@ -35,12 +36,13 @@ class Layout:
     spec: PartitionSpec
     stored: tuple[int, ...]
     parts: tuple[int, ...]
+    stack_dims: int = 0
 
     @staticmethod
-    def whole(leaf: Any) -> "Layout":
+    def whole(leaf: Any, stack_dims: int = 0) -> "Layout":
         """The layout of a leaf of which every device holds the whole."""
         shape = tuple(leaf.shape)
-        return Layout(shape, leaf.dtype, PartitionSpec(), shape, (1,) * len(shape))
+        return Layout(shape, leaf.dtype, PartitionSpec(), shape, (1,) * len(shape), stack_dims)
 
     def on(self, axis: AxisNames, dim: int, size: int) -> "Layout":
         """This layout with `dim` split over one more axis (or several) of `size` ranks, inside those that split it already.
@@ -57,7 +59,7 @@ class Layout:
         while entries and entries[-1] is None:
             entries.pop()
         stored = tuple(n * k for n, k in zip(shard, parts, strict=True))
-        return Layout(self.shape, self.dtype, PartitionSpec(*entries), stored, tuple(parts))
+        return Layout(self.shape, self.dtype, PartitionSpec(*entries), stored, tuple(parts), self.stack_dims)
 
     @property
     def shard(self) -> tuple[int, ...]:
@@ -76,7 +78,8 @@ class Layout:
     def stacked(self, axes: AxisNames, size: int) -> "Layout":
         """The layout of `size` such arrays stacked along a new dim 0, which these axes split."""
         spec = PartitionSpec(as_axes(axes), *self.spec)
-        return Layout((size, *self.shape), self.dtype, spec, (size, *self.stored), (size, *self.parts))
+        stored, parts = (size, *self.stored), (size, *self.parts)
+        return Layout((size, *self.shape), self.dtype, spec, stored, parts, self.stack_dims + 1)
 
     def sliced(self, ndim: int) -> "Layout":
         """The layout of one entry along the first dims, which must not be split, so that `ndim` stored dims remain."""
@@ -85,7 +88,8 @@ class Layout:
             return self
         assert all(parts == 1 for parts in self.parts[:drop])
         spec = PartitionSpec(*tuple(self.spec)[drop:])
-        return Layout(self.shape[drop:], self.dtype, spec, self.stored[drop:], self.parts[drop:])
+        left = max(self.stack_dims - drop, 0)
+        return Layout(self.shape[drop:], self.dtype, spec, self.stored[drop:], self.parts[drop:], left)
 
     @property
     def axes(self) -> tuple[str, ...]:

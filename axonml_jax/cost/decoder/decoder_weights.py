@@ -106,13 +106,14 @@ class _Decoder:
         shapes = {**dict.fromkeys(inward, (size, inner)), "down": (inner, size)}
         cut = {**dict.fromkeys(inward, 2), "down": 1}
         for name, shape in shapes.items():
-            yield self._one(f"blocks/mlp/{name}", (number, *shape), splits=self._over_experts(cut[name]), **kind.shared)
+            own = {"splits": self._over_experts(cut[name]), "stack_dims": 1, **kind.shared}
+            yield self._one(f"blocks/mlp/{name}", (number, *shape), **own)
         for name in shapes if config.use_bias else ():
             # Later rounds are computed again in the backward, with the biases; with capacity there are none, and then a scan
             # redoes what is added to inner products, which the loop over experts of one rank keeps.
             dropless, last = experts.capacity_factor is None, name == "down"
             more = {"again": self.travels and dropless, "redone": not (last or dropless), **kind.shared}
-            more |= {"splits": self._over_experts(0 if last else 1)}
+            more |= {"splits": self._over_experts(0 if last else 1), "stack_dims": 1}
             more |= {"summed": ("tensor",) if last and self.tensor > 1 else ()}
             yield self._one(f"blocks/mlp/{name}_bias", (number, shapes[name][1]), **more)
 
@@ -144,13 +145,8 @@ class _Decoder:
             return ((("col", "depth"), 0), (("row",), 1))
         return ((("tensor",), 0),) if self.tensor > 1 else ()
 
-    def _one(
-        self, name, shape, place, splits=(), again=True, rebuilds=True, redone=True, summed=(), count=1, unit=""
-    ) -> Weight:
-        return Weight(
-            name=name, shape=shape, count=count, dtype=self.config.param_dtype, unit=unit, splits=splits, again=again,
-            rebuilds=rebuilds, redone=redone, place=place, summed=summed,
-        )  # fmt: skip
+    def _one(self, name: str, shape: tuple[int, ...], place: Place, **more: Any) -> Weight:
+        return Weight(name=name, shape=shape, place=place, dtype=self.config.param_dtype, **more)
 
     def _norm(self, name: str, kind: _Kind) -> list[Weight]:
         config, shape = self.config, (self.config.hidden_size,)

@@ -159,7 +159,7 @@ def _placed(config: RunConfig, ground: RunSetup) -> tuple[Functional, Variables,
     view, shapes = functionalize(given.model, given.params)
     split = layer_specs(view, ground.mesh.shape)
     stages = None if pipe is None else stage_assigner(given.model, view, pipe)
-    return view, shapes, bind_plan(ground.plan.for_model(view), shapes, ground.mesh, split, stages)
+    return view, shapes, bind_plan(ground.plan.for_model(view), shapes, ground.mesh, split, stages, view.stacked_dims)
 
 
 def _memory(config: RunConfig, ground: RunSetup) -> str:

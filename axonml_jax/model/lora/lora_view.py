@@ -123,9 +123,9 @@ class LoraFunctional(Functional):
 
     @property
     def stacked_dims(self) -> Mapping[str, int]:
-        """The model's, and the adapters' of its stacks."""
-        adapters = {path: own.stacked for own in self._adapters.values() for path in own.added}
-        return {**self._base.stacked_dims, **adapters}
+        """The model's, and those of what is beside its stacks: adapters, and the scales of an int8 base."""
+        beside = {path: own.stacked for name, own in self._adapters.items() for path in (*own.added, scales_name(name))}
+        return {**self._base.stacked_dims, **beside}
 
     def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> Any:
         """The model on these arrays, merged where there are adapters among them."""

@@ -29,8 +29,8 @@ def wire_dtype(wire: Wire) -> Any:
 
 
 def travels_packed(layout: Layout, dtype: Any) -> bool:
-    """Whether a leaf is packed: a floating one of two dims or more. Norms' scales and biases travel as they are."""
-    return len(layout.shape) > 1 and bool(jnp.issubdtype(dtype, jnp.floating))
+    """Whether a leaf is packed: a floating one of two dims or more of its own. Norms' scales and biases travel as they are."""
+    return len(layout.shape) - layout.stack_dims > 1 and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def packed_sizes(elements: Any) -> tuple[Any, Any]:
@@ -53,7 +53,8 @@ def packed(shard: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array]:
     sent, blocks = packed_sizes(shard.size)
     flat = jnp.pad(shard.astype(jnp.float32).ravel(), (0, sent - shard.size)).reshape(blocks, -1)
     most = jnp.max(jnp.abs(flat), axis=1, initial=0)
-    scales = jnp.where(most == 0, 1, most * (1 / _LARGEST[wire]))  # a division here would round as the compiler likes
+    # A division by a constant would round as the compiler likes. A scale must be a normal number, or it is flushed to zero.
+    scales = jnp.maximum(most * (1 / _LARGEST[wire]), jnp.finfo(jnp.float32).tiny)
     values = flat / scales[:, None]
     if wire == "int8":
         made = jnp.round(values).astype(jnp.int8)
