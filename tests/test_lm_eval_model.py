@@ -73,18 +73,40 @@ def ids(text):
 
 
 def test_a_continuation_has_the_sum_of_its_tokens(evaluated, loglikelihood):
-    pairs = [("the cat", " sat"), ("", "mat"), ("spaces  ", "belong"), ("a" * 60, "bcd"), ("né", "e"), ("x", "")]
+    pairs = [("the cat", " sat"), ("", "mat"), ("spaces  ", "belong"), ("a" * 60, "bcd"), ("né", "e")]
     expected = [
         loglikelihood(ids("the cat sat"), 4),
         loglikelihood(ids("\nmat"), 3),
         loglikelihood(ids("spaces  belong"), 8),
         loglikelihood(ids("a" * 60 + "bcd")[-LENGTH - 1 :], 3),  # the end of a long context
         loglikelihood(ids("née"), 1),
-        (0.0, True),
     ]
     found = evaluated.loglikelihood(asked(*pairs))
     np.testing.assert_allclose([value for value, _ in found], [value for value, _ in expected], rtol=1e-6)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+class Merging(ByteTokenizer):
+    """Like learned tokens: "nt" is one token, spaces at a text's end are none, and of "~" nothing is left."""
+
+    def encode(self, texts, *, special=True):
+        return super().encode([text.rstrip(" ").replace("~", "").replace("nt", "\x01") for text in texts])
+
+
+def test_a_continuation_without_a_token_of_its_own_never_wins_unasked(evaluated, loglikelihood):
+    merging = EvaluatedModel(evaluated.model, Merging(), prefix="\n", batch_size=4)
+    found = merging.loglikelihood(asked(("can", "t"), ("~", "mat"), ("", "\n")))
+    expected = [loglikelihood(ids("cant"), 1), loglikelihood(ids("\nmat"), 3), loglikelihood(ids("\n\n"), 1)]
+    np.testing.assert_allclose([value for value, _ in found], [value for value, _ in expected], rtol=1e-6)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    for context, nothing in (("a cat", " "), ("a cat", ""), ("a ", ""), ("", "~")):
+        with pytest.raises(
+            ValueError, match=rf"no token of the continuation '{nothing}' after the context '{context}'"
+        ):
+            merging.loglikelihood(asked(("the", "mat"), (context, nothing)))
+    assert merging.generate_until(asked(("~", {"max_gen_toks": 2}))) == merging.generate_until(
+        asked(("", {"max_gen_toks": 2}))
+    )
 
 
 def test_what_greedy_decoding_writes_is_greedy(evaluated):

@@ -8,7 +8,7 @@ import numpy as np
 
 from axonml_jax.data.documents.tokenizer import Tokenizer
 from axonml_jax.facade.harness.asked_generation import Asked, Continuation
-from axonml_jax.facade.harness.token_scores import Row, Score, score_rows, windows
+from axonml_jax.facade.harness.token_scores import Row, score_rows, windows
 from axonml_jax.facade.parallel_generate import follow
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.models.generation.generate import continued, longest
@@ -58,10 +58,11 @@ class EvaluatedModel:
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """For every (context, continuation): the continuation's log-likelihood, and whether greedy decoding would write it.
 
-        Of a context that is too long the end is taken.
+        Of a context that is too long the end is taken. Both are encoded together, and apart where the continuation would have
+        no token of its own.
 
         Raises:
-          ValueError: for a continuation that is longer than the model's positions.
+          ValueError: for a continuation that is longer than the model's positions, or that the tokenizer makes no token of.
         """
         return self._scored([self._row(*request.args) for request in requests])
 
@@ -86,7 +87,7 @@ class EvaluatedModel:
                 raise ValueError(
                     f"generate_until: {asked.length} new tokens leave no room in max_length={self.max_length}"
                 )
-            tokens = self._ids(context) if context else [self._prefix]
+            tokens = (self._ids(context) if context else []) or [self._prefix]
             prompts.append(tokens[-(self.max_length - asked.length) :])
             groups.setdefault((asked, len(prompts[-1])), []).append(number)
         texts = [""] * len(prompts)
@@ -112,20 +113,24 @@ class EvaluatedModel:
         return (text.finish() for text in texts)
 
     def _scored(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
-        asked = [row for row in rows if row.scored]
-        found = iter(score_rows(self.model, asked, batch_size=self.batch_size, longest=self.max_length))
-        each = (next(found) if row.scored else Score(0.0, True) for row in rows)
-        return [(score.loglikelihood, score.greedy) for score in each]
+        found = score_rows(self.model, rows, batch_size=self.batch_size, longest=self.max_length)
+        return [(score.loglikelihood, score.greedy) for score in found]
 
     def _row(self, context: str, continuation: str) -> Row:
         head = context.rstrip()  # spaces at its end belong to the next word's token
-        if head:
-            whole = self._ids(context + continuation)
-            scored = max(len(whole) - len(self._ids(head)), 0)
-        else:
-            ids = self._ids(context + continuation, special=False)
-            whole = ids if ids[:1] == [self._prefix] else [self._prefix, *ids]
-            scored = len(whole) - 1
+        before = self._ids(head) if head else []
+        whole = self._ids(context + continuation, special="before" if head else False)
+        if len(whole) <= len(before):  # its tokens are those of the context: apart it has some of its own
+            whole = before + self._ids(context[len(head) :] + continuation, special=False)
+        scored = len(whole) - len(before)
+        if scored == 0 or not continuation:
+            raise ValueError(
+                f"loglikelihood: the tokenizer makes no token of the continuation {continuation!r} after the context "
+                f"{context!r}, and nothing would be the likeliest answer of all: leave it out of the task, or give it a text"
+            )
+        if not before:  # the first token is given something too
+            starts = scored > 1 and whole[0] == self._prefix
+            whole, scored = (whole, scored - 1) if starts else ([self._prefix, *whole], scored)
         if scored > self.max_length:
             raise ValueError(
                 f"loglikelihood: a continuation of {scored} tokens is longer than max_length={self.max_length}"
