@@ -1,5 +1,6 @@
 """Records in MLflow: against the part of its interface that is used, and against the package where it is installed."""
 
+import contextlib
 import sys
 import types
 
@@ -7,15 +8,25 @@ import pytest
 
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.job.fit import Record
-from axonml_jax.launch.job.mlflow_run import MlflowRun, mlflow_module
+from axonml_jax.launch.job.mlflow_run import MlflowRun, begin_mlflow, check_mlflow, mlflow_module
+from axonml_jax.logging import logger
 
 SETTINGS = {"name": "run", "train": {"steps": 3}, "optim": {"groups": [{"paths": ["a"] * 300}]}}
 
 
+def begun(folder, settings=SETTINGS, reason="finished"):
+    begin_mlflow("mine", folder, settings)
+    return MlflowRun(folder, lambda: reason)
+
+
 class FakeMlflow:
-    """What MlflowRun uses of the package; it is its own client."""
+    """What is used of the package; it is its own client."""
+
+    class MlflowException(Exception):
+        pass
 
     def __init__(self):
+        self.down = False
         self.calls, self.experiments = [], {}
         pair = lambda *values: values
         self.entities = types.SimpleNamespace(Param=pair, Metric=pair)
@@ -23,7 +34,12 @@ class FakeMlflow:
     def MlflowClient(self):
         return self
 
+    def get_run(self, run):
+        raise self.MlflowException(f"Run {run} not found")
+
     def get_experiment_by_name(self, name):
+        if self.down:
+            raise self.MlflowException("no answer")
         return self.experiments.get(name)
 
     def create_experiment(self, name):
@@ -38,10 +54,13 @@ class FakeMlflow:
         self.calls.append(("update", run, status))
 
     def log_batch(self, run, **values):
+        if self.down:
+            self.calls.append("refused")
+            raise self.MlflowException("no answer")
         self.calls.append((run, {kind: list(each) for kind, each in values.items()}))
 
-    def set_terminated(self, run):
-        self.calls.append(("end", run))
+    def set_terminated(self, run, status):
+        self.calls.append(("end", run, status))
 
 
 @pytest.fixture
@@ -52,30 +71,68 @@ def fake(monkeypatch):
 
 
 def test_it_gets_the_configuration_and_every_record(fake, tmp_path):
-    sink = MlflowRun(tmp_path, SETTINGS, "mine")
-    sink.write(Record(3, {"loss": 2.5, "top@5": 0.5}))
-    sink.close()
+    with begun(tmp_path) as sink:
+        sink.write(Record(3, {"loss": 2.5, "top@5": 0.5}))
     created, (_, given), (_, logged), ended = fake.calls
-    assert created == ("create", "7", tmp_path.name) and ended == ("end", "abc")
+    assert created == ("create", "7", tmp_path.name) and ended == ("end", "abc", "FINISHED")
     params = dict(given["params"])
     assert params["name"] == "run" and params["train.steps"] == "3" and len(params["optim.groups"]) == 500
     assert [(name, value, step) for name, value, _, step in logged["metrics"]] == [("loss", 2.5, 3), ("top_5", 0.5, 3)]
 
 
 def test_a_resumed_run_goes_on_and_another_takes_the_same_experiment(fake, tmp_path):
-    MlflowRun(tmp_path, SETTINGS, "mine").close()
-    MlflowRun(tmp_path, SETTINGS | {"name": "other"}, "mine")
+    with begun(tmp_path):
+        pass
+    begun(tmp_path, SETTINGS | {"name": "other"})
     assert fake.calls[-1] == ("update", "abc", "RUNNING")
     (tmp_path / "next").mkdir()
-    MlflowRun(tmp_path / "next", SETTINGS, "mine")
+    begun(tmp_path / "next")
     assert [call for call in fake.calls if call[0] == "create"][1] == ("create", "7", "next")
 
 
 def test_many_values_go_in_as_many_requests_as_it_takes(fake, tmp_path):
-    sink = MlflowRun(tmp_path, {f"key{n}": n for n in range(250)}, "mine")
+    sink = begun(tmp_path, {f"key{n}": n for n in range(250)})
     sink.write(Record(1, {f"grad_norm/{n}": 0.0 for n in range(1001)}))
     sizes = [len(each) for _, values in fake.calls[1:] for each in values.values()]
     assert sizes == [100, 100, 50, 1000, 1]
+
+
+def test_a_run_ends_there_as_it_ends_here(fake, tmp_path):
+    for reason, raised, status in (
+        ("stopped", None, "KILLED"),
+        ("diverged", None, "FAILED"),
+        ("finished", KeyboardInterrupt, "KILLED"),
+        ("finished", RuntimeError, "FAILED"),
+    ):
+        with contextlib.suppress(raised or ()), begun(tmp_path, reason=reason):
+            if raised is not None:
+                raise raised
+        assert fake.calls[-1] == ("end", "abc", status)
+
+
+def test_a_server_that_is_gone_ends_no_training_and_is_told_once(fake, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    with begun(tmp_path) as sink:
+        fake.down = True
+        for step in range(3):
+            sink.write(Record(step, {"loss": 1.0}))
+    assert fake.calls.count("refused") == 1 and fake.calls[-1] == "refused"
+    [said] = caplog.messages
+    assert "no answer" in said and "all records are in metrics.jsonl" in said
+
+
+def test_a_server_that_does_not_answer_is_refused_before_anything_is_trained(fake, tmp_path):
+    fake.down = True
+    for start in (lambda: check_mlflow("mine", None), lambda: begin_mlflow("mine", tmp_path, SETTINGS)):
+        with pytest.raises(
+            ConfigError, match=r"output.mlflow=mine: MLflow fails: no answer. Look at MLFLOW_TRACKING_URI"
+        ):
+            start()
+    (tmp_path / "mlflow.id").write_text("gone")
+    with pytest.raises(
+        ConfigError, match=r"run gone is kept in .*Run gone not found.*delete that file to begin another"
+    ):
+        check_mlflow("mine", tmp_path)
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
@@ -92,12 +149,15 @@ def test_the_package_keeps_a_run_on_this_machine(tmp_path, monkeypatch):
     for name, value in {"TRACKING_URI": f"file:{tmp_path}/kept", "ALLOW_FILE_STORE": "true"}.items():
         monkeypatch.setenv(f"MLFLOW_{name}", value)
     for steps in ((1, 2), (3,)):  # the second time goes on
-        sink = MlflowRun(tmp_path, SETTINGS, "mine")
-        for step in steps:
-            sink.write(Record(step, {"loss": 3.0 / step, "grad_norm/blocks/0": float("nan")}))
-        sink.close()
+        check_mlflow("mine", tmp_path)
+        with begun(tmp_path) as sink:
+            for step in steps:
+                sink.write(Record(step, {"loss": 3.0 / step, "grad_norm/blocks/0": float("nan")}))
     client = mlflow.MlflowClient()
     [run] = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["train.steps"] == "3"
     history = client.get_metric_history(run.info.run_id, "loss")
     assert [(metric.step, metric.value) for metric in history] == [(1, 3.0), (2, 1.5), (3, 1.0)]
+    client.delete_run(run.info.run_id)
+    with pytest.raises(ConfigError, match=r"whose run \w+ is kept in .*mlflow\.id: MLflow fails"):
+        begun(tmp_path)

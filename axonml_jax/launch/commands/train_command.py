@@ -26,7 +26,7 @@ from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.job import resume
 from axonml_jax.launch.job.document_task import DocumentSplit, check_tokenizer
 from axonml_jax.launch.job.fit import Record, fit
-from axonml_jax.launch.job.mlflow_run import MlflowRun, mlflow_module
+from axonml_jax.launch.job.mlflow_run import MlflowRun, begin_mlflow, check_mlflow, mlflow_module
 from axonml_jax.launch.job.outcome import about, print_samples, report
 from axonml_jax.launch.job.peaks import peak_flops
 from axonml_jax.launch.job.preemption import Preemption
@@ -133,6 +133,9 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
     all_or_refuse(partial(Team().decide, "look at output.dir", folder))
     [run] = all_or_refuse(partial(RunFolder, config))
     with run:
+        if out.mlflow:
+            known = run.path if run.resumed else None
+            all_or_refuse(partial(Team().decide, "reach MLflow", partial(check_mlflow, out.mlflow, known)))
         [data, new] = all_or_refuse(partial(load_data, config, text, ground.mesh), run.begins)
         all_or_refuse(partial(check_validation, config, data), *([partial(check_weights, config)] if new else []))
         require_fit(config, ground, budget or Budget())
@@ -143,7 +146,11 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
             program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}
             all_or_refuse(partial(check_same, "training step", program, ground.world))
         all_or_refuse(run.make)
-        return _train(config, ground, data, trainer, run, resume.begin(run, config, trainer, data))
+        start = resume.begin(run, config, trainer, data)
+        if out.mlflow:
+            begin = partial(begin_mlflow, out.mlflow, run.path, as_dict(config))
+            all_or_refuse(partial(Team().decide, "begin the run of MLflow", begin))
+        return _train(config, ground, data, trainer, run, start)
 
 
 def _train(config: RunConfig, ground: RunSetup, data: TextData, trainer: Trainer, run: RunFolder, start: int) -> int:
@@ -157,7 +164,7 @@ def _train(config: RunConfig, ground: RunSetup, data: TextData, trainer: Trainer
         _run(config, ground, data, trainer, mine, records, start, saves)
         if manager is not None:
             manager.wait()
-        trainer.finish("diverged" if saves.diverged else "finished" if saves.stopped is None else "stopped")
+        trainer.finish(saves.reason)
     if saves.stopped is not None:
         cause, status = ("Ctrl-C", INTERRUPTED) if preemption.interrupted else ("SIGTERM", TERMINATED)
         kept = "saved; --resume auto goes on from here" if manager else "nothing was saved (checkpoint.every=null)"
@@ -220,7 +227,9 @@ def _run(
     """Train, appending to `records` and to the files in `folder` (None in all processes but the main one)."""
     with ExitStack() as stack:
         dog = stack.enter_context(Watchdog(config.train.stuck_timeout)) if config.train.stuck_timeout else None
-        sinks = [stack.enter_context(closing(recorder)) for recorder in _recorders(config, folder, start)]
+        writes = [stack.enter_context(closing(recorder)).write for recorder in _recorders(config, folder, start)]
+        if folder and config.output.mlflow:
+            writes.append(stack.enter_context(MlflowRun(folder, lambda: saves.reason)).write)
         show = stack.enter_context(progress(config.train.steps)) if folder else lambda record: None
         batches: Iterator = stack.enter_context(closing(iter(data.train)))  # pyright: ignore[reportArgumentType]
         if config.profile and folder:
@@ -246,8 +255,8 @@ def _run(
             after=saves,
         ):
             records.append(record)
-            for sink in sinks:
-                sink.write(record)
+            for write in writes:
+                write(record)
             show(record)
 
 
@@ -268,8 +277,6 @@ def _recorders(config: RunConfig, folder: Path | None, start: int) -> Iterator[R
         yield Csv(folder / "metrics.csv", start)
     if folder is not None and config.output.wandb:
         yield Wandb(folder, as_dict(config), config.output.wandb)
-    if folder is not None and config.output.mlflow:
-        yield MlflowRun(folder, as_dict(config), config.output.mlflow)
 
 
 def _throughput(config: RunConfig, ground: RunSetup) -> Throughput:

@@ -2,55 +2,114 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.job.fit import Record
+from axonml_jax.logging import logger
 
 AT_ONCE = {"metrics": 1000, "params": 100}
 """What MLflow takes in one request."""
 LONGEST = 500
 """Characters of a parameter's value that every version of MLflow takes."""
 
+_ID = "mlflow.id"
+_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "diverged": "FAILED"}
+
 
 class MlflowRun:
-    """A run of MLflow, of this run's name, with its configuration as parameters; a resumed run goes on with it.
+    """Logs to the run of MLflow that `begin_mlflow` has begun, and ends it as the training ends. A context.
+
+    What MLflow does not take is told once, in a warning, and the training goes on without it.
 
     Args:
       folder: the run's, in which its id is kept.
-      settings: the configuration.
-      experiment: where the run is listed; made when there is none of this name. The server, or the place on this machine, is
-        that of `MLFLOW_TRACKING_URI`.
+      reason: how a training that raises nothing has ended: "finished", "stopped" or "diverged".
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], experiment: str):
+    def __init__(self, folder: Path, reason: Callable[[], str]):
         self._mlflow = mlflow_module()
-        self._client = self._mlflow.MlflowClient()
-        kept = folder / "mlflow.id"
-        if kept.exists():
-            self._id = kept.read_text("utf-8").strip()
-            self._client.update_run(self._id, status="RUNNING")
-            return
-        found = self._client.get_experiment_by_name(experiment)
-        number = self._client.create_experiment(experiment) if found is None else found.experiment_id
-        self._id = self._client.create_run(number, run_name=folder.name).info.run_id
-        kept.write_text(self._id, encoding="utf-8")
-        self._log("params", [self._mlflow.entities.Param(*pair) for pair in _flat(settings)])
+        self._client, self._id = self._mlflow.MlflowClient(), _kept(folder)
+        self._reason, self._lost = reason, False
+
+    def __enter__(self) -> "MlflowRun":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception):
+        killed = kind is not None and issubclass(kind, KeyboardInterrupt)
+        status = _STATUS["stopped" if killed else "diverged"] if kind is not None else _STATUS[self._reason()]
+        self._try(lambda: self._client.set_terminated(self._id, status=status))
 
     def write(self, record: Record) -> None:
         """Log every metric at its step."""
         now, metric = round(1000 * time.time()), self._mlflow.entities.Metric
-        self._log("metrics", [metric(_name(name), value, now, record.step) for name, value in record.metrics.items()])
+        values = [metric(_name(name), value, now, record.step) for name, value in record.metrics.items()]
+        self._try(lambda: _log(self._client, self._id, "metrics", values))
 
-    def close(self) -> None:
-        """Finish the run."""
-        self._client.set_terminated(self._id)
+    def _try(self, send: Callable[[], None]) -> None:
+        """Send, until MLflow fails once: it has tried for minutes by then, and would again with every record."""
+        if self._lost:
+            return
+        try:
+            send()
+        except self._mlflow.MlflowException as error:
+            self._lost = True
+            logger.warning(
+                "output.mlflow: MLflow took a record no more, and gets nothing more of run %s, which stays there as it is: "
+                "%s. The training goes on, and all records are in metrics.jsonl",
+                self._id,
+                error,
+            )
 
-    def _log(self, kind: str, values: list[Any]) -> None:
-        for start in range(0, len(values), AT_ONCE[kind]):
-            self._client.log_batch(self._id, **{kind: values[start : start + AT_ONCE[kind]]})
+
+def check_mlflow(experiment: str, folder: Path | None) -> None:
+    """Look whether MLflow answers, and knows the run to go on with. Nothing is written.
+
+    Args:
+      experiment: where the run is listed.
+      folder: of the run to go on with; None for a new one.
+
+    Raises:
+      ConfigError: where it does not.
+    """
+    mlflow = mlflow_module()
+    try:
+        client = mlflow.MlflowClient()
+        if known := folder and _kept(folder):
+            client.get_run(known)
+        else:
+            client.get_experiment_by_name(experiment)
+    except mlflow.MlflowException as error:
+        raise _refused(experiment, folder, error) from error
+
+
+def begin_mlflow(experiment: str, folder: Path, settings: Mapping[str, Any]) -> None:
+    """Begin a run of MLflow, of this run's name, with its configuration as parameters; a resumed run goes on with its own.
+
+    Args:
+      experiment: where the run is listed; made when there is none of this name. The server, or the place on this machine, is
+        that of `MLFLOW_TRACKING_URI`.
+      folder: the run's, in which its id is kept.
+      settings: the configuration.
+
+    Raises:
+      ConfigError: where MLflow does not do it.
+    """
+    mlflow = mlflow_module()
+    try:
+        client = mlflow.MlflowClient()
+        if known := _kept(folder):
+            client.update_run(known, status="RUNNING")
+            return
+        found = client.get_experiment_by_name(experiment)
+        number = client.create_experiment(experiment) if found is None else found.experiment_id
+        made = client.create_run(number, run_name=folder.name).info.run_id
+        (folder / _ID).write_text(made, encoding="utf-8")
+        _log(client, made, "params", [mlflow.entities.Param(*pair) for pair in _flat(settings)])
+    except mlflow.MlflowException as error:
+        raise _refused(experiment, folder, error) from error
 
 
 def mlflow_module() -> Any:
@@ -67,6 +126,25 @@ def mlflow_module() -> Any:
             "output.mlflow: mlflow is not installed; pip install 'axonml-jax[mlflow]', or leave it off"
         ) from error
     return mlflow
+
+
+def _kept(folder: Path) -> str:
+    """The id of a folder's run of MLflow; empty where it has none."""
+    return (folder / _ID).read_text("utf-8").strip() if (folder / _ID).exists() else ""
+
+
+def _refused(experiment: str, folder: Path | None, error: Exception) -> ConfigError:
+    known = f", whose run {id_} is kept in {folder / _ID}" if folder and (id_ := _kept(folder)) else ""
+    return ConfigError(
+        f"output.mlflow={experiment}{known}: MLflow fails: {error}. Look at MLFLOW_TRACKING_URI"
+        + (", delete that file to begin another run," if known else "")
+        + " or leave output.mlflow off"
+    )
+
+
+def _log(client: Any, run: str, kind: str, values: list[Any]) -> None:
+    for start in range(0, len(values), AT_ONCE[kind]):
+        client.log_batch(run, **{kind: values[start : start + AT_ONCE[kind]]})
 
 
 def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:

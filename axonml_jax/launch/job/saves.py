@@ -78,6 +78,11 @@ class Saves:
             self._manager.check()
         return self.stopped is not None or self.diverged is not None
 
+    @property
+    def reason(self) -> str:
+        """How the training has ended, where it is over: "finished", "stopped" or "diverged"."""
+        return "diverged" if self.diverged else "finished" if self.stopped is None else "stopped"
+
     def _in_a_row(self) -> int:
         guard = self._trainer.state.guard
         return 0 if guard is None else int(to_host(guard.in_a_row))
