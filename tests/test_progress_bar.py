@@ -78,6 +78,21 @@ def test_what_is_written_over_leaves_nothing_behind(slow):
     assert len(states) == 3 and all(len(later) >= len(earlier.rstrip()) for earlier, later in pairwise(states))
 
 
+def test_a_terminal_shows_what_fits_on_its_line(slow, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    for kind, cut in ((Terminal, True), (Cell, False)):
+        told(ax.ProgressBar(100, file=(file := kind())), 1, 2)
+        widest = max(len(state) for state in file.getvalue().split("\r"))
+        assert widest == 39 if cut else widest > 40
+
+
+def test_steps_after_the_last_wait_for_nothing(slow):
+    bar = ax.ProgressBar(2, file=(file := Terminal()))
+    told(bar, 1, 2)
+    told(bar, 3, 4, 5, finished=False)
+    assert file.getvalue().count("\n") == 1 and "5/2  loss 0.5000" in file.getvalue()
+
+
 def test_it_is_not_written_more_often_than_one_can_see():
     file = Terminal()
     told(ax.ProgressBar(10_000, file=file), *range(1, 1001))

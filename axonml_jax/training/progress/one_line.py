@@ -1,5 +1,6 @@
 """A line of output that is written over, on terminals and in notebooks."""
 
+import shutil
 from typing import TextIO
 
 
@@ -20,7 +21,9 @@ class OneLine:
         self._file, self._shown = file, ""
 
     def show(self, text: str) -> None:
-        """Write a text over the one that is seen."""
+        """Write a text over the one that is seen; a terminal shows as much of it as its line holds, since none goes back two."""
+        if self._file.isatty():
+            text = text[: max(shutil.get_terminal_size().columns - 1, 0)]
         self._write("\r" + text + " " * (len(self._shown) - len(text)))
         self._shown = text
 

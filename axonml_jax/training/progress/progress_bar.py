@@ -61,7 +61,7 @@ class ProgressBar(Callback):
         """Show the step, at most every tenth of a second or as a plain line when one is due."""
         if not event.is_main_process:
             return
-        now, last = time.perf_counter(), event.step >= self.steps
+        now, last = time.perf_counter(), event.step == self.steps
         self._began = self._began if self._began[0] else (event.step, now)
         self._pending.append(event.metrics)
         self._read(wait=last)
