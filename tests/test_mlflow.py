@@ -3,9 +3,11 @@
 import contextlib
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
+from axonml_jax.__main__ import main
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.job.fit import Record
 from axonml_jax.launch.job.mlflow_run import MlflowRun, begin_mlflow, check_mlflow, mlflow_module
@@ -133,6 +135,16 @@ def test_a_server_that_does_not_answer_is_refused_before_anything_is_trained(fak
         ConfigError, match=r"run gone is kept in .*Run gone not found.*delete that file to begin another"
     ):
         check_mlflow("mine", tmp_path)
+
+
+def test_a_command_refuses_it_before_there_is_a_folder(fake, tmp_path, capsys):
+    fake.down = True
+    (tmp_path / "text.txt").write_text("abc " * 5000)
+    given = {"data.path": tmp_path / "text.txt", "output.dir": tmp_path / "runs", "output.mlflow": "mine"}
+    quickstart = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+    assert main(["train", str(quickstart), *(f"--{key}={value}" for key, value in given.items())]) == 2
+    assert "output.mlflow=mine: MLflow fails: no answer" in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*"))
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
