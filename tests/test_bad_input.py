@@ -107,6 +107,11 @@ OPTIONS = {
     "a plan that is none": (lambda: planned("ddp"), ["plan='ddp'", "ax.Plan"]),
     "a strategy that is none": (lambda: ax.Plan(data="ddp"), ["data='ddp'", "Replicate"]),
     "a mesh inside a plan": (lambda: ax.Plan(mesh=mesh(data=2)), ["ax.MeshShape", "beside the plan"]),
+    "a pipeline and rules that are none": (
+        lambda: ax.Plan(pipe="1f1b", partition={"kernel": "tensor"}),
+        ["pipe='1f1b' must be an ax.Pipelined", "partition={'kernel': 'tensor'} must be made by Partition.of"],
+    ),
+    "an own axis of a pipeline that is none": (lambda: ax.Plan(axes={"pipe": 4}), ["pipe=4 must be an ax.Pipelined"]),
 }
 
 

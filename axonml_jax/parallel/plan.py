@@ -91,18 +91,17 @@ class Plan:
         for name in ("broadcast_buffers", "check_vma"):
             if getattr(self, name) not in (True, False):
                 problems.append(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.mesh is not None and not isinstance(self.mesh, MeshShape):
-            problems.append(f"mesh={self.mesh!r} must be an ax.MeshShape of degrees (give a Mesh beside the plan)")
         problems += axes_problems(self.axes) or self._take_axes()
-        for name in _USUAL:
-            if not isinstance(getattr(self, name), AbstractStrategy):
-                problems.append(
-                    f"{name}={getattr(self, name)!r} must be a strategy such as ax.Replicate() or ax.Shard()"
-                )
-        if self.partition is not None and not isinstance(self.partition, Partition):
-            problems.append(f"partition={self.partition!r} must be made by Partition.of(rules)")
-        elif self.partition is not None and self.pipe is not None:
-            problems.append("pipe: stages are split by the model's own layers only: leave partition out")
+        problems += [
+            f"{name}={value!r} must be a strategy such as ax.Replicate() or ax.Shard()"
+            for name in _USUAL
+            if not isinstance(value := getattr(self, name), AbstractStrategy)
+        ]
+        problems += [
+            f"{name}={value!r} must be {words}"
+            for name, (kind, words) in _OF_KIND.items()
+            if (value := getattr(self, name)) is not None and not isinstance(value, kind)
+        ]
         problems += self._join_context() if not problems else []
         problems += self._against_pipe() if not problems else []
         if problems:
@@ -112,9 +111,8 @@ class Plan:
         """What a pipeline cannot be combined with."""
         if self.pipe is None:
             return []
-        if not isinstance(self.pipe, Pipelined):
-            return [f"pipe={self.pipe!r} must be an ax.Pipelined(schedule=..., num_microbatches=...)"]
         rules = {
+            "stages are split by the model's own layers only: leave partition out": self.partition is not None,
             "sync_strategy=NO_SYNC lets every rank train a model of its own, and the stages share one: use another": (
                 self.independent
             ),
@@ -222,3 +220,8 @@ class Plan:
 
 _USUAL = ("data", "fsdp", "context")
 _DEFAULTS = {"data": Replicate(), "fsdp": Shard(), "context": Context(), "pipe": None}
+_OF_KIND = {
+    "mesh": (MeshShape, "an ax.MeshShape of degrees (give a Mesh beside the plan)"),
+    "partition": (Partition, "made by Partition.of(rules)"),
+    "pipe": (Pipelined, "an ax.Pipelined(schedule=..., num_microbatches=...)"),
+}

@@ -6,7 +6,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from axonml_jax.markup import lines, section, table
-from axonml_jax.parallel.pipeline.policy import AXIS, Pipelined
+from axonml_jax.parallel.pipeline.policy import AXIS
 
 
 def plan_html(plan: Any, title: str, degrees: Mapping[str, int] | None) -> str:
@@ -25,7 +25,7 @@ def plan_html(plan: Any, title: str, degrees: Mapping[str, int] | None) -> str:
     quiet = [row for row, name in enumerate(names) if name not in chosen]
     mesh = "any mesh" if degrees is None else " x ".join(f"{axis} {ranks}" for axis, ranks in degrees.items() if ranks)
     parts = [lines(f"on {mesh or 'one device'}"), table(["field", "value"], cells, left=2, quiet=quiet)]
-    if isinstance(plan.pipe, Pipelined) and AXIS in (degrees or {}):
+    if plan.pipe is not None and AXIS in (degrees or {}):
         parts.append(plan.pipe.timetable((degrees or {})[AXIS], plan.microbatches)._repr_html_())
     return section(title, *parts)
 
