@@ -64,10 +64,10 @@ from axonml_jax.mesh.fake_devices import fake_devices as fake_devices
 from axonml_jax.mesh.group import ProcessGroup as ProcessGroup
 from axonml_jax.mesh.job.init import init as init
 from axonml_jax.mesh.job.init import shutdown as shutdown
-from axonml_jax.mesh.job.watchdog import Watchdog as Watchdog
 from axonml_jax.mesh.ranks.spawn import spawn as spawn
 from axonml_jax.mesh.shape import MeshShape as MeshShape
 from axonml_jax.mesh.shape import make_mesh as make_mesh
+from axonml_jax.mesh.watch.watchdog import Watchdog as Watchdog
 from axonml_jax.mesh.world import MockBackend as MockBackend
 from axonml_jax.mesh.world import World as World
 from axonml_jax.model.lora.adapters import lora as lora

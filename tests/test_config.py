@@ -36,10 +36,10 @@ data.path data.format data.fields data.prompt_field data.completion_field data.m
 data.length data.max_bytes data.valid_fraction data.num_workers data.class_path data.init_args data.valid
 optim.name optim.class_path optim.init_args optim.chain optim.groups
 optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.betas optim.max_grad_norm ema.decay
-train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed
-train.weights train.max_nonfinite train.layer_norms train.stuck_timeout checkpoint.every checkpoint.keep checkpoint.best
-checkpoint.asynchronous sample.count sample.length sample.prompt sample.temperature output.dir output.tensorboard
-output.csv output.wandb output.mlflow output.plot output.compiled
+train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed train.weights
+train.max_nonfinite train.layer_norms train.stuck_timeout train.stuck_warning checkpoint.every checkpoint.keep checkpoint.best
+checkpoint.asynchronous sample.count sample.length sample.prompt sample.temperature output.dir output.tensorboard output.csv
+output.wandb output.mlflow output.plot output.compiled
 finetune.lora.rank finetune.lora.alpha finetune.lora.targets finetune.lora.stacked finetune.lora.base
 """.split()  # noqa: SIM905
 

@@ -1,6 +1,7 @@
 """The short version of benchmarks/fault_campaign.py: real processes, faults, and a run that ends bit for bit as it should."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -29,3 +30,7 @@ def test_a_campaign_is_the_same_for_the_same_seed_and_tries_every_kind(campaign)
 def test_a_rank_that_hangs_is_named_and_the_restarted_run_ends_as_it_should(campaign):
     problems, _, said = campaign.survive(campaign.Fault("sleep", 1, 8, "fsdp"))
     assert not problems, said[-4000:]
+    warning = (
+        r"^\[rank 0\].*rank\(s\) \[1\] are missing: rank 1 has begun step \d only and is in before at .* the job ends"
+    )
+    assert len(re.findall(warning, said, re.MULTILINE)) == 1, said[-4000:]  # long before, once, by one process

@@ -1,16 +1,22 @@
 """Who is missing when a job stands still, in words; real processes are in test_faults.py."""
 
+import json
 import re
 import threading
+import time
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import axonml_jax as ax
-from axonml_jax.mesh.job.watchdog import explain, where_is
+from axonml_jax.mesh.watch import watchdog as room
+from axonml_jax.mesh.watch.standstill import Said, standstill
+from axonml_jax.mesh.watch.where import compiles, where_is
 
 
-def said(count, begun, at="in train at run.py:1"):
-    return {"count": count, "begun": begun, "done": begun - 1, "at": at}
+def said(count, begun, at="in train at run.py:1", doing="", marks=0):
+    return Said(count, begun, begun - 1, at, doing, marks, 31.4)
 
 
 OWN = said(9, 12)
@@ -20,13 +26,22 @@ CASES = {
         {1: said(9, 11, "in load at data.py:7")},
         r"rank\(s\) \[1\] are missing: rank 1 has begun step 11 only and is in load at data\.py:7$",
     ),
-    "silent": ({1: said(7, 12)}, {1: said(7, 12)}, r"rank\(s\) \[1\] are missing: rank 1 says nothing any more"),
-    "never heard": ({}, {}, r"rank\(s\) \[1\] are missing: rank 1 says nothing any more"),
+    "silent": (
+        {1: said(7, 12, "in load at data.py:7")},
+        {1: said(7, 12, "in load at data.py:7")},
+        r"rank\(s\) \[1\] are missing: rank 1 says nothing any more.*had begun step 12 and was in load at data\.py:7$",
+    ),
+    "never heard": ({}, {}, r"rank\(s\) \[1\] are missing: rank 1 says nothing any more: it is stopped, .* cut off$"),
     "this one": ({1: said(7, 13)}, {1: said(9, 13)}, r"rank\(s\) \[0\] are missing: rank 0 has begun step 12 only"),
+    "compiling": (
+        {1: said(7, 11)},
+        {1: said(9, 11, doing="compiling")},
+        r"\[1\] are missing: rank 1 has begun step 11 only and is compiling, in train at run\.py:1$",
+    ),
     "nobody": (
         {1: said(7, 12)},
         {1: said(9, 12)},
-        r"all ranks have begun the same step, so the network .* rank 1 is in",
+        r"all ranks have begun the same step, .* ranks 0, 1 are in train at run\.py:1$",
     ),
     "coordinator": (
         None,
@@ -39,11 +54,95 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_report_names_who_is_missing_and_where_it_is(case):
     before, now, wanted = CASES[case]
-    own = {0: OWN | {"count": 7}}
-    text = explain(0, 2, OWN, before and before | own, now and now | {0: OWN}, 31.4) if before else None
-    text = text or explain(0, 2, OWN, before, now, 31.4)
+    text = standstill(0, 2, before, now, OWN).text
     assert re.search(wanted, text), text
     assert text.startswith("rank 0 has made no progress for 31 s (step 12 begun, 11 done, in train at run.py:1): ")
+
+
+def test_one_rank_speaks_and_what_all_do_alike_is_known():
+    ranks = {r: said(7, 12, doing="validating", marks=4) for r in range(4)}
+    later = {r: said(8, 12, doing="validating", marks=4) for r in range(4)}
+    found = standstill(2, 4, ranks, later, later[2])
+    assert (found.missing, found.alike, found.speaker) == ((), "validating", 0)
+    behind = {**later, 0: said(8, 12, doing="validating", marks=3)}
+    found = standstill(2, 4, ranks, behind, later[2])
+    assert (found.missing, found.alike, found.speaker) == ((0,), "", 1) and "rank 0 has come to 3 of 4" in found.text
+    mixed = {**later, 3: said(8, 12)}
+    assert standstill(0, 4, ranks, mixed, later[0]).alike == ""
+
+
+class Store:
+    """A coordinator's, in which rank 1 goes on talking of one place until told otherwise."""
+
+    def __init__(self, other):
+        self.other, self.values = other, {}
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        self.values[key] = value
+
+    def key_value_dir_get(self, folder):
+        self.other = {**self.other, "count": self.other["count"] + 1}
+        return [*self.values.items(), (f"{folder}1", json.dumps(self.other))]
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    def watched(other, **options):
+        store, heard = Store(other), []
+        monkeypatch.setattr(room, "coordinator_client", lambda: store)
+        dog = ax.Watchdog(None, warning=0.2, warn=heard.append, **options)
+        dog._size = 2
+        return dog, store, heard
+
+    return watched
+
+
+def wait_for(holds):
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+OTHER = {"count": 0, "begun": 4, "done": 4, "at": "in load at data.py:7"}
+
+
+def test_a_standstill_is_told_once_and_so_is_its_end(watched):
+    dog, store, heard = watched(OTHER)
+    done = jnp.zeros(())
+    with dog:
+        for step in range(1, 6):
+            dog.began(step, done)
+        wait_for(lambda: heard)
+        time.sleep(0.8)  # it stands still for as long again
+        assert len(heard) == 1
+        assert re.search(r"step 5 begun, 5 done.*rank\(s\) \[1\] are missing: rank 1 has begun step 4 only", heard[0])
+        store.other["begun"] = 6
+        dog.began(6, done)
+        wait_for(lambda: len(heard) == 2)
+        assert re.match(
+            r"it goes on after \d+ s without progress, at step 6; rank\(s\) \[1\] had been missing", heard[1]
+        )
+
+
+def test_what_all_do_alike_for_long_is_no_standstill(watched):
+    dog, _, heard = watched({**OTHER, "doing": "validating", "begun": 0})
+    with dog, dog.doing("validating"):
+        time.sleep(1.2)
+        assert not heard
+        dog.moved()  # the other one does not
+        wait_for(lambda: heard)
+        assert "rank 1 has come to 0 of 1 and is validating" in heard[0]
+
+
+def test_a_step_that_takes_as_long_as_others_did_is_no_standstill(watched):
+    dog, _, heard = watched({**OTHER, "begun": 0})
+    dog._longest = 1.0
+    with dog:
+        time.sleep(1.2)
+        assert not heard
+        wait_for(lambda: heard)
+        assert "all ranks have begun the same step" in heard[0]
 
 
 def test_a_process_alone_is_not_watched_and_numbers_are_checked():
@@ -52,8 +151,39 @@ def test_a_process_alone_is_not_watched_and_numbers_are_checked():
         watchdog.moved()
     with pytest.raises(ValueError, match="timeout=0 must be a positive number of seconds"):
         ax.Watchdog(0)
+    with pytest.raises(ValueError, match="warning=-1 must be a positive number of seconds"):
+        ax.Watchdog(None, warning=-1)
 
 
 def test_it_knows_where_a_thread_stands():
     assert re.match(r"in \w+ at \w+\.py:\d+$", where_is(threading.get_ident()))
     assert where_is(-1) == "ended"
+
+
+def test_it_knows_when_a_thread_compiles():
+    def deep(x):
+        for _ in range(60):
+            x = jnp.sin(x) @ x + jnp.cos(x)
+        return x
+
+    main, stop, seen = threading.get_ident(), threading.Event(), []
+
+    def look():
+        while not stop.wait(0.001):
+            seen.append(compiles(main))
+
+    lowered, array = jax.jit(deep).lower(jnp.ones((8, 8))), jnp.ones((8, 8))
+    looking = threading.Thread(target=look)
+    assert not compiles(main)
+    looking.start()
+    compiled = lowered.compile()
+    while_compiling, running = [*seen], len(seen)
+    for _ in range(20):
+        compiled(array).block_until_ready()
+    stop.set()
+    looking.join()
+    assert sum(while_compiling) > len(while_compiling) / 2, seen
+    assert not any(seen[running + 2 :])
+    traced = []
+    jax.jit(lambda x: traced.append(compiles(main)) or x + 1).trace(array)
+    assert traced == [True]

@@ -180,7 +180,8 @@ def main(folder, *fault):
 
             def began(step, loss):
                 nonlocal watchdog
-                watchdog = watchdog or stack.enter_context(ax.Watchdog(STUCK_AFTER))  # once all is compiled
+                dog = ax.Watchdog(STUCK_AFTER, warning=STUCK_AFTER / 4)
+                watchdog = watchdog or stack.enter_context(dog)  # once all is compiled
                 watchdog.began(step, loss)
 
             def after(step):

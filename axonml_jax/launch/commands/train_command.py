@@ -57,7 +57,7 @@ from axonml_jax.launch.own.own_callbacks import own_callbacks
 from axonml_jax.launch.own.own_data import OwnSplit
 from axonml_jax.launch.own.subject import loss_of, model_of
 from axonml_jax.logging import print0
-from axonml_jax.mesh.job.watchdog import Watchdog
+from axonml_jax.mesh.watch.watchdog import Watchdog
 from axonml_jax.models.huggingface import load_pretrained
 from axonml_jax.training.callbacks import Callback
 from axonml_jax.training.metrics import Throughput
@@ -226,7 +226,8 @@ def _run(
 ) -> None:
     """Train, appending to `records` and to the files in `folder` (None in all processes but the main one)."""
     with ExitStack() as stack:
-        dog = stack.enter_context(Watchdog(config.train.stuck_timeout)) if config.train.stuck_timeout else None
+        watched = config.train.stuck_timeout, config.train.stuck_warning
+        dog = stack.enter_context(Watchdog(watched[0], warning=watched[1])) if any(watched) else None
         writes = [stack.enter_context(closing(recorder)).write for recorder in _recorders(config, folder, start)]
         if folder and config.output.mlflow:
             writes.append(stack.enter_context(MlflowRun(folder, lambda: saves.reason)).write)

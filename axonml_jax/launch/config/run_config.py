@@ -64,6 +64,8 @@ class TrainConfig:
       layer_norms: record the norms of gradients and parameters layer by layer.
       stuck_timeout: seconds without progress after which one of several processes names those that are missing and ends the
         job; null waits for ever.
+      stuck_warning: seconds without progress after which one of several processes names those that are missing, and goes on
+        waiting; null names nobody before the end.
     """
 
     steps: int = 1000
@@ -76,10 +78,11 @@ class TrainConfig:
     max_nonfinite: int | None = None
     layer_norms: bool = False
     stuck_timeout: float | None = 1800.0
+    stuck_warning: float | None = 20.0
 
     def __post_init__(self):
         positive = ("steps", "global_batch_size", "eval_every", "eval_batches", "log_every", "max_nonfinite")
-        at_least("train", self, seed=0, stuck_timeout=1, **dict.fromkeys(positive, 1))
+        at_least("train", self, seed=0, stuck_timeout=1, stuck_warning=1, **dict.fromkeys(positive, 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 
 from axonml_jax._types import PyTree
 from axonml_jax.facade.trainer import Trainer
-from axonml_jax.mesh.job.watchdog import Watchdog
+from axonml_jax.mesh.watch.watchdog import Watchdog
 from axonml_jax.training.metrics import Throughput, as_floats, mean_of
 
 
@@ -59,12 +60,13 @@ def fit(
       learning_rate: the optimizer's schedule, of the number of updates made before; None: it is not known.
       start: updates made already; the records of a resumed run are those it would have had uninterrupted.
       elapsed: seconds that the run had taken until then.
-      watchdog: told of every step.
+      watchdog: told of every step, and of validations and what `after` does.
       after: called after every step with its number and the metrics of its record (none where it has no record); true
         stops the training. In a process alone it is called when the validation fails too, before that is raised.
     """
     before, clock = start, time.perf_counter()
     began = clock - elapsed
+    doing = (lambda what: nullcontext()) if watchdog is None else watchdog.doing
     for step, batch in zip(range(start + 1, steps + 1), batches, strict=False):
         measured, first, metrics = trainer.step(batch), step == start + 1, {}
         if watchdog is not None:
@@ -78,7 +80,8 @@ def fit(
             metrics |= {throughput.unit: step * throughput.tokens_per_step, "wall_time": time.perf_counter() - began}
             metrics |= {"compile_time": seconds} if first else throughput.of(num_steps=step - before, seconds=seconds)
             try:
-                valid = validate() if due and validate else {}
+                with doing("validating"):
+                    valid = validate() if due and validate else {}
             except Exception:
                 # What was trained is kept. Other processes may be in the validation's collectives: they could not save with us.
                 if after is not None and jax.process_count() == 1:
@@ -90,8 +93,9 @@ def fit(
         elif first:  # compiling counts in no speed
             jax.block_until_ready(measured)
             before, clock = step, time.perf_counter()
-        if after is not None and after(step, metrics):
-            return
+        with doing("saving"):
+            if after is not None and after(step, metrics):
+                return
 
 
 def evaluate(trainer: Trainer, batches: Iterator[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:

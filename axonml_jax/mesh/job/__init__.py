@@ -1,1 +1,1 @@
-"""Joining and leaving a job: the launcher's environment, the coordinator, the roll call, the watchdog."""
+"""Joining and leaving a job: the launcher's environment, the coordinator, the roll call."""
