@@ -11,10 +11,9 @@ import threading
 import time
 
 import pytest
-from workers.strangers import STRANGERS, stranger
+from workers.strangers import SPOKEN, STRANGERS, stranger
 
 from axonml_jax.mesh.job.roll_call import roll_call
-from axonml_jax.mesh.job.sealed import job_token, sealed
 
 JOB = """
 import dataclasses
@@ -145,28 +144,14 @@ def test_what_is_wrong_with_a_job_is_an_error_in_every_process_that_came(case):
         assert re.search(words, str(error))
 
 
-@pytest.mark.parametrize(
-    ("token", "more"), [("", []), ("hush", [b'{"process": 1, "count": 9}\n'])], ids=["open", "sealed"]
-)
+@pytest.mark.parametrize(("token", "more"), [("", ()), ("hush", ({"process": 1, "count": 2},))], ids=["open", "sealed"])
 def test_the_roll_call_ignores_strangers(token, more, monkeypatch):
     monkeypatch.setenv("AXONML_JAX_TOKEN", token)
     port, begun = free_port(), time.monotonic()
     with contextlib.ExitStack() as stack:
-        come = lambda: [stack.enter_context(stranger(port, said)) for said in [*STRANGERS, *more]]
+        ways = [dict(said=said) for said in STRANGERS] + [
+            dict(said=each, subject="roll call") for each in (*SPOKEN, *more)
+        ]
+        come = lambda: [stack.enter_context(stranger(port, **way)) for way in ways]
         assert call_the_roll(port, [(0, 2), (1, 2)], timeout=20, first=come) == [None] * 2
     assert time.monotonic() - begun < 10  # silent ones hold up nobody
-
-
-def test_a_token_comes_from_a_variable_or_a_file_and_is_never_shown(tmp_path):
-    path = tmp_path / "token"
-    with pytest.raises(ValueError, match="No such file"):
-        job_token({"AXONML_JAX_TOKEN_FILE": str(path)})
-    path.write_text("\n")
-    with pytest.raises(ValueError, match="the file is empty"):
-        job_token({"AXONML_JAX_TOKEN_FILE": str(path)})
-    path.write_text("hush\n")
-    assert job_token({"AXONML_JAX_TOKEN_FILE": str(path)}) == job_token({"AXONML_JAX_TOKEN": "hush"}) == b"hush"
-    assert job_token({}) == b"" and b"hush" not in sealed({"node": 1}, b"hush")
-    with pytest.raises(ValueError, match="give one of them") as both:
-        job_token({"AXONML_JAX_TOKEN_FILE": str(path), "AXONML_JAX_TOKEN": "hush"})
-    assert "hush" not in str(both.value)

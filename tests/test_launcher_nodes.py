@@ -10,14 +10,14 @@ import time
 
 import pytest
 from workers.launch import free_port, hearing_ctrl_c
-from workers.strangers import STRANGERS, stranger
+from workers.strangers import SPOKEN, STRANGERS, stranger
 
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.processes import nodes
 from axonml_jax.launch.processes.launch_options import read_options
 from axonml_jax.launch.processes.news import is_news
 from axonml_jax.launch.processes.nodes import Nodes
-from axonml_jax.mesh.job.sealed import TOKEN, sealed
+from axonml_jax.mesh.job.sealed import TOKEN
 
 TIME_LIMIT = 40
 WORK = """
@@ -160,16 +160,19 @@ HELLO = {"node": 1, "size": 9, "nnodes": 2, "max-restarts": 0}
 
 def test_what_strangers_say_ends_no_gathering(monkeypatch, caplog):
     with contextlib.ExitStack() as stack:
-        come = lambda port: [stack.enter_context(stranger(port, said)) for said in STRANGERS]
+        more = [dict(said=said, subject="launchers") for said in SPOKEN]
+        ways = [*(dict(said=said) for said in STRANGERS), *more, dict(said=HELLO, subject="roll call")]
+        come = lambda port: [stack.enter_context(stranger(port, **way)) for way in ways]
         assert gather(monkeypatch, *PAIR, first=come) == [[1, 3]] * 2
     assert "ignored a caller at 127.0.0.1:" in caplog.text and "further ones are ignored without a word" in caplog.text
 
 
 def test_only_who_has_the_token_is_heard(monkeypatch, caplog):
     monkeypatch.setenv(TOKEN, "hush")
-    forged = sealed({"node": 1, "size": 1, "nnodes": 9, "max-restarts": 0}, b"guessed")
     with contextlib.ExitStack() as stack:
-        come = lambda port: [stack.enter_context(stranger(port, said)) for said in (forged, sealed(HELLO, b""))]
+        come = lambda port: [
+            stack.enter_context(stranger(port, HELLO, subject="launchers", token=token)) for token in (b"guessed", b"")
+        ]
         assert gather(monkeypatch, *PAIR, first=come) == [[1, 3]] * 2
     assert f"does not carry the seal of {TOKEN}" in caplog.text and "hush" not in caplog.text
     tokens = [b"one", b"other"]

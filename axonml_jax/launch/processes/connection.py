@@ -1,10 +1,11 @@
 """Whole JSON messages between two launchers over one TCP connection."""
 
-import select
 import socket
 
-from axonml_jax.mesh.job.sealed import opened, sealed
+from axonml_jax.mesh.job.callers import readable
+from axonml_jax.mesh.job.sealed import Talk, greet
 
+_CALL_TIMEOUT = 5.0
 _SEND_TIMEOUT = 5.0
 # The last lines of a failed worker's output are the longest message.
 _LONGEST = 2**26
@@ -17,17 +18,17 @@ class Connection:
 
     Args:
       connection: a connected socket; closed with the line.
-      token: of the job; what does not carry its seal cuts the line.
+      talk: with the other end, after the greetings; what does not carry its seal cuts the line.
 
     Attributes:
       cut: whether the other end has gone.
     """
 
-    def __init__(self, connection: socket.socket, token: bytes = b""):
+    def __init__(self, connection: socket.socket, talk: Talk):
         self.cut = False
         self._connection = connection
-        self._token = token
-        self._part = b""
+        self._talk = talk
+        self._part = bytearray()
         connection.settimeout(_SEND_TIMEOUT)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
@@ -41,13 +42,13 @@ class Connection:
     def send(self, message: dict) -> None:
         """Send a message; a cut line loses it."""
         try:
-            self._connection.sendall(sealed(message, self._token))
+            self._connection.sendall(self._talk.sealed(message))
         except OSError:
             self.cut = True
 
     def messages(self) -> list[dict]:
         """What has come since the last call, without waiting."""
-        while not self.cut and select.select([self._connection], [], [], 0)[0]:
+        while not self.cut and readable([self._connection], 0):
             try:
                 chunk = self._connection.recv(2**16)
             except OSError:
@@ -55,8 +56,9 @@ class Connection:
             self.cut = not chunk
             self._part += chunk
             self.cut = self.cut or len(self._part) > _LONGEST
-        *whole, self._part = self._part.split(b"\n")
-        messages = [opened(text, self._token) for text in whole]
+        *whole, rest = self._part.split(b"\n")
+        self._part = bytearray(rest)
+        messages = [self._talk.opened(bytes(text)) for text in whole]
         self.cut = self.cut or None in messages  # a stranger
         return [message for message in messages if message is not None]
 
@@ -64,3 +66,17 @@ class Connection:
         """Hang up."""
         self._connection.close()
         self.cut = True
+
+
+def called(place: tuple[str, int], token: bytes, subject: str) -> Connection:
+    """A connection to whoever listens there, who has greeted.
+
+    Raises:
+      OSError: when nobody does, or something else.
+    """
+    connection = socket.create_connection(place, timeout=_CALL_TIMEOUT)
+    try:
+        return Connection(connection, greet(connection, token, subject))
+    except BaseException:
+        connection.close()
+        raise

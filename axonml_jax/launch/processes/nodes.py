@@ -4,8 +4,6 @@ Node 0's launcher listens on the master port of the named address; the others ca
 ports after that one, another at every attempt, so that nothing of a dead attempt can answer a new one.
 """
 
-import select
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,20 +11,21 @@ from contextlib import closing
 from dataclasses import asdict
 
 from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.processes.connection import Connection
+from axonml_jax.launch.processes.connection import Connection, called
 from axonml_jax.launch.processes.interrupts import Interrupts
 from axonml_jax.launch.processes.launch_options import LaunchOptions
 from axonml_jax.launch.processes.news import is_answer, is_hello, is_news
 from axonml_jax.launch.processes.post_mortem import root_cause
 from axonml_jax.launch.processes.supervise import print_note
 from axonml_jax.launch.processes.worker import Failure
-from axonml_jax.mesh.job.callers import Callers
+from axonml_jax.mesh.job.callers import Callers, readable
 from axonml_jax.mesh.job.coordinator import bind_address, listen
 from axonml_jax.mesh.job.sealed import TOKEN, job_token
 
 GATHER_TIMEOUT = 300.0
 """Seconds in which the launchers of all machines must be started."""
 
+_SUBJECT = "launchers"
 _TICK = 0.1
 _SAME_TOKEN = f"has every machine the same {TOKEN}, or none?"
 
@@ -166,7 +165,7 @@ class Nodes:
             self._listen()
 
     def _pause(self, sources: Sequence) -> None:
-        select.select([self._interrupts, *sources], [], [], _TICK)
+        readable([self._interrupts, *sources], _TICK)
         self._interrupts.drain()
         if self._interrupts.received:
             self.leave(f"the launcher of node {self._me} was stopped by {self._interrupts.received[0].name}")
@@ -177,11 +176,14 @@ class Nodes:
         options = self._options
         sizes, fault, deadline = {0: self.sizes[0]}, "", time.monotonic() + GATHER_TIMEOUT
         address = bind_address(f"{options.master_addr}:{options.master_port}")
-        with listen(*address, options.nnodes) as server, closing(Callers(server, self._token, is_hello)) as callers:
+        with (
+            listen(*address, options.nnodes) as server,
+            closing(Callers(server, self._token, _SUBJECT, is_hello)) as callers,
+        ):
             while len(sizes) < options.nnodes and not fault and time.monotonic() < deadline:
                 self._pause(callers.sources())
-                for connection, hello in callers.pump():
-                    self._opened.append(line := Connection(connection, self._token))
+                for connection, talk, hello in callers.pump():
+                    self._opened.append(line := Connection(connection, talk))
                     fault = fault or self._fault(hello, sizes)
                     sizes[hello["node"]], self._lines[hello["node"]] = hello["size"], line
         if missing := sorted(set(range(options.nnodes)) - set(sizes)):
@@ -223,10 +225,10 @@ class Nodes:
                 self._take(message)
 
     def _find_node_0(self, deadline: float) -> Connection:
-        place = (self._options.master_addr.strip("[]"), self._options.master_port)
+        place = (self._options.master_addr.strip("[]"), self._options.master_port or 0)
         while True:
             try:
-                return Connection(socket.create_connection(place, timeout=5), self._token)
+                return called(place, self._token, _SUBJECT)
             except OSError as error:
                 if time.monotonic() > deadline:
                     self._refuse(f"node 0's launcher did not answer within {GATHER_TIMEOUT:g} s ({error})")

@@ -4,12 +4,14 @@ Nothing here waits: a caller that is silent, sends half a line, or sends without
 """
 
 import logging
-import select
+import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
-from axonml_jax.mesh.job.sealed import TOKEN, opened
+from axonml_jax.mesh.job.sealed import TOKEN, Talk
 
 PATIENCE = 30.0
 """Seconds that a caller has for its line."""
@@ -20,57 +22,69 @@ _TOLD = 5
 _logger = logging.getLogger("axonml_jax")
 
 
+@dataclass
+class _Visit:
+    """A caller that has not said its line yet."""
+
+    talk: Talk
+    part: bytes = b""
+    greeted: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+
 class Callers:
     """The callers of a listening socket; close it when enough were heard.
 
     Args:
       server: the socket; it becomes non-blocking.
       token: the job's.
+      subject: what is talked about.
       expected: whether a message is one of this job's.
     """
 
-    def __init__(self, server: socket.socket, token: bytes, expected: Callable[[dict], bool]):
+    def __init__(self, server: socket.socket, token: bytes, subject: str, expected: Callable[[dict], bool]):
         server.setblocking(False)
         self._server = server
         self._token = token
+        self._subject = subject
         self._expected = expected
-        self._parts: dict[socket.socket, bytes] = {}
-        self._since: dict[socket.socket, float] = {}
+        self._visits: dict[socket.socket, _Visit] = {}
         self._ignored = 0
 
     def sources(self) -> list[socket.socket]:
         """What to select on."""
-        return [self._server, *self._parts]
+        return [self._server, *self._visits]
 
-    def pump(self) -> list[tuple[socket.socket, dict]]:
-        """Who has said its line since the last call, and what; the connections are the caller's to close."""
+    def pump(self) -> list[tuple[socket.socket, Talk, dict]]:
+        """Who has said its line since the last call, how to go on talking to it, and what it said; the caller hangs up."""
         self._accept()
         heard = []
-        for caller in select.select(list(self._parts), [], [], 0)[0] if self._parts else ():
+        for caller in readable(self._visits, 0):
+            visit = self._visits[caller]
             try:
                 chunk = caller.recv(_LONGEST)
             except BlockingIOError:
                 continue
             except OSError:
                 chunk = b""
-            self._parts[caller] += chunk
-            line, end, _ = self._parts[caller].partition(b"\n")
-            message = opened(line, self._token) if end else None
-            if message is not None and self._expected(message):
-                del self._parts[caller], self._since[caller]
-                heard.append((caller, message))
-            elif end or not chunk or len(self._parts[caller]) > _LONGEST:
+            visit.part += chunk
+            if (line := _line(visit)) is not None:
+                message = visit.talk.opened(line) if visit.greeted else None
+                if message is not None and self._expected(message):
+                    del self._visits[caller]
+                    heard.append((caller, visit.talk, message))
+                    continue
+            if line is not None or not chunk or len(visit.part) > _LONGEST:
                 self._ignore(caller)
-        for caller in [each for each, since in self._since.items() if time.monotonic() - since > PATIENCE]:
+        for caller in [each for each, visit in self._visits.items() if time.monotonic() - visit.since > PATIENCE]:
             self._ignore(caller)
         return heard
 
     def close(self) -> None:
         """Hang up on everybody who was not heard."""
-        for caller in self._parts:
+        for caller in self._visits:
             caller.close()
-        self._parts.clear()
-        self._since.clear()
+        self._visits.clear()
 
     def _accept(self) -> None:
         while True:
@@ -79,22 +93,43 @@ class Callers:
             except OSError:  # nobody more, or one that has gone already
                 return
             caller.setblocking(False)
-            if len(self._parts) >= _MOST:
-                self._ignore(next(iter(self._parts)))
-            self._parts[caller], self._since[caller] = b"", time.monotonic()
+            if len(self._visits) >= _MOST:
+                self._ignore(next(iter(self._visits)))
+            self._visits[caller] = visit = _Visit(Talk(self._token, self._subject, calls=False))
+            try:
+                caller.send(visit.talk.greeting)  # a new connection has room for it
+            except OSError:
+                self._ignore(caller)
 
     def _ignore(self, caller: socket.socket) -> None:
-        said = self._parts.pop(caller)
-        del self._since[caller]
+        visit = self._visits.pop(caller)
         self._ignored += 1
         if self._ignored <= _TOLD:
             why = (
                 f"what it said does not carry the seal of {TOKEN}"
-                if said and self._token
+                if (visit.part or visit.greeted) and self._token
                 else "it is none of this job's"
             )
             _logger.warning("ignored a caller at %s: %s%s", _peer(caller), why, _last(self._ignored))
         caller.close()
+
+
+def readable(sources: Iterable[Any], timeout: float) -> list[Any]:
+    """Those of some sockets that have something to read, once one has; of a thousand machines too, unlike `select.select`."""
+    with selectors.DefaultSelector() as selector:
+        for source in sources:
+            selector.register(source, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(timeout)]
+
+
+def _line(visit: _Visit) -> bytes | None:
+    """The caller's line after its greeting, or in the place of it, when it is there."""
+    while b"\n" in visit.part:
+        line, _, visit.part = visit.part.partition(b"\n")
+        if visit.greeted or not visit.talk.greeted(line):
+            return line
+        visit.greeted = True
+    return None
 
 
 def _peer(caller: socket.socket) -> str:

@@ -1,14 +1,14 @@
 """A roll call over plain TCP before JAX's own rendezvous, which aborts the process without saying who is missing."""
 
-import select
 import socket
 import time
 from contextlib import closing
 
-from axonml_jax.mesh.job.callers import Callers
+from axonml_jax.mesh.job.callers import Callers, readable
 from axonml_jax.mesh.job.coordinator import listen
-from axonml_jax.mesh.job.sealed import is_count, job_token, opened, sealed
+from axonml_jax.mesh.job.sealed import Talk, greet, is_count, job_token
 
+_SUBJECT = "roll call"
 _GRACE = 5.0
 _TICK = 1.0
 _LONGEST = 2**16
@@ -46,18 +46,18 @@ def _collect(host, port, num_processes, timeout, token):
     """Process 0: hear everyone, decide, tell everyone."""
     deadline = time.monotonic() + timeout
     present, heard, fault = {0}, [], ""
-    with listen(host, port, num_processes) as server, closing(Callers(server, token, _is_ours)) as callers:
+    with listen(host, port, num_processes) as server, closing(Callers(server, token, _SUBJECT, _is_ours)) as callers:
         while len(present) < num_processes and not fault and (left := deadline - time.monotonic()) > 0:
-            select.select(callers.sources(), [], [], min(left, _TICK))
-            for caller, said in callers.pump():
-                heard.append(caller)
+            readable(callers.sources(), min(left, _TICK))
+            for caller, talk, said in callers.pump():
+                heard.append((caller, talk))
                 fault = fault or _fault(said["process"], said["count"], present, num_processes)
                 present.add(said["process"])
         if not fault and len(present) < num_processes:
             missing = sorted(set(range(num_processes)) - present)
             fault = f"process(es) {missing} never arrived within {timeout:g} s"
-        for caller in heard:
-            _tell(caller, fault, token)
+        for caller, talk in heard:
+            _tell(caller, talk, fault)
     return fault
 
 
@@ -79,10 +79,11 @@ def _answer(host, port, num_processes, process_id, timeout, token):
     while True:
         try:
             with socket.create_connection((host, port), timeout=_GRACE) as server:
-                server.sendall(sealed({"process": process_id, "count": num_processes}, token))
+                talk = greet(server, token, _SUBJECT)
+                server.sendall(talk.sealed({"process": process_id, "count": num_processes}))
                 server.settimeout(max(deadline - time.monotonic(), 0) + _GRACE)
                 with server.makefile("rb") as lines:
-                    answer = opened(lines.readline(_LONGEST), token)
+                    answer = talk.opened(lines.readline(_LONGEST))
             if answer is not None and isinstance(answer.get("fault"), str):
                 return answer["fault"]
             raise ConnectionError("that was not process 0")
@@ -92,10 +93,10 @@ def _answer(host, port, num_processes, process_id, timeout, token):
             time.sleep(0.1)
 
 
-def _tell(caller, fault, token):
+def _tell(caller: socket.socket, talk: Talk, fault: str) -> None:
     caller.settimeout(_GRACE)
     try:
-        caller.sendall(sealed({"fault": fault}, token))
+        caller.sendall(talk.sealed({"fault": fault}))
         caller.recv(1)  # the caller closes first, so that the port is free of lingering connections
     except OSError:
         pass  # it has gone; JAX's own rendezvous will notice
