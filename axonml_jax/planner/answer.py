@@ -10,7 +10,9 @@ from axonml_jax.ledger.table import aligned
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.planner.answer_picture import draw
+from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.candidate import Candidate, Question
+from axonml_jax.planner.goodput.save_advice import SaveAdvice, SaveAssumptions, advise
 from axonml_jax.planner.price import Price
 from axonml_jax.planner.timeline import Timeline, timeline
 
@@ -64,6 +66,12 @@ class Answer:
         """The best plan's step on a line of time."""
         return timeline(self.prediction, self.asked.hardware, self.asked.assumptions)
 
+    @property
+    def saving(self) -> SaveAdvice:
+        """How often the best plan's job should save, and the goodput that it may then expect."""
+        asked = self.asked
+        return saving_of(self.prediction, self.best.price, asked.num_devices, asked.assumptions, asked.saves)
+
     def save_picture(self, path: Any, *, model: str = "") -> None:
         """Draw the best plan's memory, traffic and timeline; needs the `plots` extra.
 
@@ -81,7 +89,7 @@ class Answer:
         return {
             "devices": self.asked.num_devices,
             "hardware": self.asked.hardware.name,
-            "best": _plain(self.best) | {"timeline": self.timeline.to_dict()},
+            "best": _plain(self.best) | {"timeline": self.timeline.to_dict(), "saving": self.saving.to_dict()},
             "runners_up": [_plain(one) for one in self.runners_up],
             "illegal": dict(self.illegal),
             "dropped": dict(self.dropped),
@@ -108,11 +116,21 @@ class Answer:
             for name, (ratio, then) in self.sensitivity.items()
         ]
         reasons = [f"  {count:,} x {reason}" for reason, count in {**self.illegal, **self.dropped}.items() if count]
+        chosen = f"best: {self.best.candidate}\n{times}; {best.tokens_per_second:,.0f} tokens per second"
         return "\n\n".join(
-            [head, f"best: {self.best.candidate}\n{times}; {best.tokens_per_second:,.0f} tokens per second", table]
+            [head, chosen, str(self.saving), table]
             + ["if\n" + "\n".join(why)] * bool(why)
             + ["dropped\n" + "\n".join(reasons)] * bool(reasons)
         )
+
+
+def saving_of(
+    found: Prediction, price: Price, num_devices: int, given: Assumptions, saves: SaveAssumptions
+) -> SaveAdvice:
+    """How often the job of a priced prediction should save: with all that a device rests with, after steps of that price."""
+    size: Any = found.memory.parameters + found.memory.optimizer
+    seconds: Any = price.time
+    return advise(size, seconds, num_devices, given.host_bandwidth, saves)
 
 
 def _row(one: Priced) -> list[str]:

@@ -17,6 +17,7 @@ from axonml_jax.parallel.strategies.replicate import Replicate
 from axonml_jax.parallel.strategies.shard import Shard
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.planner.assumptions import Assumptions
+from axonml_jax.planner.goodput.save_advice import SaveAssumptions
 from axonml_jax.planner.hardware import Hardware
 
 
@@ -120,6 +121,7 @@ class Question:
       assumptions: of the cost model.
       memory: bytes that a plan may fill on a device.
       strategy: one of the user's own along `fsdp`; None: the stages of ZeRO.
+      saves: what is assumed of failures, restarts and checkpoints.
     """
 
     model: TransformerConfig
@@ -133,6 +135,7 @@ class Question:
     assumptions: Assumptions
     memory: float
     strategy: AbstractStrategy | None = None
+    saves: SaveAssumptions = SaveAssumptions()
 
     @property
     def dtype(self) -> str:

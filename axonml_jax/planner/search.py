@@ -17,6 +17,7 @@ from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.planner.answer import Answer, Priced
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.candidate import Candidate, Question
+from axonml_jax.planner.goodput.save_advice import SaveAssumptions
 from axonml_jax.planner.hardware import Hardware, hardware
 from axonml_jax.planner.legal import REMATS, Way, candidate, legal_meshes, stage_of, ways_on
 from axonml_jax.planner.price import price
@@ -52,6 +53,7 @@ def plan(
     strategies: Sequence[AbstractStrategy] = (),
     runners_up: int = 5,
     assumptions: Assumptions | None = None,
+    saves: SaveAssumptions | None = None,
 ) -> Answer:
     """Find the fastest plan that fits, on paper: no devices, no trace.
 
@@ -74,6 +76,7 @@ def plan(
       strategies: strategies of your own that may take the place of `ax.Shard` along `fsdp`.
       runners_up: how many of the next best to keep.
       assumptions: of the cost model.
+      saves: what `answer.saving` assumes of failures, restarts and checkpoints; it has no part in the choice.
 
     Returns:
       An `Answer`; `print` it.
@@ -82,6 +85,7 @@ def plan(
       ValueError: when nothing is legal or nothing fits, with the reasons and what would help.
     """
     asked = _question(model, num_devices, hardware, global_batch, length, precision, moments, max_memory, assumptions)
+    asked = replace(asked, saves=saves or SaveAssumptions())
     illegal, dropped, allowed = Counter(), Counter(), (axes, tuple(remats))
     if others := [axis for axis in axes if axis not in SEARCHED]:
         raise ValueError(

@@ -24,9 +24,10 @@ from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.presets import PRESETS, preset
 from axonml_jax.parallel.strategies.shard import Shard
-from axonml_jax.planner.answer import Answer
+from axonml_jax.planner.answer import Answer, saving_of
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.candidate import Candidate
+from axonml_jax.planner.goodput.save_advice import SaveAssumptions
 from axonml_jax.planner.hardware import hardware
 from axonml_jax.planner.price import price
 from axonml_jax.planner.search import plan as find_plan
@@ -63,6 +64,7 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         offload=chosen.offload,
         strategies=_packed(base),
         assumptions=Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap),
+        saves=_saves(chosen),
         **sizes,
     )
     print(answer.to_json() if chosen.json else answer)
@@ -95,11 +97,20 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     cost = price(found, kind, given)
     line = timeline(found, kind, given)
     print(found, f"\n{1e3 * cost.time:,.1f} ms/step, MFU {cost.mfu:.1%} on {chosen.devices:,} x {kind.name}", sep="\n")
-    print("", line, sep="\n")
+    print("", saving_of(found, cost, chosen.devices, given, _saves(chosen)), "", line, sep="\n")
     if chosen.picture is not None:
         print("", drawn(found, line, chosen.picture, base.name, chosen.max_memory or kind.memory), sep="\n")
     compiling = lambda: verify_plan(own, model, found, chosen.verify, batch, length)
     return _verified(chosen.verify, compiling) if chosen.verify else 0
+
+
+def _saves(chosen: argparse.Namespace) -> SaveAssumptions:
+    return SaveAssumptions(
+        failures_per_device_hour=chosen.failures_per_device_hour,
+        mtbf=chosen.mtbf,
+        checkpoint_bandwidth=chosen.checkpoint_bandwidth,
+        restart_seconds=chosen.restart_seconds,
+    )
 
 
 def _name(chosen: argparse.Namespace, base: RunConfig | None) -> str:

@@ -7,6 +7,8 @@ from axonml_jax.launch.config.memory_size import memory_size
 from axonml_jax.launch.config.own_flags import add_imports
 from axonml_jax.models.presets import PRESETS
 from axonml_jax.planner.assumptions import Assumptions
+from axonml_jax.planner.goodput.failure_rates import FAILURE_RATES, failure_rate
+from axonml_jax.planner.goodput.save_advice import SaveAssumptions
 from axonml_jax.planner.hardware import HARDWARE
 from axonml_jax.planner.searched_axes import SEARCHED
 from axonml_jax.synonyms import AXES as SYNONYMS
@@ -65,6 +67,29 @@ def _add_assumptions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overlap", type=float, default=Assumptions.overlap, metavar="X", help="share of compute that hides traffic"
     )
+
+    saves = SaveAssumptions()
+    failing = parser.add_mutually_exclusive_group()
+    failing.add_argument(
+        "--failures-per-device-hour", type=_failures, default=saves.failures_per_device_hour, metavar="X",
+        help=f"interruptions of a job, as a number or as published: {', '.join(FAILURE_RATES)} (default: llama3)",
+    )  # fmt: skip
+    failing.add_argument("--mtbf", type=float, metavar="HOURS", help="between two failures of the whole job, instead")
+    parser.add_argument(
+        "--checkpoint-bandwidth", type=memory_size, default=saves.checkpoint_bandwidth, metavar="SIZE",
+        help=f"of a checkpoint per second and device (default: {saves.checkpoint_bandwidth / 1e6:.0f}MB)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--restart-seconds", type=float, default=saves.restart_seconds, metavar="S",
+        help="from a failure until the job is back, but for reading its checkpoint (default: %(default)s)",
+    )  # fmt: skip
+
+
+def _failures(text: str) -> float:
+    try:
+        return failure_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
