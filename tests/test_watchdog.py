@@ -137,7 +137,7 @@ def test_what_all_do_alike_for_long_is_no_standstill(watched):
 
 def test_a_step_that_takes_as_long_as_others_did_is_no_standstill(watched):
     dog, _, heard = watched({**OTHER, "begun": 0})
-    dog._longest = 1.0
+    dog._times.longest = 1.0
     with dog:
         time.sleep(1.2)
         assert not heard

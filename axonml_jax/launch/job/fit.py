@@ -23,7 +23,7 @@ class Record:
       metrics: by name: `loss`, `grad_norm` and the loss function's own of this step's batch, `learning_rate` of the last
         update where it is known, `tokens` (or `examples`) seen since the run began, `wall_time` (seconds since it began, those
         of the process before a resumption included), speeds since the record before (`compile_time` instead for the first
-        step), and `valid_*` after a validation.
+        step), `valid_*` after a validation, and `slow_rank` with `slow_rank_times` while one holds up the others.
     """
 
     step: int
@@ -67,6 +67,7 @@ def fit(
     before, clock = start, time.perf_counter()
     began = clock - elapsed
     doing = (lambda what: nullcontext()) if watchdog is None else watchdog.doing
+    batches = batches if watchdog is None else watchdog.drawing(batches)
     for step, batch in zip(range(start + 1, steps + 1), batches, strict=False):
         measured, first, metrics = trainer.step(batch), step == start + 1, {}
         if watchdog is not None:
@@ -88,6 +89,7 @@ def fit(
                     after(step, metrics)
                 raise
             metrics |= {f"valid_{name}": value for name, value in valid.items()}
+            metrics |= {} if watchdog is None else watchdog.slowest()
             yield Record(step, metrics)
             before, clock = step, time.perf_counter()
         elif first:  # compiling counts in no speed

@@ -1,1 +1,1 @@
-"""Watching a job from inside: which rank is missing, and where each one stands."""
+"""Watching a job from inside: which rank is missing or slow, and where each one stands."""

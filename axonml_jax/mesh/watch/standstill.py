@@ -1,7 +1,8 @@
 """A job that stands still, in words: who is missing, and where everybody is."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 _SHOWN = 8
 
@@ -17,6 +18,7 @@ class Said:
       doing: what that does for long, as "compiling"; empty: nothing of the kind.
       marks: how often it has got on while doing it.
       still: seconds since it last got on.
+      pace: what its newest steps took (see `Pace`).
     """
 
     count: int
@@ -26,6 +28,7 @@ class Said:
     doing: str = ""
     marks: int = 0
     still: float = 0.0
+    pace: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def place(self) -> str:

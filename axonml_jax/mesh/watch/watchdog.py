@@ -1,4 +1,4 @@
-"""A job whose processes wait for each other in vain: who is missing is named soon, and later the job ends, instead of hanging.
+"""A job whose processes wait for each other: who is slow is named, and who is missing; later the job ends, instead of hanging.
 
 Every process tells the coordinator once a second how far it is and where its main thread stands. Whoever has not moved for too
 long reads what the others say, and warns; later it reports, and ends its process; the launcher then ends the others.
@@ -8,18 +8,19 @@ import json
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from axonml_jax.compat.coordination import coordinator_client
 from axonml_jax.logging import logger
 from axonml_jax.mesh.job.leave import leave_now
+from axonml_jax.mesh.watch.pace import Pace, Straggler, stragglers
 from axonml_jax.mesh.watch.standstill import Said, Standstill, standstill
+from axonml_jax.mesh.watch.step_times import WINDOW, StepTimes
 from axonml_jax.mesh.watch.where import compiles, where_is
 
 WARNING = 20.0
@@ -28,13 +29,15 @@ WARNING = 20.0
 SILENT = 5.0
 """Seconds in which a process that is well says something."""
 
+T = TypeVar("T")
+
 _FOLDER = "axonml_jax/watchdog/"
 _TICK = 1.0
 _STATUS = 1
 
 
 class Watchdog:
-    """A context in which a job that stands still says which ranks are missing, and ends if that lasts.
+    """A context in which a job that stands still says which ranks are missing, and ends if that lasts; so are slow ranks named.
 
     In a process that runs alone it does nothing.
 
@@ -67,17 +70,18 @@ class Watchdog:
         self._rank = jax.process_index() if self._size > 1 else 0
         self._main = threading.get_ident()
         self._stop = threading.Event()
-        self._begun, self._done, self._moved, self._count = 0, 0, time.monotonic(), 0
+        self._begun, self._told, self._count = 0, time.monotonic(), 0
         self._doing, self._marks = "", 0
-        self._longest, self._finished = 0.0, time.monotonic()
-        self._pending: deque[tuple[int, jax.Array, float]] = deque()
+        self._times = StepTimes(self._size > 1 and jax.default_backend() == "cpu")
         self._looked, self._warned = 0.0, None
+        self._judged, self._named = 0, set()
+        self._slow: list[Straggler] = []
 
     def __enter__(self) -> "Watchdog":
         if self._size > 1:
-            self._moved = time.monotonic()
-            for work in (self._publish, self._check):
-                threading.Thread(target=work, name="watchdog", daemon=True).start()
+            self._told = time.monotonic()
+            for work in (self._publish, self._check, self._times.watch):
+                threading.Thread(target=work, args=(self._stop,), name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *exception):
@@ -91,12 +95,24 @@ class Watchdog:
           result: an array that is ready when the step is done.
         """
         if self._size > 1:
-            self._begun, self._moved = step, time.monotonic()
-            self._pending.append((step, result, self._moved))
+            self._begun, self._told = step, time.monotonic()
+            self._times.began(step, result)
+
+    def drawing(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches of a training; only with it is a rank named that waits for its data.
+
+        Args:
+          batches: what the steps take, one each.
+        """
+        return self._times.drawing(batches)
+
+    def slowest(self) -> dict[str, float]:
+        """In process 0 the rank that holds up the others, `slow_rank`, and `slow_rank_times` the median of the others."""
+        return {"slow_rank": self._slow[0].rank, "slow_rank_times": round(self._slow[0].times, 2)} if self._slow else {}
 
     def moved(self) -> None:
         """Call it wherever else the program gets on, in all processes alike: after a batch of a validation, say."""
-        self._moved, self._marks = time.monotonic(), self._marks + 1
+        self._told, self._marks = time.monotonic(), self._marks + 1
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -105,20 +121,26 @@ class Watchdog:
         While all are in it, and as far as each other by `moved`, no warning comes.
         """
         before = self._doing, self._marks
-        self._doing, self._marks, self._moved = what, 0, time.monotonic()
+        self._doing, self._marks, self._told = what, 0, time.monotonic()
         try:
             yield
         finally:
-            (self._doing, self._marks), self._moved = before, time.monotonic()
+            (self._doing, self._marks), self._told = before, time.monotonic()
+
+    @property
+    def _moved(self) -> float:
+        """When this process has last got on."""
+        return max(self._told, self._times.moved)
 
     def _said(self) -> Said:
         doing, marks = ("compiling", 0) if compiles(self._main) else (self._doing, self._marks)
         still = round(time.monotonic() - self._moved, 1)
-        return Said(self._count, self._begun, self._done, where_is(self._main), doing, marks, still)
+        pace = asdict(self._times.pace())
+        return Said(self._count, self._begun, self._times.done, where_is(self._main), doing, marks, still, pace)
 
-    def _publish(self) -> None:
+    def _publish(self, stop: threading.Event) -> None:
         client = coordinator_client()
-        while not self._stop.wait(_TICK):
+        while not stop.wait(_TICK):
             self._count += 1
             try:
                 said = json.dumps(asdict(self._said()))
@@ -126,25 +148,31 @@ class Watchdog:
             except jax.errors.JaxRuntimeError:
                 return  # the coordinator has gone; JAX says so
 
-    def _check(self) -> None:
+    def _check(self, stop: threading.Event) -> None:
         tick = min(_TICK, *(each / 4 for each in (self._timeout, self._warning) if each is not None), _TICK)
-        while not self._stop.wait(tick):
-            self._read_results()
+        while not stop.wait(tick):
             still = time.monotonic() - self._moved
             if self._timeout is not None and still > self._timeout:
                 text = self._look().text
-                if not self._stop.is_set():
+                if not stop.is_set():
                     self._end(text)
                 return
             self._warn_of(still)
+            if self._rank == 0 and self._times.done >= self._judged + WINDOW:
+                self._judged = self._times.done
+                self._judge(_heard() or {})
 
-    def _read_results(self) -> None:
-        """Take note of the steps that are done."""
-        while self._pending and _is_ready(self._pending[0][1]):
-            self._done, _, begun = self._pending.popleft()
-            self._moved = time.monotonic()
-            self._longest = max(self._longest, self._moved - max(begun, self._finished))
-            self._finished = self._moved
+    def _judge(self, heard: dict[int, Said]) -> None:
+        """Name who was slow twice in a row, once; and say when it is no longer."""
+        paces = {rank: Pace(**said.pace) for rank, said in heard.items() if said.pace.get("steps") == WINDOW}
+        before, self._slow = {each.rank for each in self._slow}, stragglers(paces)
+        for each in self._slow:
+            if each.rank in before and each.rank not in self._named:
+                self._named.add(each.rank)
+                self._warn(each.text)
+        for rank in self._named - before - {each.rank for each in self._slow}:
+            self._named.discard(rank)
+            self._warn(f"rank {rank} is no slower than the others any more")
 
     def _warn_of(self, still: float) -> None:
         """Say who is missing when it is time, and that it goes on when it does."""
@@ -160,8 +188,7 @@ class Watchdog:
             return
         since, self._looked = self._moved, now
         found = self._look()
-        self._read_results()
-        alike = not found.missing and (found.alike or still < 2 * self._longest)
+        alike = not found.missing and (found.alike or still < 2 * self._times.longest)
         if found.speaker == self._rank and not alike and self._moved == since and not self._stop.is_set():
             self._warned = since, found.missing
             ends = "" if self._timeout is None else f". After {self._timeout:g} s the job ends"
@@ -187,10 +214,6 @@ def _heard() -> dict[int, Said] | None:
     asking.start()
     asking.join(SILENT)
     return {int(key.rsplit("/", 1)[1]): Said(**json.loads(text)) for key, text in found[0]} if found else None
-
-
-def _is_ready(array: Any) -> bool:
-    return array.is_deleted() or array.is_ready()
 
 
 def _print_and_leave(text: str) -> None:
