@@ -16,8 +16,7 @@ MODEL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, 
 
 KEYS = """
 name profile resume callbacks devices.simulated mesh.data mesh.pipe mesh.fsdp mesh.expert mesh.context mesh.tensor mesh.row
-mesh.col mesh.depth
-plan.sync_strategy plan.bucket_size_mb plan.gradient_as_bucket_view plan.comm_dtype
+mesh.col mesh.depth plan.sync_strategy plan.bucket_size_mb plan.gradient_as_bucket_view plan.comm_dtype
 plan.sharding_strategy plan.prefetch plan.gather plan.offload plan.precision plan.accumulate plan.remat plan.check_vma
 context.method context.order context.shard context.allow_communication
 pipeline.schedule pipeline.microbatches pipeline.chunks pipeline.gather
@@ -37,8 +36,9 @@ data.length data.max_bytes data.valid_fraction data.num_workers data.class_path 
 optim.name optim.class_path optim.init_args optim.chain optim.groups
 optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.betas optim.max_grad_norm ema.decay
 train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed train.weights
-train.max_nonfinite train.layer_norms train.stuck_timeout train.stuck_warning checkpoint.every checkpoint.keep checkpoint.best
-checkpoint.asynchronous sample.count sample.length sample.prompt sample.temperature output.dir output.tensorboard output.csv
+train.max_nonfinite train.layer_norms train.stuck_timeout train.stuck_warning
+checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.keep_for checkpoint.best checkpoint.asynchronous
+sample.count sample.length sample.prompt sample.temperature output.dir output.tensorboard output.csv
 output.wandb output.mlflow output.plot output.compiled
 finetune.lora.rank finetune.lora.alpha finetune.lora.targets finetune.lora.stacked finetune.lora.base
 """.split()  # noqa: SIM905

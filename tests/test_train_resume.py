@@ -255,6 +255,13 @@ def test_records_after_the_resumed_step_are_dropped(tmp_path):
 def test_what_a_checkpoint_section_may_not_say():
     for argv, message in (
         (["--checkpoint.every=0"], "checkpoint.every=0: must be at least 1"),
+        (["--checkpoint.keep_for=0d"], "checkpoint.keep_for=0.0 must be more than 0 seconds"),
+        (["--checkpoint.keep_for=soon"], "checkpoint.keep_for='soon' must be seconds, or a text such as"),
+        (["--checkpoint.keep=null", "--checkpoint.keep_for=3600"], "checkpoint.keep=None keeps all, and keep_for adds"),
+        (
+            ["--checkpoint.keep_every=30", "--checkpoint.every=20"],
+            "keep_every=30 is no multiple of checkpoint.every=20",
+        ),
         (["--checkpoint.best=true", "--checkpoint.every=null"], "keeps nothing while checkpoint.every=null"),
         (
             ["--checkpoint.best=true", "--checkpoint.every=30"],

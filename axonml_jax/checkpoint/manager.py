@@ -1,6 +1,5 @@
-"""The checkpoints of a run: one every n steps, the newest and the best kept, a damaged one passed over."""
+"""The checkpoints of a run: one every n steps, those kept that the rules keep, a damaged one passed over."""
 
-import math
 import operator
 import os
 from collections.abc import Collection, Mapping
@@ -9,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from axonml_jax.checkpoint import arrays
-from axonml_jax.checkpoint.manifest import DamagedCheckpoint, Manifest
+from axonml_jax.checkpoint.keeping.retention import Retention, best_of, seconds_of
+from axonml_jax.checkpoint.manifest import DamagedCheckpoint, Manifest, manifests_in
 from axonml_jax.checkpoint.names import DAMAGED, REPLACED, checkpoints_in, path_of
 from axonml_jax.checkpoint.ownership import OWNER, Ownership
 from axonml_jax.checkpoint.saving import Saving, remove, tidy
@@ -27,12 +27,14 @@ class CheckpointManager:
       folder: made when something is saved; on a file system that all processes share.
       every: steps between checkpoints; None: only when forced.
       keep: how many of the newest to keep; None: all.
+      keep_every: keep those too whose step is a multiple of this, for ever.
+      keep_for: keep those too that are younger than this: seconds, or a text such as `"12h"`, `"7d"` or `"2w"`.
       best: a metric given to `save`; the best checkpoint by it is kept too.
       mode: whether the best is the lowest or the highest.
       asynchronous: write behind the training's back; `save` then blocks only while arrays are copied to the host.
 
     Raises:
-      ValueError: for numbers that are not positive, and for a folder that is a file.
+      ValueError: for numbers that are not positive, for rules that add nothing, and for a folder that is a file.
     """
 
     def __init__(
@@ -41,18 +43,21 @@ class CheckpointManager:
         *,
         every: int | None = None,
         keep: int | None = 3,
+        keep_every: int | None = None,
+        keep_for: float | str | None = None,
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
         asynchronous: bool = True,
     ):
-        for name, value in (("every", every), ("keep", keep)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1, or None")
+        if every is not None and every < 1:
+            raise ValueError(f"every={every} must be at least 1, or None")
+        seconds = None if keep_for is None else seconds_of(keep_for)
+        self._retention = Retention(keep=keep, every=keep_every, seconds=seconds)
         if mode not in ("min", "max"):
             raise ValueError(f"mode={mode!r} must be 'min' or 'max'")
         if Path(folder).exists() and not Path(folder).is_dir():
             raise ValueError(f"folder={os.fspath(folder)!r} is no folder: give one, or a name that is free")
-        self.folder, self.every, self.keep, self.best, self.mode = Path(folder).absolute(), every, keep, best, mode
+        self.folder, self.every, self.best, self.mode = Path(folder).absolute(), every, best, mode
         self._asynchronous, self._team = asynchronous, Team()
         self._saver = arrays.checkpointer(self._team.size)
         self._saving: Saving | None = None
@@ -176,10 +181,7 @@ class CheckpointManager:
     @property
     def best_step(self) -> int | None:
         """The step of the best checkpoint by the metric; None where none has it."""
-        found = checkpoints_in(self.folder).items()
-        values = {step: value for step, path in found if (value := self._value(path)) is not None}
-        sign = 1 if self.mode == "min" else -1
-        return min(values, key=lambda step: (sign * values[step], -step)) if values else None
+        return best_of(manifests_in(self.folder), self.best or "", self.mode)
 
     def restore(
         self,
@@ -273,20 +275,11 @@ class CheckpointManager:
         self._owner = owner
 
     def _rotate(self, newest: int) -> None:
-        """In the main process, after a commit: delete what is neither among the newest nor the best."""
-        if self.keep is None:
-            return
-        kept = {newest, *self.steps[-self.keep :], self.best_step if self.best else None}
-        for step in self.steps:
-            if step not in kept:
-                remove(path_of(self.folder, step))
-
-    def _value(self, path: Path) -> float | None:
-        try:
-            value = Manifest.read(path).metrics.get(self.best or "")
-        except (OSError, ValueError):
-            return None
-        return value if value is not None and math.isfinite(value) else None
+        """In the main process, after a commit: delete what no rule keeps."""
+        found = manifests_in(self.folder)
+        spared = (newest, best_of(found, self.best, self.mode) if self.best else None)
+        for step in self._retention.deletes({step: said.saved_at for step, said in found.items()}, spared):
+            remove(path_of(self.folder, step))
 
 
 def _step_of(step: Any) -> int:

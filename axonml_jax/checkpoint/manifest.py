@@ -1,6 +1,7 @@
 """The file that makes a folder a checkpoint: what is in it, what belongs to it, and the checksum of every file."""
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable
@@ -10,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from axonml_jax.checkpoint.fields import wrong_fields
-from axonml_jax.checkpoint.names import newest_below
+from axonml_jax.checkpoint.names import checkpoints_in, newest_below
 
 NAME = "checkpoint.json"
+SAVED_AT = "saved_at"
+"""The entry of `about` that says when a checkpoint was saved: seconds since 1970 by the clock of the main process."""
+
 ARRAYS = "arrays"
 """The folder with the arrays, an Orbax checkpoint of its own."""
 
@@ -60,6 +64,12 @@ class Manifest:
     about: dict[str, Any] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
 
+    @property
+    def saved_at(self) -> float | None:
+        """When it was saved, in seconds since 1970; None where it does not say."""
+        said = self.about.get(SAVED_AT)
+        return said if isinstance(said, float) and math.isfinite(said) else None
+
     def write(self, folder: Path) -> None:
         """Write it; on disk when this returns."""
         content = {"format": FORMAT, **asdict(self)}
@@ -98,6 +108,17 @@ class Manifest:
             raise DamagedCheckpoint("\n".join([f"{folder} is damaged:", *(f"  {NAME}: {line}" for line in lines)]))
         entries = {name: Entry(tuple(e["shape"]), e["dtype"], e["key"]) for name, e in content.pop("entries").items()}
         return Manifest(entries=entries, **content)
+
+
+def manifests_in(folder: Path) -> dict[int, Manifest]:
+    """What every checkpoint of a folder says about itself, by step; one whose manifest cannot be read says nothing."""
+    found = {}
+    for step, path in checkpoints_in(folder).items():
+        try:
+            found[step] = Manifest.read(path)
+        except (OSError, ValueError):
+            found[step] = Manifest()
+    return found
 
 
 def checksums(folder: Path) -> dict[str, tuple[int, int]]:

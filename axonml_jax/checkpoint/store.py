@@ -2,6 +2,7 @@
 
 import functools
 import os
+import time
 from collections.abc import Collection, Mapping
 from contextlib import closing
 from importlib.metadata import version
@@ -13,7 +14,7 @@ import jax
 from axonml_jax.checkpoint import arrays
 from axonml_jax.checkpoint.compare import DIFFERENCES, OPTIONAL, differences, listing, refused
 from axonml_jax.checkpoint.contents import AVERAGE, filled, leaves_of, scope_of
-from axonml_jax.checkpoint.manifest import ARRAYS, DamagedCheckpoint, Entry, Manifest, damage
+from axonml_jax.checkpoint.manifest import ARRAYS, SAVED_AT, DamagedCheckpoint, Entry, Manifest, damage
 from axonml_jax.checkpoint.plain_files import number, plain
 from axonml_jax.checkpoint.saving import Saving
 from axonml_jax.checkpoint.team import Team
@@ -194,10 +195,11 @@ def manifest_of(
     """What a checkpoint will say about itself."""
     model = getattr(state, "model", state)  # a trainer's
     plan = {"plan": str(model.plan), "mesh": dict(model.mesh.shape)} if hasattr(model, "plan") else {}
+    kept = {"processes": jax.process_count(), "versions": _versions()}
     return Manifest(
         step=step,
         entries={name: arrays.entry_of(leaf) for name, leaf in leaves.items()},
         data=plain("the data position", data.state_dict()) if data is not None else None,
         metrics={name: number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()},
-        about={**plan, "processes": jax.process_count(), "versions": _versions(), **plain("about", about or {})},
+        about={**plan, **kept, SAVED_AT: time.time(), **plain("about", about or {})},
     )

@@ -80,6 +80,8 @@ class RunFolder:
             folder / CHECKPOINT_FOLDER,
             every=section.every,
             keep=section.keep,
+            keep_every=section.keep_every,
+            keep_for=section.keep_for,
             best="valid_loss" if section.best else None,
             asynchronous=section.asynchronous,
         )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from axonml_jax.checkpoint.keeping.retention import Retention, seconds_of
 from axonml_jax.launch.config.lowest import at_least
 
 
@@ -12,18 +13,33 @@ class CheckpointConfig:
     Attributes:
       every: save every this many steps, after the last, and when SIGTERM asks the run to stop; null saves nothing.
       keep: how many of the newest checkpoints to keep; null keeps all.
+      keep_every: keep those too whose step is a multiple of this, for ever; a multiple of every.
+      keep_for: keep those too that are younger than this: seconds, or a text such as 90m, 12h, 7d or 2w.
       best: keep the one with the lowest validation loss too; every must then be a multiple of train.eval_every.
       asynchronous: write to disk while the training goes on.
     """
 
     every: int | None = 500
     keep: int | None = 3
+    keep_every: int | None = None
+    keep_for: float | str | None = None
     best: bool = False
     asynchronous: bool = True
 
     def __post_init__(self):
+        at_least("checkpoint", self, self._problems(), every=1)
+
+    def _problems(self) -> list[str]:
         problems = ["best=True keeps nothing while checkpoint.every=null saves nothing"]
-        at_least("checkpoint", self, problems * (self.best and self.every is None), every=1, keep=1)
+        problems *= self.best and self.every is None
+        if self.every and self.keep_every and self.keep_every % self.every:
+            problems.append(f"keep_every={self.keep_every} is no multiple of checkpoint.every={self.every}")
+        try:
+            seconds = None if self.keep_for is None else seconds_of(self.keep_for)
+            Retention(keep=self.keep, every=self.keep_every, seconds=seconds)
+        except ValueError as error:
+            problems.append(str(error))
+        return problems
 
     def against_validation(self, eval_every: int | None) -> list[str]:
         """What is wrong beside `train.eval_every`."""

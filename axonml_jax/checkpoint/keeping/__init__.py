@@ -1,0 +1,1 @@
+"""Which of a run's checkpoints stay on disk."""
