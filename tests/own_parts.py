@@ -58,6 +58,12 @@ class Words(nnx.Module):
         return self.table.attend(self.table(tokens))
 
 
+class WordByWord(Words):
+    """The same, which says that it may see one rank's positions."""
+
+    splits_positions = True
+
+
 def squares(model, batch, scale=1.0):
     return scale * jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)
 

@@ -12,7 +12,7 @@ from own_parts import Net, Notes, columns, squares
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax.launch.commands.describe import _placed
+from axonml_jax.launch.commands.describe import _placed, check_own
 from axonml_jax.launch.config.read_config import as_dict, read_config
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.job.run_setup import lay_ground
@@ -175,6 +175,22 @@ def test_a_model_of_ones_own_on_text_takes_the_cross_entropy_of_its_logits(write
     assert main(["train", path, *ALLOWED, *positions, *allowed]) == 0, capsys.readouterr().err
     again = [line["loss"] for line in recorded(tmp_path / "other" / "run")]
     np.testing.assert_allclose(again, [line["loss"] for line in found], rtol=2e-5)
+
+
+def test_a_model_of_ones_own_is_asked_for_its_order_of_positions_before_lengths_are_checked(write, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 60)
+    data = {"path": str(tmp_path / "a.txt"), "length": 12, "valid_fraction": 0.2}
+    given = {"loss": None, "data": data, "mesh": {"data": 2, "context": 4}}
+    path = write(model={"class_path": "own_parts.Words"}, **given)
+    assert main(["explain", path, *ALLOWED, "--context.order", "zigzag"]) == 2
+    said = capsys.readouterr().err
+    assert "no module of the model says" in said and "split evenly" not in said
+    config = read_config("train", [path], imports=["own_parts"])
+    check_own(config, lay_ground(config))  # whole sequences lie contiguously: 12 positions over 4 ranks
+    path = write(model={"class_path": "own_parts.WordByWord"}, **given)
+    assert main(["explain", path, *ALLOWED]) == 2
+    assert "data.length=12: these positions do not split evenly" in (said := capsys.readouterr().err)
+    assert "order 'zigzag'): 8 or 16 do" in said
 
 
 def test_layers_that_split_do_so_in_a_model_of_ones_own(write, tmp_path, capsys):

@@ -17,7 +17,7 @@ from axonml_jax.launch.config.run_config import RunConfig
 from axonml_jax.launch.config.sections.optim_config import NAMED_ONLY, OptimConfig
 from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.config.sections.plan_config import PlanConfig
-from axonml_jax.launch.job.run_setup import RunSetup
+from axonml_jax.launch.job.run_setup import RunSetup, check_sizes
 from axonml_jax.launch.job.text_task import build_model
 from axonml_jax.launch.objects.import_rules import named_paths
 from axonml_jax.launch.objects.make_optimizer import make_optimizer, moments, require_members
@@ -131,14 +131,17 @@ def check_optimizer(config: RunConfig) -> None:
 
 
 def check_own(config: RunConfig, ground: RunSetup) -> None:
-    """Refuse a model or a loss of one's own that cannot be made, before anything is allocated.
+    """Refuse a model or a loss of one's own that cannot be made, or cannot run as the plan says, before anything is allocated.
 
     Raises:
       ValueError, TypeError: with what is wrong.
     """
     loss_of(config)
     if isinstance(config.model, OwnModel):
-        require_members(config.optim, _shapes(config, ground.batch)[1].params)
+        view, shapes, placement = _placed(config, ground)
+        placement.check_model(view)
+        check_sizes(config, ground, placement.plan)
+        require_members(config.optim, shapes.params)
 
 
 def _given(config: RunConfig, batch: PyTree) -> Buildable:

@@ -174,7 +174,8 @@ class RunConfig:
         problems = list(self._of_own_model() if model is None else self._of_transformer(model))
         length = None if self.data.class_path else self.data.length
         problems += against_mesh(self.mesh, self.plan, self.context.shard, model, length)
-        problems += self.context.problems(self.mesh, length)
+        # In which order ranks hold positions a model of one's own decides: `check_own` checks lengths with it.
+        problems += self.context.problems(self.mesh, length if model is not None else None)
         problems += self.pipeline.problems(self.mesh, self.plan, model)
         problems += self.checkpoint.against_validation(self.train.eval_every)
         if not self.name or "/" in self.name or self.name.startswith("."):
@@ -228,8 +229,9 @@ class RunConfig:
         """
         if self.finetune.lora.rank is not None:
             raise ConfigError(
-                f"finetune.lora.rank={self.finetune.lora.rank}: {command} reckons with a model all of which trains; "
-                "axonml-jax explain counts what a step with adapters holds and sends"
+                f"finetune.lora.rank={self.finetune.lora.rank}: {command} reckons with a model all of which trains, and "
+                "what a step with adapters keeps for its backward is not predicted; axonml-jax explain without more flags says "
+                "what such a step rests with and sends"
             )
 
     @property

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -65,16 +65,26 @@ def lay_ground(config: RunConfig) -> RunSetup:
         mesh = make_mesh(devices=None, **config.degrees)
     except ValueError as error:
         raise ValueError(f"mesh: {error}") from error
-    rows, sizes = config.train.global_batch_size, f"train.global_batch_size={config.train.global_batch_size}"
-    own = None if config.data.class_path is None else read_own(config.data, rows)
-    if own is None:
-        sizes += f", data.length={config.data.length}"
+    own = None if config.data.class_path is None else read_own(config.data, config.train.global_batch_size)
     batch, plan = _of_tokens(config) if own is None else own.batch, config.build_plan()
+    ground = RunSetup(world, mesh, plan, batch, own)
+    # In which order ranks hold positions a model of one's own decides, which is made later: see `check_own`.
+    any_order = replace(plan, context=replace(config.context, order="contiguous").build())
+    check_sizes(config, ground, any_order if isinstance(config.model, OwnModel) else plan)
+    return ground
+
+
+def check_sizes(config: RunConfig, ground: RunSetup, plan: Plan) -> None:
+    """Refuse a batch that does not split over the mesh as a plan says.
+
+    Raises:
+      ValueError: naming the configuration's sizes and the nearest that do.
+    """
+    length = "" if ground.own is not None else f", data.length={config.data.length}"
     try:
-        check_batch(plan.batch_layout(dict(mesh.shape)), batch, plan.microbatches)
+        check_batch(plan.batch_layout(dict(ground.mesh.shape)), ground.batch, plan.microbatches)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{sizes}: {error}") from error
-    return RunSetup(world, mesh, plan, batch, own)
+        raise ValueError(f"train.global_batch_size={config.train.global_batch_size}{length}: {error}") from error
 
 
 def _of_tokens(config: RunConfig) -> PyTree:

@@ -78,7 +78,7 @@ class ContextConfig:
         return Context(method=self.method, order=self.order, **own)  # pyright: ignore[reportArgumentType]
 
     def problems(self, mesh: MeshConfig, length: int | None) -> Iterator[str]:
-        """What of it does not go with the mesh, or with sequences of a length, where it is known."""
+        """What of it does not go with the mesh, or with sequences of a length, where it and their order are known."""
         if mesh.context == 1 and self != ContextConfig():
             yield "the section context has no effect while mesh.context=1: set mesh.context"
         if mesh.context > 1:
