@@ -97,9 +97,15 @@ def no_loop(w, a, b):
     return jax.lax.psum(a @ w, "x"), *chain(b, 2)
 
 
+def loop_of_constants(w, a, b):
+    """A loop that begins with a number, whose collectives read nothing from outside."""
+    first = looped(w, b)
+    return first, a + jax.lax.fori_loop(0, 3, lambda i, c: c + jax.lax.psum(jnp.float64(i), "x"), 0.0)
+
+
 OVERLAPPING = [
     loop_then_chain, chain_then_loop, two_loops_and_a_gather, branches, while_loop, recomputed, inside_a_scan,
-    inside_a_while_loop, inside_a_branch,
+    inside_a_while_loop, inside_a_branch, loop_of_constants,
 ]  # fmt: skip
 
 
@@ -158,6 +164,43 @@ def test_no_collective_is_independent_of_a_loop_with_collectives(fun, check_vma)
     assert not overlaps(program_of(fun, check_vma, in_order))
 
 
+def nothing_to_read(w, a, b):
+    """A loop without operands."""
+    trip = lambda c, _: (c, jax.lax.all_gather(jax.lax.axis_index("x") * jnp.ones(2), "x"))
+    return looped(w, a), jax.lax.scan(trip, None, None, length=2)[1].sum() + b
+
+
+def nothing_made(w, a, b):
+    """A loop without results, which stays because it prints."""
+
+    def trip(c, _):
+        jax.debug.print("{}", jax.lax.psum(c.sum(), "x"))
+        return c, None
+
+    jax.lax.scan(trip, a, None, length=2)
+    return looped(w, b)
+
+
+@pytest.mark.parametrize("fun", [nothing_to_read, nothing_made])
+def test_a_loop_that_cannot_wait_is_refused_with_its_line(fun):
+    with pytest.raises(ValueError, match=r"`scan` \(line \d+ of .*no array to wait by.*Give the loop .* to read"):
+        program_of(fun, change=in_order)
+
+
+def test_empty_arrays_need_no_order():
+    def empty(w, a, b):
+        return looped(w, a), jax.lax.all_gather(b[:0], "x", tiled=True)
+
+    assert overlaps(program_of(empty, change=in_order))  # the two stay as they are, as XLA sends nothing of the second
+    assert not any(equation.name == PRIMITIVE for equation in program_of(empty, change=in_order).equations)
+
+
+def test_what_a_backward_computes_again_keeps_its_barrier():
+    count = lambda change: str(jax.jit(change(mapped(recomputed, mesh))).lower(*given).as_text()).count("barrier")
+    mesh, given = Mesh(np.array(jax.devices()[:2]), ("x",)), (np.ones((4, 4)), np.ones((8, 4)), np.ones((8, 4)))
+    assert count(in_order) == count(lambda fun: fun) > 0
+
+
 @pytest.mark.parametrize("fun", [all_depend, no_loop])
 def test_nothing_is_added_where_nothing_could_overlap(fun):
     ordered, plain = (program_of(fun, change=change) for change in (in_order, lambda fun: fun))
@@ -210,3 +253,19 @@ def test_a_compiled_function_keeps_the_order_for_every_shape_of_its_first_argume
         assert PRIMITIVE in str(step.trace(np.ones((rows, 4)), b, w).jaxpr)
         assert step(np.ones((rows, 4)), b, w)[0].shape == (rows, 4)
     assert step.compilations == 2
+
+
+def test_settings_of_a_later_call_are_those_of_its_program_and_one_settings_model_is_traced_once():
+    mesh, traced = Mesh(np.array(jax.devices()[:2]), ("x",)), []
+
+    def fun(a, b, w):
+        traced.append(jax.config.jax_default_matmul_precision)
+        return loop_then_chain(w, a, b)
+
+    step = Compiled(mapped(fun, mesh, specs=(SPLIT, SPLIT, WHOLE)), mesh)
+    given = np.ones((8, 4), "float32"), np.ones((8, 4), "float32"), np.eye(4, dtype="float32")
+    for precision in (None, None, "highest", None, "highest"):
+        with jax.default_matmul_precision(precision):
+            step(*given)
+            assert ("HIGHEST" in step.lower(*given).as_text()) == (precision is not None)
+    assert traced == [None, "highest"] and step.compilations == 2

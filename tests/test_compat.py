@@ -110,6 +110,7 @@ BREAKS = {
     "lowered collectives": [(jax.lax, "psum", lambda x, axis: x)],
     "words of a refused loop": [(jax.lax, "scan", refusing_loop)],
     "traces are told apart": [(around, "get_opaque_trace_state", lambda: 0)],
+    "settings are told apart": [(around, "trace_context", lambda: 0)],
     "the platform around": [(jax.sharding, "get_abstract_mesh", lambda: types.SimpleNamespace(empty=True))],
     "donated buffers": [(jax, "jit", lambda fun, donate_argnums: JIT(fun))],
     "branches write in place": [(versions, "BRANCHES_WRITE_IN_PLACE", not versions.BRANCHES_WRITE_IN_PLACE)],

@@ -1,8 +1,10 @@
-"""What surrounds the code that is being traced: its trace, the mesh axes that are bound, the platform it is compiled for."""
+"""What surrounds the code that is being traced: its trace, JAX's settings, the mesh axes that are bound, the platform."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
+from jax._src.config import trace_context
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 
@@ -13,6 +15,14 @@ def current_trace() -> Any:
     Inside `jax.checkpoint`, a scan's body or another traced function it differs from what is around them.
     """
     return get_opaque_trace_state()
+
+
+def trace_settings() -> Hashable:
+    """JAX's settings that a traced program depends on, such as `jax.default_matmul_precision`, in this thread, as one value.
+
+    `jax.jit` traces anew where they differ; so must whoever keeps what was traced.
+    """
+    return trace_context()
 
 
 def manual_axes() -> frozenset[str]:

@@ -41,10 +41,17 @@ class While(NamedTuple):
 
 
 class Checkpointed(NamedTuple):
-    """A call under `jax.checkpoint`: its jaxpr, and the options that `jax.checkpoint` takes."""
+    """A call under `jax.checkpoint`.
+
+    Attributes:
+      body: its jaxpr.
+      options: those that `jax.checkpoint` takes.
+      in_backward: whether it computes again in a backward; it is then lowered with a barrier.
+    """
 
     body: Any
     options: Mapping[str, Any]
+    in_backward: bool
 
 
 class Mapped(NamedTuple):
@@ -172,7 +179,8 @@ class Operation:
         if self.name != "remat2":
             return None
         params = self.eqn.params
-        return Checkpointed(params["jaxpr"], {key: params[key] for key in ("prevent_cse", "policy")})
+        options = {key: params[key] for key in ("prevent_cse", "policy")}
+        return Checkpointed(params["jaxpr"], options, params["differentiated"])
 
     @property
     def mapped(self) -> Mapped | None:
@@ -215,16 +223,20 @@ class Operation:
 
     # Running it
 
-    def bind(self, values: Sequence[Any]) -> list[Any]:
-        """Run it on `values`, keeping its source line and name scopes; returns its results."""
+    def bind(self, values: Sequence[Any], **changed: Any) -> list[Any]:
+        """Run it on `values`, with some parameters changed, keeping its source line and name scopes; returns its results."""
         primitive = self.eqn.primitive
-        params = primitive.get_bind_params(self.eqn.params)
+        params = primitive.get_bind_params({**self.eqn.params, **changed})
         if isinstance(params, tuple):  # jax < 0.11 returned (functions, params) for call-like primitives
             functions, params = params
             values = [*functions, *values]
         with self.scope(), self.eqn.ctx.manager:
             results = primitive.bind(*values, **params)
         return list(results) if primitive.multiple_results else [results]
+
+    def bind_in_backward(self, values: Sequence[Any]) -> list[Any]:
+        """Run a call under `jax.checkpoint` as one that computes again in a backward; returns its results."""
+        return self.bind(values, differentiated=True)
 
     def scope(self) -> Any:
         """A context in which new equations carry its source line and name scopes."""

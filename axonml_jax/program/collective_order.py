@@ -57,9 +57,9 @@ def _may_overlap(program: Program) -> bool:
 
 
 def _sends(equation: Equation) -> bool:
-    """Whether an equation is a collective, or has one inside."""
+    """Whether an equation is a collective of arrays that are not empty, or has one inside."""
     if rule_of(equation.name).sends is not None:
-        return True
+        return any(given.size for given in equation.op.given)
     return any(_sends(inner) for body in equation.bodies for inner in body.equations)
 
 
@@ -135,16 +135,27 @@ def _run(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
 
 def _waiting(equation: Equation, arrays: Sequence[Any], ends: Sequence[Any]) -> list[Any]:
     """The operands of an equation that sends, of which those that its collectives read wait for `ends`."""
-    found = list(arrays)
-    for k in _starts(equation):
-        found[k] = waiting(found[k], ends)
+    found, starts = list(arrays), _starts(equation)
+    if not starts or not ends:
+        raise _no_order(equation)
+    for k in starts:
+        found[k] = waiting(jax.numpy.asarray(found[k], equation.op.given[k].dtype), ends)
     return found
 
 
+def _no_order(equation: Equation) -> ValueError:
+    where = f" ({equation.op.line})" if equation.op.line else ""
+    return ValueError(
+        f"`{equation.name}`{where} and a loop, with collectives in both, depend on each other by no value, and one of them has "
+        "no array to wait by: neither an operand that all its collectives read nor a result. On several CPU devices their "
+        "collectives could meet. Give the loop or what it calls an array of some elements to read, and return one that its "
+        "collectives make"
+    )
+
+
 def _starts(equation: Equation) -> list[int]:
-    """The operands without which an equation that sends cannot begin to."""
-    able = [k for k, atom in enumerate(equation.inputs) if not is_constant(atom) and can_wait(equation.op.given[k])]
-    size = lambda k: equation.op.given[k].size
+    """The operands without which an equation that sends cannot begin to; none where there are no such operands."""
+    able = [k for k, given in enumerate(equation.op.given) if can_wait(given)]
     if rule_of(equation.name).sends is not None:
         return able
     if equation.branches:
@@ -153,31 +164,36 @@ def _starts(equation: Equation) -> list[int]:
         return able
     loop = equation.op.loop
     first = 0 if loop is None else loop.num_condition_consts
-    found = [first + k for k in _covering(inner, [k - first for k in able], lambda k: size(first + k))]
-    return found[:1] if _is_loop(equation) else found
+    cost = lambda k: (is_constant(equation.inputs[k]), equation.op.given[k].size)
+    found = _covering(inner, [k - first for k in able], lambda k: cost(first + k))
+    known = [first + k for k in found if k is not None]
+    if _is_loop(equation):  # it begins when all its operands are there
+        return known[:1] or sorted(able, key=cost)[:1]
+    return known if len(known) == len(found) else []
 
 
-def _covering(program: Program, able: Sequence[int], size: Callable[[int], int]) -> list[int]:
-    """Inputs such that every collective inside depends on one; the smallest first."""
+def _covering(program: Program, able: Sequence[int], cost: Callable[[int], Any]) -> list[int | None]:
+    """Inputs such that every collective inside depends on one, the cheapest of each; None where one depends on none."""
     reached, sets = {number: {k} for k, number in enumerate(program.inputs)}, []
     for equation in program.equations:
         given: set[int] = set().union(*(reached.get(number, set()) for number in equation.read))
         reached.update(dict.fromkeys(equation.outputs, given))
         if _sends(equation):
             sets.append(given)
-    chosen: list[int] = []
+    chosen: list[int | None] = []
     for given in sets:
         if not given.intersection(chosen):
-            chosen += sorted(given.intersection(able), key=size)[:1]
+            chosen += sorted(given.intersection(able), key=cost)[:1] or [None]
     return chosen
 
 
 def _ends(equation: Equation, made: Sequence[Any], read: Collection[int]) -> list[Any]:
-    """Results that are there only when all that an equation sends has come."""
-    able = [k for k, each in enumerate(made) if can_wait(each) and equation.outputs[k] in read]
+    """Results that are there only when all that an equation sends has come; of a loop one, if possible one that is read."""
+    able = [k for k, each in enumerate(made) if can_wait(each)]
+    is_read = lambda k: equation.outputs[k] in read
     if not _is_loop(equation):
-        return [made[k] for k in able]
+        return [made[k] for k in able if is_read(k)] or [made[k] for k in able]
     if (scan := equation.op.scan) is not None and equation.body is not None:
         given = range(scan.num_carry)
         able = [k for k in able if k not in given or not stays(equation.body, scan.num_consts + k, k)]
-    return [made[k] for k in sorted(able, key=lambda k: made[k].size)[:1]]
+    return [made[k] for k in sorted(able, key=lambda k: (not is_read(k), made[k].size))[:1]]

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.program.atoms import results_of, values_of
-from axonml_jax.program.program import Equation, Program
+from axonml_jax.program.program import Equation, Program, read_program
 
 At = Callable[[Equation, list[Any]], Sequence[Any] | None]
 """`at(equation, operands) -> results`: what is done in an equation's place; None: the equation is run."""
@@ -55,10 +56,9 @@ def run_bodies(equation: Equation, values: Sequence[Any], run_body: RunBody) -> 
     values = [x if isinstance(x, jax.Array) else jax.numpy.asarray(x, aval.dtype) for x, aval in pairs]
     if equation.called is not None and not equation.name.startswith("custom_") and equation.op.checkpointed is None:
         return list(run_body(equation.called, values))
-    if (checkpointed := equation.op.checkpointed) is not None:
+    if equation.op.checkpointed is not None:
         with equation.op.scope():
-            call = jax.checkpoint(lambda *given: run_body(_known(equation.body), given), **checkpointed.options)
-            return list(call(*values))
+            return _run_checkpointed(equation, values, run_body)
     if equation.branches and not equation.op.chooses_by_platform:
         index, *given = values
         branches = [lambda branch=branch: list(run_body(branch, given)) for branch in equation.branches]
@@ -86,6 +86,17 @@ def run_bodies(equation: Equation, values: Sequence[Any], run_body: RunBody) -> 
                 )
             )
     return None
+
+
+def _run_checkpointed(equation: Equation, values: Sequence[Any], run_body: RunBody) -> list[Any]:
+    """A call under `jax.checkpoint` with another body; one of a backward keeps its barrier."""
+    checkpointed = equation.op.checkpointed
+    assert checkpointed is not None
+    call = jax.checkpoint(lambda *given: run_body(_known(equation.body), given), **checkpointed.options)
+    if not checkpointed.in_backward:
+        return list(call(*values))
+    again = lambda made, given: made.op.bind_in_backward(given) if made.op.checkpointed is not None else None
+    return run_program(read_program(trace(call, *values).jaxpr), values, again)
 
 
 def _known(program: Program | None) -> Program:

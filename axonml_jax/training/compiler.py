@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from axonml_jax.compat.around import trace_settings
 from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.program.collective_order import collectives_in_order, may_overlap
@@ -54,10 +55,13 @@ class Compiled:
         return sum(each._cache_size() for each in {self._plain, *self._known.values()})
 
     def _choose(self, args: tuple, kwargs: dict) -> Any:
-        """The function for arguments like these; all but the first are looked at, which is a run's state or variables."""
+        """The function for arguments like these under JAX's settings around the call.
+
+        All arguments but the first are looked at, which is a run's state or variables.
+        """
         if not self._overlaps:
             return self._plain
-        like = (_types(args[1:]), *kwargs.items())
+        like = (trace_settings(), _types(args[1:]), *kwargs.items())
         if like not in self._known:
             traced = self._plain.trace(*args, **kwargs)
             self._known[like] = self._in_order(traced, _types(args)) if may_overlap(traced.jaxpr) else self._plain

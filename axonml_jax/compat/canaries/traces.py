@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from axonml_jax.compat.around import current_trace, platform_around
+from axonml_jax.compat.around import current_trace, platform_around, trace_settings
 from axonml_jax.compat.canaries.on_two import AXIS, SPLIT, floats
 from axonml_jax.compat.canary import Canary, expect
 
@@ -32,6 +32,18 @@ def _traces() -> None:
     expect(not alike, f"these cannot be told from each other: {alike}")
 
 
+def _settings() -> None:
+    usual = trace_settings()
+    for name, changed in (
+        ("a precision of products", jax.default_matmul_precision("highest")),
+        ("strict dtypes", jax.numpy_dtype_promotion("strict")),
+    ):
+        with changed:
+            expect(trace_settings() != usual, f"with {name} they are those without it")
+    again = trace_settings()
+    expect(again == usual and hash(again) == hash(usual), "the same settings are not equal to themselves")
+
+
 def _platform() -> None:
     seen: list[str] = []
     kind = jax.sharding.AbstractDevice(device_kind="canary", num_cores=None, platform="a canary's")
@@ -50,6 +62,12 @@ CANARIES = (
         "The opaque state of a trace equals itself and no other's, and that of a loop's body is its own.",
         "A token of another trace is used (an error of leaked tracers), or prefetching orders nothing.",
         _traces,
+    ),
+    Canary(
+        "settings are told apart",
+        "JAX's own key of traces differs where a setting that programs depend on does.",
+        "On simulated devices a step under `jax.default_matmul_precision` runs in the precision of an earlier call.",
+        _settings,
     ),
     Canary(
         "the platform around",
