@@ -192,6 +192,8 @@ def test_attention_is_that_of_jax_nn(causal):
         ((8, 3), {}, "no multiple of num_heads 3: give head_size"),
         ((8, 4, 3), {}, "num_heads 4 is no multiple of num_kv_heads 3"),
         ((12, 4), {"rope_theta": 1e4}, "head size 3 is odd"),
+        ((8, 4), {"softcap": 0.0}, "softcap=0.0 must be positive, or None"),
+        ((8, 4), {"qk_centered": True}, "qk_centered=True is .* there are none: give qk_norm"),
     ],
 )
 def test_attention_refuses_sizes_that_do_not_fit(sizes, options, message):

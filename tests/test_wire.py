@@ -99,5 +99,9 @@ def test_who_cannot_use_it_is_told():
         ax.Shard(wire="int4")
     with pytest.raises(ValueError, match=r"\{'gather': 'int8'\} acts on sharded parameters and has no effect"):
         PlanConfig(sharding_strategy="no_shard", gather="int8")
+    with pytest.raises(ValueError, match=r"FSDP\(gather='int8'\) .* one rank, to which nothing travels"):
+        ax.FSDP(
+            Transformer(STACK, rngs=nnx.Rngs(0)), ax.make_mesh(devices=jax.devices()[:2], data=2, fsdp=1), gather="int8"
+        )
     assert PlanConfig(sharding_strategy="shard_grad_op", gather="fp8").build().fsdp == ax.Shard(stage=2, wire="fp8")
     assert not ax.Shard(wire="int8").exact and ax.Shard().exact

@@ -84,8 +84,13 @@ class FSDP(ParallelModel):
             batch_stats=batch_stats,
             check_vma=check_vma,
         )
-        self.strategy = strategy
-        super().__init__(model, _mesh(mesh, strategy), plan, params=params, trainable=trainable, seed=seed)
+        self.strategy, mesh = strategy, _mesh(mesh, strategy)
+        if gather is not None and mesh.shape["fsdp"] == 1:
+            raise ValueError(
+                f"FSDP(gather={gather!r}) says how parameters travel, and along fsdp of the mesh {dict(mesh.shape)} there is "
+                "one rank, to which nothing travels: leave gather out, or give fsdp more ranks"
+            )
+        super().__init__(model, mesh, plan, params=params, trainable=trainable, seed=seed)
 
     def gather_parameters(self) -> PyTree:
         """The trained parameters, whole on every device. Nothing here holds them: they are freed with the last reference."""

@@ -35,7 +35,7 @@ def make_attention(config: TransformerConfig, block: int, *, rngs) -> TensorPara
         rope_theta=theta if config.position == "rotary" else None,
         rope_scaling=scaling,
         qk_norm=config.norm_eps if config.qk_norm else None,
-        qk_centered=config.zero_centered_norm,
+        qk_centered=config.qk_norm and config.zero_centered_norm,
         window=config.window_of(block),
         sinks=config.sinks,
         scale=None if config.query_scalar is None else config.query_scalar**-0.5,

@@ -1,5 +1,6 @@
 """`TensorParallelAttention`: self-attention whose heads are split over the ranks of an axis (Shoeybi et al. 2019)."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Unpack
 
@@ -107,7 +108,9 @@ class TensorParallelAttention(nnx.Module):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if kernel not in ATTENTIONS:
             raise ValueError(f"TensorParallelAttention: kernel={kernel!r} must be one of {', '.join(ATTENTIONS)}")
-        self.head_size = _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta, window, causal)
+        wrong = _without_effect(softcap, qk_norm, qk_centered)
+        sizes = hidden_size, num_heads, kv_heads, head_size, rope_theta, window, causal
+        self.head_size = _checked_head_size(*sizes, list(wrong))
         self.causal, self.rope_theta, self.kernel = causal, rope_theta, kernel
         self.rope_scaling, self.window, self.num_heads = rope_scaling, window, num_heads
         self.scale, self.softcap = self.head_size**-0.5 if scale is None else scale, softcap
@@ -222,9 +225,17 @@ class TensorParallelAttention(nnx.Module):
         return query, key, value
 
 
-def _checked_head_size(hidden_size, num_heads, kv_heads, head_size, rope_theta, window, causal) -> int:
+def _without_effect(softcap: float | None, qk_norm: float | None, qk_centered: bool) -> Iterator[str]:
+    if softcap is not None and softcap <= 0:
+        yield f"softcap={softcap} must be positive, or None"
+    if qk_centered and qk_norm is None:
+        yield "qk_centered=True is how norms of queries and keys scale, and there are none: give qk_norm, their epsilon"
+
+
+def _checked_head_size(
+    hidden_size, num_heads, kv_heads, head_size, rope_theta, window, causal, wrong: list[str]
+) -> int:
     size = hidden_size // num_heads if head_size is None else head_size
-    wrong = []
     if head_size is None and hidden_size % num_heads:
         wrong.append(f"hidden_size {hidden_size} is no multiple of num_heads {num_heads}: give head_size")
     if num_heads % kv_heads:
