@@ -62,6 +62,8 @@ class FakeMlflow:
         self.calls.append((run, {kind: list(each) for kind, each in values.items()}))
 
     def set_terminated(self, run, status):
+        if self.down:
+            raise self.MlflowException("no answer")
         self.calls.append(("end", run, status))
 
 
@@ -119,8 +121,20 @@ def test_a_server_that_is_gone_ends_no_training_and_is_told_once(fake, tmp_path,
         for step in range(3):
             sink.write(Record(step, {"loss": 1.0}))
     assert fake.calls.count("refused") == 1 and fake.calls[-1] == "refused"
-    [said] = caplog.messages
+    said, at_the_end = caplog.messages
     assert "no answer" in said and "all records are in metrics.jsonl" in said
+    assert "run abc, which stays RUNNING there though it is FINISHED: no answer" in at_the_end
+    assert "set_terminated('abc', status='FINISHED')" in at_the_end
+
+
+def test_a_server_that_is_back_at_the_end_is_told_how_the_run_ended(fake, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    with begun(tmp_path, reason="diverged") as sink:
+        fake.down = True
+        sink.write(Record(1, {"loss": 1.0}))
+        fake.down = False
+        sink.write(Record(2, {"loss": 1.0}))
+    assert fake.calls[-2:] == ["refused", ("end", "abc", "FAILED")] and len(caplog.messages) == 1
 
 
 def test_a_server_that_does_not_answer_is_refused_before_anything_is_trained(fake, tmp_path):

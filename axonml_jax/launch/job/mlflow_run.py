@@ -22,7 +22,8 @@ _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "diverged": "FAILED"}
 class MlflowRun:
     """Logs to the run of MLflow that `begin_mlflow` has begun, and ends it as the training ends. A context.
 
-    What MLflow does not take is told once, in a warning, and the training goes on without it.
+    What MLflow does not take is told once, in a warning, and the training goes on without it; at its end MLflow is asked once
+    more, so that a run does not stay RUNNING there for ever.
 
     Args:
       folder: the run's, in which its id is kept.
@@ -40,25 +41,32 @@ class MlflowRun:
     def __exit__(self, kind: type[BaseException] | None, *exception):
         killed = kind is not None and issubclass(kind, KeyboardInterrupt)
         status = _STATUS["stopped" if killed else "diverged"] if kind is not None else _STATUS[self._reason()]
-        self._try(lambda: self._client.set_terminated(self._id, status=status))
+        try:
+            self._client.set_terminated(self._id, status=status)
+        except self._mlflow.MlflowException as error:
+            logger.warning(
+                "output.mlflow: MLflow did not take the end of run %s, which stays RUNNING there though it is %s: %s. Say it "
+                "there by mlflow.MlflowClient().set_terminated(%r, status=%r)",
+                self._id,
+                status,
+                error,
+                self._id,
+                status,
+            )
 
     def write(self, record: Record) -> None:
-        """Log every metric at its step."""
-        now, metric = round(1000 * time.time()), self._mlflow.entities.Metric
-        values = [metric(_name(name), value, now, record.step) for name, value in record.metrics.items()]
-        self._try(lambda: _log(self._client, self._id, "metrics", values))
-
-    def _try(self, send: Callable[[], None]) -> None:
-        """Send, until MLflow fails once: it has tried for minutes by then, and would again with every record."""
+        """Log every metric at its step, until MLflow fails once: it has tried for minutes by then, and would every time."""
         if self._lost:
             return
+        now, metric = round(1000 * time.time()), self._mlflow.entities.Metric
+        values = [metric(_name(name), value, now, record.step) for name, value in record.metrics.items()]
         try:
-            send()
+            _log(self._client, self._id, "metrics", values)
         except self._mlflow.MlflowException as error:
             self._lost = True
             logger.warning(
-                "output.mlflow: MLflow took a record no more, and gets nothing more of run %s, which stays there as it is: "
-                "%s. The training goes on, and all records are in metrics.jsonl",
+                "output.mlflow: MLflow took a record no more, and gets none but the end of run %s: %s. The training goes on, "
+                "and all records are in metrics.jsonl",
                 self._id,
                 error,
             )
