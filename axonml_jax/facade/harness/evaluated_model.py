@@ -120,7 +120,7 @@ class EvaluatedModel:
         head = context.rstrip()  # spaces at its end belong to the next word's token
         before = self._ids(head) if head else []
         whole = self._ids(context + continuation, special="before" if head else False)
-        if len(whole) <= len(before):  # its tokens are those of the context: apart it has some of its own
+        if len(whole) <= len(before):  # the continuation has merged into the context's tokens: encode it apart
             whole = before + self._ids(context[len(head) :] + continuation, special=False)
         scored = len(whole) - len(before)
         if scored == 0 or not continuation:

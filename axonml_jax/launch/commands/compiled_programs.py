@@ -9,7 +9,7 @@ AUTO = "auto"
 """Stands for the folder of this user's caches."""
 
 MOST = 4 * 2**30
-"""Bytes that the folder may hold when a run starts; the programs that were not read for longest go first."""
+"""Bytes that the folder may hold when a run starts; those whose last use is the longest ago go first."""
 
 
 def keep_compiled(folder: str | None) -> None:
@@ -59,7 +59,7 @@ def _caches() -> Path:
 
 
 def _trim(folder: Path) -> None:
-    """Remove the programs that were not read for longest, until the others fit; other processes may do the same."""
+    """Remove the programs whose last use is the longest ago, until the others fit; other processes may do the same."""
     found = sorted((each.stat().st_atime, each.stat().st_size, each) for each in folder.glob("*-cache"))
     over = sum(size for _, size, _ in found) - MOST
     for _, size, path in found:

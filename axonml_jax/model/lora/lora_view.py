@@ -183,5 +183,5 @@ def _name(path: tuple) -> str:
 
 
 def _beside(path: tuple, name: str) -> tuple:
-    """The path of what is called so and stands beside a leaf."""
+    """The path of the leaf of another name beside a leaf, whose own path is given."""
     return (*path[:-1], name.rpartition("/")[2])

@@ -68,7 +68,7 @@ def other_than(described: Described, fine: Mapping[str, tuple]) -> Iterator[str]
 
 
 def has_only(config: TransformerConfig, **options: Any) -> bool:
-    """Whether of all that some families have and others do not a configuration has these options alone.
+    """Whether a configuration has these options, and none other of those that only some families have.
 
     Args:
       config: the configuration.

@@ -65,7 +65,7 @@ def describe(config: TransformerConfig) -> dict[str, Any]:
 
 
 def is_shaped(config: TransformerConfig, activation: str = "swiglu", **options: Any) -> bool:
-    """Whether all but the feed-forward parts is Llama's, but for these options.
+    """Whether a configuration is Llama's with these options, whatever its feed-forward parts.
 
     Args:
       config: the configuration.

@@ -21,7 +21,7 @@ class OneLine:
         self._file, self._shown = file, ""
 
     def show(self, text: str) -> None:
-        """Write a text over the one that is seen; on a terminal as much of it as a line holds, since none goes back by two."""
+        """Write a text over the one that is seen. A terminal gets one line of it at most: going back reaches no second line."""
         if self._file.isatty():
             text = text[: max(shutil.get_terminal_size().columns - 1, 0)]
         self._write("\r" + text + " " * (len(self._shown) - len(text)))

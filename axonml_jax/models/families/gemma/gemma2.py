@@ -18,7 +18,7 @@ SHARED: dict[str, Any] = {
 """What Gemma 2 and 3 have in common."""
 
 DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
-"""What a `config.json` of both means where it says nothing."""
+"""Gemma 2's and 3's values of keys that their `config.json` leaves out."""
 
 _ACTIVATION = "gelu_pytorch_tanh"
 _DEFAULTS = DEFAULTS | {
@@ -29,7 +29,7 @@ _DEFAULTS = DEFAULTS | {
 
 
 def gemma_problems(described: Described) -> Iterator[str]:
-    """What of both the transformer here does not have, but for positions."""
+    """What a description of Gemma 2 or 3 asks for that the transformer here lacks; positions are checked elsewhere."""
     fine = {"hidden_activation": (_ACTIVATION,), "attention_bias": (False,)}
     yield from other_than(described, fine | {"use_bidirectional_attention": (None, False)})
 
@@ -42,7 +42,7 @@ def gemma_windows(described: Described, period: int) -> Described:
 
 
 def gemma_description(config: TransformerConfig, name: str) -> dict[str, Any]:
-    """What the `config.json` of both say beside Llama's."""
+    """What a `config.json` of Gemma 2 or 3 says: Llama's keys and these."""
     windows, scalar = window_description(config), config.query_scalar or config.head_size
     return {
         **llama.describe(config),

@@ -15,7 +15,7 @@ _THETA, _WINDOW_THETA = 1_000_000.0, 10_000.0
 
 
 def _of_full(described: Described) -> Described:
-    """With what it says of positions where there is no window in the place of what it says of all."""
+    """The description with the rotary parameters of blocks without a window, as if they were those of all blocks."""
     parameters = described.get("rope_parameters") or {}
     if FULL not in parameters and SLIDING not in parameters:
         return described

@@ -121,7 +121,7 @@ class ShardedProgram:
         return [step for step in self.steps if step.work is not None and step.level == level]
 
     def _worked(self, works: Sequence[UpdateStep], env: Mapping[int, Any], held: Held) -> dict[int, jax.Array]:
-        """What works of one round make; equal ones share an exchange."""
+        """The results of whole-matrix works that do not wait for each other; works that are alike send together."""
         own = self._made([number for step in works for number in step.inputs], env, held)
         return self._exchanged(works, own)
 
