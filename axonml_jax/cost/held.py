@@ -185,6 +185,6 @@ def of_ticks(blocks: Many, ticks: TickCounts, block: BlockActivations) -> tuple[
     return ticks.slots * slot, slot + tick + (ticks.arriving + 2) * block.boundary
 
 
-def batch_bytes(rows: Many, positions: Many) -> Many:
-    """Tokens and targets of a rank's part of the batch, int32."""
-    return 2 * 4 * rows * positions
+def batch_bytes(rows: Many, positions: Many, documents: bool) -> Many:
+    """Tokens and targets of a rank's part of the batch, int32; of rows of several documents which is where, and places too."""
+    return (4 if documents else 2) * 4 * rows * positions

@@ -47,6 +47,7 @@ class Step:
       attention: where it reads positions of other ranks.
       platform: what is compiled for (see `block_activations`).
       routers_passed: routers whose values reach a pipeline's last stage from others.
+      documents: whether rows hold several documents.
     """
 
     model: DecoderLike
@@ -63,6 +64,7 @@ class Step:
     attention: SplitAttention | None = None
     platform: str | None = None
     routers_passed: Many = 0
+    documents: bool = False
 
     @property
     def experts(self) -> RoutedExperts | None:
@@ -140,6 +142,7 @@ def held(step: Step, *, moments: int, offload: CPUOffload, in_ticks: bool) -> Me
         step.attention,
         step.experts,
         apart=apart,
+        documents=step.documents,
     )
     if step.ticks is None:
         activations, pipeline = of_blocks(step.model.num_layers, block), 0
@@ -149,7 +152,7 @@ def held(step: Step, *, moments: int, offload: CPUOffload, in_ticks: bool) -> Me
         whole = most(*(read_by_stages(step.weights, parts, step.chunks, in_ticks) for parts in step.ranks))
     return memory(
         step.weights, step.ranks, step.run, activations=activations, pipeline=pipeline, whole=whole, moments=moments,
-        batch=batch_bytes(step.rows, step.positions), offload=offload,
+        batch=batch_bytes(step.rows, step.positions, step.documents), offload=offload,
     )  # fmt: skip
 
 

@@ -96,4 +96,6 @@ class _Moving:
 
     def _launches(self, sent: Sent) -> Many:
         buffered = self.buffers is not None and not sent.sharded and sent.buffered
-        return self.buffers if buffered else self.number * sent.launches
+        if self.run.pipelined:
+            return self.buffers if buffered else self.number * sent.launches
+        return self.number * either(self.run.microbatches == 1, sent.launches_alone, sent.launches)

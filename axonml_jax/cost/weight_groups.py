@@ -23,6 +23,7 @@ class Sent:
       buffered: whether a pipeline's rank moves all that lies over the same axes as one array: along the outermost axis.
       elements, padding: of the full arrays.
       launches: arrays that travel.
+      launches_alone: the same in a step of one microbatch.
       ranks: that take part.
     """
 
@@ -35,6 +36,7 @@ class Sent:
     elements: Many
     padding: Many
     launches: Many
+    launches_alone: Many
     ranks: Many
 
 
@@ -123,7 +125,7 @@ def grouped(placed: Sequence[Placed]) -> Weights:
 
 
 _SIZES = ("read", "arrays", "rest_bytes", "padding_bytes", "read_bytes", "sum_bytes", "shard_sum_bytes")
-_SENT = ("elements", "padding", "launches", "ranks")
+_SENT = ("elements", "padding", "launches", "launches_alone", "ranks")
 _KINDS = tuple(field.name for field in fields(Group) if field.name not in (*_SIZES, "gathers", "syncs"))
 
 
@@ -175,7 +177,7 @@ def _gathers(each: Placed) -> Iterator[Sent]:
         # The last trips of a scan that gathers ahead gather as many slices in vain (see `units/gathered.py`).
         trips = slices if slices == 1 else slices + min(strategy.prefetch, slices)
         for sent in strategy.gather_flows(elements, layout, axis, ranks, each.read_dtype):
-            yield _sent(axis, sent, True, False, trips, trips)
+            yield _sent(axis, sent, True, False, (trips, trips * each.gathers_alone), trips)
         elements = elements * ranks
 
 
@@ -186,18 +188,22 @@ def _syncs(each: Placed) -> Iterator[Sent]:
     later = lambda role: (role.reduces != "microbatch", role.parameters != "sharded")
     for axis, strategy in sorted(outwards, key=lambda own: later(roles[own[0]])):
         ranks, sharded = each.setting.ranks(axis), axis in each.sharded
-        buffered, often = axis == outwards[-1][0] and roles[axis].parameters == "whole", each.reductions(axis)
+        buffered = axis == outwards[-1][0] and roles[axis].parameters == "whole"
+        often = each.reductions(axis, alone=False), each.reductions(axis, alone=True)
         for sent in strategy.sync_flows(elements, each.layout, axis, ranks, each.sum_dtype) if several(ranks) else ():
             yield _sent(axis, sent, sharded, buffered, often, 1)
         elements = elements // ranks if sharded else elements
 
 
-def _sent(axis: AxisNames, sent: Transfer, sharded: bool, buffered: bool, launches: int, times: int) -> Sent:
-    """A transfer so many times, in so many launches."""
+def _sent(
+    axis: AxisNames, sent: Transfer, sharded: bool, buffered: bool, launches: tuple[int, int], times: int
+) -> Sent:
+    """A transfer so many times, in so many launches, and in so many in a step of one microbatch."""
     dtype, itemsize = named(sent.dtype)
     return Sent(
         axis=axis, kind=sent.kind, dtype=dtype, itemsize=itemsize, sharded=sharded, buffered=buffered,
-        elements=sent.elements * times, padding=sent.padding * times, launches=launches, ranks=sent.ranks,
+        elements=sent.elements * times, padding=sent.padding * times, launches=launches[0], launches_alone=launches[1],
+        ranks=sent.ranks,
     )  # fmt: skip
 
 

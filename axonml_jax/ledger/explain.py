@@ -42,7 +42,8 @@ def explain(step: Any, *args: Any, minimum: Minimum | None = None, **kwargs: Any
         ones); `global_batch`, sequences per update; `length` of a sequence (None: the model's longest); `mesh`, degrees by
         axis, an `ax.MeshShape` or a mesh (None: the plan's own); `moments`, values that the optimizer keeps per parameter
         (2 for Adam); `platform`, "tpu" or "cuda", for kernels that hold no attention scores (None: count on none);
-        `torus`, the dims of the torus that TPUs form, for the hops of FSDP's collectives (0: none).
+        `torus`, the dims of the torus that TPUs form, for the hops of FSDP's collectives (0: none); `documents`, whether rows
+        hold several.
 
     Returns:
       A `Report` of a step, a `Prediction` of a plan; `print` either for its tables.

@@ -45,13 +45,14 @@ def block_activations(
     experts: RoutedExperts | None = None,
     *,
     apart: bool,
+    documents: bool = False,
 ) -> BlockActivations:
     """What XLA keeps of the reference transformer, written as the tensors it is made of.
 
     Per token, with h features, f inner ones, a heads of d, k key and value heads, s positions: the attention's weights in
-    float32 and as read, a*s each (with a fused kernel one number per head instead); query, key, value and the mixed heads; the
-    inner features before and after their activation; the residual stream and the norms' inputs. Splitting over `tensor`
-    divides what is inside a layer; sequence parallelism the rest too.
+    float32 and as read, a*s each (with a fused kernel one number per head instead); query, key, value and the mixed heads, and
+    what norms of queries and keys keep; the inner features before and after their activation; the residual stream and the
+    norms' inputs. Splitting over `tensor` divides what is inside a layer; sequence parallelism the rest too.
 
     Args:
       config: the model.
@@ -64,15 +65,17 @@ def block_activations(
       attention: where it reads positions of other ranks: block by block, without a kernel.
       experts: in the place of dense feed-forward parts.
       apart: whether the backward is in another loop than the forward, which then keeps products alone, all of them.
+      documents: whether rows hold several documents.
     """
     inside, outside = _cuts(config, degrees)
     size, wide, itemsize = config.hidden_size, 4, jnp.dtype(compute).itemsize
     kv, queries = 2 * config.kv_heads * config.head_size, config.num_heads * config.head_size
     boundary = divided(tokens * size * itemsize, outside)
-    fused = attention is not None or fuses_attention(config, length, compute, platform)
+    fused = attention is not None or fuses_attention(config, length, compute, platform, documents)
     # Attention weights as the softmax leaves and as it is read; of capped scores the tangent too.
     of_scores = (wide if config.attention_softcap is None else 2 * wide) + itemsize
     within = config.num_heads * (wide if fused else length * of_scores) + (2 * queries + kv) * itemsize
+    within = within + (_head_norms(config, wide, itemsize) if config.qk_norm else 0)
     # Beside the block's input; what the norms make is in float32, and twice where rsqrt and scale are one factor.
     normed = size * wide * (1 if config.zero_centered_norm else 2)
     between = 3 * size * itemsize + 2 * normed + (2 * (size * itemsize + normed) if config.post_norms else 0)
@@ -90,6 +93,15 @@ def block_activations(
     others = 0 if attention is None else attention.held(tokens, itemsize, platform)
     others = most(others, 0 if experts is None else experts.held(itemsize))
     return BlockActivations(kept, rebuilt, boundary, tokens * words * (2 * wide + itemsize), others)
+
+
+def _head_norms(config: DecoderLike, wide: int, itemsize: int) -> int:
+    """Of a token's norms of queries and keys, in float32: as they enter and leave, the factor, and two numbers of each head.
+
+    Where rsqrt and scale are one factor it is as large as they are; with biases what enters is kept before them too.
+    """
+    heads, wides = config.num_heads + config.kv_heads, 3 if config.zero_centered_norm else 4
+    return heads * (config.head_size * (wides * wide + (itemsize if config.use_bias else 0)) + 2 * wide)
 
 
 class _Feed(NamedTuple):
@@ -124,18 +136,20 @@ def _feed(
     return _Feed(*(divided(a * blocks + b * (total - blocks), total) for a, b in zip(routed, own, strict=True)))
 
 
-def fuses_attention(config: DecoderLike, length: int, compute: str, platform: str | None) -> bool:
+def fuses_attention(
+    config: DecoderLike, length: int, compute: str, platform: str | None, documents: bool = False
+) -> bool:  # fmt: skip
     """Whether attention holds no scores of all positions, on a platform (None: no kernel is counted on)."""
     kernel = kernel_of(platform) if config.attention == "auto" else config.attention
-    if kernel in PLATFORMS and _kernel_applies(config, kernel, length, compute):
+    if kernel in PLATFORMS and _kernel_applies(config, kernel, length, compute, documents):
         return True
     if config.attention == "auto":
         return not config.dropout and worth_blocks(platform, length, length)
     return kernel == "blocks"
 
 
-def _kernel_applies(config: DecoderLike, kernel: str, length: int, compute: str) -> bool:
-    refused = config.window is not None or config.attention_softcap is not None
+def _kernel_applies(config: DecoderLike, kernel: str, length: int, compute: str, documents: bool) -> bool:
+    refused = config.window is not None or config.attention_softcap is not None or documents
     if config.dropout or config.sinks or (kernel == "cudnn" and refused):
         return False
     return not any(shape_obstacles(kernel, compute, length, length, config.head_size))

@@ -48,6 +48,7 @@ def predicted(config: RunConfig, ground: RunSetup, kind: Hardware | None = None)
         global_batch=config.train.global_batch_size,
         length=config.data.length,
         moments=kept_values(config),
+        documents=config.data.documents,
         platform=target_platform(ground.mesh) if kind is None else kind.platform,
         torus=Fabric.of(list(ground.mesh.devices.flat)).torus if kind is None else kind.torus,
     )

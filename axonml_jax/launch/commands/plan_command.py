@@ -92,7 +92,8 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     model: Any = base.transformer_for("plan --as-written")
     base.require_whole("plan --as-written")
     sizes = {"global_batch": batch, "length": length, "moments": kept_values(base)}
-    found = predict(own, model, shape.degrees, **sizes, platform=kind.platform, torus=kind.torus)
+    packed = base.data.documents
+    found = predict(own, model, shape.degrees, **sizes, platform=kind.platform, torus=kind.torus, documents=packed)
     given = Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap)
     cost = price(found, kind, given)
     line = timeline(found, kind, given)

@@ -37,6 +37,7 @@ def predict(
     moments: int = 2,
     platform: str | None = None,
     torus: int = 0,
+    documents: bool = False,
 ) -> Prediction:
     """Memory, traffic, bubble and FLOPs of a training step, from shapes alone.
 
@@ -49,6 +50,7 @@ def predict(
       moments: values that the optimizer keeps per parameter (Adam 2, Lion 1, SGD 0).
       platform: what it will be compiled for, "tpu" or "cuda", whose kernels of attention hold no scores; None: neither.
       torus: dims of the torus that the devices form, which decides on the hops of FSDP's collectives; 0: none.
+      documents: whether rows hold several documents (`segment_ids` and `positions` beside tokens and targets).
 
     Raises:
       ValueError: with everything that cannot work.
@@ -58,7 +60,8 @@ def predict(
     length = model.max_length if length is None else length
     rows = _rows(plan, model, degrees, global_batch, length)
     stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)
-    step = replace(_step(plan, model, degrees, stages, timetable, rows, length), platform=platform)
+    step = _step(plan, model, degrees, stages, timetable, rows, length)
+    step = replace(step, platform=platform, documents=documents)
     in_ticks = plan.pipe is not None and plan.pipe.in_ticks
     memory = held(step, moments=moments, offload=plan.offload, in_ticks=in_ticks)
     flops, costs = model.flops_per_token(length), stage_costs(model, stages.blocks, stages.experts, step.run, length)
