@@ -37,8 +37,8 @@ optim.name optim.class_path optim.init_args optim.chain optim.groups
 optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.betas optim.max_grad_norm ema.decay
 train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed train.weights
 train.max_nonfinite train.layer_norms train.stuck_timeout train.stuck_warning
-checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.keep_for checkpoint.best checkpoint.asynchronous
-sample.count sample.length sample.prompt sample.temperature output.dir output.tensorboard output.csv
+checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.keep_for checkpoint.best checkpoint.verify
+checkpoint.asynchronous sample.count sample.length sample.prompt sample.temperature output.dir output.tensorboard output.csv
 output.wandb output.mlflow output.plot output.compiled
 finetune.lora.rank finetune.lora.alpha finetune.lora.targets finetune.lora.stacked finetune.lora.base
 """.split()  # noqa: SIM905

@@ -31,6 +31,7 @@ class CheckpointManager:
       keep_for: keep those too that are younger than this: seconds, or a text such as `"12h"`, `"7d"` or `"2w"`.
       best: a metric given to `save`; the best checkpoint by it is kept too.
       mode: whether the best is the lowest or the highest.
+      verify: see `ax.save`; an older checkpoint is deleted only after that.
       asynchronous: write behind the training's back; `save` then blocks only while arrays are copied to the host.
 
     Raises:
@@ -47,6 +48,7 @@ class CheckpointManager:
         keep_for: float | str | None = None,
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
+        verify: bool = False,
         asynchronous: bool = True,
     ):
         if every is not None and every < 1:
@@ -58,7 +60,7 @@ class CheckpointManager:
         if Path(folder).exists() and not Path(folder).is_dir():
             raise ValueError(f"folder={os.fspath(folder)!r} is no folder: give one, or a name that is free")
         self.folder, self.every, self.best, self.mode = Path(folder).absolute(), every, best, mode
-        self._asynchronous, self._team = asynchronous, Team()
+        self._asynchronous, self._verify, self._team = asynchronous, verify, Team()
         self._saver = arrays.checkpointer(self._team.size)
         self._saving: Saving | None = None
         self._tell: Any = None  # a trainer's, which has callbacks
@@ -130,6 +132,7 @@ class CheckpointManager:
         self._saving = Saving(
             *(path_of(self.folder, step), leaves, manifest, self._team, self._saver),
             replace=True,
+            verify=self._verify,
             owner=self._owner,
             committed=partial(self._rotate, step),
         )

@@ -122,7 +122,9 @@ def manifests_in(folder: Path) -> dict[int, Manifest]:
 
 
 def checksums(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and CRC-32 of every file under a folder, by its path there."""
+    """Size and CRC-32 of every file under a folder, by its path there; all are on disk when this returns."""
+    for each in folder.rglob("*"):
+        sync(each)  # Orbax syncs the arrays, and not what describes them
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != NAME)
     with ThreadPoolExecutor(_READERS) as pool:
         return {
@@ -156,9 +158,9 @@ def damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
         return [line for line in pool.map(problem, names) if line]
 
 
-def sync_folder(folder: Path) -> None:
-    """Make sure that the names in a folder are on disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make sure that a file, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

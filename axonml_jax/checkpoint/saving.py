@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from axonml_jax.checkpoint import arrays
-from axonml_jax.checkpoint.manifest import ARRAYS, Manifest, checksums, sync_folder
+from axonml_jax.checkpoint.keeping.read_back import read_back
+from axonml_jax.checkpoint.manifest import ARRAYS, Manifest, checksums, sync
 from axonml_jax.checkpoint.names import REPLACED, SAVING
 from axonml_jax.checkpoint.ownership import OWNER, FolderInUse, Ownership, in_use
 from axonml_jax.checkpoint.team import Team, describe, rebuilt
@@ -30,6 +31,7 @@ class Saving:
       team: the processes that save it, all of them.
       saver: Orbax's checkpointer.
       replace: whether an existing checkpoint may be replaced.
+      verify: read the files again, past the system's cache, before the checkpoint counts.
       owner: in the main process, of the folder that the checkpoint goes into; None: this save alone is owned.
       committed: runs in the main process after the commit.
 
@@ -48,13 +50,14 @@ class Saving:
         saver: Any,
         *,
         replace: bool = False,
+        verify: bool = False,
         owner: Ownership | None = None,
         committed: Callable[[], None] | None = None,
     ):
         self.folder, self._team, self._saver, self._committed = folder, team, saver, committed
         self._manifest, self._key = manifest, f"axonml_jax/saved/{next(_numbers)}"
         self._unfinished = folder.with_name(folder.name + SAVING)
-        self._owner, self._shared = owner, owner is not None
+        self._owner, self._shared, self._verify = owner, owner is not None, verify
         self._error: BaseException | None = None
         team.decide(f"save {folder}", lambda: self._make_room(replace))
         seen = team.tell_all(f"save {folder}", self._unfinished.is_dir())
@@ -127,8 +130,11 @@ class Saving:
         """In the main process, when all arrays of all processes are on disk."""
         error = None
         try:
-            dataclasses.replace(self._manifest, files=checksums(self._unfinished)).write(self._unfinished)
-            sync_folder(self._unfinished)
+            manifest = dataclasses.replace(self._manifest, files=checksums(self._unfinished))
+            manifest.write(self._unfinished)
+            sync(self._unfinished)
+            if self._verify:
+                read_back(self._unfinished, manifest)
             self._check_owner()
             put_in_place(self._unfinished, self.folder)
         except Exception as raised:
@@ -172,7 +178,7 @@ def put_in_place(unfinished: Path, folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     unfinished.rename(folder)
-    sync_folder(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -45,6 +45,7 @@ def save(
     metrics: Mapping[str, float] | None = None,
     about: Mapping[str, Any] | None = None,
     replace: bool = False,
+    verify: bool = False,
 ) -> Path:
     """Save arrays so that they can be restored on any other mesh, plan and number of processes. Every process must call it.
 
@@ -58,6 +59,7 @@ def save(
       metrics: of the run at this point.
       about: plain values for whoever reads `checkpoint.json`.
       replace: take the place of a checkpoint that is there already.
+      verify: read the files again from the disk, past the system's cache, before the checkpoint counts.
 
     Returns:
       The folder.
@@ -72,7 +74,8 @@ def save(
     leaves = step.state_leaves(state) if step is not None else leaves_of(state)
     with closing(arrays.checkpointer(team.size)) as saver:
         manifest = manifest_of(state, leaves, data=data, metrics=metrics, about=about)
-        Saving(folder := Path(path).absolute(), leaves, manifest, team, saver, replace=replace).wait()
+        folder = Path(path).absolute()
+        Saving(folder, leaves, manifest, team, saver, replace=replace, verify=verify).wait()
     return folder
 
 

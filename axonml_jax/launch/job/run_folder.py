@@ -83,6 +83,7 @@ class RunFolder:
             keep_every=section.keep_every,
             keep_for=section.keep_for,
             best="valid_loss" if section.best else None,
+            verify=section.verify,
             asynchronous=section.asynchronous,
         )
         try:

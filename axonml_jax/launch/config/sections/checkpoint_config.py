@@ -16,6 +16,7 @@ class CheckpointConfig:
       keep_every: keep those too whose step is a multiple of this, for ever; a multiple of every.
       keep_for: keep those too that are younger than this: seconds, or a text such as 90m, 12h, 7d or 2w.
       best: keep the one with the lowest validation loss too; every must then be a multiple of train.eval_every.
+      verify: read every checkpoint again from its disk before it counts and an older one is deleted.
       asynchronous: write to disk while the training goes on.
     """
 
@@ -24,6 +25,7 @@ class CheckpointConfig:
     keep_every: int | None = None
     keep_for: float | str | None = None
     best: bool = False
+    verify: bool = False
     asynchronous: bool = True
 
     def __post_init__(self):
