@@ -91,7 +91,7 @@ from axonml_jax.parallel.strategies.context import Context as Context
 from axonml_jax.parallel.strategies.replicate import Replicate as Replicate
 from axonml_jax.parallel.strategies.role import Role as Role
 from axonml_jax.parallel.strategies.shard import Shard as Shard
-from axonml_jax.parallel.strategies.shard import ShardingStrategy as ShardingStrategy
+from axonml_jax.parallel.strategies.sharding_strategy import ShardingStrategy as ShardingStrategy
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy as AbstractStrategy
 from axonml_jax.parallel.strategies.transfer import Transfer as Transfer
 from axonml_jax.parallel.tensor.auto.auto_parallelize import auto_parallelize as auto_parallelize

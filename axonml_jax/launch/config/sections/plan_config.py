@@ -78,7 +78,7 @@ class PlanConfig:
         )
 
     def _sharding(self) -> "AbstractStrategy":
-        from axonml_jax.parallel.strategies.shard import ShardingStrategy
+        from axonml_jax.parallel.strategies.sharding_strategy import ShardingStrategy
 
         view = self.gradient_as_bucket_view
         strategy = ShardingStrategy(self.sharding_strategy or "full_shard")
