@@ -20,6 +20,8 @@ GOOD = {
     "ZeRO-3": ax.Shard(flat=True),
     "ZeRO-2, gathered as int8": ax.Shard(stage=2, wire="int8"),
     "ZeRO-3, gathered as fp8": ax.Shard(wire="fp8", flat=True),
+    "ZeRO-2, reduced as bf16": ax.Shard(stage=2, reduce_wire="bf16"),
+    "ZeRO-3, gathered and reduced as int8": ax.Shard(wire="int8", reduce_wire="int8", flat=True),
     "a ring": RingShard(),
     "int8 with error feedback": Int8Shard(),
 }

@@ -14,34 +14,7 @@ from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MODEL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_length": 128}
 
-KEYS = """
-name profile resume callbacks devices.simulated mesh.data mesh.pipe mesh.fsdp mesh.expert mesh.context mesh.tensor mesh.row
-mesh.col mesh.depth plan.sync_strategy plan.bucket_size_mb plan.gradient_as_bucket_view plan.comm_dtype
-plan.sharding_strategy plan.prefetch plan.gather plan.offload plan.precision plan.accumulate plan.remat plan.check_vma
-context.method context.order context.shard context.allow_communication
-pipeline.schedule pipeline.microbatches pipeline.chunks pipeline.gather
-model.vocab_size model.num_layers model.hidden_size model.num_heads model.max_length model.num_kv_heads model.head_dim
-model.qk_norm model.query_scalar model.attention_softcap model.qkv_bias model.window model.full_every model.sinks
-model.mlp_hidden_size model.norm model.zero_centered_norm model.post_norms model.activation model.position model.rope_theta
-model.window_rope_theta model.tie_embeddings model.scale_embeddings model.logit_softcap model.use_bias model.dropout
-model.norm_eps model.split model.sequence_parallel model.ring model.overlap model.prefetch model.attention model.scan_layers
-model.loss_chunk model.dtype model.param_dtype model.class_path model.init_args experts.num_experts experts.top_k
-experts.inner_size experts.every experts.first_dense experts.router experts.renormalize experts.groups experts.top_groups
-experts.scale experts.bias_rate experts.noise experts.router_bias experts.activation experts.shared_size experts.capacity_factor
-experts.dispatch experts.load_balance experts.z
-rope_scaling.kind rope_scaling.factor rope_scaling.original_length rope_scaling.low_frequency rope_scaling.high_frequency
-rope_scaling.slow rope_scaling.fast rope_scaling.truncate rope_scaling.attention_factor loss.class_path loss.init_args
-data.path data.format data.fields data.prompt_field data.completion_field data.mixture data.tokenizer data.end data.pack
-data.length data.max_bytes data.valid_fraction data.num_workers data.class_path data.init_args data.valid
-optim.name optim.class_path optim.init_args optim.chain optim.groups
-optim.learning_rate optim.warmup_steps optim.schedule optim.weight_decay optim.betas optim.max_grad_norm ema.decay
-train.steps train.global_batch_size train.eval_every train.eval_batches train.log_every train.seed train.weights
-train.max_nonfinite train.layer_norms train.stuck_timeout train.stuck_warning
-checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.keep_for checkpoint.best checkpoint.verify
-checkpoint.asynchronous sample.count sample.length sample.prompt sample.temperature output.dir output.tensorboard output.csv
-output.wandb output.mlflow output.plot output.compiled
-finetune.lora.rank finetune.lora.alpha finetune.lora.targets finetune.lora.stacked finetune.lora.base
-""".split()  # noqa: SIM905
+KEYS = (Path(__file__).parent / "config_keys.txt").read_text().split()
 
 
 @pytest.fixture

@@ -62,6 +62,33 @@ def test_matrices_travel_as_bytes_and_gradients_as_they_are(wire, sent):
     assert ax.Shard(wire=wire).in_words("fsdp") == f"ZeRO-3, gathered as {wire}"
 
 
+@pytest.mark.parametrize(("wire", "sent"), [("int8", "i8"), ("bf16", "bf16")])
+def test_gradients_travel_in_few_bits_to_the_rank_that_sums_them(wire, sent):
+    config = TransformerConfig(vocab_size=16, num_layers=2, hidden_size=16, num_heads=2, max_length=8)
+    model = ax.FSDP(Transformer(config, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), reduce=wire)
+    trainer = model.trainer(optax.sgd(0.1), lambda model, batch: ax.WeightedMean(*model.loss(**batch)))
+    tokens = np.zeros((4, 8), np.int32)
+    text = trainer.trace({"tokens": tokens, "targets": tokens}).lower().as_text()
+    swapped = re.findall(r"all_to_all\"?\(.*?-> tensor<([^>]*)>", text)
+    assert {each.split("x")[-1] for each in swapped} == ({sent, "f32"} if wire == "int8" else {sent})
+    reduced = re.findall(r"reduce_scatter.*?-> tensor<([^>]*)>", text, re.DOTALL)
+    assert len(reduced) == 0 if wire == "bf16" else all(each.count("x") == 1 for each in reduced)  # biases and norms
+    assert f", reduced as {wire}" in ax.Shard(reduce_wire=wire).in_words("fsdp")
+
+
+def test_what_a_bf16_models_gradients_lose_on_their_way_as_bf16_is_nothing():
+    """They are made in bf16: sums are those of float32 to its last digits."""
+    config = TransformerConfig(vocab_size=64, num_layers=2, hidden_size=32, num_heads=2, max_length=16)
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 16), np.int32)
+    found = []
+    for reduce in (None, "bf16"):
+        model = ax.FSDP(Transformer(config, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), precision="bf16", reduce=reduce)
+        loss = lambda model, batch: ax.WeightedMean(*model.loss(**batch))
+        found.append(model.value_and_grad(loss)({"tokens": tokens, "targets": tokens})[1])
+    for plain, packed_ in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(packed_, plain, rtol=0, atol=1e-6 * float(np.abs(plain).max()))
+
+
 @pytest.mark.parametrize("wire", ["int8", "fp8"])
 @pytest.mark.parametrize("scale", [1e-45, 1e-39, 1.2e-38, 1e-37, 1e-36, 5e-36, 1e-30, 1e37])
 def test_small_and_large_blocks_stay_finite(wire, scale):
@@ -97,11 +124,15 @@ def test_scales_of_norms_in_a_stack_travel_as_they_are():
 def test_who_cannot_use_it_is_told():
     with pytest.raises(ValueError, match=r"wire='int4' must be one of int8, fp8, or None"):
         ax.Shard(wire="int4")
+    with pytest.raises(ValueError, match=r"reduce_wire='fp8' must be one of bf16, int8, or None"):
+        ax.FSDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), reduce="fp8")
+    with pytest.raises(ValueError, match=r"\{'reduce': 'bf16'\} acts on sharded parameters and has no effect"):
+        ax.FSDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), sharding_strategy="no_shard", reduce="bf16")
     with pytest.raises(ValueError, match=r"\{'gather': 'int8'\} acts on sharded parameters and has no effect"):
         PlanConfig(sharding_strategy="no_shard", gather="int8")
-    with pytest.raises(ValueError, match=r"FSDP\(gather='int8'\) .* one rank, to which nothing travels"):
-        ax.FSDP(
-            Transformer(STACK, rngs=nnx.Rngs(0)), ax.make_mesh(devices=jax.devices()[:2], data=2, fsdp=1), gather="int8"
-        )
+    with pytest.raises(ValueError, match=r"FSDP\(gather='int8', reduce='bf16'\) .* one rank, to which nothing travels"):
+        alone = ax.make_mesh(devices=jax.devices()[:2], data=2, fsdp=1)
+        ax.FSDP(Transformer(STACK, rngs=nnx.Rngs(0)), alone, gather="int8", reduce="bf16")
     assert PlanConfig(sharding_strategy="shard_grad_op", gather="fp8").build().fsdp == ax.Shard(stage=2, wire="fp8")
-    assert not ax.Shard(wire="int8").exact and ax.Shard().exact
+    assert PlanConfig(reduce="int8").build().fsdp == ax.Shard(reduce_wire="int8")
+    assert not ax.Shard(wire="int8").exact and not ax.Shard(reduce_wire="bf16").exact and ax.Shard().exact

@@ -59,7 +59,7 @@ class Setting:
 
     @cached_property
     def rounded(self) -> bool:
-        """Whether gathering parameters rounds them."""
+        """Whether parameters or their gradients are rounded on their way."""
         return any(not own.exact and own.role.parameters == "sharded" for own in self.strategies.values())
 
     @cached_property
@@ -111,30 +111,25 @@ class Placed:
             return 1
         return self.weight.layers if all(self.layout.dim_of(axis) != 0 for axis in self.sharded) else 1
 
-    def reductions(self, axis: AxisNames, alone: bool) -> int:
-        """How often a step reduces its gradient along an axis: a stack's layer by layer, where that overlaps the backward.
-
-        Args:
-          axis: which.
-          alone: whether the step has one microbatch.
-        """
+    def reductions(self, axis: AxisNames) -> int:
+        """How often a step reduces its gradient along an axis: a stack's layer by layer, where that overlaps the backward."""
         if self.setting.by_unit:
             return self.slices if axis in self.sharded else 1
-        return 1 if alone and self.setting.rounded else self._in_scan
+        return self._in_scan
 
     @property
     def gathers_alone(self) -> int:
         """In how many parts a step of one microbatch gathers it where gradients are reduced inside the backward.
 
-        As `parallel/overlap.py` does: at its first use, a stack layer by layer, but whole where gathering rounds.
+        As `parallel/overlap.py` does: at its first use, a stack layer by layer, but whole where it is rounded on its way.
         """
-        return 1 if self.setting.by_unit or self.setting.rounded or not self.weight.trained else self._in_scan
+        return 1 if self.setting.by_unit or not self.weight.trained else self._in_scan
 
     @property
     def _in_scan(self) -> int:
         """The layers of a stack whose gradients are reduced inside the backward's scan; else 1."""
         whole = bool(self.layout.parts) and several(self.layout.parts[0])
-        return 1 if whole or not self.setting.overlaps else self.weight.layers
+        return 1 if whole or self.setting.rounded or not self.setting.overlaps else self.weight.layers
 
     @property
     def padding(self) -> Many:

@@ -189,9 +189,11 @@ def _syncs(each: Placed) -> Iterator[Sent]:
     for axis, strategy in sorted(outwards, key=lambda own: later(roles[own[0]])):
         ranks, sharded = each.setting.ranks(axis), axis in each.sharded
         buffered = axis == outwards[-1][0] and roles[axis].parameters == "whole"
-        often = each.reductions(axis, alone=False), each.reductions(axis, alone=True)
-        for sent in strategy.sync_flows(elements, each.layout, axis, ranks, each.sum_dtype) if several(ranks) else ():
-            yield _sent(axis, sent, sharded, buffered, often, 1)
+        often = each.reductions(axis)
+        layout = each.layout if often == 1 else each.layout.sliced(len(each.layout.stored) - 1)
+        part = elements // often
+        for sent in strategy.sync_flows(part, layout, axis, ranks, each.sum_dtype) if several(ranks) else ():
+            yield _sent(axis, sent, sharded, buffered, (often, often), often)
         elements = elements // ranks if sharded else elements
 
 

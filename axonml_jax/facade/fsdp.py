@@ -44,6 +44,8 @@ class FSDP(ParallelModel):
       prefetch: units gathered ahead while one computes; each costs a unit of memory.
       gather: parameters are gathered as "int8" or "fp8" with a scale per block of at most 256 elements (`ax.Shard.wire`); the
         model computes with what was sent. None: as they are.
+      reduce: parts of gradients travel as "bf16" or "int8" to the device that sums them, in float32 (`ax.Shard.reduce_wire`).
+        None: a reduce-scatter in the dtype of gradients.
       update: "shards", or "whole" for optimizers that are refused on them.
       remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
       batch_stats, trainable, check_vma, seed: see `ax.DDP`.
@@ -65,6 +67,7 @@ class FSDP(ParallelModel):
         wrap: Wrap = None,
         prefetch: int = 0,
         gather: Literal["int8", "fp8"] | None = None,
+        reduce: Literal["bf16", "int8"] | None = None,
         update: Literal["shards", "whole"] = "shards",
         remat: Remat = None,
         batch_stats: Literal["global", "local"] = "global",
@@ -76,7 +79,7 @@ class FSDP(ParallelModel):
         if mixed_precision is not None and precision is not None:
             raise ValueError("mixed_precision= and precision= are two names for the same policy: give one")
         plan = Plan(
-            fsdp=strategy.on_axis(wrap=wrap, prefetch=prefetch, gather=gather),
+            fsdp=strategy.on_axis(wrap=wrap, prefetch=prefetch, gather=gather, reduce=reduce),
             precision=Precision.of(mixed_precision if precision is None else precision),
             offload=cpu_offload,  # pyright: ignore[reportArgumentType]  # Plan checks and converts names
             update=update,
@@ -85,10 +88,12 @@ class FSDP(ParallelModel):
             check_vma=check_vma,
         )
         self.strategy, mesh = strategy, _mesh(mesh, strategy)
-        if gather is not None and mesh.shape["fsdp"] == 1:
+        idle = {name: wire for name, wire in {"gather": gather, "reduce": reduce}.items() if wire is not None}
+        if idle and mesh.shape["fsdp"] == 1:
             raise ValueError(
-                f"FSDP(gather={gather!r}) says how parameters travel, and along fsdp of the mesh {dict(mesh.shape)} there is "
-                "one rank, to which nothing travels: leave gather out, or give fsdp more ranks"
+                f"FSDP({', '.join(f'{name}={wire!r}' for name, wire in idle.items())}) says how arrays travel, "
+                f"and along fsdp of the mesh {dict(mesh.shape)} there is one rank, to which nothing travels: leave "
+                f"{' and '.join(idle)} out, or give fsdp more ranks"
             )
         super().__init__(model, mesh, plan, params=params, trainable=trainable, seed=seed)
 

@@ -26,8 +26,9 @@ def check_strategy(strategy: AbstractStrategy, *, ranks: int = 3, tolerance: flo
     """Check a strategy on a simulated mesh: that it is a value, its law, what it says that it sends, and a training run.
 
     The law: what `gather` gives is the parameter (of a lossy strategy: of every shard its `round_trip`), the same on every
-    rank, and `sync` is the transpose of gathering: it sums. Both are tried leaf by leaf and as a bucket, with `check_vma` on
-    and off, on scalars, sizes that do not divide and empty arrays. `gather_flows` and `sync_flows` are compared with the
+    rank, and `sync` is the transpose of gathering: it sums (of a lossy strategy every part's `sum_round_trip`). Both are tried
+    leaf by leaf and as a bucket, with `check_vma` on and off, on scalars, sizes that do not divide and empty arrays.
+    `gather_flows` and `sync_flows` are compared with the
     collectives of the traced programs. Then a small model, which works on every position alone, trains three steps under
     `Plan(axes={"checked": strategy})` and is compared with one device (with the round trip, for a lossy strategy); what
     `inside` gives is entered around its code.
@@ -93,7 +94,7 @@ class _Law:
             seen = self._seen(stored[i], layout)
             for rank in range(self.ranks):
                 self._same(values[i][rank], seen, f"what rank {rank} reads of a leaf", layout)
-            total = np.asarray(to_stored(cotangents[i].sum(0), layout))
+            total = self._summed(cotangents[i], layout)
             self._same(sums[i], total, "sync, which must sum what gather's transpose sums,", layout)
         self._hold_flows(layouts, given, read, synced)
 
@@ -135,6 +136,20 @@ class _Law:
         apart = float(np.max(np.abs(got - wanted), initial=0.0))
         allowed = self.tolerance * max(1.0, float(np.max(np.abs(wanted), initial=0.0)))
         assert apart <= allowed, f"{what} is {apart:.3g} off, allowed {allowed:.3g} ({layout}; {how})"
+
+    def _summed(self, cotangents: np.ndarray, layout: Layout) -> np.ndarray:
+        """What the ranks' gradients must sum to: their parts' round trips added."""
+        dim, total = layout.dim_of(AXIS), np.zeros(layout.stored)
+        for own in cotangents:
+            stored = np.asarray(to_stored(own, layout))
+            parts = [stored] if dim is None else np.split(stored, self.ranks, axis=dim)
+            there = [np.asarray(self.strategy.sum_round_trip(jnp.asarray(part), layout, AXIS)) for part in parts]
+            lossless = all(map(np.array_equal, parts, there))
+            assert lossless or not self.strategy.exact, (
+                f"sum_round_trip changes a part, so exact must be False ({layout})"
+            )
+            total = total + (there[0] if dim is None else np.concatenate(there, axis=dim))
+        return total
 
     def _hold_flows(self, layouts: Sequence[Layout], given: tuple, read: Any, synced: Any) -> None:
         strategy, dtype = self.strategy, np.dtype("float64")

@@ -1,5 +1,6 @@
 """A small model trained under one strategy, and on one device with what the strategy does to values."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -74,8 +75,8 @@ def _one_device(strategy: AbstractStrategy, ranks: int, placement: Any, batches:
     tx, kept = optax.sgd(RATE, momentum=0.9), keeping(placement) is not None
     own = [strategy.init_state(jnp.asarray(x)) for x in values]
 
-    def loss(params: list, batch: Any) -> jax.Array:
-        return _loss(nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), params)), batch).value
+    def total(params: list, batch: Any) -> jax.Array:
+        return _loss(nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), params)), batch).total
 
     opt_state, losses = tx.init([jnp.asarray(x) for x in values]), []
     params = [jnp.asarray(x) for x in values]
@@ -86,7 +87,7 @@ def _one_device(strategy: AbstractStrategy, ranks: int, placement: Any, batches:
             _joined(_mapped(strategy, ranks, layout, "read", shard, each), layout)
             for shard, each, layout in zip(shards, own, layouts, strict=True)
         ]
-        value, grads = jax.value_and_grad(loss)(read, batch)
+        value, grads = _mean_and_grads(strategy, ranks, layouts, total, read, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         new: Any = optax.apply_updates(params, updates)
         params, before = new, shards
@@ -102,6 +103,17 @@ def _one_device(strategy: AbstractStrategy, ranks: int, placement: Any, batches:
     return losses, dict(zip(names, map(np.asarray, params), strict=True))
 
 
+def _mean_and_grads(
+    strategy: AbstractStrategy, ranks: int, layouts: Sequence[Layout], total: Any, read: list, batch: dict[str, Any]
+) -> tuple[jax.Array, list]:
+    """The mean loss, and its gradients: the sums of what each rank sends of its own part of the batch."""
+    dim, weight = int(strategy.role.splits((AXIS,))[AXIS] == "positions"), batch["y"].size
+    parts = [{name: np.split(x, ranks, dim)[rank] for name, x in batch.items()} for rank in range(ranks)]
+    totals, of_ranks = zip(*(jax.value_and_grad(total)(read, part) for part in parts), strict=True)
+    same = zip(zip(*of_ranks, strict=True), layouts, strict=True)
+    return sum(totals) / weight, [_summed(strategy, grads, layout, ranks) / weight for grads, layout in same]
+
+
 def _mapped(strategy: AbstractStrategy, ranks: int, layout: Layout, what: str, *rows: Any) -> Any:
     """A method of the strategy on every rank's rows."""
 
@@ -112,6 +124,12 @@ def _mapped(strategy: AbstractStrategy, ranks: int, layout: Layout, what: str, *
         return strategy.after_update(shard, own, layout, AXIS, before=before)
 
     return jax.vmap(read if what == "read" else after, axis_name=AXIS, axis_size=ranks)(*rows)
+
+
+def _summed(strategy: AbstractStrategy, grads: Sequence[jax.Array], layout: Layout, ranks: int) -> jax.Array:
+    """The sum of what ranks send of their gradients."""
+    sent = lambda grad: jax.vmap(lambda part: strategy.sum_round_trip(part, layout, AXIS))(_split(grad, layout, ranks))
+    return _joined(sum(map(sent, grads[1:]), sent(grads[0])), layout)
 
 
 def _split(tree: Any, layout: Layout, ranks: int) -> Any:

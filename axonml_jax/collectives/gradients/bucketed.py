@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axonml_jax.collectives.along_dim import gather_along, scatter_along
+from axonml_jax.collectives.along_dim import exchange_along, gather_along, scatter_along
 from axonml_jax.collectives.varying import vary, varying_axes
 from axonml_jax.mesh.axes import AxisNames, as_axes
 
@@ -126,17 +126,48 @@ def scatter_sum_leaves(
     count = len(among[0]) if among else int(jax.lax.axis_size(names))
     for group in flat_groups([sums[i] for i in split]):
         indices = [list(split)[k] for k in group]
-        parts = []
-        for i in indices:
-            shape, dim = sums[i].shape, split[i]
-            apart = sums[i].reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
-            parts.append(jnp.moveaxis(apart, dim, 0))
+        parts = [parts_along(sums[i], split[i], count) for i in indices]
         whole = jnp.concatenate([part.reshape(count, -1) for part in parts], axis=1)
         total = scatter_along(whole, names, 0, tiled=False, among=among)
         ends = np.cumsum([part.size // count for part in parts])[:-1]
         for i, part, shard in zip(indices, parts, jnp.split(total, ends), strict=True):
             sums[i] = shard.reshape(part.shape[1:])
     return sums
+
+
+def exchange_leaves(
+    rows: Sequence[jax.Array], axes: AxisNames, *, flat: bool, among: Sequence[Sequence[int]] | None = None
+) -> list[jax.Array]:
+    """Send row i of each array to the i-th rank, all of them as one all-to-all.
+
+    Args:
+      rows: [n, w] each, of any widths, inside `shard_map`; n ranks take part.
+      axes: the mesh axes of the ranks.
+      flat: False sends the arrays side by side; True copies them into one array per dtype and sends that.
+      among: groups of n positions along the axes, each of which swaps rows for itself; None: all together.
+
+    Returns:
+      [n, w] each: row i came from the i-th rank.
+
+    Communicates: one all-to-all of all arrays.
+    """
+    names = as_axes(axes)
+    sent = [vary(each, names) for each in rows]
+    if not flat:
+        return [exchange_along(each, names, 0, 0, among=among) for each in sent]
+    found: list = [None] * len(sent)
+    for group in flat_groups(sent):
+        whole = exchange_along(jnp.concatenate([sent[i] for i in group], axis=1), names, 0, 0, among=among)
+        ends = np.cumsum([sent[i].shape[1] for i in group])[:-1]
+        for i, part in zip(group, jnp.split(whole, ends, axis=1), strict=True):
+            found[i] = part
+    return found
+
+
+def parts_along(leaf: jax.Array, dim: int, count: int) -> jax.Array:
+    """[..., n*d, ...] as its n parts: [n, ..., d, ...]."""
+    shape = leaf.shape
+    return jnp.moveaxis(leaf.reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]), dim, 0)
 
 
 def all_reduce_tree(tree, axes: AxisNames):

@@ -226,9 +226,10 @@ def _without_outputs(arguments: Sequence[str]) -> list[str]:
 
 
 def _packed(base: RunConfig | None) -> list[Shard]:
-    """What `plan.gather` asks to be considered too: shards that travel packed."""
-    wire = None if base is None else base.plan.gather
-    return [] if wire is None else [Shard(stage=stage, wire=wire) for stage in (1, 2, 3)]
+    """What `plan.gather` and `plan.reduce` ask to be considered too: shards and gradients that travel packed."""
+    if base is None or not (base.plan.gather or base.plan.reduce):
+        return []
+    return [Shard(stage=stage, wire=base.plan.gather, reduce_wire=base.plan.reduce) for stage in (1, 2, 3)]
 
 
 def _plan_config(base: PlanConfig, found: Candidate, precision: Any) -> PlanConfig:
@@ -237,6 +238,7 @@ def _plan_config(base: PlanConfig, found: Candidate, precision: Any) -> PlanConf
         sharding_strategy=_STAGES[found.stage],  # pyright: ignore[reportArgumentType]
         prefetch=base.prefetch if found.stage == 3 else 0,
         gather=base.gather if found.strategy is not None else None,
+        reduce=base.reduce if found.strategy is not None else None,
         precision=precision,
         accumulate=1 if found.schedule else found.microbatches,
         remat=found.remat,  # pyright: ignore[reportArgumentType]

@@ -23,6 +23,15 @@ from axonml_jax.parallel.strategies.packed_shards import (
     unpacked,
     wire_dtype,
 )
+from axonml_jax.parallel.strategies.packed_sums import (
+    REDUCE_WIRES,
+    ReduceWire,
+    filled_of,
+    scatter_sum_packed,
+    sum_round_trip,
+    sum_transfers,
+    sums_packed,
+)
 from axonml_jax.parallel.strategies.padding import cut, pad, padding_of, padding_scope
 from axonml_jax.parallel.strategies.role import Role
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
@@ -50,6 +59,8 @@ class Shard(AbstractStrategy):
       scatter_hop: the same of reduce-scatters, which go across first.
       wire: weights are gathered as "int8", or as "fp8" (e4m3), with a float32 scale per block of 256 elements or fewer; they
         rest, and gradients travel, as before. Leaves of one dim are gathered as they are. None: all are.
+      reduce_wire: parts of gradients travel to the ranks that sum them, in float32, as "bf16", or as "int8" with a float32
+        scale per block (leaves of two dims or more). None: a reduce-scatter in the dtype in which gradients are reduced.
     """
 
     stage: int = 3
@@ -59,6 +70,7 @@ class Shard(AbstractStrategy):
     gather_hop: int | None = None
     scatter_hop: int | None = None
     wire: Wire | None = None
+    reduce_wire: ReduceWire | None = None
 
     def __post_init__(self):
         problems = []
@@ -78,6 +90,8 @@ class Shard(AbstractStrategy):
                 problems.append(f"{name}={hop!r} must be a number of ranks, 1 or more, or None")
         if self.wire is not None and self.wire not in WIRES:
             problems.append(f"wire={self.wire!r} must be one of {', '.join(WIRES)}, or None")
+        if self.reduce_wire is not None and self.reduce_wire not in REDUCE_WIRES:
+            problems.append(f"reduce_wire={self.reduce_wire!r} must be one of {', '.join(REDUCE_WIRES)}, or None")
         if problems:
             raise ValueError("; ".join(problems))
         object.__setattr__(self, "wrap", checked_wrap(self.wrap))
@@ -99,8 +113,11 @@ class Shard(AbstractStrategy):
     def sync_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:
-        """One reduce-scatter, or one across and one among neighbours."""
-        return self._moved("reduce_scatter", elements, layout, axis, ranks, dtype, self.scatter_hop)
+        """One reduce-scatter, or one across and one among neighbours; all-to-alls of packed parts in their place."""
+        if not self._packed_sum(layout, axis, dtype):
+            return self._moved("reduce_scatter", elements, layout, axis, ranks, dtype, self.scatter_hop)
+        assert self.reduce_wire is not None
+        return sum_transfers(self.reduce_wire, elements, ranks, padding_of(layout, layout.dim_of(axis) or 0, ranks))
 
     def _moved(
         self, kind: str, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any, hop: int | None
@@ -126,17 +143,28 @@ class Shard(AbstractStrategy):
 
     def in_words(self, axis: AxisNames) -> str:
         """As tables print it."""
-        return f"ZeRO-{self.stage}" if self.wire is None else f"ZeRO-{self.stage}, gathered as {self.wire}"
+        gathered = f", gathered as {self.wire}" if self.wire else ""
+        return f"ZeRO-{self.stage}{gathered}" + (f", reduced as {self.reduce_wire}" if self.reduce_wire else "")
 
     @property
     def exact(self) -> bool:
-        """Unless what is gathered is packed."""
-        return self.wire is None
+        """Unless what is gathered or reduced is packed."""
+        return self.wire is None and self.reduce_wire is None
 
     def round_trip(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
         """What ranks read of a shard."""
         packs = self._packs(shard, layout, axis)
         return round_trip(shard, packs) if packs is not None else shard
+
+    def sum_round_trip(self, part: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
+        """What the sum takes of a part of a rank's gradient."""
+        if self.reduce_wire is None or not self._packed_sum(layout, axis, part.dtype):
+            return part
+        return sum_round_trip(part, self.reduce_wire)
+
+    def _packed_sum(self, layout: Layout, axis: AxisNames, dtype: Any) -> bool:
+        """Whether a gradient travels packed."""
+        return layout.dim_of(axis) is not None and sums_packed(self.reduce_wire, layout, dtype)
 
     def _packs(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> Wire | None:
         """How a shard is packed; None: it travels as it is."""
@@ -210,7 +238,27 @@ class Shard(AbstractStrategy):
         return wholes
 
     def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
-        """One reduce-scatter for the whole bucket, or one across and one among neighbours."""
+        """One reduce-scatter for the whole bucket, or one across and one among neighbours; one all-to-all of packed parts."""
+        packs = [self._packed_sum(layout, axis, grad.dtype) for grad, layout in zip(grads, layouts, strict=True)]
+        sums: list[Any] = [None] * len(grads)
+        for pack, reduce in ((True, self._packed_sums), (False, self._sums)):
+            chosen = [i for i, own in enumerate(packs) if own == pack]
+            if not chosen:
+                continue
+            found = reduce([grads[i] for i in chosen], [layouts[i] for i in chosen], axis)
+            for i, total in zip(chosen, found, strict=True):
+                sums[i] = total
+        return sums
+
+    def _packed_sums(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
+        assert self.reduce_wire is not None
+        dims = [layout.dim_of(axis) or 0 for layout in layouts]
+        padded = [pad(grad, layout, axis, dim) for grad, layout, dim in zip(grads, layouts, dims, strict=True)]
+        filled = sum(filled_of(self.reduce_wire, math.prod(layout.shard)) for layout in layouts)
+        with padding_scope("axonml.gradients", layouts, dims, axis, filled):
+            return scatter_sum_packed(padded, axis, dims, self.reduce_wire, flat=bool(self.flat))
+
+    def _sums(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
         dims = [layout.dim_of(axis) for layout in layouts]
         padded = [pad(grad, layout, axis, dim) for grad, layout, dim in zip(grads, layouts, dims, strict=True)]
         near, far = groups(axis_size(axis), self.scatter_hop) or (None, None)

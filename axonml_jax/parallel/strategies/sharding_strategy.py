@@ -4,6 +4,7 @@ import enum
 from typing import Any
 
 from axonml_jax.parallel.strategies.packed_shards import Wire
+from axonml_jax.parallel.strategies.packed_sums import ReduceWire
 from axonml_jax.parallel.strategies.replicate import Replicate
 from axonml_jax.parallel.strategies.shard import Shard
 from axonml_jax.synonyms import member
@@ -34,18 +35,21 @@ class ShardingStrategy(enum.Enum):
             return None
         return {ShardingStrategy.SHARD_OPTIMIZER: 1, ShardingStrategy.SHARD_GRAD_OP: 2}.get(self, 3)
 
-    def on_axis(self, gather: Wire | None = None, **options: Any) -> "Shard | Replicate":
+    def on_axis(
+        self, gather: Wire | None = None, reduce: ReduceWire | None = None, **options: Any
+    ) -> "Shard | Replicate":
         """The strategy of the `fsdp` axis that this name means: `Shard` with these options, or `Replicate`.
 
         Args:
           gather: as what parameters travel (`Shard.wire`).
+          reduce: as what gradients travel (`Shard.reduce_wire`).
           options: others of `Shard`.
 
         Raises:
           ValueError: for options that are wrong, or given where nothing is sharded.
         """
         if self.stage is not None:
-            return Shard(stage=self.stage, wire=gather, **options)
-        if idle := {name: value for name, value in {"gather": gather, **options}.items() if value}:
+            return Shard(stage=self.stage, wire=gather, reduce_wire=reduce, **options)
+        if idle := {name: value for name, value in {"gather": gather, "reduce": reduce, **options}.items() if value}:
             raise ValueError(f"{idle} acts on sharded parameters and has no effect with sharding_strategy={self.value}")
         return Replicate()

@@ -192,6 +192,15 @@ class AbstractStrategy(abc.ABC):
         """What ranks read of a shard once it has been gathered: itself, unless the strategy is lossy."""
         return shard
 
+    def sum_round_trip(self, part: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
+        """What `sync` adds of a part of one rank's gradient: itself, unless the strategy is lossy.
+
+        Args:
+          part: [*layout.shard], with its padding: what one rank sends another.
+          layout, axis: as for `sync`.
+        """
+        return part
+
     def init_state(self, param: jax.Array) -> PyTree:
         """What the strategy keeps between steps for one trained parameter, given whole; None: nothing.
 

@@ -20,6 +20,8 @@ class PlanConfig:
       sharding_strategy: what is split along mesh.fsdp during a step; null is full_shard.
       prefetch: units whose parameters are gathered ahead (full_shard and hybrid_shard); each costs a unit of memory.
       gather: parameters travel as int8 or fp8 with a scale per block when they are gathered; null sends them as they are.
+      reduce: parts of gradients travel as bf16 or int8 to the device that sums them in float32; null reduces and scatters them
+        in their own dtype.
       offload: what rests in host memory between its uses.
       precision: float32; bf16 or fp16 (compute in it, the rest in float32; fp16 scales the loss); bf16-reduce (gradients
         are summed and sent in bfloat16 too); null leaves the model's dtypes.
@@ -37,6 +39,7 @@ class PlanConfig:
     )
     prefetch: int = 0
     gather: Literal["int8", "fp8"] | None = None
+    reduce: Literal["bf16", "int8"] | None = None
     offload: Literal["none", "params", "optimizer_states", "full"] = "none"
     precision: Literal["float32", "bf16", "bf16-reduce", "fp16"] | None = None
     accumulate: int = 1
@@ -83,5 +86,7 @@ class PlanConfig:
         view = self.gradient_as_bucket_view
         strategy = ShardingStrategy(self.sharding_strategy or "full_shard")
         if strategy is ShardingStrategy.NO_SHARD:
-            return strategy.on_axis(prefetch=self.prefetch, gather=self.gather)
-        return strategy.on_axis(prefetch=self.prefetch, gather=self.gather, flat=None if view is None else not view)
+            return strategy.on_axis(prefetch=self.prefetch, gather=self.gather, reduce=self.reduce)
+        return strategy.on_axis(
+            prefetch=self.prefetch, gather=self.gather, reduce=self.reduce, flat=None if view is None else not view
+        )
