@@ -121,7 +121,7 @@ def train_loss(model):
 
 def test_a_kernel_is_chosen_where_it_applies_and_refused_by_name_elsewhere(monkeypatch):
     make = lambda length, size, dtype="bfloat16": jax.ShapeDtypeStruct((2, length, 4, size), dtype)
-    choose = lambda asked, x, drops=False, **rules: fused.attention_kernel(asked, x, x, drops=drops, **rules)
+    choose = lambda asked, x, drops=False, **rules: fused.attention_kernel(asked, x, x, x, drops=drops, **rules)
     assert choose("auto", make(256, 128)) == "blocks" and choose("auto", make(255, 128)) == "xla"  # this is a CPU
     assert choose("auto", make(256, 128), drops=True) == "xla" and choose("blocks", make(8, 4), drops=True) == "blocks"
     monkeypatch.setattr(fused, "varying_axes", lambda x: frozenset())

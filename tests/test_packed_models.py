@@ -119,9 +119,11 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr(fused, "_alone", lambda: True)
     monkeypatch.setattr(fused, "target_platform", lambda: "cuda")
     x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
-    choose = partial(fused.attention_kernel, query=x, key=x, drops=False)
+    choose = partial(fused.attention_kernel, query=x, key=x, value=x, drops=False)
     assert choose("auto") == "cudnn" and choose("auto", segmented=True) == "xla"
     long = jax.ShapeDtypeStruct((2, 2048, 4, 64), jnp.bfloat16)
-    assert fused.attention_kernel("auto", long, long, drops=False, segmented=True) == "blocks"
+    assert fused.attention_kernel("auto", long, long, long, drops=False, segmented=True) == "blocks"
     with pytest.raises(ValueError, match="does not keep the documents of a row apart"):
         choose("cudnn", segmented=True)
+    with pytest.raises(ValueError, match="heads are of one size, and queries have 64 numbers, values 32"):
+        choose("cudnn", value=jax.ShapeDtypeStruct((2, 256, 4, 32), jnp.bfloat16))

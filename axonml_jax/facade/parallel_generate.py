@@ -17,7 +17,6 @@ from axonml_jax.models.generation.sampling import Sampling
 from axonml_jax.models.layers import VOCABULARY_AXES
 from axonml_jax.parallel.adapted import reading_adapted
 from axonml_jax.parallel.tensor.bound_axes import bound
-from axonml_jax.parallel.tensor.megatron.attend import KVCache
 from axonml_jax.sharding.place import place
 from axonml_jax.training.compiler import Compiled
 from axonml_jax.training.step import forward_mode
@@ -129,10 +128,8 @@ class _Extend:
     def _whole(self, variables: Variables, tokens: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
         placement, rest, view = self.model._placement, self.model._rest, self.model._functional
         rows, specs = self._rows(tokens.shape[0]), rest.specs(variables)
-        heads = [axis for axis in ("tensor", "row") if placement.degrees.get(axis, 1) > 1][:1]
-        part = PartitionSpec(*(rows or (None,)), None, *(heads or (None,)))
-        blocks = len(view.abstract_module.blocks)
-        held = [KVCache(part, part, PartitionSpec())] * blocks  # pyright: ignore[reportArgumentType]  # specs for arrays
+        heads = next((axis for axis in ("tensor", "row") if placement.degrees.get(axis, 1) > 1), None)
+        held = view.abstract_module.cache_specs(*(rows or (None,)), heads)
         mode = forward_mode(placement, training=False)
 
         def extend(read: Variables, tokens: jax.Array, caches: Any):

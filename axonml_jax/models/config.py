@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from axonml_jax.cost.decoder.attention_shape import AttentionShape, grouped_heads
 from axonml_jax.models.config_problems import float_name, problems
 from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.parameter_counts import attention_params, experts_params, mlp_params, norm_params
@@ -125,6 +126,11 @@ class TransformerConfig:
         return self.num_kv_heads or self.num_heads
 
     @property
+    def attention_shape(self) -> AttentionShape:
+        """The matrices of a block's attention, and the sizes of its heads."""
+        return grouped_heads(self.hidden_size, self.num_heads, self.kv_heads, self.head_size, qk_norm=self.qk_norm)
+
+    @property
     def mlp_size(self) -> int:
         """Inner width of the feed-forward part."""
         if self.mlp_hidden_size:
@@ -185,7 +191,7 @@ class TransformerConfig:
         looked_up = 0 if self.tie_embeddings else self.vocab_size
         looked_up += self.max_length if self.position == "learned" else 0
         multiplied = self.active_params - looked_up * self.hidden_size
-        return 6 * multiplied + 6 * self.num_layers * self.num_heads * 2 * self.head_size * length
+        return 6 * multiplied + 6 * self.num_layers * self.attention_shape.pair_products * length
 
 
 @lru_cache(maxsize=256)

@@ -5,11 +5,11 @@ from typing import Any
 
 def attention_params(config: Any) -> int:
     """Of a block's attention."""
-    query, key_value = config.num_heads * config.head_size, 2 * config.kv_heads * config.head_size
-    biases = query + key_value if config.use_bias or config.qkv_bias else 0
+    shape = config.attention_shape
+    biases = shape.opened if config.use_bias or config.qkv_bias else 0
     biases += config.hidden_size if config.use_bias else 0
-    own = (2 * config.head_size if config.qk_norm else 0) + (config.num_heads if config.sinks else 0)
-    return config.hidden_size * (2 * query + key_value) + biases + own
+    own = sum(scale.size for scale in shape.scales) + (config.num_heads if config.sinks else 0)
+    return shape.products + biases + own
 
 
 def mlp_params(config: Any) -> int:

@@ -1,6 +1,7 @@
 """A decoder-only transformer covering the Llama family and GPT-2, the same definition for one device and for every plan."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -227,6 +228,16 @@ class Transformer(nnx.Module):
         """
         self._check_length(room)
         return [block.attention.empty_cache(batch, room) for block in self.blocks]
+
+    def cache_specs(self, rows: Any, heads: str | None) -> list[KVCache]:
+        """How the caches lie on a mesh.
+
+        Args:
+          rows: the axes that split sequences, as an entry of a spec.
+          heads: the axis that splits heads.
+        """
+        one = self.blocks.layer if isinstance(self.blocks, Stack) else self.blocks[0]
+        return [one.attention.cache_specs(rows, heads)] * len(self.blocks)
 
     def _hidden(
         self, tokens: jax.Array, packed: Packed, prefetch: Prefetch | None = None

@@ -172,7 +172,7 @@ def _methods(model: TransformerConfig, context: int, tensor: int) -> tuple[Metho
     """By which attention may read positions of other ranks."""
     if context == 1:
         return (None,)
-    heads = model.num_heads // tensor, max(1, model.kv_heads // tensor)
+    heads = model.num_heads // tensor, max(1, model.attention_shape.kv_heads // tensor)
     around: tuple[MethodName, ...] = ("ring",) if model.window is None else ()  # how far a window's goes is not priced
     return ("gather", *around) if unsplittable(context, *heads) else ("gather", "ulysses", *around)
 

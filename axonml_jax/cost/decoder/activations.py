@@ -69,22 +69,25 @@ def block_activations(
     """
     inside, outside = _cuts(config, degrees)
     size, wide, itemsize = config.hidden_size, 4, jnp.dtype(compute).itemsize
-    kv, queries = 2 * config.kv_heads * config.head_size, config.num_heads * config.head_size
+    shape = config.attention_shape
     boundary = divided(tokens * size * itemsize, outside)
     fused = attention is not None or fuses_attention(config, length, compute, platform, documents)
     # Attention weights as the softmax leaves and as it is read; of capped scores the tangent too.
     of_scores = (wide if config.attention_softcap is None else 2 * wide) + itemsize
-    within = config.num_heads * (wide if fused else length * of_scores) + (2 * queries + kv) * itemsize
+    within = (
+        config.num_heads * (wide if fused else length * of_scores)
+        + (shape.queries + shape.keys_and_values + shape.mixed) * itemsize
+    )
     within = within + (_head_norms(config, wide, itemsize) if config.qk_norm else 0)
     # Beside the block's input; what the norms make is in float32, and twice where rsqrt and scale are one factor.
     normed = size * wide * (1 if config.zero_centered_norm else 2)
     between = 3 * size * itemsize + 2 * normed + (2 * (size * itemsize + normed) if config.post_norms else 0)
-    products, feed = (queries + kv) * itemsize, _feed(config, tokens, inside, itemsize, experts)
+    products, feed = shape.opened * itemsize, _feed(config, tokens, inside, itemsize, experts)
     whole = boundary + divided(tokens * within, inside) + divided(tokens * between, outside) + feed.whole
     # Of what is between the layers: both closing products, and with biases the first of them before its bias.
     closing = size * itemsize * (3 if config.use_bias else 2)
     selective = boundary + divided(tokens * products, inside) + divided(tokens * closing, outside) + feed.products
-    scores = config.num_heads * (wide if fused else length * wide) + queries * itemsize  # and the mixed heads
+    scores = config.num_heads * (wide if fused else length * wide) + shape.mixed * itemsize  # and the mixed heads
     plain = selective + feed.routed + divided(tokens * scores, inside) if apart else whole
     kept = (1 - run.recomputes) * plain + run.full * boundary + run.selective * selective
     words = divided(config.vocab_size, _vocabulary_cut(config, degrees))
@@ -100,8 +103,10 @@ def _head_norms(config: DecoderLike, wide: int, itemsize: int) -> int:
 
     Where rsqrt and scale are one factor it is as large as they are; with biases what enters is kept before them too.
     """
-    heads, wides = config.num_heads + config.kv_heads, 3 if config.zero_centered_norm else 4
-    return heads * (config.head_size * (wides * wide + (itemsize if config.use_bias else 0)) + 2 * wide)
+    shape, wides = config.attention_shape, 3 if config.zero_centered_norm else 4
+    return (shape.heads + shape.kv_heads) * (
+        shape.query_size * (wides * wide + (itemsize if config.use_bias else 0)) + 2 * wide
+    )
 
 
 class _Feed(NamedTuple):
@@ -152,7 +157,10 @@ def _kernel_applies(config: DecoderLike, kernel: str, length: int, compute: str,
     refused = config.window is not None or config.attention_softcap is not None or documents
     if config.dropout or config.sinks or (kernel == "cudnn" and refused):
         return False
-    return not any(shape_obstacles(kernel, compute, length, length, config.head_size))
+    shape = config.attention_shape
+    return shape.query_size == shape.value_size and not any(
+        shape_obstacles(kernel, compute, length, length, shape.query_size)
+    )
 
 
 def _cuts(config: DecoderLike, degrees: Mapping[str, Many]) -> tuple[Many, Many]:

@@ -24,7 +24,7 @@ def attention_flows(layers: Layers, attention: SplitAttention) -> Iterator[Flow]
 
 def _read(layers: Layers, attention: SplitAttention, work: str, times: Many) -> Iterator[Flow]:
     """Heads for positions and back among neighbours, and keys and values of other groups."""
-    exchanged = 2 * (attention.queries + attention.keys) * layers.tokens
+    exchanged = (attention.queries + attention.keys) * layers.tokens
     yield replace(
         layers.flow(
             "all_to_all",
@@ -46,6 +46,6 @@ def _read(layers: Layers, attention: SplitAttention, work: str, times: Many) -> 
 def _across(layers: Layers, attention: SplitAttention, kind: str, work: str, times: Many, dtype: str = "") -> Flow:
     """Keys and values together, of one group or of all."""
     parts = attention.groups if attention.gathers else 1
-    calls, elements = times * layers.parts.blocks, 2 * attention.keys * layers.tokens * parts
+    calls, elements = times * layers.parts.blocks, attention.keys * layers.tokens * parts
     flow = layers.flow(kind, attention.split.axis, elements, work, calls=calls, label=ATTENTION, dtype=dtype)
     return replace(flow, group_size=attention.groups)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from axonml_jax.cost.amounts import Many
+from axonml_jax.cost.decoder.attention_shape import AttentionShape
 from axonml_jax.mesh.axes import LAYER_AXES
 
 
@@ -53,13 +54,8 @@ class DecoderLike(Protocol):
     param_dtype: str
 
     @property
-    def head_size(self) -> int:
-        """Size of one head."""
-        ...
-
-    @property
-    def kv_heads(self) -> int:
-        """Key and value heads."""
+    def attention_shape(self) -> AttentionShape:
+        """The matrices of a block's attention, and the sizes of its heads."""
         ...
 
     @property
@@ -103,7 +99,9 @@ def expert_blocks(config: DecoderLike) -> list[bool]:
 
 def is_decoder(model: object) -> bool:
     """Whether a model is such a configuration."""
-    return all(hasattr(model, name) for name in ("num_layers", "hidden_size", "kv_heads", "mlp_size", "vocab_size"))
+    return all(
+        hasattr(model, name) for name in ("num_layers", "hidden_size", "attention_shape", "mlp_size", "vocab_size")
+    )
 
 
 def layer_degrees(config: DecoderLike, degrees: Mapping[str, Many]) -> dict[str, Many]:
@@ -125,7 +123,7 @@ def problems(config: DecoderLike, degrees: Mapping[str, int], length: int) -> li
 
 
 def _tensor_problems(config: DecoderLike, own: Mapping[str, int], length: int) -> list[str]:
-    ranks, kv = own["tensor"], config.kv_heads
+    ranks, kv = own["tensor"], config.attention_shape.kv_heads
     sizes = {"query heads": config.num_heads, "inner features": config.mlp_size, "words": config.vocab_size}
     if config.sequence_parallel:
         sizes["positions"] = length
@@ -147,7 +145,7 @@ def _grid_problems(config: DecoderLike, own: Mapping[str, int]) -> list[str]:
     row, col, depth = own["row"], own["col"], own["depth"]
     hidden, inner, words = config.hidden_size, config.mlp_size, config.vocab_size
     sizes = [
-        (config.num_heads, "query heads", row, "row"), (config.kv_heads, "key and value heads", row, "row"),
+        (config.num_heads, "query heads", row, "row"), (config.attention_shape.kv_heads, "key and value heads", row, "row"),
         (hidden, "features", col * depth, "col x depth"), (hidden, "features", row * depth, "row x depth"),
         (inner, "inner features", row * depth, "row x depth"), (words, "words", col * depth, "col x depth"),
     ]  # fmt: skip

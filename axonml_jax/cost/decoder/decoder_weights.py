@@ -71,16 +71,10 @@ class _Decoder:
 
     def _block(self, kind: _Kind) -> list[Weight]:
         config, block = self.config, []
-        queries, kv, size = config.num_heads * config.head_size, config.kv_heads * config.head_size, config.hidden_size
         after = ("post_attention_norm", "post_mlp_norm") if config.post_norms else ()
         for name in ("attention_norm", "mlp_norm", *after):
             block += self._norm(f"blocks/{name}", kind)
-        whole_kv = self.tensor > 1 and config.kv_heads % self.tensor > 0
-        block += self._linear("blocks/attention/query", size, queries, "column", kind)
-        for name in ("key", "value"):
-            block += self._linear(f"blocks/attention/{name}", size, kv, "replicated" if whole_kv else "column", kind)
-        block += self._linear("blocks/attention/out", queries, size, "row", kind)
-        block += self._inside_attention(kind)
+        block += self._attention(kind)
         experts = config.experts
         if experts is None or kind.place == "dense block":
             return [*block, *self._dense("blocks/mlp", config.mlp_size, inward_products(config) == 2, kind)]
@@ -88,6 +82,14 @@ class _Decoder:
         if experts.shared_size:
             block += self._dense("blocks/mlp/shared", experts.shared_size, gated(config, experts), kind)
         return block
+
+    def _attention(self, kind: _Kind) -> Iterator[Weight]:
+        shape = self.config.attention_shape
+        few = self.tensor > 1 and shape.kv_heads % self.tensor > 0
+        for name, fan_in, fan_out, split in shape.matrices:
+            how = ("replicated" if few else "column") if split == "keys" else split
+            yield from self._linear(f"blocks/attention/{name}", fan_in, fan_out, how, kind)
+        yield from self._inside_attention(kind)
 
     def _dense(self, name: str, inner: int, gates: bool, kind: _Kind) -> Iterator[Weight]:
         for part in ("gate", "up") if gates else ("up",):
@@ -161,9 +163,9 @@ class _Decoder:
         """Norms of each head, whose gradients are summed over the ranks that split heads, and sinks, which these split."""
         config, found, axis = self.config, [], "row" if self.grid else "tensor"
         summed = (axis,) if self.grid or self.tensor > 1 else ()
-        for name in ("query_norm", "key_norm") if config.qk_norm else ():
+        for name, size in config.attention_shape.scales:
             own = {"again": not summed, "summed": summed, **kind.shared}
-            found.append(self._one(f"blocks/attention/{name}/scale", (config.head_size,), **own))
+            found.append(self._one(f"blocks/attention/{name}/scale", (size,), **own))
         if config.sinks:
             own = {"again": False, "splits": (((axis,), 0),) if summed else (), **kind.shared}
             found.append(self._one("blocks/attention/sinks", (config.num_heads,), **own))

@@ -184,13 +184,12 @@ def _grid(layers: Layers, weights: Weights) -> Iterator[Flow]:
     yield from _weights_over_depth(layers, weights)
     config, row, col = layers.config, layers.degrees.get("row", 1), layers.degrees.get("col", 1)
     size, inner, tokens, blocks = config.hidden_size, config.mlp_size, layers.tokens, layers.parts.blocks
-    kv, again = config.kv_heads * config.head_size, layers.run.recomputes  # recomputing repeats the whole forward
+    shape, again = config.attention_shape, layers.run.recomputes  # recomputing repeats the whole forward
     whole = tokens * size
     over_col = divided(whole, col)
-    query = config.num_heads * config.head_size
-    openings = [[query, kv, kv], [inner] * inward_products(config)]
+    openings = [[each.fan_out for each in shape.matrices if each.opens], [inner] * inward_products(config)]
     for half, outs in enumerate(openings):
-        closed = (query, inner)[half]
+        closed = (shape.mixed, inner)[half]
         ends = again * (not (ends_with_product(config) and half == 1))  # a trip's last product is not repeated
         for out in outs:  # column-like layers: split input, partial outputs summed over col
             yield layers.flow(SUM, "col", divided(tokens * out, row), "forward", calls=blocks)

@@ -27,7 +27,8 @@ class SplitAttention:
       among: U, neighbours that split heads; 1: none do.
       gathers: whether groups of them gather keys and values; else these go round.
       heads, kv_heads: of a rank's layers.
-      head_size: of a head.
+      query_size: of a head's query, and of a key.
+      value_size: of a head's value.
       places: positions of a rank.
     """
 
@@ -37,7 +38,8 @@ class SplitAttention:
     gathers: bool
     heads: Many
     kv_heads: Many
-    head_size: int
+    query_size: int
+    value_size: int
     places: Many
 
     @classmethod
@@ -57,7 +59,7 @@ class SplitAttention:
             return None
         own = layer_degrees(config, degrees)
         ranks, cut = degrees[split.axis], own["row" if config.split == "grid" else "tensor"]
-        heads, kv_heads = divided(config.num_heads, cut), most(1, divided(config.kv_heads, cut))
+        heads, kv_heads = divided(config.num_heads, cut), most(1, divided(config.attention_shape.kv_heads, cut))
         if varies(ranks) or varies(cut):
             named: Any = {"gather": (1, True), "ring": (1, False), "ulysses": (ranks, True)}
             among, gathers = named[split.method]
@@ -76,7 +78,8 @@ class SplitAttention:
             )
         return cls(
             split=split, ranks=ranks, among=among, gathers=gathers, heads=heads, kv_heads=kv_heads,
-            head_size=config.head_size, places=divided(length, ranks),
+            query_size=config.attention_shape.query_size, value_size=config.attention_shape.value_size,
+            places=divided(length, ranks),
         )  # fmt: skip
 
     @property
@@ -86,13 +89,13 @@ class SplitAttention:
 
     @property
     def queries(self) -> Many:
-        """Elements of a position's queries, or of what they read."""
-        return self.heads * self.head_size
+        """Elements of a position's queries and of what they read."""
+        return self.heads * (self.query_size + self.value_size)
 
     @property
     def keys(self) -> Many:
-        """Elements of a position's keys, or of its values: Ulysses repeats heads of which there are too few."""
-        return most(self.kv_heads, self.among) * self.head_size
+        """Elements of a position's keys and values: Ulysses repeats heads of which there are too few."""
+        return most(self.kv_heads, self.among) * (self.query_size + self.value_size)
 
     @property
     def gradient_hops(self) -> Many:
@@ -115,9 +118,9 @@ class SplitAttention:
         tile = least(chunk, block_for(platform or ""))
         scores = tokens / self.places * divided(self.heads, self.among) * tile * tile
         # What a group exchanges is there before and after; the gradients of queries are added up wide.
-        exchanged = either(self.among > 1, 4 * itemsize * (self.queries + self.keys), 0)
-        reading = self.queries * (wide + 2 * itemsize) + exchanged
-        return tokens * (2 * self.keys * parts + reading) + SCORES * wide * scores
+        exchanged = either(self.among > 1, 2 * itemsize * (self.queries + self.keys), 0)
+        reading = divided(self.queries * (wide + 2 * itemsize), 2) + exchanged
+        return tokens * (self.keys * parts + reading) + SCORES * wide * scores
 
     @property
     def balance(self) -> float:

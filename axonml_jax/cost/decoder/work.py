@@ -23,7 +23,7 @@ def stage_costs(
       run: says what the backward recomputes.
       length: of a sequence.
     """
-    attention = 2.0 * config.num_heads * config.head_size * length
+    attention = 1.0 * config.attention_shape.pair_products * length
     more = block_products(config, experts=True) - block_products(config) if config.experts is not None else 0.0
     forward = [
         count * (block_products(config) + attention) + own * more for count, own in zip(blocks, experts, strict=True)
@@ -46,7 +46,7 @@ def blockwise_flops(config: DecoderLike, run: Run, length: int, attention: Split
     """
     if attention is None:
         return 0.0
-    return 2 * config.num_layers * config.num_heads * 2 * config.head_size * length * (3 + run.recomputes)
+    return 2 * config.num_layers * config.attention_shape.pair_products * length * (3 + run.recomputes)
 
 
 def block_products(config: DecoderLike, *, experts: bool = False, resting: bool = False) -> float:
@@ -57,8 +57,7 @@ def block_products(config: DecoderLike, *, experts: bool = False, resting: bool 
       experts: whether it has experts; else its feed-forward part is dense.
       resting: of all experts, as which a pipeline weighs a block where it cuts; else of a token's own.
     """
-    size, kv, queries = config.hidden_size, config.kv_heads * config.head_size, config.num_heads * config.head_size
-    attention = 2.0 * size * (queries + kv)
+    size, attention = config.hidden_size, float(config.attention_shape.products)
     own = config.experts
     if not experts or own is None:
         return attention + (inward_products(config) + 1.0) * size * config.mlp_size
@@ -82,7 +81,7 @@ def recomputed_flops(config: DecoderLike, run: Run, length: int) -> Many:
     A loss that holds some words' logits at a time computes them once more.
     """
     logits = 2 * config.hidden_size * config.vocab_size if config.words_at_once else 0
-    attention = 6 * config.num_layers * config.num_heads * 2 * config.head_size * length
+    attention = 6 * config.num_layers * config.attention_shape.pair_products * length
     parts = attention + expert_products(config) * 6
     return run.full * (config.flops_per_token(length) // 3) + run.selective * (parts // 3) + logits
 

@@ -70,7 +70,7 @@ def attend(
     Args:
       query: [..., s, n, d] (s sequence, n heads, d head size).
       key: [..., t, k, d] (t positions to read, k key and value heads; n is a multiple of k).
-      value: [..., t, k, d].
+      value: [..., t, k, e] (e size of a head's values).
       causal: a position sees none after it.
       start: position of the first query among the keys; None: the last query is at the last key.
       segment_ids: integer [..., s], for as many keys as queries: a query sees the keys of its own segment only.
@@ -81,7 +81,7 @@ def attend(
       weights_fn: applied to the attention weights [..., n, s, t], such as dropout.
 
     Returns:
-      [..., s, n, d].
+      [..., s, n, e].
     """
     *lead, length, heads, size = query.shape
     positions, kv_heads = key.shape[-3:-1]
@@ -99,7 +99,8 @@ def attend(
         scores = jnp.where(together[..., None, None, :, :], scores, jnp.finfo(wide).min)
     weights = _softmax(scores, sinks).astype(value.dtype)
     weights = weights_fn(weights.reshape(*lead, heads, length, positions)).reshape(weights.shape)
-    return jnp.einsum("...kgqs,...skd->...qkgd", weights, value).reshape(query.shape)
+    mixed = jnp.einsum("...kgqs,...skd->...qkgd", weights, value)
+    return mixed.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:

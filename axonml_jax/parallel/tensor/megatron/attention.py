@@ -152,28 +152,10 @@ class TensorParallelAttention(nnx.Module):
         return closed(self.out, mixed.reshape(*mixed.shape[:-2], -1), prefetch=prefetch)
 
     def _mixed(self, query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array | None) -> jax.Array:
-        drops = self.dropout.rate > 0 and not self.dropout.deterministic
-        split = current_split()
-        if split is None:
-            rules = {name: getattr(self, name) is not None for name in ("window", "sinks", "softcap")}
-            kernel = attention_kernel(self.kernel, query, key, drops=drops, segmented=ids is not None, **rules)
-        else:
-            kernel = in_context(self.kernel)
-        sees: dict[str, Any] = {"causal": self.causal, "segment_ids": ids, "window": self.window, "scale": self.scale}
-        if kernel == "xla":
-            own = {"sinks": self._sinks(), "softcap": self.softcap}
-            return attend(query, key, value, **sees, **own, weights_fn=self.dropout)
-        if kernel != "blocks":
-            return fused_attention(kernel, query, key, value, **sees, softcap=self.softcap)
-        keys = self.dropout.keys(query.shape[-2]) if drops else None
-        joined = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
-        rate = self.dropout.rate if drops else 0.0
-        ids = None if ids is None else ids.reshape(-1, ids.shape[-1])
-        window = None if self.window is None else (self.window - 1, 0)
-        cap = None if self.softcap is None else Softcap(self.softcap)
-        sees |= {"segment_ids": ids, "window": window, "sinks": self._sinks(), "score_mod": cap}
-        mixed = context_attention(*joined, **sees, dropout_rate=rate, dropout_key=keys)
-        return mixed.reshape(query.shape)
+        rules = {"causal": self.causal, "window": self.window, "sinks": self._sinks(), "softcap": self.softcap}
+        return mixed_heads(
+            query, key, value, ids, kernel=self.kernel, dropout=self.dropout, scale=self.scale, **rules
+        )  # fmt: skip
 
     def _sinks(self) -> jax.Array | None:
         """Of this rank's heads."""
@@ -183,6 +165,17 @@ class TensorParallelAttention(nnx.Module):
             "TensorParallelAttention sinks", own := self.sinks[...], (self.num_heads,), PartitionSpec(self.split_axis)
         )
         return own
+
+    def cache_specs(self, rows: Any, heads: str | None) -> KVCache:
+        """How a cache lies on a mesh: a PartitionSpec for each of its arrays.
+
+        Args:
+          rows: the axes that split sequences, as an entry of a spec.
+          heads: the axis that splits heads.
+        """
+        part: Any = PartitionSpec(rows, None, heads)
+        length: Any = PartitionSpec()
+        return KVCache(part, part, length)
 
     def empty_cache(self, batch: int, room: int) -> KVCache:
         """A cache of this rank's key and value heads with room for so many positions."""
@@ -223,6 +216,55 @@ class TensorParallelAttention(nnx.Module):
             positions = start + context_positions(query.shape[-3]) if positions is None else positions
             query, key = (rotate(y, self.rope_theta, positions, self.rope_scaling) for y in (query, key))
         return query, key, value
+
+
+def mixed_heads(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    ids: jax.Array | None,
+    *,
+    kernel: str,
+    dropout: ParallelDropout,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Attention of this rank's heads, by the kernel that was asked for, or of positions that ranks share.
+
+    Args:
+      query: [..., s, n, d] (s sequence, n heads, d head size).
+      key: [..., s, k, d], of k heads.
+      value: [..., s, k, e].
+      ids: integer [..., s], the document of each position; None: rows are one document.
+      kernel: one of `ATTENTIONS`.
+      dropout: of the attention weights.
+      causal, scale, window, sinks, softcap: see `attend`.
+
+    Returns:
+      [..., s, n, e].
+    """
+    drops = dropout.rate > 0 and not dropout.deterministic
+    if current_split() is None:
+        rules = {"window": window is not None, "sinks": sinks is not None, "softcap": softcap is not None}
+        kernel = attention_kernel(kernel, query, key, value, drops=drops, segmented=ids is not None, **rules)
+    else:
+        kernel = in_context(kernel)
+    sees: dict[str, Any] = {"causal": causal, "segment_ids": ids, "window": window, "scale": scale}
+    if kernel == "xla":
+        return attend(query, key, value, **sees, sinks=sinks, softcap=softcap, weights_fn=dropout)
+    if kernel != "blocks":
+        return fused_attention(kernel, query, key, value, **sees, softcap=softcap)
+    keys = dropout.keys(query.shape[-2]) if drops else None
+    joined = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
+    ids = None if ids is None else ids.reshape(-1, ids.shape[-1])
+    cap = None if softcap is None else Softcap(softcap)
+    reach = None if window is None else (window - 1, 0)
+    sees |= {"segment_ids": ids, "window": reach, "sinks": sinks, "score_mod": cap}
+    mixed = context_attention(*joined, **sees, dropout_rate=dropout.rate if drops else 0.0, dropout_key=keys)
+    return mixed.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _without_effect(softcap: float | None, qk_norm: float | None, qk_centered: bool) -> Iterator[str]:

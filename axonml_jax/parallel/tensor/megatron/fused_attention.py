@@ -24,6 +24,7 @@ def attention_kernel(
     asked: str,
     query: jax.Array,
     key: jax.Array,
+    value: jax.Array,
     *,
     drops: bool,
     segmented: bool = False,
@@ -38,6 +39,7 @@ def attention_kernel(
         Else it takes blocks where they are worth it (`worth_blocks`), and the einsums for few queries or keys.
       query: [..., s, n, d] (s sequence, n heads, d head size).
       key: [..., t, k, d].
+      value: [..., t, k, e].
       drops: whether attention weights are dropped out.
       segmented: whether rows hold several documents, none of which sees another.
       window: whether positions see only so many before them.
@@ -50,10 +52,10 @@ def attention_kernel(
     rules = {"drops": drops, "segmented": segmented, "window": window, "sinks": sinks, "softcap": softcap}
     if asked == "auto":
         name = kernel_of(platform := target_platform())
-        if name is not None and not any(_obstacles(name, query, key, **rules)):
+        if name is not None and not any(_obstacles(name, query, key, value, **rules)):
             return name
         return "blocks" if not drops and worth_blocks(platform, query.shape[-3], key.shape[-3]) else "xla"
-    if asked in PLATFORMS and (reasons := list(_obstacles(asked, query, key, **rules))):
+    if asked in PLATFORMS and (reasons := list(_obstacles(asked, query, key, value, **rules))):
         raise ValueError(
             f"attention={asked!r} does not apply here: {'; '.join(reasons)}. Leave attention='auto' to use the kernel where it "
             "applies and the einsum form elsewhere"
@@ -203,6 +205,7 @@ def _obstacles(
     name: str,
     query: jax.Array,
     key: jax.Array,
+    value: jax.Array,
     *,
     drops: bool,
     segmented: bool,
@@ -228,6 +231,8 @@ def _obstacles(
         yield "it has no varying types (check_vma must be False)"
     if not _alone():
         yield "the partitioner would have to split it (every mesh axis of size above 1 must be bound by shard_map)"
+    if value.shape[-1] != query.shape[-1]:
+        yield f"its heads are of one size, and queries have {query.shape[-1]} numbers, values {value.shape[-1]}"
     yield from shape_obstacles(name, query.dtype, query.shape[-3], key.shape[-3], query.shape[-1])
 
 
