@@ -2,8 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,19 @@ import numpy as np
 from flax import nnx
 
 from axonml_jax._types import named_leaves
-from axonml_jax.model.lora.adapters import is_adapter, merged
-from axonml_jax.model.lora.int8_base import dequantized, scales_name
+from axonml_jax.model.lora.adapters import is_adapter
+from axonml_jax.model.lora.int8_base import scales_name
 from axonml_jax.model.stored_arrays import StoredArrays
-from axonml_jax.model.stored_shards import Pending, write_shards
+from axonml_jax.model.stored_shards import write_shards
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.element_on_host import element_on_host
-from axonml_jax.models.families.array_place import Place, joined
 from axonml_jax.models.families.family import Family
 from axonml_jax.models.families.known import config_of, family_named, family_of
-from axonml_jax.models.families.source import ArraySource, names_there, shape_there, sources
-from axonml_jax.models.int8_leaf import filled_int8
+from axonml_jax.models.families.source import ArraySource, names_there, sources
 from axonml_jax.models.likeness import unlike
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.models.weights.filled_leaf import filled, pending
+from axonml_jax.models.weights.int8_leaf import filled_int8
 from axonml_jax.sharding.leaf import Checkpointable, Leaf
-from axonml_jax.sharding.stored import to_stored
 
 Values = dict[str, np.ndarray]
 
@@ -121,7 +118,7 @@ def load_pretrained(model: Checkpointable, folder: str | os.PathLike) -> int:
     _refuse_shapes(folder, weights, every, stored)
     arrays = {name: leaf.array for name, leaf in leaves.items() if name not in every}
     for name, source in every.items():
-        leaf, fill = leaves[name], partial(_filled, source=source, stored=stored)
+        leaf, fill = leaves[name], partial(filled, source=source, stored=stored)
         if leaf.column_scales is None:
             arrays[name] = fill(leaf)
         else:
@@ -173,11 +170,11 @@ def write_pretrained(
     if leads:
         folder.mkdir(parents=True, exist_ok=True)
     leaves = values.checkpoint_leaves() if many else {_MODEL + name: Leaf(value) for name, value in values.items()}
-    pending = []
+    arrays = []
     for there, parts in names_there(sources(family, config)).items():
         own = [(leaves[_MODEL + name], index, place) for name, index, place in parts]
-        pending.append(_pending(there if there.startswith("lm_head") else family.prefix + there, own))
-    write_shards(folder, pending, most=shard_bytes, metadata={"format": "pt"}, writes=leads)
+        arrays.append(pending(there if there.startswith("lm_head") else family.prefix + there, own))
+    write_shards(folder, arrays, most=shard_bytes, metadata={"format": "pt"}, writes=leads)
     if leads:  # after what may be refused, and as a new file: the old one may be a link to another folder's
         new = folder / "config.json.new"
         new.write_text(json.dumps(family.describe(config), indent=2) + "\n", encoding="utf-8")
@@ -234,62 +231,3 @@ def _others(config: TransformerConfig) -> list[str]:
 def _part(array: Any) -> np.ndarray:
     """The least part of an array: of its dtype."""
     return array[tuple(slice(0, 1) for _ in array.shape)]
-
-
-def _filled(leaf: Leaf, source: ArraySource, stored: StoredArrays) -> Any:
-    """An array from the files in the shape, dtype and place of a leaf; each device's part is read alone."""
-    sharding = getattr(leaf.array, "sharding", None)
-    whole, shape = leaf.shape, tuple(np.shape(leaf.array))
-    if sharding is None:
-        return source.read(stored, (slice(None),) * len(whole), leaf.dtype)
-    on_device = sharding.with_memory_kind("device") if sharding.memory_kind not in (None, "device") else sharding
-    parts: dict[tuple, np.ndarray] = {}
-
-    def part(index: Any) -> np.ndarray:
-        bounds = tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
-        if bounds not in parts:
-            parts[bounds] = _padded_part(source, stored, whole, bounds, leaf.dtype)
-        return parts[bounds]
-
-    if len(shape) == len(whole):
-        array = jax.make_array_from_callback(shape, on_device, part)
-    else:
-        assert leaf.layout is not None
-        value = to_stored(source.read(stored, (slice(None),) * len(whole), leaf.dtype), leaf.layout)
-        array = jax.make_array_from_callback(shape, on_device, lambda index: np.asarray(value)[index])
-    array = jax.block_until_ready(array if on_device is sharding else jax.device_put(array, sharding))
-    parts.clear()  # the host's copies go before the next array is read, not when cycles are collected
-    return array
-
-
-def _padded_part(
-    source: ArraySource, stored: StoredArrays, whole: tuple[int, ...], bounds: tuple, dtype: Any
-) -> np.ndarray:
-    """A part of an array as it is stored: zeros behind the last element of every dim."""
-    inside = tuple(slice(min(start, size), min(stop, size)) for (start, stop), size in zip(bounds, whole, strict=True))
-    if any(each.start >= each.stop for each in inside):  # padding alone
-        return np.zeros([stop - start for start, stop in bounds], dtype)
-    found = source.read(stored, inside, dtype)
-    more = [(0, stop - start - size) for (start, stop), size in zip(bounds, found.shape, strict=True)]
-    return np.pad(found, more) if any(end for _, end in more) else found
-
-
-def _pending(name: str, parts: list[tuple[Leaf, tuple[int, ...], Place]]) -> Pending:
-    """An array there of parts of leaves here."""
-    leaf, index, _ = parts[0]
-    places = [place for _, _, place in parts]
-    shape = shape_there(places, leaf.shape[len(index) :])
-    fetch: Callable[[], np.ndarray] = lambda: joined(places, [_on_host(own, at) for own, at, _ in parts])
-    return Pending(name, shape, jax.numpy.dtype((leaf.column_scales or leaf).dtype).name, fetch)
-
-
-def _on_host(leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
-    """`whole[index]` of a leaf in this process's memory, as floats, merged with its adapters."""
-    if leaf.low_rank is not None:
-        first, second, scale = leaf.low_rank
-        own, a, b = (_on_host(each, index) for each in (replace(leaf, low_rank=None), first, second))
-        return merged(own, a, b, scale)
-    if leaf.column_scales is not None:
-        own = replace(leaf, column_scales=None)
-        return dequantized(_on_host(own, index), _on_host(leaf.column_scales, index))
-    return element_on_host(leaf.whole(), index)

@@ -1,0 +1,1 @@
+"""Arrays of a model, part by part, from files and into them."""
