@@ -10,6 +10,8 @@ from axonml_jax.model.functionalize import functionalize
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.bind import bind_plan
+from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
+from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 from axonml_jax.parallel.tensor.specs import tensor_specs
 from axonml_jax.training.state.first_state import abstract_state
 
@@ -20,6 +22,10 @@ GEMMA = {
     "num_kv_heads": 2, "head_dim": 6, "qk_norm": True, "zero_centered_norm": True, "post_norms": True, "activation": "geglu",
     "tie_embeddings": True, "scale_embeddings": True, "query_scalar": 7, "attention_softcap": 5.0, "logit_softcap": 3.0,
 }  # fmt: skip
+LATENT = {
+    "latent": LatentConfig(kv_rank=8, query_rank=12, plain_size=4, rotary_size=2, value_size=6, mscale=1.0),
+    "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_length=8, attention_factor=1.0),
+}
 LENGTH = 16
 
 

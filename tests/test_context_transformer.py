@@ -9,6 +9,7 @@ from flax import nnx
 import axonml_jax as ax
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 from axonml_jax.testing import assert_equals_single_device
 
@@ -29,6 +30,9 @@ GEMMA = {
     "num_layers": 2, "num_kv_heads": 2, "window": 6, "full_every": 2, "window_rope_theta": 50.0, "query_scalar": 6,
     "attention_softcap": 0.05, "logit_softcap": 0.3, "post_norms": True, "zero_centered_norm": True, "activation": "geglu",
     "tie_embeddings": True, "scale_embeddings": True,
+}  # fmt: skip
+LATENT = {
+    "num_layers": 2, "latent": LatentConfig(kv_rank=6, query_rank=5, plain_size=4, rotary_size=2, value_size=3),
 }  # fmt: skip
 GPT2 = {"position": "learned", "norm": "layernorm", "activation": "gelu", "tie_embeddings": True, "use_bias": True}
 
@@ -90,6 +94,17 @@ PLANS = {
         {"pipe": 2, "context": 2},
         {"pipe": ax.Pipelined(num_microbatches=2), "context": ax.Context(method="ulysses")},
         GEMMA,
+    ),
+    "latents, ring": ({"context": 4}, {"context": ax.Context(method="ring"), "check_vma": True}, LATENT),
+    "latents, ulysses": (
+        {"context": 2, "tensor": 2},
+        {"context": ax.Context(method="ulysses")},
+        LATENT | {"sequence_parallel": True},
+    ),
+    "latents, 1f1b": (
+        {"pipe": 2, "context": 2},
+        {"pipe": ax.Pipelined(num_microbatches=2), "context": ax.Context(method="gather")},
+        LATENT,
     ),
     "chunks of words": ({"context": 2, "tensor": 2}, {}, LLAMA | {"loss_chunk": 7}),
 }

@@ -1,12 +1,13 @@
 """Predictions of models with experts: traffic of the traced program, memory that is compiled, and how a dispatch is sized."""
 
 import collections
+import dataclasses
 import re
 
 import numpy as np
 import pytest
 from flax import nnx
-from predicted_steps import GPT, LENGTH, LLAMA, config, step_of
+from predicted_steps import GPT, LATENT, LENGTH, LLAMA, config, step_of
 
 import axonml_jax as ax
 from axonml_jax._types import named_leaves
@@ -27,6 +28,7 @@ CHUNKS = ax.Pipelined(schedule="interleaved_1f1b", num_microbatches=4, chunks=2)
 ROUNDS, GATHER, CAPACITY = {"dispatch": "rounds"}, {"dispatch": "gather"}, {"capacity_factor": 1.5}
 SIGMOID, BIASED = {"router": "sigmoid"}, {"router_bias": True, "shared_size": 16}
 FOUR = {"num_layers": 4}
+PLAIN_QUERIES = dataclasses.replace(LATENT["latent"], query_rank=None)
 
 # (style, experts, model options, degrees, plan options); batches are 8 sequences per microbatch.
 ROWS = [
@@ -52,6 +54,10 @@ ROWS = [
     (LLAMA, {"first_dense": 1}, {"num_layers": 3}, {"data": 1, "fsdp": 2, "expert": 2, "context": 2}, FULL),
     (LLAMA, {"shared_size": 16}, SEQUENCE | {"post_norms": True}, {"data": 1, "expert": 2, "tensor": 2}, FULL),
     (GPT, BIASED, {}, {"data": 1, "fsdp": 4}, {}),  # all experts on every rank
+    (LATENT, SIGMOID | {"first_dense": 1}, {"num_layers": 3}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}, FULL),
+    (LATENT, SIGMOID | {"shared_size": 16}, SEQUENCE, {"data": 1, "expert": 2, "tensor": 4}, FULL),
+    (LATENT, SIGMOID, SEQUENCE | SCAN, {"data": 1, "fsdp": 2, "tensor": 2}, {}),
+    (LATENT | {"latent": PLAIN_QUERIES}, SIGMOID, {}, {"data": 1, "expert": 2, "context": 2, "tensor": 2}, {}),
 ]  # fmt: skip
 
 PIPED = [
@@ -59,6 +65,7 @@ PIPED = [
     (LLAMA, {"every": 2}, FOUR, {"data": 1, "pipe": 2, "expert": 2}, {"pipe": PIPE, **FULL}),
     (LLAMA, {"first_dense": 1}, {"num_layers": 5}, {"data": 1, "pipe": 2, "expert": 2}, {"pipe": PIPE}),
     (LLAMA, ROUNDS, FOUR | SEQUENCE, {"data": 1, "pipe": 2, "expert": 2, "tensor": 2}, {"pipe": PIPE}),
+    (LATENT, SIGMOID | {"first_dense": 2}, FOUR, {"data": 1, "pipe": 2, "expert": 2}, {"pipe": PIPE}),
     (LLAMA, SIGMOID, FOUR, {"data": 2, "pipe": 4}, {"pipe": PIPE, "precision": "bf16"}),
     (LLAMA, SIGMOID, FOUR, {"data": 1, "pipe": 2, "fsdp": 2, "expert": 2}, {"pipe": CHUNKS, "remat": "selective"}),
 ]  # fmt: skip
@@ -66,9 +73,8 @@ PIPED = [
 
 def name(row):
     style, experts, options, degrees, plan = row
-    return "-".join(
-        ["gpt" if style is GPT else "llama", *experts, *options, *(f"{a}{n}" for a, n in degrees.items()), *plan]
-    )
+    kind = "gpt" if style is GPT else "latent" if "latent" in style else "llama"
+    return "-".join([kind, *experts, *options, *(f"{a}{n}" for a, n in degrees.items()), *plan])
 
 
 def model_of(style, experts, **options):

@@ -10,9 +10,11 @@ from fsdp_plans import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.generation.generate import generate
 from axonml_jax.models.generation.sampling import Sampling
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
 LLAMA = TransformerConfig(
@@ -29,6 +31,12 @@ GEMMA = dataclasses.replace(
     LLAMA, num_layers=2, head_dim=6, qk_norm=True, window=3, full_every=2, window_rope_theta=50.0, query_scalar=9,
     post_norms=True, zero_centered_norm=True, activation="geglu", tie_embeddings=True, scale_embeddings=True,
     attention_softcap=2.0, logit_softcap=9.0,
+)  # fmt: skip
+DEEPSEEK = dataclasses.replace(
+    LLAMA, num_layers=2, num_kv_heads=None,
+    latent=LatentConfig(kv_rank=6, query_rank=5, plain_size=4, rotary_size=2, value_size=3, mscale=1.0),
+    rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_length=8, attention_factor=1.0),
+    experts=ExpertsConfig(num_experts=4, first_dense=1, router="sigmoid", groups=2, top_groups=1, shared_size=8),
 )  # fmt: skip
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
 
@@ -50,7 +58,9 @@ class Plain(nnx.Module):
         return self.model(tokens)
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT2, GPT_OSS, GEMMA], ids=["llama", "gpt2", "gpt-oss", "gemma"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, GPT2, GPT_OSS, GEMMA, DEEPSEEK], ids=["llama", "gpt2", "gpt-oss", "gemma", "deepseek"]
+)
 def test_a_cache_changes_no_token(config):
     model, key = make(config), jax.random.key(1)
     np.testing.assert_array_equal(generate(model, PROMPTS, 8, key), generate(Plain(model), PROMPTS, 8, key))
@@ -61,6 +71,8 @@ def test_with_a_cache_a_token_costs_one_position():
     caches = model.empty_caches(2, 12)
     logits, caches = jax.eval_shape(model.extend, np.ones((2, 1), np.int32), caches)
     assert logits.shape == (2, 1, 16) and caches[0].key.shape == (2, 12, 2, 4)
+    cache = make(DEEPSEEK).empty_caches(2, 12)[0]  # of latents, for all heads together
+    assert (cache.latent.shape, cache.turned.shape) == ((2, 12, 6), (2, 12, 2))
     with pytest.raises(ValueError, match="17 tokens is longer than max_length=16"):
         model.empty_caches(2, 17)
 
@@ -72,6 +84,7 @@ ROWS = {
     "grid": (LLAMA, {"split": "grid"}, {"data": 1, "row": 2, "col": 2, "depth": 2}),
     "data": (GPT2, {}, {"data": 3}),
     "windows and sinks": (GPT_OSS, {}, {"data": 1, "tensor": 4}),
+    "latents": (DEEPSEEK, {"sequence_parallel": True}, {"data": 1, "expert": 2, "tensor": 2}),
     "caps and four norms": (GEMMA, {"sequence_parallel": True}, {"fsdp": 2, "tensor": 2}),
 }
 

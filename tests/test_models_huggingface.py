@@ -19,6 +19,7 @@ from axonml_jax.models.families.known import config_of, description_of
 from axonml_jax.models.huggingface import pretrained, read_pretrained, write_pretrained
 from axonml_jax.models.presets import GEMMA, GPT2, preset
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
 SIZES = {"vocab_size": 11, "num_layers": 2, "hidden_size": 8, "num_heads": 2, "max_length": 6}
@@ -59,10 +60,20 @@ CONFIGS = {
         **SIZES, **GEMMA, mlp_hidden_size=12, head_dim=6, window=2, full_every=2, query_scalar=6, qk_norm=True,
         rope_theta=1e6, window_rope_theta=1e4, rope_scaling=RopeScaling(kind="linear", factor=8.0),
     ),
+    "deepseek_v3": TransformerConfig(
+        **SIZES, mlp_hidden_size=12,
+        latent=LatentConfig(kv_rank=5, query_rank=4, plain_size=3, rotary_size=2, value_size=6, mscale=0.5),
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_length=4, attention_factor=1.0),
+        experts=ExpertsConfig(
+            num_experts=4, inner_size=6, first_dense=1, router="sigmoid", groups=2, top_groups=1, scale=2.5, shared_size=12,
+            load_balance=0.0,
+        ),
+    ),
     "mixtral, one loop": TransformerConfig(
         **SIZES, mlp_hidden_size=12, experts=ExpertsConfig(num_experts=4), scan_layers=True
     ),
 }  # fmt: skip
+DEEPSEEK = description_of(CONFIGS["deepseek_v3"])
 REFERENCE = Path(__file__).with_name("workers") / "hf_reference.py"
 PYTHON = os.environ.get("AXONML_TRANSFORMERS_PYTHON") or (
     sys.executable if all(importlib.util.find_spec(name) for name in ("torch", "transformers")) else None
@@ -112,6 +123,20 @@ OLDER = {
         "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "query_pre_attn_scalar": 256, "sliding_window": 4096,
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh",
     },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "n_shared_experts": 1, "n_routed_experts": 256, "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4,
+        "num_experts_per_tok": 8, "moe_layer_freq": 1, "first_k_dense_replace": 3, "norm_topk_prob": True,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1, "ep_size": 1,
+        "aux_loss_alpha": 0.001, "seq_aux": True, "rms_norm_eps": 1e-6, "rope_theta": 10_000,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        "max_position_embeddings": 163_840, "tie_word_embeddings": False, "attention_bias": False, "hidden_act": "silu",
+    },
     "gemma3-1b": {
         "model_type": "gemma3_text", "vocab_size": 262_144, "hidden_size": 1152, "intermediate_size": 6912,
         "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
@@ -139,6 +164,15 @@ def test_the_names_are_those_of_the_published_files(tmp_path):
         ("qwen3_moe, one loop", {"model.layers.1.mlp.experts.3.down_proj.weight": (8, 6)}),
         ("gemma2", {"model.layers.1.pre_feedforward_layernorm.weight": (8,), "model.norm.weight": (8,)}),
         ("gemma3_text", {"model.layers.0.self_attn.q_norm.weight": (6,), "model.embed_tokens.weight": (11, 8)}),
+        (
+            "deepseek_v3",
+            {
+                "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": (7, 8),
+                "model.layers.1.self_attn.q_b_proj.weight": (10, 4),
+                "model.layers.1.mlp.gate.e_score_correction_bias": (4,),
+                "model.layers.1.mlp.shared_experts.up_proj.weight": (12, 8),
+            },
+        ),
         ("gpt_oss", {"model.layers.0.mlp.experts.gate_up_proj": (4, 8, 24), "model.layers.0.self_attn.sinks": (2,)}),
     ):
         write_pretrained(tmp_path / name, CONFIGS[name], values_of(Transformer(CONFIGS[name], rngs=nnx.Rngs(0))))
@@ -182,6 +216,14 @@ def test_arrays_that_lack_or_have_no_place_are_listed(tmp_path):
             | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             "attn_logit_softcapping=50.0; rope scaling .* in blocks with a window",
         ),
+        (
+            DEEPSEEK | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}, "rope_interleave": False},
+            "rope_interleave=False; weights quantized by fp8: save them in bfloat16 first",
+        ),
+        (
+            DEEPSEEK | {"num_key_value_heads": 1, "topk_method": "greedy", "first_k_dense_replace": 2},
+            "topk_method='greedy'; num_key_value_heads=1: every one of 2 heads .*; first_k_dense_replace=2: no block",
+        ),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]: only the first"),
     ],
 )
@@ -204,7 +246,7 @@ def test_logits_equal_those_of_transformers_and_files_go_back(tmp_path):
     pytest.importorskip("safetensors")
     subprocess.run([PYTHON, str(REFERENCE), str(tmp_path)], check=True, capture_output=True, timeout=300)
     kinds = sorted(path.name for path in tmp_path.iterdir())
-    assert len(kinds) == 19
+    assert len(kinds) == 21
     for kind in kinds:
         reference = np.load(tmp_path / kind / "reference.npz")
         model = pretrained(tmp_path / kind, param_dtype="float64")

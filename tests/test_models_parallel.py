@@ -13,8 +13,10 @@ from fsdp_plans import mesh_of
 import axonml_jax as ax
 from axonml_jax.launch.job.text_task import loss_fn
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.mlp import MLP
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 from axonml_jax.testing import assert_equals_single_device
 
@@ -44,9 +46,25 @@ GEMMA = dataclasses.replace(
 )  # fmt: skip
 
 
+DEEPSEEK = dataclasses.replace(
+    LLAMA, num_layers=2, num_kv_heads=None,
+    latent=LatentConfig(kv_rank=6, query_rank=5, plain_size=4, rotary_size=2, value_size=3, mscale=1.0),
+    rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_length=4, attention_factor=1.0),
+    experts=ExpertsConfig(
+        num_experts=4, inner_size=8, first_dense=1, router="sigmoid", groups=2, top_groups=1, scale=2.5, shared_size=8,
+        bias_rate=0.05,
+    ),
+)  # fmt: skip
+
+
 def batch_of(rows, length=8):
     ids = np.random.default_rng(0).integers(0, 16, (rows, length + 1)).astype(np.int32)
     return {"tokens": ids[:, :-1], "targets": np.where(ids[:, 1:] % 5 == 0, -1, ids[:, 1:])}
+
+
+def plain_loss(model, batch):
+    """Without what routers report: in how many rounds tokens travel depends on the mesh."""
+    return ax.WeightedMean(*model.loss(batch["tokens"], batch["targets"]))
 
 
 def make(config, seed=0):
@@ -84,6 +102,19 @@ ROWS = {
         {"data": 1, "row": 2, "col": 2, "depth": 2},
         {},
     ),
+    "latents": (DEEPSEEK, {}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}, {"check_vma": True}),
+    "latents, sequence": (
+        DEEPSEEK,
+        {"sequence_parallel": True},
+        {"data": 1, "expert": 2, "tensor": 4},
+        {"remat": "full"},
+    ),
+    "latents, plain queries": (
+        DEEPSEEK,
+        {"latent": dataclasses.replace(DEEPSEEK.latent, query_rank=None), "attention": "blocks", "overlap": True},
+        {"data": 2, "tensor": 2},
+        {"accumulate": 2},
+    ),
     "grid_tied": (GPT2, {"split": "grid"}, {"fsdp": 2, "row": 2, "col": 2}, {}),
 }
 
@@ -92,10 +123,10 @@ ROWS = {
 def test_the_transformer_trains_as_on_one_device(name):
     config, options, degrees, plan = ROWS[name]
     model = make(dataclasses.replace(config, **options))
-    rows = 2 * np.prod([degrees.get(axis, 1) for axis in ("data", "fsdp", "depth")]) * plan.get("accumulate", 1)
+    shards = np.prod([degrees.get(axis, 1) for axis in ("data", "fsdp", "depth", "expert")])
+    loss, batch = plain_loss if config.experts else loss_fn, batch_of(2 * shards * plan.get("accumulate", 1))
     assert_equals_single_device(
-        model, loss_fn, batch_of(rows), ax.Plan(**plan), mesh=mesh_of(**degrees), tx=optax.adamw(1e-2), steps=2,
-        max_grad_norm=0.1,
+        model, loss, batch, ax.Plan(**plan), mesh=mesh_of(**degrees), tx=optax.adamw(1e-2), steps=2, max_grad_norm=0.1,
     )  # fmt: skip
 
 

@@ -40,8 +40,9 @@ PUBLISHED = {
     "gemma3-4b": 3_880_263_168,
     "gemma3-12b": 11_766_034_176,
     "gemma3-27b": 27_009_346_304,
+    "deepseek-v3": 671_026_404_352,
 }
-ACTIVE = {"qwen3-30b-a3b": 3_353_032_704, "gpt-oss-20b": 4_187_440_704}
+ACTIVE = {"deepseek-v3": 37_552_282_624, "qwen3-30b-a3b": 3_353_032_704, "gpt-oss-20b": 4_187_440_704}
 
 
 def tokens_of(config, batch=2, length=8, seed=0):
@@ -70,8 +71,9 @@ def test_presets_have_their_published_number_of_parameters(name):
     if config.num_layers <= 32:
         assert count_abstract(config) == PUBLISHED[name]
     else:  # Blocks are alike, and tracing all of them takes 20 s on jax 0.10: two models tell the rest.
-        one, two = (count_abstract(dataclasses.replace(config, num_layers=count, full_every=None)) for count in (1, 2))
-        assert one + (config.num_layers - 1) * (two - one) == PUBLISHED[name]
+        first = 1 if config.experts is None else 1 + config.experts.first_dense
+        one, two = (count_abstract(dataclasses.replace(config, num_layers=first + i, full_every=None)) for i in (0, 1))
+        assert one + (config.num_layers - first) * (two - one) == PUBLISHED[name]
 
 
 OPTIONS = list(itertools.product(NORMS, ACTIVATIONS, POSITIONS, (False, True), (False, True), (None, 2)))

@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from axonml_jax.cost.decoder.attention_shape import AttentionShape, grouped_heads
+from axonml_jax.cost.decoder.attention_shape import AttentionShape, grouped_heads, latent_heads
 from axonml_jax.models.config_problems import float_name, problems
 from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.parameter_counts import attention_params, experts_params, mlp_params, norm_params
+from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
 LARGE_VOCABULARY = 16_384
@@ -31,6 +32,8 @@ class TransformerConfig:
       window: how many positions one sees, itself among them (Mistral); None: all before it.
       full_every: only with a window: every so many-th block has none, the last of each so many (gpt-oss: 2); None: all have it.
       sinks: a trained score of each head that takes its part of the softmax and stands for no key (gpt-oss).
+      latent: attention whose keys and values are made of a latent of each position (DeepSeek-V3), and its sizes; None: each
+        head has its own projections of the block's input.
       mlp_hidden_size: inner width of the feed-forward part; None: 4 * hidden_size for "gelu", 8/3 * hidden_size rounded
         up to a multiple of 64 for gated ones (the same number of parameters).
       max_length: longest sequence; with "learned" positions also the number of position embeddings.
@@ -81,6 +84,7 @@ class TransformerConfig:
     window: int | None = None
     full_every: int | None = None
     sinks: bool = False
+    latent: LatentConfig | None = field(default=None, metadata={"section": "latent"})
     mlp_hidden_size: int | None = None
     norm: str = "rmsnorm"
     zero_centered_norm: bool = False
@@ -117,7 +121,9 @@ class TransformerConfig:
 
     @property
     def head_size(self) -> int:
-        """Size of one attention head."""
+        """Size of one attention head, of queries and keys."""
+        if self.latent is not None:
+            return self.latent.query_size
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
@@ -128,6 +134,8 @@ class TransformerConfig:
     @property
     def attention_shape(self) -> AttentionShape:
         """The matrices of a block's attention, and the sizes of its heads."""
+        if self.latent is not None:
+            return latent_heads(self.hidden_size, self.num_heads, self.latent)
         return grouped_heads(self.hidden_size, self.num_heads, self.kv_heads, self.head_size, qk_norm=self.qk_norm)
 
     @property

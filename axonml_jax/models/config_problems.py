@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 from axonml_jax.parallel.tensor.megatron.attentions import ATTENTIONS
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 from axonml_jax.synonyms import meant
@@ -14,12 +15,17 @@ POSITIONS = ("rotary", "learned")
 SPLITS = ("tensor", "grid")
 _FLOATS = ("float32", "bfloat16", "float16")
 _POSITIVE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "max_length", "rope_theta", "norm_eps")
+_OFF_BESIDE_LATENT: dict[str, Any] = {
+    "num_kv_heads": None, "head_dim": None, "qk_norm": False, "query_scalar": None, "attention_softcap": None,
+    "qkv_bias": False, "use_bias": False, "window": None, "sinks": False, "zero_centered_norm": False, "position": "rotary",
+    "split": "tensor", "ring": False,
+}  # fmt: skip
 _POSITIVE_OR_NONE = ("query_scalar", "attention_softcap", "logit_softcap", "window_rope_theta")
 
 
 def problems(config: Any) -> Iterator[str]:
     """A line for each."""
-    for found in (_bad_sizes, _bad_heads, _bad_attention, _bad_choices, _bad_dtypes, _bad_experts):
+    for found in (_bad_sizes, _bad_heads, _bad_attention, _bad_choices, _bad_dtypes, _bad_experts, _bad_latent):
         yield from found(config)
 
 
@@ -43,6 +49,8 @@ def _bad_sizes(config: Any):
 def _bad_heads(config: Any):
     hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
     if heads <= 0 or hidden <= 0:
+        return
+    if config.latent is not None:
         return
     if config.head_dim is None and hidden % heads:
         yield f"hidden_size={hidden} does not divide into num_heads={heads}: make it a multiple of {heads}, or give head_dim"
@@ -91,6 +99,22 @@ def _bad_experts(config: Any):
         yield "scan_layers=True runs blocks of one kind: set experts.every=1 and first_dense=0, or scan_layers=False"
     if config.scan_layers and experts.noise:
         yield f"scan_layers=True draws no random numbers, and experts.noise={experts.noise}: set one of them off"
+
+
+def _bad_latent(config: Any):
+    latent, scaling = config.latent, config.rope_scaling
+    if latent is None:
+        return
+    if not isinstance(latent, LatentConfig) or not latent.kv_rank:
+        yield f"latent={latent!r}: must be a LatentConfig with kv_rank, or None"
+        return
+    given = [
+        f"{name}={getattr(config, name)!r}" for name, off in _OFF_BESIDE_LATENT.items() if getattr(config, name) != off
+    ]
+    if given:
+        yield f"{', '.join(given)}: attention of latents has none of these: leave them out"
+    if latent.mscale and (scaling is None or scaling.kind != "yarn"):
+        yield f"latent.mscale={latent.mscale} is without effect where rope_scaling is not of kind yarn: leave it out"
 
 
 def _bad_choices(config: Any):

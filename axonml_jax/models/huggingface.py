@@ -24,6 +24,7 @@ from axonml_jax.models.likeness import unlike
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.models.weights.filled_leaf import filled, pending
 from axonml_jax.models.weights.int8_leaf import filled_int8
+from axonml_jax.parallel.experts.parallel_moe import RouterState
 from axonml_jax.sharding.leaf import Checkpointable, Leaf
 
 Values = dict[str, np.ndarray]
@@ -47,14 +48,13 @@ def pretrained(folder: str | os.PathLike, **changes: Any) -> Transformer:
     """
     config, values = read_pretrained(folder, **changes)
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    state = nnx.state(model, nnx.Param)
-    pure = nnx.to_pure_dict(state)
-    leaves = [np.asarray(values[name]).astype(leaf.dtype) for name, leaf in named_leaves(pure).items()]
-    nnx.replace_by_pure_dict(
-        state, jax.tree.unflatten(jax.tree.structure(pure), [jax.numpy.asarray(x) for x in leaves])
-    )
     others = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.Param)))  # random streams, routers' biases: arrays too
     made = Transformer(config, rngs=nnx.Rngs(0)) if others else model
+    state = nnx.state(made)
+    pure = nnx.to_pure_dict(state)
+    read = lambda name, leaf: jax.numpy.asarray(np.asarray(values[name]).astype(leaf.dtype))
+    leaves = [read(name, leaf) if name in values else leaf for name, leaf in named_leaves(pure).items()]
+    nnx.replace_by_pure_dict(state, jax.tree.unflatten(jax.tree.structure(pure), leaves))
     nnx.update(made, state)
     return made
 
@@ -88,7 +88,8 @@ def read_pretrained(folder: str | os.PathLike, **changes: Any) -> tuple[Transfor
     every = _checked(sources(family, config), stored, family, config)
     dtypes = {name: _part(stored[source.places[0].name]).dtype for name, source in every.items()}
     whole = lambda source: (slice(None),) * len(source.shape(stored))
-    return config, {name: source.read(stored, whole(source), dtypes[name]) for name, source in every.items()}
+    values = {name: source.read(stored, whole(source), dtypes[name]) for name, source in every.items()}
+    return config, values | _uncounted(config, values)
 
 
 def load_pretrained(model: Checkpointable, folder: str | os.PathLike) -> int:
@@ -113,7 +114,7 @@ def load_pretrained(model: Checkpointable, folder: str | os.PathLike) -> int:
     config = config_of(described, scan_layers=stacked)
     stored = _stored(folder)
     every = {_MODEL + name: own for name, own in _checked(sources(family, config), stored, family, config).items()}
-    others = {_MODEL + name for name in _others(config)} | set(filter(is_adapter, leaves))
+    others = {_MODEL + name for name in _others(config)} - every.keys() | set(filter(is_adapter, leaves))
     weights = {name: leaf.shape for name, leaf in leaves.items() if name not in others}
     _refuse_shapes(folder, weights, every, stored)
     arrays = {name: leaf.array for name, leaf in leaves.items() if name not in every}
@@ -139,8 +140,10 @@ def check_pretrained(config: TransformerConfig, folder: str | os.PathLike) -> No
     stored, family = _stored(folder), family_named(described["model_type"])
     every = _checked(sources(family, config), stored, family, config)
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    leaves = named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    _refuse_shapes(folder, {name: tuple(leaf.shape) for name, leaf in leaves.items()}, every, stored)
+    leaves = named_leaves(nnx.to_pure_dict(nnx.state(model)))
+    others = _others(config) - every.keys()
+    here = {name: tuple(leaf.shape) for name, leaf in leaves.items() if name not in others}
+    _refuse_shapes(folder, here, every, stored)
 
 
 def write_pretrained(
@@ -199,7 +202,8 @@ def _checked(
     wanted = dict.fromkeys(place.name for source in every.values() for place in source.places)
     missing = [name for name in wanted if name not in stored]
     spare = {"lm_head.weight"} if config.tie_embeddings else set()
-    left = [name for name in stored if name not in wanted and name not in spare and not name.endswith(_BUFFERS)]
+    unread = lambda name: name in spare or name.endswith(_BUFFERS) or name.startswith(family.unread(config))
+    left = [name for name in stored if name not in wanted and not unread(name)]
     if missing or left:
         lines = [f"  {name}: missing" for name in missing] + [f"  {name}: has no place here" for name in left]
         raise ValueError(
@@ -222,10 +226,17 @@ def _refuse_shapes(
         raise ValueError(f"{folder} holds weights of another model:\n" + "\n".join(problems))
 
 
-def _others(config: TransformerConfig) -> list[str]:
+def _others(config: TransformerConfig) -> set[str]:
     """Arrays of a model that are no weights: routers' biases and counts, random streams."""
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    return [*named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param))))]
+    return {*named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param))))}
+
+
+def _uncounted(config: TransformerConfig, values: Values) -> Values:
+    """What routers have counted since the last update, of which files say nothing: no token."""
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    kept = named_leaves(nnx.to_pure_dict(nnx.state(model, RouterState)))
+    return {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in kept.items() if name not in values}
 
 
 def _part(array: Any) -> np.ndarray:

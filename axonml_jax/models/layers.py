@@ -9,6 +9,8 @@ from axonml_jax.parallel.experts.parallel_moe import ParallelMoE
 from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
 from axonml_jax.parallel.tensor.axonn.linear3d import ROW_COL_DEPTH, ParallelLinear
 from axonml_jax.parallel.tensor.dropout import ParallelDropout
+from axonml_jax.parallel.tensor.latent.latent_attention import LatentAttention
+from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 from axonml_jax.parallel.tensor.megatron.attention import TensorParallelAttention
 from axonml_jax.parallel.tensor.megatron.column import ColumnParallelLinear
 from axonml_jax.parallel.tensor.megatron.embedding import VocabParallelEmbedding
@@ -23,8 +25,10 @@ VOCABULARY_AXES = ("col", "tensor")
 """The mesh axes over which a transformer's logits are split, whichever of them is bound."""
 
 
-def make_attention(config: TransformerConfig, block: int, *, rngs) -> TensorParallelAttention:
+def make_attention(config: TransformerConfig, block: int, *, rngs) -> TensorParallelAttention | LatentAttention:
     """Causal self-attention of a block."""
+    if config.latent is not None:
+        return _make_latent_attention(config, config.latent, rngs=rngs)
     inner: dict[str, Any] = _inner(config) | {"use_bias": config.use_bias or config.qkv_bias}
     theta, scaling = config.rope_of(block)
     return TensorParallelAttention(
@@ -44,6 +48,22 @@ def make_attention(config: TransformerConfig, block: int, *, rngs) -> TensorPara
         dropout=config.dropout,
         kernel=config.attention,
         **inner,
+        rngs=rngs,
+    )
+
+
+def _make_latent_attention(config: TransformerConfig, latent: LatentConfig, *, rngs) -> LatentAttention:
+    inner = _inner(config)
+    return LatentAttention(
+        config.hidden_size,
+        config.num_heads,
+        latent=latent,
+        rope_theta=config.rope_theta,
+        rope_scaling=config.rope_scaling,
+        dropout=config.dropout,
+        kernel=config.attention,
+        **{name: inner[name] for name in ("out_init", "sequence_parallel", "overlap")},
+        **_linear(config),
         rngs=rngs,
     )
 

@@ -2,6 +2,7 @@
 
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
 GPT2 = {
@@ -171,10 +172,20 @@ PRESETS: dict[str, TransformerConfig] = {
         num_layers=62, hidden_size=5376, num_heads=32, num_kv_heads=16, head_dim=128, mlp_hidden_size=21_504,
         query_scalar=168, **GEMMA3_LARGE,
     ),
+    # Of its two losses that balance experts the bias alone: the one of each sequence is not here.
+    "deepseek-v3": TransformerConfig(
+        vocab_size=129_280, max_length=163_840, num_layers=61, hidden_size=7168, num_heads=128, mlp_hidden_size=18_432,
+        norm_eps=1e-6, latent=LatentConfig(kv_rank=512, query_rank=1536, mscale=1.0),
+        rope_scaling=RopeScaling(kind="yarn", factor=40.0, original_length=4096, attention_factor=1.0),
+        experts=ExpertsConfig(
+            num_experts=256, top_k=8, inner_size=2048, first_dense=3, router="sigmoid", groups=8, top_groups=4, scale=2.5,
+            shared_size=2048, load_balance=0.0,
+        ),
+    ),
 }  # fmt: skip
 """Name -> configuration: GPT-2 (Radford et al. 2019), without dropout, Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al.
 2024), Mistral and Mixtral (Jiang et al. 2023, 2024), Qwen3 (Yang et al. 2025), gpt-oss (OpenAI 2025), Gemma 2 and the language
-models of Gemma 3 (Gemma Team 2024, 2025)."""
+models of Gemma 3 (Gemma Team 2024, 2025), and DeepSeek-V3 (DeepSeek-AI 2024) without what predicts a second token."""
 
 
 def preset(name: str) -> TransformerConfig:

@@ -26,11 +26,15 @@ from axonml_jax.parallel.experts.parallel_moe import ParallelMoE
 from axonml_jax.parallel.experts.router_values import RouterValues
 from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
 from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
+from axonml_jax.parallel.tensor.latent.latent_cache import LatentCache
 from axonml_jax.parallel.tensor.megatron.attend import WHOLE, KVCache, Packed
 from axonml_jax.parallel.tensor.megatron.chunked_cross_entropy import chunked_cross_entropy
 from axonml_jax.parallel.tensor.megatron.sequence import split_sequence
 from axonml_jax.parallel.tensor.megatron.softcap import capped
 from axonml_jax.parallel.tensor.products.ordered import Prefetch
+
+Cache = KVCache | LatentCache
+"""What a block keeps of the positions that it has seen."""
 
 
 class Block(nnx.Module):
@@ -60,9 +64,10 @@ class Block(nnx.Module):
         mixed = self.attention(self.attention_norm(x), prefetch=prefetch, packed=packed)
         return self._joined(x, mixed, prefetch)
 
-    def extend(self, x: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def extend(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """The same for positions after those in a cache."""
-        mixed, cache = self.attention.extend(self.attention_norm(x), cache)
+        attention: Any = self.attention
+        mixed, cache = attention.extend(self.attention_norm(x), cache)
         return self._joined(x, mixed)[0], cache
 
     def _joined(
@@ -204,12 +209,12 @@ class Transformer(nnx.Module):
         )
         return jnp.sum(losses), jnp.sum(targets != ignore, dtype=losses.dtype)
 
-    def extend(self, tokens: jax.Array, caches: list[KVCache]) -> tuple[jax.Array, list[KVCache]]:
+    def extend(self, tokens: jax.Array, caches: list[Cache]) -> tuple[jax.Array, list[Cache]]:
         """Logits of positions after those in the caches, one cache per block; without sequence parallelism.
 
         Args:
           tokens: integer [b, s]; there is room for s more positions.
-          caches: keys and values of the positions before (see `empty_caches`).
+          caches: keys and values, or latents, of the positions before (see `empty_caches`).
 
         Returns:
           (logits as from a call, the caches with s more positions).
@@ -220,7 +225,7 @@ class Transformer(nnx.Module):
             kept.append(cache)
         return self._logits(x), kept
 
-    def empty_caches(self, batch: int, room: int) -> list[KVCache]:
+    def empty_caches(self, batch: int, room: int) -> list[Cache]:
         """One cache per block with room for so many positions, of the heads that this rank computes.
 
         Raises:
@@ -229,14 +234,14 @@ class Transformer(nnx.Module):
         self._check_length(room)
         return [block.attention.empty_cache(batch, room) for block in self.blocks]
 
-    def cache_specs(self, rows: Any, heads: str | None) -> list[KVCache]:
+    def cache_specs(self, rows: Any, heads: str | None) -> list[Cache]:
         """How the caches lie on a mesh.
 
         Args:
           rows: the axes that split sequences, as an entry of a spec.
           heads: the axis that splits heads.
         """
-        one = self.blocks.layer if isinstance(self.blocks, Stack) else self.blocks[0]
+        one: Any = self.blocks.layer if isinstance(self.blocks, Stack) else self.blocks[0]
         return [one.attention.cache_specs(rows, heads)] * len(self.blocks)
 
     def _hidden(

@@ -165,7 +165,9 @@ def _dispatches(model: TransformerConfig, ranks: int) -> tuple[str | None, ...]:
 
 def _goes_with(model: TransformerConfig, axis: str) -> bool:
     """Whether a model can be split over an axis at all."""
-    return axis not in GRID if model.experts is not None else axis != "expert"
+    if axis in GRID:
+        return model.experts is None and model.latent is None
+    return model.experts is not None or axis != "expert"
 
 
 def _methods(model: TransformerConfig, context: int, tensor: int) -> tuple[MethodName | None, ...]:

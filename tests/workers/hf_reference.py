@@ -42,6 +42,11 @@ GEMMA3 = dict(
     head_dim=8, sliding_window=5, query_pre_attn_scalar=10, num_hidden_layers=3, rope_parameters=GEMMA3_ROPE,
     layer_types=["sliding_attention", "sliding_attention", "full_attention"],
 )  # fmt: skip
+DEEPSEEK = LLAMA | EXPERTS | dict(
+    num_hidden_layers=3, num_key_value_heads=6, n_routed_experts=8, moe_intermediate_size=20, n_shared_experts=2, n_group=4,
+    topk_group=2, first_k_dense_replace=1, q_lora_rank=10, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4,
+    v_head_dim=5, rms_norm_eps=1e-4, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0),
+)  # fmt: skip
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 MODELS = {
@@ -61,6 +66,11 @@ MODELS = {
     "qwen3_moe": ("Qwen3Moe", LLAMA | EXPERTS | QWEN_MOE | dict(norm_topk_prob=True)),
     "qwen3_moe-dense-first": ("Qwen3Moe", LLAMA | EXPERTS | QWEN_MOE | dict(mlp_only_layers=[0])),
     "gpt_oss": ("GptOss", LLAMA | EXPERTS | GPT_OSS),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "deepseek_v3-plain": (
+        "DeepseekV3",
+        DEEPSEEK | dict(q_lora_rank=None, n_shared_experts=1, norm_topk_prob=False, rope_parameters=None),
+    ),
     "gemma2": ("Gemma2", LLAMA | GEMMA2),
     "gemma3": ("Gemma3Text", LLAMA | GEMMA3),
     "gemma3-windows": ("Gemma3Text", LLAMA | dict(head_dim=8, sliding_window=5, final_logit_softcapping=4.0)),
@@ -83,6 +93,8 @@ def main(folder, mode="write"):
             for _, p in model.named_parameters():  # biases and norms start at 0 and 1: make every one count
                 p.data = 0.02 * torch.randn_like(p) if not p.isfinite().all() or p.abs().max() > 10 else p.data
                 p.data += 0.3 * torch.randn_like(p)
+            for name, b in model.named_buffers():  # what balances experts, which begins with zeros
+                b.data += 0.3 * torch.randn_like(b) if name.endswith("correction_bias") else 0
             model.double().eval()
             model.float().save_pretrained(place)
             np.savez(place / "reference.npz", tokens=tokens, logits=logits_of(model, tokens))

@@ -71,6 +71,7 @@ def block_activations(
     size, wide, itemsize = config.hidden_size, 4, jnp.dtype(compute).itemsize
     shape = config.attention_shape
     boundary = divided(tokens * size * itemsize, outside)
+    latents = sum(scale.size for scale in shape.scales if not scale.of_heads)
     fused = attention is not None or fuses_attention(config, length, compute, platform, documents)
     # Attention weights as the softmax leaves and as it is read; of capped scores the tangent too.
     of_scores = (wide if config.attention_softcap is None else 2 * wide) + itemsize
@@ -84,9 +85,11 @@ def block_activations(
     between = 3 * size * itemsize + 2 * normed + (2 * (size * itemsize + normed) if config.post_norms else 0)
     products, feed = shape.opened * itemsize, _feed(config, tokens, inside, itemsize, experts)
     whole = boundary + divided(tokens * within, inside) + divided(tokens * between, outside) + feed.whole
+    whole += divided(tokens * (shape.pressed * itemsize + latents * (2 * wide + itemsize)), outside)
     # Of what is between the layers: both closing products, and with biases the first of them before its bias.
     closing = size * itemsize * (3 if config.use_bias else 2)
     selective = boundary + divided(tokens * products, inside) + divided(tokens * closing, outside) + feed.products
+    selective += divided(tokens * shape.pressed * itemsize, outside)
     scores = config.num_heads * (wide if fused else length * wide) + shape.mixed * itemsize  # and the mixed heads
     plain = selective + feed.routed + divided(tokens * scores, inside) if apart else whole
     kept = (1 - run.recomputes) * plain + run.full * boundary + run.selective * selective

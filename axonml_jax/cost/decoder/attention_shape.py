@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Split = Literal["column", "keys", "row"]
+from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
+
+Split = Literal["column", "keys", "row", "whole"]
 
 
 class Matrix(NamedTuple):
@@ -13,7 +15,8 @@ class Matrix(NamedTuple):
       name: of the layer.
       fan_in, fan_out: its sizes.
       split: what the ranks that share heads have of it: "column", the outputs of their heads; "keys", likewise, but all of it
-        where there are fewer heads of keys than ranks; "row", the inputs of their heads.
+        where there are fewer heads of keys than ranks; "row", the inputs of their heads; "whole", all, outside of the layers
+        that are split.
     """
 
     name: str
@@ -33,10 +36,12 @@ class Scale(NamedTuple):
     Attributes:
       name: of the norm.
       size: of what it norms.
+      of_heads: whether that is a head, so that a rank norms those that it has; else it is whole on every rank.
     """
 
     name: str
     size: int
+    of_heads: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,8 @@ class AttentionShape:
       kv_heads: of keys and values.
       query_size: numbers of a head's query, and of a key.
       value_size: numbers of a head's value.
+      entering: numbers of each array of a position that opening layers read.
+      shared: numbers of a position's key that heads share.
     """
 
     matrices: tuple[Matrix, ...]
@@ -58,6 +65,8 @@ class AttentionShape:
     kv_heads: int
     query_size: int
     value_size: int
+    entering: tuple[int, ...]
+    shared: int = 0
 
     @property
     def queries(self) -> int:
@@ -78,6 +87,11 @@ class AttentionShape:
     def opened(self) -> int:
         """Numbers that the layers make which a rank has its heads of."""
         return sum(matrix.fan_out for matrix in self.matrices if matrix.opens)
+
+    @property
+    def pressed(self) -> int:
+        """Numbers that the layers make which every rank has whole: latents, and a key that heads share."""
+        return sum(matrix.fan_out for matrix in self.matrices if matrix.split == "whole")
 
     @property
     def products(self) -> int:
@@ -111,4 +125,33 @@ def grouped_heads(
         kv_heads=kv_heads,
         query_size=head_size,
         value_size=head_size,
+        entering=(hidden_size,),
+    )
+
+
+def latent_heads(hidden_size: int, heads: int, latent: LatentConfig) -> AttentionShape:
+    """Attention whose keys and values are made of latents.
+
+    >>> latent_heads(8, 2, LatentConfig(kv_rank=4, plain_size=3, rotary_size=2, value_size=3)).entering
+    (8, 4)
+    """
+    queries, made = heads * latent.query_size, heads * (latent.plain_size + latent.value_size)
+    whole, scales, rank = [], [], latent.query_rank
+    if rank is not None:
+        whole, scales = [Matrix("query_down", hidden_size, rank, "whole")], [Scale("query_norm", rank, of_heads=False)]
+    return AttentionShape(
+        matrices=(
+            *whole,
+            Matrix("query", rank or hidden_size, queries, "column"),
+            Matrix("key_value_down", hidden_size, latent.kv_rank + latent.rotary_size, "whole"),
+            Matrix("key_value", latent.kv_rank, made, "column"),
+            Matrix("out", heads * latent.value_size, hidden_size, "row"),
+        ),
+        scales=(*scales, Scale("key_value_norm", latent.kv_rank, of_heads=False)),
+        heads=heads,
+        kv_heads=heads,
+        query_size=latent.query_size,
+        value_size=latent.value_size,
+        entering=(rank or hidden_size, latent.kv_rank),
+        shared=latent.rotary_size,
     )

@@ -6,6 +6,7 @@ from typing import Protocol
 from axonml_jax.cost.amounts import Many
 from axonml_jax.cost.decoder.attention_shape import AttentionShape
 from axonml_jax.mesh.axes import LAYER_AXES
+from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 
 
 class ExpertsLike(Protocol):
@@ -34,6 +35,7 @@ class DecoderLike(Protocol):
     norm: str
     activation: str
     experts: ExpertsLike | None
+    latent: LatentConfig | None
     position: str
     tie_embeddings: bool
     use_bias: bool

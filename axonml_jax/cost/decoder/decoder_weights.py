@@ -163,8 +163,9 @@ class _Decoder:
         """Norms of each head, whose gradients are summed over the ranks that split heads, and sinks, which these split."""
         config, found, axis = self.config, [], "row" if self.grid else "tensor"
         summed = (axis,) if self.grid or self.tensor > 1 else ()
-        for name, size in config.attention_shape.scales:
-            own = {"again": not summed, "summed": summed, **kind.shared}
+        for name, size, of_heads in config.attention_shape.scales:
+            own_axes = summed if of_heads else self.outside
+            own = {"again": not own_axes, "summed": own_axes, **kind.shared}
             found.append(self._one(f"blocks/attention/{name}/scale", (size,), **own))
         if config.sinks:
             own = {"again": False, "splits": (((axis,), 0),) if summed else (), **kind.shared}
@@ -173,7 +174,7 @@ class _Decoder:
 
     def _linear(self, name: str, fan_in: int, fan_out: int, split: str, kind: _Kind) -> list[Weight]:
         (kernel, bias), shared = self._splits(split), kind.shared
-        replicated = ("tensor",) if split == "replicated" else ()
+        replicated = ("tensor",) if split == "replicated" else self.outside if split == "whole" else ()
         found = [self._one(f"{name}/kernel", (fan_in, fan_out), splits=kernel, summed=replicated, **shared)]
         opens = any(name.endswith(each) for each in ("attention/query", "attention/key", "attention/value"))
         if self.config.use_bias or (self.config.qkv_bias and opens):
@@ -190,6 +191,6 @@ class _Decoder:
         if self.grid:
             into, out = ("row", "col") if split == "row" else ("col", "row")
             return (((into, "depth"), 0), ((out,), 1)), (((out,), 0),)
-        if self.tensor == 1 or split == "replicated":
+        if self.tensor == 1 or split in ("replicated", "whole"):
             return (), ()
         return (((("tensor",), 1),), ((("tensor",), 0),)) if split == "column" else (((("tensor",), 0),), ())

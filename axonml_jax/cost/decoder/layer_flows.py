@@ -97,7 +97,10 @@ def _tensor(layers: Layers, weights: Weights) -> Iterator[Flow]:
     yield make("forward", halves + parts.first)
     # Recomputing repeats every sum of the forward; in a scan, whose trips end with their units, not what a unit ends with.
     repeated = again * (parts.blocks if ends else halves) + again * parts.first * (not scan)
-    yield make("backward", halves + repeated + parts.last)
+    yield make("backward", halves - parts.blocks + repeated + parts.last)
+    shape = layers.config.attention_shape
+    for size in (*shape.entering, *([shape.shared] if shape.shared else [])):
+        yield layers.flow(SUM, "tensor", layers.tokens * size, "backward", calls=parts.blocks)
     yield from _gates(layers)
     yield from _loss(layers, "tensor")
     yield from _summed(layers, weights, "tensor")
@@ -136,7 +139,8 @@ def _sequence(layers: Layers, weights: Weights) -> Iterator[Flow]:
     whole, again = layers.tokens * layers.config.hidden_size, layers.run.recomputes
     first, last, shared = layers.parts.first, layers.parts.last, _shared(layers)
     experts = layers.parts.experts  # in the place of so many dense halves; they keep what they gather
-    halves = 2 * layers.parts.blocks - experts
+    latent = layers.config.latent is not None
+    halves = (1 if latent else 2) * layers.parts.blocks - experts  # attention of latents gathers others than its input
 
     def make(kind: str, work: str, calls: Many, others: Many) -> Iterator[Flow]:
         """`calls` of halves, which a ring cuts into hops, and those of experts and of what stands around the blocks."""
@@ -154,12 +158,32 @@ def _sequence(layers: Layers, weights: Weights) -> Iterator[Flow]:
     normed = again * layers.config.post_norms
     repeated = again * (halves if layers.config.post_norms else layers.parts.blocks)
     yield from make(SCATTER, "backward", halves + repeated, last + (1 + normed) * (experts + shared))
+    if latent:
+        yield from _gathered_latents(layers)
     if layers.config.position == "learned":
         yield layers.flow(GATHER, "tensor", layers.length * layers.config.hidden_size, "backward", calls=first)
     yield from _scores(layers)
     yield from _gates(layers)
     yield from _loss(layers, "tensor")
     yield from _summed(layers, weights, "tensor")
+
+
+def _gathered_latents(layers: Layers) -> Iterator[Flow]:
+    """Of attention, with the sequence split: latents are gathered, again for their layers' weights, and the key heads share."""
+    shape, blocks, again = layers.config.attention_shape, layers.parts.blocks, layers.run.recomputes
+    ends = again * layers.config.post_norms
+    for size in shape.entering:
+        entered = layers.tokens * size
+        yield layers.flow(GATHER, "tensor", entered, "forward", calls=blocks)
+        yield layers.flow(GATHER, "tensor", entered, "backward", calls=blocks * (1 + again))
+        yield layers.flow(SCATTER, "tensor", entered, "backward", calls=blocks)
+    key, whole = layers.tokens * shape.shared, layers.tokens * layers.config.hidden_size
+    yield layers.flow(GATHER, "tensor", key, "forward", calls=blocks)
+    yield layers.flow(GATHER, "tensor", key, "backward", calls=blocks * again)
+    yield layers.flow(SCATTER, "tensor", key, "backward", calls=blocks)
+    yield layers.flow(SCATTER, "tensor", whole, "forward", calls=blocks)
+    yield layers.flow(GATHER, "tensor", whole, "backward", calls=blocks)
+    yield layers.flow(SCATTER, "tensor", whole, "backward", calls=blocks * ends)
 
 
 def _loss(layers: Layers, axis: str) -> Iterator[Flow]:

@@ -17,6 +17,7 @@ from axonml_jax.model.safetensors import safetensors_files
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.huggingface import check_pretrained, pretrained_config
+from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
 WEIGHTS = "weights"
@@ -112,6 +113,7 @@ def _content(name: str, config: TransformerConfig, weights: Path, tokens: dict[s
     sections = {
         "model": _given(config),
         "rope_scaling": _given(config.rope_scaling or RopeScaling()),
+        "latent": _given(config.latent or LatentConfig()),
         "experts": _given(config.experts or ExpertsConfig()),
         "data": tokens | ({} if length == DataConfig().length else {"length": length}),
         "train": _given(TrainConfig(weights=str(weights))),

@@ -20,6 +20,7 @@ from axonml_jax.launch.config.sections.pipeline_config import PipelineConfig
 from axonml_jax.launch.config.sections.plan_config import PlanConfig
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ class RunConfig:
     model: TransformerConfig | OwnModel
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    latent: LatentConfig = field(default_factory=LatentConfig)
     loss: LossConfig = NO_LOSS
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -166,10 +168,11 @@ class RunConfig:
 
     def __post_init__(self):
         if isinstance(self.model, TransformerConfig):
-            if self.experts.num_experts:
-                object.__setattr__(self, "model", replace(self.model, experts=self.experts))
-            if self.rope_scaling.kind != "none":
-                object.__setattr__(self, "model", replace(self.model, rope_scaling=self.rope_scaling))
+            given = {"experts": self.experts.num_experts, "rope_scaling": self.rope_scaling.kind != "none"}
+            given |= {"latent": self.latent.kv_rank}
+            sections = {name: getattr(self, name) for name, there in given.items() if there}
+            if sections:
+                object.__setattr__(self, "model", replace(self.model, **sections))
         model = None if isinstance(self.model, OwnModel) else self.model
         problems = list(self._of_own_model() if model is None else self._of_transformer(model))
         length = None if self.data.class_path else self.data.length
@@ -194,7 +197,12 @@ class RunConfig:
             yield f"data.length={self.data.length} is above model.max_length={model.max_length}"
 
     def _of_own_model(self) -> Iterator[str]:
-        only = {"experts": ExpertsConfig(), "rope_scaling": RopeScaling(), "sample": SampleConfig()}
+        only = {
+            "experts": ExpertsConfig(),
+            "rope_scaling": RopeScaling(),
+            "latent": LatentConfig(),
+            "sample": SampleConfig(),
+        }
         for name, default in only.items():
             if getattr(self, name) != default:
                 yield f"the section {name} has no effect beside model.class_path: it is the transformer's"

@@ -15,6 +15,7 @@ Described = Mapping[str, Any]
 
 
 OFF: dict[str, Any] = {
+    "latent": None,
     "qkv_bias": False,
     "qk_norm": False,
     "sinks": False,
@@ -44,6 +45,7 @@ class Family:
       describe: the `config.json` of a configuration.
       is_this: whether a configuration is of this family.
       places: where each array is.
+      unread: how names of arrays begin that are there and no part of the transformer here.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Family:
     describe: Callable[[TransformerConfig], dict[str, Any]]
     is_this: Callable[[TransformerConfig], bool]
     places: Callable[[TransformerConfig], Places]
+    unread: Callable[[TransformerConfig], tuple[str, ...]] = lambda config: ()
 
 
 def other_than(described: Described, fine: Mapping[str, tuple]) -> Iterator[str]:
@@ -65,6 +68,13 @@ def other_than(described: Described, fine: Mapping[str, tuple]) -> Iterator[str]
     for name, values in fine.items():
         if described.get(name, values[0]) not in values:
             yield f"{name}={described[name]!r}"
+
+
+def quantized(described: Described) -> Iterator[str]:
+    """That the weights are in a dtype which is not read here."""
+    method = (described.get("quantization_config") or {}).get("quant_method")
+    if method:
+        yield f"weights quantized by {method}: save them in bfloat16 first, without quantization_config"
 
 
 def has_only(config: TransformerConfig, **options: Any) -> bool:

@@ -7,7 +7,7 @@ from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.families import llama
 from axonml_jax.models.families.array_place import Place
-from axonml_jax.models.families.family import Described, Family, Places, other_than
+from axonml_jax.models.families.family import Described, Family, Places, other_than, quantized
 from axonml_jax.models.families.rope import rope_problems
 from axonml_jax.models.families.windows import window_description, window_problems, window_settings
 
@@ -40,9 +40,7 @@ def _problems(described: Described) -> Iterator[str]:
     yield from other_than(described, _FINE)
     yield from rope_problems(described)
     yield from window_problems(_whole(described))
-    quantized = described.get("quantization_config") or {}
-    if quantized.get("quant_method"):
-        yield f"weights quantized by {quantized['quant_method']}: save them in bfloat16 first, without quantization_config"
+    yield from quantized(described)
 
 
 def _settings(described: Described) -> dict[str, Any]:

@@ -3,17 +3,17 @@
 from typing import Any
 
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.families import gpt2, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from axonml_jax.models.families import deepseek_v3, gpt2, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from axonml_jax.models.families.family import OFF, Described, Family
 from axonml_jax.models.families.gemma import gemma2, gemma3
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gpt_oss, gemma2, gemma3)
+    for module in (gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gpt_oss, gemma2, gemma3, deepseek_v3)
 }
 """`model_type` -> family."""
 
-TITLES = "GPT-2, Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Gemma 2 and Gemma 3"
+TITLES = "GPT-2, Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Gemma 2, Gemma 3 and DeepSeek-V3"
 """What they are called."""
 
 

@@ -86,7 +86,7 @@ def around_mlp(config: TransformerConfig) -> Places:
         norms = _FOUR_NORMS if config.post_norms else _NORMS
         for name, own in (norms | (_HEAD_NORMS if config.qk_norm else {})).items():
             places[f"{here}/{own}/scale"] = Place(name=f"{there}.{name}.weight")
-        for name, own in _ATTENTION.items():  # torch.nn.Linear: [out, in]
+        for name, own in ({} if config.latent else _ATTENTION).items():  # torch.nn.Linear: [out, in]
             places[f"{here}/{own}/kernel"] = Place(name=f"{there}.{name}.weight", turned=True)
             if config.use_bias or (config.qkv_bias and own != "attention/out"):
                 places[f"{here}/{own}/bias"] = Place(name=f"{there}.{name}.bias")

@@ -19,7 +19,13 @@ from axonml_jax.sharding.stored import to_stored
 
 
 def filled(leaf: Leaf, source: ArraySource, stored: StoredArrays) -> Any:
-    """An array from the files in the shape, dtype and place of a leaf; each device's part is read alone."""
+    """An array from the files in the shape, dtype and place of a leaf; each device's part is read alone.
+
+    Args:
+      leaf: says where it will rest, and how.
+      source: where it is among the arrays of the files.
+      stored: these.
+    """
     sharding = getattr(leaf.array, "sharding", None)
     whole, shape = leaf.shape, tuple(np.shape(leaf.array))
     if sharding is None:
@@ -57,7 +63,12 @@ def _padded_part(
 
 
 def pending(name: str, parts: list[tuple[Leaf, tuple[int, ...], Place]]) -> Pending:
-    """An array there of parts of leaves here."""
+    """An array there of parts of leaves here.
+
+    Args:
+      name: of the array there.
+      parts: of each the leaf, the index of its first dims, and its place in the array there.
+    """
     leaf, index, _ = parts[0]
     places = [place for _, _, place in parts]
     shape = shape_there(places, leaf.shape[len(index) :])
