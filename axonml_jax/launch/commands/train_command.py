@@ -56,6 +56,8 @@ from axonml_jax.launch.objects.make_optimizer import learning_rate, make_optimiz
 from axonml_jax.launch.own.own_callbacks import own_callbacks
 from axonml_jax.launch.own.own_data import OwnSplit
 from axonml_jax.launch.own.subject import loss_of, model_of
+from axonml_jax.launch.watched.replicas_compared import ReplicasCompared
+from axonml_jax.launch.watched.run_watchdog import run_watchdog
 from axonml_jax.logging import print0
 from axonml_jax.mesh.watch.watchdog import Watchdog
 from axonml_jax.models.huggingface import load_pretrained
@@ -161,7 +163,7 @@ def _train(config: RunConfig, ground: RunSetup, data: TextData, trainer: Trainer
     status = 0
     with trainer, Preemption() as preemption:
         saves = Saves(manager, trainer, data.train, config, preemption, run.path / NONFINITE)
-        _run(config, ground, data, trainer, mine, records, start, saves)
+        _run(config, ground, data, trainer, run, records, start, saves)
         if manager is not None:
             manager.wait()
         trainer.finish(saves.reason)
@@ -219,15 +221,15 @@ def _run(
     ground: RunSetup,
     data: TextData,
     trainer: Trainer,
-    folder: Path | None,
+    run: RunFolder,
     records: list[Record],
     start: int,
     saves: Saves,
 ) -> None:
-    """Train, appending to `records` and to the files in `folder` (None in all processes but the main one)."""
+    """Train, appending to `records` and, in the main process, to the files in the run's folder."""
+    folder = run.path if run.leads else None
     with ExitStack() as stack:
-        watched = config.train.stuck_timeout, config.train.stuck_warning
-        dog = stack.enter_context(Watchdog(watched[0], warning=watched[1])) if any(watched) else None
+        dog = stack.enter_context(run_watchdog(config, ground, trainer, run.path))
         writes = [stack.enter_context(closing(recorder)).write for recorder in _recorders(config, folder, start)]
         if folder and config.output.mlflow:
             writes.append(stack.enter_context(MlflowRun(folder, lambda: saves.reason)).write)
@@ -253,7 +255,7 @@ def _run(
             start=start,
             elapsed=records[-1].metrics.get("wall_time", 0.0) if records else 0.0,
             watchdog=dog,
-            after=saves,
+            after=ReplicasCompared(config, trainer, saves),
         ):
             records.append(record)
             for write in writes:
@@ -261,12 +263,11 @@ def _run(
             show(record)
 
 
-def _watched(batches: Iterator, watchdog: Watchdog | None) -> Iterator:
+def _watched(batches: Iterator, watchdog: Watchdog) -> Iterator:
     """The batches of a validation, each of which is progress."""
     for batch in batches:
         yield batch
-        if watchdog is not None:
-            watchdog.moved()
+        watchdog.moved()
 
 
 def _recorders(config: RunConfig, folder: Path | None, start: int) -> Iterator[Recorder]:

@@ -5,7 +5,7 @@ Nothing here imports JAX, so that help and wrong keys are answered at once.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from axonml_jax.launch.config.against_mesh import against_mesh
 from axonml_jax.launch.config.lowest import at_least
@@ -67,6 +67,9 @@ class TrainConfig:
         job; null waits for ever.
       stuck_warning: seconds without progress after which one of several processes names those that are missing, and goes on
         waiting; null names nobody before the end.
+      compare_replicas: compare the parameters and the optimizer's state of devices that should hold the same every this many
+        steps, bit for bit, before anything is saved; null never.
+      replicas_differ: what happens when they differ: stop, naming devices and arrays, or warn of each device once.
     """
 
     steps: int = 1000
@@ -80,10 +83,22 @@ class TrainConfig:
     layer_norms: bool = False
     stuck_timeout: float | None = 1800.0
     stuck_warning: float | None = 20.0
+    compare_replicas: int | None = None
+    replicas_differ: Literal["stop", "warn"] = "stop"
 
     def __post_init__(self):
-        positive = ("steps", "global_batch_size", "eval_every", "eval_batches", "log_every", "max_nonfinite")
-        at_least("train", self, seed=0, stuck_timeout=1, stuck_warning=1, **dict.fromkeys(positive, 1))
+        positive = (
+            "steps",
+            "global_batch_size",
+            "eval_every",
+            "eval_batches",
+            "log_every",
+            "max_nonfinite",
+            "compare_replicas",
+        )
+        unused = self.replicas_differ == "warn" and self.compare_replicas is None
+        problems = ["replicas_differ=warn has no effect while train.compare_replicas is null"] * unused
+        at_least("train", self, problems, seed=0, stuck_timeout=1, stuck_warning=1, **dict.fromkeys(positive, 1))
 
 
 @dataclass(frozen=True, kw_only=True)

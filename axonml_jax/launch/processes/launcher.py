@@ -20,6 +20,7 @@ from axonml_jax.launch.processes.supervise import Ended, Supervisor, print_note
 from axonml_jax.launch.processes.worker import Worker
 from axonml_jax.launch.processes.worker_environment import Attempt, count_workers, worker_environment
 
+_SHOWN = 8
 _PIPE_CLOSED = 128 + signal.SIGPIPE
 
 # What a process says that has waited in vain for one that ended well.
@@ -87,6 +88,9 @@ class _Job:
                 print_note(_stopped(ended))
             cause = self._nodes.verdict(ended.failure)
             print_note(report(cause) if cause else self._nodes.lost or "another machine's workers failed")
+            if ended.records:
+                more = f" and {len(ended.records) - _SHOWN} more" if len(ended.records) > _SHOWN else ""
+                print_note(f"flight records of this machine's ranks: {', '.join(ended.records[:_SHOWN])}{more}")
             if cause and ended.early and _WAITING.search("\n".join(cause.lines)):
                 print_note(
                     f"rank(s) {list(ended.early)} had ended with exit code 0 before, and others were still at work with them: "

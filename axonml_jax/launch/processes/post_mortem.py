@@ -17,6 +17,8 @@ _LOST_ANOTHER = re.compile(
     r"Broken pipe|Read timeout|tasks? (?:has|have) (?:disconnected|failed)"
 )
 
+_FLIGHT = re.compile(r"axonml_jax: flight record: (.+)")
+
 _HINTS = {
     -9: "SIGKILL comes from outside: most often the out-of-memory killer (see `dmesg`) or a batch system's limit",
     -11: "a crash in native code: set PYTHONFAULTHANDLER=1 to see where",
@@ -50,6 +52,15 @@ def report(cause: Failure) -> str:
     if not lines:
         return f"{head}; it wrote nothing to its standard error"
     return "\n".join([f"{head}; the end of its standard error:", *(f"    {line}" for line in lines)])
+
+
+def flight_records(lines: Sequence[str]) -> list[str]:
+    """The files in which a dying process has said that it left its record.
+
+    >>> flight_records(["axonml_jax: flight record: runs/a/flight-rank1.json", "Traceback ..."])
+    ['runs/a/flight-rank1.json']
+    """
+    return [found[1] for line in lines if (found := _FLIGHT.match(line))]
 
 
 def traceback_of(lines: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from axonml_jax.launch.processes.interrupts import Interrupts
 from axonml_jax.launch.processes.leftovers import members, signal_all
-from axonml_jax.launch.processes.post_mortem import looks_like_a_consequence, root_cause
+from axonml_jax.launch.processes.post_mortem import flight_records, looks_like_a_consequence, root_cause
 from axonml_jax.launch.processes.worker import Failure, Worker
 
 FAILURE_GRACE = 5.0
@@ -54,6 +54,7 @@ class Ended:
       received: the signal that asked for the end.
       stopped: ranks that were stopped because of it.
       early: ranks that had ended well when others failed.
+      records: files in which workers have left their flight records.
     """
 
     failure: Failure | None = None
@@ -61,6 +62,7 @@ class Ended:
     received: signal.Signals | None = None
     stopped: tuple[int, ...] = ()
     early: tuple[int, ...] = ()
+    records: tuple[str, ...] = ()
 
 
 class Supervisor:
@@ -128,7 +130,9 @@ class Supervisor:
         early = tuple(worker.rank for worker in self._workers if worker.returncode == 0)
         self._end_all(signal.SIGTERM, FAILURE_GRACE)
         self._drain()
-        return Ended(root_cause([worker.failure() for worker in failed]), stopped=stopped, early=early)
+        records = [path for worker in self._workers for path in flight_records(worker.outlets[-1].last_lines())]
+        cause = root_cause([worker.failure() for worker in failed])
+        return Ended(cause, stopped=stopped, early=early, records=tuple(dict.fromkeys(records)))
 
     def _obey(self, received: signal.Signals) -> Ended:
         """Pass a signal on, and let the workers end by themselves for a while."""

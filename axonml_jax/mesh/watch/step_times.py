@@ -16,6 +16,9 @@ T = TypeVar("T")
 WINDOW = 20
 """Steps of which the mean is taken."""
 
+KEPT = 50
+"""Steps of which it is known when they were begun and done."""
+
 _TASKS = Path("/proc/self/task")
 _SHORTEST, _LONGEST, _GAP = 0.005, 0.1, 0.1
 
@@ -31,6 +34,7 @@ class StepTimes:
         self._on_cpus = on_cpus
         self._pending: deque[tuple[int, jax.Array, float, float]] = deque()
         self._steps: deque[Pace] = deque(maxlen=WINDOW)
+        self._log: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._ready = self._drawn = time.monotonic()
         self._data = self._stopped = 0.0
         self._worked = self._work()
@@ -53,11 +57,16 @@ class StepTimes:
     def began(self, step: int, result: jax.Array) -> None:
         """A step has been handed over; `result` is ready when it is done."""
         self._pending.append((step, result, self._drawn, self._data))
+        self._log.append({"step": step, "begun": round(time.time(), 3), "done": None})
         self._data = 0.0
 
     def pace(self) -> Pace:
         """The mean of the newest steps."""
         return mean_pace(list(self._steps))
+
+    def log(self) -> list[dict[str, Any]]:
+        """The newest steps, in order: when they were begun and done, in seconds since 1970; None: not done yet."""
+        return [dict(each) for each in list(self._log)]
 
     def watch(self, stop: threading.Event) -> None:
         """Take note of steps as they get done, until told to stop."""
@@ -72,6 +81,9 @@ class StepTimes:
 
     def _note(self, now: float) -> None:
         step, _, handed, data = self._pending.popleft()
+        for each in list(self._log):
+            if each["step"] == step:
+                each["done"] = round(time.time(), 3)
         wall, worked = now - self._ready, self._work()
         late = max(handed - self._ready, 0.0)
         work = worked - self._worked if self._on_cpus else 0.0

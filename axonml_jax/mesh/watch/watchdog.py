@@ -8,7 +8,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ import jax
 from axonml_jax.compat.coordination import coordinator_client
 from axonml_jax.logging import logger
 from axonml_jax.mesh.job.leave import leave_now
+from axonml_jax.mesh.watch.flight import FlightRecord
 from axonml_jax.mesh.watch.pace import Pace, Straggler, stragglers
 from axonml_jax.mesh.watch.standstill import Said, Standstill, standstill
 from axonml_jax.mesh.watch.step_times import WINDOW, StepTimes
@@ -32,7 +33,11 @@ SILENT = 5.0
 T = TypeVar("T")
 
 _FOLDER = "axonml_jax/watchdog/"
+_DYING = "axonml_jax/dying/"
 _TICK = 1.0
+_MISSED = 2.5
+_LONGEST = 4096
+_SHOWN = 4
 _STATUS = 1
 
 
@@ -48,6 +53,8 @@ class Watchdog:
         behind only after twice the longest step so far. None: it does not warn.
       end: what to do with the report; None prints it to standard error and ends this process.
       warn: what to do with a warning; None hands it to the library's logger.
+      record: what to write when the job dies, by an error here or in another process that can still say so, or because it
+        stood still for too long; None: nothing.
 
     Raises:
       ValueError: when a number of seconds is not positive.
@@ -60,11 +67,13 @@ class Watchdog:
         warning: float | None = WARNING,
         end: Callable[[str], None] | None = None,
         warn: Callable[[str], None] | None = None,
+        record: FlightRecord | None = None,
     ):
         for name, seconds in (("timeout", timeout), ("warning", warning)):
             if seconds is not None and not seconds > 0:
                 raise ValueError(f"{name}={seconds!r} must be a positive number of seconds")
         self._timeout, self._warning = timeout, warning
+        self._record, self._recorded = record, ""
         self._end, self._warn = end or _print_and_leave, warn or logger.warning
         self._size = jax.process_count() if jax.distributed.is_initialized() else 1
         self._rank = jax.process_index() if self._size > 1 else 0
@@ -84,8 +93,12 @@ class Watchdog:
                 threading.Thread(target=work, args=(self._stop,), name="watchdog", daemon=True).start()
         return self
 
-    def __exit__(self, *exception):
-        self._stop.set()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        try:
+            if self._size > 1 and error is not None:
+                self._dies(f"{type(error).__name__}: {error}", error)
+        finally:
+            self._stop.set()
 
     def began(self, step: int, result: jax.Array) -> None:
         """Call it when a step has been dispatched.
@@ -145,6 +158,8 @@ class Watchdog:
             try:
                 said = json.dumps(asdict(self._said()))
                 client.key_value_set(f"{_FOLDER}{self._rank}", said, allow_overwrite=True)
+                if self._record is not None and not self._recorded and (ends := self._ends()):
+                    self._dies("; ".join(ends), own=False)
             except jax.errors.JaxRuntimeError:
                 return  # the coordinator has gone; JAX says so
 
@@ -155,6 +170,7 @@ class Watchdog:
             if self._timeout is not None and still > self._timeout:
                 text = self._look().text
                 if not stop.is_set():
+                    self._dies(f"stuck: {text}")
                     self._end(text)
                 return
             self._warn_of(still)
@@ -194,6 +210,33 @@ class Watchdog:
             ends = "" if self._timeout is None else f". After {self._timeout:g} s the job ends"
             self._warn(f"{found.text}{ends}")
 
+    def _dies(self, why: str, error: BaseException | None = None, *, own: bool = True) -> None:
+        """Tell the others why the job dies here, if it is a reason of one's own, and write what is known."""
+        if (record := self._record) is None:
+            return
+        said, heard, steps, first = asdict(self._said()), _heard() or {}, self._times.log(), self._recorded
+        if not first:
+            told = why[:_LONGEST] if own else ""
+            _within(_MISSED, lambda: coordinator_client().key_value_set(f"{_DYING}{self._rank}", told))
+        others = {rank: asdict(each) for rank, each in sorted(heard.items()) if rank != self._rank}
+        why = self._recorded = f"{why}; before: {first}" if first else why
+        write = lambda why: record.write(self._rank, self._size, why, error, own=said, others=others, steps=steps)
+        write(why)
+        if isinstance(error, jax.errors.JaxRuntimeError) and others:  # most likely a connection that is lost
+            time.sleep(_MISSED)
+            if ends := self._ends(heard):
+                write("; ".join([why, *ends]))
+
+    def _ends(self, heard: Mapping[int, Said] | None = None) -> list[str]:
+        """Why other processes die, as they have said, and who has said nothing since `heard`."""
+        found = _within(SILENT, lambda: coordinator_client().key_value_dir_get(_DYING)) or []
+        told = {int(key.rsplit("/", 1)[1]): why for key, why in found}
+        now = (_heard() or {}) if heard else {}
+        same = {rank for rank, said in now.items() if heard and rank in heard and said.count == heard[rank].count}
+        silent = sorted(same - {*told, self._rank})
+        lines = [f"rank {rank} has ended: {why}" for rank, why in sorted(told.items()) if why and rank != self._rank]
+        return lines[:_SHOWN] + ([f"rank(s) {silent} say nothing any more"] if silent else [])
+
     def _look(self) -> Standstill:
         before = _heard()
         time.sleep(min(SILENT, *(each for each in (self._timeout, self._warning) if each is not None), SILENT))
@@ -202,18 +245,24 @@ class Watchdog:
 
 def _heard() -> dict[int, Said] | None:
     """What all processes last said; None when the coordinator does not answer."""
-    found: list[Any] = []
+    found = _within(SILENT, lambda: coordinator_client().key_value_dir_get(_FOLDER))
+    return None if found is None else {int(key.rsplit("/", 1)[1]): Said(**json.loads(text)) for key, text in found}
 
-    def ask() -> None:
+
+def _within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """What the coordinator answers in time; None: nothing."""
+    found: list[T] = []
+
+    def work() -> None:
         try:
-            found.append(coordinator_client().key_value_dir_get(_FOLDER))
+            found.append(ask())
         except jax.errors.JaxRuntimeError:
             return
 
-    asking = threading.Thread(target=ask, daemon=True)
+    asking = threading.Thread(target=work, daemon=True)
     asking.start()
-    asking.join(SILENT)
-    return {int(key.rsplit("/", 1)[1]): Said(**json.loads(text)) for key, text in found[0]} if found else None
+    asking.join(seconds)
+    return found[0] if found else None
 
 
 def _print_and_leave(text: str) -> None:

@@ -22,6 +22,11 @@ def where_is(thread: int) -> str:
     return f"in {entry.name} at {os.path.basename(entry.filename)}:{entry.lineno}"
 
 
+def stack_of(thread: int) -> list[str]:
+    """All calls of a thread as `file:line function`, the innermost last."""
+    return [f"{entry.filename}:{entry.lineno} {entry.name}" for entry in _calls(thread)]
+
+
 def compiles(thread: int) -> bool:
     """Whether a thread traces a program or waits for its compiler."""
     return is_compiling(entry.filename for entry in _calls(thread))

@@ -1,0 +1,1 @@
+"""What a run does about what goes wrong in it."""

@@ -1,0 +1,136 @@
+"""Replicas that are no longer equal are found, with the device and the first arrays, and equal ones are not."""
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from test_launcher_training import ROOT, SMALL, axonml
+
+import axonml_jax as ax
+from axonml_jax.training.state.replicas import CompareReplicas, UnequalReplica, checksum, in_words
+
+DTYPES = ("float32", "bfloat16", "float64", "int8", "uint32", "bool", "complex64")
+
+
+def flipped(array, device, bit=0):
+    """The same array, but for one bit of what one device holds."""
+    parts = []
+    for shard in array.addressable_shards:
+        data = np.array(shard.data)
+        if shard.device == device:
+            data.reshape(-1).view(np.uint8)[data.nbytes // 2 + bit // 8] ^= 1 << bit % 8
+        parts.append(jax.device_put(data, shard.device))
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_checksum_changes_with_every_bit(dtype):
+    values = np.random.default_rng(0).normal(size=6).astype(jnp.dtype(dtype))
+    whole = np.asarray(checksum(jnp.asarray(values)))
+    bits = range(8 * values.nbytes) if dtype != "bool" else range(0, 8 * values.nbytes, 8)  # a truth value has one
+    for bit in bits:
+        other = values.copy()
+        other.view(np.uint8)[bit // 8] ^= 1 << bit % 8
+        assert np.any(np.asarray(checksum(jnp.asarray(other))) != whole), bit
+
+
+def trained(**mesh):
+    """A state after two steps, and its mesh."""
+    devices = jax.devices()[:4]
+    model = ax.parallelize(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), ax.make_mesh(devices=devices, **mesh))
+    trainer = model.trainer(optax.adam(0.1), lambda model, batch: jnp.mean(model(batch) ** 2))
+    for _ in range(2):
+        trainer.step(np.ones((8, 8), np.float32))
+    return trainer.state, model.mesh.devices.flat
+
+
+def with_moment(state, change):
+    """A state in which an array of the optimizer is another."""
+    adam, *others = state.opt_state
+    return replace(state, opt_state=(adam._replace(mu=change(adam.mu)), *others))
+
+
+def test_a_flipped_bit_is_named_by_device_and_path_and_equal_replicas_are_not():
+    state, devices = trained(data=4)
+    compare = CompareReplicas()
+    assert compare(state) == []
+    first = lambda tree: jax.tree.map(lambda leaf: flipped(leaf, devices[2], bit=3), tree)
+    changed = with_moment(replace(state, variables=replace(state.variables, params=first(state.params))), first)
+    (found,) = compare(changed)
+    assert (found.device, found.certain) == (devices[2].id, True)
+    assert [name.split("/")[0] for name in found.names] == ["params"] * 2 + ["optimizer"] * 2
+    one = with_moment(state, lambda mu: {**mu, "bias": flipped(mu["bias"], devices[0])})
+    (found,) = compare(one)
+    assert found.device == devices[0].id and re.fullmatch("optimizer/.*mu.*bias", found.names[0])
+    assert compare(state) == []
+    assert compare._compiled._cache_size() == 1
+
+
+def test_only_what_is_held_more_than_once_is_compared():
+    state, devices = trained(data=2, fsdp=2)
+    kernel = flipped(state.params["kernel"], devices[3])
+    changed = replace(state, variables=replace(state.variables, params={**state.params, "kernel": kernel}))
+    assert CompareReplicas()(state) == []
+    (found,) = CompareReplicas()(changed)  # of two replicas nobody knows which is right
+    assert found == UnequalReplica(devices[3].id, 0, ("params/kernel",), certain=False)
+    state, devices = trained(data=1, fsdp=4)
+    changed = with_moment(state, lambda mu: {**mu, "kernel": flipped(mu["kernel"], devices[1])})
+    assert CompareReplicas()(changed) == []
+
+
+def test_it_is_said_in_words():
+    found = [UnequalReplica(5, 1, tuple("abcde"), True), UnequalReplica(6, 1, ("a",), False)]
+    said = in_words(found, 40)
+    assert said.startswith(
+        "after step 40 the replicas are not equal: device 5 (process 1) differs in a, b, c and 2 more; device 6 (process 1) "
+        "differs in a, though which side is wrong is not known. "
+    )
+
+
+WORK = """
+import os, sys
+import jax, numpy as np
+from axonml_jax.__main__ import main
+from axonml_jax.facade.trainer import Trainer
+
+real = Trainer.step
+
+def step(self, batch):
+    metrics = real(self, batch)
+    if self.step_number == 3 and os.environ["RANK"] == "1":
+        leaves, tree = jax.tree.flatten(self.model.variables)
+        data = np.array(leaves[0].addressable_data(0))
+        data.reshape(-1).view(np.uint32)[0] ^= 1
+        leaves[0] = jax.make_array_from_single_device_arrays(
+            leaves[0].shape, leaves[0].sharding, [jax.device_put(data, jax.local_devices()[0])]
+        )
+        self.model.variables = jax.tree.unflatten(tree, leaves)
+    return metrics
+
+Trainer.step = step
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("happens", ["stop", "warn"])
+def test_a_run_stops_before_it_saves_what_differs_or_warns_once(tmp_path, happens):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
+    (tmp_path / "work.py").write_text(WORK)
+    config = [str(ROOT / "configs" / "quickstart.yaml"), *SMALL, "--data.path=text.txt", "--devices.simulated=null"]
+    config += ["--mesh.data=2", "--mesh.fsdp=1", "--train.steps=8", "--checkpoint.every=2", "--sample.count=0"]
+    config += ["--train.compare_replicas=2", f"--train.replicas_differ={happens}"]
+    done = axonml("launch", "--nproc-per-node=2", "work.py", *config, cwd=tmp_path)
+    kept = sorted(path.name for path in (tmp_path / "runs").glob("*/checkpoints/step_*"))
+    said = r"after step 4 the replicas are not equal: device \d+ \(process 1\) differs in params/\S+, .* which side is wrong"
+    assert re.search(said, done.stderr), done.stderr[-3000:]
+    if happens == "stop":
+        assert done.returncode and kept == ["step_00000002"]
+    else:
+        assert done.returncode == 0 and kept[-1] == "step_00000008"
+        assert done.stderr.count("the replicas are not equal") == 1
