@@ -1,6 +1,9 @@
 """Which rank holds up the others, from times that hosts can see; and that they are seen in real processes."""
 
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -93,6 +96,44 @@ def test_time_counts_as_late_only_while_the_devices_have_nothing_to_do():
     assert behind.late < 0.05 and behind.wall == pytest.approx(0.2, abs=0.06)
     between = measured(device=0.02, drawing=0.0, host=0.12)
     assert between.late == pytest.approx(0.1, abs=0.06) and between.data < 0.03
+
+
+STOPPED = """
+import threading, time
+from axonml_jax.mesh.watch.step_times import StepTimes
+
+class Result:
+    ready = False
+    def is_deleted(self): return False
+    def is_ready(self): return self.ready
+
+times, stop, results = StepTimes(on_cpus=True), threading.Event(), [Result(), Result()]
+thread = threading.Thread(target=times.watch, args=(stop,))
+thread.start()
+for step, result in enumerate(results, 1):
+    times.began(step, result)
+    if step == 2:
+        print("now", flush=True)
+        time.sleep(0.3)
+        spun = time.process_time() + 0.3
+        while time.process_time() < spun:
+            pass
+    result.ready = True
+    time.sleep(0.3)
+stop.set()
+thread.join()
+print(times.pace().stopped, times.pace().work)
+"""
+
+
+def test_a_stopped_process_knows_for_how_long_and_what_it_ran():
+    with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "now\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGCONT)
+        stopped, work = map(float, process.stdout.read().split())
+    assert 0.7 < stopped < 3 and 0.3 <= work < 3
 
 
 def test_real_processes_name_the_one_that_waits_for_its_data():

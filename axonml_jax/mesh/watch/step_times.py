@@ -32,12 +32,13 @@ class StepTimes:
 
     def __init__(self, on_cpus: bool):
         self._on_cpus = on_cpus
-        self._pending: deque[tuple[int, jax.Array, float, float]] = deque()
+        self._pending: deque[tuple[int, jax.Array, float, float, float]] = deque()
         self._steps: deque[Pace] = deque(maxlen=WINDOW)
         self._log: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._ready = self._drawn = time.monotonic()
         self._data = self._stopped = 0.0
-        self._worked = self._work()
+        self._ran = self._ran_then = time.process_time()
+        self._queued = self._queue()
         self._tick = _SHORTEST
         self.done, self.longest, self.moved = 0, 0.0, time.monotonic()
 
@@ -50,13 +51,13 @@ class StepTimes:
                 batch = next(source)
             except StopIteration:
                 return
-            self._drawn = time.monotonic()
+            self._drawn, self._ran = time.monotonic(), time.process_time()
             self._data = self._drawn - before
             yield batch
 
     def began(self, step: int, result: jax.Array) -> None:
         """A step has been handed over; `result` is ready when it is done."""
-        self._pending.append((step, result, self._drawn, self._data))
+        self._pending.append((step, result, self._drawn, self._data, self._ran))
         self._log.append({"step": step, "begun": round(time.time(), 3), "done": None})
         self._data = 0.0
 
@@ -80,30 +81,30 @@ class StepTimes:
             before = now
 
     def _note(self, now: float) -> None:
-        step, _, handed, data = self._pending.popleft()
+        step, _, handed, data, ran = self._pending.popleft()
         for each in list(self._log):
             if each["step"] == step:
                 each["done"] = round(time.time(), 3)
-        wall, worked = now - self._ready, self._work()
+        wall, ran_now, queued = now - self._ready, time.process_time(), self._queue()
         late = max(handed - self._ready, 0.0)
-        work = worked - self._worked if self._on_cpus else 0.0
+        since = ran if late else self._ran_then  # what it ran before is in `late`
+        work = ran_now - since + queued - self._queued if self._on_cpus else 0.0
         if self.done:  # the first one compiles
             self._steps.append(Pace(step, 1, wall, late, min(data, late), self._stopped, work))
             self.longest = max(self.longest, wall)
-        self._ready, self._worked, self._stopped, self.done, self.moved = now, worked, 0.0, step, now
+        self._ready, self._ran_then, self._queued, self._stopped = now, ran_now, queued, 0.0
+        self.done, self.moved = step, now
         self._tick = min(max(wall / 20, _SHORTEST), _LONGEST)
 
-    def _work(self) -> float:
-        """Seconds that this process's threads have run, or waited for a processor (where Linux tells)."""
-        if not self._on_cpus:
-            return 0.0
+    def _queue(self) -> float:
+        """Seconds that this process's threads have waited for a processor, where Linux tells."""
         queued = 0
-        for task in _TASKS.iterdir() if _TASKS.exists() else ():
+        for task in _TASKS.iterdir() if self._on_cpus and _TASKS.exists() else ():
             try:
                 queued += int((task / "schedstat").read_text().split()[1])
             except (OSError, IndexError, ValueError):
                 continue  # it has just ended, or the kernel does not count
-        return time.process_time() + queued / 1e9
+        return queued / 1e9
 
 
 def _is_ready(array: Any) -> bool:
