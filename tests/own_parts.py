@@ -83,6 +83,13 @@ def columns(n=64, seed=0):
     return {"x": x, "y": x.sum(1)}
 
 
+def spoiled(n, bad):
+    """Columns in which some rows have targets that are far off."""
+    found = columns(n)
+    found["y"][bad] = 1e3
+    return found
+
+
 def rows(n=64):
     """A generator: samples that can only be iterated over."""
     found = columns(n)

@@ -28,7 +28,7 @@ from axonml_jax.launch.job.document_task import DocumentSplit, check_tokenizer
 from axonml_jax.launch.job.fit import Record, fit
 from axonml_jax.launch.job.mlflow_run import MlflowRun, begin_mlflow, check_mlflow, mlflow_module
 from axonml_jax.launch.job.outcome import about, print_samples, report
-from axonml_jax.launch.job.peaks import peak_flops
+from axonml_jax.launch.job.peaks import throughput
 from axonml_jax.launch.job.preemption import Preemption
 from axonml_jax.launch.job.profile import traced
 from axonml_jax.launch.job.progress import progress
@@ -58,11 +58,11 @@ from axonml_jax.launch.own.own_data import OwnSplit
 from axonml_jax.launch.own.subject import loss_of, model_of
 from axonml_jax.launch.watched.replicas_compared import ReplicasCompared
 from axonml_jax.launch.watched.run_watchdog import run_watchdog
+from axonml_jax.launch.watched.spikes import Spikes
 from axonml_jax.logging import print0
 from axonml_jax.mesh.watch.watchdog import Watchdog
 from axonml_jax.models.huggingface import load_pretrained
 from axonml_jax.training.callbacks import Callback
-from axonml_jax.training.metrics import Throughput
 from axonml_jax.training.same_everywhere import check_same, program_hash
 
 INTERRUPTED = 130
@@ -148,28 +148,43 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
             program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}
             all_or_refuse(partial(check_same, "training step", program, ground.world))
         all_or_refuse(run.make)
-        start = resume.begin(run, config, trainer, data)
+        start, saved = resume.begin(run, config, trainer, data)
         if out.mlflow:
             begin = partial(begin_mlflow, out.mlflow, run.path, as_dict(config))
             all_or_refuse(partial(Team().decide, "begin the run of MLflow", begin))
-        return _train(config, ground, data, trainer, run, start)
+        return _train(config, ground, data, trainer, run, start, saved)
 
 
-def _train(config: RunConfig, ground: RunSetup, data: TextData, trainer: Trainer, run: RunFolder, start: int) -> int:
-    """Train from a step to the end, and say how it went."""
+def _train(
+    config: RunConfig,
+    ground: RunSetup,
+    data: TextData,
+    trainer: Trainer,
+    run: RunFolder,
+    start: int,
+    saved: dict[str, Any],
+) -> int:
+    """Train from a step to the end, and say how it went; `saved` is what the checkpoint of that step says."""
     mine, manager = run.path if run.leads else None, run.manager if config.checkpoint.every else None
     metrics = run.path / "metrics.jsonl"
     records = [record for record in read_records(metrics) if record.step <= start] if mine and start else []
     status = 0
     with trainer, Preemption() as preemption:
-        saves = Saves(manager, trainer, data.train, config, preemption, run.path / NONFINITE)
-        _run(config, ground, data, trainer, run, records, start, saves)
+        spikes = Spikes(config, trainer, data.train, run.manager, saved) if config.spikes.factor else None
+        saves = Saves(manager, trainer, data.train, config, preemption, run.path / NONFINITE, spikes)
+        _run(config, ground, data, trainer, run, records, start, saves, spikes)
+        while spikes is not None and saves.goes_back:
+            start = spikes.roll_back()
+            records[:] = [record for record in records if record.step <= start]
+            _run(config, ground, data, trainer, run, records, start, saves, spikes)
         if manager is not None:
             manager.wait()
         trainer.finish(saves.reason)
     if saves.stopped is not None:
         cause, status = ("Ctrl-C", INTERRUPTED) if preemption.interrupted else ("SIGTERM", TERMINATED)
         kept = "saved; --resume auto goes on from here" if manager else "nothing was saved (checkpoint.every=null)"
+        if spikes is not None and spikes.found is not None:
+            kept = f"not saved, as {spikes.found}; --resume auto goes on from before"
         print0(f"\nstopped by {cause} after step {saves.stopped}; {kept}", flush=True)
     if saves.diverged is not None:
         print0(f"\n{saves.diverged}", flush=True)
@@ -225,6 +240,7 @@ def _run(
     records: list[Record],
     start: int,
     saves: Saves,
+    spikes: Spikes | None,
 ) -> None:
     """Train, appending to `records` and, in the main process, to the files in the run's folder."""
     folder = run.path if run.leads else None
@@ -247,7 +263,7 @@ def _run(
             trainer,
             batches,
             steps=config.train.steps,
-            throughput=_throughput(config, ground),
+            throughput=throughput(config, ground),
             validate=None if data.valid is None else validate,
             validate_every=config.train.eval_every,
             log_every=config.train.log_every,
@@ -255,8 +271,10 @@ def _run(
             start=start,
             elapsed=records[-1].metrics.get("wall_time", 0.0) if records else 0.0,
             watchdog=dog,
+            seen=None if spikes is None else spikes.seen,
             after=ReplicasCompared(config, trainer, saves),
         ):
+            record.metrics.update({} if spikes is None else spikes.metrics())
             records.append(record)
             for write in writes:
                 write(record)
@@ -279,16 +297,3 @@ def _recorders(config: RunConfig, folder: Path | None, start: int) -> Iterator[R
         yield Csv(folder / "metrics.csv", start)
     if folder is not None and config.output.wandb:
         yield Wandb(folder, as_dict(config), config.output.wandb)
-
-
-def _throughput(config: RunConfig, ground: RunSetup) -> Throughput:
-    rows, model, length = config.train.global_batch_size, config.model, config.data.length
-    kind, own = ground.mesh.devices.flat[0].device_kind, ground.own is not None
-    adapters = config.finetune.lora.rank is not None  # fewer, as no gradient of the base is made
-    return Throughput(
-        tokens_per_step=rows if own else rows * length,
-        flops_per_token=None if own or adapters or isinstance(model, OwnModel) else model.flops_per_token(length),
-        num_devices=ground.mesh.size,
-        peak_flops=peak_flops(kind),
-        unit="examples" if own else "tokens",
-    )

@@ -18,6 +18,7 @@ from axonml_jax.launch.config.sections.optim_config import OptimConfig
 from axonml_jax.launch.config.sections.own_config import NO_LOSS, LossConfig, OwnModel
 from axonml_jax.launch.config.sections.pipeline_config import PipelineConfig
 from axonml_jax.launch.config.sections.plan_config import PlanConfig
+from axonml_jax.launch.config.sections.spikes_config import SpikesConfig
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
@@ -176,6 +177,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    spikes: SpikesConfig = field(default_factory=SpikesConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
@@ -196,6 +198,7 @@ class RunConfig:
         problems += self.context.problems(self.mesh, length if model is not None else None)
         problems += self.pipeline.problems(self.mesh, self.plan, model)
         problems += self.checkpoint.against_validation(self.train.eval_every)
+        problems += self.spikes.against_checkpoints(self.checkpoint)
         if not self.name or "/" in self.name or self.name.startswith("."):
             problems.append(f"name={self.name!r}: must be the name of a folder")
         if problems:

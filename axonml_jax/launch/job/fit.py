@@ -43,6 +43,7 @@ def fit(
     start: int = 0,
     elapsed: float = 0.0,
     watchdog: Watchdog | None = None,
+    seen: Callable[[int, jax.Array], None] | None = None,
     after: Callable[[int, dict[str, float]], bool] | None = None,
 ) -> Iterator[Record]:
     """Train for `steps` updates, yielding a record after the first, every `log_every`-th, every validated and the last.
@@ -61,6 +62,7 @@ def fit(
       start: updates made already; the records of a resumed run are those it would have had uninterrupted.
       elapsed: seconds that the run had taken until then.
       watchdog: told of every step, and of validations and what `after` does.
+      seen: called with the number of every step and its loss on the devices, before `after`.
       after: called after every step with its number and the metrics of its record (none where it has no record); true
         stops the training. In a process alone it is called when the validation fails too, before that is raised.
     """
@@ -72,6 +74,8 @@ def fit(
         measured, first, metrics = trainer.step(batch), step == start + 1, {}
         if watchdog is not None:
             watchdog.began(step, measured["loss"])
+        if seen is not None:
+            seen(step, measured["loss"])
         due = step == steps or (validate_every is not None and step % validate_every == 0)
         if due or step == 1 or step % log_every == 0:
             metrics = as_floats(measured)

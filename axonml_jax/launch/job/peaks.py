@@ -1,6 +1,11 @@
-"""Peak FLOP/s of accelerators, for MFU."""
+"""A run's speeds, and the peak FLOP/s of accelerators, for MFU."""
 
 import re
+
+from axonml_jax.launch.config.run_config import RunConfig
+from axonml_jax.launch.config.sections.own_config import OwnModel
+from axonml_jax.launch.job.run_setup import RunSetup
+from axonml_jax.training.metrics import Throughput
 
 # Dense bfloat16, from the makers' data sheets. Kinds as `jax.Device.device_kind` spells them. The PCIe and NVL cards of
 # the H100 are slower than the SXM module and left out rather than flattered.
@@ -22,3 +27,17 @@ def peak_flops(device_kind: str) -> float | None:
     (989000000000000.0, None)
     """
     return next((peak for kind, peak in _PEAKS.items() if re.fullmatch(kind, device_kind, re.IGNORECASE)), None)
+
+
+def throughput(config: RunConfig, ground: RunSetup) -> Throughput:
+    """What turns the durations of a run's steps into its speeds."""
+    rows, model, length = config.train.global_batch_size, config.model, config.data.length
+    kind, own = ground.mesh.devices.flat[0].device_kind, ground.own is not None
+    adapters = config.finetune.lora.rank is not None  # fewer, as no gradient of the base is made
+    return Throughput(
+        tokens_per_step=rows if own else rows * length,
+        flops_per_token=None if own or adapters or isinstance(model, OwnModel) else model.flops_per_token(length),
+        num_devices=ground.mesh.size,
+        peak_flops=peak_flops(kind),
+        unit="examples" if own else "tokens",
+    )

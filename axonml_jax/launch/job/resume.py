@@ -1,6 +1,7 @@
 """Going on with a run: from its last good checkpoint, saying what is other than it was."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from axonml_jax.checkpoint.manifest import DamagedCheckpoint, Manifest
 from axonml_jax.facade.trainer import Trainer
@@ -11,27 +12,27 @@ from axonml_jax.launch.job.text_task import TextData
 from axonml_jax.logging import print0
 
 
-def begin(folder: RunFolder, config: RunConfig, trainer: Trainer, data: TextData) -> int:
+def begin(folder: RunFolder, config: RunConfig, trainer: Trainer, data: TextData) -> tuple[int, dict[str, Any]]:
     """Go on from the last good checkpoint, if there is one, and note in the folder what it is trained with from here on.
 
     Returns:
-      Updates made.
+      Updates made, and what the checkpoint says about itself.
 
     Raises:
       ConfigError: when none is good, or when it is of another model, optimizer or text.
     """
-    start = 0
+    start, about = 0, {}
     if folder.resumed:
         try:
             restored = folder.manager.restore(trainer, data=data.train)
         except (DamagedCheckpoint, ValueError) as error:
             raise ConfigError(f"resume: {error}") from error
         if restored is not None:
-            start = int(trainer.state.step)
+            start, about = int(trainer.state.step), dict(restored.about)
             _tell(folder, config, trainer, restored, start)
     if start < config.train.steps and folder.leads:
         stretches.begin(folder.path, config, start)
-    return start
+    return start, about
 
 
 def _tell(folder: RunFolder, config: RunConfig, trainer: Trainer, restored: Manifest, start: int) -> None:

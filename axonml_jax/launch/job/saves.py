@@ -11,6 +11,7 @@ from axonml_jax.data.loader import DataLoader
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.launch.config.run_config import RunConfig
 from axonml_jax.launch.job.preemption import Preemption
+from axonml_jax.launch.watched.spikes import Spikes
 from axonml_jax.sharding.place import replicated, to_host
 from axonml_jax.training.finite.nonfinite import NonFinite
 
@@ -28,6 +29,7 @@ class Saves:
       config: `train.steps` is saved in any case; `train.max_nonfinite` stops the run.
       preemption: asked after every step.
       inspection: where to save the first of too many updates in a row that were not finite.
+      spikes: asked before anything is saved whether the loss has spiked; None: nobody looks.
 
     Attributes:
       stopped: the step after which SIGTERM or Ctrl-C has stopped the run, else None.
@@ -42,10 +44,11 @@ class Saves:
         config: RunConfig,
         preemption: Preemption,
         inspection: Path,
+        spikes: Spikes | None = None,
     ):
         self._manager, self._trainer, self._loader = manager, trainer, loader
         self._steps, self._preemption, self._inspection = config.train.steps, preemption, inspection
-        self._limit = config.train.max_nonfinite
+        self._limit, self._spikes = config.train.max_nonfinite, spikes
         self._positions: deque[tuple[int, dict[str, Any]]] = deque(
             maxlen=config.train.log_every + (self._limit or 0) + 2
         )
@@ -67,6 +70,9 @@ class Saves:
         last = step == self._steps or self.stopped is not None
         due = self._manager is not None and (last or self._manager.due(step))
         self._positions.append((step, self._loader.state_dict()))
+        if self._spikes is not None and (due or metrics) and not self._spikes.good():
+            self.diverged = self._spikes.diverged
+            return True  # what is here now is not to be kept
         # Only where the host waits for the step anyway is it asked how the step went.
         in_a_row = self._in_a_row() if due or metrics else 0
         if self._limit is not None and in_a_row >= self._limit:
@@ -74,9 +80,15 @@ class Saves:
         elif self._manager is not None:
             # In the middle of a row of skipped updates there is nothing new to save, unless this is the end.
             if last or not in_a_row:
-                self._manager.save(step, self._trainer, data=self._loader, metrics=metrics, force=last)
+                about = None if self._spikes is None else self._spikes.about()
+                self._manager.save(step, self._trainer, data=self._loader, metrics=metrics, about=about, force=last)
             self._manager.check()
         return self.stopped is not None or self.diverged is not None
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether the training has ended to go on from the checkpoint before a spike."""
+        return self._spikes is not None and self._spikes.found is not None and not (self.stopped or self.diverged)
 
     @property
     def reason(self) -> str:
