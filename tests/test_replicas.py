@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ from flax import nnx
 from test_launcher_training import ROOT, SMALL, axonml
 
 import axonml_jax as ax
-from axonml_jax.training.state.replicas import CompareReplicas, UnequalReplica, checksum, in_words
+from axonml_jax.launch.watched.replicas_compared import ReplicasCompared
+from axonml_jax.training.state.replicas import CompareReplicas, ReplicasDiffer, UnequalReplica, checksum, in_words
 
 DTYPES = ("float32", "bfloat16", "float64", "int8", "uint32", "bool", "complex64")
 
@@ -118,19 +120,32 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("happens", ["stop", "warn"])
-def test_a_run_stops_before_it_saves_what_differs_or_warns_once(tmp_path, happens):
+def test_a_run_stops_before_it_saves_what_differs(tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
     (tmp_path / "work.py").write_text(WORK)
     config = [str(ROOT / "configs" / "quickstart.yaml"), *SMALL, "--data.path=text.txt", "--devices.simulated=null"]
     config += ["--mesh.data=2", "--mesh.fsdp=1", "--train.steps=8", "--checkpoint.every=2", "--sample.count=0"]
-    config += ["--train.compare_replicas=2", f"--train.replicas_differ={happens}"]
-    done = axonml("launch", "--nproc-per-node=2", "work.py", *config, cwd=tmp_path)
+    done = axonml("launch", "--nproc-per-node=2", "work.py", *config, "--train.compare_replicas=2", cwd=tmp_path)
     kept = sorted(path.name for path in (tmp_path / "runs").glob("*/checkpoints/step_*"))
     said = r"after step 4 the replicas are not equal: device \d+ \(process 1\) differs in params/\S+, .* which side is wrong"
     assert re.search(said, done.stderr), done.stderr[-3000:]
-    if happens == "stop":
-        assert done.returncode and kept == ["step_00000002"]
-    else:
-        assert done.returncode == 0 and kept[-1] == "step_00000008"
-        assert done.stderr.count("the replicas are not equal") == 1
+    assert done.returncode and kept == ["step_00000002"]
+
+
+def test_a_run_may_be_warned_of_a_device_once_instead(caplog):
+    state, devices = trained(data=4)
+    changed = with_moment(state, lambda mu: jax.tree.map(lambda leaf: flipped(leaf, devices[2]), mu))
+    config = SimpleNamespace(train=SimpleNamespace(compare_replicas=2, replicas_differ="warn"))
+    trainer, made = SimpleNamespace(state=state), []
+    compared = ReplicasCompared(config, trainer, lambda step, metrics: made.append(step))
+    for step in range(1, 9):
+        trainer.state = changed if step > 2 else state
+        compared(step, {})
+    assert made == [*range(1, 9)]
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(
+        f"after step 4 the replicas are not equal: device {devices[2].id} (process 0) differs in "
+    )
+    config.train.replicas_differ = "stop"
+    with pytest.raises(ReplicasDiffer, match="after step 8 the replicas are not equal"):
+        ReplicasCompared(config, trainer, made.append)(8, {})
