@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import axonml_jax as ax
 from axonml_jax.ledger.compiled import CompiledCollective
-from axonml_jax.ledger.partitioner import axes_of
+from axonml_jax.ledger.partitioner import axes_of, result_bytes
 from axonml_jax.parallel.partition import Partition
 from axonml_jax.testing import assert_equals_single_device
 
@@ -139,10 +139,88 @@ def test_rules_that_do_not_fit_are_refused_with_every_offender():
         make([("Dense_1/bias", P("tensor")), (".*", P())], mesh_of(tensor=8))
     with pytest.raises(ValueError, match=r"names the axes \['data'\].*'\(' is no regular expression"):
         make([(".*", P("data")), ("(", P())])
-    with pytest.raises(ValueError, match="axis 'tensor', and the mesh has"):
+    with pytest.raises(ValueError, match="axis 'tensor' or 'expert', and the mesh has"):
         make([(".*", P())], mesh_of(data=2))
-    with pytest.raises(ValueError, match=r"has data and tensor, but this one has \{'fsdp': 2\} too"):
+    with pytest.raises(ValueError, match=r"the mesh has \{'expert': 2\}, and no rule names expert"):
+        make([("Dense_0/kernel", P("tensor")), (".*", P())], mesh_of(expert=2, tensor=2))
+    with pytest.raises(
+        ValueError, match=r"Dense_1/bias: dims \[0\] of \(4,\) do not divide over expert=2 and tensor=4"
+    ):
+        make([("Dense_1/bias", P(("expert", "tensor"))), (".*", P())], mesh_of(expert=2, tensor=4))
+    with pytest.raises(ValueError, match=r"has data, tensor and expert, but this one has \{'fsdp': 2\} too"):
         make([(".*", P())], mesh_of(fsdp=2, tensor=2))
+
+
+EXPERTS, WIDTH, INNER = 8, 8, 16
+
+
+def routed(x, router, up, down):
+    """Tokens to their expert's slots and back by einsums over all experts, as Switch Transformer writes it; none is dropped."""
+    probabilities = jax.nn.softmax(x @ router)
+    chosen = jax.nn.one_hot(probabilities.argmax(-1), EXPERTS, dtype=x.dtype)
+    place = ((jnp.cumsum(chosen, 0) * chosen).sum(-1) - 1).astype(int)
+    slots = jax.nn.one_hot(place, len(x), dtype=x.dtype)
+    dispatch = chosen[:, :, None] * slots[:, None]
+    inner = jax.nn.gelu(jnp.einsum("ech,ehf->ecf", jnp.einsum("tec,th->ech", dispatch, x), up))
+    combine = dispatch * probabilities[:, :, None]
+    return x + jnp.einsum("tec,ech->th", combine, jnp.einsum("ecf,efh->ech", inner, down))
+
+
+SHAPES = {"router": (WIDTH, EXPERTS), "up": (EXPERTS, WIDTH, INNER), "down": (EXPERTS, INNER, WIDTH)}
+
+
+class NnxExperts(nnx.Module):
+    def __init__(self):
+        draw = np.random.default_rng(0).normal
+        self.router, self.up, self.down = (nnx.Param(jnp.asarray(draw(size=shape))) for shape in SHAPES.values())
+
+    def __call__(self, x):
+        return routed(x, self.router[...], self.up[...], self.down[...])
+
+
+class LinenExperts(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        init = linen.initializers.normal(1.0)
+        return routed(x, *(self.param(name, init, shape, jnp.float64) for name, shape in SHAPES.items()))
+
+
+OVER_EXPERTS = {"up|down": P("expert"), ".*": P()}
+OVER_BOTH = {"up": P("expert", None, "tensor"), "down": P("expert", "tensor"), ".*": P()}
+TOKENS = np.random.default_rng(1).normal(size=(32, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "rules", "plan"),
+    [
+        ({"data": 2, "expert": 4}, OVER_EXPERTS, {"check_vma": True}),
+        ({"data": 2, "expert": 2, "tensor": 2}, OVER_BOTH, {"accumulate": 2}),
+    ],
+    ids=["experts", "experts and tensor"],
+)
+def test_stacked_experts_of_other_peoples_models_train_as_on_one_device(degrees, rules, plan):
+    plan = ax.Plan(partition=Partition.of(rules), **plan)
+    shared = {"mesh": mesh_of(**degrees), "tx": optax.adamw(1e-2), "steps": 2, "max_grad_norm": 0.1}
+    if "tensor" in degrees:
+        params = LinenExperts().init(jax.random.key(0), TOKENS)
+        assert_equals_single_device(LinenExperts(), squares, TOKENS, plan, params=params, **shared)
+    else:
+        assert_equals_single_device(NnxExperts(), squares, TOKENS, plan, **shared)
+
+
+def test_stacked_experts_rest_on_their_ranks_and_none_of_their_weights_travels():
+    model = ax.TensorParallel(NnxExperts(), mesh_of(data=2, expert=4), rules=OVER_EXPERTS)
+    up = model.variables.params["up"]
+    assert up.sharding.spec == P("expert") and up.sharding.shard_shape(up.shape) == (2, WIDTH, INNER)
+    np.testing.assert_allclose(model(TOKENS), NnxExperts()(TOKENS), atol=1e-12)
+    trainer = model.trainer(optax.adamw(1e-2), squares)
+    traffic = model.tensor_traffic(trainer, TOKENS, axis="expert")
+    weights = 8 * WIDTH * INNER * EXPERTS
+    assert traffic.bytes > 0 and "partitioner" in str(traffic) and "expert (4)" in str(traffic)
+    assert all(result_bytes(result) < weights / 4 for _, result, _ in traffic.entries), str(traffic)
+    assert "expert" not in ax.explain(trainer, TOKENS).traffic  # which counts what is explicit
+    with pytest.raises(ValueError, match="axis='tensor' must be one that rules split over: expert"):
+        model.tensor_traffic(trainer, TOKENS)
 
 
 # Models from other people's packages: transformer-in-transformer-flax, bottleneck-transformer-flax, einops.

@@ -1,4 +1,4 @@
-"""`TensorParallel`: any Flax model split by path rules, whose tensor axis is left to XLA's partitioner."""
+"""`TensorParallel`: any Flax model split by path rules over axes that are left to XLA's partitioner."""
 
 from typing import Any, Literal
 
@@ -17,18 +17,18 @@ from axonml_jax.parallel.units.remat import Remat
 
 
 class TensorParallel(ParallelModel):
-    """Parameters of a model written by others are split over `tensor` by their names; its code is not touched.
+    """Parameters of a model written by others are split over `tensor`, or `expert`, by their names; its code is not touched.
 
-    The batch is split over `data` by explicit collectives as everywhere; what is sent along `tensor` XLA's partitioner chooses
-    (`tensor_traffic` counts it in the compiled program). Models of this library's layers, and those that `ax.auto_parallelize`
-    can swap, communicate explicitly there too: prefer them.
+    The batch is split over `data` by explicit collectives as everywhere, and its rows over `expert`; what is sent along
+    `tensor` and `expert` XLA's partitioner chooses (`tensor_traffic` counts it in the compiled program). Models of this
+    library's layers, and those that `ax.auto_parallelize` can swap, communicate explicitly there too: prefer them.
 
     Args:
       model: an NNX module, or a Linen module with `params=`.
-      mesh: a Mesh with `tensor`, and perhaps `data`.
-      rules: pairs of a regular expression and a PartitionSpec over "tensor", in order, or a mapping of them; the first that
-        matches a parameter's whole path name (`blocks/0/up/kernel`) holds. Every parameter must match, and every rule be
-        used: `(".*", PartitionSpec())` as the last keeps the rest whole.
+      mesh: a Mesh with `tensor` or `expert`, and perhaps `data`.
+      rules: pairs of a regular expression and a PartitionSpec over "tensor" and "expert", in order, or a mapping of them; the
+        first that matches a parameter's whole path name (`blocks/0/up/kernel`) holds. Every parameter must match, and every
+        rule be used: `(".*", PartitionSpec())` as the last keeps the rest whole.
       params: a Linen module's variables.
       precision, remat, batch_stats, sync_strategy, trainable, check_vma, seed: see `ax.DDP`.
 
@@ -61,10 +61,10 @@ class TensorParallel(ParallelModel):
         seed: int = 0,
     ):
         mesh = as_mesh(mesh)
-        if PARTITIONED not in mesh.shape:
+        if not set(PARTITIONED) & set(mesh.shape):
             raise ValueError(
-                f"TensorParallel splits parameters over the mesh axis 'tensor', and the mesh has {dict(mesh.shape)}: make one "
-                "with ax.make_mesh(tensor=..., data=...)"
+                f"TensorParallel splits parameters over the mesh axis 'tensor' or 'expert', and the mesh has "
+                f"{dict(mesh.shape)}: make one with ax.make_mesh(tensor=..., data=...)"
             )
         plan = Plan(
             data=Replicate(sync_strategy=sync_strategy),  # pyright: ignore[reportArgumentType]  # it checks and converts names
@@ -76,12 +76,21 @@ class TensorParallel(ParallelModel):
         )
         super().__init__(model, mesh, plan, params=params, trainable=trainable, seed=seed)
 
-    def tensor_traffic(self, trainer: Trainer, batch: PyTree) -> PartitionedTraffic:
-        """What a step sends along `tensor`, counted in the compiled program; `ax.explain` counts what it sends along `data`.
+    def tensor_traffic(self, trainer: Trainer, batch: PyTree, axis: str = "tensor") -> PartitionedTraffic:
+        """What a step sends along an axis of the rules, counted in the compiled program; `ax.explain` counts what `data` sends.
 
         Args:
           trainer: one of this model.
           batch: arrays or shapes of a global batch; nothing runs.
+          axis: "tensor" or "expert".
+
+        Raises:
+          ValueError: for an axis that the mesh or the rules do not have.
         """
+        left = self._placement.left.intersection(self.mesh.shape)
+        if axis not in left:
+            raise ValueError(
+                f"tensor_traffic: axis={axis!r} must be one that rules split over: {', '.join(sorted(left))}"
+            )
         compiled = trainer.trace(batch).lower().compile()
-        return partitioned_traffic(compiled, dict(self.mesh.shape), PARTITIONED)
+        return partitioned_traffic(compiled, dict(self.mesh.shape), axis)

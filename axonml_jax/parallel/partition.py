@@ -1,5 +1,6 @@
-"""Path rules that split the parameters of any model over an axis whose communication XLA's partitioner chooses."""
+"""Path rules that split the parameters of any model over axes whose communication XLA's partitioner chooses."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,8 @@ from axonml_jax.model.functional import Functional
 from axonml_jax.model.lora.lora_view import Adapter
 from axonml_jax.parallel.tensor.adapter_specs import specs_beside
 
-PARTITIONED = "tensor"
-"""The axis that may be left to the partitioner."""
+PARTITIONED = ("tensor", "expert")
+"""The axes that rules may name. Along `expert` rows of the batch are split too."""
 
 Rules = Mapping[str, PartitionSpec] | Iterable[tuple[str, PartitionSpec]]
 
@@ -26,7 +27,7 @@ class Partition:
     Adapters (`ax.lora`) are split as the sides of their matrices are; rules name the model's own parameters.
 
     Attributes:
-      rules: (regular expression, PartitionSpec over `tensor`) in order.
+      rules: (regular expression, PartitionSpec over `tensor` and `expert`) in order.
       adapters: of a model's matrices, by path (see `for_model`).
     """
 
@@ -44,10 +45,17 @@ class Partition:
         wrong = [problem for rule in pairs if (problem := _wrong(rule))]
         if wrong or not pairs:
             raise ValueError(
-                "rules are pairs of a regular expression of parameter names and a PartitionSpec over 'tensor', such as "
-                '(r".*/up/kernel", P(None, "tensor")): ' + ("; ".join(wrong) or "none was given")
+                "rules are pairs of a regular expression of parameter names and a PartitionSpec over 'tensor' and 'expert', "
+                'such as (r".*/up/kernel", P(None, "tensor")): ' + ("; ".join(wrong) or "none was given")
             )
         return Partition(pairs)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes that the rules name, all of which a step leaves to the partitioner; `tensor` where they name none."""
+        return frozenset(
+            axis for _, spec in self.rules for entry in spec for axis in as_axes(entry or ())
+        ) or frozenset(PARTITIONED[:1])
 
     def for_model(self, model: Functional) -> "Partition":
         """The rules, which know the model's adapters."""
@@ -101,13 +109,14 @@ def _wrong(rule: Any) -> str | None:
         re.compile(rule[0])
     except re.error as error:
         return f"{rule[0]!r} is no regular expression ({error})"
-    others = {axis for entry in rule[1] for axis in as_axes(entry or ())} - {PARTITIONED}
+    others = {axis for entry in rule[1] for axis in as_axes(entry or ())} - {*PARTITIONED}
     return f"{rule[0]!r} names the axes {sorted(others)}, which are not left to the partitioner" if others else None
 
 
 def _indivisible(shape: tuple[int, ...], spec: PartitionSpec, degrees: Mapping[str, int]) -> str | None:
     if len(spec) > len(shape):
         return f"{spec} has more entries than its shape {tuple(shape)} has dims"
-    ranks = degrees.get(PARTITIONED, 1)
-    wrong = [dim for dim, entry in enumerate(spec) if entry and shape[dim] % ranks]
-    return f"dims {wrong} of {tuple(shape)} do not divide over tensor={ranks} ({spec})" if wrong else None
+    ranks = lambda entry: math.prod(degrees.get(axis, 1) for axis in as_axes(entry or ()))
+    wrong = {dim: entry for dim, entry in enumerate(spec) if shape[dim] % ranks(entry)}
+    over = " and ".join(dict.fromkeys(f"{axis}={degrees[axis]}" for entry in wrong.values() for axis in as_axes(entry)))
+    return f"dims {[*wrong]} of {tuple(shape)} do not divide over {over} ({spec})" if wrong else None

@@ -1,4 +1,4 @@
-"""A placement that leaves axes to XLA's partitioner: `tensor` by a plan's path rules, or what splits positions."""
+"""A placement that leaves axes to XLA's partitioner: those that a plan's path rules name, or what splits positions."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -22,19 +22,24 @@ def by_rules(
     """The splits that a plan's rules ask for, by path name.
 
     Raises:
-      ValueError: for a mesh with other axes than data and tensor, a model whose layers split themselves, and rules that do
-        not fit.
+      ValueError: for a mesh with other axes than data and those of the rules, a model whose layers split themselves, and rules
+        that do not fit.
     """
     split = [name for name, spec in in_layers.items() if any(spec)]
     if split:
         raise ValueError(
             f"rules split models whose layers do not split themselves, but these do: {', '.join(split[:8])}"
         )
-    others = {axis: size for axis, size in degrees.items() if size > 1 and axis not in ("data", PARTITIONED)}
-    if others:
+    there = {axis: size for axis, size in degrees.items() if size > 1 and axis != "data"}
+    if unnamed := {axis: size for axis, size in there.items() if axis in PARTITIONED and axis not in partition.axes}:
         raise ValueError(
-            f"with path rules the mesh has data and tensor, but this one has {others} too: build the model with parallel "
-            "layers, or swap its layers by ax.auto_parallelize"
+            f"the mesh has {unnamed}, and no rule names {' or '.join(unnamed)}: these devices would all do the same work. Give "
+            "a rule that splits parameters over it, or a mesh without it"
+        )
+    if others := {axis: size for axis, size in there.items() if axis not in PARTITIONED}:
+        raise ValueError(
+            f"with path rules the mesh has data, tensor and expert, but this one has {others} too: build the model with "
+            "parallel layers, or swap its layers by ax.auto_parallelize"
         )
     return partition.specs(merge(variables.params, variables.frozen), degrees)
 

@@ -12,7 +12,7 @@ from axonml_jax.model.functional import Functional
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.fabric import Fabric
 from axonml_jax.parallel.offload import CPUOffload
-from axonml_jax.parallel.partition import PARTITIONED, Partition
+from axonml_jax.parallel.partition import Partition
 from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.plan_axes import PlanAxes, axes_problems, inwards
 from axonml_jax.parallel.plan_html import plan_html
@@ -166,7 +166,7 @@ class Plan:
     def left(self, degrees: Mapping[str, int]) -> frozenset[str]:
         """The mesh axes that a step leaves to XLA's partitioner: what `partition` splits, and what strategies leave to it."""
         own = {name for axis, each in self.on(degrees).items() if each.left_to_partitioner for name in as_axes(axis)}
-        return frozenset(own | ({PARTITIONED} if self.partition is not None else set()))
+        return frozenset(own | (self.partition.axes if self.partition is not None else set()))
 
     def batch_layout(self, degrees: Mapping[str, int]) -> BatchLayout:
         """How batches are split over a mesh of these degrees: as the roles of its axes say."""

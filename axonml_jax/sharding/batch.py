@@ -39,6 +39,7 @@ class BatchLayout:
       orders: (axis, order) of those of several ranks that do not hold them one part after the other.
       left: those of them that a step leaves to XLA's partitioner: its code sees whole sequences. Leaves that do not divide
         are not split then.
+      spread: axes that are left to it too and split rows where these divide.
 
     >>> layout = BatchLayout.of({"data": 2, "fsdp": 2, "tensor": 2})
     >>> layout.degree, layout.rows
@@ -53,6 +54,7 @@ class BatchLayout:
     positions: tuple[tuple[str, PositionDim], ...] = ()
     orders: tuple[tuple[str, Order], ...] = ()
     left: frozenset[str] = frozenset()
+    spread: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -72,9 +74,10 @@ class BatchLayout:
           orders: in which order their ranks hold them; those left out contiguously.
           left: the axes that a step leaves to the partitioner.
         """
-        rows = batch_axes(degrees) if rows is None else tuple(rows)
+        every = batch_axes(degrees) if rows is None else tuple(rows)
+        rows, spread = (tuple(axis for axis in every if (axis in left) == there) for there in (False, True))
         kept = tuple(each for each in (orders or {}).items() if degrees[each[0]] > 1 and each[1] != "contiguous")
-        return cls(rows, tuple(degrees.items()), tuple((positions or {}).items()), kept, frozenset(left))
+        return cls(rows, tuple(degrees.items()), tuple((positions or {}).items()), kept, frozenset(left), spread)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -114,7 +117,10 @@ class BatchLayout:
           shape: the whole leaf's.
           placed: of a placed leaf; False: as a step's `shard_map` splits it, which leaves some axes to the partitioner.
         """
-        found: dict[int, tuple[str, ...]] = {0: self.rows} if shape and self.rows else {}
+        rows = self.rows
+        if placed and shape and shape[0] % self.size((*self.rows, *self.spread)) == 0:
+            rows = (*self.rows, *self.spread)
+        found: dict[int, tuple[str, ...]] = {0: rows} if shape and rows else {}
         for axis, dim_of in self.positions if placed else self.bound:
             if (dim := dim_of(path, shape)) is not None:
                 if not 0 < dim < len(shape):
