@@ -139,6 +139,24 @@ def test_who_does_not_listen_to_sigterm_is_killed_within_ten_seconds(launch, mon
     assert status == 7 and "rank 1 failed first: exit code 7" in err and not living()
 
 
+def test_shared_memory_of_killed_workers_is_unlinked(launch, monkeypatch):
+    """As that of a loader's workers, which hold the batches that they have made."""
+    monkeypatch.setattr(supervise, "FAILURE_GRACE", 0.2)
+    deaf = """
+        from multiprocessing.shared_memory import SharedMemory
+        held = SharedMemory(create=True, size=64)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        pathlib.Path("held").write_text(held.name)
+        time.sleep(600)
+    """
+    fails = (
+        "while not (pathlib.Path('held').exists() and pathlib.Path('held').read_text()): time.sleep(0.01)\nsys.exit(7)"
+    )
+    work = textwrap.indent(textwrap.dedent(deaf), "    ")
+    status, _, _ = launch(["--nproc-per-node=2"], f"if rank == 0:{work}\n{fails}")
+    assert status == 7 and not living() and not Path("/dev/shm", Path("held").read_text()).exists()
+
+
 def test_a_killed_worker_is_named_with_its_signal(launch):
     status, _, err = launch(["--nproc-per-node=2"], "os.kill(os.getpid(), 9) if rank == 0 else time.sleep(600)")
     assert status == 128 + 9 and "rank 0 failed first: signal 9 (SIGKILL)" in err and "out-of-memory" in err

@@ -15,6 +15,9 @@ from pathlib import Path
 MARK = "AXONML_JAX_RUN_ID"
 """The variable that tells this launch's processes from all others, in whatever session they have hidden."""
 
+_TRACKER = b"multiprocessing.resource_tracker"
+"""In the command of the process that Python starts to unlink shared memory whose owners have been killed."""
+
 _PROC = Path("/proc")
 _GUARD_GRACE = 2.0
 
@@ -22,12 +25,19 @@ _GUARD_GRACE = 2.0
 def signal_all(groups: Collection[int], run_id: str, number: int) -> None:
     """Send a signal to every process of the groups, and to those that left them but carry the mark.
 
+    SIGKILL spares Python's resource trackers. When all others have ended they unlink what these had in /dev/shm, such as the
+    batches that a loader's workers had made, and end by themselves.
+
     Args:
       groups: process group ids.
       run_id: value of `MARK`.
       number: the signal.
     """
-    outside = [pid for pid, group in members(groups, run_id).items() if group not in groups]
+    found = members(groups, run_id)
+    if number == signal.SIGKILL and (trackers := [pid for pid in found if _tracks(pid)]):
+        groups, outside = (), [pid for pid in found if pid not in trackers]
+    else:
+        outside = [pid for pid, group in found.items() if group not in groups]
     for send, targets in ((os.killpg, groups), (os.kill, outside)):
         for target in targets:
             try:
@@ -117,6 +127,13 @@ def _state_and_group(entry: Path) -> tuple[str, int]:
 
 def _marked(entry: Path, run_id: str) -> bool:
     return f"{MARK}={run_id}".encode() in (entry / "environ").read_bytes().split(b"\0")
+
+
+def _tracks(pid: int) -> bool:
+    try:
+        return _TRACKER in (_PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return False  # it has ended meanwhile, or there is no `/proc`
 
 
 def _responds(group: int) -> bool:
