@@ -66,6 +66,27 @@ def test_the_switches_hold(enabled, tmp_path, monkeypatch):
     assert kept_in() is None
 
 
+def test_a_folder_that_others_may_write_is_refused_and_auto_does_without(enabled, tmp_path, monkeypatch, caplog):
+    for mode, inner in ((0o777, ""), (0o770, ""), (0o777, "mine")):
+        folder = tmp_path / f"{mode:o}{inner}" / inner
+        folder.mkdir(parents=True)
+        (tmp_path / f"{mode:o}{inner}").chmod(mode)
+        where = f"{mode:o}{inner} above it" if inner else f"{mode:o} "
+        with pytest.raises(
+            ValueError, match=rf"output\.compiled=.*others may write .*{where}.*\(mode 0{mode:o}\).*chmod go-w"
+        ):
+            keep_compiled(str(folder))
+        assert kept_in() is None
+    (tmp_path / "axonml_jax" / "compiled").mkdir(parents=True)
+    (tmp_path / "axonml_jax" / "compiled").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_compiled("auto")
+    assert kept_in() is None and "others may write" in caplog.text
+    (tmp_path / "axonml_jax" / "compiled").chmod(0o755)
+    keep_compiled("auto")
+    assert kept_in() == tmp_path / "axonml_jax" / "compiled"
+
+
 def test_what_was_not_read_for_longest_goes_first(enabled, tmp_path, monkeypatch):
     monkeypatch.setattr(compiled_programs, "MOST", 250)
     for age, name in enumerate(("read last", "read before", "forgotten")):

@@ -1,9 +1,12 @@
 """Compiled programs that outlive their process: JAX's persistent cache, in a folder that is bounded and that the user sees."""
 
 import os
+import stat
 from pathlib import Path
 
 import jax
+
+from axonml_jax.logging import logger
 
 AUTO = "auto"
 """Stands for the folder of this user's caches."""
@@ -22,7 +25,7 @@ def keep_compiled(folder: str | None) -> None:
         written; None: JAX's own setting.
 
     Raises:
-      ValueError: when the given folder cannot be written.
+      ValueError: when the given folder cannot be written, or others may write into it: a program is code that runs.
     """
     if folder is None or not jax.config.jax_enable_compilation_cache or kept_in() is not None:
         return
@@ -31,11 +34,16 @@ def keep_compiled(folder: str | None) -> None:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(f"{path} is not writable")
+        if why := shared_with(path):
+            raise _Shared(f"{why}, and a program is code that runs")
         _trim(path)
     except OSError as error:
-        if folder == AUTO:
-            return
-        raise ValueError(f"output.compiled={folder}: {error}; give a folder that can be written, or null") from error
+        if folder != AUTO:
+            remedy = f"; give a folder that can be written, or null{_Shared.remedy * isinstance(error, _Shared)}"
+            raise ValueError(f"output.compiled={folder}: {error}{remedy}") from error
+        if isinstance(error, _Shared):
+            logger.warning("compiled programs are not kept in %s: %s%s", path, error, _Shared.remedy)
+        return
     jax.config.update("jax_compilation_cache_dir", str(path))
 
 
@@ -52,6 +60,33 @@ def in_words() -> str:
         return "programs are compiled anew by every run"
     sizes = [each.stat().st_size for each in folder.glob("*-cache")]
     return f"programs are kept in {folder}: {len(sizes)} there, {sum(sizes) / 1e6:,.1f} MB"
+
+
+class _Shared(OSError):
+    """A folder that others may write."""
+
+    remedy = "; chmod go-w it. JAX_COMPILATION_CACHE_DIR takes a folder as it is"
+
+
+def shared_with(folder: Path) -> str | None:
+    """Who else may put files into a folder, in words; None: only this user and root.
+
+    Folders above it count too: whoever may write one of these, unless its sticky bit is set, may put another in this one's
+    place. What their groups may write is left out, as many users are alone in theirs.
+    """
+    inner, *above = (folder.resolve(), *folder.resolve().parents)
+    about = inner.stat()
+    if about.st_uid not in (os.geteuid(), 0):
+        return f"{inner} belongs to user {about.st_uid}"
+    if about.st_mode & 0o022:
+        return f"others may write {inner} (mode {stat.S_IMODE(about.st_mode):04o})"
+    for each in above:
+        about = each.stat()
+        if about.st_uid not in (os.geteuid(), 0):
+            return f"{each} above it belongs to user {about.st_uid}"
+        if about.st_mode & 0o002 and not about.st_mode & stat.S_ISVTX:
+            return f"others may write {each} above it (mode {stat.S_IMODE(about.st_mode):04o})"
+    return None
 
 
 def _caches() -> Path:
