@@ -3,8 +3,9 @@
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -62,16 +63,33 @@ def load_safetensors(path: str | os.PathLike, *, rename: Rename = None) -> dict[
     Raises:
       ImportError: without the package safetensors.
       FileNotFoundError: when there is no such file.
-      ValueError: listing names that become the same.
+      ValueError: listing names that become the same or stand in two files, or saying what is wrong with a file.
     """
     require_safetensors(str(path))
-    from safetensors import safe_open  # pyright: ignore[reportMissingImports]
-
     found: dict[str, np.ndarray] = {}
     for file in safetensors_files(Path(path)):
-        with safe_open(file, framework="numpy") as opened:
-            found |= {name: opened.get_tensor(name) for name in list(opened.keys())}
+        with opened_safetensors(file) as opened:
+            arrays = {name: opened.get_tensor(name) for name in list(opened.keys())}
+        if twice := [name for name in arrays if name in found]:
+            raise ValueError(f"{file} has {', '.join(twice[:5])}, as has another file of {path}: which is meant?")
+        found |= arrays
     return renamed(found, rename)
+
+
+@contextmanager
+def opened_safetensors(file: Path) -> Iterator[Any]:
+    """The package's view of one file.
+
+    Raises:
+      ValueError: saying what is wrong with the file, here or when an array is read.
+    """
+    from safetensors import SafetensorError, safe_open  # pyright: ignore[reportMissingImports]
+
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            yield opened
+    except (SafetensorError, ValueError, TypeError, AttributeError) as error:  # an array that NumPy does not have
+        raise ValueError(f"{file} is no safetensors file that can be read here: {error}") from error
 
 
 def require_safetensors(what: str) -> None:
@@ -122,18 +140,34 @@ def safetensors_files(path: Path) -> list[Path]:
     """The files that a path means: itself, those of an index, or of the folder.
 
     Raises:
-      FileNotFoundError: when there is none.
+      FileNotFoundError: when there is none, or not all that an index names.
+      ValueError: for an index that is none, or names files outside its folder. Links are followed: Hugging Face's cache is made
+        of them.
     """
     if path.is_dir():
         indices = sorted(path.glob("*" + _INDEX))
-        return safetensors_files(indices[0]) if indices else _some(sorted(path.glob("*.safetensors")), path)
-    if path.name.endswith(_INDEX):
-        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
-        return [path.parent / name for name in sorted(set(names))]
-    return _some([path] if path.is_file() else [], path)
+        return safetensors_files(indices[0]) if indices else _some(path.glob("*.safetensors"), path)
+    return _indexed(path) if path.name.endswith(_INDEX) else _some([path], path)
 
 
-def _some(files: list[Path], path: Path) -> list[Path]:
-    if not files:
+def _indexed(path: Path) -> list[Path]:
+    """The files that an index names, all of them beside it or below."""
+    try:
+        names = list(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+        if not all(isinstance(name, str) and name for name in names):
+            raise TypeError("a file must be named by text")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no index of safetensors files: {error!r:.200}") from error
+    outside = [name for name in names if name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name]
+    if outside:
+        raise ValueError(f"{path} names files that are not in its folder: {', '.join(map(repr, outside[:5]))}")
+    files = [path.parent / name for name in sorted(set(names))]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise FileNotFoundError(f"{path} names files that are not there: {', '.join(missing[:5])}")
+    return _some(files, path)
+
+
+def _some(files: Iterable[Path], path: Path) -> list[Path]:
+    if not (found := sorted(file for file in files if file.is_file())):  # opening a FIFO would wait for a writer
         raise FileNotFoundError(f"no safetensors file at {path}")
-    return files
+    return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from axonml_jax.model.safetensors import require_safetensors, safetensors_files
+from axonml_jax.model.safetensors import opened_safetensors, require_safetensors, safetensors_files
 
 
 class StoredArrays(Mapping[str, "StoredArray"]):
@@ -24,20 +24,21 @@ class StoredArrays(Mapping[str, "StoredArray"]):
     Raises:
       ImportError: without the package safetensors.
       FileNotFoundError: when there is no such file.
+      ValueError: saying what is wrong with a file, or for a name that two have.
     """
 
     def __init__(self, path: str | os.PathLike, *, prefixes: tuple[str, ...] = ()):
         require_safetensors(str(path))
-        from safetensors import safe_open  # pyright: ignore[reportMissingImports]
-
         self.bytes_read = 0
         self._arrays: dict[str, StoredArray] = {}
         for file in safetensors_files(Path(path)):
-            with safe_open(file, framework="numpy") as opened:
-                for name in list(opened.keys()):
-                    shape = tuple(opened.get_slice(name).get_shape())
-                    short = next((name.removeprefix(each) for each in prefixes if name.startswith(each)), name)
-                    self._arrays[short] = StoredArray(self, file, name, shape)
+            with opened_safetensors(file) as opened:
+                shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in list(opened.keys())}
+            for name, shape in shapes.items():
+                short = next((name.removeprefix(each) for each in prefixes if name.startswith(each)), name)
+                if short in self._arrays:
+                    raise ValueError(f"{file} has {name}, as has {self._arrays[short].file}: which is meant?")
+                self._arrays[short] = StoredArray(self, file, name, shape)
 
     def __getitem__(self, name: str) -> "StoredArray":
         return self._arrays[name]
@@ -70,10 +71,11 @@ class StoredArray:
 
         The file is opened for this alone: what is read of one that stays open counts as memory of the process.
         """
-        from safetensors import safe_open  # pyright: ignore[reportMissingImports]
-
-        with safe_open(self.file, framework="numpy") as opened:
-            whole: Any = opened.get_slice(self.name)
-            found = np.asarray(whole[index] if self.shape else opened.get_tensor(self.name))
+        with opened_safetensors(self.file) as opened:
+            if 0 in self.shape or not self.shape:  # of which the package slices nothing
+                found = np.asarray(opened.get_tensor(self.name)[index])
+            else:
+                whole: Any = opened.get_slice(self.name)
+                found = np.asarray(whole[index])
         self.counts.bytes_read += found.nbytes
         return found

@@ -18,7 +18,7 @@ from axonml_jax.model.stored_arrays import StoredArrays
 from axonml_jax.model.stored_shards import write_shards
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.families.family import Family
-from axonml_jax.models.families.known import config_of, family_named, family_of
+from axonml_jax.models.families.known import config_of, described_in, family_named, family_of
 from axonml_jax.models.families.source import ArraySource, names_there, sources
 from axonml_jax.models.likeness import unlike
 from axonml_jax.models.transformer import Transformer
@@ -33,6 +33,7 @@ SHARD_BYTES = 5 * 10**9
 """Bytes of arrays in a file, where nothing else is said."""
 
 _MODEL = "model/"
+_SHOWN = 100
 _BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 
 
@@ -68,7 +69,7 @@ def pretrained_config(folder: str | os.PathLike, **changes: Any) -> TransformerC
     Raises:
       ValueError: see `pretrained`.
     """
-    return config_of(_described(folder), **changes)
+    return config_of(described_in(folder), **changes)
 
 
 def read_pretrained(folder: str | os.PathLike, **changes: Any) -> tuple[TransformerConfig, Values]:
@@ -82,10 +83,11 @@ def read_pretrained(folder: str | os.PathLike, **changes: Any) -> tuple[Transfor
     Raises:
       ValueError: see `pretrained`; or listing what the files lack.
     """
-    described = _described(folder)
+    described = described_in(folder)
     config, family = config_of(described, **changes), family_named(described["model_type"])
     stored = _stored(folder)
     every = _checked(sources(family, config), stored, family, config)
+    _refuse_shapes(folder, _shapes(config, every), every, stored)
     dtypes = {name: _part(stored[source.places[0].name]).dtype for name, source in every.items()}
     whole = lambda source: (slice(None),) * len(source.shape(stored))
     values = {name: source.read(stored, whole(source), dtypes[name]) for name, source in every.items()}
@@ -108,7 +110,7 @@ def load_pretrained(model: Checkpointable, folder: str | os.PathLike) -> int:
     Raises:
       ValueError: listing every array that is missing, has no place, or is of another shape.
     """
-    described = _described(folder)
+    described = described_in(folder)
     leaves, family = model.checkpoint_leaves(), family_named(described["model_type"])
     stacked = any(name.startswith(f"{_MODEL}blocks/layer/") for name in leaves)
     config = config_of(described, scan_layers=stacked)
@@ -134,16 +136,12 @@ def check_pretrained(config: TransformerConfig, folder: str | os.PathLike) -> No
     Raises:
       ValueError: saying what of the configuration is another model's, or listing every array that does not fit.
     """
-    described = _described(folder)
+    described = described_in(folder)
     if lines := unlike(config, config_of(described)):
         raise ValueError(f"{folder} holds another model: " + "; ".join(lines))
     stored, family = _stored(folder), family_named(described["model_type"])
     every = _checked(sources(family, config), stored, family, config)
-    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    leaves = named_leaves(nnx.to_pure_dict(nnx.state(model)))
-    others = _others(config) - every.keys()
-    here = {name: tuple(leaf.shape) for name, leaf in leaves.items() if name not in others}
-    _refuse_shapes(folder, here, every, stored)
+    _refuse_shapes(folder, _shapes(config, every), every, stored)
 
 
 def write_pretrained(
@@ -184,13 +182,6 @@ def write_pretrained(
         new.replace(folder / "config.json")
 
 
-def _described(folder: str | os.PathLike) -> dict[str, Any]:
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no config.json: give a folder that save_pretrained wrote")
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def _stored(folder: str | os.PathLike) -> StoredArrays:
     return StoredArrays(folder, prefixes=("transformer.", "model."))
 
@@ -207,9 +198,16 @@ def _checked(
     if missing or left:
         lines = [f"  {name}: missing" for name in missing] + [f"  {name}: has no place here" for name in left]
         raise ValueError(
-            f"these are not the arrays of the {family.name} that config.json describes:\n" + "\n".join(lines)
+            f"these are not the arrays of the {family.name} that config.json describes:\n" + _listed(lines)
         )
     return every
+
+
+def _shapes(config: TransformerConfig, every: Mapping[str, ArraySource]) -> dict[str, tuple[int, ...]]:
+    """Of the arrays that files hold: those of a model, but for what is no weight and has no source."""
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    leaves, others = named_leaves(nnx.to_pure_dict(nnx.state(model))), _others(config) - every.keys()
+    return {name: tuple(leaf.shape) for name, leaf in leaves.items() if name not in others}
 
 
 def _refuse_shapes(
@@ -223,7 +221,11 @@ def _refuse_shapes(
     shapes = {name: (own, every[name].shape(stored)) for name, own in here.items() if name in every}
     problems += [f"  {name}: shape {own}, there {there}" for name, (own, there) in shapes.items() if own != there]
     if problems:
-        raise ValueError(f"{folder} holds weights of another model:\n" + "\n".join(problems))
+        raise ValueError(f"{folder} holds weights of another model:\n" + _listed(problems))
+
+
+def _listed(lines: list[str]) -> str:
+    return "\n".join(lines[:_SHOWN] + [f"  ... and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN))
 
 
 def _others(config: TransformerConfig) -> set[str]:

@@ -10,12 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 
 from axonml_jax.launch.config.choice import Choice, values_of
 from axonml_jax.launch.config.nearest_file import nearest_file
 from axonml_jax.launch.config.numbers import unusable
+from axonml_jax.launch.config.plain_yaml import plain_yaml
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.config.sections.finetune_config import LoraConfig
 from axonml_jax.launch.config.sections.optim_config import OTHERS
@@ -25,6 +25,7 @@ from axonml_jax.launch.objects.import_rules import import_problems
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.synonyms import AXES, KEYS, NO_AXIS, SECTIONS
 
+_SHOWN = 20
 _NOT_SETTINGS = ("help", "print_config", "config")
 
 
@@ -142,9 +143,11 @@ def _keys_of(path: str) -> dict[str, Any]:
         near = nearest_file(Path(path))
         raise ConfigError(f"no such configuration file: {path}" + (f"; did you mean {near}?" if near else ""))
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        content = plain_yaml(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path} holds no keys: give a YAML file with sections such as model and train")
     return dict(_flat(content))
@@ -188,7 +191,9 @@ def _with_bare_switches(flags: Sequence[str]) -> list[str]:
 
 def _refuse_unknown(keys: Sequence[str], flags: Sequence[str], path: str) -> None:
     known = [key for key, *_ in settings()]
-    problems = [f"unknown key {key!r} in {path}{_nearest(key, known)}" for key in keys if key not in known]
+    strange = [key for key in keys if key not in known]
+    problems = [f"unknown key {key!r} in {path}{_nearest(key, known)}" for key in strange[:_SHOWN]]
+    problems += [f"and {len(strange) - _SHOWN} more"] * (len(strange) > _SHOWN)
     unknown = [flag for flag in flags if flag not in known and flag not in _NOT_SETTINGS]
     problems += [f"unknown flag --{flag}{_nearest(flag, known, '--')}" for flag in unknown]
     if problems:

@@ -144,10 +144,21 @@ class Wandb:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file that `JsonLines` wrote; a last line that was cut off is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [Record(row.pop("step"), row) for row in rows]
+    """The records of a file that `JsonLines` wrote; a last line that was cut off is left out.
+
+    Raises:
+      ValueError: naming the first line that is none of a record.
+    """
+    found = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+            if not all(isinstance(value, int | float) for value in (row["step"], *row.values())):
+                raise TypeError("a value is no number")
+            found.append(Record(row.pop("step"), row))
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number} is no record: {line[:60]!r}") from error
+    return found
 
 
 def wandb_module() -> Any:

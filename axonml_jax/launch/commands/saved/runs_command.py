@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from axonml_jax.checkpoint.names import checkpoints_in
+from axonml_jax.launch.config.plain_yaml import plain_yaml
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.config.stretches import NEWEST
 from axonml_jax.launch.job.fit import Record
@@ -103,9 +102,9 @@ def _below(path: Path) -> Iterator[Found]:
 
 def _read(folder: Path) -> Found:
     try:
-        content = yaml.safe_load((folder / NEWEST).read_text("utf-8"))
+        content = plain_yaml((folder / NEWEST).read_text("utf-8"))
         records = read_records(folder / RECORDS) if (folder / RECORDS).is_file() else []
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: cannot be read ({' '.join(str(error).split())})") from error
     settings = dict(_flat(content)) if isinstance(content, Mapping) else {}
     return Found(folder, settings, records, list(checkpoints_in(folder / CHECKPOINT_FOLDER)))
