@@ -12,6 +12,7 @@ import argparse
 import collections
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import random
@@ -130,6 +131,8 @@ def run(
             stack.callback(faulthandler.cancel_dump_traceback_later)
             attempt(kind, -1, seed, folder, prepared)  # what it imports takes memory once
             for number in range(first, first + share):
+                if number % 100 == 0:
+                    gc.collect()  # what earlier cases have left is not this one's memory
                 faulthandler.dump_traceback_later(60 * SECONDS, exit=True)  # one that waits, or stays in C code
                 ended, said = attempt(kind, number, seed, folder, prepared)
                 counts[kind][ended] += 1

@@ -86,10 +86,10 @@ def of_values(value, draw, names=()):
         elif kind == "double":
             twin = copy.deepcopy(holder[last])
             holder.append(twin) if isinstance(holder, list) else holder.update({f"{last}2": twin})
-        elif kind == "exchange":
+        elif kind == "exchange" and len(path) < 20:
             holder[last] = copy.deepcopy(_at(value, draw.choice(inner)))
-        elif kind == "deep":
-            holder[last] = deep(draw.choice((3, 30, 300)))
+        elif kind == "deep" and len(path) < 20:
+            holder[last] = deep(draw.choice((3, 30, 200)))
         elif kind == "many":
             holder[last] = {f"k{i}": i for i in range(draw.choice((10, 3000)))}
         else:

@@ -162,9 +162,16 @@ def _indexed(path: Path) -> list[Path]:
     if outside:
         raise ValueError(f"{path} names files that are not in its folder: {', '.join(map(repr, outside[:5]))}")
     files = [path.parent / name for name in sorted(set(names))]
-    if missing := [file.name for file in files if not file.is_file()]:
+    if missing := [f"{file.name:.100}" for file in files if not _is_file(file)]:
         raise FileNotFoundError(f"{path} names files that are not there: {', '.join(missing[:5])}")
     return _some(files, path)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _some(files: Iterable[Path], path: Path) -> list[Path]:

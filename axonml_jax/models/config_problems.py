@@ -30,7 +30,7 @@ _POSITIVE_OR_NONE = ("query_scalar", "attention_softcap", "logit_softcap", "wind
 
 def problems(config: Any) -> Iterator[str]:
     """A line for each; of values of wrong types, which nothing else can be asked about, these alone."""
-    nested = (config, *(each for each in (config.experts, config.rope_scaling) if is_dataclass(each)))
+    nested = (config, *(each for each in (config.experts, config.rope_scaling, config.latent) if is_dataclass(each)))
     if wrong := [line for each in nested for line in _wrong_types(each)]:
         yield from wrong
         return

@@ -49,7 +49,7 @@ class MlflowRun:
                 "there by mlflow.MlflowClient().set_terminated(%r, status=%r)",
                 self._id,
                 status,
-                error,
+                _said(error),
                 self._id,
                 status,
             )
@@ -68,7 +68,7 @@ class MlflowRun:
                 "output.mlflow: MLflow took a record no more, and gets none but the end of run %s: %s. The training goes on, "
                 "and all records are in metrics.jsonl",
                 self._id,
-                error,
+                _said(error),
             )
 
 
@@ -144,10 +144,19 @@ def _kept(folder: Path) -> str:
 def _refused(experiment: str, folder: Path | None, error: Exception) -> ConfigError:
     known = f", whose run {id_} is kept in {folder / _ID}" if folder and (id_ := _kept(folder)) else ""
     return ConfigError(
-        f"output.mlflow={experiment}{known}: MLflow fails: {error}. Look at MLFLOW_TRACKING_URI"
+        f"output.mlflow={experiment}{known}: MLflow fails: {_said(error)}. Look at MLFLOW_TRACKING_URI"
         + (", delete that file to begin another run," if known else "")
         + " or leave output.mlflow off"
     )
+
+
+def _said(error: Exception) -> str:
+    """What MLflow says, without the name and password that an address may hold.
+
+    >>> _said(ValueError("no answer from http://me:hush@host:5000/api"))
+    'no answer from http://***@host:5000/api'
+    """
+    return re.sub(r"://[^/\s@]+@", "://***@", str(error))
 
 
 def _log(client: Any, run: str, kind: str, values: list[Any]) -> None:
