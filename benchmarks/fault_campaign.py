@@ -54,6 +54,8 @@ OTHERS = (
     "truncate",
     "empty",
     "other-configuration",
+    "kill-with-memory",
+    "kill-in-copy",
     "port",
     "world-size",
     "master",
@@ -168,7 +170,16 @@ def refused(fault: Fault, job: Job) -> str:
     return r"process\(es\) \[1, 2\] never arrived within 5 s" if size == "3" else r"process\(es\) \[0\] never arrived"
 
 
+def from_memory(fault: Fault, job: Job) -> str:
+    """The state is copied to memory after every step: the restarted run goes on from a step that no checkpoint has."""
+    job.environ |= {"FAULT_MEMORY": "1", "FAULT_STEP_SECONDS": "0.1"}  # so that copies are made at every step
+    job.launch(fault.kind.replace("-with-memory", ""), fault.rank, 3 * (fault.step // 3) + 3)
+    del job.environ["FAULT_MEMORY"]
+    return rf"rank {fault.rank} failed first: signal 9 \(SIGKILL\)(.|\n)*start=(?!(0|3|6|9|12)\n)\d+"
+
+
 FAMILIES = {
+    **dict.fromkeys(("kill-with-memory", "kill-in-copy"), from_memory),
     "disk-full": full,
     **dict.fromkeys(("interrupt-launcher", "terminate-launcher", "terminate-rank"), terminate),
     **dict.fromkeys(("flip", "truncate", "empty"), damage),

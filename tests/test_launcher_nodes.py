@@ -35,8 +35,8 @@ def launchers(tmp_path):
     """Start one launcher per list of flags, all at one address; every one ends with the test."""
     started, port = [], free_port()
 
-    def launchers(work, *flags):
-        (tmp_path / "work.py").write_text(WORK + work)
+    def launchers(work, *flags, ready=True):
+        (tmp_path / "work.py").write_text(WORK * ready + work)
         for node, more in enumerate(flags):
             known = [f"--node-rank={node}", f"--nnodes={len(flags)}", f"--rdzv-endpoint=127.0.0.1:{port}"]
             command = [sys.executable, "-m", "axonml_jax", "launch", *known, *more, "work.py"]
@@ -51,8 +51,8 @@ def launchers(tmp_path):
         launcher.communicate()
 
 
-def ends(started):
-    outputs = [launcher.communicate(timeout=TIME_LIMIT) for launcher in started]
+def ends(started, limit=TIME_LIMIT):
+    outputs = [launcher.communicate(timeout=limit) for launcher in started]
     return [(launcher.returncode, *output) for launcher, output in zip(started, outputs, strict=True)]
 
 

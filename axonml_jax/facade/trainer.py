@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from axonml_jax._types import LossFn, PyTree
+from axonml_jax._types import LossFn, PyTree, named_leaves
 from axonml_jax.facade.accepting import accepting
 from axonml_jax.facade.saved_model import SavedModel
 from axonml_jax.facade.state_dict import fitted
@@ -174,6 +174,15 @@ class Trainer(Generic[M]):
     def take_leaves(self, arrays: Mapping[str, Any]) -> None:
         """Go on from arrays that rest as those of `checkpoint_leaves` do."""
         self._continue(self.train_step.state_of_leaves(self.state, arrays))
+
+    def resting_arrays(self) -> dict[str, jax.Array]:
+        """Everything in the state by its path in it, as it lies on the devices under this plan."""
+        return named_leaves(self.state)
+
+    def take_resting(self, arrays: Mapping[str, jax.Array]) -> None:
+        """Go on from arrays that lie as those of `resting_arrays` do."""
+        state = self.state
+        self._continue(jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in named_leaves(state)]))
 
     def step(self, batch: PyTree) -> Metrics:
         """One update from the global batch.

@@ -1,7 +1,8 @@
 """A small resumable training, one process of it, in which one fault happens: `python fault_rank.py FOLDER [FAULT RANK STEP]`.
 
 The fault happens once: a file in FOLDER says that it has. Prints a digest of the final state on rank 0; with FAULT_UNDISTURBED
-set, that of a second training too, from the first state on and without checkpoints.
+set, that of a second training too, from the first state on and without checkpoints. With FAULT_MEMORY=k the state is copied to
+memory every k steps too.
 """
 
 import contextlib
@@ -22,6 +23,8 @@ from flax import nnx
 import axonml_jax as ax
 from axonml_jax.checkpoint import manager as manager_room
 from axonml_jax.checkpoint import saving
+from axonml_jax.checkpoint.memory import own_copies
+from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
 from axonml_jax.launch.job.fit import Record
 from axonml_jax.launch.job.preemption import Preemption
 from axonml_jax.launch.job.records import JsonLines
@@ -74,6 +77,7 @@ class Fault:
 
     def __init__(self, folder, kind="none", rank="-1", step="-1"):
         self.kind, self.rank, self.step = kind, int(rank), int(step)
+        self.memory = None
         self._happened = folder / "fault-happened"
 
     def due(self, rank, step, *kinds):
@@ -86,6 +90,9 @@ class Fault:
     def before(self, rank, step):
         """Between two steps."""
         if self.due(rank, step, "kill"):
+            die()
+        if self.due(rank, step, "lose-memory"):  # as a machine that is replaced
+            self.memory._forget()
             die()
         if self.due(rank, step, "terminate"):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -121,6 +128,7 @@ class Fault:
         patch(saving, "checksums", "kill-before-commit", "no-space-at-commit")
         patch(saving, "put_in_place", "kill-at-commit")
         patch(manager_room, "remove", "kill-in-rotation")
+        patch(own_copies, "values_of", "kill-in-copy")
 
 
 def digest(trainer):
@@ -171,8 +179,15 @@ def main(folder, *fault):
         if step == fault.step:
             fault.arm(world.rank, step)
 
-    with ax.CheckpointManager(folder / "checkpoints", every=EVERY, keep=2) as manager, Preemption() as preemption:
-        restored = manager.restore(trainer, data=loader)
+    every = os.environ.get("FAULT_MEMORY")
+    with contextlib.ExitStack() as opened_here:
+        manager = opened_here.enter_context(ax.CheckpointManager(folder / "checkpoints", every=EVERY, keep=2))
+        preemption = opened_here.enter_context(Preemption())
+        memory = opened_here.enter_context(contextlib.closing(MemoryCopies(int(every)))) if every else None
+        fault.memory, restored = memory, None
+        if memory:
+            restored = memory.restore(trainer, data=loader, after=manager.steps[-1] - 1 if manager.steps else -1)
+        restored = restored or manager.restore(trainer, data=loader)
         start = restored.step if restored else 0
         ax.print0(f"start={start}", flush=True)
         with contextlib.ExitStack() as stack:
@@ -187,6 +202,8 @@ def main(folder, *fault):
             def after(step):
                 stop = preemption.stop_after(step)
                 manager.save(step, trainer, data=loader, force=stop)
+                if memory:
+                    memory.keep(step, trainer, data=loader)
                 return stop
 
             stopped = train(trainer, loader, start, opened("metrics.jsonl", start), before, began, after)

@@ -171,7 +171,7 @@ def _train(
     status = 0
     with trainer, Preemption() as preemption:
         spikes = Spikes(config, trainer, data.train, run.manager, saved) if config.spikes.factor else None
-        saves = Saves(manager, trainer, data.train, config, preemption, run.path / NONFINITE, spikes)
+        saves = Saves(manager, trainer, data.train, config, preemption, run.path / NONFINITE, spikes, run.memory)
         _run(config, ground, data, trainer, run, records, start, saves, spikes)
         while spikes is not None and saves.goes_back:
             start = spikes.roll_back()
@@ -190,6 +190,8 @@ def _train(
         print0(f"\n{saves.diverged}", flush=True)
         status = DIVERGED
     report(config, data, records, mine)
+    if run.memory is not None:
+        print0(f"memory          {run.memory.cost}")
     if status == 0:
         print_samples(config, trainer.model)
     return status

@@ -22,21 +22,33 @@ def begin(folder: RunFolder, config: RunConfig, trainer: Trainer, data: TextData
       ConfigError: when none is good, or when it is of another model, optimizer or text.
     """
     start, about = 0, {}
-    if folder.resumed:
-        try:
-            restored = folder.manager.restore(trainer, data=data.train)
-        except (DamagedCheckpoint, ValueError) as error:
-            raise ConfigError(f"resume: {error}") from error
-        if restored is not None:
-            start, about = int(trainer.state.step), dict(restored.about)
-            _tell(folder, config, trainer, restored, start)
+    try:
+        restored, place = _restored(folder, trainer, data)
+    except (DamagedCheckpoint, ValueError) as error:
+        raise ConfigError(f"resume: {error}") from error
+    if restored is not None:
+        start, about = int(trainer.state.step), dict(restored.about)
+        _tell(folder, config, trainer, restored, start, place)
     if start < config.train.steps and folder.leads:
         stretches.begin(folder.path, config, start)
     return start, about
 
 
-def _tell(folder: RunFolder, config: RunConfig, trainer: Trainer, restored: Manifest, start: int) -> None:
-    print0(f"resumed after step {start}, from {folder.manager.folder}")
+def _restored(folder: RunFolder, trainer: Trainer, data: TextData) -> tuple[Manifest | None, str]:
+    """What the trainer goes on from now, and where that was: in memory, unless a newer step is on disk."""
+    newest = folder.newest() if folder.resumed else None
+    if folder.memory is not None:
+        after = -1 if newest is None else newest - 1
+        restored = folder.memory.restore(trainer, of=str(folder.path), data=data.train, after=after)
+        print0(f"memory     {folder.memory.bound}")
+        if restored is not None:
+            return restored, "memory"
+    restored = folder.manager.restore(trainer, data=data.train) if folder.resumed else None
+    return restored, str(folder.manager.folder)
+
+
+def _tell(folder: RunFolder, config: RunConfig, trainer: Trainer, restored: Manifest, start: int, place: str) -> None:
+    print0(f"resumed after step {start}, from {place}")
     if folder.leads and (lines := list(_other(folder, config, trainer, restored, start))):
         print0("other settings than those that made this step:", *(f"  {line}" for line in lines), sep="\n")
     steps = config.train.steps

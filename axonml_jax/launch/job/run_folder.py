@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from axonml_jax.checkpoint.manager import CheckpointManager
+from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
 from axonml_jax.checkpoint.names import checkpoints_in
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
@@ -27,12 +28,26 @@ class RunFolder:
       config: of the run.
       environ: the launcher's variables.
 
+    Attributes:
+      resumed: whether there is a folder to go on with.
+      memory: copies of the state in memory; None: the run makes none.
+
     Raises:
-      ConfigError: when the folder to resume has no checkpoints.
+      ConfigError: when the folder to resume has no checkpoints, or nothing would outlive copies in memory.
       FolderInUse: naming the process that writes it.
     """
 
     def __init__(self, config: RunConfig, environ: Mapping[str, str] = os.environ):
+        every = config.checkpoint.memory_every
+        try:
+            self.memory = None if every is None else MemoryCopies(every, environ)
+        except ValueError as error:
+            raise ConfigError(f"checkpoint.memory_every={every}: {error}") from error
+        if every is not None and config.spikes.factor is not None:
+            raise ConfigError(
+                f"checkpoint.memory_every={every}, spikes.factor={config.spikes.factor}: a copy in memory may be of a step after a "
+                "spike that nobody has seen yet; leave one of the two out"
+            )
         self._config, self._environ, self._team = config, environ, Team()
         found = self._team.decide("find the run to go on with", partial(earlier_folder, config, environ))
         self.resumed = found is not None
@@ -45,6 +60,8 @@ class RunFolder:
         return self
 
     def __exit__(self, *exception):
+        if self.memory is not None:
+            self.memory.close()
         if self._manager is not None:
             self._manager.close()
 
@@ -56,6 +73,11 @@ class RunFolder:
     def begins(self) -> bool:
         """Whether there is no checkpoint to go on from: a run that is restarted before its first one begins anew."""
         return not (self.resumed and self._team.decide("look for checkpoints", partial(_has_checkpoints, self.path)))
+
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint on disk; None without one."""
+        steps = self._team.decide("look for checkpoints", lambda: self.manager.steps)
+        return steps[-1] if steps else None
 
     @property
     def path(self) -> Path:

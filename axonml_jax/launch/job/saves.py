@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from axonml_jax.checkpoint.manager import CheckpointManager
+from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
 from axonml_jax.checkpoint.store import save
 from axonml_jax.data.loader import DataLoader
 from axonml_jax.facade.trainer import Trainer
@@ -30,6 +31,7 @@ class Saves:
       preemption: asked after every step.
       inspection: where to save the first of too many updates in a row that were not finite.
       spikes: asked before anything is saved whether the loss has spiked; None: nobody looks.
+      memory: copies of the state in memory; None: there are none.
 
     Attributes:
       stopped: the step after which SIGTERM or Ctrl-C has stopped the run, else None.
@@ -45,10 +47,11 @@ class Saves:
         preemption: Preemption,
         inspection: Path,
         spikes: Spikes | None = None,
+        memory: MemoryCopies | None = None,
     ):
         self._manager, self._trainer, self._loader = manager, trainer, loader
         self._steps, self._preemption, self._inspection = config.train.steps, preemption, inspection
-        self._limit, self._spikes = config.train.max_nonfinite, spikes
+        self._limit, self._spikes, self._memory = config.train.max_nonfinite, spikes, memory
         self._positions: deque[tuple[int, dict[str, Any]]] = deque(
             maxlen=config.train.log_every + (self._limit or 0) + 2
         )
@@ -83,6 +86,8 @@ class Saves:
                 about = None if self._spikes is None else self._spikes.about()
                 self._manager.save(step, self._trainer, data=self._loader, metrics=metrics, about=about, force=last)
             self._manager.check()
+        if self._memory is not None and not last:
+            self._memory.keep(step, self._trainer, data=self._loader)
         return self.stopped is not None or self.diverged is not None
 
     @property

@@ -8,9 +8,11 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.processes.host_memory import HostMemory, can_outlive
 from axonml_jax.launch.processes.interrupts import Interrupts
 from axonml_jax.launch.processes.launch_options import LaunchOptions, read_options, streams_of
 from axonml_jax.launch.processes.leftovers import Guard
@@ -48,8 +50,11 @@ def launch(argv: Sequence[str]) -> int:
     logs = _log_folder(options)
     with Interrupts() as interrupts:
         try:
-            with Nodes(options, local_size, interrupts) as nodes:
-                return _Job(options, gpus, interrupts, nodes, logs).run()
+            with Nodes(options, local_size, interrupts) as nodes, ExitStack() as stack:
+                memory = None
+                if options.max_restarts and can_outlive():
+                    memory = stack.enter_context(HostMemory(nodes.sizes, options.node_rank))
+                return _Job(options, gpus, interrupts, nodes, logs, memory).run()
         except Stopped:
             print_note(f"stopped by {interrupts.received[0].name} while waiting for the other machines' launchers")
             return 128 + interrupts.received[0]
@@ -62,7 +67,13 @@ class _Job:
     """The attempts of one launch, as one machine's launcher makes them."""
 
     def __init__(
-        self, options: LaunchOptions, gpus: tuple[str, ...], interrupts: Interrupts, nodes: Nodes, logs: Path | None
+        self,
+        options: LaunchOptions,
+        gpus: tuple[str, ...],
+        interrupts: Interrupts,
+        nodes: Nodes,
+        logs: Path | None,
+        memory: HostMemory | None,
     ):
         self._options = options
         self._gpus = gpus
@@ -70,6 +81,7 @@ class _Job:
         self._nodes = nodes
         self._run_id = uuid.uuid4().hex
         self._logs = logs
+        self._memory = memory
 
     def run(self) -> int:
         """Attempt after attempt, until one ends well, a signal comes, or no restart is left."""
@@ -128,13 +140,15 @@ class _Job:
 
     def _start(self, attempt: Attempt, local_rank: int) -> Worker:
         rank = attempt.first_rank + local_rank
+        handed = None if self._memory is None else self._memory.of(local_rank)
         return Worker(
             rank,
             self._options.command,
-            worker_environment(os.environ, attempt, local_rank, self._gpus),
+            worker_environment(os.environ, attempt, local_rank, self._gpus, handed),
             tee=streams_of(self._options.tee, local_rank),
             quiet=streams_of(self._options.redirects, local_rank),
             logs=self._logs and self._logs / f"attempt_{attempt.restarts}" / str(rank),
+            files=() if handed is None else handed.all,
         )
 
     def _port(self, restarts: int) -> int:

@@ -60,6 +60,7 @@ class Worker:
       tee: which streams go to files too (`STDOUT`, `STDERR`, both, 0).
       quiet: which streams do not show on the console.
       logs: the folder of those files; None: there are none.
+      files: open files that it gets under the same numbers.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Worker:
         tee: int = 0,
         quiet: int = 0,
         logs: Path | None = None,
+        files: Sequence[int] = (),
     ):
         self.rank = rank
         self._started = time.monotonic()
@@ -83,6 +85,7 @@ class Worker:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
+            pass_fds=files,
         )
         self.pid = self._process.pid
         self.outlets: list[Outlet] = []

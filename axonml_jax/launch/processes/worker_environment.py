@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from axonml_jax.checkpoint.memory.handed import MEMORY, Handed
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.processes.leftovers import MARK
 
@@ -15,7 +16,8 @@ RESTART_COUNT = "AXONML_JAX_RESTART_COUNT"
 _FORCED = "xla_force_host_platform_device_count"
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # PyTorch's torchrun leaves these where a launch runs inside of one of its workers.
-_FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
+# This launcher's own variable is foreign too: it names files that another launch has open.
+_FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", MEMORY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,9 @@ class Attempt:
     run_id: str
 
 
-def worker_environment(environ: Mapping[str, str], attempt: Attempt, local_rank: int, gpus: Sequence[str]) -> dict:
+def worker_environment(
+    environ: Mapping[str, str], attempt: Attempt, local_rank: int, gpus: Sequence[str], handed: Handed | None = None
+) -> dict:
     """All variables of one worker.
 
     Args:
@@ -55,6 +59,7 @@ def worker_environment(environ: Mapping[str, str], attempt: Attempt, local_rank:
       attempt: see `Attempt`.
       local_rank: which worker of this machine.
       gpus: this machine's GPUs to share out, as CUDA_VISIBLE_DEVICES has them; none: the workers compute on the CPU.
+      handed: memory that outlives it; None: there is none.
     """
     kept = {name: value for name, value in environ.items() if name not in _FOREIGN}
     rank = str(attempt.first_rank + local_rank)
@@ -79,7 +84,8 @@ def worker_environment(environ: Mapping[str, str], attempt: Attempt, local_rank:
         # Standard output is a pipe here: without this, what a killed worker had printed would be lost.
         "PYTHONUNBUFFERED": "1",
     }
-    return kept | job | _devices(local_rank, attempt.local_size, gpus)
+    memory = {} if handed is None else {MEMORY: handed.text()}
+    return kept | job | memory | _devices(local_rank, attempt.local_size, gpus)
 
 
 def _devices(local_rank: int, local_size: int, gpus: Sequence[str]) -> dict[str, str]:

@@ -18,6 +18,8 @@ class CheckpointConfig:
       best: keep the one with the lowest validation loss too; every must then be a multiple of train.eval_every.
       verify: read every checkpoint again from its disk before it counts and an older one is deleted.
       asynchronous: write to disk while the training goes on.
+      memory_every: copy the state every this many steps to memory that outlives the processes, from which restarted ones go on;
+        needs axonml-jax launch --max-restarts. null: no copies.
     """
 
     every: int | None = 500
@@ -27,9 +29,10 @@ class CheckpointConfig:
     best: bool = False
     verify: bool = False
     asynchronous: bool = True
+    memory_every: int | None = None
 
     def __post_init__(self):
-        at_least("checkpoint", self, self._problems(), every=1)
+        at_least("checkpoint", self, self._problems(), every=1, memory_every=1)
 
     def _problems(self) -> list[str]:
         problems = ["best=True keeps nothing while checkpoint.every=null saves nothing"]

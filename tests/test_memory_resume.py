@@ -1,0 +1,46 @@
+"""`train` with copies of its state in memory: restarted workers end as if nothing had happened."""
+
+import pytest
+from test_train_resume import arrays, losses, place, train, uninterrupted  # noqa: F401
+
+from axonml_jax.checkpoint.memory.handed import MEMORY
+from axonml_jax.launch.job.records import JsonLines
+from axonml_jax.launch.processes.host_memory import HostMemory
+from axonml_jax.launch.processes.leftovers import MARK
+from axonml_jax.launch.processes.worker_environment import RESTART_COUNT
+
+
+def test_restarted_workers_go_on_from_memory_and_end_bit_for_bit_like_an_uninterrupted_run(
+    place,  # noqa: F811
+    uninterrupted,  # noqa: F811
+    monkeypatch,
+    capsys,
+):
+    write = JsonLines.write
+
+    def write_or_die(self, record):
+        if record.step == 6:
+            raise InterruptedError
+        write(self, record)
+
+    options = ["--name=copied", "--checkpoint.memory_every=2"]
+    with HostMemory([1], 0) as memory, monkeypatch.context() as patched:
+        for name, value in {
+            MEMORY: memory.of(0).text(),
+            "NODE_RANK": "0",
+            MARK: "a launch",
+            RESTART_COUNT: "0",
+        }.items():
+            patched.setenv(name, value)
+        with patched.context() as dying:
+            dying.setattr(JsonLines, "write", write_or_die)
+            with pytest.raises(InterruptedError):
+                train(place, *options)
+        patched.setenv(RESTART_COUNT, "1")
+        assert train(place, *options) == 0
+    said = capsys.readouterr().out
+    assert "resumed after step 4, from memory" in said  # step 3 is the newest on disk
+    assert "copied every 2 steps; process 0 keeps 2 x 0.1 MB of its own state" in said
+    folder = place / "runs" / "copied"
+    assert losses(folder) == losses(uninterrupted)
+    assert arrays(folder, 9) == arrays(uninterrupted, 9)
