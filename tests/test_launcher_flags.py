@@ -85,6 +85,11 @@ REFUSED = {
     ),
     "a port out of range": (["--master-port", "70000", "train.py"], "port 70000"),
     "no port": (["--rdzv-endpoint", "a:b", "train.py"], "must be HOST or HOST:PORT"),
+    "nothing to stand by for": (
+        ["--standby", "30", "train.py"],
+        "--standby 30 with --max-restarts 0: nothing is started again",
+    ),
+    "negative standby": (["--standby", "-1", "--max-restarts=1", "train.py"], "--standby -1.0: must not be negative"),
     "negative restarts": (["--max-restarts", "-1", "train.py"], "--max-restarts -1"),
     "everything at once": (
         ["--node-rank=1", "--max-restarts=-1", "trian.py"],

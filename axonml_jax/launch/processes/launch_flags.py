@@ -66,6 +66,12 @@ def _place_flags(flag: Callable, parser: argparse.ArgumentParser) -> None:
 
 def _supervision_flags(flag: Callable) -> None:
     flag("--max-restarts", type=int, default=0, metavar="N", help="start all processes again after a failure, N times")
+    flag(
+        "--standby",
+        type=float,
+        metavar="SECONDS",
+        help="so long after a start, start as many processes again, which import and wait to take over at a restart",
+    )
     flag("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="from Ctrl-C or SIGTERM to SIGKILL")
     flag("--log-dir", type=Path, metavar="DIR", help="keep every process's output under DIR/RUN/attempt_I/RANK")
     spec = {"type": _streams, "metavar": "WHICH"}

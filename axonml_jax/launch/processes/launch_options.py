@@ -24,6 +24,7 @@ class LaunchOptions:
       master_addr: host of node 0.
       master_port: port there; None: a free one.
       max_restarts: how often all workers are started again after a failure.
+      standby: seconds after which processes are started that stand by for a restart; None: none are.
       shutdown_timeout: seconds between Ctrl-C or SIGTERM and SIGKILL.
       log_dir: folder for the workers' output; None: console only.
       tee: per local rank, which streams go to files as well as to the console (1 stdout, 2 stderr, 3 both).
@@ -39,6 +40,7 @@ class LaunchOptions:
     master_addr: str
     master_port: int | None
     max_restarts: int
+    standby: float | None
     shutdown_timeout: float
     log_dir: Path | None
     tee: Mapping[int, int] | int
@@ -81,6 +83,7 @@ def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptio
         master_addr=host or "127.0.0.1",
         master_port=port,
         max_restarts=given.max_restarts,
+        standby=given.standby,
         shutdown_timeout=given.shutdown_timeout,
         log_dir=given.log_dir,
         tee=given.tee if given.tee is not None else 3 if given.log_dir else 0,
@@ -120,7 +123,12 @@ def _contradictions(given: argparse.Namespace) -> list[str]:
         )
     if given.rdzv_endpoint is not None and len(where) > 1:
         problems.append(f"--rdzv-endpoint says what {' and '.join(list(where)[:-1])} say; give one or the other")
+    if given.standby is not None and given.max_restarts == 0:
+        problems.append(
+            f"--standby {given.standby:g} with --max-restarts 0: nothing is started again; give --max-restarts too"
+        )
     limits = {"--max-restarts": given.max_restarts, "--shutdown-timeout": given.shutdown_timeout}
+    limits["--standby"] = given.standby or 0.0
     problems += [f"{name} {value}: must not be negative" for name, value in limits.items() if value < 0]
     return problems + _bad_ports(given)
 

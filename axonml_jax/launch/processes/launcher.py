@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 import uuid
@@ -15,11 +16,12 @@ from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.processes.host_memory import HostMemory, can_outlive
 from axonml_jax.launch.processes.interrupts import Interrupts
 from axonml_jax.launch.processes.launch_options import LaunchOptions, read_options, streams_of
-from axonml_jax.launch.processes.leftovers import Guard
+from axonml_jax.launch.processes.leftovers import MARK, Guard
 from axonml_jax.launch.processes.nodes import Nodes, Stopped
 from axonml_jax.launch.processes.post_mortem import report
+from axonml_jax.launch.processes.ready.spares import Spares
 from axonml_jax.launch.processes.supervise import Ended, Supervisor, print_note
-from axonml_jax.launch.processes.worker import Worker
+from axonml_jax.launch.processes.worker import Worker, started
 from axonml_jax.launch.processes.worker_environment import Attempt, count_workers, worker_environment
 
 _SHOWN = 8
@@ -54,7 +56,8 @@ def launch(argv: Sequence[str]) -> int:
                 memory = None
                 if options.max_restarts and can_outlive():
                     memory = stack.enter_context(HostMemory(nodes.sizes, options.node_rank))
-                return _Job(options, gpus, interrupts, nodes, logs, memory).run()
+                with _Job(options, gpus, interrupts, nodes, logs, memory) as job:
+                    return job.run()
         except Stopped:
             print_note(f"stopped by {interrupts.received[0].name} while waiting for the other machines' launchers")
             return 128 + interrupts.received[0]
@@ -82,6 +85,18 @@ class _Job:
         self._run_id = uuid.uuid4().hex
         self._logs = logs
         self._memory = memory
+        self._latest: Attempt | None = None
+        self._spares: Spares | None = None
+        if options.standby is not None:
+            size, program = nodes.sizes[options.node_rank], (options.module, options.target, options.arguments)
+            self._spares = Spares(size, program, self._spare, options.standby)
+
+    def __enter__(self) -> "_Job":
+        return self
+
+    def __exit__(self, *exception):
+        if self._spares is not None:
+            self._spares.__exit__()
 
     def run(self) -> int:
         """Attempt after attempt, until one ends well, a signal comes, or no restart is left."""
@@ -129,13 +144,18 @@ class _Job:
             max_restarts=options.max_restarts,
             run_id=self._run_id,
         )
-        others = self._nodes if options.nnodes > 1 else None
+        self._latest, others = attempt, self._nodes if options.nnodes > 1 else None
         workers: list[Worker] = []
-        supervisor = Supervisor(workers, self._interrupts, self._run_id, options.shutdown_timeout, others)
+        again = restarts < options.max_restarts
+        supervisor = Supervisor(workers, self._interrupts, self._run_id, options.shutdown_timeout, others, again)
+        if self._spares is not None:
+            self._spares.hold()
         with Guard(self._run_id) as guard, supervisor:
             for local_rank in range(local_size):
                 workers.append(self._start(attempt, local_rank))
                 guard.watch(workers[-1].pid)
+            if self._spares is not None and again:
+                self._spares.prepare()
             return supervisor.watch()
 
     def _start(self, attempt: Attempt, local_rank: int) -> Worker:
@@ -149,7 +169,16 @@ class _Job:
             quiet=streams_of(self._options.redirects, local_rank),
             logs=self._logs and self._logs / f"attempt_{attempt.restarts}" / str(rank),
             files=() if handed is None else handed.all,
+            spare=self._spares and self._spares.take(local_rank),
         )
+
+    def _spare(self, local_rank: int, command: Sequence[str]) -> subprocess.Popen:
+        """A process that stands by: with a worker's variables, but not its mark, by which a failed attempt is ended."""
+        assert self._latest is not None
+        handed = None if self._memory is None else self._memory.of(local_rank)
+        environ = worker_environment(os.environ, self._latest, local_rank, self._gpus, handed)
+        del environ[MARK]
+        return started(command, environ, () if handed is None else handed.all, subprocess.PIPE)
 
     def _port(self, restarts: int) -> int:
         # A port that a dead attempt has used may still be held by its last packets.

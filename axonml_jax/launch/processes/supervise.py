@@ -16,6 +16,9 @@ from axonml_jax.launch.processes.worker import Failure, Worker
 FAILURE_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for those that must stop because another worker failed."""
 
+RESTART_GRACE = 1.0
+"""The same where all start again: nobody can go on without the one that failed, and every second is lost."""
+
 _TICK = 0.1
 # A worker that lost another may die before the one that caused it, which is still taking its leave.
 _SETTLE = 2.0
@@ -74,6 +77,7 @@ class Supervisor:
       run_id: the launch's mark in the workers' environment.
       patience: seconds the workers have to end by themselves after the launcher was told to stop.
       others: the launchers of other machines; None on a single one.
+      restarts: whether all start again when one fails.
     """
 
     def __init__(
@@ -83,12 +87,14 @@ class Supervisor:
         run_id: str,
         patience: float,
         others: Others | None = None,
+        restarts: bool = False,
     ):
         self._workers = workers
         self._interrupts = interrupts
         self._run_id = run_id
         self._patience = patience
         self._others = others
+        self._grace = RESTART_GRACE if restarts else FAILURE_GRACE
         self._first_end: float | None = None
 
     def __enter__(self) -> "Supervisor":
@@ -96,7 +102,7 @@ class Supervisor:
 
     def __exit__(self, *exception):
         """However this is left, no process of the launch stays behind."""
-        self._end_all(signal.SIGTERM, FAILURE_GRACE)
+        self._end_all(signal.SIGTERM, self._grace)
         self._drain()
 
     def watch(self) -> Ended:
@@ -128,7 +134,7 @@ class Supervisor:
                 break
         stopped = self._running()
         early = tuple(worker.rank for worker in self._workers if worker.returncode == 0)
-        self._end_all(signal.SIGTERM, FAILURE_GRACE)
+        self._end_all(signal.SIGTERM, self._grace)
         self._drain()
         records = [path for worker in self._workers for path in flight_records(worker.outlets[-1].last_lines())]
         cause = root_cause([worker.failure() for worker in failed])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from axonml_jax.launch.processes.output import Outlet
+from axonml_jax.launch.processes.ready.standby import go
 
 STDOUT, STDERR = 1, 2
 
@@ -61,6 +62,7 @@ class Worker:
       quiet: which streams do not show on the console.
       logs: the folder of those files; None: there are none.
       files: open files that it gets under the same numbers.
+      spare: a process that stands by to be it; None: a new one is started.
     """
 
     def __init__(
@@ -73,20 +75,13 @@ class Worker:
         quiet: int = 0,
         logs: Path | None = None,
         files: Sequence[int] = (),
+        spare: subprocess.Popen | None = None,
     ):
         self.rank = rank
         self._started = time.monotonic()
         self._ended = 0.0
-        self._process = subprocess.Popen(
-            command,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            pass_fds=files,
-        )
+        ready = spare is not None and _ordered(spare, environ)
+        self._process = spare if ready and spare else started(command, environ, files)
         self.pid = self._process.pid
         self.outlets: list[Outlet] = []
         if logs:
@@ -112,3 +107,37 @@ class Worker:
         lines = tuple(self.outlets[-1].last_lines())
         seconds = self._ended - self._started
         return Failure(self.rank, socket.gethostname(), self.pid, self.returncode, seconds, lines)
+
+
+def started(
+    command: Sequence[str], environ: Mapping[str, str], files: Sequence[int], stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen:
+    """A process in a session of its own, whose output comes through pipes.
+
+    Args:
+      command: the program and its arguments.
+      environ: all its variables.
+      files: open files that it gets under the same numbers.
+      stdin: its input, as `subprocess` has it.
+    """
+    return subprocess.Popen(
+        command,
+        env=dict(environ),
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+        pass_fds=files,
+    )
+
+
+def _ordered(spare: subprocess.Popen, environ: Mapping[str, str]) -> bool:
+    """Make a process that stands by the worker; whether it still was there."""
+    assert spare.stdin is not None
+    try:
+        with spare.stdin:
+            spare.stdin.write(go(environ))
+    except BrokenPipeError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Processes that stand by to be the workers of the next attempt."""

@@ -1,0 +1,122 @@
+"""Seconds from the kill of one process to the next step, by way of restarting, and what copies in memory cost every step.
+
+    python benchmarks/recovery_time.py [--rounds 3] [--ways disk memory standby] [--cost]
+
+Two processes train the model of configs/quickstart.yaml (data-parallel, one CPU device each) under `axonml-jax launch
+--max-restarts 1`; rank 1 is killed by SIGKILL after step 27. `disk` has a checkpoint every ten steps, `memory` a copy in
+memory every step, `standby` processes too that stand by with their imports made. Prints when, after the kill, the launcher had
+ended the others, the run had been described (processes started, JAX imported, job joined, data read), the state was back, the
+first step was made, and step 28, which nobody had made before. `--cost` trains without a fault, with and without copies, in
+turns.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+KILLED_AFTER, STEPS = 27, 32
+CALLBACK = f"""
+import os, signal, time
+import jax
+import axonml_jax as ax
+
+class Told(ax.Callback):
+    def on_step(self, event):
+        jax.block_until_ready(event.metrics)
+        print(f"step={{event.step}} at={{time.time():.3f}}", flush=True)
+        first = os.environ["AXONML_JAX_RESTART_COUNT"] == "0"
+        if event.step == {KILLED_AFTER} and first and "KILL" in os.environ:
+            time.sleep(float(os.environ["KILL"]))  # the processes that stand by have made their imports
+            if os.environ["RANK"] == "1":
+                print(f"killed at={{time.time():.3f}}", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+WAYS = {
+    "disk": ((), ("--checkpoint.every=10",)),
+    "memory": ((), ("--checkpoint.every=null", "--checkpoint.memory_every=1")),
+    "standby": (("--standby=1",), ("--checkpoint.every=null", "--checkpoint.memory_every=1")),
+}
+MARKS = {"ended": r"restart 1 of 1", "described": r"^\[rank 0\] model ", "state back": r"resumed after step"}
+
+
+def train(folder: Path, flags: tuple[str, ...], settings: tuple[str, ...], **environ: str) -> list[tuple[float, str]]:
+    """Launch a training; every line with the time at which it came."""
+    (folder / "told.py").write_text(CALLBACK)
+    launch = [sys.executable, "-m", "axonml_jax", "launch", "--nproc-per-node=2", "--max-restarts=1", *flags]
+    command = [
+        *(*launch, "--module", "axonml_jax", "train", str(ROOT / "configs" / "quickstart.yaml")),
+        *("--devices.simulated=null", "--allow-imports=told", "--callbacks=[{class_path: told.Told}]"),
+        *(f"--output.dir={folder / 'runs'}", "--output.plot=false", "--train.eval_every=null", "--sample.count=0"),
+        *(f"--train.steps={STEPS}", "--train.log_every=1000", "--data.valid_fraction=0", *settings),
+    ]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{folder}:{ROOT}", "XDG_CACHE_HOME": str(folder.parent / "cache")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=kept | own | environ, **pipes) as process:
+        assert process.stdout is not None
+        lines = [(time.time(), line) for line in process.stdout]
+    assert process.returncode == 0, "".join(line for _, line in lines)[-4000:]
+    return lines
+
+
+def recovered(way: str, base: Path) -> dict[str, float]:
+    """Seconds after the kill of what happened then."""
+    flags, settings = WAYS[way]
+    with tempfile.TemporaryDirectory(dir=base) as folder:
+        lines = train(Path(folder), flags, settings, KILL="12" if way == "standby" else "0.5")
+    text = "".join(line for _, line in lines)
+    killed = float(re.findall(r"killed at=([\d.]+)", text)[0])
+    after = [(at, line) for at, line in lines if at > killed]
+    found = {name: next(at for at, line in after if re.search(mark, line)) for name, mark in MARKS.items()}
+    steps = {
+        int(step): float(at) for step, at in re.findall(r"rank 0\] step=(\d+) at=([\d.]+)", text) if float(at) > killed
+    }
+    found |= {"first step": min(steps.values()), f"step {KILLED_AFTER + 1}": steps[KILLED_AFTER + 1]}
+    return {name: at - killed for name, at in found.items()}
+
+
+def step_seconds(settings: tuple[str, ...], base: Path) -> tuple[float, str]:
+    """The median step, and what the run said of its copies."""
+    with tempfile.TemporaryDirectory(dir=base) as folder:
+        lines = train(Path(folder), (), ("--checkpoint.every=null", *settings))
+    text = "".join(line for _, line in lines)
+    times = [float(at) for at in re.findall(r"rank 0\] step=\d+ at=([\d.]+)", text)][4:]
+    said = " ".join(re.findall(r"rank 0\] memory +(\d+ copies.*|copied every.*)", text))
+    return statistics.median(b - a for a, b in itertools.pairwise(times)), said
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--cost", action="store_true", help="milliseconds a step instead")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as base:
+        if options.cost:
+            for number in range(options.rounds):
+                for settings in ((), ("--checkpoint.memory_every=1",)):
+                    seconds, said = step_seconds(settings, Path(base))
+                    print(f"round {number}: {1000 * seconds:.1f} ms a step {' '.join(settings)} {said}", flush=True)
+            return
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways}
+        for number in range(options.rounds):
+            for way in options.ways:
+                found[way].append(recovered(way, Path(base)))
+                print(number, way, json.dumps({name: round(s, 2) for name, s in found[way][-1].items()}), flush=True)
+        for way, rounds in found.items():
+            medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+            print(f"{way}: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in medians.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Processes that stand by: they become the workers of a restart as if just started, and never outlive the launcher."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LIMIT = 120
+WORK = """
+import json, os, pathlib, sys, time
+restart = os.environ["AXONML_JAX_RESTART_COUNT"]
+said = [sys.argv, __name__, sys.path[0], sys.stdin.read(), "optax" in sys.modules, os.environ["RANK"]]
+print(json.dumps(said), flush=True)
+def stand_by():
+    found = [p for p in pathlib.Path("/proc").glob("[0-9]*/cmdline") if p.exists() and sys.argv[1].encode() in p.read_bytes()]
+    return [p for p in found if b"ready.standby" in p.read_bytes()]
+if restart == "0":
+    while not stand_by(): time.sleep(0.05)
+    END
+"""
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """Start a launch of one worker, with one that stands by; it ends with the test."""
+    started = []
+
+    def launched(end):
+        (tmp_path / "work.py").write_text(WORK.replace("END", end))
+        flags = ["--max-restarts=1", "--standby=0", "work.py", f"mark-{tmp_path.name}"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, "-m", "axonml_jax", "launch", *flags]
+        started.append(subprocess.Popen(command, cwd=tmp_path, **pipes))
+        return started[-1]
+
+    yield launched
+    for launcher in started:
+        launcher.kill()
+        launcher.communicate()
+
+
+def standing_by(mark):
+    said = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            said.append(path.read_bytes())
+        except OSError:
+            continue
+    return [each for each in said if b"ready.standby" in each and mark.encode() in each]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked for in /proc")
+def test_one_that_stands_by_is_the_worker_of_the_restart_and_none_is_left(launched, tmp_path):
+    launcher = launched("os.kill(os.getpid(), 9)")
+    out, error = launcher.communicate(timeout=LIMIT)
+    assert launcher.returncode == 0 and "restart 1 of 1" in error, error
+    argv, mark = ["work.py", f"mark-{tmp_path.name}"], f"mark-{tmp_path.name}"
+    said = [line.removeprefix("[rank 0] ") for line in out.splitlines()]
+    wanted = '[{}, "__main__", "{}", "", {}, "0"]'
+    argv = str(argv).replace("'", '"')
+    assert said == [wanted.format(argv, tmp_path, imported) for imported in ("false", "true")]
+    assert not standing_by(mark)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked for in /proc")
+def test_a_killed_launcher_takes_along_who_stands_by(launched, tmp_path):
+    launcher, mark = launched("print('there', flush=True); time.sleep(600)"), f"mark-{tmp_path.name}"
+    while "there" not in launcher.stdout.readline():
+        assert launcher.poll() is None
+    assert standing_by(mark)
+    launcher.kill()
+    deadline = time.monotonic() + LIMIT
+    while standing_by(mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not standing_by(mark)
