@@ -56,7 +56,7 @@ def train(folder: Path, flags: tuple[str, ...], settings: tuple[str, ...], **env
         *(*launch, "--module", "axonml_jax", "train", str(ROOT / "configs" / "quickstart.yaml")),
         *("--devices.simulated=null", "--allow-imports=told", "--callbacks=[{class_path: told.Told}]"),
         *(f"--output.dir={folder / 'runs'}", "--output.plot=false", "--train.eval_every=null", "--sample.count=0"),
-        *(f"--train.steps={STEPS}", "--train.log_every=1000", "--data.valid_fraction=0", *settings),
+        *(f"--train.steps={STEPS}", "--train.log_every=1000", "--data.valid_fraction=0.001", *settings),
     ]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
     own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{folder}:{ROOT}", "XDG_CACHE_HOME": str(folder.parent / "cache")}

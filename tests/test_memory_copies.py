@@ -230,6 +230,8 @@ def test_without_a_launcher_that_restarts_or_with_too_little_memory_copies_are_r
     quickstart = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
     with pytest.raises(ConfigError, match=r"memory_every=2: .* axonml-jax launch --max-restarts"):
         RunFolder(read_config("train", [quickstart, "--checkpoint.memory_every=2"]), {})
+    with pytest.raises(ConfigError, match=r"memory_every=2, spikes.factor=3.0: .* leave one of the two out"):
+        RunFolder(read_config("train", [quickstart, "--checkpoint.memory_every=2", "--spikes.factor=3"]), {})
     run, _ = trainer_and_data("fsdp", 0)
     monkeypatch.setattr("axonml_jax.checkpoint.memory.members.machine_memory", lambda: 1000)
     with HostMemory([1], 0) as memory:

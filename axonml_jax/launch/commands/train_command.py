@@ -190,8 +190,6 @@ def _train(
         print0(f"\n{saves.diverged}", flush=True)
         status = DIVERGED
     report(config, data, records, mine)
-    if run.memory is not None:
-        print0(f"memory          {run.memory.cost}")
     if status == 0:
         print_samples(config, trainer.model)
     return status

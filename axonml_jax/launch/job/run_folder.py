@@ -12,6 +12,7 @@ from axonml_jax.checkpoint.team import Team
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.processes.leftovers import MARK
 from axonml_jax.launch.processes.worker_environment import RESTART_COUNT
+from axonml_jax.logging import print0
 
 CHECKPOINT_FOLDER = "checkpoints"
 """Where in it the checkpoints are."""
@@ -39,15 +40,15 @@ class RunFolder:
 
     def __init__(self, config: RunConfig, environ: Mapping[str, str] = os.environ):
         every = config.checkpoint.memory_every
+        if every is not None and config.spikes.factor is not None:
+            raise ConfigError(
+                f"checkpoint.memory_every={every}, spikes.factor={config.spikes.factor}: a copy in memory may be of a step "
+                "after a spike that nobody has seen yet; leave one of the two out"
+            )
         try:
             self.memory = None if every is None else MemoryCopies(every, environ)
         except ValueError as error:
             raise ConfigError(f"checkpoint.memory_every={every}: {error}") from error
-        if every is not None and config.spikes.factor is not None:
-            raise ConfigError(
-                f"checkpoint.memory_every={every}, spikes.factor={config.spikes.factor}: a copy in memory may be of a step after a "
-                "spike that nobody has seen yet; leave one of the two out"
-            )
         self._config, self._environ, self._team = config, environ, Team()
         found = self._team.decide("find the run to go on with", partial(earlier_folder, config, environ))
         self.resumed = found is not None
@@ -62,6 +63,7 @@ class RunFolder:
     def __exit__(self, *exception):
         if self.memory is not None:
             self.memory.close()
+            print0(f"\nmemory          {self.memory.cost}")
         if self._manager is not None:
             self._manager.close()
 
