@@ -71,7 +71,10 @@ def of_values(value, draw, names=()):
     """
     value = copy.deepcopy(value)
     for _ in range(draw.choice((1, 1, 2, 3))):
-        inner = [place for place in places(value) if place]
+        try:
+            inner = [place for place in places(value) if place]
+        except RecursionError:  # nested deep enough
+            return value
         if not inner:
             return draw.choice(VALUES)
         *path, last = draw.choice(inner)
