@@ -93,9 +93,6 @@ def test_the_option_is_checked_before_anything_is_allocated():
     for limit in (0, True, 1.5):
         with pytest.raises(ValueError, match="must be a whole number from 1"):
             model.trainer(optax.sgd(0.1), loss_fn, max_nonfinite=limit)
-    alone = ax.DDP(Net(), ax.make_mesh(data=2, devices=jax.devices()[:2]), sync_strategy="no_sync")
-    with pytest.raises(ValueError, match="NO_SYNC would need a count per rank"):
-        alone.trainer(optax.sgd(0.1), loss_fn, max_nonfinite=3)
 
 
 def test_a_checkpoint_with_counts_restores_without_and_the_other_way_round(tmp_path):
@@ -137,3 +134,28 @@ def test_a_diverged_run_stops_and_its_first_bad_step_is_saved_and_repeats(tmp_pa
     assert int(again.state.step) == 2
     metrics = again.step(next(iter(loader)))
     assert not np.isfinite(metrics["loss"]) and int(metrics["skipped_in_a_row"]) == 1
+
+
+def test_ranks_that_train_by_themselves_skip_and_halt_by_themselves(tmp_path):
+    mesh = ax.make_mesh(data=2, devices=jax.devices()[:2])
+    rows = np.concatenate([GOOD, BAD, BAD, BAD, GOOD])  # only the second rank's
+    config = read_config("train", [QUICKSTART, "--train.max_nonfinite=2", "--train.log_every=1", "--train.steps=99"])
+    model = ax.DDP(Net(), mesh, sync_strategy="no_sync")
+    trainer, loader = (
+        model.trainer(optax.sgd(0.1), loss_fn, max_nonfinite=2),
+        ax.create_dataloader(rows, 8, mesh, shuffle=False),
+    )
+    saves, kept, counts = Saves(None, trainer, loader, config, NoSignal(), tmp_path / "nonfinite"), [], []
+    for step, batch in enumerate(loader, 1):
+        metrics = trainer.step(batch)
+        kept.append(to_host(model.parameters()))
+        counts.append(to_host(metrics["skipped"]).tolist())
+        if saves(step, {"loss": 1.0}):
+            break
+    assert counts == [[0, 0], [0, 1], [0, 2]] and step == 3
+    assert "2 updates in a row of replica 1 were not finite, the first after step 1" in saves.diverged
+    equal_bits(*(jax.tree.map(lambda x: x[1], tree) for tree in (kept[0], kept[2])))
+    with pytest.raises(AssertionError):
+        equal_bits(*(jax.tree.map(lambda x: x[0], tree) for tree in (kept[0], kept[2])))
+    ax.restore(tmp_path / "nonfinite", trainer, data=loader)
+    assert int(trainer.state.step) == 3 and to_host(trainer.state.guard.in_a_row).tolist() == [0, 0]

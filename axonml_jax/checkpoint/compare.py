@@ -29,7 +29,7 @@ def differences(
     """
     mismatched = {}
     for name, leaf in wanted.items():
-        if name in found and (problem := _mismatch(entry_of(leaf), found[name])):
+        if name in found and (problem := _mismatch(entry_of(leaf), found[name], leaf.entries)):
             mismatched[name] = problem
     missing = {name: _shape(entry_of(leaf)) for name, leaf in wanted.items() if name not in found}
     unexpected = {name: _shape(entry) for name, entry in found.items() if name not in wanted}
@@ -61,11 +61,11 @@ def listing(found: Mapping[str, Mapping[str, str]]) -> list[str]:
     return [*lines[:_SHOWN], f"  ... and {len(lines) - _SHOWN} more; in all {counts}"]
 
 
-def _mismatch(need: Entry, got: Entry) -> str | None:
+def _mismatch(need: Entry, got: Entry, entries: str) -> str | None:
     if need.key != got.key:
         return f"(saved as {got.key or got.dtype}, needed as {need.key or need.dtype})"
     if need.shape != got.shape:
-        return f"(saved {_shape(got)}, needed {_shape(need)})"
+        return f"(saved {_shape(got)}, needed {_shape(need)}{entries and f', {entries}'})"
     floating = [jnp.issubdtype(jnp.dtype(entry.dtype), jnp.floating) for entry in (need, got)]
     if need.dtype != got.dtype and not all(floating):
         return f"(saved as {got.dtype}, needed as {need.dtype})"

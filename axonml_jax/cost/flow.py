@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -41,6 +42,7 @@ class Flow:
       padding: how many of them are padding.
       launches: arrays that travel, in one execution.
       times: executions in one step.
+      every: they happen in one of so many steps; bytes are the mean over these.
       where: once, each microbatch, each tick of a pipeline, or in a round that even loads do not need.
       work: what it may hide behind: "forward", "backward", or nothing ("").
     """
@@ -55,18 +57,22 @@ class Flow:
     padding: Many = 0
     launches: Many = 1
     times: Many = 1
+    every: int = 1
     where: str = ONCE
     work: str = ""
 
     @property
     def wire_bytes(self) -> Many:
         """Bytes that one rank sends in one step, padding included."""
-        return exact(self.times * self.itemsize * wire_elements(self.kind, self.elements, self.group_size))
+        return self._mean(self.times * self.itemsize * wire_elements(self.kind, self.elements, self.group_size))
 
     @property
     def padding_bytes(self) -> Many:
         """The part of them that is padding."""
-        return exact(self.times * self.itemsize * wire_elements(self.kind, self.padding, self.group_size))
+        return self._mean(self.times * self.itemsize * wire_elements(self.kind, self.padding, self.group_size))
+
+    def _mean(self, amount: Many) -> Many:
+        return exact(amount if self.every == 1 else amount / Fraction(self.every))
 
     @property
     def count(self) -> Many:
@@ -91,6 +97,15 @@ def named(dtype: Any) -> tuple[str, int]:
     return found.name, found.itemsize
 
 
+def every(steps: int) -> str:
+    """The place of what runs in one of so many steps.
+
+    >>> every(10)
+    'every 10 steps'
+    """
+    return f"every {steps} steps" if steps > 1 else ONCE
+
+
 def where_of(times: Many) -> str:
     """The place of what runs so many times for a step's microbatches."""
     return EACH_MICROBATCH if varies(times) or times > 1 else ONCE
@@ -103,7 +118,7 @@ def joined(flows: Iterable[Flow]) -> list[Flow]:
         if flow.sends:
             # Arrays of one axis, or of one place, are one and the same.
             sizes = ("many" if varies(size) else size for size in (flow.group_size, flow.times))
-            key = (flow.label, flow.kind, flow.axes, flow.dtype, flow.where, flow.work, *sizes)
+            key = (flow.label, flow.kind, flow.axes, flow.dtype, flow.where, flow.work, flow.every, *sizes)
             found.setdefault(key, []).append(flow)
     return [alike[0] if len(alike) == 1 else _joined(alike) for alike in found.values()]
 

@@ -20,7 +20,7 @@ class Memory:
 
     Attributes:
       parameters: resting parameters, padding left out.
-      optimizer: its state, padding left out.
+      optimizer: its state, padding left out; with rounds a replica's own parameters and the outer momentum too.
       gradients: at their fullest.
       activations: kept for the backward, and the head's and loss's at their fullest.
       gathered: whole parameters beside resting ones, and unreduced gradients of a unit.
@@ -98,7 +98,7 @@ def gradients(weights: Weights, parts: ShardCounts, run: Run) -> Many:
 
 def states(weights: Weights, parts: ShardCounts, run: Run, moments: int) -> dict[str, Many]:
     """Parameters, optimizer, gradients and padding that one rank rests with."""
-    own = rests(weights, parts)
+    own, moments = rests(weights, parts), moments + run.copies
     return {
         "parameters": own.parameters,
         "optimizer": moments * own.trained,

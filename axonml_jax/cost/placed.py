@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from axonml_jax.mesh.axes import AxisNames, flat_axes
 from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.strategies.local_rounds import LocalRounds
 from axonml_jax.parallel.strategies.role import Role
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
 from axonml_jax.sharding.layout import Layout
@@ -27,21 +28,24 @@ class Setting:
     """What decides where weights rest and what one gather and one reduction of them send.
 
     Attributes:
-      strategies: of the mesh's axes, outermost first.
+      strategies: of the mesh's axes, outermost first, as a training step has them.
       degrees: of the mesh; arrays where they stand for many meshes.
       precision: dtypes.
       overlaps: whether gradients are reduced inside the backward.
+      rounds: by axis those in which ranks train parameters of their own.
     """
 
     strategies: Mapping[AxisNames, AbstractStrategy]
     degrees: Mapping[str, Many]
     precision: Precision
     overlaps: bool
+    rounds: Mapping[AxisNames, LocalRounds] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan, degrees: Mapping[str, int]) -> "Setting":
         """A plan's on a mesh."""
-        return cls(plan.on(degrees), degrees, plan.precision, plan.reducer(degrees).overlaps)
+        within = plan.within_round()
+        return cls(within.on(degrees), degrees, plan.precision, within.reducer(degrees).overlaps, plan.rounds)
 
     def ranks(self, axis: AxisNames) -> Many:
         """Of an axis, or of several together."""

@@ -74,6 +74,7 @@ class Run:
       full, selective: 1 where the backward recomputes that much, else 0.
       pipelined: whether stages lie along `pipe`.
       gathers: how often a pipeline gathers its stages in its ticks; None: once per step.
+      copies: of trained parameters that rest beside them and the optimizer's state: a replica's own, and the outer momentum.
     """
 
     roles: Mapping[AxisNames, Role]
@@ -82,6 +83,7 @@ class Run:
     selective: Many = 0
     pipelined: bool = False
     gathers: Many | None = None
+    copies: int = 0
 
     @classmethod
     def of(cls, plan: Plan, degrees: Mapping[str, int]) -> "Run":
@@ -89,12 +91,13 @@ class Run:
         pipelined = plan.pipe is not None and degrees.get(AXIS, 1) > 1
         gathers = plan.pipe.gathers(degrees[AXIS], plan.microbatches) if plan.pipe is not None and pipelined else None
         return cls(
-            roles={axis: strategy.role for axis, strategy in plan.on(degrees).items()},
+            roles={axis: strategy.role for axis, strategy in plan.within_round().on(degrees).items()},
             microbatches=plan.microbatches,
             full=int(plan.remat == "full"),
             selective=int(plan.remat == "selective"),
             pipelined=pipelined,
             gathers=gathers,
+            copies=2 * len(plan.rounds),
         )
 
     @property

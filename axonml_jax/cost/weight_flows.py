@@ -1,12 +1,12 @@
 """What parameters and their gradients send: gathers, reductions, and what stages share."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
 from axonml_jax.cost.amounts import Many, either, most, nothing
-from axonml_jax.cost.flow import GRADIENTS, ONCE, PARAMETERS, Flow, where_of
+from axonml_jax.cost.flow import GRADIENTS, ONCE, PARAMETERS, Flow, every, where_of
 from axonml_jax.cost.rounds import Run, ShardCounts
 from axonml_jax.cost.weight_groups import Group, Sent, Weights
 from axonml_jax.mesh.axes import as_axes
@@ -38,6 +38,7 @@ def weight_flows(weights: Weights, parts: ShardCounts, run: Run, degrees: Mappin
         moving = _Moving(group, number, buffers[group.axes] - before if run.pipelined else None, run)
         yield from moving.gathers()
         yield from moving.reductions()
+        yield from moving.joins()
 
 
 def _sent_along(group: Group, number: Many, ranks: Many) -> Iterator[Flow]:
@@ -72,6 +73,12 @@ class _Moving:
         for sent in self.group.syncs:
             often = self.run.rounds(sent.axis, sent.sharded)
             yield from self._flows(GRADIENTS, sent, often.at_end, often.between, "backward")
+
+    def joins(self) -> Iterator[Flow]:
+        """Of what parameters changed by, at the end of a round."""
+        for sent in self.group.joins:
+            for flow in self._flows(GRADIENTS, sent, 1, 0, ""):
+                yield replace(flow, every=sent.every, where=every(sent.every))
 
     def _flows(
         self, label: str, sent: Sent, once: Many, often: Many, work: str, calls: Many = 1

@@ -25,6 +25,7 @@ class Sent:
       launches: arrays that travel.
       launches_alone: the same in a step of one microbatch.
       ranks: that take part.
+      every: it moves in one of so many steps.
     """
 
     axis: AxisNames
@@ -38,6 +39,7 @@ class Sent:
     launches: Many
     launches_alone: Many
     ranks: Many
+    every: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ class Group:
       rest_dtype, read_dtype, sum_dtype: names.
       gathers: from the outermost axis inwards.
       syncs: of gradients, in the order of `Placement.sync`.
+      joins: of what parameters changed by, at the end of a round.
       read: elements that the model reads on a rank.
       arrays: how many weights they are.
       rest_bytes, padding_bytes: between steps, padding apart.
@@ -80,6 +83,7 @@ class Group:
     sum_dtype: str
     gathers: tuple[Sent, ...]
     syncs: tuple[Sent, ...]
+    joins: tuple[Sent, ...]
     read: Many
     arrays: Many
     rest_bytes: Many
@@ -109,7 +113,7 @@ class Weights:
         new = lambda value, names: {name: change(getattr(value, name)) for name in names}
         sent = lambda moves: tuple(replace(each, **new(each, _SENT)) for each in moves)
         groups = (
-            replace(each, gathers=sent(each.gathers), syncs=sent(each.syncs), **new(each, _SIZES))
+            replace(each, **{name: sent(getattr(each, name)) for name in _MOVES}, **new(each, _SIZES))
             for each in self.groups
         )
         return Weights(tuple(groups), change(self.unit_bytes), self.sliced)
@@ -126,13 +130,15 @@ def grouped(placed: Sequence[Placed]) -> Weights:
 
 _SIZES = ("read", "arrays", "rest_bytes", "padding_bytes", "read_bytes", "sum_bytes", "shard_sum_bytes")
 _SENT = ("elements", "padding", "launches", "launches_alone", "ranks")
-_KINDS = tuple(field.name for field in fields(Group) if field.name not in (*_SIZES, "gathers", "syncs"))
+_MOVES = ("gathers", "syncs", "joins")
+_KINDS = tuple(field.name for field in fields(Group) if field.name not in (*_SIZES, *_MOVES))
 
 
 def _kind(one: Group) -> tuple:
     ranks = lambda sent: "many" if varies(sent.ranks) else sent.ranks
-    moves = tuple((sent.axis, sent.kind, sent.dtype, ranks(sent)) for sent in (*one.gathers, *one.syncs))
-    return *(getattr(one, name) for name in _KINDS), len(one.gathers), moves
+    each = [getattr(one, name) for name in _MOVES]
+    moves = tuple((sent.axis, sent.kind, sent.dtype, ranks(sent)) for some in each for sent in some)
+    return *(getattr(one, name) for name in _KINDS), *map(len, each), moves
 
 
 def _joined(alike: list[Group]) -> Group:
@@ -141,8 +147,7 @@ def _joined(alike: list[Group]) -> Group:
     total = lambda name: sum(getattr(one, name) for one in alike)
     return replace(
         alike[0],
-        gathers=_added([one.gathers for one in alike]),
-        syncs=_added([one.syncs for one in alike]),
+        **{name: _added([getattr(one, name) for one in alike]) for name in _MOVES},
         **{name: total(name) for name in _SIZES},
     )
 
@@ -162,7 +167,8 @@ def _group(each: Placed) -> Group:
         count=weight.count, scanned=weight.layers > 1 and weight.redone, closes=weight.name.endswith("down/kernel"),
         summed=weight.summed, axes=each.layout.axes, sharded=next(iter(each.sharded), None), rest_dtype=rest,
         read_dtype=read, sum_dtype=summed, as_they_rest=read == rest and not each.sharded,
-        gathers=tuple(_gathers(each)), syncs=tuple(_syncs(each)) if weight.trained else (), read=each.read, arrays=1,
+        gathers=tuple(_gathers(each)), syncs=tuple(_syncs(each)) if weight.trained else (),
+        joins=tuple(_joins(each)) if weight.trained else (), read=each.read, arrays=1,
         rest_bytes=(each.shard - each.padding) * item, padding_bytes=each.padding * item,
         read_bytes=each.read_bytes, sum_bytes=each.sum_bytes, shard_sum_bytes=each.shard * sum_item,
     )  # fmt: skip
@@ -195,6 +201,13 @@ def _syncs(each: Placed) -> Iterator[Sent]:
         for sent in strategy.sync_flows(part, layout, axis, ranks, each.sum_dtype) if several(ranks) else ():
             yield _sent(axis, sent, sharded, buffered, (often, often), often)
         elements = elements // ranks if sharded else elements
+
+
+def _joins(each: Placed) -> Iterator[Sent]:
+    for axis, rounds in each.setting.rounds.items():
+        ranks = each.setting.ranks(axis)
+        for sent in rounds.round_flows(each.shard, each.layout, axis, ranks, each.rest_dtype):
+            yield replace(_sent(axis, sent, False, False, (1, 1), 1), every=rounds.every)
 
 
 def _sent(

@@ -29,7 +29,7 @@ class FSDPMemoryStats:
       total_params: trained and frozen parameters of the whole model.
       param_bytes: resting parameters.
       grad_bytes: gradients at their fullest.
-      optim_bytes: optimizer state.
+      optim_bytes: optimizer state; with rounds (`ax.DiLoCo`) a replica's own parameters and the outer momentum too.
       gathered_bytes: whole parameters held during the step beside the resting ones, at their fullest.
       replicated_bytes: parameters, gradients and optimizer state of plain data parallelism (DDP).
       offload: what of these rests in host memory instead of on the device.
@@ -105,7 +105,7 @@ def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemor
     return FSDPMemoryStats(
         param_bytes=own.parameters + own.padding,
         grad_bytes=gradients(weights, all_of_it, run),
-        optim_bytes=moments * (own.trained + own.trained_padding),
+        optim_bytes=(moments + run.copies) * (own.trained + own.trained_padding),
         gathered_bytes=gathered(weights, all_of_it, run),
         offload=plan.offload,
         **_whole(placed, moments),

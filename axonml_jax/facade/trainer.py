@@ -18,13 +18,12 @@ from axonml_jax.facade.state_dict import fitted
 from axonml_jax.logging import logger
 from axonml_jax.model.functional import Variables
 from axonml_jax.sharding.leaf import Leaf
-from axonml_jax.sharding.place import place, replicated, to_host
+from axonml_jax.sharding.place import place, to_host
 from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
 from axonml_jax.training.evaluate import EvalStep
-from axonml_jax.training.finite.guard import NonFinite
 from axonml_jax.training.metrics import as_floats, mean_of
 from axonml_jax.training.optimizer.checked_optimizer import averaging
-from axonml_jax.training.state.first_state import init_state
+from axonml_jax.training.state.first_state import first_guard, init_state
 from axonml_jax.training.state.learning_rate import injected_rate
 from axonml_jax.training.state.named_state import averaged_variables, with_new_average
 from axonml_jax.training.state.train_state import TrainState
@@ -66,10 +65,10 @@ class Trainer(Generic[M]):
         self._saves: list[Callable[[], None]] = []
         self._steps: dict[bool | None, TrainStep] = {}
         self._eval = EvalStep(model._functional, placement, model.mesh, loss_fn)
-        assert self.train_step  # refuses options that cannot work before anything is allocated
-        self._state = init_state(model.variables, tx, model._rest, model.mesh, model._key)
+        rest = self.train_step.rest  # refuses options that cannot work before anything is allocated
+        self._state = init_state(model.variables, tx, rest, model.mesh, model._key)
         if max_nonfinite is not None:
-            self._state = replace(self._state, guard=replicated(NonFinite.first(), model.mesh))
+            self._state = replace(self._state, guard=first_guard(rest, model.mesh))
 
     def __repr__(self) -> str:
         accumulate, clips = self._placement.plan.accumulate, self._max_grad_norm
@@ -92,7 +91,19 @@ class Trainer(Generic[M]):
             step = self.train_step
             state = with_new_average(step.model, state, step.rest, self._tx)
             self._continue(state)
+        if state.rounds is not None and state.params is not self._state.params:
+            logger.warning(
+                "the model's parameters were changed: replicas go on from them; what this round had made is dropped"
+            )
+            state = self._replicas_anew(state)
+            self._continue(state)
         return state
+
+    def _replicas_anew(self, state: TrainState) -> TrainState:
+        """A state whose replicas have the outer parameters; all else stays."""
+        first = self.train_step.rest.first_round(state.params, self.model.mesh)
+        assert state.rounds is not None and first is not None
+        return replace(state, rounds=replace(state.rounds, own=first.own))
 
     @state.setter
     def state(self, state: TrainState) -> None:
@@ -100,7 +111,7 @@ class Trainer(Generic[M]):
         if not isinstance(state, TrainState):
             raise TypeError(f"{rule}, but a {type(state).__name__} was given")
         fitting = fitted(state, self.state, rule)
-        self._continue(place(fitting, self.model._rest.between().state_specs(self._tx, fitting), self.model.mesh))
+        self._continue(place(fitting, self.train_step.rest.between().state_specs(self._tx, fitting), self.model.mesh))
 
     @property
     def opt_state(self) -> PyTree:
@@ -173,7 +184,14 @@ class Trainer(Generic[M]):
 
     def take_leaves(self, arrays: Mapping[str, Any]) -> None:
         """Go on from arrays that rest as those of `checkpoint_leaves` do."""
-        self._continue(self.train_step.state_of_leaves(self.state, arrays))
+        before = self.state
+        state = self.train_step.state_of_leaves(before, arrays)
+        if state.rounds is not None and before.rounds is not None:
+            pairs = zip(jax.tree.leaves(state.rounds.own), jax.tree.leaves(before.rounds.own), strict=True)
+            if any(new is old for new, old in pairs):
+                logger.warning("no parameters of these replicas were restored: they begin with the outer ones")
+                state = self._replicas_anew(state)
+        self._continue(state)
 
     def resting_arrays(self) -> dict[str, jax.Array]:
         """Everything in the state by its path in it, as it lies on the devices under this plan."""

@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
+from axonml_jax.cost.flow import every
 from axonml_jax.cost.wire import Amount, exact, wire_elements
 
 
@@ -49,6 +51,7 @@ class Collective:
       scope: its whole name stack.
       padding: how many of the elements are padding, as its scope says (`label.label_of`).
       counted: False in a branch of a conditional that another branch outweighs: a rank runs only one of them.
+      every: it runs in one of so many steps, as its scope says (`label.period_of`).
       automatic: mesh axes left to the partitioner here. Shapes are global over these and the partitioner may add
         collectives that no trace shows.
     """
@@ -65,6 +68,7 @@ class Collective:
     scope: str = ""
     padding: int = 0
     counted: bool = True
+    every: int = 1
     automatic: tuple[str, ...] = ()
 
     @property
@@ -104,13 +108,13 @@ class Collective:
 
     @property
     def where(self) -> str:
-        """The enclosing loops and branches as text.
+        """The enclosing loops and branches as text, or in which steps alone it runs.
 
         >>> path = (Loop(3), Branch(0, 2))
         >>> Collective(kind="permute", group_size=2, dtype="int8", itemsize=1, leaf_elements=(8,), path=path).where
         'scan[3] > branch 1/2'
         """
-        return " > ".join(map(str, self.path)) or "once"
+        return every(self.every) if self.every > 1 else " > ".join(map(str, self.path)) or "once"
 
     @property
     def wire_bytes(self) -> Amount:
@@ -124,8 +128,8 @@ class Collective:
 
     @property
     def step_wire_bytes(self) -> Amount:
-        """Bytes one rank sends for it in one step (one trip of every while loop)."""
-        return self.wire_bytes * self.executions
+        """Bytes one rank sends for it in one step (one trip of every while loop), on average over `every` steps."""
+        return exact(Fraction(self.wire_bytes * self.executions, self.every))
 
     def __str__(self) -> str:
         leaves = f" in {self.leaves} leaves" if self.leaves > 1 else ""

@@ -6,6 +6,7 @@ from axonml_jax.cost.flow import GRADIENTS as GRADIENTS
 from axonml_jax.cost.flow import PARAMETERS as PARAMETERS
 
 _LABEL = re.compile(r"axonml\.([A-Za-z_]\w*)(?:\.pad(\d+))?")
+_EVERY = re.compile(r"axonml\.[A-Za-z_]\w*\.every(\d+)")
 
 SCALARS = "scalars"
 PADDING = "padding"
@@ -41,3 +42,13 @@ def label_of(scope: str, kind: str) -> tuple[str, int]:
     reduces = kind in ("all_reduce", "reduce_scatter")
     padding = int(found[-1].group(2) or 0)
     return (GRADIENTS if label == PARAMETERS and transposed and reduces else label), padding
+
+
+def period_of(scope: str) -> int:
+    """In how many steps what a name stack is around runs once: `axonml.gradients.every10` says that the last of ten runs it.
+
+    >>> period_of("jit(step)/axonml.gradients.every10/psum"), period_of("axonml.norm")
+    (10, 1)
+    """
+    found = _EVERY.findall(scope)
+    return int(found[-1]) if found else 1

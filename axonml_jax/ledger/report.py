@@ -90,6 +90,9 @@ class Report:
             f"axes {automatic} are left to the partitioner: what it adds is not here, sizes are before its split": bool(
                 automatic
             ),
+            "rows of every n steps happen in one of these; their bytes are the mean over them": any(
+                entry.every > 1 for entry in self.collectives
+            ),
             "ragged_all_to_all rows are upper bounds: the sizes are data": "ragged_all_to_all" in kinds,
         }
         return tuple(note for note, holds in found.items() if holds)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from axonml_jax.cost.wire import Amount, exact
 from axonml_jax.ledger.entry import Collective
@@ -20,10 +21,10 @@ class TrafficRow:
       dtype: the element type on the wire.
       where: enclosing loops and branches, or `once`.
       counted: whether totals include it (no branch that another one outweighs).
-      count: calls in one step; a call on a tree is one. A while loop counts one trip.
+      count: calls in one step, or in the one that has them; a call on a tree is one. A while loop counts one trip.
       launches: the same leaf by leaf, as StableHLO launches them.
       elements: elements of the full arrays in one step.
-      wire_bytes: bytes one rank sends in one step.
+      wire_bytes: bytes one rank sends in one step; of what runs in one of several steps the mean over these.
       unbounded: whether a while loop makes count, elements and bytes those of one trip.
     """
 
@@ -67,12 +68,12 @@ def _rows_of(entry: Collective) -> list[TrafficRow]:
         count=times,
         launches=times * entry.leaves,
         elements=times * (entry.elements - entry.padding),
-        wire_bytes=exact(times * (entry.wire_bytes - entry.padding_wire_bytes)),
+        wire_bytes=exact(times * (entry.wire_bytes - entry.padding_wire_bytes) / Fraction(entry.every)),
         unbounded=entry.unbounded,
     )
     if not entry.padding:
         return [row]
-    sent = exact(times * entry.padding_wire_bytes)
+    sent = exact(times * entry.padding_wire_bytes / Fraction(entry.every))
     padding = replace(row, label=PADDING, count=0, launches=0, elements=times * entry.padding, wire_bytes=sent)
     return [row, padding]
 

@@ -10,7 +10,7 @@ from axonml_jax.compat.jaxpr import is_jaxpr, live
 from axonml_jax.compat.operation import Mapped
 from axonml_jax.ledger.communicating import Call, read
 from axonml_jax.ledger.entry import Branch, Collective, Loop
-from axonml_jax.ledger.label import SCALARS, label_of
+from axonml_jax.ledger.label import SCALARS, label_of, period_of
 from axonml_jax.program.program import Equation, Program, no_calls, read_program
 from axonml_jax.program.rules import rule_of
 
@@ -160,5 +160,6 @@ class _Run:
             label=label or scalars,
             scope=self.scope,
             padding=min(padding, sum(call.elements for call in calls)),
+            every=period_of(self.scope),
             automatic=self.place.automatic,
         )

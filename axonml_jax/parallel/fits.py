@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from axonml_jax.mesh.axes import LAYER_AXES, as_axes
+from axonml_jax.mesh.axes import LAYER_AXES, AxisNames, as_axes
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.plan import Plan
@@ -26,7 +26,8 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
             f"the mesh has {AXIS}={degrees[AXIS]}, and the plan says nothing about stages: give it "
             "pipe=ax.Pipelined(num_microbatches=..., schedule=...), use ax.Pipeline, or a mesh without this axis"
         )
-    _check_left(plan, degrees)
+    left = _check_left(plan, degrees)
+    _check_rounds(plan, degrees, left=bool(left))
     _check_strategies(plan, degrees)
     unknown = {axis: size for axis, size in degrees.items() if axis not in known and size > 1}
     if unknown:
@@ -38,8 +39,8 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
         )
 
 
-def _check_left(plan: Plan, degrees: Mapping[str, int]) -> None:
-    """Refuse what an axis left to the partitioner does not go with."""
+def _check_left(plan: Plan, degrees: Mapping[str, int]) -> list[AxisNames]:
+    """The axes left to the partitioner; refuse what they do not go with."""
     left = [
         axis for axis, each in plan.on(degrees).items() if each.left_to_partitioner and degrees[as_axes(axis)[0]] > 1
     ]
@@ -49,6 +50,24 @@ def _check_left(plan: Plan, degrees: Mapping[str, int]) -> None:
             "pipeline's stages see their rank's positions: write the model for these (ax.context_attention, "
             "ax.context_positions; splits_positions = True), or use a mesh without it"
         )
+    return left
+
+
+def _check_rounds(plan: Plan, degrees: Mapping[str, int], *, left: bool) -> None:
+    """Refuse rounds without an axis of replicas, and what is not written for a rank's own parameters."""
+    for axis, rounds in plan.rounds.items():
+        name = type(rounds).__name__
+        if missing := [each for each in as_axes(axis) if each not in degrees]:
+            raise ValueError(
+                f"{name} has its replicas along {', '.join(missing)}, which the mesh {dict(degrees)} lacks: use "
+                f"ax.make_mesh({missing[0]}=..., ...), or another strategy"
+            )
+        if left:
+            raise ValueError(
+                f"{name}: the model's code sees whole sequences, which leaves the axis of positions to XLA's partitioner, and "
+                "the end of a round runs on what a rank holds: write the model for its rank's positions "
+                "(ax.context_attention, splits_positions = True), or use a mesh without this axis"
+            )
 
 
 def _check_strategies(plan: Plan, degrees: Mapping[str, int]) -> None:

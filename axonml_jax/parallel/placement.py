@@ -39,6 +39,7 @@ class Placement:
       stages: where leaves live along a pipeline; what rests is then what its stores say. None: there is no pipeline.
       left: the axes that a step leaves to XLA's partitioner.
       at_rest: with such axes, where leaves rest; here they look whole along them.
+      agreed: of a step in which ranks train parameters of their own for a round (`in_round`): what they agree on.
     """
 
     plan: Plan
@@ -48,6 +49,7 @@ class Placement:
     stages: Staging | None = None
     left: frozenset[str] = frozenset()
     at_rest: "Placement | None" = None
+    agreed: "Placement | None" = None
 
     @cached_property
     def strategies(self) -> dict[AxisNames, AbstractStrategy]:
@@ -111,7 +113,8 @@ class Placement:
 
     def check_model(self, model: Functional) -> None:
         """Refuse what a strategy cannot run (see `AbstractStrategy.model_problems`)."""
-        there = [(axis, each) for axis, each in self.plan.on(self.degrees).items() if self.ranks(axis) > 1]
+        named = self.plan.on(self.degrees).items()
+        there = [(axis, each) for axis, each in named if self.ranks(axis) > 1 or each.rounds is not None]
         if problems := [why for axis, each in there for why in each.model_problems(model, axis, self.degrees)]:
             raise ValueError("; ".join(problems))
 
@@ -231,10 +234,6 @@ class Placement:
     def to_reduce(self, grad: jax.Array, layout: Layout) -> jax.Array:
         """A gradient in the dtype in which it is accumulated and reduced."""
         return grad.astype(self.plan.precision.reduce_dtype(layout.dtype))
-
-    def read_itemsize(self, layout: Layout) -> int:
-        """Bytes per element of a parameter as it is gathered and read."""
-        return self.plan.precision.read_dtype(layout.dtype).itemsize
 
     def wire_itemsize(self, layout: Layout) -> int:
         """Bytes per element of a parameter's gradient as the replicated axes reduce it."""

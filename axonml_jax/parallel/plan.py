@@ -18,6 +18,7 @@ from axonml_jax.parallel.plan_axes import PlanAxes, axes_problems, inwards
 from axonml_jax.parallel.plan_html import plan_html
 from axonml_jax.parallel.strategies.context import Context
 from axonml_jax.parallel.strategies.in_layers import InLayers
+from axonml_jax.parallel.strategies.local_rounds import LocalRounds
 from axonml_jax.parallel.strategies.replicate import Replicate
 from axonml_jax.parallel.strategies.shard import Shard
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
@@ -29,7 +30,9 @@ from axonml_jax.synonyms import is_choice
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a model is spread over a mesh and stepped. A plan changes where work happens, never what is computed.
+    """How a model is spread over a mesh and stepped.
+
+    A plan changes where work happens, never what is computed, but where replicas train by themselves (NO_SYNC, `ax.DiLoCo`).
 
     Attributes:
       mesh: degrees of the mesh; None when a mesh is given beside the plan.
@@ -104,6 +107,7 @@ class Plan:
         ]
         problems += self._join_context() if not problems else []
         problems += self._against_pipe() if not problems else []
+        problems += self._against_rounds() if not problems else []
         if problems:
             raise ValueError(f"Plan: {'; '.join(problems)}")
 
@@ -121,6 +125,28 @@ class Plan:
             ),
         }
         return [f"pipe: {rule}" for rule, broken in rules.items() if broken]
+
+    def _against_rounds(self) -> list[str]:
+        """What rounds, in which ranks train parameters of their own, cannot be combined with."""
+        if not (rounds := self.rounds):
+            return []
+        axes, name = ", ".join(map(str, rounds)), type(next(iter(rounds.values()))).__name__
+        rules = {
+            f"{axes} have rounds each, and a model has outer parameters once: give one axis {name}": len(rounds) > 1,
+            "a pipeline's stages rest in buffers, which have no place for outer parameters: leave pipe out": (
+                self.pipe is not None
+            ),
+            "partition leaves an axis to XLA's partitioner, and the end of a round runs on what a rank holds: use layers that "
+            "split themselves (ax.ColumnParallelLinear, ax.auto_parallelize)": self.partition is not None,
+            f"offload={self.offload.value!r} brings parameters to the device in pieces, and the end of a round needs all: "
+            "leave it out": self.offload is not CPUOffload.NONE,
+            "float16 would need a loss scale for each replica: use bf16": self.precision.scales_loss,
+            "NO_SYNC on another axis leaves no one model to agree on: synchronize it": self.independent,
+            'batch_stats="local" is about models with buffers, which rounds refuse: leave it out': (
+                self.batch_stats == "local"
+            ),
+        }
+        return [f"{name}: {rule}" for rule, broken in rules.items() if broken]
 
     def _take_axes(self) -> list[str]:
         """Moves what `axes` says of the usual axes to their own names."""
@@ -181,6 +207,15 @@ class Plan:
         positions = {name: each.position_dim if own(each) else second_dim for name, each in rules.items()}
         orders: dict[str, Order] = {name: each.position_order for name, each in rules.items()}
         return BatchLayout.of(degrees, rows, positions, orders, self.left(degrees))
+
+    @property
+    def rounds(self) -> dict[AxisNames, LocalRounds]:
+        """By axis the rounds in which ranks train parameters of their own; a plan has those of one axis at most."""
+        return {axis: each.rounds for axis, each in self.strategies.items() if each.rounds is not None}
+
+    def within_round(self) -> "Plan":
+        """The plan of a step of such a round; itself without rounds."""
+        return self._changed(lambda axis, strategy: strategy.within_round()) if self.rounds else self
 
     def reducing(self) -> "Plan":
         """The plan, but with strategies that all reduce gradients (see `AbstractStrategy.reducing`)."""

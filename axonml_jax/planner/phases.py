@@ -225,7 +225,7 @@ def flow_seconds(flow: Flow, degrees: Mapping[str, Many], hardware: Hardware) ->
     arrays = flow.launches
     if flow.label in (GRADIENTS, PARAMETERS):  # XLA joins neighbours into launches of some tens of MB
         arrays = -divided(-flow.elements * flow.itemsize, JOINED_BYTES)
-    delays = flow.times * hardware.delay(flow.group_size, inner) * arrays
+    delays = flow.times * hardware.delay(flow.group_size, inner) * arrays / flow.every
     sent = flow.wire_bytes
     if flow.kind == RAGGED:  # filled slots alone travel, those that stay here not
         filled = flow.itemsize * (flow.elements - flow.padding)

@@ -21,12 +21,14 @@ class Leaf:
       layout: how it stores the whole array; None where it is the whole array.
       low_rank: where the model reads W + scale A B in the place of this array W: A, B and scale.
       column_scales: of int8 that stands for floats: what 1 stands for in every column.
+      entries: what its first dim numbers, where that is no dim of the array that is meant; else empty.
     """
 
     array: Any
     layout: Layout | None = None
     low_rank: "tuple[Leaf, Leaf, float] | None" = None
     column_scales: "Leaf | None" = None
+    entries: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:

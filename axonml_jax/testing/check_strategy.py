@@ -40,7 +40,7 @@ def check_strategy(strategy: AbstractStrategy, *, ranks: int = 3, tolerance: flo
 
     Raises:
       AssertionError: naming what does not hold, and for which leaf.
-      ValueError: when there are fewer than R devices, or for a role that cannot be checked alone.
+      ValueError: when there are fewer than R devices, for a role that cannot be checked alone, or for one with `rounds`.
 
     Example::
 
@@ -54,6 +54,10 @@ def check_strategy(strategy: AbstractStrategy, *, ranks: int = 3, tolerance: flo
     _check_value(strategy)
     if strategy.role.parameters == "layers" or strategy.role.reduces == "never" or strategy.role.batch is None:
         raise ValueError(f"{strategy.role}: only what splits the batch and reduces its gradients can be checked alone")
+    if strategy.rounds is not None:
+        raise ValueError(
+            f"{strategy!r} trains replicas, which no run on one device equals: it has nothing to be compared with"
+        )
     with jax.enable_x64(True):
         for check_vma in (True, False):
             for bucketed in (False, True):

@@ -15,6 +15,7 @@ from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.cost.published.minimum import minimum_traffic
 from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Mode, Variables
+from axonml_jax.parallel.in_round import in_round
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.check_batch import check_batch
 from axonml_jax.sharding.leaf import Leaf
@@ -31,6 +32,7 @@ from axonml_jax.training.optimizer.streamed import streamed
 from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.rest.layer_norms import layer_norms
 from axonml_jax.training.state.named_state import state_leaves, state_of_leaves
+from axonml_jax.training.state.round_end import end_of_round, in_place_of_outer
 from axonml_jax.training.state.strategy_state import after_update, to_read
 from axonml_jax.training.state.train_state import TrainState
 from axonml_jax.training.typed_errors import explain_typed_scan
@@ -44,7 +46,7 @@ class TrainStep:
     On simulated devices a call waits for the step before it (docs/adr/0003).
 
     Attributes:
-      placement: the plan on its mesh.
+      placement: the plan on its mesh; where replicas train by themselves for rounds of steps, that of a step within one.
       mesh: the mesh.
       accept: called with every compiled program before it first runs; it may refuse it.
     """
@@ -68,8 +70,9 @@ class TrainStep:
             raise ValueError(f"max_grad_norm={max_grad_norm!r} must be a positive number; None does not clip")
         if not (isinstance(norm_type, Real) and norm_type > 0):
             raise ValueError(f"norm_type={norm_type!r} must be a positive number: 1, 2 or math.inf")
+        placement = in_round(placement)
         self.rest = rest_of(placement)
-        check_limit(max_nonfinite, bool(placement.own_axes))
+        check_limit(max_nonfinite)
         self.max_nonfinite = max_nonfinite
         self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
         self.norm_type, self.accept, self.layer_norms = float(norm_type), accept, layer_norms
@@ -134,7 +137,7 @@ class TrainStep:
 
     def minimum_traffic(self) -> Fraction:
         """Bytes per rank and update that theory allows for the plan's gradients and parameters on a ring."""
-        return minimum_traffic(self.placement)
+        return minimum_traffic(self.placement.agreed or self.placement)
 
     def _whole(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         specs, batch = self.rest.state_specs(self.tx, state), self.placement.batch_layout.opened(batch)
@@ -149,9 +152,14 @@ class TrainStep:
         return self.rest.settled(new[0], self.tx, self.mesh), new[1]
 
     def _local(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        new, metrics = self._updated(in_place_of_outer(state), batch)
+        return end_of_round(self.placement, state, new), metrics
+
+    def _updated(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         placement, rest, offload = self.placement, self.rest, self.placement.plan.offload
-        held = rest.own((state.opt_state, state.strategies))
-        state = replace(state, variables=rest.enter(state.variables), opt_state=held[0], strategies=held[1])
+        opt_state, strategies, guard = rest.own((state.opt_state, state.strategies, state.guard))
+        variables = rest.enter(state.variables)
+        state = replace(state, variables=variables, opt_state=opt_state, strategies=strategies, guard=guard)
         read = state.variables
         if state.strategies is not None:
             read = replace(read, params=to_read(placement, read.params, state.strategies))
@@ -179,7 +187,7 @@ class TrainStep:
         buffers, strategies, scale, guard, counts = others
         metrics = {**result.metrics, "loss": result.loss, "grad_norm": size, **counts, **norms}
         variables = Variables(params, state.variables.frozen, buffers)
-        opt_state, strategies, metrics = rest.kept((opt_state, strategies, metrics))
+        opt_state, strategies, guard, metrics = rest.kept((opt_state, strategies, guard, metrics))
         new = TrainState(state.step + 1, rest.leave(variables), opt_state, state.key, scale, guard, strategies)
         return new, metrics
 

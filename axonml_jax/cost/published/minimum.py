@@ -20,9 +20,9 @@ def minimum_traffic(placement: Placement) -> Fraction:
     With P elements on N ranks and A microbatches, (N-1)/N times: 2P along a replicated axis (DDP); 2P, (1+A)P and 3AP along a
     sharded one (ZeRO-1, 2 and 3), and then all other axes reduce only a rank's part. A pipeline's rank moves its own
     stages: 2P where it gathers them once per step, 3P for each time that it gathers them otherwise. Gathered parameters
-    travel in the compute dtype, gradients in the reduce dtype. Nothing travels along an axis under NO_SYNC. A step may send a
-    little less than ZeRO-3's amount: what the backward does not read, such as biases and the first layer's weights, is not
-    gathered again.
+    travel in the compute dtype, gradients in the reduce dtype. Nothing travels along an axis under NO_SYNC. Where
+    replicas train by themselves for H steps, 2P/H travels along theirs, on average. A step may send a little less than ZeRO-3's
+    amount: what the backward does not read, such as biases and the first layer's weights, is not gathered again.
     """
     trees = ((placement.params, True), (placement.frozen, False))
     leaves = [(each, trained) for tree, trained in trees for each in jax.tree.leaves(tree, is_leaf=is_layout)]
@@ -55,7 +55,8 @@ def weight_traffic(
     share, total, run = Fraction(size), Fraction(0), Run.of(plan, degrees)
     read, reduced = plan.precision.read_dtype(dtype), plan.precision.reduce_dtype(dtype)
     own = lambda axis: as_axes(axis)[0] in split
-    outwards = list(plan.on(degrees).items())[::-1]
+    within, rounds = plan.within_round().on(degrees), plan.rounds
+    outwards = list(within.items())[::-1]
     outwards.sort(
         key=lambda each: (not own(each[0]), each[1].role.parameters != "layers")
     )  # what layers split is never whole
@@ -68,6 +69,8 @@ def weight_traffic(
             total += moved * (gathers * read.itemsize + often.reductions * reduced.itemsize * trained)
         elif role.batch is not None and role.reduces != "never" and not own(axis):
             total += 2 * moved * strategy.wire_dtype(reduced).itemsize * trained
+        elif axis in rounds and trained:
+            total += 2 * moved * rounds[axis].round_dtype(dtype).itemsize / rounds[axis].every
         share /= ranks if own(axis) or role.parameters == "sharded" else 1
     return total
 

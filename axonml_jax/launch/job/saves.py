@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from axonml_jax.checkpoint.manager import CheckpointManager
 from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
 from axonml_jax.checkpoint.store import save
@@ -14,7 +16,8 @@ from axonml_jax.launch.config.run_config import RunConfig
 from axonml_jax.launch.job.preemption import Preemption
 from axonml_jax.launch.watched.spikes import Spikes
 from axonml_jax.sharding.place import replicated, to_host
-from axonml_jax.training.finite.nonfinite import NonFinite
+from axonml_jax.training.state.first_state import first_guard
+from axonml_jax.training.state.train_state import TrainState
 
 NONFINITE = "nonfinite"
 """Where in a run's folder the step is saved from which updates were not finite."""
@@ -102,22 +105,39 @@ class Saves:
 
     def _in_a_row(self) -> int:
         guard = self._trainer.state.guard
-        return 0 if guard is None else int(to_host(guard.in_a_row))
+        return 0 if guard is None else int(np.max(to_host(guard.in_a_row)))
 
     def _save_for_inspection(self) -> None:
         """The state before the first bad update, which it still is, and the position of that update's batch."""
         state, mesh = self._trainer.state, self._trainer.model.mesh
-        assert state.guard is not None
-        since = int(to_host(state.guard.since))
-        state = replace(state, step=replicated(state.guard.since, mesh), guard=replicated(NonFinite.first(), mesh))
-        position = next((saved for step, saved in self._positions if step == since), None)
-        self._inspection.parent.mkdir(parents=True, exist_ok=True)
-        loader = None if position is None else _Position(position)
-        save(self._inspection, state, step=self._trainer.train_step, data=loader, replace=True)
+        assert state.guard is not None and self._limit is not None
+        counts = to_host(state.guard)
+        halted = np.flatnonzero(counts.in_a_row >= self._limit)
+        since = int(np.ravel(counts.since)[halted[0]])
+        if np.ndim(counts.since):
+            return self._save_replicas(state, halted, since)
+        guard = first_guard(self._trainer.train_step.rest, mesh)
+        self._inspect(replace(state, step=replicated(state.guard.since, mesh), guard=guard), since)
         self.diverged = (
             f"stopped: {self._limit} updates in a row were not finite, the first after step {since}. The run as it was "
             f"before that one is saved for inspection in {self._inspection}: restore it, and the next step repeats it"
         )
+
+    def _save_replicas(self, state: TrainState, halted: np.ndarray, since: int) -> None:
+        """Where each rank trains by itself, the others have gone on: the state as it is now."""
+        guard = first_guard(self._trainer.train_step.rest, self._trainer.model.mesh)
+        self._inspect(replace(state, guard=guard), self._positions[-1][0])
+        self.diverged = (
+            f"stopped: {self._limit} updates in a row of replica {', '.join(map(str, halted))} were not finite, the first "
+            f"after step {since}. The run as it is now is saved for inspection in {self._inspection}: this replica is as it "
+            "was before that update, the others have gone on"
+        )
+
+    def _inspect(self, state: TrainState, step: int) -> None:
+        position = next((saved for at, saved in self._positions if at == step), None)
+        self._inspection.parent.mkdir(parents=True, exist_ok=True)
+        loader = None if position is None else _Position(position)
+        save(self._inspection, state, step=self._trainer.train_step, data=loader, replace=True)
 
 
 class _Position:

@@ -170,7 +170,7 @@ def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:
     """A plan in a few words."""
     words = []
     for axis, strategy in plan.on(degrees).items():
-        usual = axis == "data" and strategy.role.parameters == "whole"
+        usual = axis == "data" and strategy.role.parameters == "whole" and strategy.rounds is None
         if strategy.role.parameters != "layers" and not usual and any(degrees[name] > 1 for name in as_axes(axis)):
             words.append(strategy.in_words(axis))
     if plan.pipe is not None and degrees.get(AXIS, 1) > 1:
@@ -192,6 +192,11 @@ def _notes(
             step.attention is None and any(degrees[axis] > 1 for axis, _ in plan.batch_layout(degrees).positions)
         ),
         "nothing is sent along an axis under NO_SYNC: its ranks train models of their own": plan.independent,
+        **{
+            f"rows of every {each.every} steps happen in the last of these, and their bytes are the mean over them": each.every
+            > 1
+            for each in plan.rounds.values()
+        },
         "what layers send is counted for the microbatches that a stage works on; a trace counts every tick's dearest branch": (
             timetable is not None and any(degrees.get(axis, 1) > 1 for axis in LAYER_AXES)
         ),

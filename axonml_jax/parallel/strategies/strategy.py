@@ -14,6 +14,7 @@ from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.model.functional import Functional
 from axonml_jax.parallel.context.context_split import ContextSplit
 from axonml_jax.parallel.fabric import Fabric
+from axonml_jax.parallel.strategies.local_rounds import LocalRounds
 from axonml_jax.parallel.strategies.role import Role
 from axonml_jax.parallel.strategies.transfer import Transfer
 from axonml_jax.parallel.units.wrap import Wrap
@@ -233,6 +234,15 @@ class AbstractStrategy(abc.ABC):
         """Whether it has an `init_state` or an `after_update` of its own."""
         own, contract = type(self), AbstractStrategy
         return own.init_state is not contract.init_state or own.after_update is not contract.after_update
+
+    @property
+    def rounds(self) -> LocalRounds | None:
+        """The rounds in which its ranks train parameters of their own; None: they agree on parameters after every step."""
+        return None
+
+    def within_round(self) -> "AbstractStrategy":
+        """What stands in its place in a training step, for one with `rounds`: a strategy that never reduces."""
+        return self
 
     def reducing(self) -> Self:
         """Itself, but reducing gradients where its role never does: what `sync_gradients` asks for."""

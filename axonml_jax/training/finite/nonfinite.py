@@ -20,7 +20,7 @@ def skip_nonfinite(
     Args:
       state: before the step.
       new, old: what the update changes, after it and before it.
-      loss, norm: of the step, unscaled; the same on all ranks.
+      loss, norm: of the step, unscaled; the same on all ranks that train one model.
       limit: how many skipped updates in a row end the training; None: there is no guard.
 
     Returns:
@@ -46,8 +46,8 @@ def skip_nonfinite(
     return kept, scale, guard, metrics
 
 
-def check_limit(limit: Any, independent: bool) -> None:
-    """Refuse a limit that is no positive number, or where every rank trains a model of its own.
+def check_limit(limit: Any) -> None:
+    """Refuse a limit that is no positive number.
 
     Raises:
       ValueError: saying so.
@@ -56,7 +56,3 @@ def check_limit(limit: Any, independent: bool) -> None:
         return
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise ValueError(f"max_nonfinite={limit!r} must be a whole number from 1, or None to skip nothing")
-    if independent:
-        raise ValueError(
-            f"max_nonfinite={limit} with sync_strategy=NO_SYNC would need a count per rank: synchronize, or leave it out"
-        )

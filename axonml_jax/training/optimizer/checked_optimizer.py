@@ -63,12 +63,17 @@ def averaging(tx: Any, placement: Placement, ema: float | None) -> optax.Gradien
     """`checked_optimizer`, which keeps a moving average of the parameters too where there is a decay (`with_ema`).
 
     Raises:
-      TypeError, ValueError: as `checked_optimizer`; for a decay out of range; or for an optimizer of which some steps
-        make no update.
+      TypeError, ValueError: as `checked_optimizer`; for a decay out of range; for an optimizer of which some steps
+        make no update; or for a plan with rounds.
     """
     tx = checked_optimizer(tx, placement)
     if ema is None:
         return tx
+    if placement.plan.rounds:
+        raise ValueError(
+            f"ema={ema!r}: replicas train parameters of their own, and an average of theirs would be another one for each; the "
+            "outer parameters, which are the model, are an average over replicas and rounds already: leave ema out"
+        )
     state = jax.eval_shape(tx.init, jax.tree.map(whole_shape, placement.params, is_leaf=is_layout))
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node) in SKIPPING)
     if said := dict.fromkeys(SKIPPING[type(node)] for node in nodes if type(node) in SKIPPING):

@@ -19,6 +19,7 @@ from axonml_jax.training.objective import Objective
 from axonml_jax.training.optimizer.norm import Part
 from axonml_jax.training.optimizer.sharded.on_shards import OnShards
 from axonml_jax.training.rest.layer_norms import Square
+from axonml_jax.training.state.round_state import RoundState
 from axonml_jax.training.state.strategy_state import keeping
 from axonml_jax.training.state.train_state import TrainState
 
@@ -64,7 +65,8 @@ class Rest(abc.ABC):
             opt_state=self.opt_specs(tx),
             key=PartitionSpec(),
             loss_scale=everywhere(state.loss_scale),
-            guard=everywhere(state.guard),
+            guard=jax.tree.map(lambda _: self.means, state.guard),
+            rounds=self.round_specs(),
             strategies=None if (kept := keeping(self.placement)) is None else self.opt_specs(kept),
         )
 
@@ -90,6 +92,24 @@ class Rest(abc.ABC):
     @abc.abstractmethod
     def shapes(self, shapes: Variables, tx: optax.GradientTransformation) -> tuple[Variables, PyTree]:
         """The resting variables and optimizer state of a model of these shapes, as zeros: for `jax.eval_shape`."""
+
+    # Rounds, in which replicas train parameters of their own; None where there are none
+
+    def round_specs(self) -> RoundState | None:
+        """Specs of what a run keeps beside the outer parameters."""
+        return None
+
+    def first_round(self, params: PyTree, mesh: Mesh) -> RoundState | None:
+        """That of a round that begins with these resting parameters, none of it ever whole."""
+        return None
+
+    def round_shapes(self, shapes: Variables) -> RoundState | None:
+        """Of a model of these shapes, as zeros: for `jax.eval_shape`."""
+        return None
+
+    def round_leaves(self, rounds: RoundState) -> RoundState | None:
+        """As trees of `Leaf`: what checkpoints hold. They give the arrays back as they rest."""
+        return None
 
     # A step's way in and out
 

@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec
 from axonml_jax._types import PyTree
 from axonml_jax.model.functional import Variables
 from axonml_jax.sharding.layout import is_layout
+from axonml_jax.sharding.leaf import Leaf
+from axonml_jax.sharding.stored import map_layouts
 from axonml_jax.training.optimizer.opt_state import opt_layouts
 from axonml_jax.training.rest.plain import Plain
 from axonml_jax.training.rest.rest import single, stacked
@@ -43,6 +45,12 @@ class Stacked(Plain):
         """The first rank's."""
         all_of_them = super().whole(variables, mesh)
         return Variables(single(all_of_them.params), all_of_them.frozen, all_of_them.state)
+
+    def opt_leaves(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
+        """With their layouts, and what their first dim numbers."""
+        entries = f"one entry for each of {self.placement.ranks(self.placement.own_axes)} replicas"
+        leaf = lambda array, layout: Leaf(array, layout, entries=entries)
+        return map_layouts(leaf, opt_state, self.opt_layouts(tx))
 
     def _stored(self, variables: Variables) -> Variables:
         stored = super()._stored(variables)

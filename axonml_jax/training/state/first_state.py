@@ -9,9 +9,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.model.functional import Functional, Variables
+from axonml_jax.parallel.in_round import in_round
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.memory import HOST, movable
 from axonml_jax.sharding.place import place
+from axonml_jax.training.finite.guard import NonFinite
 from axonml_jax.training.finite.loss_scale import LossScale
 from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.rest.rest import Rest
@@ -34,7 +36,16 @@ def init_state(
     scale = place(scale, jax.tree.map(lambda _: PartitionSpec(), scale), mesh)
     kept = keeping(rest.placement)
     strategies = None if kept is None else rest.first_opt_state(kept, variables.params, mesh)
-    return TrainState(step, variables, opt_state, place(key, PartitionSpec(), mesh), scale, strategies=strategies)
+    rounds, key = rest.first_round(variables.params, mesh), place(key, PartitionSpec(), mesh)
+    return TrainState(step, variables, opt_state, key, scale, strategies=strategies, rounds=rounds)
+
+
+def first_guard(rest: Rest, mesh: Mesh) -> NonFinite:
+    """The first counts of skipped updates: one for each model that is trained."""
+    axes = rest.placement.own_axes
+    shape = (rest.placement.ranks(axes),) if axes else ()
+    counts = jax.tree.map(lambda count: jnp.broadcast_to(count, shape), NonFinite.first())
+    return place(counts, jax.tree.map(lambda _: rest.means, counts), mesh)
 
 
 def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placement: Placement) -> TrainState:
@@ -50,19 +61,20 @@ def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placemen
     """
 
     def build() -> TrainState:
-        rest, kept = rest_of(placement), keeping(placement)
+        rest, kept = rest_of(in_round(placement)), keeping(placement)
         variables, opt_state = rest.shapes(shapes, tx)
         strategies = None if kept is None else rest.shapes(shapes, kept)[1]
         scale = LossScale.first() if placement.plan.precision.scales_loss else None
         key = jax.random.key(0)
-        return TrainState(jnp.zeros((), jnp.int32), variables, opt_state, key, scale, strategies=strategies)
+        step, rounds = jnp.zeros((), jnp.int32), rest.round_shapes(shapes)
+        return TrainState(step, variables, opt_state, key, scale, strategies=strategies, rounds=rounds)
 
     return jax.eval_shape(build)
 
 
 def resting_shapes(state: TrainState, placement: Placement, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Shapes of a state with their shardings and memory kinds: what is offloaded rests in host memory."""
-    offload, specs = placement.plan.offload, rest_of(placement).state_specs(tx, state)
+    offload, specs = placement.plan.offload, rest_of(in_round(placement)).state_specs(tx, state)
 
     def on(host: bool):
         def shape(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -14,10 +14,11 @@ from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.place import cast, copies
 from axonml_jax.training.moving_average import MovingAverage
 from axonml_jax.training.rest.rest import Rest
+from axonml_jax.training.state.round_state import RoundState
 from axonml_jax.training.state.strategy_state import keeping
 from axonml_jax.training.state.train_state import TrainState
 
-_MODEL, _OPTIMIZER, _AVERAGE, _KEPT = "model/", "optimizer/", "ema/", "strategies/"
+_MODEL, _OPTIMIZER, _AVERAGE, _KEPT, _ROUNDS = "model/", "optimizer/", "ema/", "strategies/", "rounds/"
 
 
 def variable_leaves(model: Functional, variables: Variables, rest: Rest) -> dict[str, Leaf]:
@@ -43,7 +44,7 @@ def variables_of(model: Functional, like: Variables, arrays: Mapping[str, Any], 
 
 
 def state_leaves(model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation) -> dict[str, Leaf]:
-    """Everything in a state by name: `step`, `key`, `loss_scale/...`, `model/...`, `optimizer/...`, `ema/...`.
+    """Everything in a state by name: `step`, `key`, `model/...`, `optimizer/...`, `ema/...`, `rounds/...`.
 
     The optimizer's own names are the same with a moving average and without one.
     """
@@ -54,6 +55,7 @@ def state_leaves(model: Functional, state: TrainState, rest: Rest, tx: optax.Gra
         | _named(_AVERAGE, averages)
         | _named("", jax.tree.map(Leaf, _others(state)))
         | ({} if (kept := keeping(rest.placement)) is None else _named(_KEPT, rest.opt_leaves(kept, state.strategies)))
+        | ({} if state.rounds is None else _named(_ROUNDS, vars(rest.round_leaves(state.rounds))))
     )
 
 
@@ -80,6 +82,8 @@ def state_of_leaves(
     held = {"variables": variables, "opt_state": opt_state}
     if (kept := keeping(rest.placement)) is not None:
         held["strategies"] = rest.resting_opt(kept, like.strategies, lambda tree: _filled(_KEPT, tree, arrays))
+    if like.rounds is not None:
+        held["rounds"] = RoundState(**_filled(_ROUNDS, vars(like.rounds), arrays))
     return replace(like, **held, **_filled("", _others(like), arrays))
 
 
@@ -117,7 +121,8 @@ def _copied(array: jax.Array, like: Any) -> jax.Array:
 
 
 def _others(state: TrainState) -> dict[str, Any]:
-    return {name: value for name, value in vars(state).items() if name not in ("variables", "opt_state", "strategies")}
+    apart = ("variables", "opt_state", "strategies", "rounds")
+    return {name: value for name, value in vars(state).items() if name not in apart}
 
 
 def _named(prefix: str, tree: PyTree) -> dict[str, Leaf]:

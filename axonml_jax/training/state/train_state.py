@@ -9,6 +9,7 @@ from axonml_jax._types import PyTree
 from axonml_jax.model.functional import Variables
 from axonml_jax.training.finite.guard import NonFinite
 from axonml_jax.training.finite.loss_scale import LossScale
+from axonml_jax.training.state.round_state import RoundState
 
 
 @jax.tree_util.register_dataclass
@@ -24,6 +25,8 @@ class TrainState:
       loss_scale: of float16 training, else None.
       strategies: what strategies keep between steps, by axis (see `AbstractStrategy.init_state`); None: nothing.
       guard: counts of skipped updates where non-finite ones are skipped (`max_nonfinite`), else None.
+      rounds: replicas' own parameters where they train by themselves for rounds of steps (`ax.DiLoCo`), and what they keep
+        together; `variables` are then the outer ones. Else None.
     """
 
     step: jax.Array
@@ -33,6 +36,7 @@ class TrainState:
     loss_scale: LossScale | None = None
     guard: NonFinite | None = None
     strategies: Any = None
+    rounds: RoundState | None = None
 
     @property
     def params(self) -> PyTree:
