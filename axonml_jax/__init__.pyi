@@ -88,6 +88,7 @@ from axonml_jax.parallel.pipeline.policy import Pipelined as Pipelined
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule as PipelineSchedule
 from axonml_jax.parallel.plan import Plan as Plan
 from axonml_jax.parallel.strategies.context import Context as Context
+from axonml_jax.parallel.strategies.diloco import DiLoCo as DiLoCo
 from axonml_jax.parallel.strategies.replicate import Replicate as Replicate
 from axonml_jax.parallel.strategies.role import Role as Role
 from axonml_jax.parallel.strategies.shard import Shard as Shard

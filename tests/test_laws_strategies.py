@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_laws import mesh, quickly_compiled
 
 from axonml_jax.collectives.gradients.buckets import GradSyncStrategy
+from axonml_jax.parallel.strategies.diloco import DiLoCo
 from axonml_jax.parallel.strategies.in_layers import InLayers
 from axonml_jax.parallel.strategies.replicate import Replicate
 from axonml_jax.parallel.strategies.shard import Shard
@@ -53,6 +54,7 @@ CASES = {
     },
     "shard in two hops": Case(Shard(gather_hop=2, scatter_hop=2)),
     "shard in unlike hops": Case(Shard(gather_hop=2, scatter_hop=1, flat=True)),
+    "diloco": Case(DiLoCo(every=2), "data"),
     "layers, split batch": Case(InLayers("rows"), "depth"),
     "layers, split leaf and batch": Case(InLayers("rows"), "depth", split=True, read_alike=True),
     "layers, split leaf": Case(InLayers(), "row", split=True, read_alike=True),
