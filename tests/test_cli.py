@@ -159,6 +159,14 @@ def test_every_rank_may_train_a_model_of_its_own(run, text):
     assert status == 0 and "validation loss" in out
 
 
+def test_replicas_train_by_themselves_and_join_once_a_round(run, text):
+    more = ("--plan.diloco.every=2", "--plan.diloco.wire=int8", "--train.steps=4", "--train.max_nonfinite=3")
+    status, out, err = run("train", QUICKSTART, *SMALL, "--data.path", text, *more)
+    assert status == 0, err
+    assert "DiLoCo over data: 2 steps alone, then one outer step as int8" in out and "every 2 steps" in out
+    assert "validation loss" in out
+
+
 def test_explain_prints_plan_and_ledger_and_allocates_nothing(run):
     gc.collect()
     before = len(jax.live_arrays())

@@ -16,7 +16,7 @@ from axonml_jax.launch.config.read_config import as_dict
 from axonml_jax.launch.config.run_config import RunConfig
 from axonml_jax.launch.config.sections.optim_config import NAMED_ONLY, OptimConfig
 from axonml_jax.launch.config.sections.own_config import OwnModel
-from axonml_jax.launch.config.sections.plan_config import PlanConfig
+from axonml_jax.launch.config.sections.plan_config import REDUCING, PlanConfig
 from axonml_jax.launch.job.run_setup import RunSetup, check_sizes
 from axonml_jax.launch.job.text_task import build_model
 from axonml_jax.launch.objects.import_rules import named_paths
@@ -201,10 +201,13 @@ def _experts(model: TransformerConfig) -> str:
 
 def _plan(plan: PlanConfig, shards: bool) -> str:
     """The settings, and by ZeRO's name what is split."""
-    if not shards:
-        return _settings(plan)
-    strategy = plan.sharding_strategy or "full_shard"
-    return f"sharding_strategy={strategy} ({_ZERO[strategy]}), {_settings(plan, without=('sharding_strategy',))}"
+    words, without = [], ["diloco"]
+    if plan.diloco.every is not None:
+        words, without = [plan.diloco.build().in_words("data")], ["diloco", *REDUCING]
+    if shards:
+        strategy = plan.sharding_strategy or "full_shard"
+        words, without = [*words, f"sharding_strategy={strategy} ({_ZERO[strategy]})"], [*without, "sharding_strategy"]
+    return ", ".join([*words, _settings(plan, without=without)])
 
 
 _ZERO = {

@@ -17,6 +17,7 @@ from axonml_jax.launch.config.nearest_file import nearest_file
 from axonml_jax.launch.config.numbers import unusable
 from axonml_jax.launch.config.plain_yaml import plain_yaml
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.config.sections.diloco_config import DiLoCoConfig
 from axonml_jax.launch.config.sections.finetune_config import LoraConfig
 from axonml_jax.launch.config.sections.optim_config import OTHERS
 from axonml_jax.launch.config.sections.own_config import OwnModel
@@ -133,6 +134,7 @@ _SECTIONS: dict[str, Any] = {"": RunConfig} | {
     if name == "model" or is_dataclass(kind)
 }
 _SECTIONS["finetune.lora"] = LoraConfig
+_SECTIONS["plan.diloco"] = DiLoCoConfig
 _OF_OWN_MODEL = ("model.class_path", "model.init_args")
 _OWN_MODEL = _OF_OWN_MODEL[0]
 

@@ -197,6 +197,7 @@ class RunConfig:
         # In which order ranks hold positions a model of one's own decides: `check_own` checks lengths with it.
         problems += self.context.problems(self.mesh, length if model is not None else None)
         problems += self.pipeline.problems(self.mesh, self.plan, model)
+        problems += self.plan.diloco.problems(self.train.steps, self.ema.decay, self.mesh.pipe)
         problems += self.checkpoint.against_validation(self.train.eval_every)
         problems += self.spikes.against_checkpoints(self.checkpoint)
         if not self.name or "/" in self.name or self.name.startswith("."):

@@ -1,11 +1,17 @@
 """The section `plan` of a configuration, and the `ax.Plan` that it means."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from axonml_jax.launch.config.sections.diloco_config import DiLoCoConfig
 
 if TYPE_CHECKING:
     from axonml_jax.parallel.plan import Plan
     from axonml_jax.parallel.strategies.strategy import AbstractStrategy
+
+
+REDUCING = {"sync_strategy": "overlapped", "bucket_size_mb": 25.0, "comm_dtype": None}
+"""The defaults of how gradients are reduced along mesh.data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +34,7 @@ class PlanConfig:
       accumulate: microbatches per update and rank.
       remat: what the backward recomputes: full, selective (all but weight multiplications), or null for nothing.
       check_vma: let JAX check which values vary over which axes.
+      diloco: replicas along mesh.data that join once in so many steps.
     """
 
     sync_strategy: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
@@ -45,12 +52,20 @@ class PlanConfig:
     accumulate: int = 1
     remat: Literal["full", "selective"] | None = None
     check_vma: bool = False
+    diloco: DiLoCoConfig = field(default_factory=DiLoCoConfig)
 
     def __post_init__(self):
+        if self.diloco.every is not None and (idle := self._idle()):
+            said = ", ".join(f"plan.{name}={value}" for name, value in idle.items())
+            raise ValueError(f"{said}: no gradient is reduced beside plan.diloco: leave this out")
         try:
             self.build()
         except (TypeError, ValueError) as error:
             raise ValueError(f"plan: {error}") from error
+
+    def _idle(self) -> dict[str, Any]:
+        """Settings of how gradients are reduced along mesh.data that are not at their defaults."""
+        return {name: found for name, value in REDUCING.items() if (found := getattr(self, name)) != value}
 
     def build(self) -> "Plan":
         """The plan that the section describes, without stages.
@@ -64,11 +79,15 @@ class PlanConfig:
         from axonml_jax.parallel.plan import Plan
         from axonml_jax.parallel.strategies.replicate import Replicate
 
-        data = Replicate(
-            sync_strategy=GradSyncStrategy(self.sync_strategy),
-            bucket_size_mb=self.bucket_size_mb,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            comm_dtype=self.comm_dtype,
+        data = (
+            self.diloco.build()
+            if self.diloco.every is not None
+            else Replicate(
+                sync_strategy=GradSyncStrategy(self.sync_strategy),
+                bucket_size_mb=self.bucket_size_mb,
+                gradient_as_bucket_view=self.gradient_as_bucket_view,
+                comm_dtype=self.comm_dtype,
+            )
         )
         return Plan(
             data=data,
