@@ -44,9 +44,11 @@ ON_ONE_RANK = {
 IN_THE_MAIN_PROCESS = (
     "kill-before-commit", "kill-at-commit", "kill-in-rotation", "no-space-at-commit", "file-too-large",
 )  # fmt: skip
-AT_A_SAVE = ("kill-in-save", "disk-full", *IN_THE_MAIN_PROCESS)
+AT_A_SAVE = ("kill-in-save", "disk-full", "disk-full-passes", "file-too-large-passes", *IN_THE_MAIN_PROCESS)
 OTHERS = (
     "disk-full",
+    "disk-full-passes",
+    "file-too-large-passes",
     "interrupt-launcher",
     "terminate-launcher",
     "terminate-rank",
@@ -105,6 +107,16 @@ def full(fault: Fault, job: Job) -> str:
     (job.folder / "filler").unlink()
     job.launch()
     return r"rank \d failed first: exit code 1(.|\n)*saving .* failed: (.|\n)*No space left on device"
+
+
+def passing(fault: Fault, job: Job) -> str:
+    """A save fails on a full disk, or in one process alone, and the run goes on: the next one is good, nothing is restarted."""
+    cause = (
+        "No space left on device" if fault.kind == "disk-full-passes" else rf"on process {fault.rank}: .*File too large"
+    )
+    if status := job.launch(fault.kind, fault.rank, fault.step, restarts=0):
+        raise OSError(f"it ended with status {status}")
+    return rf"saving .*step_{fault.step:08d} failed: (.|\n)*{cause}(.|\n)*The run goes on(.|\n)*saved again, after 1"
 
 
 def terminate(fault: Fault, job: Job) -> str:
@@ -181,6 +193,7 @@ def from_memory(fault: Fault, job: Job) -> str:
 FAMILIES = {
     **dict.fromkeys(("kill-with-memory", "kill-in-copy"), from_memory),
     "disk-full": full,
+    **dict.fromkeys(("disk-full-passes", "file-too-large-passes"), passing),
     **dict.fromkeys(("interrupt-launcher", "terminate-launcher", "terminate-rank"), terminate),
     **dict.fromkeys(("flip", "truncate", "empty"), damage),
 }
@@ -198,7 +211,7 @@ def survive(fault: Fault, wanted: tuple[str, str] | None = None, **environ: str)
       Skipped: when the fault cannot be tried here.
     """
     start = time.monotonic()
-    with small_disk() if fault.kind == "disk-full" else tempfile.TemporaryDirectory() as folder:
+    with small_disk() if fault.kind.startswith("disk-full") else tempfile.TemporaryDirectory() as folder:
         job, problems = Job(Path(folder), fault.axis), []
         job.environ |= environ | ({} if wanted else {"FAULT_UNDISTURBED": "1"})
         try:

@@ -34,3 +34,9 @@ def test_a_rank_that_hangs_is_named_and_the_restarted_run_ends_as_it_should(camp
         r"^\[rank 0\].*rank\(s\) \[1\] are missing: rank 1 has begun step \d only and is in before at .* the job ends"
     )
     assert len(re.findall(warning, said, re.MULTILINE)) == 1, said[-4000:]  # long before, once, by one process
+
+
+def test_a_save_that_one_rank_alone_cannot_write_is_passed_over_by_all(campaign):
+    """Rank 1 may write no file of more than 16 bytes for a step, and the run goes on; the others hear of it at once."""
+    problems, seconds, said = campaign.survive(campaign.Fault("file-too-large-passes", 1, 6, "fsdp"))
+    assert not problems and seconds < 300, said[-4000:]

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axonml_jax.checkpoint.manifest import Entry
+from axonml_jax.checkpoint.team import Team
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.stored import to_stored
 
@@ -26,20 +27,27 @@ def entry_of(leaf: Leaf) -> Entry:
     return Entry(leaf.shape, jnp.dtype(leaf.dtype).name)
 
 
-def checkpointer(processes: int) -> Any:
-    """Orbax's checkpointer; every process must make as many of them in the same order."""
+def checkpointer(team: Team) -> Any:
+    """Orbax's checkpointer; every process must make as many of them in the same order.
+
+    Args:
+      team: the processes that save with it; they meet there, so that one that cannot write is heard of by all.
+    """
     import orbax.checkpoint as ocp  # half a second that `import axonml_jax` should not cost
 
     logging.getLogger("absl").addFilter(_without_chatter)
+    processes, name = team.size, f"axonml{next(_savers)}"
+    team.writes_as(name)
     # Named processes meet at the coordinator; left to itself, Orbax runs a device collective.
-    team = ocp.options.MultiprocessingOptions(
+    several = ocp.options.MultiprocessingOptions(
         primary_host=0,
         active_processes=set(range(processes)) if processes > 1 else None,
-        barrier_sync_key_prefix=f"axonml{next(_savers)}" if processes > 1 else None,
+        barrier_sync_key_prefix=name if processes > 1 else None,
     )
     # Weights hardly compress (8% of random ones), and trying takes longer than writing them.
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=team, use_compression=False)
-    return ocp.AsyncCheckpointer(handler, multiprocessing_options=team)
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=several, use_compression=False)
+    behind = ocp.options.AsyncOptions(barrier_sync_fn=team.written if processes > 1 else None)
+    return ocp.AsyncCheckpointer(handler, async_options=behind, multiprocessing_options=several)
 
 
 def start_writing(saver: Any, folder: Path, leaves: Mapping[str, Leaf]) -> None:

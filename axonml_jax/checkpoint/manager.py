@@ -1,6 +1,5 @@
 """The checkpoints of a run: one every n steps, those kept that the rules keep, a damaged one passed over."""
 
-import operator
 import os
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -8,14 +7,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from axonml_jax.checkpoint import arrays
+from axonml_jax.checkpoint.keeping.candidates import candidates
+from axonml_jax.checkpoint.keeping.failures import Failures
 from axonml_jax.checkpoint.keeping.retention import Retention, best_of, seconds_of
 from axonml_jax.checkpoint.manifest import DamagedCheckpoint, Manifest, manifests_in
-from axonml_jax.checkpoint.names import DAMAGED, REPLACED, checkpoints_in, path_of
+from axonml_jax.checkpoint.names import checkpoints_in, path_of
 from axonml_jax.checkpoint.ownership import OWNER, Ownership
-from axonml_jax.checkpoint.saving import Saving, remove, tidy
+from axonml_jax.checkpoint.plain_files import step_number
+from axonml_jax.checkpoint.saving import Saving, put_aside, remove, tidy
 from axonml_jax.checkpoint.store import Positioned, checked_manifest, leaves_of, load, manifest_of
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.logging import logger
+from axonml_jax.sharding.leaf import Leaf
 
 
 class CheckpointManager:
@@ -32,6 +35,8 @@ class CheckpointManager:
       best: a metric given to `save`; the best checkpoint by it is kept too.
       mode: whether the best is the lowest or the highest.
       verify: see `ax.save`; an older checkpoint is deleted only after that.
+      max_failures: that many saves in a row that a full, read-only or failing disk spoils end the run with an error. Fewer are
+        passed over by `save`, with a warning for each cause, and the next step that is due is saved; 1: the first ends it.
       asynchronous: write behind the training's back; `save` then blocks only while arrays are copied to the host.
 
     Raises:
@@ -49,6 +54,7 @@ class CheckpointManager:
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
         verify: bool = False,
+        max_failures: int = 1,
         asynchronous: bool = True,
     ):
         if every is not None and every < 1:
@@ -61,7 +67,8 @@ class CheckpointManager:
             raise ValueError(f"folder={os.fspath(folder)!r} is no folder: give one, or a name that is free")
         self.folder, self.every, self.best, self.mode = Path(folder).absolute(), every, best, mode
         self._asynchronous, self._verify, self._team = asynchronous, verify, Team()
-        self._saver = arrays.checkpointer(self._team.size)
+        self._failures = Failures(self.folder, max_failures)
+        self._saver = arrays.checkpointer(self._team)
         self._saving: Saving | None = None
         self._tell: Any = None  # a trainer's, which has callbacks
         self._newest: int | None = None
@@ -117,54 +124,51 @@ class CheckpointManager:
           Whether a save was started.
 
         Raises:
-          OSError: when this one, or the one before, could not be written.
+          OSError: when this one, or the one before, could not be written, and that may not pass (`max_failures`).
           FolderInUse: when another job writes the folder.
           TypeError, ValueError: for a step or values that a checkpoint cannot keep, before anything is written.
         """
         self.check()
-        step = _step_of(step)
+        step = step_number(step)
         if not (force or self.due(step)) or step == self._newest:
             return False
-        self.wait()
+        self._end()
         leaves = leaves_of(state)
         manifest = manifest_of(state, leaves, step=step, data=data, metrics=metrics, about=about)
-        self.claim()
-        self._saving = Saving(
-            *(path_of(self.folder, step), leaves, manifest, self._team, self._saver),
-            replace=True,
-            verify=self._verify,
-            owner=self._owner,
-            committed=partial(self._rotate, step),
-        )
+        try:
+            self._begin(step, leaves, manifest)
+        except OSError as error:
+            self._failures.take(error, self._team.leads)
+            return False
         self._newest, self._tell = step, getattr(state, "checkpoint_committed", None)
         getattr(state, "checkpoint_begun", lambda wait: None)(self.wait)
         if not self._asynchronous:
-            self.wait()
+            self._end()
         return True
 
     def check(self) -> None:
         """Raise the error of a save that has failed meanwhile; costs nothing otherwise.
 
-        One process tells a trainer of a commit here; several are not done at the same step, and tell it in `save` and `wait`.
+        One process tells a trainer of a commit here. Several are not done at the same step: they tell it in `save` and `wait`,
+        and there they count a failure that may pass.
         """
-        if self._saving is not None and (self._saving.failed or (self._team.size == 1 and self._saving.done)):
-            self.wait()
+        saving, alone = self._saving, self._team.size == 1
+        if saving is not None and (saving.done if alone else saving.failed and not self._failures.may_pass):
+            self._end()
 
     def wait(self) -> None:
         """Until the save under way is committed.
 
         Raises:
-          OSError: when it could not be written.
+          OSError: when the newest could not be written.
         """
-        saving, self._saving, tell, self._tell = self._saving, None, self._tell, None
-        try:
-            if saving is not None:
-                saving.wait()
-        except BaseException:
-            self._newest = None  # it may be tried again
-            raise
-        if saving is not None and tell is not None:
-            tell(self._newest, saving.folder)
+        self._end()
+        self._failures.tell()
+
+    @property
+    def failed_saves(self) -> int:
+        """How many saves have failed and were passed over (`max_failures`)."""
+        return self._failures.total
 
     def close(self) -> None:
         """Wait, and let go of the threads and the folder."""
@@ -212,9 +216,11 @@ class CheckpointManager:
           DamagedCheckpoint: when it is damaged, or when all are.
           ValueError: listing every array that does not fit.
         """
-        self.wait()
+        self._end()
         tried, failed = set(), None
-        while left := [each for each in self._decided(step) if each not in tried]:
+        choose = partial(candidates, self.folder, step, self.best, self.mode)
+        decide = partial(self._team.decide, f"restore from {self.folder}", choose)
+        while left := [each for each in decide() if each not in tried]:
             tried.add(candidate := left[0])
             folder = checkpoints_in(self.folder).get(candidate, path_of(self.folder, candidate))
             try:
@@ -234,21 +240,34 @@ class CheckpointManager:
             raise DamagedCheckpoint(f"no checkpoint in {self.folder} is whole; the last: {failed}")
         return None
 
-    def _decided(self, step: int | str | None) -> list[int]:
-        return self._team.decide(f"restore from {self.folder}", lambda: self._candidates(step))
+    def _begin(self, step: int, leaves: Mapping[str, Leaf], manifest: Manifest) -> None:
+        self.claim()
+        if self._failures.in_a_row:  # what could not be removed then
+            self._team.decide(f"tidy {self.folder}", partial(tidy, self.folder))
+        self._saving = Saving(
+            *(path_of(self.folder, step), leaves, manifest, self._team, self._saver),
+            replace=True,
+            verify=self._verify,
+            owner=self._owner,
+            committed=partial(self._rotate, step),
+        )
 
-    def _candidates(self, step: int | str | None) -> list[int]:
-        if step == "best":
-            if self.best is None:
-                raise ValueError('step="best" needs a metric: CheckpointManager(..., best="valid_loss")')
-            step = self.best_step
-            if step is None:
-                raise FileNotFoundError(f"no checkpoint in {self.folder} has the metric {self.best}")
-        if step is None:
-            return self.steps[::-1]
-        if step not in self.steps:
-            raise FileNotFoundError(f"{self.folder} has no checkpoint of step {step}; it has {self.steps}")
-        return [int(step)]
+    def _end(self) -> None:
+        """Wait for the save under way; a failure that may pass is counted."""
+        saving, self._saving, tell, self._tell = self._saving, None, self._tell, None
+        if saving is None:
+            return
+        try:
+            saving.wait()
+        except BaseException as error:
+            self._newest = None  # it may be tried again
+            if not isinstance(error, OSError):
+                raise
+            self._failures.take(error, self._team.leads)
+            return
+        self._failures.passed(self._team.leads)
+        if tell is not None:
+            tell(self._newest, saving.folder)
 
     def _pass_over(self, folder: Path, error: Exception) -> None:
         """Put a damaged checkpoint aside; whoever does not own the folder only reads, and leaves it until he does."""
@@ -260,11 +279,7 @@ class CheckpointManager:
 
     def _put_aside(self) -> None:
         for folder in self._passed_over:
-            aside = folder.with_name(folder.name.removesuffix(REPLACED) + DAMAGED)
-            if aside.exists():
-                remove(aside)
-            if folder.exists():
-                folder.rename(aside)
+            put_aside(folder)
         self._passed_over.clear()
 
     def _take(self) -> None:
@@ -283,14 +298,3 @@ class CheckpointManager:
         spared = (newest, best_of(found, self.best, self.mode) if self.best else None)
         for step in self._retention.deletes({step: said.saved_at for step, said in found.items()}, spared):
             remove(path_of(self.folder, step))
-
-
-def _step_of(step: Any) -> int:
-    """A step as a plain number; NumPy's and JAX's are numbers too."""
-    try:
-        number = operator.index(step)
-    except TypeError:
-        raise TypeError(f"step={step!r} must be a whole number: the updates made") from None
-    if number < 0:
-        raise ValueError(f"step={number} must be at least 0: the updates made")
-    return number

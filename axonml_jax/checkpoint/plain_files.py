@@ -1,6 +1,7 @@
 """Values that JSON holds as they are: what a checkpoint may say about itself."""
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,21 @@ def number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} is a {type(value).__name__}, and must be a number") from None
+
+
+def step_number(step: Any) -> int:
+    """A step as a plain number; NumPy's and JAX's are numbers too.
+
+    Raises:
+      TypeError, ValueError: when it is no whole number, or below 0.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step={step!r} must be a whole number: the updates made") from None
+    if number < 0:
+        raise ValueError(f"step={number} must be at least 0: the updates made")
+    return number
 
 
 def is_whole(value: Any, lowest: int = 0, below: float = math.inf) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -12,13 +13,15 @@ from typing import Any
 from axonml_jax.checkpoint import arrays
 from axonml_jax.checkpoint.keeping.read_back import read_back
 from axonml_jax.checkpoint.manifest import ARRAYS, Manifest, checksums, sync
-from axonml_jax.checkpoint.names import REPLACED, SAVING
+from axonml_jax.checkpoint.names import DAMAGED, REPLACED, SAVING
 from axonml_jax.checkpoint.ownership import OWNER, FolderInUse, Ownership, in_use
 from axonml_jax.checkpoint.team import Team, describe, rebuilt
 from axonml_jax.compat.coordination import coordinator_client
+from axonml_jax.logging import logger
 from axonml_jax.sharding.leaf import Leaf
 
 _numbers = itertools.count()
+_ROOM = 1 << 16  # bytes that must be free: less than the smallest checkpoint takes
 
 
 class Saving:
@@ -59,7 +62,12 @@ class Saving:
         self._unfinished = folder.with_name(folder.name + SAVING)
         self._owner, self._shared, self._verify = owner, owner is not None, verify
         self._error: BaseException | None = None
-        team.decide(f"save {folder}", lambda: self._make_room(replace))
+        try:
+            team.decide(f"save {folder}", lambda: self._make_room(replace))
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise OSError(f"saving {folder} failed: {error}") from error
         seen = team.tell_all(f"save {folder}", self._unfinished.is_dir())
         if blind := [process for process, sees in enumerate(seen) if not sees]:
             self._abandon()
@@ -67,12 +75,13 @@ class Saving:
                 f"cannot save {folder}: process(es) {blind} do not see the folder that process 0 has made; checkpoints need a "
                 "file system that all processes share"
             )
+        self._unstarted: Exception | None = None
         try:
             arrays.start_writing(saver, self._unfinished / ARRAYS, leaves)
-        except BaseException as error:
+        except (OSError, ValueError) as error:
+            self._unstarted = error  # told in `wait`, by all processes alike
+        except BaseException:
             self._abandon()
-            if isinstance(error, OSError | ValueError):
-                raise OSError(f"saving {folder} failed: {error}") from error
             raise
         self._thread = threading.Thread(target=self._finish, name=f"checkpoint {folder.name}")
         self._thread.start()
@@ -108,15 +117,14 @@ class Saving:
                 raise FileExistsError(
                     f"{self.folder} exists already: choose another name, or replace it with replace=True"
                 )
-            shutil.rmtree(self._unfinished, ignore_errors=True)
-            self._unfinished.mkdir(parents=True)
+            _make_empty(self._unfinished)
         except BaseException:
             self._let_go()
             raise
 
     def _finish(self) -> None:
         try:
-            self._saver.wait_until_finished()
+            self._write()
             if self._team.leads:
                 self._commit()
             self._hear_outcome()
@@ -125,6 +133,18 @@ class Saving:
             self._abandon()
         else:
             self._let_go()
+
+    def _write(self) -> None:
+        """Until all processes have written their arrays; when one cannot, the same error in all."""
+        try:
+            if self._unstarted is not None:
+                raise self._unstarted
+            self._saver.wait_until_finished()
+        except Exception as error:
+            whole = self._team.not_written(error)
+            if whole is error:
+                raise
+            raise whole from error
 
     def _commit(self) -> None:
         """In the main process, when all arrays of all processes are on disk."""
@@ -145,7 +165,14 @@ class Saving:
             raise error
         committed, self._committed = self._committed, None  # lets go of the manager, which holds this save
         if committed:
-            committed()
+            try:
+                committed()
+            except OSError as error:
+                logger.warning(
+                    "%s is saved, but older ones could not be deleted: %s; it is tried after the next",
+                    self.folder,
+                    error,
+                )
 
     def _hear_outcome(self) -> None:
         if not self._team.leads:
@@ -210,6 +237,30 @@ def remove(folder: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def put_aside(folder: Path) -> None:
+    """Keep a damaged checkpoint under another name, for inspection."""
+    aside = folder.with_name(folder.name.removesuffix(REPLACED) + DAMAGED)
+    if aside.exists():
+        remove(aside)
+    if folder.exists():
+        folder.rename(aside)
+
+
+def _make_empty(folder: Path) -> None:
+    """Make a folder and write a little into it: on a disk that is full already no process begins."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        with (folder / "room").open("wb") as file:
+            file.write(bytes(_ROOM))
+            file.flush()
+            os.fsync(file.fileno())
+        (folder / "room").unlink()
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _record_of(folder: Path) -> Path:

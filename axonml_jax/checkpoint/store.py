@@ -72,7 +72,7 @@ def save(
     """
     team = Team()
     leaves = step.state_leaves(state) if step is not None else leaves_of(state)
-    with closing(arrays.checkpointer(team.size)) as saver:
+    with closing(arrays.checkpointer(team)) as saver:
         manifest = manifest_of(state, leaves, data=data, metrics=metrics, about=about)
         folder = Path(path).absolute()
         Saving(folder, leaves, manifest, team, saver, replace=replace, verify=verify).wait()
@@ -109,7 +109,7 @@ def restore(
     if wrong := [each for each in accept if each not in DIFFERENCES] + [accept] * isinstance(accept, str):
         raise ValueError(f"accept={wrong[0]!r}: give a collection of {', '.join(map(repr, DIFFERENCES))}")
     team, folder = Team(), Path(path).absolute()
-    with closing(arrays.checkpointer(team.size)) as saver:
+    with closing(arrays.checkpointer(team)) as saver:
         manifest = checked_manifest(folder, team)
         return load(folder, manifest, like, saver, step=step, data=data, part=part, accept=accept)
 

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,8 @@ class Team:
         self.size = jax.process_count() if jax.distributed.is_initialized() else 1
         self.rank = jax.process_index() if self.size > 1 else 0
         self.timeout = timeout
+        self._writing: tuple[str, Iterator[int]] = ("", itertools.count())
+        self._heard: OSError | None = None
 
     @property
     def leads(self) -> bool:
@@ -80,6 +82,46 @@ class Team:
         if "error" in outcome:
             raise rebuilt(outcome["error"])
         return outcome["result"]
+
+    def writes_as(self, name: str) -> None:
+        """Under which name the processes meet while they write; the same in all of them, and only theirs."""
+        self._writing = (f"axonml_jax/writing/{name}", itertools.count())
+
+    def written(self, *, key: str, timeout_ms: int) -> None:
+        """Where Orbax's threads wait for those of all processes, twice a save; it calls its places differently (`key`).
+
+        Raises:
+          OSError: in every process, naming those that could not write (see `not_written`).
+        """
+        del key
+        self._meet("", timeout_ms)
+
+    def not_written(self, error: Exception) -> Exception:
+        """Tell the others, which wait in `written`, that this process could not write its part.
+
+        Without it they would wait there until their time is over.
+
+        Returns:
+          The error of the whole save, the same in every process.
+        """
+        if self.size == 1 or error is self._heard or isinstance(error, TimeoutError):
+            return error
+        try:
+            self._meet(str(error), int(1000 * self.timeout))
+        except Exception as heard:
+            return heard
+        return error
+
+    def _meet(self, said: str, timeout_ms: int) -> None:
+        client, (name, numbers) = coordinator_client(), self._writing
+        place = f"{name}/{next(numbers)}/"
+        if said:
+            client.key_value_set(f"{place}{self.rank}", said)
+        client.wait_at_barrier(place, timeout_ms)
+        failed = sorted((int(key.rsplit("/", 1)[1]), text) for key, text in client.key_value_dir_get(place))
+        if failed:
+            self._heard = OSError("; ".join(f"on process {process}: {text}" for process, text in failed))
+            raise self._heard
 
     def mine(self, things: Sequence) -> Sequence:
         """This process's share of some work."""

@@ -6,6 +6,7 @@ memory every k steps too.
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import resource
@@ -23,6 +24,7 @@ from flax import nnx
 import axonml_jax as ax
 from axonml_jax.checkpoint import manager as manager_room
 from axonml_jax.checkpoint import saving
+from axonml_jax.checkpoint.keeping import failures
 from axonml_jax.checkpoint.memory import own_copies
 from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
 from axonml_jax.launch.job.fit import Record
@@ -72,6 +74,11 @@ def fill(path):
         file.truncate(max(0, file.tell() - ROOM))
 
 
+def limit_files(size):
+    """No file of this process may become larger; what it writes beyond is an error."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
 class Fault:
     """What goes wrong in this process, if anything."""
 
@@ -79,6 +86,9 @@ class Fault:
         self.kind, self.rank, self.step = kind, int(rank), int(step)
         self.memory = None
         self._happened = folder / "fault-happened"
+        self.passes = kind.endswith("-passes")
+        if self.passes:
+            failures.REMEDIES[errno.EFBIG] = "wait a step"
 
     def due(self, rank, step, *kinds):
         """Whether one of these kinds happens here and now; then it never does again."""
@@ -89,6 +99,9 @@ class Fault:
 
     def before(self, rank, step):
         """Between two steps."""
+        if self.passes and rank == self.rank and step == self.step + 1:
+            self._happened.with_name("filler").unlink(missing_ok=True)
+            limit_files(resource.RLIM_INFINITY)
         if self.due(rank, step, "kill"):
             die()
         if self.due(rank, step, "lose-memory"):  # as a machine that is replaced
@@ -107,10 +120,10 @@ class Fault:
 
     def arm(self, rank, step):
         """Inside the save of a step."""
-        if self.due(rank, step, "disk-full"):
+        if self.due(rank, step, "disk-full", "disk-full-passes"):
             fill(self._happened.with_name("filler"))
-        if self.due(rank, step, "file-too-large"):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST, LARGEST))
+        if self.due(rank, step, "file-too-large", "file-too-large-passes"):
+            limit_files(LARGEST if rank == 0 else 16)  # the others write little, and no records
 
         def patch(room, name, *kinds):
             real = getattr(room, name)
@@ -180,8 +193,10 @@ def main(folder, *fault):
             fault.arm(world.rank, step)
 
     every = os.environ.get("FAULT_MEMORY")
+    # A fault that passes is over before the next step: the save has to be too.
+    how = {"every": EVERY, "keep": 2} | ({"max_failures": 2, "asynchronous": False} if fault.passes else {})
     with contextlib.ExitStack() as opened_here:
-        manager = opened_here.enter_context(ax.CheckpointManager(folder / "checkpoints", every=EVERY, keep=2))
+        manager = opened_here.enter_context(ax.CheckpointManager(folder / "checkpoints", **how))
         preemption = opened_here.enter_context(Preemption())
         memory = opened_here.enter_context(contextlib.closing(MemoryCopies(int(every)))) if every else None
         fault.memory, restored = memory, None

@@ -89,7 +89,7 @@ def _configuration(checkpoint: Path, imports: list[str]) -> RunConfig:
 def _restore(folder: Path, model: ParallelModel, *, ema: bool) -> None:
     """The model alone, or with its moving average; what else the checkpoint holds stays there."""
     team = Team()
-    with closing(arrays.checkpointer(team.size)) as saver:
+    with closing(arrays.checkpointer(team)) as saver:
         manifest = checked_manifest(folder, team)
         own = {name: entry for name, entry in manifest.entries.items() if name.startswith(MODEL)}
         load(folder, replace(manifest, entries=own), model, saver)

@@ -38,6 +38,7 @@ from axonml_jax.launch.job.records import (
     Recorder,
     TensorBoard,
     Wandb,
+    patient,
     read_records,
     tensorboard_writer,
     wandb_module,
@@ -274,7 +275,7 @@ def _run(
             seen=None if spikes is None else spikes.seen,
             after=ReplicasCompared(config, trainer, saves),
         ):
-            record.metrics.update({} if spikes is None else spikes.metrics())
+            record.metrics.update(saves.failures | ({} if spikes is None else spikes.metrics()))
             records.append(record)
             for write in writes:
                 write(record)
@@ -290,10 +291,10 @@ def _watched(batches: Iterator, watchdog: Watchdog) -> Iterator:
 
 def _recorders(config: RunConfig, folder: Path | None, start: int) -> Iterator[Recorder]:
     if folder is not None:
-        yield JsonLines(folder / "metrics.jsonl", start)
+        yield patient(JsonLines(folder / "metrics.jsonl", start), config.checkpoint.max_failures)
     if folder is not None and config.output.tensorboard:
         yield TensorBoard(folder / "tensorboard", start)
     if folder is not None and config.output.csv:
-        yield Csv(folder / "metrics.csv", start)
+        yield patient(Csv(folder / "metrics.csv", start), config.checkpoint.max_failures)
     if folder is not None and config.output.wandb:
         yield Wandb(folder, as_dict(config), config.output.wandb)

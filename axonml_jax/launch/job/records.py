@@ -3,11 +3,14 @@
 import csv
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from axonml_jax.checkpoint.keeping.failures import cause_of
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.job.fit import Record
+from axonml_jax.logging import logger
 
 
 class Recorder(Protocol):
@@ -35,12 +38,18 @@ class JsonLines:
         new = path.with_name(path.name + ".new")
         new.write_text("".join(map(_line, kept)), encoding="utf-8")
         new.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:
-        """Append a record."""
-        self._file.write(_line(record))
-        self._file.flush()
+        """Append a record: all of it, or nothing."""
+        rest, end = _line(record).encode(), os.fstat(self._file.fileno()).st_size
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise
 
     def close(self) -> None:
         """Close the file."""
@@ -77,7 +86,7 @@ class Csv:
     """
 
     def __init__(self, path: Path, start: int = 0):
-        self._path = path
+        self._path, self._torn = path, False
         self._rows: list[dict[str, Any]] = []
         if start and path.exists():
             with path.open(encoding="utf-8", newline="") as file:
@@ -93,12 +102,18 @@ class Csv:
         """Append a row."""
         row = {"step": record.step, **record.metrics}
         self._rows.append(row)
-        if new := [name for name in row if name not in self._columns]:
-            self._columns += new
-            self._write_all()
-        else:
-            with self._path.open("a", encoding="utf-8", newline="") as file:
-                csv.DictWriter(file, self._columns).writerow(row)
+        new = [name for name in row if name not in self._columns]
+        try:
+            if new or self._torn:
+                self._columns += new
+                self._write_all()
+            else:
+                with self._path.open("a", encoding="utf-8", newline="") as file:
+                    csv.DictWriter(file, self._columns).writerow(row)
+        except OSError:
+            self._rows.pop()
+            self._torn = True  # its last row may be cut off
+            raise
 
     def close(self) -> None:
         """Everything is written already."""
@@ -110,6 +125,43 @@ class Csv:
             writer.writeheader()
             writer.writerows(self._rows)
         new.replace(self._path)
+        self._torn = False
+
+
+class Patient:
+    """Records that a full, read-only or failing disk does not take are kept until it does, with one warning.
+
+    Args:
+      recorder: writes them; it takes a record whole, or not at all.
+    """
+
+    def __init__(self, recorder: "JsonLines | Csv"):
+        self._recorder = recorder
+        self._kept: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        """Take a record, and write what is kept."""
+        self._kept.append(record)
+        try:
+            while self._kept:
+                self._recorder.write(self._kept[0])
+                del self._kept[0]
+        except OSError as error:
+            if cause_of(error) is None:
+                raise
+            if len(self._kept) == 1:
+                logger.warning("a record could not be written, and is kept until it can: %s", error)
+
+    def close(self) -> None:
+        """Close the file; what the disk has never taken is lost, and said."""
+        if self._kept:
+            logger.warning("%d records could not be written, from step %d on", len(self._kept), self._kept[0].step)
+        self._recorder.close()
+
+
+def patient(recorder: JsonLines | Csv, failures: int) -> Recorder:
+    """A recorder that waits for its disk, in a run that may go on after failures (`checkpoint.max_failures`)."""
+    return Patient(recorder) if failures > 1 else recorder
 
 
 class Wandb:

@@ -108,6 +108,7 @@ class RunFolder:
             keep_for=section.keep_for,
             best="valid_loss" if section.best else None,
             verify=section.verify,
+            max_failures=section.max_failures,
             asynchronous=section.asynchronous,
         )
         try:

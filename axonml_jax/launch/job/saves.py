@@ -55,6 +55,7 @@ class Saves:
         self._manager, self._trainer, self._loader = manager, trainer, loader
         self._steps, self._preemption, self._inspection = config.train.steps, preemption, inspection
         self._limit, self._spikes, self._memory = config.train.max_nonfinite, spikes, memory
+        self._most = config.checkpoint.max_failures
         self._positions: deque[tuple[int, dict[str, Any]]] = deque(
             maxlen=config.train.log_every + (self._limit or 0) + 2
         )
@@ -102,6 +103,11 @@ class Saves:
     def reason(self) -> str:
         """How the training has ended, where it is over: "finished", "stopped" or "diverged"."""
         return "diverged" if self.diverged else "finished" if self.stopped is None else "stopped"
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """For records: how many saves of this process have failed and were passed over, where any may."""
+        return {} if self._manager is None or self._most == 1 else {"failed_saves": self._manager.failed_saves}
 
     def _in_a_row(self) -> int:
         guard = self._trainer.state.guard

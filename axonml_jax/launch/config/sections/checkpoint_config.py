@@ -17,6 +17,8 @@ class CheckpointConfig:
       keep_for: keep those too that are younger than this: seconds, or a text such as 90m, 12h, 7d or 2w.
       best: keep the one with the lowest validation loss too; every must then be a multiple of train.eval_every.
       verify: read every checkpoint again from its disk before it counts and an older one is deleted.
+      max_failures: that many saves in a row that a full, read-only or failing disk spoils end the run; fewer are passed over
+        with a warning, and the next step that is due is saved; 1 ends it at the first.
       asynchronous: write to disk while the training goes on.
       memory_every: copy the state every this many steps to memory that outlives the processes, from which restarted ones go on;
         needs axonml-jax launch --max-restarts. null: no copies.
@@ -28,11 +30,12 @@ class CheckpointConfig:
     keep_for: float | str | None = None
     best: bool = False
     verify: bool = False
+    max_failures: int = 1
     asynchronous: bool = True
     memory_every: int | None = None
 
     def __post_init__(self):
-        at_least("checkpoint", self, self._problems(), every=1, memory_every=1)
+        at_least("checkpoint", self, self._problems(), every=1, max_failures=1, memory_every=1)
 
     def _problems(self) -> list[str]:
         problems = ["best=True keeps nothing while checkpoint.every=null saves nothing"]

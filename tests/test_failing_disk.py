@@ -1,0 +1,184 @@
+"""Disks that are full or read-only while a run goes on: real ones (small file systems in memory, root), and errors as text."""
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+
+import jax.numpy as jnp
+import pytest
+
+import axonml_jax as ax
+from axonml_jax.checkpoint import saving
+from axonml_jax.checkpoint.keeping.failures import Failures, cause_of
+from axonml_jax.launch.job.fit import Record
+from axonml_jax.launch.job.records import Csv, JsonLines, Patient, read_records
+
+SIZE = 4 << 20
+STATE = {"w": jnp.zeros(200_000)}  # 0.8 MB
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system of its own with 4 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"no small file system here: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def mount_again(folder, how):
+    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def full(folder, *, left=0):
+    """Nothing more fits in meanwhile."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    os.truncate(filler, max(filler.stat().st_size - left, 0))
+    yield
+    filler.unlink()
+
+
+@contextlib.contextmanager
+def read_only(folder):
+    """Nothing can be changed meanwhile."""
+    mount_again(folder, "ro")
+    yield
+    mount_again(folder, "rw")
+
+
+FAULTS = {
+    "full": (full, "No space left on device", "bytes are free .*: delete something there"),
+    "full while arrays are written": (
+        lambda folder: full(folder, left=300_000),
+        "No space left on device",
+        "bytes are free",
+    ),
+    "read-only": (read_only, "Read-only file system", "mounted read-only"),
+}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name != "owner.json")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_last_good_checkpoint_is_kept_and_the_next_step_is_tried(disk, caplog, fault, asynchronous):
+    break_it, cause, remedy = FAULTS[fault]
+    folder = disk / "run"
+    with ax.CheckpointManager(folder, every=2, keep=1, max_failures=3, asynchronous=asynchronous) as manager:
+        manager.save(2, STATE)
+        manager.wait()
+        with break_it(disk):
+            assert not manager.save(3, STATE)
+            for step in (4, 6):
+                manager.save(step, STATE)
+            with pytest.raises(OSError, match=cause):
+                manager.wait()  # whoever asks is told
+            assert manager.failed_saves == 2 and manager.steps == [2]
+        said = [each.getMessage() for each in caplog.records if "The run goes on" in each.getMessage()]
+        assert len(said) == 1 and cause in said[0] and "the last good checkpoint is that of step 2" in said[0]
+        assert remedy.split(".*")[0] in said[0] and "3 failures in a row end it" in said[0]
+        assert manager.save(8, STATE)
+        manager.wait()
+        assert "saved again, after 2 that failed" in caplog.text
+        assert names(folder) == ["step_00000008"] and manager.failed_saves == 2
+        with break_it(disk):
+            manager.save(10, STATE)
+            manager.save(12, STATE)
+            with pytest.raises(OSError, match=rf"3 saves in a row failed, the last: (.|\n)*{cause}"):
+                manager.save(14, STATE)
+                manager.wait()
+    assert names(folder) == ["step_00000008"]
+
+
+def test_what_cannot_be_removed_now_is_removed_before_the_next_save(disk, monkeypatch):
+    """The disk becomes read-only while a checkpoint is written: nothing of it can be deleted then."""
+    real = saving.checksums
+
+    def remounted(folder):
+        mount_again(disk, "ro")
+        return real(folder)
+
+    with ax.CheckpointManager(disk, every=1, keep=1, max_failures=2) as manager:
+        manager.save(1, STATE)
+        manager.wait()
+        with monkeypatch.context() as patched:
+            patched.setattr(saving, "checksums", remounted)
+            manager.save(2, STATE)
+            with pytest.raises(OSError, match="Read-only file system"):
+                manager.wait()
+        assert names(disk) == ["step_00000001", "step_00000002.saving"]
+        mount_again(disk, "rw")
+        manager.save(3, STATE)
+        manager.wait()
+        assert names(disk) == ["step_00000003"]
+
+
+def test_an_older_checkpoint_that_cannot_be_deleted_spoils_no_save(tmp_path, monkeypatch, caplog):
+    from axonml_jax.checkpoint import manager as room
+
+    def fails(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with ax.CheckpointManager(tmp_path, every=1, keep=1, asynchronous=False) as manager:
+        manager.save(1, {"w": jnp.zeros(3)})
+        with monkeypatch.context() as patched:
+            patched.setattr(room, "remove", fails)
+            assert manager.save(2, {"w": jnp.zeros(3)})
+        assert manager.steps == [1, 2] and "is saved, but older ones could not be deleted" in caplog.text
+        manager.save(3, {"w": jnp.zeros(3)})
+        assert names(tmp_path) == ["step_00000003"]
+
+
+def test_only_causes_that_may_pass_do_and_each_is_said_once(tmp_path, caplog):
+    full_, denied, broken = (OSError(n, os.strerror(n)) for n in (errno.ENOSPC, errno.EACCES, errno.EIO))
+    assert [cause_of(each) for each in (full_, denied, broken)] == [errno.ENOSPC, None, errno.EIO]
+    quota = OSError("saving it failed: on process 3: INTERNAL: Disk quota exceeded [OS error 122: EDQUOT]")
+    assert cause_of(quota) == errno.EDQUOT
+    with pytest.raises(ValueError, match="max_failures=0 must be at least 1"):
+        Failures(tmp_path, 0)
+    with pytest.raises(OSError) as caught:
+        Failures(tmp_path, 1).take(full_, tell=True)
+    assert caught.value is full_
+    some = Failures(tmp_path, 5)
+    with pytest.raises(PermissionError):
+        some.take(denied, tell=True)
+    for error in (full_, broken, full_, broken):
+        some.take(error, tell=True)
+    assert (some.total, some.in_a_row, len(caplog.records)) == (4, 4, 2)
+    assert "there is no good checkpoint yet" in caplog.text and "bytes are free for" in caplog.text
+    some.passed(tell=True)
+    some.tell()
+    some.take(full_, tell=True)
+    assert (some.total, some.in_a_row, len(caplog.records)) == (5, 1, 4)
+    with pytest.raises(OSError, match="No space left"):
+        some.tell()
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_records_that_a_full_disk_does_not_take_are_written_later(disk, kind, caplog):
+    path, steps = disk / "records", range(1, 60)
+    patient = Patient(kind(path))
+    with full(disk):
+        # A page of a file may have room for some rows.
+        for step in steps:
+            patient.write(Record(step, {"loss": 1 / step, "text": 1e-9 * step}))
+    assert caplog.text.count("a record could not be written") == 1
+    patient.write(Record(60, {"loss": 0.5}))
+    patient.close()
+    if kind is JsonLines:
+        assert [record.step for record in read_records(path)] == [*steps, 60]
+        assert all(json.loads(line) for line in path.read_text().splitlines())
+    else:
+        assert [line.split(",")[0] for line in path.read_text().splitlines()] == ["step", *map(str, steps), "60"]
