@@ -83,7 +83,7 @@ class Run:
     selective: Many = 0
     pipelined: bool = False
     gathers: Many | None = None
-    copies: int = 0
+    copies: Many = 0
 
     @classmethod
     def of(cls, plan: Plan, degrees: Mapping[str, int]) -> "Run":
