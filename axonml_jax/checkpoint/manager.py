@@ -12,9 +12,12 @@ from axonml_jax.checkpoint.keeping.failures import Failures
 from axonml_jax.checkpoint.keeping.retention import Retention, best_of, seconds_of
 from axonml_jax.checkpoint.manifest import DamagedCheckpoint, Manifest, manifests_in
 from axonml_jax.checkpoint.names import checkpoints_in, path_of
-from axonml_jax.checkpoint.ownership import OWNER, Ownership
+from axonml_jax.checkpoint.ownership import Ownership
+from axonml_jax.checkpoint.places.bring_back import bring_back
+from axonml_jax.checkpoint.places.mirror import Mirror
+from axonml_jax.checkpoint.places.object_store import ObjectStore
 from axonml_jax.checkpoint.plain_files import step_number
-from axonml_jax.checkpoint.saving import Saving, put_aside, remove, tidy
+from axonml_jax.checkpoint.saving import Saving, put_aside, remove, take_over, tidy
 from axonml_jax.checkpoint.store import Positioned, checked_manifest, leaves_of, load, manifest_of
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.logging import logger
@@ -37,6 +40,8 @@ class CheckpointManager:
       verify: see `ax.save`; an older checkpoint is deleted only after that.
       max_failures: that many saves in a row that a full, read-only or failing disk spoils end the run with an error. Fewer are
         passed over by `save`, with a warning for each cause, and the next step that is due is saved; 1: the first ends it.
+      mirror: an object store's URL, `s3://bucket/path` or `gs://bucket/path`: what is committed is copied there, by the same
+        rules, and `restore` brings back what the folder lacks.
       asynchronous: write behind the training's back; `save` then blocks only while arrays are copied to the host.
 
     Raises:
@@ -55,19 +60,19 @@ class CheckpointManager:
         mode: Literal["min", "max"] = "min",
         verify: bool = False,
         max_failures: int = 1,
+        mirror: str | None = None,
         asynchronous: bool = True,
     ):
         if every is not None and every < 1:
             raise ValueError(f"every={every} must be at least 1, or None")
         seconds = None if keep_for is None else seconds_of(keep_for)
-        self._retention = Retention(keep=keep, every=keep_every, seconds=seconds)
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode={mode!r} must be 'min' or 'max'")
+        self._retention = Retention(keep=keep, every=keep_every, seconds=seconds, best=best, mode=mode)
         if Path(folder).exists() and not Path(folder).is_dir():
             raise ValueError(f"folder={os.fspath(folder)!r} is no folder: give one, or a name that is free")
         self.folder, self.every, self.best, self.mode = Path(folder).absolute(), every, best, mode
         self._asynchronous, self._verify, self._team = asynchronous, verify, Team()
         self._failures = Failures(self.folder, max_failures)
+        self._mirror = None if mirror is None else Mirror(ObjectStore(mirror))  # the main process's
         self._saver = arrays.checkpointer(self._team)
         self._saving: Saving | None = None
         self._tell: Any = None  # a trainer's, which has callbacks
@@ -174,6 +179,8 @@ class CheckpointManager:
         """Wait, and let go of the threads and the folder."""
         try:
             self.wait()
+            if self._mirror is not None:
+                self._mirror.close()
         finally:
             self._saver.close()
             if self._owner is not None:
@@ -217,6 +224,8 @@ class CheckpointManager:
           ValueError: listing every array that does not fit.
         """
         self._end()
+        if self._mirror is not None:
+            bring_back(self._mirror, self.folder, step, self._team, self.claim)
         tried, failed = set(), None
         choose = partial(candidates, self.folder, step, self.best, self.mode)
         decide = partial(self._team.decide, f"restore from {self.folder}", choose)
@@ -275,26 +284,17 @@ class CheckpointManager:
             logger.warning("%s", error)
         self._passed_over.append(folder)
         if self._claimed:
-            self._team.decide(f"pass over {folder}", self._put_aside)
-
-    def _put_aside(self) -> None:
-        for folder in self._passed_over:
-            put_aside(folder)
-        self._passed_over.clear()
+            self._team.decide(f"pass over {folder}", partial(put_aside, self._passed_over))
 
     def _take(self) -> None:
-        owner = Ownership(self.folder / OWNER, self.folder)
-        try:
-            tidy(self.folder)
-            self._put_aside()
-        except BaseException:
-            owner.release()
-            raise
-        self._owner = owner
+        self._owner = take_over(self.folder, self._passed_over)
 
     def _rotate(self, newest: int) -> None:
-        """In the main process, after a commit: delete what no rule keeps."""
-        found = manifests_in(self.folder)
-        spared = (newest, best_of(found, self.best, self.mode) if self.best else None)
-        for step in self._retention.deletes({step: said.saved_at for step, said in found.items()}, spared):
+        """In the main process, after a commit: delete what no rule keeps, and copy what is new."""
+        for step in self._deletes(newest, manifests_in(self.folder) if self._retention.keep else {}):
             remove(path_of(self.folder, step))
+        if self._mirror is not None:
+            self._mirror.copy(path_of(self.folder, newest), newest, partial(self._deletes, newest))
+
+    def _deletes(self, newest: int, found: Mapping[int, Manifest]) -> list[int]:
+        return self._retention.deletes_of(found, (newest, *(self._mirror.copying if self._mirror else ())))

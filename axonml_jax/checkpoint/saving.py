@@ -239,13 +239,27 @@ def remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def put_aside(folder: Path) -> None:
-    """Keep a damaged checkpoint under another name, for inspection."""
-    aside = folder.with_name(folder.name.removesuffix(REPLACED) + DAMAGED)
-    if aside.exists():
-        remove(aside)
-    if folder.exists():
-        folder.rename(aside)
+def take_over(parent: Path, damaged: list[Path]) -> Ownership:
+    """Become the only writer of a folder of checkpoints, tidy it, and put damaged ones aside."""
+    owner = Ownership(parent / OWNER, parent)
+    try:
+        tidy(parent)
+        put_aside(damaged)
+    except BaseException:
+        owner.release()
+        raise
+    return owner
+
+
+def put_aside(folders: list[Path]) -> None:
+    """Keep damaged checkpoints under other names, for inspection; the list is empty then."""
+    while folders:
+        aside = folders[0].with_name(folders[0].name.removesuffix(REPLACED) + DAMAGED)
+        if aside.exists():
+            remove(aside)
+        if folders[0].exists():
+            folders[0].rename(aside)
+        del folders[0]
 
 
 def _make_empty(folder: Path) -> None:

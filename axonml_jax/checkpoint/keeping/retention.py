@@ -18,14 +18,18 @@ class Retention:
       keep: how many of the newest stay; None: all.
       every: those whose step is a multiple stay for ever; None: no step does.
       seconds: those that are younger stay, by the times that their manifests say; None: none stays for its age.
+      best: the best by this metric stays; None: none does.
+      mode: whether that is the lowest or the highest, `"min"` or `"max"`.
 
     Raises:
-      ValueError: for values that are not positive, and for rules beside `keep=None`, which keeps all.
+      ValueError: for values that are not positive, for rules beside `keep=None`, which keeps all, and for another mode.
     """
 
     keep: int | None = 3
     every: int | None = None
     seconds: float | None = None
+    best: str | None = None
+    mode: str = "min"
 
     def __post_init__(self):
         for name, value in (("keep", self.keep), ("keep_every", self.every)):
@@ -38,6 +42,13 @@ class Retention:
             raise ValueError(
                 f"keep=None keeps all, and {rule} adds nothing: give a number, keep=1 for the newest alone"
             )
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode={self.mode!r} must be 'min' or 'max'")
+
+    def deletes_of(self, found: Mapping[int, Manifest], spared: Collection[int | None] = ()) -> list[int]:
+        """`deletes` of what checkpoints, or copies of them, say by step."""
+        best = None if self.best is None else best_of(found, self.best, self.mode)
+        return self.deletes({step: said.saved_at for step, said in found.items()}, {*spared, best})
 
     def deletes(self, times: Mapping[int, float | None], spared: Collection[int | None] = ()) -> list[int]:
         """The steps whose checkpoints go.

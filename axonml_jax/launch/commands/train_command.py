@@ -168,7 +168,7 @@ def _train(
     """Train from a step to the end, and say how it went; `saved` is what the checkpoint of that step says."""
     mine, manager = run.path if run.leads else None, run.manager if config.checkpoint.every else None
     metrics = run.path / "metrics.jsonl"
-    records = [record for record in read_records(metrics) if record.step <= start] if mine and start else []
+    records = [r for r in read_records(metrics) if r.step <= start] if mine and start and metrics.exists() else []
     status = 0
     with trainer, Preemption() as preemption:
         spikes = Spikes(config, trainer, data.train, run.manager, saved) if config.spikes.factor else None

@@ -43,7 +43,7 @@ def _restored(folder: RunFolder, trainer: Trainer, data: TextData) -> tuple[Mani
         print0(f"memory     {folder.memory.bound}")
         if restored is not None:
             return restored, "memory"
-    restored = folder.manager.restore(trainer, data=data.train) if folder.resumed else None
+    restored = folder.manager.restore(trainer, data=data.train) if folder.resumed or folder.mirrored else None
     return restored, str(folder.manager.folder)
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from axonml_jax.checkpoint.manager import CheckpointManager
 from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
 from axonml_jax.checkpoint.names import checkpoints_in
+from axonml_jax.checkpoint.places.mirror import Mirror
+from axonml_jax.checkpoint.places.object_store import ObjectStore
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.processes.leftovers import MARK
@@ -34,7 +36,8 @@ class RunFolder:
       memory: copies of the state in memory; None: the run makes none.
 
     Raises:
-      ConfigError: when the folder to resume has no checkpoints, or nothing would outlive copies in memory.
+      ConfigError: when the folder to resume has no checkpoints, nothing would outlive copies in memory, or a new run would be
+        copied over another one's copies.
       FolderInUse: naming the process that writes it.
     """
 
@@ -52,6 +55,9 @@ class RunFolder:
         self._config, self._environ, self._team = config, environ, Team()
         found = self._team.decide("find the run to go on with", partial(earlier_folder, config, environ))
         self.resumed = found is not None
+        self.mirrored = config.checkpoint.mirror is not None and self._team.decide(
+            "look for copies of checkpoints", partial(_has_copies, config, self.resumed)
+        )
         self._manager: CheckpointManager | None = None
         self._path: Path | None = None
         if found is not None:
@@ -74,7 +80,8 @@ class RunFolder:
 
     def begins(self) -> bool:
         """Whether there is no checkpoint to go on from: a run that is restarted before its first one begins anew."""
-        return not (self.resumed and self._team.decide("look for checkpoints", partial(_has_checkpoints, self.path)))
+        here = self.resumed and self._team.decide("look for checkpoints", partial(_has_checkpoints, self.path))
+        return not (here or self.mirrored)
 
     def newest(self) -> int | None:
         """The step of the newest checkpoint on disk; None without one."""
@@ -109,6 +116,7 @@ class RunFolder:
             best="valid_loss" if section.best else None,
             verify=section.verify,
             max_failures=section.max_failures,
+            mirror=section.mirror,
             asynchronous=section.asynchronous,
         )
         try:
@@ -182,3 +190,15 @@ def _asked_for(resume: str) -> Path:
 
 def _has_checkpoints(folder: Path) -> bool:
     return bool(checkpoints_in(folder / CHECKPOINT_FOLDER))
+
+
+def _has_copies(config: RunConfig, resumed: bool) -> bool:
+    """Whether an object store has checkpoints to go on from."""
+    assert config.checkpoint.mirror is not None
+    steps = Mirror(ObjectStore(config.checkpoint.mirror)).steps
+    if steps and not resumed and config.resume is None:
+        raise ConfigError(
+            f"checkpoint.mirror={config.checkpoint.mirror} has copies of a run's checkpoints, the newest of step {steps[-1]}: "
+            "go on with that run by resume=auto, or give another URL"
+        )
+    return bool(steps)

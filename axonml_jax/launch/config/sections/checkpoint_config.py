@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from axonml_jax.checkpoint.keeping.retention import Retention, seconds_of
+from axonml_jax.checkpoint.places.object_store import ObjectStore
 from axonml_jax.launch.config.lowest import at_least
 
 
@@ -19,6 +20,8 @@ class CheckpointConfig:
       verify: read every checkpoint again from its disk before it counts and an older one is deleted.
       max_failures: that many saves in a row that a full, read-only or failing disk spoils end the run; fewer are passed over
         with a warning, and the next step that is due is saved; 1 ends it at the first.
+      mirror: an object store's URL for this run, s3://bucket/path or gs://bucket/path: checkpoints are copied there, and
+        resume=auto goes on from there where the run's folder is gone; null copies nothing.
       asynchronous: write to disk while the training goes on.
       memory_every: copy the state every this many steps to memory that outlives the processes, from which restarted ones go on;
         needs axonml-jax launch --max-restarts. null: no copies.
@@ -31,6 +34,7 @@ class CheckpointConfig:
     best: bool = False
     verify: bool = False
     max_failures: int = 1
+    mirror: str | None = None
     asynchronous: bool = True
     memory_every: int | None = None
 
@@ -47,6 +51,10 @@ class CheckpointConfig:
             Retention(keep=self.keep, every=self.keep_every, seconds=seconds)
         except ValueError as error:
             problems.append(str(error))
+        try:
+            _ = self.mirror is None or ObjectStore(self.mirror)
+        except ValueError as error:
+            problems.append(f"mirror: {error}")
         return problems
 
     def against_validation(self, eval_every: int | None) -> list[str]:

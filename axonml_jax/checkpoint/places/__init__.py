@@ -1,0 +1,1 @@
+"""Object stores, and the copies of a run's checkpoints that are kept there."""

@@ -1,0 +1,217 @@
+"""Copies of a run's committed checkpoints in an object store, from which another machine goes on.
+
+An object store renames nothing, so a copy is committed by one object that is written last: `step_00000100.commit` says under
+which prefix its files are. Files that no such object names are no checkpoint.
+"""
+
+import json
+import os
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from axonml_jax.checkpoint.manifest import NAME, SAVED_AT, DamagedCheckpoint, Manifest, damage, sync
+from axonml_jax.checkpoint.names import SAVING, path_of
+from axonml_jax.checkpoint.places.object_store import ObjectStore
+from axonml_jax.checkpoint.saving import put_in_place, remove
+from axonml_jax.logging import logger
+
+OWNER = "owner.json"
+"""The object that says whose copies these are: the last that has claimed them."""
+
+_COMMIT = re.compile(r"step_(\d{8,})\.commit")
+_PREFIX = re.compile(r"step_\d{8,}\.[0-9a-f]+/")
+_AT_ONCE = 4  # files under way; each is in memory meanwhile
+
+
+class _Job(NamedTuple):
+    folder: Path
+    step: int
+    deletes: Callable[[Mapping[int, Manifest]], Iterable[int]]
+
+
+class Mirror:
+    """The copies under one URL, for the main process of the run that owns the folder of the checkpoints.
+
+    Two runs under one URL tear no copy: each writes under prefixes of its own. The last one to claim it owns it, and the other
+    finds that out before it commits.
+
+    Args:
+      store: where.
+    """
+
+    def __init__(self, store: ObjectStore):
+        self.store, self._token = store, uuid.uuid4().hex
+        self._claimed = self._lost = False
+        self._error: Exception | None = None
+        self._lock, self._thread = threading.Lock(), None
+        self._waiting: _Job | None = None
+        self._under_way: _Job | None = None
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps with a copy, in order."""
+        return sorted(int(found[1]) for key in self.store.keys("step_") if (found := _COMMIT.fullmatch(key)))
+
+    @property
+    def copying(self) -> list[int]:
+        """The steps whose checkpoints are read, or will be: they must not be deleted."""
+        with self._lock:
+            return [job.step for job in (self._under_way, self._waiting) if job is not None]
+
+    def copy(self, folder: Path, step: int, deletes: Callable[[Mapping[int, Manifest]], Iterable[int]]) -> None:
+        """Begin to copy a committed checkpoint, and then delete the copies that no rule keeps.
+
+        Where the store is slower than the saves, the newest is copied next. What fails is said, and the next one is tried.
+
+        Args:
+          folder: the checkpoint.
+          step: its step.
+          deletes: which go, of what copies say of their metrics and times.
+        """
+        with self._lock:
+            self._waiting = _Job(folder, step, deletes)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=f"copies to {self.store}", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Wait until nothing more is to be copied.
+
+        Raises:
+          OSError: when the newest checkpoint could not be.
+        """
+        if (thread := self._thread) is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise OSError(f"the newest checkpoint is not copied to {self.store}: {error}") from error
+
+    def fetch(self, step: int, into: Path) -> Path:
+        """Bring a copy back into a folder of checkpoints, where it appears whole or not at all.
+
+        Raises:
+          DamagedCheckpoint: naming every file that is not what was written.
+          OSError: when the store does not give it, after all tries, or the folder cannot be written.
+        """
+        folder, prefix = path_of(into, step), self._copy_of(step)[0]
+        unfinished = folder.with_name(folder.name + SAVING)
+        remove(unfinished)
+        unfinished.mkdir(parents=True)
+        try:
+            self._write(prefix + NAME, unfinished / NAME)
+            manifest = Manifest.read(unfinished)
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                list(pool.map(lambda name: self._write(prefix + name, unfinished / name), manifest.files))
+            if lines := damage(unfinished, manifest, manifest.files):
+                said = f"{self.store}/{prefix} is damaged:"
+                raise DamagedCheckpoint("\n".join([said, *(f"  {line}" for line in lines)]))
+            put_in_place(unfinished, folder)
+        except BaseException:
+            remove(unfinished)
+            raise
+        return folder
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._under_way, self._waiting = self._waiting, None
+                if self._under_way is None:
+                    self._thread = None
+                    return
+                job = self._under_way
+            try:
+                if not self._lost:
+                    self._claim()
+                    self._push(job.folder, job.step)
+                for old in () if self._lost else job.deletes(self._copies()):
+                    self._remove(old)
+            except Exception as error:
+                if self._error is None:
+                    logger.warning("%s stays where it is, and the next one is copied: %s", job.folder, error)
+                self._error = error
+            else:
+                self._error = None
+
+    def _claim(self) -> None:
+        """Become the owner, and remove what killed processes have left: files that belong to no copy."""
+        if self._claimed:
+            return
+        self.store.put(OWNER, json.dumps({"token": self._token, "pid": os.getpid()}).encode())
+        named = {prefix for step in self.steps if (prefix := self._prefix_of(step))}
+        for key in self.store.keys("step_"):
+            if not _COMMIT.fullmatch(key) and not key.startswith(tuple(named)):
+                self.store.remove(key)
+        self._claimed = True
+
+    def _push(self, folder: Path, step: int) -> None:
+        prefix = f"step_{step:08d}.{uuid.uuid4().hex}/"
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(lambda path: self.store.put(f"{prefix}{path.relative_to(folder)}", path.read_bytes()), paths))
+        owner, replaced = self.store.get(OWNER), self._prefix_of(step)
+        if owner is None or self._token.encode() not in owner:
+            self._lost = True
+            logger.warning(
+                "%s belongs to another run by now, which has claimed it: nothing more is copied there", self.store
+            )
+            return
+        said = Manifest.read(folder)
+        content = {"prefix": prefix, "metrics": said.metrics, SAVED_AT: said.saved_at}
+        self.store.put(_commit_of(step), json.dumps(content).encode())
+        self._remove_files(replaced)
+
+    def _remove(self, step: int) -> None:
+        """Delete a copy: first what commits it, then its files."""
+        prefix = self._prefix_of(step)
+        self.store.remove(_commit_of(step))
+        self._remove_files(prefix)
+
+    def _remove_files(self, prefix: str | None) -> None:
+        for key in self.store.keys(prefix) if prefix else ():
+            self.store.remove(key)
+
+    def _copies(self) -> dict[int, Manifest]:
+        found = {}
+        for step in self.steps:
+            try:
+                found[step] = self._copy_of(step)[1]
+            except DamagedCheckpoint:
+                found[step] = Manifest()
+        return found
+
+    def _prefix_of(self, step: int) -> str | None:
+        try:
+            return self._copy_of(step)[0]
+        except DamagedCheckpoint:
+            return None
+
+    def _copy_of(self, step: int) -> tuple[str, Manifest]:
+        """Where the files of a copy are, and what it says of its metrics and time."""
+        said = self.store.get(_commit_of(step))
+        try:
+            content = json.loads(said or b"")
+            if not _PREFIX.fullmatch(content["prefix"]):
+                raise ValueError(content["prefix"])
+            metrics = {name: float(value) for name, value in content["metrics"].items()}
+            return content["prefix"], Manifest(metrics=metrics, about={SAVED_AT: content[SAVED_AT]})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = "is missing" if said is None else "is damaged"
+            raise DamagedCheckpoint(f"{self.store}/{_commit_of(step)} {what}") from error
+
+    def _write(self, key: str, path: Path) -> None:
+        content = self.store.get(key)
+        if content is None:
+            raise DamagedCheckpoint(f"{self.store}/{key} is missing")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        sync(path)
+
+
+def _commit_of(step: int) -> str:
+    """The object whose presence makes a copy."""
+    return f"step_{step:08d}.commit"

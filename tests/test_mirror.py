@@ -1,0 +1,205 @@
+"""Checkpoints copied to an object store: a server here stands in for S3, is busy, refuses, and loses a client half-way."""
+
+import collections
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from s3_stand_in import StandIn
+from test_checkpoint_manager import Weights, names, value
+from test_train_resume import QUICKSTART, SMALL
+
+import axonml_jax as ax
+from axonml_jax.__main__ import main
+from axonml_jax.checkpoint.places import object_store
+from axonml_jax.checkpoint.places.object_store import ObjectStore
+from axonml_jax.launch.commands.train_command import train as run
+from axonml_jax.launch.config.read_config import read_config
+from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.job.records import read_records
+
+URL = "s3://bucket/run"
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    with StandIn() as server:
+        for name, said in server.environ().items():
+            monkeypatch.setenv(name, said)
+        monkeypatch.setattr(object_store, "_FIRST", 0.01)
+        yield server
+
+
+def save(folder, *steps, **options):
+    """One checkpoint after the other, each copied before the next."""
+    with ax.CheckpointManager(folder, every=1, asynchronous=False, mirror=URL, **options) as manager:
+        for step in steps:
+            manager.save(step, Weights(step), metrics={"loss": abs(step - 2)})
+            manager._mirror.close()
+
+
+def go_on(folder, step=None):
+    """The step that a machine with this folder goes on from, its values checked; None: from none."""
+    module = Weights()
+    with ax.CheckpointManager(folder, mirror=URL) as manager:
+        said = manager.restore(module, step=step)
+    assert said is None or value(module) == said.step
+    return said and said.step
+
+
+def committed(server):
+    return [int(path[-15:-7]) for path in sorted(server.objects) if path.endswith(".commit")]
+
+
+def test_copies_are_committed_last_and_stay_by_the_same_rules(tmp_path, s3):
+    save(tmp_path / "a", *range(1, 7), keep=1, keep_every=4, best="loss")
+    assert committed(s3) == [2, 4, 6]
+    puts = [path for method, path in s3.log if method == "PUT" and "step_00000006" in path]
+    assert puts[-1].endswith("/step_00000006.commit") and len(puts) > 5
+    prefixes = {path.split("/")[3].split(".")[0] for path in s3.objects if "/step_" in path}
+    assert prefixes == {"step_00000002", "step_00000004", "step_00000006"}  # nothing of the others is left
+    assert go_on(tmp_path / "b") == 6 and names(tmp_path / "b") == ["step_00000006"]
+    # Whoever goes on elsewhere has one checkpoint, and deletes no copy that a rule keeps.
+    save(tmp_path / "b", 7, keep=1, keep_every=4, best="loss")
+    assert committed(s3) == [2, 4, 7]
+    assert go_on(tmp_path / "b", step=4) == 4
+    assert names(tmp_path / "b") == ["step_00000004", "step_00000006", "step_00000007"]  # of those here 6 was the best
+    (tmp_path / "c").mkdir()
+    assert go_on(tmp_path / "c") == 7
+
+
+def test_what_is_here_is_not_fetched_and_without_copies_nothing_is(tmp_path, s3):
+    assert go_on(tmp_path / "none") is None
+    save(tmp_path / "a", 1, 2)
+    s3.log.clear()
+    assert go_on(tmp_path / "a") == 2
+    assert not [path for method, path in s3.log if method == "GET" and path.count("/") > 2]
+
+
+def test_a_damaged_copy_is_passed_over_by_name(tmp_path, s3, caplog):
+    save(tmp_path / "a", 1, 2, 3, 4)
+    path = next(path for path in s3.objects if "step_00000004." in path and path.endswith("_METADATA"))
+    s3.objects[path] = s3.objects[path][:-1] + b"?"
+    s3.objects["/bucket/run/step_00000003.commit"] = b'{"prefix": "../../etc/"}'
+    assert go_on(tmp_path / "b") == 2 and names(tmp_path / "b") == ["step_00000002"]
+    assert "_METADATA: its checksum is" in caplog.text and "step_00000003.commit is damaged" in caplog.text
+    assert "the checkpoint of step 2 comes from its copy in s3://bucket/run" in caplog.text
+
+
+def test_a_busy_store_is_tried_again_and_said_once(tmp_path, s3, caplog):
+    seen = collections.Counter()
+
+    def refuse(method, path):
+        seen[method, path] += 1
+        return (None, 503, 500)[seen[method, path]] if seen[method, path] < 3 else None
+
+    s3.refuse = refuse
+    save(tmp_path / "a", 1)
+    assert committed(s3) == [1] and caplog.text.count("it is tried 6 times") == 1
+
+
+def test_tries_have_a_limit_and_what_cannot_pass_is_not_tried_again(s3):
+    store = ObjectStore(URL, tries=3)
+    s3.refuse = lambda method, path: 503
+    with pytest.raises(OSError, match=r"cannot write key at s3://bucket/run, tried 3 times: .*503"):
+        store.put("key", b"content")
+    tried = len(s3.log)
+    s3.refuse = lambda method, path: 403
+    with pytest.raises(OSError, match=r"cannot write key at s3://bucket/run: .*403"):
+        store.put("key", b"content")
+    assert tried == 6 and len(s3.log) == tried + 1  # TensorStore tries each once more
+    for wrong in ("s3://bucket", "/folder", "http://host/path", "file://host/path", "s3:///path", "s3://bucket/p?q"):
+        with pytest.raises(ValueError, match=r"must be s3://bucket/path, gs://bucket/path or file:///folder"):
+            ObjectStore(wrong)
+
+
+def test_a_store_that_refuses_spoils_no_checkpoint_and_the_end_says_so(tmp_path, s3, caplog):
+    s3.refuse = lambda method, path: 403 if method == "PUT" and "step_00000002." in path else None
+    with ax.CheckpointManager(tmp_path, every=1, mirror=URL) as manager:
+        for step in (1, 2):
+            manager.save(step, Weights(step))
+            manager.wait()
+            while manager._mirror.copying:
+                time.sleep(0.01)
+        assert manager.steps == [1, 2] and "stays where it is, and the next one is copied" in caplog.text
+        manager.save(3, Weights(3))
+    assert committed(s3) == [1, 3]
+    with (
+        pytest.raises(OSError, match=r"the newest checkpoint is not copied to s3://bucket/run: .*403"),
+        ax.CheckpointManager(tmp_path, every=1, mirror=URL) as manager,
+    ):
+        s3.refuse = lambda method, path: 403 if method == "PUT" else None
+        manager.save(4, Weights(4))
+
+
+def test_the_last_run_to_claim_a_url_owns_it(tmp_path, s3, caplog):
+    with ax.CheckpointManager(tmp_path / "a", every=1, mirror=URL) as first:
+        first.save(1, Weights(1))
+        first.wait()
+        first._mirror.close()
+        save(tmp_path / "b", 5, keep=1)
+        first.save(2, Weights(2))
+    assert committed(s3) == [5] and "belongs to another run by now" in caplog.text
+    assert go_on(tmp_path / "c") == 5
+
+
+KILLED = """
+import sys
+from test_mirror import save
+save(sys.argv[1], 1, 2)
+"""
+
+
+def test_a_process_killed_while_it_copies_leaves_the_copy_before(tmp_path, s3):
+    """The server holds the commit of step 2 back until its client is dead; what that has left goes with the next claim."""
+    reached, dead = threading.Event(), threading.Event()
+
+    def refuse(method, path):
+        if method == "PUT" and path.endswith("step_00000002.commit") and not dead.is_set():
+            reached.set()
+            dead.wait(120)
+            return 503
+        return None
+
+    s3.refuse = refuse
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent)])
+    environ = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "a")], env=environ)
+    try:
+        assert reached.wait(240)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+        dead.set()
+    assert committed(s3) == [1] and any("step_00000002." in path for path in s3.objects)
+    assert go_on(tmp_path / "b") == 1
+    save(tmp_path / "b", 2)
+    assert committed(s3) == [1, 2] and go_on(tmp_path / "c") == 2
+    assert len({path.split("/")[3] for path in s3.objects if "step_00000002." in path}) == 2  # one prefix, one commit
+
+
+def test_a_run_whose_folder_is_gone_goes_on_from_the_copies(tmp_path, s3, capsys):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("the cat sat on the mat. " * 60)
+    given = [f"--data.path={tmp_path / 'text'}", "--checkpoint.mirror=s3://bucket/mine", "--name=mine"]
+
+    def train(out, *flags):
+        return main(["train", QUICKSTART, *SMALL, *given, f"--output.dir={tmp_path / out}", *flags])
+
+    assert train("one", "--train.steps=6") == 0
+    assert committed(s3) == [3, 6]
+    shutil.rmtree(tmp_path / "one")
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match="go on with that run by resume=auto"):
+        run(read_config("train", [QUICKSTART, *SMALL, *given, f"--output.dir={tmp_path / 'two'}"]))
+    assert train("two", "--resume=auto") == 0
+    assert "resumed after step 6" in capsys.readouterr().out
+    assert committed(s3) == [3, 6, 9]
+    assert [record.step for record in read_records(tmp_path / "two" / "mine" / "metrics.jsonl")] == [8, 9]
