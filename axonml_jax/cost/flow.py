@@ -36,6 +36,7 @@ class Flow:
       kind: one of `wire.KINDS`.
       axes: mesh axes.
       group_size: ranks that take part.
+      apart: of the axis's ranks the next that takes part: 1 for all of them, U where neighbours by U do something else.
       dtype: element type on the wire.
       itemsize: its bytes.
       elements: of the full arrays, in one execution.
@@ -55,6 +56,7 @@ class Flow:
     itemsize: int
     elements: Many
     padding: Many = 0
+    apart: Many = 1
     launches: Many = 1
     times: Many = 1
     every: int = 1

@@ -7,7 +7,7 @@ from axonml_jax.cost.decoder.activations import compute_dtype
 from axonml_jax.mesh.axes import AXES
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.parallel.context.method import MethodName
+from axonml_jax.parallel.context.method import Method
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.policy import Pipelined
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
@@ -49,7 +49,7 @@ class Candidate:
     chunks: int = 1
     offload: CPUOffload = CPUOffload.NONE
     strategy: AbstractStrategy | None = None
-    method: MethodName | None = None
+    method: Method | None = None
     shared: bool = False
     dispatch: str | None = None
 
@@ -94,7 +94,9 @@ class Candidate:
         if self.stage:
             over = " over fsdp*context" if self.shared else ""
             words.append((self.strategy or Shard(stage=self.stage)).in_words("fsdp") + over)
-        words += [f"attention by {self.method}"] if self.method else []
+        if self.method is not None:
+            own = self.method if isinstance(self.method, str) else f"ulysses of {self.method[0]} x {self.method[1]}"
+            words.append(f"attention by {own}")
         words += [f"tokens by {self.dispatch}"] if self.dispatch else []
         if self.schedule is not None:
             words.append(f"{self.schedule.value}{f' x {self.chunks} chunks' if self.chunks > 1 else ''}")

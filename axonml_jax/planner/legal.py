@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from axonml_jax.cost.decoder.configuration import problems
 from axonml_jax.mesh.axes import AXES, batch_axes
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.parallel.context.method import MethodName, unsplittable
+from axonml_jax.parallel.context.method import Method, unsplittable
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
@@ -108,7 +108,7 @@ class Way(NamedTuple):
     schedule: PipelineSchedule | None
     chunks: int
     microbatches: int
-    method: MethodName | None = None
+    method: Method | None = None
     shared: bool = False
     dispatch: str | None = None
 
@@ -170,19 +170,23 @@ def _goes_with(model: TransformerConfig, axis: str) -> bool:
     return model.experts is not None or axis != "expert"
 
 
-def _methods(model: TransformerConfig, context: int, tensor: int) -> tuple[MethodName | None, ...]:
-    """By which attention may read positions of other ranks."""
+def _methods(model: TransformerConfig, context: int, tensor: int) -> tuple[Method | None, ...]:
+    """By which attention may read positions of other ranks: with U ranks that split heads, for every U that can."""
     if context == 1:
         return (None,)
     heads = model.num_heads // tensor, max(1, model.attention_shape.kv_heads // tensor)
-    around: tuple[MethodName, ...] = ("ring",) if model.window is None else ()  # how far a window's goes is not priced
-    return ("gather", *around) if unsplittable(context, *heads) else ("gather", "ulysses", *around)
+    able = [count for count in divisors(context)[1:] if not unsplittable(count, *heads)]
+    whole: list[Method] = ["gather", "ulysses"] if context in able else ["gather"]
+    found = whole + [(count, "gather") for count in able if count < context]
+    if model.window is None:  # how far a ring goes with a window is not priced
+        found += ["ring", *((count, "ring") for count in able if count < context)]
+    return tuple(found)
 
 
 @lru_cache(maxsize=1024)
 def _ways(
     num_layers: int, stages: tuple[tuple[int, bool], ...], splits: bool,
-    carried: tuple[tuple[MethodName | None, str | None], ...], pipe: int, rows: int, remats: tuple[str | None, ...],
+    carried: tuple[tuple[Method | None, str | None], ...], pipe: int, rows: int, remats: tuple[str | None, ...],
 ) -> tuple[Way, ...]:  # fmt: skip
     orders = list(_orders(num_layers, pipe, rows))
     return tuple(

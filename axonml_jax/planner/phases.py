@@ -221,7 +221,7 @@ def _sendings(run: tuple[Phase, ...]) -> Iterator[tuple[Many, Sending]]:
 
 def flow_seconds(flow: Flow, degrees: Mapping[str, Many], hardware: Hardware) -> Many:
     """Seconds that a flow keeps the network busy in a step, on its slowest axis."""
-    inner = inner_product(degrees, flow.axes[0])  # a collective over several axes is limited by the outermost
+    inner = inner_product(degrees, flow.axes[0]) * flow.apart  # over several axes the outermost is the limit
     arrays = flow.launches
     if flow.label in (GRADIENTS, PARAMETERS):  # XLA joins neighbours into launches of some tens of MB
         arrays = -divided(-flow.elements * flow.itemsize, JOINED_BYTES)

@@ -48,4 +48,4 @@ def _across(layers: Layers, attention: SplitAttention, kind: str, work: str, tim
     parts = attention.groups if attention.gathers else 1
     calls, elements = times * layers.parts.blocks, attention.keys * layers.tokens * parts
     flow = layers.flow(kind, attention.split.axis, elements, work, calls=calls, label=ATTENTION, dtype=dtype)
-    return replace(flow, group_size=attention.groups)
+    return replace(flow, group_size=attention.groups, apart=attention.among)

@@ -62,7 +62,8 @@ class SplitAttention:
         heads, kv_heads = divided(config.num_heads, cut), most(1, divided(config.attention_shape.kv_heads, cut))
         if varies(ranks) or varies(cut):
             named: Any = {"gather": (1, True), "ring": (1, False), "ulysses": (ranks, True)}
-            among, gathers = named[split.method]
+            method = split.method
+            among, gathers = named[method] if isinstance(method, str) else (method[0], method[1] == "gather")
         else:
             split_by = partial(
                 heads_and_gathers, split.method, ranks=ranks, heads=heads, kv_heads=kv_heads, causal=True,
