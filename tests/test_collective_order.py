@@ -157,17 +157,17 @@ def overlaps(program):
     return found
 
 
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("fun", OVERLAPPING)
-def test_no_collective_is_independent_of_a_loop_with_collectives(fun, check_vma):
-    assert overlaps(program_of(fun, check_vma))
-    assert not overlaps(program_of(fun, check_vma, in_order))
-
-
 def nothing_to_read(w, a, b):
     """A loop without operands."""
     trip = lambda c, _: (c, jax.lax.all_gather(jax.lax.axis_index("x") * jnp.ones(2), "x"))
     return looped(w, a), jax.lax.scan(trip, None, None, length=2)[1].sum() + b
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("fun", [*OVERLAPPING, nothing_to_read])
+def test_no_collective_is_independent_of_a_loop_with_collectives(fun, check_vma):
+    assert overlaps(program_of(fun, check_vma))
+    assert not overlaps(program_of(fun, check_vma, in_order))
 
 
 def nothing_made(w, a, b):
@@ -181,7 +181,18 @@ def nothing_made(w, a, b):
     return looped(w, b)
 
 
-@pytest.mark.parametrize("fun", [nothing_to_read, nothing_made])
+def nothing_to_read_and_prints(w, a, b):
+    """A loop without operands whose trips are seen."""
+
+    def trip(c, _):
+        found = jax.lax.all_gather(jax.lax.axis_index("x") * jnp.ones(2), "x")
+        jax.debug.print("{}", found)
+        return c, found
+
+    return looped(w, a), jax.lax.scan(trip, None, None, length=2)[1].sum() + b
+
+
+@pytest.mark.parametrize("fun", [nothing_to_read_and_prints, nothing_made])
 def test_a_loop_that_cannot_wait_is_refused_with_its_line(fun):
     with pytest.raises(ValueError, match=r"`scan` \(line \d+ of .*no array to wait by.*Give the loop .* to read"):
         program_of(fun, change=in_order)

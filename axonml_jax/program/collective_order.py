@@ -6,7 +6,7 @@ collective depends on the loops before it, or without such loops, no equation is
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -106,6 +106,8 @@ class _Order:
             after |= each.after if isinstance(each, _Value) else 0
         if not _sends(equation):
             return [_Value(each, after) for each in equation.op.bind(arrays)]
+        if equation.op.scan is not None and not operands and not equation.op.acts:
+            return self._trips_alike(equation, equation.op.scan.options["length"])
         loops = _loops(equation)
         behind = after
         for k in reversed(range(len(self.ends))):
@@ -119,11 +121,23 @@ class _Order:
         self.loops.append(loops)
         return [_Value(each, behind) for each in made]
 
+    def _trips_alike(self, equation: Equation, length: int) -> list[_Value]:
+        """A scan that takes nothing, and so has nothing to wait by: one trip, in this order, stands for all."""
+        assert equation.body is not None
+        made = run_program(equation.body, [], replace(self, read=_read(equation.body)))
+        values = [each if isinstance(each, _Value) else _Value(each, 0) for each in made]
+        stacked = lambda x: jax.numpy.broadcast_to(x, (length, *jax.numpy.shape(x)))
+        return [_Value(stacked(each.array), each.after) for each in values]
+
 
 def _in_order(program: Program, values: Sequence[Any]) -> list[Any]:
-    read = {number for equation in program.equations for number in equation.read}.union(names_of(program.outputs))
-    made = run_program(program, [_Value(each, 0) for each in values], _Order(read))
+    made = run_program(program, [_Value(each, 0) for each in values], _Order(_read(program)))
     return [each.array if isinstance(each, _Value) else each for each in made]
+
+
+def _read(program: Program) -> set[int]:
+    """The values of a program that something reads."""
+    return {number for equation in program.equations for number in equation.read}.union(names_of(program.outputs))
 
 
 def _run(equation: Equation, arrays: Sequence[Any]) -> list[Any]:

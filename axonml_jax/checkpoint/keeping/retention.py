@@ -4,8 +4,10 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from axonml_jax.checkpoint.manifest import Manifest
+if TYPE_CHECKING:  # a configuration is read before JAX is
+    from axonml_jax.checkpoint.manifest import Manifest
 
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
@@ -45,7 +47,7 @@ class Retention:
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode={self.mode!r} must be 'min' or 'max'")
 
-    def deletes_of(self, found: Mapping[int, Manifest], spared: Collection[int | None] = ()) -> list[int]:
+    def deletes_of(self, found: Mapping[int, "Manifest"], spared: Collection[int | None] = ()) -> list[int]:
         """`deletes` of what checkpoints, or copies of them, say by step."""
         best = None if self.best is None else best_of(found, self.best, self.mode)
         return self.deletes({step: said.saved_at for step, said in found.items()}, {*spared, best})
@@ -74,7 +76,7 @@ class Retention:
         return [step for step in steps if step not in stay]
 
 
-def best_of(found: Mapping[int, Manifest], metric: str, mode: str) -> int | None:
+def best_of(found: Mapping[int, "Manifest"], metric: str, mode: str) -> int | None:
     """The step whose checkpoint is the best by a metric, of equal ones the last; None where none has it.
 
     Args:

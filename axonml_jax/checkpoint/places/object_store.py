@@ -8,8 +8,6 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from axonml_jax.logging import logger
-
 TRIES = 6
 """How often something is tried, at most: over about half a minute."""
 
@@ -84,6 +82,8 @@ class ObjectStore:
     def _say(self, what: str, error: Exception) -> None:
         if (now := time.monotonic()) - self._said >= _SAID_EVERY:
             self._said = now
+            from axonml_jax.logging import logger  # imports JAX, before which a configuration is read
+
             logger.warning("cannot %s at %s; it is tried %d times: %s", what, self.url, self._tries, error)
 
 
