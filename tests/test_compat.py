@@ -19,8 +19,8 @@ import axonml_jax as ax
 from axonml_jax.compat import around, jaxpr, random_bits, varying_types, versions
 from axonml_jax.compat.barrier import after, together
 from axonml_jax.compat.canaries import typed, waits
+from axonml_jax.compat.canaries.canary import Canary, CanaryError, expect
 from axonml_jax.compat.canaries.every import CANARIES
-from axonml_jax.compat.canary import Canary, CanaryError, expect
 from axonml_jax.compat.checkpoint_policy import SaveWhere
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.parallel.bind import bind_plan

@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 import jax
 
+from axonml_jax.compat.canaries.canary import CanaryError
 from axonml_jax.compat.canaries.every import CANARIES
-from axonml_jax.compat.canary import CanaryError
 
 LIBRARIES = ("jax", "jaxlib", "flax")
 

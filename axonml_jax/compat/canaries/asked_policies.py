@@ -6,8 +6,8 @@ import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
 
+from axonml_jax.compat.canaries.canary import Canary, expect
 from axonml_jax.compat.canaries.on_two import AXIS, SPLIT, WHOLE, floats, on_two
-from axonml_jax.compat.canary import Canary, expect
 from axonml_jax.compat.checkpoint_policy import Saveable, SaveWhere
 
 _EXPENSIVE = frozenset(

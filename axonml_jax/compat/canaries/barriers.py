@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from axonml_jax.compat import versions
 from axonml_jax.compat.barrier import after, together
+from axonml_jax.compat.canaries.canary import Canary, expect
 from axonml_jax.compat.canaries.on_two import AXIS, SPLIT, WHOLE, floats, on_two
-from axonml_jax.compat.canary import Canary, expect
 from axonml_jax.compat.stablehlo import parsed
 from axonml_jax.compat.varying_types import varying_axes
 

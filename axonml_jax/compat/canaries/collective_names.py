@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from axonml_jax.compat.canaries.canary import Canary, expect
 from axonml_jax.compat.canaries.on_two import AXIS, SPLIT, body_of, floats, names, on_two
-from axonml_jax.compat.canary import Canary, expect
 from axonml_jax.compat.stablehlo import parsed
 
 KNOWN: dict[str, tuple[frozenset[str], Callable[[Any], Any]]] = {

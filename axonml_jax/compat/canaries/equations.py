@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from axonml_jax.compat import jaxpr
 from axonml_jax.compat.barrier import after
+from axonml_jax.compat.canaries.canary import Canary, expect
 from axonml_jax.compat.canaries.on_two import AXIS, SPLIT, body_of, floats, names, on_two, operations
-from axonml_jax.compat.canary import Canary, expect
 from axonml_jax.compat.jaxpr import live, opened
 from axonml_jax.compat.operation import Operation
 

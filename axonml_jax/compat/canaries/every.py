@@ -13,7 +13,7 @@ from axonml_jax.compat.canaries import (
     typed,
     waits,
 )
-from axonml_jax.compat.canary import Canary
+from axonml_jax.compat.canaries.canary import Canary
 
 CANARIES: tuple[Canary, ...] = (
     *typed.CANARIES,

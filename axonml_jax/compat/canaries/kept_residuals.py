@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from axonml_jax.compat.canaries.canary import Canary, expect
 from axonml_jax.compat.canaries.on_two import AXIS, SPLIT, WHOLE, floats, on_two
-from axonml_jax.compat.canary import Canary, expect
 from axonml_jax.compat.residuals import vjp_without
 from axonml_jax.compat.varying_types import cast_to_varying
 

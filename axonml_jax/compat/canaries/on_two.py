@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from axonml_jax.compat.canary import expect
+from axonml_jax.compat.canaries.canary import expect
 from axonml_jax.compat.jaxpr import opened
 from axonml_jax.compat.operation import Operation
 

@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from axonml_jax.compat import versions
+from axonml_jax.compat.canaries.canary import Canary, expect
 from axonml_jax.compat.canaries.on_two import AXIS, SPLIT, floats
-from axonml_jax.compat.canary import Canary, expect
 
 
 def _donated() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from axonml_jax.compat.canary import Canary, expect
+from axonml_jax.compat.canaries.canary import Canary, expect
 from axonml_jax.compat.coordination import CoordinatorClient
 from axonml_jax.compat.platform import backend_started, let_gloo_listen_on
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axonml_jax.compat.canary import Canary, expect
+from axonml_jax.compat.canaries.canary import Canary, expect
 from axonml_jax.compat.random_bits import bernoulli_at
 
 

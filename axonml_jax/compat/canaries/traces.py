@@ -7,8 +7,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from axonml_jax.compat.around import current_trace, platform_around, trace_settings
+from axonml_jax.compat.canaries.canary import Canary, expect
 from axonml_jax.compat.canaries.on_two import AXIS, SPLIT, floats
-from axonml_jax.compat.canary import Canary, expect
 
 
 def _traces() -> None:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from axonml_jax.compat.around import manual_axes
+from axonml_jax.compat.canaries.canary import Canary, expect
 from axonml_jax.compat.canaries.on_two import AXIS, SPLIT, WHOLE, body_of, floats, names, on_two
-from axonml_jax.compat.canary import Canary, expect
 from axonml_jax.compat.varying_types import CASTS, cast_to_varying, varying_axes
 
 

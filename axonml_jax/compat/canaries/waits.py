@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.compat.canaries.canary import Canary, expect
 from axonml_jax.compat.canaries.on_two import floats
-from axonml_jax.compat.canary import Canary, expect
 from axonml_jax.compat.waiting import waiting
 
 
