@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.collectives.gradients.bucketed import all_reduce_leaves
-from axonml_jax.collectives.primitives import axis_size, gather_whole, swap_parts
+from axonml_jax.collectives.primitives import axis_size, gather_whole
 from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.model.functional import Functional
 from axonml_jax.parallel.strategies.local_rounds import LocalRounds
 from axonml_jax.parallel.strategies.packed_shards import packed, packed_sizes, travels_packed, unpacked, wire_dtype
+from axonml_jax.parallel.strategies.packed_sums import scatter_sum_packed, wide
 from axonml_jax.parallel.strategies.replicate import Replicate
 from axonml_jax.parallel.strategies.role import Role
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
@@ -154,14 +155,14 @@ class DiLoCo(AbstractStrategy, LocalRounds):
 
     def round_dtype(self, dtype: Any) -> Any:
         """As `wire` says."""
-        return jnp.dtype({"bf16": "bfloat16", "int8": "int8", None: _wide(dtype)}[self.wire])
+        return jnp.dtype({"bf16": "bfloat16", "int8": "int8", None: wide(dtype)}[self.wire])
 
     def round_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:
         """One all-reduce; of a matrix in int8 an all-to-all and an all-gather of values, and of scales."""
         if not self._packs(layout):
-            sent = _wide(dtype) if self.wire == "int8" else self.round_dtype(dtype)
+            sent = wide(dtype) if self.wire == "int8" else self.round_dtype(dtype)
             return (Transfer(kind="all_reduce", elements=elements, ranks=ranks, dtype=sent),)
         values, scales = packed_sizes(-(-elements // ranks))
         return tuple(
@@ -186,20 +187,15 @@ def _packed_sum(leaf: jax.Array, axis: AxisNames) -> jax.Array:
     """The sum of a leaf over an axis. Every rank adds up its part of what all have sent in int8, and sends that likewise."""
     ranks = axis_size(axis)
     part = -(-leaf.size // ranks)
-    parts = jnp.pad(leaf.ravel(), (0, ranks * part - leaf.size)).reshape(ranks, part)
-    values, scales = (swap_parts(sent, axis) for sent in jax.vmap(lambda one: packed(one, "int8"))(parts))
-    mine = unpacked(values.ravel(), scales.ravel(), (part,), leaf.dtype, "int8").sum(0)
+    padded = jnp.pad(leaf.ravel(), (0, ranks * part - leaf.size))
+    mine = scatter_sum_packed([padded], axis, [0], "int8", flat=False)[0]
     whole = [gather_whole(sent, axis, 0, invarying=True) for sent in packed(mine, "int8")]
     sums = unpacked(whole[0], whole[1], (part,), leaf.dtype, "int8")
     return sums.ravel()[: leaf.size].reshape(leaf.shape)
 
 
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _widened(leaf: jax.Array) -> jax.Array:
-    return leaf.astype(_wide(leaf.dtype))
+    return leaf.astype(wide(leaf.dtype))
 
 
 def _is_number(value: Any) -> bool:

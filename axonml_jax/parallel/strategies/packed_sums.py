@@ -96,8 +96,8 @@ def scatter_sum_packed(
             rounded = next(found).reshape(part.shape)
         else:
             values, scales = next(found), next(found)
-            rounded = unpacked(values.ravel(), scales.ravel(), part.shape[1:], _wide(part.dtype), "int8")
-        sums.append(rounded.astype(_wide(part.dtype)).sum(0).astype(part.dtype))
+            rounded = unpacked(values.ravel(), scales.ravel(), part.shape[1:], wide(part.dtype), "int8")
+        sums.append(rounded.astype(wide(part.dtype)).sum(0).astype(part.dtype))
     return sums
 
 
@@ -106,5 +106,6 @@ def sum_round_trip(part: jax.Array, wire: ReduceWire) -> jax.Array:
     return round_trip(part, "int8") if wire == "int8" else part.astype(jnp.bfloat16).astype(part.dtype)
 
 
-def _wide(dtype: Any) -> Any:
+def wide(dtype: Any) -> Any:
+    """The dtype in which values of a dtype are added up: float32, or their own where that is wider."""
     return jnp.promote_types(dtype, jnp.float32)
