@@ -135,16 +135,13 @@ def scatter_sum_leaves(
     return sums
 
 
-def exchange_leaves(
-    rows: Sequence[jax.Array], axes: AxisNames, *, flat: bool, among: Sequence[Sequence[int]] | None = None
-) -> list[jax.Array]:
+def exchange_leaves(rows: Sequence[jax.Array], axes: AxisNames, *, flat: bool) -> list[jax.Array]:
     """Send row i of each array to the i-th rank, all of them as one all-to-all.
 
     Args:
       rows: [n, w] each, of any widths, inside `shard_map`; n ranks take part.
       axes: the mesh axes of the ranks.
       flat: False sends the arrays side by side; True copies them into one array per dtype and sends that.
-      among: groups of n positions along the axes, each of which swaps rows for itself; None: all together.
 
     Returns:
       [n, w] each: row i came from the i-th rank.
@@ -154,10 +151,10 @@ def exchange_leaves(
     names = as_axes(axes)
     sent = [vary(each, names) for each in rows]
     if not flat:
-        return [exchange_along(each, names, 0, 0, among=among) for each in sent]
+        return [exchange_along(each, names, 0, 0) for each in sent]
     found: list = [None] * len(sent)
     for group in flat_groups(sent):
-        whole = exchange_along(jnp.concatenate([sent[i] for i in group], axis=1), names, 0, 0, among=among)
+        whole = exchange_along(jnp.concatenate([sent[i] for i in group], axis=1), names, 0, 0)
         ends = np.cumsum([sent[i].shape[1] for i in group])[:-1]
         for i, part in zip(group, jnp.split(whole, ends, axis=1), strict=True):
             found[i] = part

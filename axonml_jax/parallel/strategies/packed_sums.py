@@ -66,7 +66,6 @@ def scatter_sum_packed(
     wire: ReduceWire,
     *,
     flat: bool,
-    among: Sequence[Sequence[int]] | None = None,
 ) -> list[jax.Array]:
     """Sum each leaf over the ranks of `axis` and keep this rank's part of its dim.
 
@@ -76,20 +75,19 @@ def scatter_sum_packed(
       dims: the dim of each leaf that is split.
       wire: as what parts travel.
       flat: whether what travels together is copied into one array.
-      among: groups of n positions along the axis, each of which sums for itself; None: all together.
 
     Returns:
       [..., d, ...] each, in the leaf's dtype.
 
     Communicates: one all-to-all of all leaves; as "int8" another of their scales.
     """
-    count = len(among[0]) if among else axis_size(axis)
+    count = axis_size(axis)
     parts = [parts_along(leaf, dim, count) for leaf, dim in zip(leaves, dims, strict=True)]
     if wire == "bf16":
         sent = [part.astype(jnp.bfloat16).reshape(count, -1) for part in parts]
     else:
         sent = [each for part in parts for each in jax.vmap(lambda own: packed(own, "int8"))(part)]
-    found = iter(exchange_leaves(sent, axis, flat=flat, among=among))
+    found = iter(exchange_leaves(sent, axis, flat=flat))
     sums = []
     for part in parts:
         if wire == "bf16":
