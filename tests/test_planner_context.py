@@ -1,5 +1,6 @@
 """The planner splits heads among some ranks of `context` and positions among the rest, at what that sends."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -7,6 +8,7 @@ import pytest
 from test_planner_search import CPU, LONG, TINY, cheapest
 
 import axonml_jax as ax
+from axonml_jax.__main__ import main
 from axonml_jax.cost.flow import ATTENTION
 from axonml_jax.launch.commands.plan_command import config_text
 from axonml_jax.launch.config.read_config import read_config
@@ -61,3 +63,18 @@ def test_groups_that_lie_apart_are_priced_by_the_links_between_them():
     seconds = lambda flow: flow_seconds(flow, {"context": 8}, TINY)  # islands of 4: the exchange stays inside
     assert seconds(exchanged) == pytest.approx(float(exchanged.wire_bytes) / TINY.link)
     assert seconds(across) == pytest.approx(float(across.wire_bytes) / TINY.cross)
+
+
+def test_a_plan_with_context_is_verified_on_simulated_devices(tmp_path, capsys):
+    subject = tmp_path / "long.yaml"
+    subject.write_text(
+        "name: long\nmesh: {fsdp: 2, context: 4}\ncontext: {method: ring, shard: true}\n"
+        "model: {vocab_size: 256, num_layers: 2, hidden_size: 32, num_heads: 4, max_length: 64, scan_layers: true}\n"
+        "data: {length: 64}\ntrain: {global_batch_size: 4}\n",
+        "utf-8",
+    )
+    flags = ["--devices", "8", "--hardware", "v5p", "--as-written", "--verify", "cpu"]
+    assert main(["plan", str(subject), *flags]) == 0
+    out = capsys.readouterr().out
+    assert "compiled for cpu" in out and re.search(r"^permute +.* in a loop", out, re.MULTILINE)
+    assert "traffic of the traced step is what was predicted" in out
