@@ -15,7 +15,7 @@ from axonml_jax.testing.tolerances import FLOAT32, FLOAT64, LOW_PRECISION
 from . import plain
 from .family import Family, Made
 
-PLANS = ("DDP", "FSDP", "HYBRID", "Pipeline", "tensor, automatic", "tensor, by rules")
+PLANS = ("DDP", "FSDP", "HYBRID", "Pipeline", "tensor, automatic", "tensor, by rules", "context")
 VARIANTS = ("plain", "remat", "accumulate", "bf16")
 STEPS = 3
 DEVICES = 4
@@ -30,6 +30,7 @@ def degrees(plan: str) -> dict[str, int]:
         "FSDP": {"fsdp": 4},
         "HYBRID": {"data": 2, "fsdp": 2},
         "Pipeline": {"data": 2, "pipe": 2},
+        "context": {"data": 2, "context": 2},
     }
     return meshes.get(plan, {"data": 2, "tensor": 2})
 
@@ -52,6 +53,8 @@ def parallel(made: Made, plan: str, variant: str) -> tuple[Any, str]:
         return ax.FSDP(model, mesh, sharding_strategy=strategy, **options), ""
     if plan == "Pipeline":
         return ax.Pipeline(model, mesh, num_microbatches=MICROBATCHES, **options), ""
+    if plan == "context":
+        return ax.ContextParallel(model, mesh, allow_communication=True, **options), ""
     if plan == "tensor, by rules":
         return ax.TensorParallel(model, mesh, rules=made.rules, **options), ""
     report = ax.auto_parallelize(model, mesh, example=made.example)

@@ -14,8 +14,9 @@ Models from packages that others publish, unmodified, with tiny random configura
 under every plan and held to plain `jax.jit` of the same model on one device, in which no line of this library runs. Four
 simulated devices: DDP and FSDP (FULL_SHARD) over 4, HYBRID over 2 x 2, a pipeline of 2 stages with 2 microbatches x 2 data
 ranks, tensor 2 x 2 data ranks, automatic (`auto_parallelize`, with how many of the model's layers it split) and by rules
-(`TensorParallel`). Each is run plain, with `remat="full"`, with two microbatches accumulated, and in bf16; where no variant is
-named, the cell speaks of all four.
+(`TensorParallel`), and dim 1 of the batch over context 2 x 2 data ranks (`ContextParallel(allow_communication=True)`). Each is
+run plain, with `remat="full"`, with two microbatches accumulated, and in bf16; where no variant is named, the cell speaks of
+all four.
 
 Equal means: losses, gradient norms, every parameter and buffer after three steps agree, per leaf, to `testing/tolerances.py`:
 float64 where the model computes in it throughout (1e-9), float32's tolerance (1e-5 of the leaf's largest value) where it casts
