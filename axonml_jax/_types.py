@@ -1,6 +1,6 @@
 """Names for the trees that travel through the library, and how a place in one is written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -15,6 +15,15 @@ LossFn = Callable[[Any, Any], Any]
 def is_array(x: Any) -> bool:
     """Whether a leaf has a shape and a dtype: numbers, flags and strings have not."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def is_one_of(given: Any, choices: Iterable[Any]) -> bool:
+    """Whether a value is one of some plain ones, whatever it is: an array, compared, is neither true nor false.
+
+    >>> is_one_of("full", (None, "full")), is_one_of(["full"], (None, "full")), is_one_of(jax.numpy.ones(3), (True, False))
+    (True, False, False)
+    """
+    return isinstance(given, Hashable) and given in tuple(choices)
 
 
 def path_name(path: tuple) -> str:

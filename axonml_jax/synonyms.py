@@ -6,7 +6,7 @@ A choice (an axis, a precision, a strategy, a schedule, a dtype) is taken by any
 
 import difflib
 import enum
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, TypeVar
 
 AXES: dict[str, str] = {
@@ -154,6 +154,8 @@ def meant(setting: str, given: Any, choices: Iterable[str] = ()) -> Any:
 
 def member(kind: type[Kind], setting: str, given: Any) -> Kind | None:
     """For `_missing_` of an Enum: the member that a name means, or None."""
+    if not isinstance(given, Hashable):
+        return None
     by_value = {each.value: each for each in kind}
     by_name = {_plain(each.name): each for each in kind}
     found = by_value.get(meant(setting, given, by_value))

@@ -111,6 +111,13 @@ OPTIONS = {
         lambda: ax.Plan(pipe="1f1b", partition={"kernel": "tensor"}),
         ["pipe='1f1b' must be an ax.Pipelined", "partition={'kernel': 'tensor'} must be made by Partition.of"],
     ),
+    "arrays for flags and choices": (
+        lambda: ax.Plan(broadcast_buffers=np.ones(3), remat=np.ones(2), update=np.zeros(2)),
+        ["broadcast_buffers=array(", "remat=array(", "update=array("],
+    ),
+    "an array for a stage": (lambda: ax.Shard(stage=np.ones(3), wire=np.ones(2)), ["stage=array(", "wire=array("]),
+    "a number for the paths of stages": (lambda: ax.Pipelined(split=3), ["split=3", "module paths"]),
+    "a structure for a dtype": (lambda: ax.Precision(param={"a": 1}), ["param={'a': 1} is not a dtype"]),
     "an own axis of a pipeline that is none": (lambda: ax.Plan(axes={"pipe": 4}), ["pipe=4 must be an ax.Pipelined"]),
 }
 
@@ -124,6 +131,8 @@ TRAINERS = {
     "clipping to zero": (lambda: trainer(max_grad_norm=0), ["max_grad_norm=0", "positive", "None does not clip"]),
     "clipping to text": (lambda: trainer(max_grad_norm="1"), ["max_grad_norm='1'", "positive"]),
     "no microbatch in a trainer": (lambda: trainer(accumulate=0), ["accumulate=0", "positive whole number"]),
+    "callbacks that are none": (lambda: trainer(callbacks=3), ["callbacks=3", "a list of ax.Callback"]),
+    "norms of layers by a text": (lambda: trainer(layer_norms="no"), ["layer_norms='no'", "True or False"]),
     "no loss function": (lambda: trainer(loss_fn=None), ["loss_fn=None", "loss_fn(model, batch)"]),
     "no optimizer": (lambda: trainer(tx=None), ["optax.GradientTransformation", "NoneType"]),
     "gradients of no loss function": (lambda: ddp().value_and_grad(3)(BATCH), ["loss_fn=3", "cannot be called"]),

@@ -75,12 +75,14 @@ def test_a_refusal_lists_every_offender_and_changes_nothing(mesh):
     ddp = wrap("batch_norm", mesh)
     before = ddp.state_dict()
     values = {**before, "first/kernel": np.zeros((5, 7)), "head/bias": np.zeros(2), "norm/mean": np.zeros(7)}
+    values["norm/scale"] = "ones"
     del values["last/bias"], values["norm/var"]
     with pytest.raises(ValueError, match="do not fit") as caught:
         ddp.load_state_dict(values)
     for line in (
         "first/kernel: shape (5, 7), needed (5, 6)",
         "norm/mean: shape (7,), needed (6,)",
+        "norm/scale: 'ones' is no array, needed shape (6,)",
         "last/bias: missing",
         "norm/var: missing",
         "head/bias: unexpected",
@@ -89,6 +91,8 @@ def test_a_refusal_lists_every_offender_and_changes_nothing(mesh):
     with pytest.raises(ValueError, match=r"first/kernel: shape") as caught:
         ddp.load_state_dict(values, strict=False)  # shapes are never optional
     assert "missing" not in str(caught.value)
+    with pytest.raises(TypeError, match=r"load_state_dict takes arrays by path name.*not a NoneType"):
+        ddp.load_state_dict(None)
     assert_trees_close(ddp.state_dict(), before, "variables after a refusal")
 
 

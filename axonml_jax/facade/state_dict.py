@@ -1,5 +1,6 @@
 """A model's variables as a flat dict of whole arrays by path name, and back; fitting given trees to those we hold."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,9 +29,14 @@ def load_state_dict(
       (variables, missing names, unexpected names).
 
     Raises:
+      TypeError: when values are no mapping.
       ValueError: listing every name whose shape differs, floats for integers such as a base in int8, and, when strict, every
         missing and unexpected one.
     """
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"load_state_dict takes arrays by path name, as state_dict() returns them, not a {type(values).__name__}"
+        )
     wanted = named_variables(model, variables)
     missing = [name for name in wanted if name not in values]
     unexpected = [name for name in values if name not in wanted]
@@ -70,12 +76,18 @@ def fitted(given: PyTree, held: PyTree, rule: str) -> PyTree:
 
 
 def _wrong_shapes(values: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    shapes = {n: (np.shape(values[n]), np.shape(x)) for n, x in wanted.items() if n in values}
-    return [f"  {n}: shape {got}, needed {need}" for n, (got, need) in shapes.items() if got != need]
+    none = {n: values[n] for n in wanted if n in values and _is_none(values[n])}
+    shapes = {n: (np.shape(values[n]), np.shape(x)) for n, x in wanted.items() if n in values and n not in none}
+    lines = [f"  {n}: {got!r:.40} is no array, needed shape {np.shape(wanted[n])}" for n, got in none.items()]
+    return lines + [f"  {n}: shape {got}, needed {need}" for n, (got, need) in shapes.items() if got != need]
+
+
+def _is_none(value: Any) -> bool:
+    return value is None or isinstance(value, (str, bytes))
 
 
 def _floats_for_integers(values: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    dtypes = {n: (Leaf(values[n]).dtype, x.dtype) for n, x in wanted.items() if n in values}
+    dtypes = {n: (Leaf(values[n]).dtype, x.dtype) for n, x in wanted.items() if n in values and not _is_none(values[n])}
     wrong = lambda got, need: jnp.issubdtype(got, jnp.floating) and jnp.issubdtype(need, jnp.integer)
     return [f"  {n}: {got.name}, needed {need.name}" for n, (got, need) in dtypes.items() if wrong(got, need)]
 

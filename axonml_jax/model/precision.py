@@ -39,7 +39,7 @@ class Precision:
                 continue
             try:
                 name = jnp.dtype(meant("dtype", value)).name
-            except TypeError:
+            except (TypeError, ValueError):
                 problems.append(f"{field.name}={value!r} is not a dtype")
                 continue
             if not jnp.issubdtype(jnp.dtype(name), jnp.floating):

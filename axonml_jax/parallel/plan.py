@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Literal
 
+from axonml_jax._types import is_one_of
 from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, AxisNames, as_axes
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.functional import Functional
@@ -87,12 +88,12 @@ class Plan:
             problems.append(problem)
         if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, Integral) or self.accumulate < 1:
             problems.append(f"accumulate={self.accumulate!r} must be a positive whole number")
-        if self.batch_stats not in ("global", "local"):
+        if not is_one_of(self.batch_stats, ("global", "local")):
             problems.append(f"batch_stats={self.batch_stats!r} must be 'global' or 'local'")
-        if self.update not in ("shards", "whole"):
+        if not is_one_of(self.update, ("shards", "whole")):
             problems.append(f"update={self.update!r} must be 'shards' or 'whole'")
         for name in ("broadcast_buffers", "check_vma"):
-            if getattr(self, name) not in (True, False):
+            if not is_one_of(getattr(self, name), (True, False)):
                 problems.append(f"{name}={getattr(self, name)!r} must be True or False")
         problems += axes_problems(self.axes) or self._take_axes()
         problems += [

@@ -72,6 +72,8 @@ def checked(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
     Raises:
       TypeError: naming what is none, and methods that nobody would call.
     """
+    if not isinstance(callbacks, (tuple, list)):
+        raise TypeError(f"callbacks={callbacks!r} must be a list of ax.Callback")
     problems = []
     for number, each in enumerate(callbacks):
         kind = each.__name__ if isinstance(each, type) else type(each).__name__

@@ -70,6 +70,8 @@ class TrainStep:
             raise ValueError(f"max_grad_norm={max_grad_norm!r} must be a positive number; None does not clip")
         if not (isinstance(norm_type, Real) and norm_type > 0):
             raise ValueError(f"norm_type={norm_type!r} must be a positive number: 1, 2 or math.inf")
+        if not isinstance(layer_norms, bool):
+            raise ValueError(f"layer_norms={layer_norms!r} must be True or False")
         placement = in_round(placement)
         self.rest = rest_of(placement)
         check_limit(max_nonfinite)

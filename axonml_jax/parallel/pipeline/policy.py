@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
 
+from axonml_jax._types import is_one_of
 from axonml_jax.parallel.pipeline.schedules.registry import make_schedule
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
 from axonml_jax.parallel.pipeline.schedules.tick_rows import make_timetable
@@ -59,9 +60,10 @@ class Pipelined:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 yield f"{name}={value!r} must be a positive whole number"
-        if self.gather not in ("step", "chunk", "tick"):
+        if not is_one_of(self.gather, ("step", "chunk", "tick")):
             yield f"gather={self.gather!r} must be 'step', 'chunk' or 'tick'"
-        if self.split is not None and (isinstance(self.split, str) or not all(isinstance(s, str) for s in self.split)):
+        paths = self.split if isinstance(self.split, (tuple, list)) else () if self.split is None else (None,)
+        if not all(isinstance(path, str) for path in paths):
             yield f"split={self.split!r} must be module paths such as ('blocks/2', 'blocks/4')"
 
     def num_stages(self, num_ranks: int) -> int:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from axonml_jax._types import is_one_of
 from axonml_jax.collectives.gradients.buckets import GradSyncStrategy
 from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.model.functional import Functional
@@ -61,7 +62,7 @@ class SplitsPositions:
     def _split_problems(self) -> Iterator[str]:
         if problem := method_problem(self.method):
             yield problem
-        if self.order not in ("auto", *ORDERS):
+        if not is_one_of(self.order, ("auto", *ORDERS)):
             yield f"order={self.order!r} must be one of auto, {', '.join(ORDERS)}"
 
     def _split_in_words(self) -> str:
@@ -103,7 +104,7 @@ class Context(SplitsPositions, Replicate):
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
         yield from self._split_problems()
-        if self.sees not in ("auto", "own", "whole"):
+        if not is_one_of(self.sees, ("auto", "own", "whole")):
             yield f"sees={self.sees!r} must be 'auto', 'own' or 'whole'"
         elif self.sees == "whole" and self.order not in ("auto", "contiguous"):
             yield f"order={self.order!r} reorders positions, and with sees='whole' the model's code sees them as they are given"
@@ -111,7 +112,7 @@ class Context(SplitsPositions, Replicate):
             yield "shard=True shards parameters over an axis that sees='whole' leaves to the partitioner: use fsdp alone"
         if not isinstance(self.allow_communication, int) or self.allow_communication < 0:
             yield f"allow_communication={self.allow_communication!r} must be True, False or a number of bytes"
-        if self.shard not in (True, False):
+        if not is_one_of(self.shard, (True, False)):
             yield f"shard={self.shard!r} must be True or False"
         if self.sync_strategy in (GradSyncStrategy.NO_SYNC, GradSyncStrategy.NO_SYNC.value):
             yield "sync_strategy=NO_SYNC: ranks along context have parts of the same sequences, and train one model"

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from axonml_jax._types import is_one_of
 from axonml_jax.collectives.gradients.bucketed import all_reduce_leaves
 from axonml_jax.collectives.primitives import axis_size, gather_whole
 from axonml_jax.mesh.axes import AxisNames, as_axes
@@ -61,7 +62,7 @@ class DiLoCo(AbstractStrategy, LocalRounds):
             yield f"lr={self.lr!r}, the outer learning rate, must be a positive number (the paper's is 0.7)"
         if not (_is_number(self.momentum) and 0 <= self.momentum < 1):
             yield f"momentum={self.momentum!r} must be a number of at least 0 and below 1 (the paper's is 0.9)"
-        if self.wire not in (None, "bf16", "int8"):
+        if not is_one_of(self.wire, (None, "bf16", "int8")):
             yield f"wire={self.wire!r} must be None, 'bf16' or 'int8'"
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axonml_jax._types import is_one_of
 from axonml_jax.collectives.gradients.bucketed import all_reduce_leaves
 from axonml_jax.collectives.gradients.buckets import GradSyncStrategy
 from axonml_jax.collectives.varying import vary, varying_axes
@@ -57,7 +58,7 @@ class Replicate(AbstractStrategy):
             yield f"sync_strategy={self.sync_strategy!r} must be an ax.GradSyncStrategy or one of {names}"
         if not (isinstance(self.bucket_size_mb, Real) and self.bucket_size_mb > 0):
             yield f"bucket_size_mb={self.bucket_size_mb!r} must be a positive number (PyTorch's default is 25)"
-        if self.gradient_as_bucket_view not in (None, True, False):
+        if not is_one_of(self.gradient_as_bucket_view, (None, True, False)):
             yield f"gradient_as_bucket_view={self.gradient_as_bucket_view!r} must be True, False or None"
         if self.comm_dtype is not None and not _is_floating(self.comm_dtype):
             yield f"comm_dtype={self.comm_dtype!r} must be a floating dtype such as 'bfloat16' or 'float16'"
@@ -150,5 +151,5 @@ class Replicate(AbstractStrategy):
 def _is_floating(dtype: Any) -> bool:
     try:
         return bool(jnp.issubdtype(jnp.dtype(meant("dtype", dtype)), jnp.floating))
-    except TypeError:
+    except (TypeError, ValueError):
         return False

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axonml_jax._types import is_one_of
 from axonml_jax.collectives.gradients.bucketed import gather_leaves, scatter_sum_leaves
 from axonml_jax.collectives.primitives import axis_size
 from axonml_jax.mesh.axes import AxisNames
@@ -74,23 +75,23 @@ class Shard(AbstractStrategy):
 
     def __post_init__(self):
         problems = []
-        if self.stage not in (1, 2, 3) or isinstance(self.stage, bool):
+        if not is_one_of(self.stage, (1, 2, 3)) or isinstance(self.stage, bool):
             problems.append(f"stage={self.stage!r} must be 1, 2 or 3 (ZeRO)")
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             problems.append(f"prefetch={self.prefetch!r} must be a number of units, 0 or more")
-        elif self.prefetch and self.stage in (1, 2):
+        elif self.prefetch and is_one_of(self.stage, (1, 2)):
             problems.append(
                 f"prefetch={self.prefetch} acts with stage=3; with {self.stage} all is gathered at the start"
             )
-        if self.flat not in (None, True, False):
+        if not is_one_of(self.flat, (None, True, False)):
             problems.append(f"flat={self.flat!r} must be True, False or None")
         for name in ("gather_hop", "scatter_hop"):
             hop = getattr(self, name)
             if hop is not None and (isinstance(hop, bool) or not isinstance(hop, int) or hop < 1):
                 problems.append(f"{name}={hop!r} must be a number of ranks, 1 or more, or None")
-        if self.wire is not None and self.wire not in WIRES:
+        if self.wire is not None and not is_one_of(self.wire, WIRES):
             problems.append(f"wire={self.wire!r} must be one of {', '.join(WIRES)}, or None")
-        if self.reduce_wire is not None and self.reduce_wire not in REDUCE_WIRES:
+        if self.reduce_wire is not None and not is_one_of(self.reduce_wire, REDUCE_WIRES):
             problems.append(f"reduce_wire={self.reduce_wire!r} must be one of {', '.join(REDUCE_WIRES)}, or None")
         if problems:
             raise ValueError("; ".join(problems))

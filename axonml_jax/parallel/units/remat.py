@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import jax
 
-from axonml_jax._types import PyTree, named_leaves
+from axonml_jax._types import PyTree, is_one_of, named_leaves
 from axonml_jax.compat.checkpoint_policy import SaveWhere, require_policies
 from axonml_jax.model.functional import Functional
 from axonml_jax.parallel.units.gathered import Slices
@@ -24,7 +24,11 @@ of the memory (Korthikanti et al. 2022)."""
 
 def checked_remat(remat: Any) -> str | None:
     """What is wrong with a policy, or None."""
-    return None if remat in (None, "full", "selective") else f"remat={remat!r} must be None, 'full' or 'selective'"
+    return (
+        None
+        if is_one_of(remat, (None, "full", "selective"))
+        else f"remat={remat!r} must be None, 'full' or 'selective'"
+    )
 
 
 def transform_of(remat: Remat, *, apart: bool = False) -> Callable[[Callable], Callable]:
