@@ -41,11 +41,35 @@ def small_disk() -> Iterator[Path]:
             subprocess.run(["umount", folder], check=True)
 
 
-class Job:
-    """Launches of one training in one folder."""
+@contextlib.contextmanager
+def root_only() -> Iterator[Path]:
+    """A folder whose file system may be mounted again, for reading only.
 
-    def __init__(self, folder: Path, axis: str):
-        self.folder, self.said = folder, ""
+    Raises:
+      Skipped: where that needs more rights.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mounted = subprocess.run(["mount", "--bind", folder, folder], capture_output=True, text=True, check=False)
+        if mounted.returncode:
+            raise Skipped(f"nothing can be mounted here: {mounted.stderr.strip()}")
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", "--recursive", folder], check=True)
+
+
+class Job:
+    """Launches of one training in one folder.
+
+    Args:
+      folder: of the run.
+      axis: its plan, as `tests/workers/fault_rank.py` names them.
+      world: processes.
+    """
+
+    def __init__(self, folder: Path, axis: str, world: int = 2):
+        self.folder, self.world, self.said = folder, world, ""
+        self.wanted: tuple[str, str] | None = None
         unwanted = ("XLA_", "JAX_", "NPROC", "PET_", "SLURM", "OMPI", "FAULT_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
         quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -54,7 +78,14 @@ class Job:
 
     def launch(self, *fault, restarts=1, flags=(), meanwhile: Callable | None = None) -> int:
         """Run to the end; what was said is kept. `meanwhile(process, lines so far)` sees every line as it comes."""
-        launch = [sys.executable, "-m", "axonml_jax", "launch", "--nproc-per-node=2", f"--max-restarts={restarts}"]
+        launch = [
+            sys.executable,
+            "-m",
+            "axonml_jax",
+            "launch",
+            f"--nproc-per-node={self.world}",
+            f"--max-restarts={restarts}",
+        ]
         command = [*launch, *flags, str(WORKER), str(self.folder), *map(str, fault)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": self.environ}
         process, start = subprocess.Popen(command, **pipes), time.monotonic()
@@ -75,6 +106,23 @@ class Job:
             process.wait()
             process.stdout.close()
 
+    def beside(self, *command) -> subprocess.Popen:
+        """Another process that knows the folder, with the job's variables."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": self.environ}
+        return subprocess.Popen([sys.executable, *map(str, command)], **pipes)
+
+    def settle(self, seconds: float = 20) -> None:
+        """Wait until no process of the job is left.
+
+        Raises:
+          TimeoutError: naming those that are.
+        """
+        deadline = time.monotonic() + seconds
+        while left := self.processes():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{left} still run after {seconds:g} s")
+            time.sleep(0.1)
+
     @property
     def digests(self) -> list[str]:
         """Of the final states that rank 0 has printed."""
@@ -94,6 +142,11 @@ class Job:
         """Processes, unfinished checkpoints and owners' records that should not be there."""
         left = (".saving", ".replaced", "owner.json")
         found = [p.name for p in (self.folder / "checkpoints").glob("*") if p.name.endswith(left)]
+        return found + self.processes()
+
+    def processes(self) -> list[str]:
+        """All that have the folder in their command."""
+        found = []
         for entry in Path("/proc").iterdir() if Path("/proc/self").exists() else ():
             with contextlib.suppress(OSError, ValueError):
                 if int(entry.name) != os.getpid() and str(self.folder).encode() in (entry / "cmdline").read_bytes():

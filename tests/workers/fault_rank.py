@@ -1,8 +1,9 @@
-"""A small resumable training, one process of it, in which one fault happens: `python fault_rank.py FOLDER [FAULT RANK STEP]`.
+"""A small resumable training, one process of it, in which faults happen: `python fault_rank.py FOLDER [FAULT RANK STEP] ...`.
 
-The fault happens once: a file in FOLDER says that it has. Prints a digest of the final state on rank 0; with FAULT_UNDISTURBED
-set, that of a second training too, from the first state on and without checkpoints. With FAULT_MEMORY=k the state is copied to
-memory every k steps too.
+A fault happens once: a file in FOLDER says so. Prints a digest of the final state on rank 0. FAULT_AXIS names the plan;
+with FAULT_UNDISTURBED a second training is made, from the first state on and without checkpoints, and its digest printed; with
+FAULT_MEMORY=k the state is copied to memory every k steps; with FAULT_HOLD the first step waits for a file `go` in FOLDER. With
+READ as the fault this process alone reads the newest checkpoint again and again instead, until that of the last step.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import resource
 import signal
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -20,6 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fault_actions import die, fill, jump, limit_files, only_reading, use_up_memory, wake_later
 
 import axonml_jax as ax
 from axonml_jax.checkpoint import manager as manager_room
@@ -31,61 +37,41 @@ from axonml_jax.launch.job.fit import Record
 from axonml_jax.launch.job.preemption import Preemption
 from axonml_jax.launch.job.records import JsonLines
 from axonml_jax.sharding.place import to_host
+from axonml_jax.training.metrics import as_floats
 from axonml_jax.training.same_everywhere import check_same
 
-STEPS, EVERY, ROWS = 12, 3, 64
+STEPS, EVERY, ROWS, BATCH = 12, 3, 96, 12
 STUCK_AFTER = float(os.environ.get("FAULT_STUCK_AFTER", "12"))
 STEP_SECONDS = float(os.environ.get("FAULT_STEP_SECONDS", "0"))  # what a step takes at least
 TERMINATED = 143
-ROOM = 1 << 13
 LARGEST = 2048  # records are shorter, what a process writes of a checkpoint is not
+WIDTHS = (3, 7, 5, 7)
 
 
 class Net(nnx.Module):
-    """Two layers of odd width."""
+    """Layers of odd width, two at least."""
 
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.up, self.down = nnx.Linear(3, 7, rngs=rngs), nnx.Linear(7, 1, rngs=rngs)
+    def __init__(self, depth=2):
+        rngs, widths = nnx.Rngs(0), (*WIDTHS[:depth], 1)
+        self.layers = nnx.List([nnx.Linear(*sizes, rngs=rngs) for sizes in pairwise(widths)])
 
     def __call__(self, x):
-        return self.down(jnp.tanh(self.up(x)))
+        for layer in self.layers[:-1]:
+            x = jnp.tanh(layer(x))
+        return self.layers[-1](x)
 
 
 def loss_fn(model, batch):
     return jnp.mean((model(batch) - jnp.sum(batch, 1, keepdims=True)) ** 2)
 
 
-def die(number=signal.SIGKILL):
-    os.kill(os.getpid(), number)
-    time.sleep(60)
-
-
-def fill(path):
-    """Leave next to nothing of the file system that a file is on."""
-    with path.open("wb", buffering=0) as file:
-        for size in (1 << 16, 1 << 12):
-            try:
-                while file.write(bytes(size)):
-                    pass
-            except OSError:
-                continue
-        # What a line of records needs is left.
-        file.truncate(max(0, file.tell() - ROOM))
-
-
-def limit_files(size):
-    """No file of this process may become larger; what it writes beyond is an error."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
 class Fault:
     """What goes wrong in this process, if anything."""
 
-    def __init__(self, folder, kind="none", rank="-1", step="-1"):
+    def __init__(self, folder, kind, rank, step, number=0):
         self.kind, self.rank, self.step = kind, int(rank), int(step)
         self.memory = None
-        self._happened = folder / "fault-happened"
+        self._happened, self._checkpoints = folder / f"fault-happened{number or ''}", folder / "checkpoints"
         self.passes = kind.endswith("-passes")
         if self.passes:
             failures.REMEDIES[errno.EFBIG] = "wait a step"
@@ -102,6 +88,8 @@ class Fault:
         if self.passes and rank == self.rank and step == self.step + 1:
             self._happened.with_name("filler").unlink(missing_ok=True)
             limit_files(resource.RLIM_INFINITY)
+            if self.kind == "read-only-passes":
+                only_reading(self._checkpoints, False)
         if self.due(rank, step, "kill"):
             die()
         if self.due(rank, step, "lose-memory"):  # as a machine that is replaced
@@ -111,8 +99,16 @@ class Fault:
             os.kill(os.getpid(), signal.SIGTERM)
         if self.due(rank, step, "sleep"):
             time.sleep(600)
-        if self.due(rank, step, "stop"):
+        if self.due(rank, step, "slow"):
+            time.sleep(0.75 * STUCK_AFTER)
+        if self.due(rank, step, "stop", "stop-and-continue"):
+            if self.kind == "stop-and-continue":
+                wake_later(0.75 * STUCK_AFTER)
             os.kill(os.getpid(), signal.SIGSTOP)
+        if self.due(rank, step, "clock-forward", "clock-back"):
+            jump(2 if self.kind == "clock-forward" else -2)
+        if self.due(rank, step, "out-of-memory"):
+            use_up_memory()
         if self.due(rank, step, "exit"):
             os._exit(0)
         if self.due(rank, step, "raise"):
@@ -122,6 +118,8 @@ class Fault:
         """Inside the save of a step."""
         if self.due(rank, step, "disk-full", "disk-full-passes"):
             fill(self._happened.with_name("filler"))
+        if self.due(rank, step, "read-only", "read-only-passes"):
+            only_reading(self._checkpoints, True)
         if self.due(rank, step, "file-too-large", "file-too-large-passes"):
             limit_files(LARGEST if rank == 0 else 16)  # the others write little, and no records
 
@@ -153,11 +151,20 @@ def digest(trainer):
     return total.hexdigest()[:16]
 
 
-def prepare(axis, rate):
-    """A trainer and its data."""
-    model = ax.parallelize(Net(), ax.make_mesh(**{axis: -1}))
+def prepare(name, rate, ranks):
+    """A trainer under a plan, and its data."""
+    depth = max(2, ranks) if name == "pipe" else 2
+    split = tuple(f"layers/{i}" for i in range(1, depth))
+    degrees, plan = {
+        "data": ({"data": -1}, {}),
+        "fsdp": ({"fsdp": -1}, {}),
+        "hybrid": ({"data": 2, "fsdp": -1}, {}),
+        "pipe": ({"pipe": -1}, {"pipe": ax.Pipelined(num_microbatches=2, split=split)}),
+        "diloco": ({"data": -1}, {"data": ax.DiLoCo(every=4)}),
+    }[name]
+    model = ax.parallelize(Net(depth), ax.make_mesh(**degrees), ax.Plan(**plan))
     rows = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
-    return model.trainer(optax.adam(rate), loss_fn), ax.create_dataloader(rows, 8, model.mesh, seed=1)
+    return model.trainer(optax.adam(rate), loss_fn), ax.create_dataloader(rows, BATCH, model.mesh, seed=1)
 
 
 def nothing(*args):
@@ -170,39 +177,63 @@ def train(trainer, loader, start, records, before=nothing, began=nothing, after=
         before(step)
         loss = trainer.step(batch)["loss"]
         began(step, loss)
+        measured = as_floats({"loss": loss})
         if records:
-            records.write(Record(step, {"loss": float(loss)}))
+            records.write(Record(step, measured))
         if after(step):
             return step
     return None
 
 
-def main(folder, *fault):
+def read(folder):
+    """Beside whoever writes: what is newest is read again and again, on one device."""
+    (trainer, loader), seen = prepare("data", 0.01, 1), set()
+    (folder / "go").touch()
+    with ax.CheckpointManager(folder / "checkpoints") as manager:
+        while max(seen, default=0) < STEPS:
+            if (restored := manager.restore(trainer, data=loader)) and restored.step not in seen:
+                seen.add(restored.step)
+                print(f"read={restored.step} {digest(trainer)}", flush=True)
+            time.sleep(0.02)
+    return 0
+
+
+def main(folder, *asked):
     folder, seconds = Path(folder), float(os.environ.get("FAULT_INIT_TIMEOUT", "60"))
-    world, fault = ax.init(timeout=seconds), Fault(folder, *fault)
-    rate = 0.02 if fault.due(world.rank, 0, "other-configuration") else 0.01
+    if asked == ("READ",):
+        return read(folder)
+    world = ax.init(timeout=seconds)
+    faults = [Fault(folder, *asked[i : i + 3], number=i // 3) for i in range(0, len(asked), 3)]
+    rate = 0.02 if any(fault.due(world.rank, 0, "other-configuration") for fault in faults) else 0.01
     check_same("configuration", {"optim.learning_rate": rate}, world)
-    trainer, loader = prepare(os.environ.get("FAULT_AXIS", "data"), rate)
+    trainer, loader = prepare(os.environ.get("FAULT_AXIS", "data"), rate, world.world_size)
     first, beginning = to_host(trainer.state), loader.state_dict()
     opened = lambda name, start: JsonLines(folder / name, start) if world.is_main_process else None
 
     def before(step):
+        while "FAULT_HOLD" in os.environ and not (folder / "go").exists():
+            time.sleep(0.05)
         time.sleep(STEP_SECONDS)
-        fault.before(world.rank, step)
-        if step == fault.step:
-            fault.arm(world.rank, step)
+        for fault in faults:
+            fault.before(world.rank, step)
+            if step == fault.step:
+                fault.arm(world.rank, step)
 
     every = os.environ.get("FAULT_MEMORY")
     # A fault that passes is over before the next step: the save has to be too.
-    how = {"every": EVERY, "keep": 2} | ({"max_failures": 2, "asynchronous": False} if fault.passes else {})
+    passes = any(fault.passes for fault in faults)
+    how = {"every": EVERY, "keep": 2} | ({"max_failures": 2, "asynchronous": False} if passes else {})
     with contextlib.ExitStack() as opened_here:
         manager = opened_here.enter_context(ax.CheckpointManager(folder / "checkpoints", **how))
         preemption = opened_here.enter_context(Preemption())
         memory = opened_here.enter_context(contextlib.closing(MemoryCopies(int(every)))) if every else None
-        fault.memory, restored = memory, None
+        restored = None
+        for fault in faults:
+            fault.memory = memory
         if memory:
             restored = memory.restore(trainer, data=loader, after=manager.steps[-1] - 1 if manager.steps else -1)
         restored = restored or manager.restore(trainer, data=loader)
+        manager.claim()  # before records are opened
         start = restored.step if restored else 0
         ax.print0(f"start={start}", flush=True)
         with contextlib.ExitStack() as stack:
