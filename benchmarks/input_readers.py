@@ -134,8 +134,8 @@ def listener(_: Path):
 
 def read_messages(_: Path, prepared, draw: random.Random):
     """A caller at a listening socket, and a launcher's peer, who say something else than they should."""
-    from axonml_jax.launch.processes.connection import Connection
-    from axonml_jax.launch.processes.news import is_answer, is_hello, is_news
+    from axonml_jax.launch.processes.machines.connection import Connection
+    from axonml_jax.launch.processes.machines.news import is_answer, is_hello, is_news
     from axonml_jax.mesh.job.callers import Callers
     from axonml_jax.mesh.job.sealed import Talk
 

@@ -13,10 +13,10 @@ from workers.launch import free_port, hearing_ctrl_c
 from workers.strangers import SPOKEN, STRANGERS, stranger
 
 from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.processes import nodes
+from axonml_jax.launch.processes.machines import nodes
 from axonml_jax.launch.processes.launch_options import read_options
-from axonml_jax.launch.processes.news import is_news
-from axonml_jax.launch.processes.nodes import Nodes
+from axonml_jax.launch.processes.machines.news import is_news
+from axonml_jax.launch.processes.machines.nodes import Nodes
 from axonml_jax.mesh.job.sealed import TOKEN
 
 TIME_LIMIT = 40

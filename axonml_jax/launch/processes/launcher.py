@@ -17,7 +17,7 @@ from axonml_jax.launch.processes.host_memory import HostMemory, can_outlive
 from axonml_jax.launch.processes.interrupts import Interrupts
 from axonml_jax.launch.processes.launch_options import LaunchOptions, read_options, streams_of
 from axonml_jax.launch.processes.leftovers import MARK, Guard
-from axonml_jax.launch.processes.nodes import Nodes, Stopped
+from axonml_jax.launch.processes.machines.nodes import Nodes, Stopped
 from axonml_jax.launch.processes.post_mortem import report
 from axonml_jax.launch.processes.ready.spares import Spares
 from axonml_jax.launch.processes.supervise import Ended, Supervisor, print_note

@@ -11,10 +11,10 @@ from contextlib import closing
 from dataclasses import asdict
 
 from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.processes.connection import Connection, called
+from axonml_jax.launch.processes.machines.connection import Connection, called
 from axonml_jax.launch.processes.interrupts import Interrupts
 from axonml_jax.launch.processes.launch_options import LaunchOptions
-from axonml_jax.launch.processes.news import is_answer, is_hello, is_news
+from axonml_jax.launch.processes.machines.news import is_answer, is_hello, is_news
 from axonml_jax.launch.processes.post_mortem import root_cause
 from axonml_jax.launch.processes.supervise import print_note
 from axonml_jax.launch.processes.worker import Failure
