@@ -141,8 +141,16 @@ def read_messages(_: Path, prepared, draw: random.Random):
 
     token = draw.choice((b"", b"hush"))
     failure = {"rank": 1, "host": "a", "pid": 2, "returncode": -9, "seconds": 1.5, "lines": ["boom"]}
-    news = [{"alarm": 0}, {"start": 1, "port": 29501}, {"leave": "why"}, {"ended": 0, "node": 1, "failure": failure}]
-    news += [{"node": 1, "size": 2, "nnodes": 2, "max-restarts": 0}, {"sizes": [1, 2], "fault": ""}]
+    start = {"start": 1, "port": 29501, "nodes": [0, 1], "sizes": [1, 2]}
+    hello = {"node": 1, "size": 2, "nnodes": 2, "min-nodes": 1, "node-unit": 1, "max-restarts": 0}
+    news = [
+        {"alarm": 0},
+        start,
+        {"leave": "why"},
+        {"ended": 0, "node": 1, "failure": failure},
+        {"gone": 1, "why": "cut"},
+    ]
+    news += [{"regroup": 0}, {"leaving": 0}, {"over": 1}, hello, {"sizes": [1, 2], "fault": ""}]
     message = draw.choice(news)
     changed = of_values(message, draw) if draw.random() < 0.5 else message
     if isinstance(changed, dict):

@@ -29,7 +29,11 @@ GIVEN = {
     "standalone": (["--standalone"], dict(nnodes=1, master_port=None)),
     "two machines": (
         ["--nnodes", "2:2", "--node-rank", "1", "--master-addr", "node0"],
-        dict(nnodes=2, node_rank=1, master_addr="node0", master_port=29500),
+        dict(nnodes=2, min_nodes=2, elastic=False, node_rank=1, master_addr="node0", master_port=29500),
+    ),
+    "a range": (
+        ["--nnodes=2:6", "--node-unit=2", "--node-rank=0", "--master-addr=a", "--standby=1"],
+        dict(nnodes=6, min_nodes=2, node_unit=2, last_call=30.0, elastic=True, max_restarts=0),
     ),
     "an endpoint": (["--rdzv_endpoint", "node0:1234"], dict(master_addr="node0", master_port=1234)),
     "an endpoint without port": (
@@ -72,7 +76,24 @@ REFUSED = {
         "unknown flag --nproc-per-nod: did you mean --nproc-per-node?",
     ),
     "a flag of torchrun's without work": (["--rdzv_backend=c10d", "train.py"], "--rdzv-backend has no work here"),
-    "elastic machines": (["--nnodes", "1:4", "train.py"], "ranges such as 1:4"),
+    "a range the wrong way round": (
+        ["--nnodes", "4:1", "train.py"],
+        "--nnodes 4:1: must be a positive number, or MIN:MAX",
+    ),
+    "half a range": (["--nnodes", ":4", "train.py"], "--nnodes :4: must be"),
+    "which of a range": (["--nnodes", "1:4", "--master-addr=a", "train.py"], "--nnodes 4 needs --node-rank"),
+    "groups that do not fill a range": (
+        ["--nnodes=2:5", "--node-unit=2", "train.py"],
+        "--node-unit 2: .* divides both",
+    ),
+    "groups of a fixed number": (
+        ["--nnodes=2", "--node-unit=2", "--last-call=1", "train.py"],
+        "--node-unit 2 and --last-call 1.0 have no effect while --nnodes 2 is no range",
+    ),
+    "a last call of no time": (
+        ["--nnodes=1:2", "--last-call=-1", "train.py"],
+        "--last-call -1.0: must not be negative",
+    ),
     "no machines": (["--nnodes", "0", "train.py"], "--nnodes 0"),
     "which machine": (["--nnodes", "2", "--master-addr", "a", "train.py"], "needs --node-rank"),
     "where is machine 0": (["--nnodes", "2", "--node-rank", "0", "train.py"], "needs --master-addr"),

@@ -13,8 +13,8 @@ from workers.launch import free_port, hearing_ctrl_c
 from workers.strangers import SPOKEN, STRANGERS, stranger
 
 from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.processes.machines import nodes
 from axonml_jax.launch.processes.launch_options import read_options
+from axonml_jax.launch.processes.machines import nodes
 from axonml_jax.launch.processes.machines.news import is_news
 from axonml_jax.launch.processes.machines.nodes import Nodes
 from axonml_jax.mesh.job.sealed import TOKEN
@@ -155,7 +155,7 @@ def test_two_launchers_of_one_rank_and_missing_ones_are_named(monkeypatch):
 
 
 PAIR = (["--nnodes=2", "--node-rank=0"], ["--nnodes=2", "--node-rank=1", "--nproc-per-node=3"])
-HELLO = {"node": 1, "size": 9, "nnodes": 2, "max-restarts": 0}
+HELLO = {"node": 1, "size": 9, "nnodes": 2, "min-nodes": 2, "node-unit": 1, "max-restarts": 0}
 
 
 def test_what_strangers_say_ends_no_gathering(monkeypatch, caplog):
@@ -182,12 +182,25 @@ def test_only_who_has_the_token_is_heard(monkeypatch, caplog):
 
 
 FAILURE = {"rank": 1, "host": "a", "pid": 2, "returncode": -9, "seconds": 1.5, "lines": ["boom"]}
+START = {"start": 1, "port": 29501, "nodes": [1, 0], "sizes": [4, 4]}
 NEWS = [
     ({"alarm": 0}, True),
     ({"alarm": [0]}, False),
-    ({"start": 1, "port": 29501}, True),
-    ({"start": 1, "port": "29501"}, False),
+    (START, True),
+    (START | {"port": "29501"}, False),
+    (START | {"nodes": [1, 1]}, False),
+    (START | {"nodes": [0, 2]}, False),
+    (START | {"sizes": [1]}, False),
+    (START | {"sizes": [1, 0]}, False),
     ({"start": 1}, False),
+    ({"regroup": 2}, True),
+    ({"regroup": -1}, False),
+    ({"leaving": 0}, True),
+    ({"gone": 1, "why": "cut"}, True),
+    ({"gone": 2, "why": "cut"}, False),
+    ({"gone": 1}, False),
+    ({"over": 3}, True),
+    ({"over": 256}, False),
     ({"leave": "why"}, True),
     ({"leave": None}, False),
     ({"ended": 0, "node": 1, "failure": None}, True),

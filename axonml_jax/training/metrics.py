@@ -36,6 +36,7 @@ class Throughput:
       num_devices: devices that share the work.
       peak_flops: peak FLOP/s of one device; None where it is not known, and then there is no MFU.
       unit: what is counted: "tokens", or "examples".
+      before: how many more of them the first steps had, of batches of another size.
 
     >>> speed = Throughput(tokens_per_step=1000, flops_per_token=6e9, num_devices=2, peak_flops=12e12)
     >>> speed.of(num_steps=10, seconds=5.0)
@@ -47,6 +48,11 @@ class Throughput:
     num_devices: int
     peak_flops: float | None = None
     unit: str = "tokens"
+    before: int = 0
+
+    def total(self, step: int) -> int:
+        """Tokens of all steps up to one."""
+        return self.before + step * self.tokens_per_step
 
     def of(self, *, num_steps: int, seconds: float) -> dict[str, float]:
         """Metrics of steps that took `seconds` together.

@@ -17,7 +17,7 @@ from axonml_jax.checkpoint.memory.handed import GENERATIONS, handed
 from axonml_jax.checkpoint.memory.held_parts import parts_of, shard_name
 from axonml_jax.checkpoint.memory.members import Members, gather
 from axonml_jax.checkpoint.memory.own_copies import OwnCopies, whole_copies
-from axonml_jax.checkpoint.memory.post import Box, Post, own_address, send
+from axonml_jax.checkpoint.memory.post import Box, Post, held_step, own_address, send
 from axonml_jax.checkpoint.store import Positioned, manifest_of
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.compat.coordination import coordinator_client
@@ -125,6 +125,7 @@ class MemoryCopies:
         if agreed is None or (moves and not self._refill(agreed)):
             self._forget()
             return None
+        self._drop_after(agreed.step)
         values, about = self._own.read(agreed.step, arrays)
         manifest = Manifest(**about)
         if data is not None and manifest.data is not None:
@@ -133,18 +134,21 @@ class MemoryCopies:
         self._complete = self._last = agreed.step
         return manifest
 
-    def keep(self, step: int, run: Any, *, data: Positioned | None = None) -> bool:
+    def keep(self, step: int, run: Any, *, data: Positioned | None = None, now: bool = False) -> bool:
         """Make a copy if it is time.
 
         Args:
           step: updates made.
           run: the trainer.
           data: the data loader, whose position belongs to the step.
+          now: make one in any case, as the run ends here and others may go on from it.
 
         Returns:
           Whether one was begun; not while the one before is still checked and sent.
         """
-        if step % self._every:
+        if now:
+            self._wait()
+        elif step % self._every:
             return False
         if self._thread is not None and self._thread.is_alive():
             self._skipped += 1
@@ -213,6 +217,13 @@ class MemoryCopies:
         print0(f"state of step {agreed.step} sent: {', '.join(moved)}")
         self._own.look()
         return True
+
+    def _drop_after(self, step: int) -> None:
+        """Forget copies of later steps, which not everybody has: made again, in another world, they come out otherwise."""
+        self._own.drop_after(step)
+        for generation in (each for held in self._held.values() for each in held):
+            if (held := held_step(generation)) is not None and held > step:
+                generation.clear()
 
     def _find(self, shard: str, step: int) -> Generation:
         every = [*self._own.generations, *(each for held in self._held.values() for each in held)]

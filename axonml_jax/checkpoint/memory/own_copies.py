@@ -41,6 +41,13 @@ class OwnCopies:
             generation.clear()
             self.steps[number] = None
 
+    def drop_after(self, step: int) -> None:
+        """Forget copies of later steps; call `look` before."""
+        for number, held in enumerate(self.steps):
+            if held is not None and held > step:
+                self.generations[number].clear()
+                self.steps[number] = None
+
     def holding(self, step: int) -> Generation:
         """The generation that holds a step."""
         return self.generations[self.steps.index(step)]

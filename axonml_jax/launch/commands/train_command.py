@@ -44,7 +44,7 @@ from axonml_jax.launch.job.records import (
     wandb_module,
 )
 from axonml_jax.launch.job.run_folder import RunFolder, earlier_folder
-from axonml_jax.launch.job.run_setup import RunSetup, all_or_refuse, check_weights, lay_ground
+from axonml_jax.launch.job.run_setup import RunSetup, all_or_refuse, check_weights, lay_ground, on_machines
 from axonml_jax.launch.job.saves import NONFINITE, Saves
 from axonml_jax.launch.job.text_task import (
     TextData,
@@ -122,7 +122,7 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
     """
     out = config.output
     needed = {tensorboard_writer: out.tensorboard, wandb_module: out.wandb, mlflow_module: out.mlflow}
-    all_or_refuse(*(needs for needs, wanted in needed.items() if wanted))
+    config, *_ = all_or_refuse(partial(on_machines, config), *(needs for needs, wanted in needed.items() if wanted))
     ground, text, *_ = all_or_refuse(
         partial(lay_ground, config),
         partial(read_data, config.data, config.output.dir),
@@ -264,7 +264,7 @@ def _run(
             trainer,
             batches,
             steps=config.train.steps,
-            throughput=throughput(config, ground),
+            throughput=throughput(config, ground, folder, start),
             validate=None if data.valid is None else validate,
             validate_every=config.train.eval_every,
             log_every=config.train.log_every,

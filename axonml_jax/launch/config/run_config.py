@@ -71,6 +71,8 @@ class TrainConfig:
       compare_replicas: compare the parameters and the optimizer's state of devices that should hold the same every this many
         steps, bit for bit, before anything is saved; null never.
       replicas_differ: what happens when they differ: stop, naming devices and arrays, or warn of each device once.
+      on_shrink: with launch --nnodes MIN:MAX the batch is that of MAX machines. On fewer, keep_batch keeps it and accumulates
+        more; shrink_batch keeps the rows per device.
     """
 
     steps: int = 1000
@@ -86,6 +88,7 @@ class TrainConfig:
     stuck_warning: float | None = 20.0
     compare_replicas: int | None = None
     replicas_differ: Literal["stop", "warn"] = "stop"
+    on_shrink: Literal["keep_batch", "shrink_batch"] = "keep_batch"
 
     def __post_init__(self):
         positive = (

@@ -30,6 +30,18 @@ def settings_at(folder: Path, step: int) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
+def examples_until(folder: Path, step: int) -> int | None:
+    """How many examples the steps up to one have drawn, which may have had other batches; None where nobody can say."""
+    total, before = 0, 0
+    for until in [*sorted(each for each in _earlier(folder) if each < step), step]:
+        try:
+            total += (until - before) * int((settings_at(folder, until) or {})["train"]["global_batch_size"])
+        except (KeyError, TypeError, ValueError):
+            return None
+        before = until
+    return total
+
+
 def begin(folder: Path, config: RunConfig, step: int) -> None:
     """Note the configuration that makes all steps after this one, and keep the one before, if it made any and is another."""
     before, now = settings_at(folder, step) if step else None, as_dict(config)

@@ -82,7 +82,7 @@ def fit(
             seconds = time.perf_counter() - clock
             if learning_rate is not None:
                 metrics["learning_rate"] = float(learning_rate(max(step - int(metrics.get("skipped", 0)) - 1, 0)))
-            metrics |= {throughput.unit: step * throughput.tokens_per_step, "wall_time": time.perf_counter() - began}
+            metrics |= {throughput.unit: throughput.total(step), "wall_time": time.perf_counter() - began}
             metrics |= {"compile_time": seconds} if first else throughput.of(num_steps=step - before, seconds=seconds)
             try:
                 with doing("validating"):

@@ -1,7 +1,7 @@
 """Devices, mesh and plan of a run, checked before anything is allocated."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +12,11 @@ from jax.sharding import Mesh
 from axonml_jax._types import PyTree
 from axonml_jax.launch.commands.compiled_programs import keep_compiled
 from axonml_jax.launch.commands.refusals import refusal
+from axonml_jax.launch.config.machines import for_world, machines_of
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.own.own_data import OwnSplit, read_own
+from axonml_jax.logging import print0
 from axonml_jax.mesh.fake_devices import fake_devices
 from axonml_jax.mesh.job.environment import launch_environment
 from axonml_jax.mesh.job.init import init
@@ -72,6 +74,23 @@ def lay_ground(config: RunConfig) -> RunSetup:
     any_order = replace(plan, context=replace(config.context, order="contiguous").build())
     check_sizes(config, ground, any_order if isinstance(config.model, OwnModel) else plan)
     return ground
+
+
+def on_machines(config: RunConfig, environ: Mapping[str, str] = os.environ) -> RunConfig:
+    """A run's configuration for the machines that are there, where they may come and go. Starts the devices.
+
+    Raises:
+      ConfigError: with everything for which the run could not go on with another number of machines.
+    """
+    found = machines_of(environ)
+    if found is None:
+        return config
+    keep_compiled(config.output.compiled)
+    machines, now = found
+    here = for_world(config, machines, now, start_devices(config.devices.simulated).world_size)
+    size, accumulate = here.train.global_batch_size, here.plan.accumulate
+    print0(f"machines   {now} of {machines.largest}: train.global_batch_size={size}, plan.accumulate={accumulate}")
+    return here
 
 
 def check_sizes(config: RunConfig, ground: RunSetup, plan: Plan) -> None:

@@ -90,8 +90,8 @@ class Saves:
                 about = None if self._spikes is None else self._spikes.about()
                 self._manager.save(step, self._trainer, data=self._loader, metrics=metrics, about=about, force=last)
             self._manager.check()
-        if self._memory is not None and not last:
-            self._memory.keep(step, self._trainer, data=self._loader)
+        if self._memory is not None and step < self._steps:
+            self._memory.keep(step, self._trainer, data=self._loader, now=self.stopped is not None)
         return self.stopped is not None or self.diverged is not None
 
     @property

@@ -12,7 +12,7 @@ from axonml_jax.checkpoint.memory.partners import kept_by
 
 
 class HostMemory:
-    """The files of all workers of one machine. A context.
+    """The files of all workers of one machine, which has the same number of them always. A context.
 
     Args:
       sizes: workers of every machine.
@@ -20,11 +20,9 @@ class HostMemory:
     """
 
     def __init__(self, sizes: Sequence[int], node_rank: int):
-        self._handed: list[Handed] = []
-        first = sum(sizes[:node_rank])
-        for rank in range(first, first + sizes[node_rank]):
-            others = {other: _files(f"process {other}, kept by {rank}") for other in kept_by(rank, sizes)}
-            self._handed.append(Handed(_files(f"process {rank}"), others))
+        self._own = [_files(f"worker {local}") for local in range(sizes[node_rank])]
+        self._kept: list[list[tuple[int, ...]]] = [[] for _ in self._own]
+        self.arrange(sizes, node_rank)
 
     def __enter__(self) -> "HostMemory":
         return self
@@ -33,6 +31,31 @@ class HostMemory:
         for handed in self._handed:
             for handle in handed.all:
                 os.close(handle)
+
+    def arrange(self, sizes: Sequence[int], node_rank: int, keep: bool = True) -> bool:
+        """Say whose copies go where in the next world. What the files hold stays: a copy says itself what it is of.
+
+        Args:
+          sizes: workers of every machine.
+          node_rank: which machine this is.
+          keep: false empties all files, as what they hold is of a training that has gone on without this machine.
+
+        Returns:
+          Whether there are more files than before.
+        """
+        grown, first, self._handed = False, sum(sizes[:node_rank]), list[Handed]()
+        for local, (own, files) in enumerate(zip(self._own, self._kept, strict=True)):
+            whose = kept_by(first + local, sizes)
+            while len(files) < len(whose):
+                files.append(_files(f"another machine's, kept by worker {local}"))
+                grown = True
+            # Those that nobody needs any more are handed on too, for what they hold; no process has a negative rank.
+            labels = [*whose, *(-number for number in range(1, len(files) - len(whose) + 1))]
+            self._handed.append(Handed(own, dict(zip(labels, files, strict=True))))
+        if not keep:
+            for handle in (each for handed in self._handed for each in handed.all):
+                os.ftruncate(handle, 0)
+        return grown
 
     def of(self, local_rank: int) -> Handed:
         """What a worker is handed."""

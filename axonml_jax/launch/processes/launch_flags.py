@@ -11,6 +11,9 @@ from axonml_jax.launch.config.run_config import ConfigError
 DEFAULT_PORT = 29500
 """torchrun's, where several machines must know it and nobody says another."""
 
+LAST_CALL = 30.0
+"""torchrun's seconds to wait for more machines once there are enough."""
+
 _NO_RENDEZVOUS = "the launcher of node 0 is the only rendezvous, found by --master-addr and --master-port"
 _NOT_NEEDED: dict[str, str] = {
     "--rdzv-backend": _NO_RENDEZVOUS,
@@ -52,7 +55,16 @@ def launch_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 def _place_flags(flag: Callable, parser: argparse.ArgumentParser) -> None:
     flag("--nproc-per-node", default="1", metavar="N", help="processes on this machine: a number, auto, cpu or gpu")
-    flag("--nnodes", default="1", metavar="N", help="machines of the job")
+    flag("--nnodes", default="1", metavar="N", help="machines of the job; MIN:MAX: they may come and go")
+    flag(
+        "--node-unit", type=int, default=1, metavar="N", help="with MIN:MAX, machines come and go in groups of so many"
+    )
+    flag(
+        "--last-call",
+        type=float,
+        metavar="SECONDS",
+        help=f"with MIN:MAX, how long to wait for more machines once there are enough, from the last that came ({LAST_CALL:g})",
+    )
     flag("--node-rank", type=int, metavar="I", help="which of them this is, from 0")
     flag("--master-addr", metavar="HOST", help="address of machine 0, where process 0 listens (127.0.0.1 for one)")
     flag(

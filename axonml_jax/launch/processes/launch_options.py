@@ -10,7 +10,7 @@ from pathlib import Path
 
 from axonml_jax.launch.config.nearest_file import nearest_file
 from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.processes.launch_flags import DEFAULT_PORT, launch_parser, refuse_unknown_flags
+from axonml_jax.launch.processes.launch_flags import DEFAULT_PORT, LAST_CALL, launch_parser, refuse_unknown_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,10 @@ class LaunchOptions:
 
     Attributes:
       nproc_per_node: a number, `auto`, `cpu` or `gpu`.
-      nnodes: number of machines.
+      nnodes: number of machines; the largest, where they may come and go.
+      min_nodes: the smallest number of them.
+      node_unit: how many of them come and go together.
+      last_call: seconds to wait for more of them, once there are enough.
       node_rank: which of them this is.
       master_addr: host of node 0.
       master_port: port there; None: a free one.
@@ -36,6 +39,9 @@ class LaunchOptions:
 
     nproc_per_node: str
     nnodes: int
+    min_nodes: int
+    node_unit: int
+    last_call: float
     node_rank: int
     master_addr: str
     master_port: int | None
@@ -48,6 +54,11 @@ class LaunchOptions:
     module: bool
     target: str
     arguments: tuple[str, ...]
+
+    @property
+    def elastic(self) -> bool:
+        """Whether machines may come and go."""
+        return self.min_nodes < self.nnodes
 
     @property
     def command(self) -> list[str]:
@@ -76,9 +87,13 @@ def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptio
     if problems:
         raise ConfigError("\n".join(f"launch: {problem}" for problem in problems))
     host, port = _endpoint(given)
+    smallest, _, largest = given.nnodes.rpartition(":")
     return LaunchOptions(
         nproc_per_node=given.nproc_per_node,
-        nnodes=int(given.nnodes.rpartition(":")[2]),
+        nnodes=int(largest),
+        min_nodes=int(smallest or largest),
+        node_unit=given.node_unit,
+        last_call=LAST_CALL if given.last_call is None else given.last_call,
         node_rank=given.node_rank or 0,
         master_addr=host or "127.0.0.1",
         master_port=port,
@@ -100,16 +115,10 @@ def streams_of(which: Mapping[int, int] | int, local_rank: int) -> int:
 
 
 def _contradictions(given: argparse.Namespace) -> list[str]:
-    problems = []
-    smallest, _, largest = given.nnodes.rpartition(":")
-    if not (given.nnodes.replace(":", "", 1).isdecimal() and int(largest) > 0 and smallest in ("", largest)):
-        problems.append(
-            f"--nnodes {given.nnodes}: must be a positive number; a compiled program has a fixed number of devices, so "
-            "ranges such as 1:4 are not offered"
-        )
-    elif int(largest) > 1:
-        problems += _unplaced(given, int(largest))
-    elif given.node_rank:
+    problems = _bad_range(given)
+    if not problems and (largest := int(given.nnodes.rpartition(":")[2])) > 1:
+        problems += _unplaced(given, largest)
+    elif not problems and given.node_rank:
         problems.append(f"--node-rank {given.node_rank} with --nnodes 1: give the number of machines as --nnodes")
     where = {
         name: value
@@ -123,14 +132,35 @@ def _contradictions(given: argparse.Namespace) -> list[str]:
         )
     if given.rdzv_endpoint is not None and len(where) > 1:
         problems.append(f"--rdzv-endpoint says what {' and '.join(list(where)[:-1])} say; give one or the other")
-    if given.standby is not None and given.max_restarts == 0:
+    if given.standby is not None and given.max_restarts == 0 and not _is_range(given.nnodes):
         problems.append(
             f"--standby {given.standby:g} with --max-restarts 0: nothing is started again; give --max-restarts too"
         )
     limits = {"--max-restarts": given.max_restarts, "--shutdown-timeout": given.shutdown_timeout}
-    limits["--standby"] = given.standby or 0.0
+    limits |= {"--standby": given.standby or 0.0, "--last-call": given.last_call or 0.0}
     problems += [f"{name} {value}: must not be negative" for name, value in limits.items() if value < 0]
     return problems + _bad_ports(given)
+
+
+def _bad_range(given: argparse.Namespace) -> list[str]:
+    smallest, colon, largest = given.nnodes.rpartition(":")
+    low, unit = smallest or largest, given.node_unit
+    if not (low.isdecimal() and largest.isdecimal() and 0 < int(low) <= int(largest) and (smallest or not colon)):
+        return [f"--nnodes {given.nnodes}: must be a positive number, or MIN:MAX where machines may come and go"]
+    idle = {"--node-unit": unit if unit != 1 else None, "--last-call": given.last_call}
+    if not _is_range(given.nnodes) and (
+        said := [f"{name} {value}" for name, value in idle.items() if value is not None]
+    ):
+        has = "has" if len(said) == 1 else "have"
+        return [f"{' and '.join(said)} {has} no effect while --nnodes {given.nnodes} is no range: give MIN:MAX"]
+    if unit < 1 or int(low) % unit or int(largest) % unit:
+        return [f"--node-unit {unit}: must be a positive number that divides both of --nnodes {given.nnodes}"]
+    return []
+
+
+def _is_range(nnodes: str) -> bool:
+    smallest, _, largest = nnodes.rpartition(":")
+    return smallest not in ("", largest)
 
 
 def _unplaced(given: argparse.Namespace, nnodes: int) -> list[str]:

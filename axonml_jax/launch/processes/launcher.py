@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from axonml_jax.launch.config.machines import Machines
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.processes.host_memory import HostMemory, can_outlive
 from axonml_jax.launch.processes.interrupts import Interrupts
 from axonml_jax.launch.processes.launch_options import LaunchOptions, read_options, streams_of
 from axonml_jax.launch.processes.leftovers import MARK, Guard
-from axonml_jax.launch.processes.machines.nodes import Nodes, Stopped
+from axonml_jax.launch.processes.machines.membership import changes
+from axonml_jax.launch.processes.machines.nodes import Nodes
+from axonml_jax.launch.processes.machines.start import Over, Start, Stopped
 from axonml_jax.launch.processes.post_mortem import report
 from axonml_jax.launch.processes.ready.spares import Spares
 from axonml_jax.launch.processes.supervise import Ended, Supervisor, print_note
@@ -54,9 +57,9 @@ def launch(argv: Sequence[str]) -> int:
         try:
             with Nodes(options, local_size, interrupts) as nodes, ExitStack() as stack:
                 memory = None
-                if options.max_restarts and can_outlive():
-                    memory = stack.enter_context(HostMemory(nodes.sizes, options.node_rank))
-                with _Job(options, gpus, interrupts, nodes, logs, memory) as job:
+                if (options.max_restarts or options.elastic) and can_outlive():
+                    memory = stack.enter_context(HostMemory([local_size] * (1 + options.elastic), 0))
+                with _Job(options, local_size, gpus, interrupts, nodes, logs, memory) as job:
                     return job.run()
         except Stopped:
             print_note(f"stopped by {interrupts.received[0].name} while waiting for the other machines' launchers")
@@ -72,6 +75,7 @@ class _Job:
     def __init__(
         self,
         options: LaunchOptions,
+        local_size: int,
         gpus: tuple[str, ...],
         interrupts: Interrupts,
         nodes: Nodes,
@@ -85,11 +89,12 @@ class _Job:
         self._run_id = uuid.uuid4().hex
         self._logs = logs
         self._memory = memory
+        self._start: Start | None = None
         self._latest: Attempt | None = None
         self._spares: Spares | None = None
         if options.standby is not None:
-            size, program = nodes.sizes[options.node_rank], (options.module, options.target, options.arguments)
-            self._spares = Spares(size, program, self._spare, options.standby)
+            program = (options.module, options.target, options.arguments)
+            self._spares = Spares(local_size, program, self._spare, options.standby)
 
     def __enter__(self) -> "_Job":
         return self
@@ -100,9 +105,14 @@ class _Job:
 
     def run(self) -> int:
         """Attempt after attempt, until one ends well, a signal comes, or no restart is left."""
-        restarts = 0
+        failures, number = 0, 0
         while True:
-            ended = self._attempt(restarts)
+            try:
+                start = self._nodes.start(number, self._port(number))
+            except Over as over:
+                print_note(str(over))
+                return self._over(over.status)
+            ended = self._attempt(start, failures)
             if ended.received:
                 self._nodes.leave(
                     f"the launcher of node {self._options.node_rank} was stopped by {ended.received.name}"
@@ -110,55 +120,83 @@ class _Job:
                 print_note(f"stopped by {ended.received.name}; {_stopped(ended)}")
                 return 128 + ended.received
             if ended.failure is None and not ended.elsewhere:
-                return 0
-            if ended.stopped:
-                print_note(_stopped(ended))
-            cause = self._nodes.verdict(ended.failure)
-            print_note(report(cause) if cause else self._nodes.lost or "another machine's workers failed")
-            if ended.records:
-                more = f" and {len(ended.records) - _SHOWN} more" if len(ended.records) > _SHOWN else ""
-                print_note(f"flight records of this machine's ranks: {', '.join(ended.records[:_SHOWN])}{more}")
-            if cause and ended.early and _WAITING.search("\n".join(cause.lines)):
-                print_note(
-                    f"rank(s) {list(ended.early)} had ended with exit code 0 before, and others were still at work with them: "
-                    "most likely that is the cause"
-                )
-            if restarts == self._options.max_restarts or self._nodes.lost:
-                return cause.exit_status if cause else 1
-            restarts += 1
-            print_note(f"restart {restarts} of {self._options.max_restarts}")
+                return self._over(0)
+            status, changed = self._explain(ended), self._nodes.changed
+            if self._nodes.lost or (not changed and self._nodes.decides and failures == self._options.max_restarts):
+                return self._over(status)
+            if not changed:
+                failures += 1
+                print_note(f"restart {failures} of {self._options.max_restarts}")
+            number = start.number + 1
 
-    def _attempt(self, restarts: int) -> Ended:
+    def _over(self, status: int) -> int:
+        self._nodes.over(status)
+        return status
+
+    def _explain(self, ended: Ended) -> int:
+        """Say why an attempt has ended on all machines; the exit status that would tell it."""
+        if ended.stopped:
+            print_note(_stopped(ended))
+        cause = self._nodes.verdict(ended.failure)
+        if self._nodes.changed:
+            return 1
+        print_note(report(cause) if cause else self._nodes.lost or "another machine's workers failed")
+        if ended.records:
+            more = f" and {len(ended.records) - _SHOWN} more" if len(ended.records) > _SHOWN else ""
+            print_note(f"flight records of this machine's ranks: {', '.join(ended.records[:_SHOWN])}{more}")
+        if cause and ended.early and _WAITING.search("\n".join(cause.lines)):
+            print_note(
+                f"rank(s) {list(ended.early)} had ended with exit code 0 before, and others were still at work with them: "
+                "most likely that is the cause"
+            )
+        return cause.exit_status if cause else 1
+
+    def _attempt(self, start: Start, failures: int) -> Ended:
         """Start all workers, and watch them to the end."""
-        options, sizes = self._options, self._nodes.sizes
-        local_size = sizes[options.node_rank] if options.nnodes > 1 else sizes[0]
+        options, sizes, place = self._options, start.sizes, start.nodes.index(self._options.node_rank)
+        if options.elastic:
+            self._tell_of_machines(start)
+        if self._memory is not None and self._memory.arrange(sizes, place, keep=self._belongs(start)) and self._spares:
+            self._spares.dismiss()  # they do not have the new files
+        self._start = start
         attempt = Attempt(
             address=options.master_addr,
-            port=self._nodes.start(restarts, self._port(restarts)),
+            port=start.port,
             world_size=sum(sizes),
-            first_rank=sum(sizes[: options.node_rank]),
-            local_size=local_size,
-            node_rank=options.node_rank,
-            num_nodes=options.nnodes,
-            restarts=restarts,
+            first_rank=sum(sizes[:place]),
+            local_size=sizes[place],
+            node_rank=place,
+            num_nodes=len(sizes),
+            restarts=start.number,
             max_restarts=options.max_restarts,
             run_id=self._run_id,
+            machines=Machines(options.min_nodes, options.nnodes, options.node_unit) if options.elastic else None,
         )
         self._latest, others = attempt, self._nodes if options.nnodes > 1 else None
         workers: list[Worker] = []
-        again = restarts < options.max_restarts
+        again = options.elastic or failures < options.max_restarts
         supervisor = Supervisor(workers, self._interrupts, self._run_id, options.shutdown_timeout, others, again)
         if self._spares is not None:
             self._spares.hold()
         with Guard(self._run_id) as guard, supervisor:
-            for local_rank in range(local_size):
-                workers.append(self._start(attempt, local_rank))
+            for local_rank in range(sizes[place]):
+                workers.append(self._worker(attempt, local_rank))
                 guard.watch(workers[-1].pid)
             if self._spares is not None and again:
                 self._spares.prepare()
             return supervisor.watch()
 
-    def _start(self, attempt: Attempt, local_rank: int) -> Worker:
+    def _belongs(self, start: Start) -> bool:
+        """Whether this machine was in the attempt before, so that what it has in memory is of this training."""
+        return self._start is not None and self._start.number == start.number - 1
+
+    def _tell_of_machines(self, start: Start) -> None:
+        before = () if self._start is None else self._start.nodes
+        how = f", {changes(before, start.nodes)}" if before else ""
+        nodes, workers = ", ".join(map(str, start.nodes)), sum(start.sizes)
+        print_note(f"attempt {start.number} runs on node(s) {nodes} with {workers} process(es){how}")
+
+    def _worker(self, attempt: Attempt, local_rank: int) -> Worker:
         rank = attempt.first_rank + local_rank
         handed = None if self._memory is None else self._memory.of(local_rank)
         return Worker(
@@ -180,13 +218,13 @@ class _Job:
         del environ[MARK]
         return started(command, environ, () if handed is None else handed.all, subprocess.PIPE)
 
-    def _port(self, restarts: int) -> int:
+    def _port(self, number: int) -> int:
         # A port that a dead attempt has used may still be held by its last packets.
         given = self._options.master_port
         if self._options.nnodes > 1:
             assert given is not None
-            return given + 1 + restarts
-        return given if given is not None and not restarts else free_port()
+            return given + 1 + number
+        return given if given is not None and not number else free_port()
 
 
 def free_port() -> int:

@@ -46,6 +46,15 @@ class Others(Protocol):
         """Tell the others at once that a worker here has failed."""
         ...
 
+    @property
+    def gently(self) -> bool:
+        """Whether all workers shall end by themselves, because machines come or go."""
+        ...
+
+    def stopping(self) -> None:
+        """Tell the others that workers here end because their launcher was asked to."""
+        ...
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -114,6 +123,10 @@ class Supervisor:
             failed = [worker for worker in self._workers if worker.returncode]
             done = all(worker.returncode == 0 for worker in self._workers)
             elsewhere = self._others is not None and self._others.poll(done)
+            if self._others and self._others.gently:
+                stopped = self._running()
+                self._end_all(signal.SIGTERM, self._patience)
+                return Ended(elsewhere=True, stopped=stopped)
             if failed:
                 if self._others:
                     self._others.alarm()
@@ -132,6 +145,8 @@ class Supervisor:
             failed += [worker for worker in self._workers if worker.returncode and worker not in failed]
             if len(failed) == len(self._workers) or not looks_like_a_consequence(failed[-1].failure()):
                 break
+            if self._others and self._others.poll(False):
+                break  # it has lost one on another machine
         stopped = self._running()
         early = tuple(worker.rank for worker in self._workers if worker.returncode == 0)
         self._end_all(signal.SIGTERM, self._grace)
@@ -143,6 +158,8 @@ class Supervisor:
     def _obey(self, received: signal.Signals) -> Ended:
         """Pass a signal on, and let the workers end by themselves for a while."""
         stopped = self._running()
+        if self._others:
+            self._others.stopping()
         self._end_all(received, self._patience)
         return Ended(received=received, stopped=stopped)
 
@@ -154,7 +171,7 @@ class Supervisor:
         heard, deadline = len(self._interrupts.received), time.monotonic() + patience
         running = len(self._running())
         while self._left() and time.monotonic() < deadline:
-            self._pump()
+            self._pump(hear=False)
             if len(self._interrupts.received) > heard:
                 break  # asked again: now
             if len(self._running()) < running:
@@ -162,7 +179,7 @@ class Supervisor:
         deadline = time.monotonic() + _UNKILLABLE
         while self._left() and time.monotonic() < deadline:
             signal_all(self._groups(), self._run_id, signal.SIGKILL)
-            self._pump()
+            self._pump(hear=False)
         if stuck := sorted(members(self._groups(), self._run_id)):
             print_note(f"process(es) {stuck} do not end even by SIGKILL: they wait for a device or a file system")
 
@@ -175,11 +192,11 @@ class Supervisor:
     def _running(self) -> tuple[int, ...]:
         return tuple(worker.rank for worker in self._workers if worker.returncode is None)
 
-    def _pump(self) -> None:
-        """Wait a moment for output, signals, ends of workers or other launchers, and pass the output on."""
+    def _pump(self, *, hear: bool = True) -> None:
+        """Wait a moment for output, signals, ends of workers or, unless nobody listens, other launchers; pass the output on."""
         outlets = [outlet for worker in self._workers for outlet in worker.outlets if not outlet.closed]
         with selectors.DefaultSelector() as selector:
-            for source in (self._interrupts, *outlets, *(self._others.sockets() if self._others else ())):
+            for source in (self._interrupts, *outlets, *(self._others.sockets() if self._others and hear else ())):
                 selector.register(source, selectors.EVENT_READ)
             ready = [key.fileobj for key, _ in selector.select(_TICK)]
         self._interrupts.drain()
@@ -192,7 +209,7 @@ class Supervisor:
         deadline = time.monotonic() + _DRAIN
         outlets = [outlet for worker in self._workers for outlet in worker.outlets]
         while any(not outlet.closed for outlet in outlets) and time.monotonic() < deadline:
-            self._pump()
+            self._pump(hear=False)
         for outlet in outlets:
             outlet.close()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from axonml_jax.checkpoint.memory.handed import MEMORY, Handed
+from axonml_jax.launch.config.machines import MACHINES, Machines
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.processes.leftovers import MARK
 
@@ -16,8 +17,8 @@ RESTART_COUNT = "AXONML_JAX_RESTART_COUNT"
 _FORCED = "xla_force_host_platform_device_count"
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # PyTorch's torchrun leaves these where a launch runs inside of one of its workers.
-# This launcher's own variable is foreign too: it names files that another launch has open.
-_FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", MEMORY)
+# This launcher's own variables are foreign too: they name files that another launch has open, and its machines.
+_FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", MEMORY, MACHINES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ class Attempt:
       restarts: attempts before this one.
       max_restarts: how many there may be.
       run_id: the launch's mark.
+      machines: how many there may be, where they come and go; None: always as many.
     """
 
     address: str
@@ -47,6 +49,7 @@ class Attempt:
     restarts: int
     max_restarts: int
     run_id: str
+    machines: Machines | None = None
 
 
 def worker_environment(
@@ -85,6 +88,7 @@ def worker_environment(
         "PYTHONUNBUFFERED": "1",
     }
     memory = {} if handed is None else {MEMORY: handed.text()}
+    memory |= {} if attempt.machines is None else {MACHINES: attempt.machines.text()}
     return kept | job | memory | _devices(local_rank, attempt.local_size, gpus)
 
 

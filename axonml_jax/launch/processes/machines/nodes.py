@@ -1,41 +1,37 @@
 """The launchers of a job's machines in touch: they gather, agree on ranks and port, and share alarms and the verdict.
 
 Node 0's launcher listens on the master port of the named address; the others call it. The workers' coordinator gets the
-ports after that one, another at every attempt, so that nothing of a dead attempt can answer a new one.
+ports after that one, another at every attempt, so that nothing of a dead attempt can answer a new one. Where machines may come
+and go (`--nnodes MIN:MAX`) node 0 goes on listening, and says at every attempt who belongs to it.
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import asdict
+from typing import Any
 
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.processes.machines.connection import Connection, called
 from axonml_jax.launch.processes.interrupts import Interrupts
 from axonml_jax.launch.processes.launch_options import LaunchOptions
-from axonml_jax.launch.processes.machines.news import is_answer, is_hello, is_news
+from axonml_jax.launch.processes.machines.connection import Connection
+from axonml_jax.launch.processes.machines.door import call, refuse
+from axonml_jax.launch.processes.machines.heard import Heard
+from axonml_jax.launch.processes.machines.news import is_news
+from axonml_jax.launch.processes.machines.roster import Roster
+from axonml_jax.launch.processes.machines.start import Over, Start, Stopped
 from axonml_jax.launch.processes.post_mortem import root_cause
 from axonml_jax.launch.processes.supervise import print_note
 from axonml_jax.launch.processes.worker import Failure
-from axonml_jax.mesh.job.callers import Callers, readable
-from axonml_jax.mesh.job.coordinator import bind_address, listen
-from axonml_jax.mesh.job.sealed import TOKEN, job_token
+from axonml_jax.mesh.job.callers import readable
+from axonml_jax.mesh.job.sealed import job_token
 
 GATHER_TIMEOUT = 300.0
 """Seconds in which the launchers of all machines must be started."""
 
-_SUBJECT = "launchers"
 _TICK = 0.1
-_SAME_TOKEN = f"has every machine the same {TOKEN}, or none?"
-
-
-class Stopped(Exception):
-    """A signal came while the launcher waited for others."""
 
 
 class Nodes:
-    """All launchers of a job, as one of them sees them. A context; entered once everybody has come.
+    """All launchers of a job, as one of them sees them. A context; entered once everybody has come, or enough have.
 
     Args:
       options: of this launcher.
@@ -43,24 +39,21 @@ class Nodes:
       interrupts: its signals.
 
     Attributes:
-      sizes: the number of workers of every machine.
-      lost: why no further attempt makes sense, in words; None while all launchers are there.
+      sizes: by node, the number of workers of every machine that had come when this one was let in; 0 where none had.
     """
 
     def __init__(self, options: LaunchOptions, local_size: int, interrupts: Interrupts):
         self.sizes = [local_size]
-        self.lost: str | None = None
         self._options = options
         self._interrupts = interrupts
         self._me = options.node_rank
         self._token = job_token()
+        self._roster: Roster | None = None  # node 0's
         self._opened: list[Connection] = []
         self._lines: dict[int, Connection] = {}
-        # By attempt, because the others may be an attempt ahead of this launcher.
-        self._attempt = 0
-        self._alarms: set[int] = set()
-        self._ended: defaultdict[int, dict[int, Failure | None]] = defaultdict(dict)
-        self._ports: dict[int, int] = {}
+        self._heard = Heard()
+        self._start = Start(0, 0, (), ())
+        self._fault = ""
 
     def __enter__(self) -> "Nodes":
         try:
@@ -72,28 +65,60 @@ class Nodes:
         return self
 
     def __exit__(self, *exception):
+        if self._roster is not None:
+            self._roster.close()
         for line in self._opened:
             line.close()
 
-    def start(self, restarts: int, port: int) -> int:
-        """The port of an attempt's coordinator: node 0's choice, heard by all."""
-        self._attempt = restarts
-        if self._me == 0:
-            self._ports[restarts] = port
-            self._tell({"start": restarts, "port": port})
-        self._wait(lambda: restarts in self._ports)
-        return self._ports.get(restarts, port)
+    def start(self, number: int, port: int) -> Start:
+        """The next attempt that this machine belongs to: node 0's choice, heard by all.
 
-    def sockets(self) -> Sequence[Connection]:
+        Args:
+          number: of the attempt, at least; node 0 takes it.
+          port: of its coordinator; node 0's counts.
+
+        Raises:
+          Over: when there is none.
+        """
+        if self._roster is None and self._me == 0:
+            self._heard.starts[number] = Start(number, port, (0,), tuple(self.sizes))
+        elif self._roster is not None:
+            self._wait_for_enough(self._roster)
+            if self.lost is None:
+                nodes = self._roster.next_nodes(self._start.nodes)
+                start = Start(number, port, nodes, tuple(self._roster.sizes[node] for node in nodes))
+                self._tell(start.message)
+                self._heard.starts[number] = start
+        heard = self._heard
+        self._wait(lambda: heard.newest_with(self._me) >= number or heard.status is not None)
+        if heard.newest_with(self._me) < number:
+            raise Over(self.lost or "", 1) if heard.status is None else Over("the job is over", heard.status)
+        self._start = heard.starts[heard.newest_with(self._me)]
+        return self._start
+
+    @property
+    def lost(self) -> str | None:
+        """Why no further attempt makes sense, in words; None while there may be one."""
+        return self._heard.lost
+
+    def sockets(self) -> Sequence[Any]:
         """See `Others`."""
-        return [line for line in self._lines.values() if not line.cut]
+        lines = [line for line in self._lines.values() if not line.cut]
+        return lines if self._roster is None else [*lines, *self._roster.sources()]
 
     def poll(self, done: bool) -> bool:
         """See `Others`."""
-        if done and self._me not in self._ended[self._attempt]:
+        if done and self._me not in self._heard.ended[self._start.number]:
             self._end(None)
         self._listen()
-        return self._attempt in self._alarms or self.lost is not None
+        self._consider_growing()
+        number = self._start.number
+        return number in self._heard.alarms or self.lost is not None or bool(self._heard.gone[number]) or self.gently
+
+    @property
+    def gently(self) -> bool:
+        """See `Others`."""
+        return self._start.number in self._heard.regroups
 
     def waiting(self) -> bool:
         """See `Others`."""
@@ -101,11 +126,33 @@ class Nodes:
 
     def alarm(self) -> None:
         """See `Others`."""
-        self._tell({"alarm": self._attempt})
+        self._tell({"alarm": self._start.number})
+
+    def stopping(self) -> None:
+        """See `Others`."""
+        if self._options.elastic and self._me != 0:
+            self._tell({"leaving": self._start.number})
 
     def leave(self, why: str) -> None:
         """Tell the others that this launcher stops for good."""
         self._tell({"leave": why})
+
+    def over(self, status: int) -> None:
+        """Node 0 tells those that wait for a place that there will be none."""
+        if self._options.elastic and self._me == 0:
+            self._tell({"over": status})
+
+    @property
+    def decides(self) -> bool:
+        """Whether this launcher says for itself if there is another attempt; where machines come and go, only node 0 does."""
+        return self._me == 0 or not self._options.elastic
+
+    @property
+    def changed(self) -> bool:
+        """Whether the next attempt has other machines than the one before."""
+        if self._heard.gone[self._start.number] or self.gently:
+            return True
+        return self._roster is not None and self._roster.next_nodes(self._start.nodes) != self._start.nodes
 
     def verdict(self, failure: Failure | None) -> Failure | None:
         """The root cause of a failed attempt, the same on every machine.
@@ -115,15 +162,21 @@ class Nodes:
         """
         self._end(failure)
         self._wait(self._all_ended)
-        failures = [found for found in self._ended[self._attempt].values() if found is not None]
+        failures = [found for found in self._heard.ended[self._start.number].values() if found is not None]
         return root_cause(failures) if failures else None
 
     def _all_ended(self) -> bool:
-        return len(self._ended[self._attempt]) == self._options.nnodes
+        return self._heard.all_ended(self._start)
+
+    def _finished(self) -> bool:
+        """Whether all workers have ended, and none so that there will be another attempt."""
+        failed = self._manages and any(self._heard.ended[self._start.number].values())
+        return bool(self._start.nodes) and self._all_ended() and not failed
 
     def _end(self, failure: Failure | None) -> None:
-        self._ended[self._attempt][self._me] = failure
-        self._tell({"ended": self._attempt, "node": self._me, "failure": failure and asdict(failure)})
+        number = self._start.number
+        self._heard.ended[number][self._me] = failure
+        self._tell({"ended": number, "node": self._me, "failure": failure and asdict(failure)})
 
     def _tell(self, message: dict, but: int | None = None) -> None:
         for node, line in self._lines.items():
@@ -132,32 +185,56 @@ class Nodes:
 
     def _listen(self) -> None:
         """Take in what the others say; node 0 passes it on to the rest."""
-        for node, line in self._lines.items():
+        for node, line in list(self._lines.items()):
             for message in line.messages():
                 if not is_news(message, self._options.nnodes):
                     print_note(
                         f"ignored what the launcher of node {node} said, which no launcher says: {list(message)[:5]}"
                     )
-                    continue
-                self._take(message)
-                if self._me == 0:
-                    self._tell(message, but=node)
-            if line.cut and not self._all_ended():
-                self.lost = (
-                    self.lost or f"the launcher of node {node} has gone without a word: killed, or its machine lost"
-                )
+                elif self._manages and "leave" in message:
+                    self._drop(node, message["leave"])
+                elif self._manages and "leaving" in message:
+                    self._regroup()
+                else:
+                    self._heard.take(message)
+                    if "start" in message and self._me not in message["nodes"]:
+                        print_note(f"attempt {message['start']} runs without node {self._me}, which waits for a place")
+                    if self._me == 0:
+                        self._tell(message, but=node)
+            if line.cut and node in self._lines and not self._finished():
+                why = f"the launcher of node {node} has gone without a word: killed, or its machine lost"
+                if self._manages:
+                    self._drop(node, why)
+                else:
+                    self._heard.lost = self.lost or why
+        self._welcome()
 
-    def _take(self, message: dict) -> None:
-        if "alarm" in message:
-            self._alarms.add(message["alarm"])
-        elif "ended" in message:
-            failure = message["failure"]
-            lines = {"lines": tuple(failure["lines"])} if failure else {}
-            self._ended[message["ended"]][message["node"]] = failure and Failure(**failure | lines)
-        elif "leave" in message:
-            self.lost = self.lost or message["leave"]
-        elif "start" in message:
-            self._ports[message["start"]] = message["port"]
+    def _drop(self, node: int, why: str) -> None:
+        """Node 0: a machine that may go has gone."""
+        assert self._roster is not None
+        self._lines.pop(node).close()
+        self._roster.drop(node)
+        self._heard.take(message := {"gone": node, "why": why})
+        self._tell(message)
+
+    def _regroup(self) -> None:
+        """Node 0: all workers shall end by themselves, and start again on other machines."""
+        self._heard.take(message := {"regroup": self._start.number})
+        self._tell(message)
+
+    @property
+    def _manages(self) -> bool:
+        """Whether this is node 0 of machines that may come and go."""
+        return self._roster is not None and self._options.elastic
+
+    def _consider_growing(self) -> None:
+        """Node 0: ask for another attempt when machines wait that could join, unless this one ends anyway."""
+        number, roster, heard = self._start.number, self._roster, self._heard
+        ends = number in heard.regroups | heard.alarms or heard.gone[number] or heard.ended[number]
+        if roster is None or ends:
+            return
+        if len(roster.next_nodes(self._start.nodes)) > len(self._start.nodes) and roster.settled:
+            self._regroup()
 
     def _wait(self, until: Callable[[], bool]) -> None:
         while not until() and self.lost is None:
@@ -171,73 +248,50 @@ class Nodes:
             self.leave(f"the launcher of node {self._me} was stopped by {self._interrupts.received[0].name}")
             raise Stopped
 
-    def _gather(self) -> None:
-        """Node 0: wait for a call from every other launcher, then tell all the sizes."""
-        options = self._options
-        sizes, fault, deadline = {0: self.sizes[0]}, "", time.monotonic() + GATHER_TIMEOUT
-        address = bind_address(f"{options.master_addr}:{options.master_port}")
-        with (
-            listen(*address, options.nnodes) as server,
-            closing(Callers(server, self._token, _SUBJECT, is_hello)) as callers,
-        ):
-            while len(sizes) < options.nnodes and not fault and time.monotonic() < deadline:
-                self._pause(callers.sources())
-                for connection, talk, hello in callers.pump():
-                    self._opened.append(line := Connection(connection, talk))
-                    fault = fault or self._fault(hello, sizes)
-                    sizes[hello["node"]], self._lines[hello["node"]] = hello["size"], line
-        if missing := sorted(set(range(options.nnodes)) - set(sizes)):
-            fault = fault or f"node(s) {missing} never called within {GATHER_TIMEOUT:g} s"
-        self.sizes = [sizes.get(node, 0) for node in range(options.nnodes)]
-        for line in self._opened:
-            line.send({"sizes": self.sizes, "fault": fault})
-        self._refuse(fault)
+    def _wait_for_enough(self, roster: Roster) -> None:
+        """Node 0: wait until as many machines are there as there must be."""
+        before, deadline = self._start.nodes, time.monotonic() + GATHER_TIMEOUT
+        if few := roster.few(before):
+            print_note(f"{few}: waiting up to {GATHER_TIMEOUT:g} s for others")
+            self._wait(lambda: not roster.few(before) or time.monotonic() > deadline)
+            if few := roster.few(before):
+                self._heard.lost = self.lost or f"{few}: no other came within {GATHER_TIMEOUT:g} s"
 
-    def _fault(self, hello: dict, sizes: dict[int, int]) -> str:
-        node, options = hello["node"], self._options
-        if node in sizes:
-            return f"two launchers have --node-rank {node}"
-        ours = {"nnodes": options.nnodes, "max-restarts": options.max_restarts}
-        return ", ".join(
-            f"--{name} is {hello[name]} on node {node} and {value} on node 0"
-            for name, value in ours.items()
-            if hello[name] != value
-        )
+    def _gather(self) -> None:
+        """Node 0: wait for a call from every other launcher, or from enough of them, then tell all the sizes."""
+        options, deadline = self._options, time.monotonic() + GATHER_TIMEOUT
+        self._roster = roster = Roster(options, self.sizes[0], self._token)
+        while (not roster.settled or roster.few(())) and not self._fault and time.monotonic() < deadline:
+            self._pause(self.sockets())
+            self._listen() if options.elastic else self._welcome()
+        if roster.few(()):
+            missing = sorted(set(range(options.nnodes)) - set(roster.sizes))
+            self._fault = self._fault or f"node(s) {missing} never called within {GATHER_TIMEOUT:g} s"
+        self.sizes = [roster.sizes.get(node, 0) for node in range(options.nnodes)]
+        if not options.elastic:
+            roster.close()
+            for line in self._opened:
+                line.send({"sizes": self.sizes, "fault": self._fault})
+        if self._fault:
+            self.over(1)
+            refuse(options, self._fault)
+
+    def _welcome(self) -> None:
+        """Node 0: take in who has called. Where all must come, a wrong one is everybody's fault."""
+        for node, line, fault in [] if self._roster is None else self._roster.hear():
+            self._opened.append(line)
+            if not fault:
+                self._lines[node] = line
+            if self._options.elastic:
+                line.send({"sizes": [0] * self._options.nnodes, "fault": fault})
+            else:
+                self._fault = self._fault or fault
 
     def _call(self) -> None:
-        """Another node: find node 0's launcher, say who this is, hear what it says."""
-        options, deadline = self._options, time.monotonic() + GATHER_TIMEOUT
-        line = self._find_node_0(deadline)
+        """Another node: find node 0's launcher."""
+        size, patience = self.sizes[0], GATHER_TIMEOUT
+        line, self.sizes, news = call(self._options, size, self._token, patience, self._pause)
         self._opened, self._lines = [line], {0: line}
-        line.send(
-            {"node": self._me, "size": self.sizes[0], "nnodes": options.nnodes, "max-restarts": options.max_restarts}
-        )
-        while not (answers := line.messages()):
-            if line.cut or time.monotonic() > deadline + GATHER_TIMEOUT:
-                self._refuse(f"the launcher of node 0 {'hung up' if line.cut else 'was silent'}; {_SAME_TOKEN}")
-            self._pause([line])
-        if not is_answer(answers[0], options.nnodes):
-            self._refuse(f"something that is no launcher answers there; {_SAME_TOKEN}")
-        self._refuse(answers[0]["fault"])
-        self.sizes = answers[0]["sizes"]
-        for message in answers[1:]:
-            if is_news(message, options.nnodes):
-                self._take(message)
-
-    def _find_node_0(self, deadline: float) -> Connection:
-        place = (self._options.master_addr.strip("[]"), self._options.master_port or 0)
-        while True:
-            try:
-                return called(place, self._token, _SUBJECT)
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    self._refuse(f"node 0's launcher did not answer within {GATHER_TIMEOUT:g} s ({error})")
-            self._pause([])
-
-    def _refuse(self, fault: str) -> None:
-        if fault:
-            options = self._options
-            raise ConfigError(
-                f"launch: node {self._me} of {options.nnodes} at {options.master_addr}:{options.master_port}: {fault}. Start "
-                "one launcher per machine, all with the same --nnodes, --master-addr and --master-port, --node-rank from 0"
-            )
+        for message in news:
+            if is_news(message, self._options.nnodes):
+                self._heard.take(message)

@@ -36,6 +36,10 @@ class Spares:
         return self
 
     def __exit__(self, *exception):
+        self.dismiss()
+
+    def dismiss(self) -> None:
+        """End those that stand by, and start no more until asked again."""
         self.hold()
         for process in self._waiting.values():
             process.stdin.close()  # pyright: ignore[reportOptionalMemberAccess]

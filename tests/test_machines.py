@@ -1,0 +1,264 @@
+"""Machines that come and go, without processes: who makes up the next world, what launchers say, the batch on fewer of them."""
+
+import contextlib
+import os
+import random
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from test_launcher_nodes import Silence
+from workers.launch import free_port
+
+from axonml_jax.checkpoint.memory.generation import Generation
+from axonml_jax.launch.config import stretches
+from axonml_jax.launch.config.machines import Machines, for_world, machines_of
+from axonml_jax.launch.config.read_config import read_config
+from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.processes.host_memory import HostMemory
+from axonml_jax.launch.processes.launch_options import read_options
+from axonml_jax.launch.processes.machines import nodes
+from axonml_jax.launch.processes.machines.membership import regrouped
+from axonml_jax.launch.processes.machines.nodes import Nodes
+from axonml_jax.launch.processes.machines.start import Over, Start
+from axonml_jax.launch.processes.worker import Failure
+
+QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
+LIMIT = 20
+
+
+def test_whoever_stays_in_a_world_keeps_its_place_within_its_group():
+    draw = random.Random(0)
+    for _ in range(500):
+        unit = draw.randint(1, 3)
+        before = regrouped((), {0, *draw.sample(range(1, 9), draw.randint(unit - 1, 8))}, unit)
+        present = {0, *draw.sample(range(1, 9), draw.randint(unit - 1, 8))}
+        after = regrouped(before, present, unit)
+        assert after[0] == 0 and len(after) == len(present) // unit * unit and max(Counter(after).values()) == 1
+        places = [
+            node for place, node in enumerate(after) if node in before and before.index(node) % unit == place % unit
+        ]
+        groups = len(after) // unit
+        kept = [min(groups, sum(node in present for node in before[place::unit])) for place in range(unit)]
+        assert len(places) >= sum(kept)  # no part of the state is lost that somebody has
+
+
+KEPT = ("--checkpoint.memory_every=1", "--checkpoint.every=null")
+BATCHES = {
+    "all are there": (Machines(1, 3), 3, 3, [], 24, 1),
+    "two of three": (Machines(1, 3), 2, 2, [], 24, 2),
+    "one of three, of four devices": (Machines(1, 3), 1, 4, ["--train.global_batch_size=48"], 48, 3),
+    "microbatches that divide": (Machines(2, 3), 2, 2, ["--plan.accumulate=2"], 24, 3),
+    "fewer rows": (Machines(1, 3), 2, 2, ["--train.on_shrink=shrink_batch"], 16, 1),
+    "a number that divides no row": (Machines(1, 4), 3, 3, ["--train.on_shrink=shrink_batch"], 18, 1),
+    "replicas of two machines": (Machines(2, 6, 2), 4, 4, ["--mesh.fsdp=2"], 24, 2),
+    "tensor parallel": (Machines(1, 2), 1, 4, ["--mesh.tensor=2", "--model.num_heads=2"], 24, 2),
+    "from the disk": (Machines(1, 2), 1, 2, ["--mesh.data=1", "--mesh.fsdp=-1", "--checkpoint.every=5"], 24, 2),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_the_batch_is_that_of_all_machines_or_shrinks_with_them(case):
+    machines, now, devices, flags, size, accumulate = BATCHES[case]
+    made = read_config("train", [QUICKSTART, "--devices.simulated=null", *KEPT, "--train.global_batch_size=24", *flags])
+    here = for_world(made, machines, now, devices)
+    assert (here.train.global_batch_size, here.plan.accumulate) == (size, accumulate)
+    assert for_world(made, machines, machines.largest, devices // now * machines.largest) == made
+
+
+UNFIT = {
+    "a fixed mesh": (["--mesh.data=3"], r"fixed number of devices: give one degree as -1"),
+    "nothing kept": (["--checkpoint.memory_every=null"], r"nothing is kept .*memory_every, or checkpoint.every"),
+    "other parts": (
+        ["--mesh.data=1", "--mesh.fsdp=-1"],
+        r"mesh.fsdp=-1: .* set checkpoint.every, .* give mesh.data=-1",
+    ),
+    "own parameters": (["--plan.sync_strategy=no_sync"], r"no_sync every replica has parameters of its own"),
+    "local rounds": (["--plan.diloco.every=5"], r"plan.diloco.every every replica has parameters of its own"),
+    "a replica of two machines": (["--mesh.fsdp=2"], r"2 devices belong together .* give --node-unit 2"),
+    "a batch": (
+        ["--train.global_batch_size=16"],
+        r"=16 does not divide into 3 parts on 3 machines: give a multiple of 6, or",
+    ),
+    "a batch that would shrink": (
+        ["--train.global_batch_size=16", "--train.on_shrink=shrink_batch"],
+        r"=16 does not divide into 3 parts on 3 machines: give a multiple of 3$",
+    ),
+    "microbatches": (["--plan.accumulate=3"], r"plan.accumulate=3 does not divide the 8 row"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_cannot_go_on_with_fewer_machines_is_refused_at_once(case):
+    flags, words = UNFIT[case]
+    made = read_config("train", [QUICKSTART, "--devices.simulated=null", *KEPT, "--train.global_batch_size=24", *flags])
+    with pytest.raises(ConfigError, match=words):
+        for_world(made, Machines(1, 3), 3, 3)
+
+
+def test_a_process_knows_how_many_machines_there_may_be():
+    assert machines_of({}) is None
+    assert machines_of({"AXONML_JAX_MACHINES": "1:4:1", "GROUP_WORLD_SIZE": "3"}) == (Machines(1, 4), 3)
+
+
+def test_examples_are_counted_by_the_batches_that_drew_them(tmp_path):
+    sizes = {0: 24, 4: 16, 6: 24}
+    for start, size in sizes.items():
+        made = read_config("train", [QUICKSTART, f"--train.global_batch_size={size}"])
+        stretches.begin(tmp_path, made, start)
+    assert [stretches.examples_until(tmp_path, step) for step in (0, 3, 4, 6, 8)] == [0, 72, 96, 128, 176]
+    assert stretches.examples_until(tmp_path / "..", 3) is None
+
+
+class Launchers:
+    """Launchers of a job as threads would have them: every one is polled by hand."""
+
+    def __init__(self, stack, *flags):
+        self._stack, self._flags, self.port = stack, flags, free_port()
+
+    def come(self, *ranks, to=()):
+        """Several launchers, let in by those that are there."""
+        made = {}
+
+        def enter(rank):
+            given = [*self._flags, f"--node-rank={rank}", f"--rdzv-endpoint=127.0.0.1:{self.port}", __file__]
+            silence = self._stack.enter_context(contextlib.closing(Silence()))
+            made[rank] = Nodes(read_options(given, {}), 2, silence).__enter__()
+
+        threads = [threading.Thread(target=enter, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + LIMIT
+        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            for each in to:
+                each.poll(False)
+        for each in made.values():
+            self._stack.callback(each.__exit__)
+        return [made[rank] for rank in ranks]
+
+
+def starts(number, *launchers):
+    """What every launcher hears of the next attempt: a Start, or why there is none."""
+    found = {}
+
+    def start(each):
+        try:
+            found[each] = each.start(number, 30000 + number)
+        except Over as over:
+            found[each] = over.status
+
+    threads = [threading.Thread(target=start, args=(each,)) for each in launchers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    return [found.get(each) for each in launchers]
+
+
+def until(check):
+    deadline = time.monotonic() + LIMIT
+    while not check() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert check()
+
+
+@pytest.fixture
+def job():
+    with contextlib.ExitStack() as stack:
+        yield lambda *flags: Launchers(stack, *flags)
+
+
+def test_a_lost_machine_leaves_the_job_and_another_one_joins(job):
+    made = job("--nnodes=1:3", "--last-call=60")
+    head, one, two = made.come(0, 1, 2)
+    assert starts(0, head, one, two) == [Start(0, 30000, (0, 1, 2), (2, 2, 2))] * 3
+    assert not head.poll(False) and not head.changed
+    one.__exit__()  # as if it were killed
+    until(lambda: head.poll(False) and two.poll(False))
+    assert head.changed and two.changed and not head.gently
+    both = [threading.Thread(target=each.verdict, args=(None,)) for each in (head, two)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(LIMIT)
+    assert starts(1, head, two) == [Start(1, 30001, (0, 2), (2, 2))] * 2
+    [again] = made.come(1, to=(head, two))
+    until(lambda: head.poll(False) and two.poll(False))
+    assert head.gently and two.gently and head.changed and two.changed
+    assert starts(2, head, two, again) == [Start(2, 30002, (0, 2, 1), (2, 2, 2))] * 3
+    assert not head.poll(False) and not head.lost
+
+
+def test_groups_wait_until_they_are_filled_and_hear_when_the_job_is_over(job):
+    made = job("--nnodes=2:4", "--node-unit=2", "--last-call=0.2")
+    head, one, two = made.come(0, 1, 2)
+    found = starts(0, head, one)
+    assert found == [Start(0, 30000, (0, 1), (2, 2))] * 2
+    waits = threading.Thread(target=lambda: found.append(starts(0, two)[0]))
+    waits.start()
+    time.sleep(0.3)
+    assert waits.is_alive() and not head.poll(False)  # no group can be filled
+    head.over(3)
+    waits.join(LIMIT)
+    assert found[-1] == 3
+
+
+def test_too_few_machines_wait_for_others_and_give_up(job, monkeypatch):
+    made = job("--nnodes=2:3", "--last-call=0.1")
+    head, one = made.come(0, 1)
+    assert starts(0, head, one) == [Start(0, 30000, (0, 1), (2, 2))] * 2
+    one.leave("asked to")
+    until(lambda: head.poll(False))
+    monkeypatch.setattr(nodes, "GATHER_TIMEOUT", 0.3)
+    assert starts(1, head) == [1]
+    assert "1 machine(s) are there, and --nnodes asks for 2: no other came within 0.3 s" in head.lost
+
+
+def test_machines_that_come_are_checked_and_a_wrong_one_harms_nobody(job):
+    made = job("--nnodes=1:2", "--last-call=0")
+    [head] = made.come(0)
+    assert starts(0, head) == [Start(0, 30000, (0,), (2,))]
+    silence, refusals = Silence(), []
+
+    def call(*flags):
+        options = read_options([*flags, "--node-rank=1", f"--rdzv-endpoint=127.0.0.1:{made.port}", __file__], {})
+        with pytest.raises(ConfigError) as error:
+            Nodes(options, 3, silence).__enter__()
+        refusals.append(str(error.value))
+
+    for flags in (["--nnodes=1:2"], ["--nnodes=2"]):
+        calling = threading.Thread(target=call, args=flags)
+        calling.start()
+        while calling.is_alive():
+            assert not head.poll(False)
+    silence.close()
+    assert "--nproc-per-node is 3 on node 1 and 2 on node 0" in refusals[0]
+    assert "--nnodes is 2 on node 1 and 1:2 on node 0" in refusals[1] and not head.changed
+
+
+def test_only_a_launcher_that_leaves_asks_the_others_to_end_gently(job):
+    head, one = job("--nnodes=1:2", "--last-call=60").come(0, 1)
+    starts(0, head, one)
+    one.stopping()
+    until(lambda: head.poll(False) and head.gently and one.poll(False) and one.gently)
+    one.leave("stopped by SIGTERM")
+    failure = Failure(0, "here", 1, 143, 1.0, ())
+    assert head.verdict(failure) == failure and head.changed
+    assert starts(1, head) == [Start(1, 30001, (0,), (2,))]
+
+
+def test_memory_goes_with_a_worker_into_the_next_world():
+    with HostMemory([1, 1], 0) as memory:
+        first = memory.of(0)
+        os.pwrite(first.own[0], b"mine", 0)
+        os.pwrite(first.others[1][0], b"another's", 0)
+        assert not memory.arrange([1], 0) and memory.of(0).own == first.own
+        assert memory.of(0).others == {-1: first.others[1]}  # nobody's any more, and still read
+        assert not memory.arrange([1, 1, 1], 1) and memory.of(0).others == {0: first.others[1]}
+        assert memory.arrange([3, 1], 1) and len(memory.of(0).others) == 3  # more files than before
+        assert os.pread(first.own[0], 4, 0) == b"mine"
+        memory.arrange([1, 1], 0, keep=False)
+        assert Generation(first.own[0]).size() == Generation(first.others[1][0]).size() == 0
