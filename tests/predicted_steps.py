@@ -23,7 +23,7 @@ GEMMA = {
     "tie_embeddings": True, "scale_embeddings": True, "query_scalar": 7, "attention_softcap": 5.0, "logit_softcap": 3.0,
 }  # fmt: skip
 LATENT = {
-    "latent": LatentConfig(kv_rank=8, query_rank=12, plain_size=4, rotary_size=2, value_size=6, mscale=1.0),
+    "latent": LatentConfig(kv_rank=8, query_rank=12, plain_size=4, rotary_size=2, value_size=4, mscale=1.0),
     "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_length=8, attention_factor=1.0),
 }
 LENGTH = 16

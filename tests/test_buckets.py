@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import axonml_jax as ax
-from axonml_jax.collectives.gradients.bucketed import all_reduce_leaves, all_reduce_tree
+from axonml_jax.collectives.gradients.bucketed import all_reduce_leaves
 from axonml_jax.collectives.gradients.buckets import assign_buckets
 
 STRATEGIES = list(ax.GradSyncStrategy)
@@ -192,13 +192,3 @@ def test_a_hook_that_returns_another_shape_is_refused():
         reductions(
             lambda x: all_reduce_leaves([x[0]], "data", flat=True, comm_hook=lambda a, _: a[1:]), np.zeros((4, 3))
         )
-
-
-def test_a_tree_keeps_its_structure_and_no_axes_mean_no_reduction():
-    tree = {"a": np.ones((4, 2)), "b": (None, np.ones((4, 1)))}
-    run = jax.shard_map(
-        lambda t: all_reduce_tree(t, "data"), mesh=mesh(), in_specs=PartitionSpec("data"), out_specs=PartitionSpec()
-    )
-    result = run(tree)
-    assert result["b"][0] is None and result["a"].tolist() == [[4, 4]]
-    assert all_reduce_tree(tree, ())["a"] is tree["a"]

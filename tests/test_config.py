@@ -230,6 +230,10 @@ def test_sections_that_contradict_each_other_are_refused(write):
 SHARDING = {
     "a strategy without an axis": ({"plan": {"sharding_strategy": "full_shard"}}, "no effect while mesh.fsdp=1"),
     "prefetch without an axis": ({"plan": {"prefetch": 1}}, "plan.prefetch=1 has no effect while mesh.fsdp=1"),
+    "packed gradients without an axis": (
+        {"plan": {"reduce": "int8"}},
+        "plan.reduce=int8 has no effect while mesh.fsdp=1",
+    ),
     "prefetch without units": (
         {"mesh": {"fsdp": 2}, "plan": {"sharding_strategy": "shard_grad_op", "prefetch": 1}},
         "prefetch=1 acts with stage=3; with 2 all is gathered",

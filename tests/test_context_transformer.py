@@ -126,6 +126,7 @@ def test_it_trains_as_on_one_device(plan):
         ({"context": 4}, LLAMA),
         ({"context": 2, "tensor": 2}, LLAMA | {"sequence_parallel": True}),
         ({"fsdp": 1, "context": 2}, GPT2),
+        ({"context": 2}, LATENT),
     ],
 )
 def test_masks_of_dropout_are_those_of_one_device(degrees, options):

@@ -38,7 +38,7 @@ def plan(**options):
 
 REFUSED = {
     "every=0 must be a positive whole number": lambda: ax.DiLoCo(every=0),
-    "lr=0 must|lr=0, the outer learning rate": lambda: ax.DiLoCo(every=1, lr=0),
+    "lr=0, the outer learning rate": lambda: ax.DiLoCo(every=1, lr=0),
     "momentum=1 must be a number of at least 0 and below 1": lambda: ax.DiLoCo(every=1, momentum=1),
     "wire='fp8' must be None, 'bf16' or 'int8'": lambda: ax.DiLoCo(every=1, wire="fp8"),
     "DiLoCo: a pipeline's stages rest in buffers": lambda: plan(pipe=ax.Pipelined(num_microbatches=2)),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_a_few_hundred_changed_documents_end_in_a_named_error_or_are_read():
         command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=300
     )
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
-    assert "| all | 5" in run.stdout
+    assert re.search(r"\| all \| 5\d\d \|", run.stdout)
 
 
 LAUGHS = "a: &a [x, x, x, x]\n" + "".join(

@@ -2,13 +2,17 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import axonml_jax as ax
 from axonml_jax.__main__ import main
+from axonml_jax.launch.commands.plan_command import config_text
 from axonml_jax.launch.config.memory_size import memory_size
 from axonml_jax.launch.config.read_config import read_config
+from axonml_jax.models.presets import PRESETS, preset
 
 PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 TINY = """
@@ -47,6 +51,22 @@ def test_a_plan_is_written_as_a_configuration_that_trains_it(axes, tiny, tmp_pat
     }
     assert config.model.split == ("grid" if "row" in axes else "tensor")
     assert config.train.global_batch_size == 16 and config.devices.simulated == int(devices)
+
+
+def test_every_preset_is_written_so_that_it_is_read_again_as_it_is(tmp_path):
+    asked = {"num_devices": 8, "hardware": "v5e", "global_batch": 8, "length": 128, "axes": ("data", "fsdp")}
+    answer = ax.plan(preset("gpt2-small"), **asked)
+    for name in PRESETS:
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(config_text(replace(answer, asked=replace(answer.asked, model=preset(name)))), "utf-8")
+        assert read_config("train", [str(file)]).model == preset(name), name
+
+
+def test_outer_steps_are_not_searched_as_if_they_were_none(tmp_path, capsys):
+    subject = tmp_path / "outer.yaml"
+    subject.write_text(TINY.replace("remat: full", "diloco: {every: 10}"), "utf-8")
+    assert main(["plan", str(subject), "--devices", "8"]) == 2
+    assert "plan.diloco.every=10: the search prices no outer steps" in capsys.readouterr().err
 
 
 def test_a_plan_that_splits_sequences_is_written_with_its_method(tmp_path, capsys):

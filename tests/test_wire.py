@@ -47,13 +47,23 @@ def test_an_outlier_costs_its_block_alone_and_what_is_not_finite_shows():
     assert round_trip(jnp.zeros((2, BLOCK)), "int8").tobytes() == bytes(8 * 2 * BLOCK)
 
 
+SMALL = TransformerConfig(vocab_size=16, num_layers=2, hidden_size=16, num_heads=2, max_length=8)
+
+
+def loss_of(model, batch):
+    return ax.WeightedMean(*model.loss(**batch))
+
+
+def lowered(**options):
+    """The text of a step of FSDP over four devices."""
+    model = ax.FSDP(Transformer(SMALL, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), **options)
+    tokens = np.zeros((4, 8), np.int32)
+    return model.trainer(optax.sgd(0.1), loss_of).trace({"tokens": tokens, "targets": tokens}).lower().as_text()
+
+
 @pytest.mark.parametrize(("wire", "sent"), [("int8", "i8"), ("fp8", "ui8")])
 def test_matrices_travel_as_bytes_and_gradients_as_they_are(wire, sent):
-    config = TransformerConfig(vocab_size=16, num_layers=2, hidden_size=16, num_heads=2, max_length=8)
-    model = ax.FSDP(Transformer(config, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), gather=wire)
-    trainer = model.trainer(optax.sgd(0.1), lambda model, batch: ax.WeightedMean(*model.loss(**batch)))
-    tokens = np.zeros((4, 8), np.int32)
-    text = trainer.trace({"tokens": tokens, "targets": tokens}).lower().as_text()
+    text = lowered(gather=wire)
     gathered = re.findall(r"all_gather\"?\(.*?-> tensor<([^>]*)>", text)
     kinds = {tuple(each.split("x")) for each in gathered}
     assert any(kind[-1] == sent for kind in kinds)
@@ -64,16 +74,17 @@ def test_matrices_travel_as_bytes_and_gradients_as_they_are(wire, sent):
 
 @pytest.mark.parametrize(("wire", "sent"), [("int8", "i8"), ("bf16", "bf16")])
 def test_gradients_travel_in_few_bits_to_the_rank_that_sums_them(wire, sent):
-    config = TransformerConfig(vocab_size=16, num_layers=2, hidden_size=16, num_heads=2, max_length=8)
-    model = ax.FSDP(Transformer(config, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), reduce=wire)
-    trainer = model.trainer(optax.sgd(0.1), lambda model, batch: ax.WeightedMean(*model.loss(**batch)))
-    tokens = np.zeros((4, 8), np.int32)
-    text = trainer.trace({"tokens": tokens, "targets": tokens}).lower().as_text()
+    text = lowered(reduce=wire)
     swapped = re.findall(r"all_to_all\"?\(.*?-> tensor<([^>]*)>", text)
     assert {each.split("x")[-1] for each in swapped} == ({sent, "f32"} if wire == "int8" else {sent})
     reduced = re.findall(r"reduce_scatter.*?-> tensor<([^>]*)>", text, re.DOTALL)
     assert len(reduced) == 0 if wire == "bf16" else all(each.count("x") == 1 for each in reduced)  # biases and norms
     assert f", reduced as {wire}" in ax.Shard(reduce_wire=wire).in_words("fsdp")
+
+
+def test_gradients_that_are_reduced_in_bf16_are_summed_in_float32_too():
+    text = lowered(precision="bf16-reduce", reduce="bf16")
+    assert "all_to_all" in text and "reduce_scatter" not in text
 
 
 def test_what_a_bf16_models_gradients_lose_on_their_way_as_bf16_is_nothing():
@@ -83,8 +94,7 @@ def test_what_a_bf16_models_gradients_lose_on_their_way_as_bf16_is_nothing():
     found = []
     for reduce in (None, "bf16"):
         model = ax.FSDP(Transformer(config, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), precision="bf16", reduce=reduce)
-        loss = lambda model, batch: ax.WeightedMean(*model.loss(**batch))
-        found.append(model.value_and_grad(loss)({"tokens": tokens, "targets": tokens})[1])
+        found.append(model.value_and_grad(loss_of)({"tokens": tokens, "targets": tokens})[1])
     for plain, packed_ in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(packed_, plain, rtol=0, atol=1e-6 * float(np.abs(plain).max()))
 
@@ -103,11 +113,11 @@ STACK = TransformerConfig(vocab_size=16, num_layers=4, hidden_size=16, num_heads
 @pytest.mark.parametrize(("stage", "layers"), [(2, 4), (2, 3), (3, 4)])
 def test_training_and_evaluation_of_a_stack_read_the_same_weights_however_many_microbatches(stage, layers):
     found = set()
-    for scan, accumulate in [(True, 1), (True, 2)]:
-        config = replace(STACK, num_layers=layers, scan_layers=scan)
+    for accumulate in (1, 2):
+        config = replace(STACK, num_layers=layers)
         plan = ax.Plan(fsdp=ax.Shard(stage=stage, wire="int8"), accumulate=accumulate)
         model = ax.parallelize(Transformer(config, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), plan)
-        trainer = model.trainer(optax.sgd(0.0), lambda model, batch: ax.WeightedMean(*model.loss(**batch)))
+        trainer = model.trainer(optax.sgd(0.0), loss_of)
         tokens = np.arange(64, dtype=np.int32).reshape(8, 8) * 7 % 16
         batch = {"tokens": tokens, "targets": tokens}
         found |= {round(float(each["loss"]), 5) for each in (trainer.evaluate(batch), trainer.step(batch))}

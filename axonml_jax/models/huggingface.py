@@ -1,5 +1,6 @@
 """Weights and configurations of Hugging Face's models (`families/`), to and from `Transformer`. Nothing is downloaded."""
 
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -203,10 +204,15 @@ def _checked(
     return every
 
 
+@functools.lru_cache(maxsize=1)
+def _abstract(config: TransformerConfig) -> Transformer:
+    """A model of that configuration, without values: tracing a deep one takes long."""
+    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+
+
 def _shapes(config: TransformerConfig, every: Mapping[str, ArraySource]) -> dict[str, tuple[int, ...]]:
     """Of the arrays that files hold: those of a model, but for what is no weight and has no source."""
-    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    leaves, others = named_leaves(nnx.to_pure_dict(nnx.state(model))), _others(config) - every.keys()
+    leaves, others = named_leaves(nnx.to_pure_dict(nnx.state(_abstract(config)))), _others(config) - every.keys()
     return {name: tuple(leaf.shape) for name, leaf in leaves.items() if name not in others}
 
 
@@ -230,14 +236,12 @@ def _listed(lines: list[str]) -> str:
 
 def _others(config: TransformerConfig) -> set[str]:
     """Arrays of a model that are no weights: routers' biases and counts, random streams."""
-    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    return {*named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param))))}
+    return {*named_leaves(nnx.to_pure_dict(nnx.state(_abstract(config), nnx.Not(nnx.Param))))}
 
 
 def _uncounted(config: TransformerConfig, values: Values) -> Values:
     """What routers have counted since the last update, of which files say nothing: no token."""
-    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    kept = named_leaves(nnx.to_pure_dict(nnx.state(model, RouterState)))
+    kept = named_leaves(nnx.to_pure_dict(nnx.state(_abstract(config), RouterState)))
     return {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in kept.items() if name not in values}
 
 

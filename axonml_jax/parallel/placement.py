@@ -134,11 +134,6 @@ class Placement:
         return tuple(axis for axis in self.batch_axes if axis not in self.own_axes)
 
     @property
-    def joined_degree(self) -> int:
-        """The number of batch shards of one model."""
-        return self.ranks(self.joined_axes)
-
-    @property
     def joined_rows(self) -> int:
         """Into how many parts the rows of one model are split."""
         return self.ranks(axis for axis in self.joined_axes if axis not in self.position_axes)

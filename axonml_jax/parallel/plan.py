@@ -33,7 +33,8 @@ from axonml_jax.synonyms import is_choice
 class Plan:
     """How a model is spread over a mesh and stepped.
 
-    A plan changes where work happens, never what is computed, but where replicas train by themselves (NO_SYNC, `ax.DiLoCo`).
+    A plan changes where work happens, not what is computed, but for what rounds (`precision`, `comm_dtype`, `ax.Shard(wire=,
+    reduce_wire=)`) and where replicas train by themselves (NO_SYNC, `ax.DiLoCo`).
 
     Attributes:
       mesh: degrees of the mesh; None when a mesh is given beside the plan.

@@ -116,11 +116,6 @@ def is_layout(x: Any) -> bool:
     return isinstance(x, Layout)
 
 
-def whole_layouts(tree: PyTree) -> PyTree:
-    """A layout for every leaf of `tree`, whole on every device."""
-    return jax.tree.map(Layout.whole, tree)
-
-
 def specs(layouts: PyTree) -> PyTree:
     """The PartitionSpec of every layout."""
     return jax.tree.map(lambda layout: layout.spec, layouts, is_leaf=is_layout)

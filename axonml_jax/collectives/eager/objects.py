@@ -27,8 +27,8 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
         `AXONML_JAX_NO_PICKLE=1` in all processes.
 
     Raises:
-      ValueError: inside `shard_map`, when an object takes 2 GiB or more, or, in all ranks, when that of one can only be pickled
-        and that is forbidden.
+      ValueError: inside `shard_map`; or, in all ranks, when the object of one cannot be sent: nothing can pickle it, it takes
+        2 GiB or more, or it can only be pickled and that is forbidden.
 
     Communicates: one all-gather of the sizes, one of n times the largest object (rounded up to a power of two).
     """
@@ -70,20 +70,23 @@ def _refuse_traced(name: str, group: Group):
 
 
 def _encoded(name: str, obj: Any) -> tuple[np.ndarray, str]:
-    """The object's bytes; none, and why, where it may not be sent: the others, who wait for it, must hear of that."""
+    """The object's bytes; none, and why, where it cannot be sent: the others, who wait for it, must hear of that."""
+    nothing = np.zeros(0, np.uint8)
     try:
         data = np.frombuffer(encoded(obj), np.uint8)
     except OnlyPickled as error:
-        return np.zeros(0, np.uint8), f" ({error})"
+        return nothing, f"only a pickle could carry it ({error}), and {_REMEDY}"
+    except Exception as error:  # what pickling raises is the object's own choice
+        return nothing, f"{type(error).__name__}: {error}"
     if data.size > _MAX_BYTES:
-        raise ValueError(f"{name}: the object takes {data.size} bytes, at most {_MAX_BYTES} can be sent: split it")
+        return nothing, f"it takes {data.size} bytes, at most {_MAX_BYTES} can be sent: split it"
     return data, ""
 
 
 def _refuse_empty(name: str, ranks: list[int], why: str) -> None:
     if ranks:
         raise ValueError(
-            f"{name}: only a pickle could carry what position(s) {ranks} of the group give{why}, and {_REMEDY}"
+            f"{name}: what position(s) {ranks} of the group give cannot be sent: {why or 'there it is said why'}"
         )
 
 

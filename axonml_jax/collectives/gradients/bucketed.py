@@ -167,12 +167,6 @@ def parts_along(leaf: jax.Array, dim: int, count: int) -> jax.Array:
     return jnp.moveaxis(leaf.reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]), dim, 0)
 
 
-def all_reduce_tree(tree, axes: AxisNames):
-    """Sum every leaf of `tree` over `axes`, without a flat copy and without gradient rule; None leaves stay None."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(all_reduce_leaves(leaves, axes, flat=False))
-
-
 def _to_wire(leaf, comm_dtype):
     leaf = jnp.asarray(leaf)
     if comm_dtype is None or not jnp.issubdtype(leaf.dtype, jnp.floating):

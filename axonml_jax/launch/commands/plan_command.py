@@ -139,6 +139,11 @@ def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerC
         )
     config = read_config("plan", [chosen.model], imports=chosen.allow_imports)
     model = config.transformer_for("plan")
+    if config.plan.diloco.every is not None and not chosen.as_written:
+        raise ConfigError(
+            f"{chosen.model}: plan.diloco.every={config.plan.diloco.every}: the search prices no outer steps: price the file's "
+            "own plan with --as-written, or leave plan.diloco out"
+        )
     config.require_whole("plan")
     sizes = {
         "global_batch": chosen.batch or config.train.global_batch_size,
@@ -185,11 +190,13 @@ def config_text(answer: Answer, base: RunConfig | None = None, arguments: Sequen
     length = answer.asked.length
     if base is None:
         base = RunConfig(name="planned", model=replace(model, max_length=max(model.max_length, length)))
+    nested = (each.name for each in fields(model) if "section" in each.metadata)
+    sections: dict[str, Any] = {name: getattr(model, name) or getattr(base, name) for name in nested}
     config = replace(
         base,
         devices=replace(base.devices, simulated=base.devices.simulated and answer.asked.num_devices),
         model=model,
-        experts=model.experts or base.experts,
+        **sections,
         mesh=MeshConfig(**{axis: found.mesh.get(axis, 1) for axis in AXES}),
         plan=_plan_config(base.plan, found, answer.asked.precision),
         context=ContextConfig(method=found.method, shard=found.shared) if found.method else ContextConfig(),

@@ -36,7 +36,8 @@ def against_mesh(
     if over_context and mesh.context > 1 and plan.sharding_strategy == "no_shard":
         yield "context.shard=true shards as plan.sharding_strategy says, which is no_shard: use another, or context.shard=false"
     if mesh.fsdp == 1 and not (over_context and mesh.context != 1):
-        unused = {"sharding_strategy": plan.sharding_strategy, "prefetch": plan.prefetch, "gather": plan.gather}
+        unused = {"sharding_strategy": plan.sharding_strategy, "prefetch": plan.prefetch}
+        unused |= {"gather": plan.gather, "reduce": plan.reduce}
         for name, value in unused.items():
             if value:
                 yield f"plan.{name}={value} has no effect while mesh.fsdp=1 splits nothing: set mesh.fsdp"

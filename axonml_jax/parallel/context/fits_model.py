@@ -10,6 +10,7 @@ from flax import linen, nnx
 from axonml_jax.model.functional import Functional
 from axonml_jax.parallel.context.context_split import current_split
 from axonml_jax.parallel.tensor.dropout import ParallelDropout
+from axonml_jax.parallel.tensor.latent.latent_attention import LatentAttention
 from axonml_jax.parallel.tensor.megatron.attention import TensorParallelAttention
 
 DECLARED = "splits_positions"
@@ -38,7 +39,7 @@ def _plain_dropouts(module: nnx.Module | None) -> Iterator[tuple[str, float]]:
     for path, each in modules.items():
         if not isinstance(each, nnx.Dropout) or not each.rate or getattr(type(each), DECLARED, False):
             continue
-        of_weights = isinstance(modules.get(path[:-1]), TensorParallelAttention)
+        of_weights = isinstance(modules.get(path[:-1]), (TensorParallelAttention, LatentAttention))
         if not (isinstance(each, ParallelDropout) and (each.holds_positions or of_weights)):
             yield "/".join(map(str, path)), each.rate
 

@@ -26,13 +26,15 @@ def sums_packed(wire: ReduceWire | None, layout: Layout, dtype: Any) -> bool:
     """Whether parts of a gradient are packed.
 
     Args:
-      wire: as "bf16" all travel that are wider; as "int8" those that `travels_packed` names. None: none are.
+      wire: as "bf16" all travel that are wider, or bf16 themselves: those are summed in float32 then, not by a collective in
+        bf16; as "int8" those that `travels_packed` names. None: none are.
       layout: the leaf's.
       dtype: in which gradients are reduced.
     """
     if wire == "int8":
         return travels_packed(layout, dtype)
-    return wire == "bf16" and bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize > 2
+    wider = bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize > 2
+    return wire == "bf16" and (wider or jnp.dtype(dtype) == jnp.bfloat16)
 
 
 def sum_transfers(wire: ReduceWire, elements: Any, ranks: int, padding: Any) -> tuple[Transfer, ...]:

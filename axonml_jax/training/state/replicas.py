@@ -77,7 +77,12 @@ class CompareReplicas:
 
 
 def _held_more_than_once(state: TrainState) -> dict[str, jax.Array]:
-    trees = {"params": state.params, "optimizer": state.opt_state}
+    trees = {
+        "params": state.params,
+        "optimizer": state.opt_state,
+        "rounds": state.rounds,
+        "strategies": state.strategies,
+    }
     named = {f"{tree}/{name}": leaf for tree in trees for name, leaf in named_leaves(trees[tree]).items()}
     return {
         name: leaf for name, leaf in named.items() if isinstance(leaf, jax.Array) and leaf.size and _copies(leaf) > 1
