@@ -1,4 +1,6 @@
-"""What building a pipeline's step costs, in traces: the user's model and optimizer are each run once, however many stages."""
+"""What building a pipeline's step costs: traces of the user's model and optimizer, branches, and kernels of XLA:CPU."""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,10 @@ from flax import nnx
 from plan_models import linear, mean_loss, regression
 
 import axonml_jax as ax
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.parallel.pipeline.cutting.assign import assign
+from axonml_jax.parallel.pipeline.running.one_of import alike, one_of
+from axonml_jax.program.program import Program, read_program
 from axonml_jax.sharding.layout import Layout
 from axonml_jax.training.optimizer.sharded.mixing import Mixing
 from axonml_jax.training.optimizer.sharded.read_update import read_update
@@ -78,3 +83,73 @@ def test_a_rank_runs_what_its_leaves_need_and_nothing_else():
 def test_a_norm_behind_a_layer_is_no_table_of_positions():
     names = ("blocks/0/post_norm/w", "blocks/1/post_norm/w", "pos_embed/w", "positions/w")
     assert assign({name: np.ones((4, 4)) for name in names}, 2).stages == (0, 1, 0, 0)
+
+
+def step_of(num_blocks: int, ranks: int, microbatches: int = 2):
+    """The traced step of `Counted`."""
+    mesh = ax.make_mesh(pipe=ranks, devices=jax.devices()[:ranks])
+    pipe = ax.Pipeline(Counted(num_blocks, nnx.Rngs(0)), mesh, num_microbatches=microbatches)
+    trainer = pipe.trainer(optax.sgd(1e-2), mean_loss)
+    return trainer.train_step.trace(trainer.state, regression(4))
+
+
+def branches_in_ticks(program: Program) -> list[int]:
+    """The sizes of the conditionals in a program's loops."""
+    found = []
+    for equation in program.equations:
+        inside = equation.body if equation.op.scan is not None else None
+        found += [len(inner.branches) for inner in (inside.equations if inside else ()) if inner.branches]
+        found += [count for body in equation.bodies for count in branches_in_ticks(body)]
+    return found
+
+
+@pytest.mark.parametrize(("num_blocks", "branches"), [(4, 4), (8, 4), (5, 5)])
+def test_stages_that_run_one_program_are_one_branch(num_blocks, branches):
+    """The first stage, those between it and the last, the last, and none; of five blocks a stage between has two."""
+    assert branches_in_ticks(read_program(step_of(num_blocks, 4).jaxpr)) == [branches, branches]
+
+
+def kernels(text: str) -> int:
+    """How many fused computations of an optimized program differ."""
+    found = set()
+    for body in re.findall(r"^%fused_computation\S* \([^\n]*\{\n(.*?)^\}", text, re.M | re.S):
+        names: dict[str, str] = {}
+        plain = re.sub(r", metadata=\{[^}]*\}", "", body)
+        found.add(re.sub(r"%[\w.\-]+", lambda match, names=names: names.setdefault(match[0], f"%{len(names)}"), plain))
+    return len(found)
+
+
+def test_more_blocks_of_one_kind_need_no_more_kernels():
+    few, many = (kernels(step_of(num_blocks, 2).lower().compile().as_text()) for num_blocks in (6, 12))
+    assert many <= few + 2, (few, many)
+
+
+def test_one_of_several_functions_is_run_and_those_of_one_program_are_compiled_once():
+    x, y = jnp.arange(3.0), jnp.ones(3)
+    functions = [lambda: x + 1, lambda: x * 2, lambda: x + 1, lambda: y + 1, lambda: x + 2]
+    run = jax.jit(lambda i: one_of(i, functions, "aaaaa"))
+    for i, function in enumerate(functions):
+        np.testing.assert_array_equal(run(i), function())
+    (equation,) = [
+        each
+        for each in read_program(trace(lambda i: one_of(i, functions, "aaaaa"), 0).jaxpr).equations
+        if each.branches
+    ]
+    assert len(equation.branches) == 4
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (lambda x: jax.lax.fori_loop(0, 3, lambda i, h: jnp.sin(h) * 2, x), True),
+        (lambda x: jax.lax.fori_loop(0, 3, lambda i, h: jnp.cos(h) * 2, x), False),
+        (lambda x: jax.lax.fori_loop(0, 3, lambda i, h: jnp.sin(h) * 3, x), False),
+        (lambda x: jax.lax.fori_loop(0, 4, lambda i, h: jnp.sin(h) * 2, x), False),
+        (lambda x: jax.lax.fori_loop(0, 3, lambda i, h: jnp.sin(h) * 2, x[::-1]), False),
+        (lambda x: jax.lax.fori_loop(0, 3, lambda i, h: jnp.sin(h) * np.array([2.0, 2.0, 2.0]), x), False),
+    ],
+)
+def test_programs_are_alike_when_they_compute_the_same_of_the_same(other, same):
+    one = lambda x: jax.lax.fori_loop(0, 3, lambda i, h: jnp.sin(h) * 2, x)
+    programs = [read_program(trace(fun, jnp.ones(3)).jaxpr) for fun in (one, other)]
+    assert alike(*programs) is same

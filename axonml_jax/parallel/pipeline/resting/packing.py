@@ -47,12 +47,14 @@ class Slot(NamedTuple):
       offset: at which element it begins.
       shape: of the array; of a key array's data.
       key_impl: which random generator's keys these are; None: they are no keys.
+      place: the offset as a value of the running program, by which the array is read and written; None: a constant.
     """
 
     group: BufferGroup
     offset: int
     shape: tuple[int, ...]
     key_impl: Any = None
+    place: Any = None
 
     @property
     def size(self) -> int:
@@ -93,6 +95,10 @@ class Packing:
         """Where the last array of each group ends."""
         return largest({slot.group: slot.offset + slot.size} for slot in self.slots)
 
+    def at(self, places: Mapping[int, Any]) -> "Packing":
+        """The same, with offsets as values of the running program where `places` has them."""
+        return Packing(tuple(slot._replace(place=places.get(slot.offset)) for slot in self.slots))
+
     def pack(self, arrays: Sequence[Any], sizes: Sizes) -> Buffers:
         """Buffers of these sizes with the arrays in their places and zeros elsewhere."""
         pieces: dict[BufferGroup, list[Any]] = {group: [] for group in sizes}
@@ -130,33 +136,42 @@ class Packing:
             for (slot, _), value in zip(own, values, strict=True):
                 flat = vary_like(jnp.ravel(value), buffers[group])
                 at = _place(slot, row)
-                buffers[group] = jax.lax.dynamic_update_slice(buffers[group], flat[None], at)
+                buffers[group] = jax.lax.dynamic_update_slice(
+                    buffers[group], flat[None], at, allow_negative_indices=False
+                )
         return buffers
 
     def _changed(self, buffers: Buffers, arrays: Sequence[Any], change) -> Buffers:
         buffers = dict(buffers)
         for slot, array in zip(self.slots, arrays, strict=True):
-            buffer, offset = buffers[slot.group], slot.offset
+            buffer = buffers[slot.group]
             value = vary_like(jnp.ravel(_data(array)[0]).astype(buffer.dtype), buffer)
-            new = change(jax.lax.slice(buffer, (offset,), (offset + slot.size,)), value)
-            buffers[slot.group] = jax.lax.dynamic_update_slice(buffer, new, (offset,))
+            new = change(_flat(slot, buffer), value)
+            at = slot.offset if slot.place is None else slot.place
+            buffers[slot.group] = jax.lax.dynamic_update_slice(buffer, new, (at,), allow_negative_indices=False)
         return buffers
 
 
 def slot_value(slot: Slot, buffer: jax.Array, row: ArrayLike | None = None) -> jax.Array:
     """One array out of its buffer."""
-    if row is None:
-        flat = jax.lax.slice(buffer, (slot.offset,), (slot.offset + slot.size,))
-    else:
-        flat = jax.lax.dynamic_slice(buffer, _place(slot, row), (1, slot.size))
-    data = flat.reshape(slot.shape)
+    data = _flat(slot, buffer, row).reshape(slot.shape)
     return data if slot.key_impl is None else jax.random.wrap_key_data(data, impl=slot.key_impl)
+
+
+def _flat(slot: Slot, buffer: jax.Array, row: ArrayLike | None = None) -> jax.Array:
+    """The part of a buffer, or of one row of it, that is an array."""
+    if row is not None:
+        return jax.lax.dynamic_slice(buffer, _place(slot, row), (1, slot.size), allow_negative_indices=False)
+    if slot.place is not None:
+        return jax.lax.dynamic_slice(buffer, (slot.place,), (slot.size,), allow_negative_indices=False)
+    return jax.lax.slice(buffer, (slot.offset,), (slot.offset + slot.size,))
 
 
 def _place(slot: Slot, row: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Where an array begins in a row of a buffer with slots."""
     row = jnp.asarray(row)
-    return row, vary_like(jnp.asarray(slot.offset, row.dtype), row)
+    offset = slot.offset if slot.place is None else slot.place
+    return row, vary_like(jnp.asarray(offset, row.dtype), row)
 
 
 def data_of(dtype: Any, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, Any]:

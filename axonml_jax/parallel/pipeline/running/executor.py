@@ -16,6 +16,7 @@ from axonml_jax.parallel.pipeline.resting.shared import sum_shared
 from axonml_jax.parallel.pipeline.resting.stage_buffers import StageBuffers
 from axonml_jax.parallel.pipeline.running.gather_modes import EachTick, EachTurn, Kept
 from axonml_jax.parallel.pipeline.running.outputs import outputs_of
+from axonml_jax.parallel.pipeline.running.places import with_places
 from axonml_jax.parallel.pipeline.running.rings import lend, nothing, shift_ring, slots, store, take_back
 from axonml_jax.parallel.pipeline.running.sizes_agree import refuse_disagreement
 from axonml_jax.parallel.pipeline.running.tick import Part, backward, forward
@@ -107,7 +108,7 @@ def run_pipeline(
     given, given_tree = jax.tree.flatten((batch, keys))
     held = Held(layout, states_layout, vary(weights, axis), vary(states, axis), given, given_tree, axis)
     transform = None if timetable.backward is None else transform_of(remat, apart=True)
-    line = trace_line(stages, held, transform)
+    line = with_places(trace_line(stages, held, transform), axis_index(axis), timetable.num_ranks, axis)
     return _Run(timetable, line, held, seed, grad_dtype, keep_read).all_ticks()
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from axonml_jax.collectives.varying import vary_like
 from axonml_jax.parallel.pipeline.resting.packing import Buffers, Packing, Slot, largest
+from axonml_jax.parallel.pipeline.running.one_of import one_of
 from axonml_jax.parallel.pipeline.running.rings import nothing
 from axonml_jax.parallel.pipeline.running.tick import Read
 from axonml_jax.parallel.pipeline.running.traced_line import Held, Member, TracedLine
@@ -137,7 +138,8 @@ class EachTurn:
 
     def _switch(self, stage: Any, run: Callable[[Member], Any], otherwise: Any) -> Any:
         branches = [lambda member=member: run(member) for member in self.line.members]
-        return jax.lax.switch(jnp.asarray(stage), [*branches, lambda: otherwise])
+        looks = [*(member.looks for member in self.line.members), None]
+        return one_of(stage, [*branches, lambda: otherwise], looks)
 
     def _trained(self, member: Member) -> list[int]:
         return [i for i, slot in enumerate(member.weights.slots) if slot.group in self.grads]
@@ -149,9 +151,9 @@ class EachTurn:
         for i in self._trained(member):
             slot, dtype = member.read.slots[i], self.grads[member.weights.slots[i].group].dtype
             group = slot.group._replace(dtype=jnp.dtype(dtype).name)
-            slots.append(slot._replace(group=group, offset=ends.get(group, 0)))
+            slots.append(slot._replace(group=group, offset=ends.get(group, 0), place=None))
             ends[group] = slots[-1].offset + slot.size
-        return Packing(tuple(slots))
+        return Packing(tuple(slots)).at(member.places)
 
 
 def _read(member: Member, held: Held) -> Sequence[jax.Array]:

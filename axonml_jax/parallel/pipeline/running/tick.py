@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from axonml_jax.collectives.varying import vary_like
 from axonml_jax.parallel.pipeline.cutting.traced_stage import Inputs
 from axonml_jax.parallel.pipeline.resting.packing import Buffers
+from axonml_jax.parallel.pipeline.running.one_of import one_of
 from axonml_jax.parallel.pipeline.running.rings import nothing
 from axonml_jax.parallel.pipeline.running.traced_line import Held, Member, TracedLine
 from axonml_jax.parallel.pipeline.schedules.tick_table import Work
@@ -152,4 +152,4 @@ def _zero(member: Member, place: int) -> jax.Array:
 
 def _switch(line: TracedLine, work: Work, run: Callable[[Member], Any], idle: Callable[[], Any]) -> Any:
     branches = [lambda member=member: run(member) for member in line.members]
-    return jax.lax.switch(jnp.asarray(work.stage), [*branches, idle])
+    return one_of(work.stage, [*branches, idle], [*(member.looks for member in line.members), None])

@@ -1,7 +1,7 @@
 """The stages of a pipeline traced one after the other: what each sends, keeps and returns, and how all of it is packed."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ class Member:
       y: how those that it sends are packed.
       residuals: how what it keeps for its backward is packed; None when nothing is differentiated.
       forward: makes that, and the results; None likewise.
+      places: offsets as values of the running program, by offset; those not in it are constants (`places.py`).
     """
 
     stage: Stage
@@ -41,6 +42,14 @@ class Member:
     y: Packing
     residuals: Packing | None = None
     forward: TracedForward | None = None
+    places: Mapping[int, jax.Array] = field(default_factory=dict)
+
+    @property
+    def looks(self) -> tuple:
+        """What stages that run the same program have in common."""
+        packings = (self.weights, self.state, self.read, self.x, self.y, self.residuals or Packing(()))
+        arrays = tuple(tuple((slot.group, slot.shape) for slot in packing.slots) for packing in packings)
+        return len(self.traced.body.equations), arrays
 
     @property
     def dx(self) -> Packing:
@@ -50,7 +59,7 @@ class Member:
     @property
     def dy(self) -> Packing:
         """How the gradients of what it sends are packed."""
-        return _part(self.y, self.traced.varied_y)
+        return _part(self.y, self.traced.varied_y).at(self.places)
 
 
 @dataclass(frozen=True)
@@ -195,7 +204,7 @@ def _part(packing: Packing, places: Sequence[int]) -> Packing:
     ends: dict = {}
     slots = []
     for slot in (packing.slots[i] for i in places):
-        slots.append(slot._replace(offset=ends.get(slot.group, 0)))
+        slots.append(slot._replace(offset=ends.get(slot.group, 0), place=None))
         ends[slot.group] = slots[-1].offset + slot.size
     return Packing(tuple(slots))
 
