@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.checkpoint import saving
+from axonml_jax.checkpoint import arrays, saving
 from axonml_jax.checkpoint.ownership import FolderInUse
 from axonml_jax.checkpoint.team import describe, rebuilt
 
@@ -106,6 +106,22 @@ def test_an_error_of_the_main_process_is_of_its_kind_in_the_others(kind):
     heard = rebuilt(describe(kind("why")))
     assert type(heard) is kind and str(heard) == "why"
     assert type(rebuilt(describe(PermissionError("why")))) is OSError
+
+
+def test_a_reader_whose_checkpoint_is_removed_while_it_reads_takes_the_next(three, monkeypatch, caplog):
+    """Its writer keeps a few and deletes the others; that one was called damaged, and the reader ended."""
+    read, newest = arrays.read, Weights()
+
+    def late(saver, path, *rest):
+        if "00000006" in str(path):
+            shutil.rmtree(path.parent)
+        return read(saver, path, *rest)
+
+    monkeypatch.setattr(arrays, "read", late)
+    with ax.CheckpointManager(three.folder) as reader:
+        assert reader.restore(newest).step == 4 and value(newest) == 4
+    assert "step_00000006 was removed while it was read" in caplog.text
+    assert "falling back to the last good checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize("kind", DAMAGE)

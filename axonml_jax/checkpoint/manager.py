@@ -226,7 +226,7 @@ class CheckpointManager:
         self._end()
         if self._mirror is not None:
             bring_back(self._mirror, self.folder, step, self._team, self.claim)
-        tried, failed = set(), None
+        tried, failed, manifest = set(), None, None
         choose = partial(candidates, self.folder, step, self.best, self.mode)
         decide = partial(self._team.decide, f"restore from {self.folder}", choose)
         while left := [each for each in decide() if each not in tried]:
@@ -234,13 +234,13 @@ class CheckpointManager:
             folder = checkpoints_in(self.folder).get(candidate, path_of(self.folder, candidate))
             try:
                 manifest = checked_manifest(folder, self._team)
+                load(folder, manifest, like, self._saver, data=data, accept=accept)
             except (DamagedCheckpoint, FileNotFoundError) as error:  # its writer may have removed it meanwhile
-                if step is not None:
+                if step is not None or (manifest is not None and self._team.size > 1):  # others may have read it
                     raise
-                failed = error
+                failed, manifest = error, None
                 self._pass_over(folder, error)
                 continue
-            load(folder, manifest, like, self._saver, data=data, accept=accept)
             self._newest = candidate
             if failed is not None and self._team.leads:
                 logger.warning("falling back to the last good checkpoint, %s", folder)

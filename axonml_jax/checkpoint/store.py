@@ -145,6 +145,8 @@ def load(
     try:
         values = arrays.read(saver, folder / ARRAYS, fitting, found)
     except (OSError, ValueError, KeyError) as error:
+        if not folder.exists():
+            raise FileNotFoundError(f"{folder} was removed while it was read: its writer keeps others") from error
         raise DamagedCheckpoint(f"{folder} is damaged:\n  {ARRAYS}: {error}") from error
     anew = _tell_of_averages(folder, wanted, found) if run else set()
     values = {n.removeprefix(prefix): values.get(n, leaf.array) for n, leaf in wanted.items() if n not in anew}
