@@ -109,7 +109,10 @@ def mesh(draw: random.Random) -> dict[str, Any]:
     name = draw.choice(["data", "fsdp", "dta", "model", "tensor", "pipe", "expert", "context", "row", "x", ""])
     size = draw.choice([*(junk for junk in JUNK if junk != "None"), 2, 5, 7, 9, 16])
     case["mesh"] = {name: size} | draw.choice([{}, {"data": 2}, {"fsdp": 2}])
-    return case | {"junk": ["mesh", name], "says": [repr(name), f"{name}=", "8 devices"]}
+    return case | {
+        "junk": ["mesh", name],
+        "says": [repr(name), f"{'tensor' if name == 'model' else name}=", "8 devices"],
+    }
 
 
 def batch(draw: random.Random) -> dict[str, Any]:
