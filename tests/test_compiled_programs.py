@@ -87,6 +87,13 @@ def test_a_folder_that_others_may_write_is_refused_and_auto_does_without(enabled
     assert kept_in() == tmp_path / "axonml_jax" / "compiled"
 
 
+def test_a_program_that_another_process_removes_meanwhile_is_passed_over(enabled, tmp_path):
+    (tmp_path / "gone-cache").symlink_to(tmp_path / "nowhere")  # listed, and gone when one looks at it
+    (tmp_path / "here-cache").write_bytes(b"12")
+    keep_compiled(str(tmp_path))
+    assert in_words() == f"programs are kept in {tmp_path}: 1 there, 0.0 MB"
+
+
 def test_what_was_not_read_for_longest_goes_first(enabled, tmp_path, monkeypatch):
     monkeypatch.setattr(compiled_programs, "MOST", 250)
     for age, name in enumerate(("read last", "read before", "forgotten")):

@@ -123,6 +123,7 @@ def test_a_diverged_run_stops_and_its_first_bad_step_is_saved_and_repeats(tmp_pa
     trainer, loader = start()
     with ax.CheckpointManager(tmp_path / "checkpoints", every=1) as manager:
         saves = Saves(manager, trainer, loader, config, NoSignal(), tmp_path / "nonfinite")
+        saves._positions.append((2, {"of": "this step before a rollback"}))
         for step, batch in enumerate(loader, 1):
             metrics = trainer.step(batch)
             if saves(step, {"loss": 1.0} if step % 3 == 0 else {}):

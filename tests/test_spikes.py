@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from flax import nnx
 from own_parts import Net, spoiled, squares
+from test_mlflow import FakeMlflow
 from test_train_resume import arrays
 
 import axonml_jax as ax
@@ -127,9 +129,15 @@ def test_a_run_goes_back_and_past_the_spike_and_ends_the_same_wherever_it_is_int
         assert arrays(folder, STEPS) == arrays(whole, STEPS), name
 
 
-def test_a_run_that_goes_back_too_often_stops(train, capsys):
-    status, folder = train("twice", bad=(BAD, WORSE), skip=0, limit=1)
+def test_a_run_that_goes_back_too_often_stops_and_mlflow_hears_of_its_end_alone(train, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow := FakeMlflow())
+    monkeypatch.setitem(sys.modules, "mlflow.entities", mlflow.entities)
+    status, folder = train("twice", "--output.mlflow=mine", bad=(BAD, WORSE), skip=0, limit=1)
     assert status == 3
+    assert [call for call in mlflow.calls if call[0] in ("create", "update", "end")] == [
+        ("create", "7", "twice"),
+        ("end", "abc", "FAILED"),
+    ]
     assert re.search(
         r"stopped: the loss of step 9 was .* has gone back 1 times \(spikes\.limit\)", capsys.readouterr().out
     )

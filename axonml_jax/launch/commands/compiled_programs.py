@@ -2,6 +2,8 @@
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -58,7 +60,7 @@ def in_words() -> str:
     folder = kept_in()
     if folder is None:
         return "programs are compiled anew by every run"
-    sizes = [each.stat().st_size for each in folder.glob("*-cache")]
+    sizes = [about.st_size for _, about in _programs(folder)]
     return f"programs are kept in {folder}: {len(sizes)} there, {sum(sizes) / 1e6:,.1f} MB"
 
 
@@ -93,9 +95,16 @@ def _caches() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axonml_jax" / "compiled"
 
 
+def _programs(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """The programs in a folder, but for those that another process removes meanwhile."""
+    for path in folder.glob("*-cache"):
+        with suppress(FileNotFoundError):
+            yield path, path.stat()
+
+
 def _trim(folder: Path) -> None:
     """Remove the programs whose last use is the longest ago, until the others fit; other processes may do the same."""
-    found = sorted((each.stat().st_atime, each.stat().st_size, each) for each in folder.glob("*-cache"))
+    found = sorted((about.st_atime, about.st_size, path) for path, about in _programs(folder))
     over = sum(size for _, size, _ in found) - MOST
     for _, size, path in found:
         if over <= 0:

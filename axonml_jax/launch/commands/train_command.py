@@ -1,7 +1,7 @@
 """`axonml-jax train` and `axonml-jax explain`: where configuration, data, training and files meet."""
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from importlib.metadata import version
@@ -26,23 +26,13 @@ from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.job import resume
 from axonml_jax.launch.job.document_task import DocumentSplit, check_tokenizer
 from axonml_jax.launch.job.fit import Record, fit
-from axonml_jax.launch.job.mlflow_run import MlflowRun, begin_mlflow, check_mlflow, mlflow_module
+from axonml_jax.launch.job.mlflow_run import begin_mlflow, check_mlflow, mlflow_module
 from axonml_jax.launch.job.outcome import about, print_samples, report
 from axonml_jax.launch.job.peaks import throughput
 from axonml_jax.launch.job.preemption import Preemption
 from axonml_jax.launch.job.profile import traced
 from axonml_jax.launch.job.progress import progress
-from axonml_jax.launch.job.records import (
-    Csv,
-    JsonLines,
-    Recorder,
-    TensorBoard,
-    Wandb,
-    patient,
-    read_records,
-    tensorboard_writer,
-    wandb_module,
-)
+from axonml_jax.launch.job.records import files, read_records, services, tensorboard_writer, wandb_module
 from axonml_jax.launch.job.run_folder import RunFolder, earlier_folder
 from axonml_jax.launch.job.run_setup import RunSetup, all_or_refuse, check_weights, lay_ground, on_machines
 from axonml_jax.launch.job.saves import NONFINITE, Saves
@@ -170,14 +160,15 @@ def _train(
     metrics = run.path / "metrics.jsonl"
     records = [r for r in read_records(metrics) if r.step <= start] if mine and start and metrics.exists() else []
     status = 0
-    with trainer, Preemption() as preemption:
+    with trainer, Preemption() as preemption, ExitStack() as stack:
         spikes = Spikes(config, trainer, data.train, run.manager, saved) if config.spikes.factor else None
         saves = Saves(manager, trainer, data.train, config, preemption, run.path / NONFINITE, spikes, run.memory)
-        _run(config, ground, data, trainer, run, records, start, saves, spikes)
+        elsewhere = [stack.enter_context(each).write for each in services(config, mine, lambda: saves.reason)]
+        _run(config, ground, data, trainer, run, records, start, saves, spikes, elsewhere)
         while spikes is not None and saves.goes_back:
             start = spikes.roll_back()
             records[:] = [record for record in records if record.step <= start]
-            _run(config, ground, data, trainer, run, records, start, saves, spikes)
+            _run(config, ground, data, trainer, run, records, start, saves, spikes, elsewhere)
         if manager is not None:
             manager.wait()
         trainer.finish(saves.reason)
@@ -242,14 +233,13 @@ def _run(
     start: int,
     saves: Saves,
     spikes: Spikes | None,
+    elsewhere: Sequence[Callable[[Record], None]],
 ) -> None:
-    """Train, appending to `records` and, in the main process, to the files in the run's folder."""
+    """Train, appending to `records` and, in the main process, to the files in the run's folder and `elsewhere`."""
     folder = run.path if run.leads else None
     with ExitStack() as stack:
         dog = stack.enter_context(run_watchdog(config, ground, trainer, run.path))
-        writes = [stack.enter_context(closing(recorder)).write for recorder in _recorders(config, folder, start)]
-        if folder and config.output.mlflow:
-            writes.append(stack.enter_context(MlflowRun(folder, lambda: saves.reason)).write)
+        writes = [stack.enter_context(closing(recorder)).write for recorder in files(config, folder, start)]
         show = stack.enter_context(progress(config.train.steps)) if folder else lambda record: None
         batches: Iterator = stack.enter_context(closing(iter(data.train)))  # pyright: ignore[reportArgumentType]
         if config.profile and folder:
@@ -277,7 +267,7 @@ def _run(
         ):
             record.metrics.update(saves.failures | ({} if spikes is None else spikes.metrics()))
             records.append(record)
-            for write in writes:
+            for write in (*writes, *elsewhere):
                 write(record)
             show(record)
 
@@ -287,14 +277,3 @@ def _watched(batches: Iterator, watchdog: Watchdog) -> Iterator:
     for batch in batches:
         yield batch
         watchdog.moved()
-
-
-def _recorders(config: RunConfig, folder: Path | None, start: int) -> Iterator[Recorder]:
-    if folder is not None:
-        yield patient(JsonLines(folder / "metrics.jsonl", start), config.checkpoint.max_failures)
-    if folder is not None and config.output.tensorboard:
-        yield TensorBoard(folder / "tensorboard", start)
-    if folder is not None and config.output.csv:
-        yield patient(Csv(folder / "metrics.csv", start), config.checkpoint.max_failures)
-    if folder is not None and config.output.wandb:
-        yield Wandb(folder, as_dict(config), config.output.wandb)

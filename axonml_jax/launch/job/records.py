@@ -3,13 +3,16 @@
 import csv
 import json
 import os
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from axonml_jax.checkpoint.keeping.failures import cause_of
-from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.config.read_config import as_dict
+from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.job.fit import Record
+from axonml_jax.launch.job.mlflow_run import MlflowRun
 from axonml_jax.logging import logger
 
 
@@ -193,6 +196,32 @@ class Wandb:
     def close(self) -> None:
         """Finish the run and send what is left."""
         self._run.finish()
+
+
+def files(config: RunConfig, folder: Path | None, start: int) -> Iterator[Recorder]:
+    """Those in the run's folder, from a step on; none without a folder."""
+    if folder is not None:
+        yield patient(JsonLines(folder / "metrics.jsonl", start), config.checkpoint.max_failures)
+    if folder is not None and config.output.tensorboard:
+        yield TensorBoard(folder / "tensorboard", start)
+    if folder is not None and config.output.csv:
+        yield patient(Csv(folder / "metrics.csv", start), config.checkpoint.max_failures)
+
+
+def services(
+    config: RunConfig, folder: Path | None, reason: Callable[[], str]
+) -> Iterator[AbstractContextManager[Wandb | MlflowRun]]:
+    """Runs elsewhere, each ended once, as the training ends: one that goes back before a spike has not ended.
+
+    Args:
+      config: the run's.
+      folder: the run's; None: this process writes nothing.
+      reason: how the training has ended, when it has.
+    """
+    if folder is not None and config.output.wandb:
+        yield closing(Wandb(folder, as_dict(config), config.output.wandb))
+    if folder is not None and config.output.mlflow:
+        yield MlflowRun(folder, reason)
 
 
 def read_records(path: Path) -> list[Record]:

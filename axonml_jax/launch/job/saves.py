@@ -140,7 +140,8 @@ class Saves:
         )
 
     def _inspect(self, state: TrainState, step: int) -> None:
-        position = next((saved for at, saved in self._positions if at == step), None)
+        # From the newest: after a rollback there may be two, and the first is of before it.
+        position = next((saved for at, saved in reversed(self._positions) if at == step), None)
         self._inspection.parent.mkdir(parents=True, exist_ok=True)
         loader = None if position is None else _Position(position)
         save(self._inspection, state, step=self._trainer.train_step, data=loader, replace=True)
