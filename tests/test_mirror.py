@@ -120,7 +120,7 @@ def test_tries_have_a_limit_and_what_cannot_pass_is_not_tried_again(s3):
 
 
 def test_a_store_that_refuses_spoils_no_checkpoint_and_the_end_says_so(tmp_path, s3, caplog):
-    s3.refuse = lambda method, path: 403 if method == "PUT" and "step_00000002." in path else None
+    s3.refuse = lambda method, path: 403 if method == "PUT" and path.endswith("step_00000002.commit") else None
     with ax.CheckpointManager(tmp_path, every=1, mirror=URL) as manager:
         for step in (1, 2):
             manager.save(step, Weights(step))
@@ -129,7 +129,7 @@ def test_a_store_that_refuses_spoils_no_checkpoint_and_the_end_says_so(tmp_path,
                 time.sleep(0.01)
         assert manager.steps == [1, 2] and "stays where it is, and the next one is copied" in caplog.text
         manager.save(3, Weights(3))
-    assert committed(s3) == [1, 3]
+    assert committed(s3) == [1, 3] and not any("step_00000002" in path for path in s3.objects)
     with (
         pytest.raises(OSError, match=r"the newest checkpoint is not copied to s3://bucket/run: .*403"),
         ax.CheckpointManager(tmp_path, every=1, mirror=URL) as manager,
@@ -146,7 +146,46 @@ def test_the_last_run_to_claim_a_url_owns_it(tmp_path, s3, caplog):
         save(tmp_path / "b", 5, keep=1)
         first.save(2, Weights(2))
     assert committed(s3) == [5] and "belongs to another run by now" in caplog.text
+    assert not any("step_00000002" in path for path in s3.objects)
     assert go_on(tmp_path / "c") == 5
+
+
+def test_a_copy_is_withdrawn_when_another_run_claims_the_url_as_it_is_committed(tmp_path, s3, caplog):
+    save(tmp_path, 1)
+    before = dict(s3.objects)
+
+    def claimed(method, path):
+        if method == "PUT" and path.endswith(".commit"):
+            s3.objects["/bucket/run/mirror.json"] = b'{"token": "another"}'
+
+    s3.refuse = claimed
+    with ax.CheckpointManager(tmp_path, every=1, mirror=URL) as manager:
+        manager.save(1, Weights(5))
+        manager.wait()
+        manager._mirror.close()
+        manager.save(2, Weights(2))
+    assert s3.objects == before | {"/bucket/run/mirror.json": b'{"token": "another"}'}
+    assert caplog.text.count("belongs to another run by now") == 1
+
+
+def test_what_is_no_copy_is_left_alone(tmp_path, s3):
+    others = {
+        f"/bucket/run/{key}": b"mine"
+        for key in ("step_00000009/array/d", "step_1.txt", "owner.json", "step_00000009.a/b")
+    }
+    s3.objects.update(others)
+    save(tmp_path, 1, 2, keep=1)
+    assert committed(s3) == [2] and others.items() <= s3.objects.items()
+
+
+def test_copies_and_checkpoints_lie_apart(tmp_path):
+    for wrong in (tmp_path / "run" / "checkpoints", tmp_path, tmp_path / "run" / "checkpoints" / "copies"):
+        with pytest.raises(ValueError, match="lie one within the other: copies need a place of their own"):
+            ax.CheckpointManager(tmp_path / "run" / "checkpoints", mirror=f"file://{wrong}")
+    flags = ["--name=mine", f"--output.dir={tmp_path}", f"--checkpoint.mirror=file://{tmp_path}/mine/checkpoints"]
+    with pytest.raises(ConfigError, match="lie one within the other"):
+        run(read_config("train", [QUICKSTART, *SMALL, *flags]))
+    assert not any(tmp_path.iterdir())
 
 
 KILLED = """

@@ -45,7 +45,7 @@ class CheckpointManager:
       asynchronous: write behind the training's back; `save` then blocks only while arrays are copied to the host.
 
     Raises:
-      ValueError: for numbers that are not positive, for rules that add nothing, and for a folder that is a file.
+      ValueError: for numbers that are not positive, rules that add nothing, a folder that is a file, and a `file://` URL of it.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CheckpointManager:
         self.folder, self.every, self.best, self.mode = Path(folder).absolute(), every, best, mode
         self._asynchronous, self._verify, self._team = asynchronous, verify, Team()
         self._failures = Failures(self.folder, max_failures)
-        self._mirror = None if mirror is None else Mirror(ObjectStore(mirror))  # the main process's
+        self._mirror = None if mirror is None else Mirror(ObjectStore(mirror), self.folder)  # the main process's
         self._saver = arrays.checkpointer(self._team)
         self._saving: Saving | None = None
         self._tell: Any = None  # a trainer's, which has callbacks

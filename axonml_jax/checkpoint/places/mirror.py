@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +21,11 @@ from axonml_jax.checkpoint.places.object_store import ObjectStore
 from axonml_jax.checkpoint.saving import put_in_place, remove
 from axonml_jax.logging import logger
 
-OWNER = "owner.json"
+OWNER = "mirror.json"
 """The object that says whose copies these are: the last that has claimed them."""
 
 _COMMIT = re.compile(r"step_(\d{8,})\.commit")
-_PREFIX = re.compile(r"step_\d{8,}\.[0-9a-f]+/")
+_PREFIX = re.compile(r"step_\d{8,}\.[0-9a-f]{32}/")
 _AT_ONCE = 4  # files under way; each is in memory meanwhile
 
 
@@ -38,15 +39,26 @@ class Mirror:
     """The copies under one URL, for the main process of the run that owns the folder of the checkpoints.
 
     Two runs under one URL tear no copy: each writes under prefixes of its own. The last one to claim it owns it, and the other
-    finds that out before it commits.
+    finds that out before it commits, or right after, and withdraws its copy then.
 
     Args:
       store: where.
+      folder: of the checkpoints that are copied.
+
+    Raises:
+      ValueError: when one of the two lies within the other.
     """
 
-    def __init__(self, store: ObjectStore):
+    def __init__(self, store: ObjectStore, folder: Path):
+        mine, there = folder.resolve(), store.folder
+        if there is not None and (there.is_relative_to(mine) or mine.is_relative_to(there)):
+            raise ValueError(
+                f"mirror={store} and {folder}, the folder of the checkpoints, lie one within the other: copies need a place "
+                "of their own, best on another disk; give another URL"
+            )
         self.store, self._token = store, uuid.uuid4().hex
         self._claimed = self._lost = False
+        self._begun: set[str] = set()  # prefixes that may be of no copy
         self._error: Exception | None = None
         self._lock, self._thread = threading.Lock(), None
         self._waiting: _Job | None = None
@@ -144,26 +156,50 @@ class Mirror:
         self.store.put(OWNER, json.dumps({"token": self._token, "pid": os.getpid()}).encode())
         named = {prefix for step in self.steps if (prefix := self._prefix_of(step))}
         for key in self.store.keys("step_"):
-            if not _COMMIT.fullmatch(key) and not key.startswith(tuple(named)):
+            if _PREFIX.match(key) and not key.startswith(tuple(named)):
                 self.store.remove(key)
         self._claimed = True
 
     def _push(self, folder: Path, step: int) -> None:
+        """Copy a checkpoint; what is begun and not committed goes again, whatever the reason."""
         prefix = f"step_{step:08d}.{uuid.uuid4().hex}/"
+        self._begun.add(prefix)
+        try:
+            self._put(folder, step, prefix)
+        finally:
+            with suppress(OSError):  # tried again after the next
+                for each in list(self._begun):
+                    if self._prefix_of(int(each[5 : each.index(".")])) != each:
+                        self._remove_files(each)
+                    self._begun.remove(each)
+
+    def _put(self, folder: Path, step: int, prefix: str) -> None:
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(lambda path: self.store.put(f"{prefix}{path.relative_to(folder)}", path.read_bytes()), paths))
-        owner, replaced = self.store.get(OWNER), self._prefix_of(step)
+        if not self._owns():
+            return
+        before, replaced = self.store.get(_commit_of(step)), self._prefix_of(step)
+        said = Manifest.read(folder)
+        content = {"prefix": prefix, "metrics": said.metrics, SAVED_AT: said.saved_at}
+        self.store.put(_commit_of(step), json.dumps(content).encode())
+        if self._owns():
+            self._remove_files(replaced)
+        elif self._prefix_of(step) == prefix:  # claimed between the two questions
+            if before is None:
+                self.store.remove(_commit_of(step))
+            else:
+                self.store.put(_commit_of(step), before)
+
+    def _owns(self) -> bool:
+        """Whether nobody else has claimed the URL meanwhile; from then on nothing is copied."""
+        owner = self.store.get(OWNER)
         if owner is None or self._token.encode() not in owner:
             self._lost = True
             logger.warning(
                 "%s belongs to another run by now, which has claimed it: nothing more is copied there", self.store
             )
-            return
-        said = Manifest.read(folder)
-        content = {"prefix": prefix, "metrics": said.metrics, SAVED_AT: said.saved_at}
-        self.store.put(_commit_of(step), json.dumps(content).encode())
-        self._remove_files(replaced)
+        return not self._lost
 
     def _remove(self, step: int) -> None:
         """Delete a copy: first what commits it, then its files."""

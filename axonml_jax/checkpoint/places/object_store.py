@@ -5,6 +5,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,6 +37,11 @@ class ObjectStore:
 
     def __str__(self) -> str:
         return self.url
+
+    @property
+    def folder(self) -> Path | None:
+        """Which one a `file://` URL names; None for every other."""
+        return Path(self._spec["path"]).resolve() if self._spec["driver"] == "file" else None
 
     def put(self, key: str, content: bytes) -> None:
         """Store an object, whole or not at all; it is there for every reader when this returns."""

@@ -195,7 +195,8 @@ def _has_checkpoints(folder: Path) -> bool:
 def _has_copies(config: RunConfig, resumed: bool) -> bool:
     """Whether an object store has checkpoints to go on from."""
     assert config.checkpoint.mirror is not None
-    steps = Mirror(ObjectStore(config.checkpoint.mirror)).steps
+    folder = Path(config.output.dir, config.name, CHECKPOINT_FOLDER)
+    steps = Mirror(ObjectStore(config.checkpoint.mirror), folder).steps
     if steps and not resumed and config.resume is None:
         raise ConfigError(
             f"checkpoint.mirror={config.checkpoint.mirror} has copies of a run's checkpoints, the newest of step {steps[-1]}: "
