@@ -1,12 +1,14 @@
 """What the processes of a dying run leave in its folder, and who can leave nothing: real processes under the launcher."""
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 from test_launcher_training import ROOT, SMALL, axonml
 
+from axonml_jax.mesh.watch import flight
 from axonml_jax.mesh.watch.flight import FlightRecord
 
 WORK = """
@@ -84,3 +86,21 @@ def test_a_record_that_cannot_be_written_is_a_line_and_no_error(tmp_path, capsys
     kept = json.loads((tmp_path / "flight-rank0.json").read_text())
     assert kept["why"] == "why" and "collectives" not in kept
     assert "no whole flight record: RuntimeError: not traced" in capsys.readouterr().err
+
+
+def test_a_disk_that_hangs_is_not_waited_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(flight, "_LIMIT", 0.2)
+    hung = tmp_path / "flight-rank0.json.new"
+    os.mkfifo(hung)  # whoever opens it waits for a reader
+    assert not FlightRecord(tmp_path).write(0, 2, "why")
+    assert "no whole flight record after 0.2 s" in capsys.readouterr().err
+    hung.read_text()
+
+
+def test_what_cannot_be_found_out_is_a_line_and_no_error(tmp_path, capsys, monkeypatch):
+    def fails():
+        raise RuntimeError("no devices")
+
+    monkeypatch.setattr(flight, "_memory", fails)
+    assert FlightRecord(tmp_path).write(0, 2, "why")
+    assert "no whole flight record: RuntimeError: no devices" in capsys.readouterr().err

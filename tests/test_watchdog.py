@@ -145,6 +145,39 @@ def test_a_step_that_takes_as_long_as_others_did_is_no_standstill(watched):
         assert "all ranks have begun the same step" in heard[0]
 
 
+def test_a_job_that_is_stuck_says_so_before_it_writes_and_ends_whatever_comes_of_that(watched, monkeypatch, capsys):
+    said, left = [], []
+    monkeypatch.setattr(room, "leave_now", left.append)
+
+    class Record:
+        def write(self, rank, size, why, error, **parts):
+            if why.startswith("stuck"):
+                said.append(capsys.readouterr().err)
+                raise RuntimeError("nothing can be written")
+
+    dog, _, _ = watched({**OTHER, "begun": 0}, record=Record())
+    dog._timeout, dog._warning = 0.2, None
+    with dog:
+        wait_for(lambda: left)
+    assert left == [1] and "axonml_jax: stuck: rank 0 has made no progress" in said[0]
+
+
+def test_a_coordinator_that_fails_once_is_told_again(watched, monkeypatch):
+    monkeypatch.setattr(room, "_TICK", 0.02)
+    dog, store, _ = watched(OTHER)
+    real, failed = store.key_value_set, []
+
+    def fails_once(*args, **options):
+        if not failed:
+            failed.append(True)
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+        real(*args, **options)
+
+    store.key_value_set = fails_once
+    with dog:
+        wait_for(lambda: "axonml_jax/watchdog/0" in store.values)
+
+
 def test_a_process_alone_is_not_watched_and_numbers_are_checked():
     with ax.Watchdog(0.01, end=lambda text: pytest.fail(text)) as watchdog:
         threading.Event().wait(0.1)

@@ -28,6 +28,7 @@ VARIABLES = (
 
 _PACKAGES = ("axonml-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _LINES = 100
+_LIMIT = 30.0
 
 
 class FlightRecord:
@@ -63,36 +64,47 @@ class FlightRecord:
         """Where a rank's record is."""
         return self._folder / f"flight-rank{rank}.json"
 
-    def write(self, rank: int, size: int, why: str, error: BaseException | None = None, **parts: Any) -> None:
+    def write(self, rank: int, size: int, why: str, error: BaseException | None = None, **parts: Any) -> bool:
         """Write it, and say where; first without the collectives, which take longest. That it fails is a line, no error.
+
+        The folder may be on a disk that hangs: after half a minute the record is waited for no longer.
 
         Args:
           rank, size: of this process.
           why: it dies.
           error: what was raised, if anything.
           parts: what else is known, as plain values.
+
+        Returns:
+          Whether it came to an end in time.
         """
-        found = {"rank": rank, "size": size, "why": why, "error": _lines_of(error), **parts}
-        found |= {
-            "threads": _threads(),
-            "memory": _memory(),
-            "log": list(self._lines),
-            **_surroundings(),
-            **self._about,
-        }
+        found = {"rank": rank, "size": size, "why": why, **parts}
+        writing = threading.Thread(target=self._write, args=(rank, found, error), name="flight record", daemon=True)
+        writing.start()
+        writing.join(_LIMIT)
+        if hangs := writing.is_alive():
+            _say(f"no whole flight record after {_LIMIT:g} s: {self.path(rank)} is waited for no longer")
+        return not hangs
+
+    def _write(self, rank: int, found: Mapping[str, Any], error: BaseException | None) -> None:
         with self._writing:
             try:
-                self._put(rank, found)
+                whole = {
+                    **found,
+                    "error": _lines_of(error),
+                    "threads": _threads(),
+                    "memory": _memory(),
+                    "log": list(self._lines),
+                    **_surroundings(),
+                    **self._about,
+                }
+                self._put(rank, whole)
                 if self._collectives is not None:
-                    self._put(rank, found | {"collectives": list(self._collectives())})
-            except Exception as failed:  # a job that dies must not hang or change its reason here
-                print(
-                    f"axonml_jax: no whole flight record: {type(failed).__name__}: {failed}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                    self._put(rank, whole | {"collectives": list(self._collectives())})
+            except Exception as failed:  # a job that dies must not change its reason here
+                _say(f"no whole flight record: {type(failed).__name__}: {failed}")
                 return
-        print(f"axonml_jax: flight record: {self.path(rank)}", file=sys.stderr, flush=True)
+        _say(f"flight record: {self.path(rank)}")
 
     def _put(self, rank: int, found: Mapping[str, Any]) -> None:
         new = self.path(rank).with_name(self.path(rank).name + ".new")
@@ -109,16 +121,20 @@ class _Keeping(logging.Handler):
         self._lines.append(f"{record.levelname} {record.getMessage()}")
 
 
+def _say(text: str) -> None:
+    print(f"axonml_jax: {text}", file=sys.stderr, flush=True)
+
+
 def _lines_of(error: BaseException | None) -> list[str]:
     text = "" if error is None else "".join(traceback.format_exception(error))
     return text.splitlines()[-_LINES:]
 
 
 def _threads() -> dict[str, list[str]]:
-    """Of every thread of Python's its calls, the innermost last."""
+    """Of every thread of Python's its calls, the innermost last; the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = [ident for ident in sys._current_frames() if ident != threading.get_ident()]
-    return {f"{names.get(ident, 'unknown')} {ident}": stack_of(ident) for ident in [threading.get_ident(), *frames]}
+    idents = dict.fromkeys((threading.main_thread().ident, *sys._current_frames()))
+    return {f"{names.get(ident, 'unknown')} {ident}": stack_of(ident) for ident in idents if ident is not None}
 
 
 def _memory() -> dict[str, Any]:

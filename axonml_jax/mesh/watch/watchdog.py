@@ -74,7 +74,7 @@ class Watchdog:
                 raise ValueError(f"{name}={seconds!r} must be a positive number of seconds")
         self._timeout, self._warning = timeout, warning
         self._record, self._recorded = record, ""
-        self._end, self._warn = end or _print_and_leave, warn or logger.warning
+        self._end, self._warn = end or _leave, warn or logger.warning
         self._size = jax.process_count() if jax.distributed.is_initialized() else 1
         self._rank = jax.process_index() if self._size > 1 else 0
         self._main = threading.get_ident()
@@ -161,7 +161,7 @@ class Watchdog:
                 if self._record is not None and not self._recorded and (ends := self._ends()):
                     self._dies("; ".join(ends), own=False)
             except jax.errors.JaxRuntimeError:
-                return  # the coordinator has gone; JAX says so
+                continue  # it may answer again; where it has gone JAX says so
 
     def _check(self, stop: threading.Event) -> None:
         tick = min(_TICK, *(each / 4 for each in (self._timeout, self._warning) if each is not None), _TICK)
@@ -170,13 +170,22 @@ class Watchdog:
             if self._timeout is not None and still > self._timeout:
                 text = self._look().text
                 if not stop.is_set():
-                    self._dies(f"stuck: {text}")
-                    self._end(text)
+                    self._ends_with(text)
                 return
             self._warn_of(still)
             if self._rank == 0 and self._times.done >= self._judged + WINDOW:
                 self._judged = self._times.done
                 self._judge(_heard() or {})
+
+    def _ends_with(self, text: str) -> None:
+        """Say it first: what is written after that may be long in coming, or fail."""
+        if self._end is _leave:
+            _print(f"stuck: {text}")
+        try:
+            self._dies(f"stuck: {text}")
+        except Exception as failed:  # the end comes in any case
+            _print(f"no flight record: {type(failed).__name__}: {failed}")
+        self._end(text)
 
     def _judge(self, heard: dict[int, Said]) -> None:
         """Name who was slow twice in a row, once; and say when it is no longer."""
@@ -221,8 +230,9 @@ class Watchdog:
         others = {rank: asdict(each) for rank, each in sorted(heard.items()) if rank != self._rank}
         why = self._recorded = f"{why}; before: {first}" if first else why
         write = lambda why: record.write(self._rank, self._size, why, error, own=said, others=others, steps=steps)
-        write(why)
-        if isinstance(error, jax.errors.JaxRuntimeError) and others:  # most likely a connection that is lost
+        if (
+            write(why) and isinstance(error, jax.errors.JaxRuntimeError) and others
+        ):  # most likely a connection that is lost
             time.sleep(_MISSED)
             if ends := self._ends(heard):
                 write("; ".join([why, *ends]))
@@ -265,6 +275,9 @@ def _within(seconds: float, ask: Callable[[], T]) -> T | None:
     return found[0] if found else None
 
 
-def _print_and_leave(text: str) -> None:
-    print(f"axonml_jax: stuck: {text}", file=sys.stderr, flush=True)
+def _print(text: str) -> None:
+    print(f"axonml_jax: {text}", file=sys.stderr, flush=True)
+
+
+def _leave(_: str) -> None:
     leave_now(_STATUS)
