@@ -12,15 +12,15 @@ import jax
 
 from axonml_jax.checkpoint.manifest import Manifest
 from axonml_jax.checkpoint.memory.common_step import Agreed, agree, missing
+from axonml_jax.checkpoint.memory.complete_step import complete, tell
 from axonml_jax.checkpoint.memory.generation import START, Generation, laid_out
 from axonml_jax.checkpoint.memory.handed import GENERATIONS, handed
 from axonml_jax.checkpoint.memory.held_parts import parts_of, shard_name
 from axonml_jax.checkpoint.memory.members import Members, gather
 from axonml_jax.checkpoint.memory.own_copies import OwnCopies, whole_copies
-from axonml_jax.checkpoint.memory.post import Box, Post, held_step, own_address, send
+from axonml_jax.checkpoint.memory.post import Box, Post, held_step, own_addresses, send
 from axonml_jax.checkpoint.store import Positioned, manifest_of
 from axonml_jax.checkpoint.team import Team
-from axonml_jax.compat.coordination import coordinator_client
 from axonml_jax.logging import logger, print0
 from axonml_jax.mesh.job.sealed import job_token
 
@@ -67,6 +67,7 @@ class MemoryCopies:
         self._own = OwnCopies([Generation(handle) for handle in given.own])
         self._held = {rank: [Generation(handle) for handle in files] for rank, files in given.others.items()}
         self._complete: int | None = None  # the newest step of which every process has a copy
+        self._finished: int | None = None  # of which this one has, and has not asked yet for the others
         self._last, self._round, self._told = -1, 0, False
         self._members: Members | None = None
         self._post: Post | None = None
@@ -193,7 +194,8 @@ class MemoryCopies:
         members, rank = self._known, self._team.rank
         nonce = self._team.decide("prepare copies in memory", lambda: secrets.token_hex(16))
         self._token = job_token(self._environ) + nonce.encode()
-        self._post = Post(own_address(self._environ), self._token)
+        listens, reached = own_addresses(self._environ)
+        self._post = Post(listens, self._token, reached)
         if agreed is not None and (source := agreed.sources[rank]) != rank:
             self._post.boxes[_REFILL, source] = Box(self._own.generations, members.sizes[rank])
         for other in members.kept_by(rank):
@@ -237,21 +239,19 @@ class MemoryCopies:
             generation = finish()
             if keeper is not None:
                 send(self._addresses[keeper], self._token, _KEEP, rank, generation, self._complete)
+            self._finished = step  # before that is told: word may arrive of which the sender hears nothing
             if self._team.size > 1:
-                coordinator_client().key_value_increment(self._counter(step), 1)
+                tell(self._counter(step))
         except (OSError, jax.errors.JaxRuntimeError) as error:
             if not self._told:
                 self._told = True
                 logger.warning("the copy of step %d in memory is not complete, the ones before stay: %s", step, error)
 
     def _look_for_complete(self) -> None:
-        """Whether all processes have one of the steps that this one has."""
-        for step in sorted(each for each in self._own.steps if each is not None and each > (self._complete or -1)):
-            everybody = self._team.size == 1 or (
-                coordinator_client().key_value_increment(self._counter(step), 0) == self._team.size
-            )
-            if everybody:
-                self._complete = step
+        """Whether all processes have the step that this one has finished; call it before another one is overwritten."""
+        step, self._finished = self._finished, None
+        if step is not None and (self._team.size == 1 or complete(self._counter(step), self._team.size)):
+            self._complete = step
 
     def _counter(self, step: int) -> str:
         return f"{_COUNTERS}{self._round}/{step}"
@@ -262,7 +262,7 @@ class MemoryCopies:
         for generations in self._held.values():
             for generation in generations:
                 generation.clear()
-        self._complete, self._last = None, -1
+        self._complete, self._finished, self._last = None, None, -1
 
     def _wait(self) -> None:
         if self._thread is not None:

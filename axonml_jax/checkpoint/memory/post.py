@@ -5,6 +5,7 @@ sealed too. The seal's key is the job's token and a secret of this run, which th
 """
 
 import hashlib
+import os
 import socket
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from axonml_jax.checkpoint.memory.generation import LONGEST_INDEX, START, DamagedCopy, Generation
 from axonml_jax.logging import logger
 from axonml_jax.mesh.job.callers import Callers, readable
-from axonml_jax.mesh.job.coordinator import bind_address, host_port, listen
+from axonml_jax.mesh.job.coordinator import ASKED, bind_address, host_port, listen
 from axonml_jax.mesh.job.gloo import address_towards
 from axonml_jax.mesh.job.sealed import Talk, greet, is_count
 
@@ -45,18 +46,19 @@ class Post:
     """Receives copies behind the program's back, until it is closed.
 
     Args:
-      address: of this machine, where the others reach it.
+      address: of this machine, to listen on.
       token: what a sender must know.
+      reached_at: by which address or name the others reach it; None: by the same.
 
     Attributes:
       boxes: what is expected, by purpose and the sender's rank.
-      address: `host:port` where it listens.
+      address: `host:port` for the others.
     """
 
-    def __init__(self, address: str, token: bytes):
+    def __init__(self, address: str, token: bytes, reached_at: str | None = None):
         self.boxes: dict[tuple[str, int], Box] = {}
         self._token, self._server = token, listen(address, 0, 64)
-        self.address = host_port(address, self._server.getsockname()[1])
+        self.address = host_port(reached_at or address, self._server.getsockname()[1])
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="copies of other processes", daemon=True)
         self._thread.start()
@@ -174,9 +176,15 @@ def _line(line: socket.socket) -> bytes:
     return said
 
 
-def own_address(environ: Mapping[str, str]) -> str:
-    """The address of this machine that the job's others reach, by the launcher's variables."""
-    place = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+def own_addresses(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The address of this machine to listen on, and the one by which the job's others reach it, by the launcher's variables.
+
+    They differ where `JAX_COORDINATOR_BIND_ADDRESS` says on what process 0's machine listens, as `0.0.0.0`, which is nobody's.
+    """
+    host = environ["MASTER_ADDR"].strip("[]")
     if environ["NODE_RANK"] == "0":
-        return bind_address(place, environ["LOCAL_WORLD_SIZE"] == environ["WORLD_SIZE"])[0]
-    return address_towards(environ["MASTER_ADDR"].strip("[]"), int(environ["MASTER_PORT"]))
+        place = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        address, _ = bind_address(place, environ["LOCAL_WORLD_SIZE"] == environ["WORLD_SIZE"])
+        return address, host if os.environ.get(ASKED) else address
+    address = address_towards(host, int(environ["MASTER_PORT"]))
+    return address, address
