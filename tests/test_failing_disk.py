@@ -12,6 +12,7 @@ import pytest
 import axonml_jax as ax
 from axonml_jax.checkpoint import saving
 from axonml_jax.checkpoint.keeping.failures import Failures, cause_of
+from axonml_jax.checkpoint.team import Team
 from axonml_jax.launch.job.fit import Record
 from axonml_jax.launch.job.records import Csv, JsonLines, Patient, read_records
 
@@ -164,6 +165,48 @@ def test_only_causes_that_may_pass_do_and_each_is_said_once(tmp_path, caplog):
     assert (some.total, some.in_a_row, len(caplog.records)) == (5, 1, 4)
     with pytest.raises(OSError, match="No space left"):
         some.tell()
+
+
+def test_of_several_processes_too_a_cause_that_does_not_pass_ends_the_run_at_once(tmp_path):
+    class Failed:
+        done = True
+
+        def __init__(self, number):
+            self.failure = OSError(number, os.strerror(number))
+
+        def wait(self):
+            raise OSError(f"saving failed: {self.failure}") from self.failure
+
+    manager = ax.CheckpointManager(tmp_path, every=1, max_failures=3)
+    manager._team.size = 2
+    manager._saving = Failed(errno.ENOSPC)
+    manager.check()
+    assert manager.failed_saves == 0  # counted where all processes are at the same step
+    manager._saving = Failed(errno.EACCES)
+    with pytest.raises(OSError, match="Permission denied"):
+        manager.check()
+
+
+def test_an_error_without_text_is_told_to_the_others_too(monkeypatch):
+    class Coordinator:
+        def __init__(self):
+            self.values = {}
+
+        def key_value_set(self, key, value):
+            self.values[key] = value
+
+        def wait_at_barrier(self, name, timeout_in_ms):
+            return
+
+        def key_value_dir_get(self, folder):
+            return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+
+    client = Coordinator()
+    monkeypatch.setattr("axonml_jax.checkpoint.team.coordinator_client", lambda: client)
+    team = Team()
+    team.size = 2
+    team.writes_as("step")
+    assert str(team.not_written(MemoryError())) == "on process 0: MemoryError()"
 
 
 @pytest.mark.parametrize("kind", [JsonLines, Csv])

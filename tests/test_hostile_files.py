@@ -12,6 +12,7 @@ import pytest
 
 import axonml_jax as ax
 from axonml_jax.launch.config.plain_yaml import NotYaml, plain_yaml
+from axonml_jax.launch.config.stretches import NEWEST, settings_at
 from axonml_jax.launch.job.records import read_records
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.families.known import config_of, described_in, description_of
@@ -57,6 +58,14 @@ def test_yaml_that_is_made_to_hurt_is_refused(case):
     with pytest.raises(NotYaml) as caught:
         plain_yaml(text)
     assert why in str(caught.value)
+
+
+def test_the_configuration_of_a_run_that_is_resumed_is_read_as_carefully(tmp_path):
+    path = tmp_path / NEWEST
+    path.write_text("train: {steps: 10}")
+    assert settings_at(tmp_path, 5) == {"train": {"steps": 10}}
+    path.write_text(f"train: {'[' * 10_000}")
+    assert settings_at(tmp_path, 5) is None
 
 
 def test_anchors_that_repeat_little_are_taken():

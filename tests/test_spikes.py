@@ -1,5 +1,6 @@
 """A batch that spoils the run: it goes back, past that batch, and on; interrupted anywhere it ends bit for bit the same."""
 
+import errno
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from test_train_resume import arrays
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
+from axonml_jax.checkpoint import saving
 from axonml_jax.data.order import epoch_order
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.launch.config.read_config import read_config
@@ -127,6 +129,19 @@ def test_a_run_goes_back_and_past_the_spike_and_ends_the_same_wherever_it_is_int
         status, folder = train(name, "--resume=auto")
         assert status == 0 and losses(folder / "metrics.jsonl") == records, name
         assert arrays(folder, STEPS) == arrays(whole, STEPS), name
+
+
+def test_a_save_that_was_passed_over_does_not_keep_a_run_from_going_back(train, monkeypatch, capsys):
+    real = saving._make_empty
+
+    def full_at_step_6(folder):
+        if "step_00000006" in folder.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(folder)
+
+    monkeypatch.setattr(saving, "_make_empty", full_at_step_6)
+    assert train("full", "--checkpoint.max_failures=3", "--train.steps=8")[0] == 0
+    assert "back to step 3" in capsys.readouterr().out
 
 
 def test_a_run_that_goes_back_too_often_stops_and_mlflow_hears_of_its_end_alone(train, capsys, monkeypatch):

@@ -137,7 +137,7 @@ class CheckpointManager:
         step = step_number(step)
         if not (force or self.due(step)) or step == self._newest:
             return False
-        self._end()
+        self.settle()
         leaves = leaves_of(state)
         manifest = manifest_of(state, leaves, step=step, data=data, metrics=metrics, about=about)
         try:
@@ -148,7 +148,7 @@ class CheckpointManager:
         self._newest, self._tell = step, getattr(state, "checkpoint_committed", None)
         getattr(state, "checkpoint_begun", lambda wait: None)(self.wait)
         if not self._asynchronous:
-            self._end()
+            self.settle()
         return True
 
     def check(self) -> None:
@@ -158,8 +158,8 @@ class CheckpointManager:
         and there they count a failure that may pass.
         """
         saving, alone = self._saving, self._team.size == 1
-        if saving is not None and (saving.done if alone else saving.failed and not self._failures.may_pass):
-            self._end()
+        if saving is not None and (saving.done if alone else self._failures.fatal(saving.failure)):
+            self.settle()
 
     def wait(self) -> None:
         """Until the save under way is committed.
@@ -167,8 +167,25 @@ class CheckpointManager:
         Raises:
           OSError: when the newest could not be written.
         """
-        self._end()
+        self.settle()
         self._failures.tell()
+
+    def settle(self) -> None:
+        """Wait for the save under way as the next one does: a failure that may pass is counted, and not raised."""
+        saving, self._saving, tell, self._tell = self._saving, None, self._tell, None
+        if saving is None:
+            return
+        try:
+            saving.wait()
+        except BaseException as error:
+            self._newest = None  # it may be tried again
+            if not isinstance(error, OSError):
+                raise
+            self._failures.take(error, self._team.leads)
+            return
+        self._failures.passed(self._team.leads)
+        if tell is not None:
+            tell(self._newest, saving.folder)
 
     @property
     def failed_saves(self) -> int:
@@ -223,7 +240,7 @@ class CheckpointManager:
           DamagedCheckpoint: when it is damaged, or when all are.
           ValueError: listing every array that does not fit.
         """
-        self._end()
+        self.settle()
         if self._mirror is not None:
             bring_back(self._mirror, self.folder, step, self._team, self.claim)
         tried, failed, manifest = set(), None, None
@@ -260,23 +277,6 @@ class CheckpointManager:
             owner=self._owner,
             committed=partial(self._rotate, step),
         )
-
-    def _end(self) -> None:
-        """Wait for the save under way; a failure that may pass is counted."""
-        saving, self._saving, tell, self._tell = self._saving, None, self._tell, None
-        if saving is None:
-            return
-        try:
-            saving.wait()
-        except BaseException as error:
-            self._newest = None  # it may be tried again
-            if not isinstance(error, OSError):
-                raise
-            self._failures.take(error, self._team.leads)
-            return
-        self._failures.passed(self._team.leads)
-        if tell is not None:
-            tell(self._newest, saving.folder)
 
     def _pass_over(self, folder: Path, error: Exception) -> None:
         """Put a damaged checkpoint aside; whoever does not own the folder only reads, and leaves it until he does."""

@@ -92,9 +92,9 @@ class Saving:
         return not self._thread.is_alive()
 
     @property
-    def failed(self) -> bool:
-        """Whether it is done, and could not be written."""
-        return self.done and self._error is not None
+    def failure(self) -> BaseException | None:
+        """Why it could not be written, when it is done."""
+        return self._error if self.done else None
 
     def wait(self) -> None:
         """Until it is committed.

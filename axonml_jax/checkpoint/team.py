@@ -107,7 +107,7 @@ class Team:
         if self.size == 1 or error is self._heard or isinstance(error, TimeoutError):
             return error
         try:
-            self._meet(str(error), int(1000 * self.timeout))
+            self._meet(str(error) or repr(error), int(1000 * self.timeout))
         except Exception as heard:
             return heard
         return error

@@ -37,10 +37,9 @@ class Failures:
         self._last: OSError | None = None
         self._said: set[int] = set()
 
-    @property
-    def may_pass(self) -> bool:
-        """Whether any failure may pass."""
-        return self._most > 1
+    def fatal(self, error: BaseException | None) -> bool:
+        """Whether there is an error, and one that ends the run at once."""
+        return error is not None and (self._most == 1 or cause_of(error) is None)
 
     def take(self, error: OSError, tell: bool) -> None:
         """Count a save that failed.
@@ -54,7 +53,7 @@ class Failures:
             too many in a row.
         """
         cause = cause_of(error)
-        if cause is None or not self.may_pass:
+        if cause is None or self._most == 1:
             raise error
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         if self.in_a_row >= self._most:

@@ -131,7 +131,7 @@ class Spikes:
         """
         spike, self.found = self.found, None
         assert spike is not None and self._every is not None
-        self._manager.wait()
+        self._manager.settle()
         every = self._every
         before = lambda: max((s for s in self._manager.steps if s < spike.step and s % every == 0), default=None)
         step = Team().decide("find the checkpoint before the spike", before)
