@@ -18,10 +18,9 @@ from axonml_jax.checkpoint.manifest import ARRAYS, SAVED_AT, DamagedCheckpoint, 
 from axonml_jax.checkpoint.plain_files import number, plain
 from axonml_jax.checkpoint.saving import Saving
 from axonml_jax.checkpoint.team import Team
+from axonml_jax.compat.versions import PACKAGES
 from axonml_jax.logging import logger
 from axonml_jax.sharding.leaf import Checkpointable, Leaf
-
-_PACKAGES = ("axonml-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 class Positioned(Protocol):
@@ -185,7 +184,7 @@ def checked_manifest(folder: Path, team: Team) -> Manifest:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    return {name: version(name) for name in _PACKAGES}
+    return {name: version(name) for name in PACKAGES}
 
 
 def manifest_of(

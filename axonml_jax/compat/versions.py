@@ -2,6 +2,9 @@
 
 import jax
 
+PACKAGES = ("axonml-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+"""Whose versions checkpoints and flight records name."""
+
 BRANCHES_WRITE_IN_PLACE: bool = jax.__version_info__ >= (0, 11)
 """Whether XLA lets a branch write into a buffer of the loop around it; before, it copies the whole buffer in every tick."""
 

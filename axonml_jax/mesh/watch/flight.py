@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from axonml_jax.compat.versions import PACKAGES
 from axonml_jax.logging import logger
 from axonml_jax.mesh.watch.where import stack_of
 
@@ -26,7 +27,6 @@ VARIABLES = (
 )
 """The environment variables that are written; all others may be secrets."""
 
-_PACKAGES = ("axonml-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 _LINES = 100
 _LIMIT = 30.0
 
@@ -156,7 +156,7 @@ def _surroundings() -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "devices": [f"{device} ({device.device_kind})" for device in jax.local_devices()],
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
