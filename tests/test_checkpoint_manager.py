@@ -30,8 +30,8 @@ def value(module):
 
 
 def names(folder):
-    """What is in a folder but the owner's record, about which test_checkpoint_owner.py is."""
-    return sorted(path.name for path in folder.iterdir() if path.name != "owner.json")
+    """What is in a folder but who owns it (test_checkpoint_owner.py) and whose copies are its own (test_mirror.py)."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in ("owner.json", "run_id.txt"))
 
 
 def damage(folder, name, change):

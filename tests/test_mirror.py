@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from s3_stand_in import StandIn
 from test_checkpoint_manager import Weights, names, value
@@ -79,7 +80,8 @@ def test_what_is_here_is_not_fetched_and_without_copies_nothing_is(tmp_path, s3)
     save(tmp_path / "a", 1, 2)
     s3.log.clear()
     assert go_on(tmp_path / "a") == 2
-    assert not [path for method, path in s3.log if method == "GET" and path.count("/") > 2]
+    read = [path for method, path in s3.log if method == "GET" and path.count("/") > 2]
+    assert read == ["/bucket/run/step_00000002.commit"]  # whose copies these are
 
 
 def test_a_damaged_copy_is_passed_over_by_name(tmp_path, s3, caplog):
@@ -90,6 +92,55 @@ def test_a_damaged_copy_is_passed_over_by_name(tmp_path, s3, caplog):
     assert go_on(tmp_path / "b") == 2 and names(tmp_path / "b") == ["step_00000002"]
     assert "_METADATA: its checksum is" in caplog.text and "step_00000003.commit is damaged" in caplog.text
     assert "the checkpoint of step 2 comes from its copy in s3://bucket/run" in caplog.text
+
+
+def test_without_a_good_copy_nothing_begins_anew(tmp_path, s3):
+    save(tmp_path / "a", 1, 2)
+    assert go_on(tmp_path / "b", step=np.int64(1)) == 1 and names(tmp_path / "b") == ["step_00000001"]
+    for path in s3.objects:
+        if path.endswith("_METADATA"):
+            s3.objects[path] = s3.objects[path][:-1] + b"?"
+    with pytest.raises(ax.DamagedCheckpoint, match=r"no copy in s3://bucket/run is whole, and .* has none; the last: "):
+        go_on(tmp_path / "c")
+    with pytest.raises(ax.DamagedCheckpoint, match="no copy in s3://bucket/run is whole"):
+        go_on(tmp_path / "b", step=2)
+    assert go_on(tmp_path / "b") == 1
+
+
+def test_copies_of_another_run_are_refused_by_name(tmp_path, s3):
+    save(tmp_path / "a", 1, 2)
+    with ax.CheckpointManager(tmp_path / "b", every=1, asynchronous=False) as manager:
+        manager.save(1, Weights(1))
+    before = dict(s3.objects)
+    said = rf"s3://bucket/run has copies of another run, which is in {tmp_path}/a, not of that in {tmp_path}/b"
+    for step in (None, 2):  # with no id, and with one of its own
+        with pytest.raises(ValueError, match=said):
+            go_on(tmp_path / "b", step=step)
+        (tmp_path / "b" / "run_id.txt").write_text("5")
+    assert names(tmp_path / "b") == ["step_00000001"] and s3.objects == before
+
+
+def test_where_all_stay_no_commit_is_read_to_choose(tmp_path, s3):
+    with ax.CheckpointManager(tmp_path, every=1, keep=None, asynchronous=False, mirror=URL) as manager:
+        manager.save(1, Weights(1))
+        manager._mirror.close()
+        s3.log.clear()
+        manager.save(2, Weights(2))
+    assert committed(s3) == [1, 2] and ("GET", "/bucket/run/step_00000001.commit") not in s3.log
+
+
+def test_all_wait_for_the_last_copy_unless_one_has_failed(tmp_path, s3, monkeypatch):
+    waits = []
+    monkeypatch.setattr(
+        "axonml_jax.checkpoint.places.bring_back.decide_at_length", lambda team, what, act: waits.append(what) or act()
+    )
+    with pytest.raises(KeyError), ax.CheckpointManager(tmp_path, every=1, mirror=URL) as manager:
+        manager.save(1, Weights(1))
+        raise KeyError
+    assert committed(s3) == [1] and not waits
+    with ax.CheckpointManager(tmp_path, every=1, mirror=URL) as manager:
+        manager.save(2, Weights(2))
+    assert committed(s3) == [1, 2] and waits == ["copy to s3://bucket/run"]
 
 
 def test_a_busy_store_is_tried_again_and_said_once(tmp_path, s3, caplog):
@@ -238,6 +289,11 @@ def test_a_run_whose_folder_is_gone_goes_on_from_the_copies(tmp_path, s3, capsys
     capsys.readouterr()
     with pytest.raises(ConfigError, match="go on with that run by resume=auto"):
         run(read_config("train", [QUICKSTART, *SMALL, *given, f"--output.dir={tmp_path / 'two'}"]))
+    with pytest.raises(
+        ConfigError, match=r"copies of the run in .*one/mine, whose name is not other: give another URL"
+    ):
+        flags = [*given, "--name=other", "--resume=auto", f"--output.dir={tmp_path / 'two'}"]
+        run(read_config("train", [QUICKSTART, *SMALL, *flags]))
     assert train("two", "--resume=auto") == 0
     assert "resumed after step 6" in capsys.readouterr().out
     assert committed(s3) == [3, 6, 9]

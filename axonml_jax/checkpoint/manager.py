@@ -1,7 +1,7 @@
 """The checkpoints of a run: one every n steps, those kept that the rules keep, a damaged one passed over."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from axonml_jax.checkpoint.keeping.retention import Retention, best_of, seconds_
 from axonml_jax.checkpoint.manifest import DamagedCheckpoint, Manifest, manifests_in
 from axonml_jax.checkpoint.names import checkpoints_in, path_of
 from axonml_jax.checkpoint.ownership import Ownership
-from axonml_jax.checkpoint.places.bring_back import bring_back
+from axonml_jax.checkpoint.places.bring_back import bring_back, finish
 from axonml_jax.checkpoint.places.mirror import Mirror
 from axonml_jax.checkpoint.places.object_store import ObjectStore
 from axonml_jax.checkpoint.plain_files import step_number
@@ -27,7 +27,7 @@ from axonml_jax.sharding.leaf import Leaf
 class CheckpointManager:
     """Saves a run's checkpoints in one folder, `step_00000100` and so on. All processes make the same calls.
 
-    Opening one and restoring change nothing on disk. The first save, or `claim`, makes this job the folder's only writer.
+    Opening one, and restoring without `mirror`, change nothing on disk. The first save, or `claim`, makes this job its writer.
 
     Args:
       folder: made when something is saved; on a file system that all processes share.
@@ -76,16 +76,15 @@ class CheckpointManager:
         self._saver = arrays.checkpointer(self._team)
         self._saving: Saving | None = None
         self._tell: Any = None  # a trainer's, which has callbacks
-        self._newest: int | None = None
-        self._claimed = False
+        self._newest, self._claimed = None, False
         self._owner: Ownership | None = None  # in the main process
         self._passed_over: list[Path] = []
 
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(self, *exception):
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception):
+        self._close(together=kind is None)
 
     def claim(self) -> None:
         """Become the folder's only writer, as the first save does by itself, and remove what killed processes have left.
@@ -193,11 +192,13 @@ class CheckpointManager:
         return self._failures.total
 
     def close(self) -> None:
-        """Wait, and let go of the threads and the folder."""
+        """Wait, and let go of the threads and the folder; with `mirror` all processes wait until the newest is copied."""
+        self._close(together=True)
+
+    def _close(self, *, together: bool) -> None:
         try:
             self.wait()
-            if self._mirror is not None:
-                self._mirror.close()
+            finish(self._mirror, self._team, together=together)
         finally:
             self._saver.close()
             if self._owner is not None:
@@ -241,8 +242,7 @@ class CheckpointManager:
           ValueError: listing every array that does not fit.
         """
         self.settle()
-        if self._mirror is not None:
-            bring_back(self._mirror, self.folder, step, self._team, self.claim)
+        bring_back(self._mirror, self.folder, step, self._team, self.claim)
         tried, failed, manifest = set(), None, None
         choose = partial(candidates, self.folder, step, self.best, self.mode)
         decide = partial(self._team.decide, f"restore from {self.folder}", choose)
@@ -291,10 +291,10 @@ class CheckpointManager:
 
     def _rotate(self, newest: int) -> None:
         """In the main process, after a commit: delete what no rule keeps, and copy what is new."""
-        for step in self._deletes(newest, manifests_in(self.folder) if self._retention.keep else {}):
+        for step in self._deletes(newest, partial(manifests_in, self.folder)):
             remove(path_of(self.folder, step))
         if self._mirror is not None:
             self._mirror.copy(path_of(self.folder, newest), newest, partial(self._deletes, newest))
 
-    def _deletes(self, newest: int, found: Mapping[int, Manifest]) -> list[int]:
-        return self._retention.deletes_of(found, (newest, *(self._mirror.copying if self._mirror else ())))
+    def _deletes(self, newest: int, read: Callable[[], Mapping[int, Manifest]]) -> list[int]:
+        return self._retention.deletes_of(read, (newest, *(self._mirror.copying if self._mirror else ())))

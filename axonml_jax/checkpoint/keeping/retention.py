@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,8 +47,11 @@ class Retention:
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode={self.mode!r} must be 'min' or 'max'")
 
-    def deletes_of(self, found: Mapping[int, "Manifest"], spared: Collection[int | None] = ()) -> list[int]:
-        """`deletes` of what checkpoints, or copies of them, say by step."""
+    def deletes_of(
+        self, read: Callable[[], Mapping[int, "Manifest"]], spared: Collection[int | None] = ()
+    ) -> list[int]:
+        """`deletes` of what checkpoints, or copies of them, say by step; they are read only where some may go."""
+        found = read() if self.keep is not None else {}
         best = None if self.best is None else best_of(found, self.best, self.mode)
         return self.deletes({step: said.saved_at for step, said in found.items()}, {*spared, best})
 

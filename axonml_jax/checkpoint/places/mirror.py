@@ -6,7 +6,6 @@ which prefix its files are. Files that no such object names are no checkpoint.
 
 import json
 import os
-import re
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -15,8 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from axonml_jax.checkpoint.manifest import NAME, SAVED_AT, DamagedCheckpoint, Manifest, damage, sync
-from axonml_jax.checkpoint.names import SAVING, path_of
+from axonml_jax.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damage, sync
+from axonml_jax.checkpoint.names import SAVING, checkpoints_in, path_of
+from axonml_jax.checkpoint.places.copy_commit import COMMIT, PREFIX, Copy, commit_of, run_in, take_id
 from axonml_jax.checkpoint.places.object_store import ObjectStore
 from axonml_jax.checkpoint.saving import put_in_place, remove
 from axonml_jax.logging import logger
@@ -24,15 +24,16 @@ from axonml_jax.logging import logger
 OWNER = "mirror.json"
 """The object that says whose copies these are: the last that has claimed them."""
 
-_COMMIT = re.compile(r"step_(\d{8,})\.commit")
-_PREFIX = re.compile(r"step_\d{8,}\.[0-9a-f]{32}/")
+Rule = Callable[[Callable[[], Mapping[int, Manifest]]], Iterable[int]]
+"""Which copies go, of a function that reads what all say of their metrics and times."""
+
 _AT_ONCE = 4  # files under way; each is in memory meanwhile
 
 
 class _Job(NamedTuple):
     folder: Path
     step: int
-    deletes: Callable[[Mapping[int, Manifest]], Iterable[int]]
+    deletes: Rule
 
 
 class Mirror:
@@ -56,7 +57,7 @@ class Mirror:
                 f"mirror={store} and {folder}, the folder of the checkpoints, lie one within the other: copies need a place "
                 "of their own, best on another disk; give another URL"
             )
-        self.store, self._token = store, uuid.uuid4().hex
+        self.store, self._folder, self._token = store, folder, uuid.uuid4().hex
         self._claimed = self._lost = False
         self._begun: set[str] = set()  # prefixes that may be of no copy
         self._error: Exception | None = None
@@ -67,7 +68,7 @@ class Mirror:
     @property
     def steps(self) -> list[int]:
         """Steps with a copy, in order."""
-        return sorted(int(found[1]) for key in self.store.keys("step_") if (found := _COMMIT.fullmatch(key)))
+        return sorted(int(found[1]) for key in self.store.keys("step_") if (found := COMMIT.fullmatch(key)))
 
     @property
     def copying(self) -> list[int]:
@@ -75,7 +76,28 @@ class Mirror:
         with self._lock:
             return [job.step for job in (self._under_way, self._waiting) if job is not None]
 
-    def copy(self, folder: Path, step: int, deletes: Callable[[Mapping[int, Manifest]], Iterable[int]]) -> None:
+    @property
+    def newest(self) -> Copy | None:
+        """The newest copy whose commit can be read."""
+        for step in reversed(self.steps):
+            with suppress(DamagedCheckpoint):
+                return self._copy_of(step)
+        return None
+
+    def refuse_others(self, copy: Copy | None) -> None:
+        """See that a copy is of the run whose checkpoints are in the folder, if that has any: only then is it known.
+
+        Raises:
+          ValueError: when it is another run's.
+        """
+        mine = run_in(self._folder)
+        if copy is not None and copy.run != mine and (mine or checkpoints_in(self._folder)):
+            raise ValueError(
+                f"{self.store} has copies of another run, which is in {copy.folder}, not of that in {self._folder}: give the "
+                "run's own URL, or one without copies"
+            )
+
+    def copy(self, folder: Path, step: int, deletes: Rule) -> None:
         """Begin to copy a committed checkpoint, and then delete the copies that no rule keeps.
 
         Where the store is slower than the saves, the newest is copied next. What fails is said, and the next one is tried.
@@ -83,7 +105,7 @@ class Mirror:
         Args:
           folder: the checkpoint.
           step: its step.
-          deletes: which go, of what copies say of their metrics and times.
+          deletes: which go.
         """
         with self._lock:
             self._waiting = _Job(folder, step, deletes)
@@ -103,14 +125,17 @@ class Mirror:
         if error is not None:
             raise OSError(f"the newest checkpoint is not copied to {self.store}: {error}") from error
 
-    def fetch(self, step: int, into: Path) -> Path:
-        """Bring a copy back into a folder of checkpoints, where it appears whole or not at all.
+    def fetch(self, step: int) -> Path:
+        """Bring a copy back into the folder of checkpoints, where it appears whole or not at all.
 
         Raises:
+          ValueError: when it is another run's.
           DamagedCheckpoint: naming every file that is not what was written.
           OSError: when the store does not give it, after all tries, or the folder cannot be written.
         """
-        folder, prefix = path_of(into, step), self._copy_of(step)[0]
+        copy = self._copy_of(step)
+        self.refuse_others(copy)
+        folder, prefix = path_of(self._folder, step), copy.prefix
         unfinished = folder.with_name(folder.name + SAVING)
         remove(unfinished)
         unfinished.mkdir(parents=True)
@@ -122,6 +147,7 @@ class Mirror:
             if lines := damage(unfinished, manifest, manifest.files):
                 said = f"{self.store}/{prefix} is damaged:"
                 raise DamagedCheckpoint("\n".join([said, *(f"  {line}" for line in lines)]))
+            take_id(self._folder, copy.run)
             put_in_place(unfinished, folder)
         except BaseException:
             remove(unfinished)
@@ -140,7 +166,7 @@ class Mirror:
                 if not self._lost:
                     self._claim()
                     self._push(job.folder, job.step)
-                for old in () if self._lost else job.deletes(self._copies()):
+                for old in () if self._lost else job.deletes(self._copies):
                     self._remove(old)
             except Exception as error:
                 if self._error is None:
@@ -156,7 +182,7 @@ class Mirror:
         self.store.put(OWNER, json.dumps({"token": self._token, "pid": os.getpid()}).encode())
         named = {prefix for step in self.steps if (prefix := self._prefix_of(step))}
         for key in self.store.keys("step_"):
-            if _PREFIX.match(key) and not key.startswith(tuple(named)):
+            if PREFIX.match(key) and not key.startswith(tuple(named)):
                 self.store.remove(key)
         self._claimed = True
 
@@ -179,17 +205,18 @@ class Mirror:
             list(pool.map(lambda path: self.store.put(f"{prefix}{path.relative_to(folder)}", path.read_bytes()), paths))
         if not self._owns():
             return
-        before, replaced = self.store.get(_commit_of(step)), self._prefix_of(step)
+        before, replaced = self.store.get(commit_of(step)), self._prefix_of(step)
         said = Manifest.read(folder)
-        content = {"prefix": prefix, "metrics": said.metrics, SAVED_AT: said.saved_at}
-        self.store.put(_commit_of(step), json.dumps(content).encode())
+        run = run_in(self._folder) or take_id(self._folder, uuid.uuid4().hex)
+        content = Copy(prefix, run, self._folder, said).text()
+        self.store.put(commit_of(step), content)
         if self._owns():
             self._remove_files(replaced)
         elif self._prefix_of(step) == prefix:  # claimed between the two questions
             if before is None:
-                self.store.remove(_commit_of(step))
+                self.store.remove(commit_of(step))
             else:
-                self.store.put(_commit_of(step), before)
+                self.store.put(commit_of(step), before)
 
     def _owns(self) -> bool:
         """Whether nobody else has claimed the URL meanwhile; from then on nothing is copied."""
@@ -204,7 +231,7 @@ class Mirror:
     def _remove(self, step: int) -> None:
         """Delete a copy: first what commits it, then its files."""
         prefix = self._prefix_of(step)
-        self.store.remove(_commit_of(step))
+        self.store.remove(commit_of(step))
         self._remove_files(prefix)
 
     def _remove_files(self, prefix: str | None) -> None:
@@ -215,29 +242,20 @@ class Mirror:
         found = {}
         for step in self.steps:
             try:
-                found[step] = self._copy_of(step)[1]
+                found[step] = self._copy_of(step).said
             except DamagedCheckpoint:
                 found[step] = Manifest()
         return found
 
     def _prefix_of(self, step: int) -> str | None:
         try:
-            return self._copy_of(step)[0]
+            return self._copy_of(step).prefix
         except DamagedCheckpoint:
             return None
 
-    def _copy_of(self, step: int) -> tuple[str, Manifest]:
-        """Where the files of a copy are, and what it says of its metrics and time."""
-        said = self.store.get(_commit_of(step))
-        try:
-            content = json.loads(said or b"")
-            if not _PREFIX.fullmatch(content["prefix"]):
-                raise ValueError(content["prefix"])
-            metrics = {name: float(value) for name, value in content["metrics"].items()}
-            return content["prefix"], Manifest(metrics=metrics, about={SAVED_AT: content[SAVED_AT]})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            what = "is missing" if said is None else "is damaged"
-            raise DamagedCheckpoint(f"{self.store}/{_commit_of(step)} {what}") from error
+    def _copy_of(self, step: int) -> Copy:
+        key = commit_of(step)
+        return Copy.parse(f"{self.store}/{key}", self.store.get(key))
 
     def _write(self, key: str, path: Path) -> None:
         content = self.store.get(key)
@@ -246,8 +264,3 @@ class Mirror:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         sync(path)
-
-
-def _commit_of(step: int) -> str:
-    """The object whose presence makes a copy."""
-    return f"step_{step:08d}.commit"

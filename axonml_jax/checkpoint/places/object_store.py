@@ -12,6 +12,9 @@ from urllib.parse import urlsplit
 TRIES = 6
 """How often something is tried, at most: over about half a minute."""
 
+_STALLED = "30"
+"""Seconds after which a request is given up that moves no byte; TensorStore's own limit is none."""
+
 _FIRST, _LONGEST = 0.5, 16.0
 _SAID_EVERY = 300.0  # seconds; a store that is busy is so for many objects at once
 _PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED")
@@ -67,6 +70,9 @@ class ObjectStore:
         if self._opened is None:
             import tensorstore as ts  # a tenth of a second that `import axonml_jax` should not cost
 
+            # Read when the process first speaks HTTP through TensorStore; whoever has set them knows better.
+            os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", _STALLED)
+            os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
             # TensorStore's own tries are many and silent; those here are few, and said.
             once = {"max_retries": 1, "initial_delay": "100ms", "max_delay": "100ms"}
             context = ts.Context({"s3_request_retries": once, "gcs_request_retries": once})

@@ -37,7 +37,7 @@ class RunFolder:
 
     Raises:
       ConfigError: when the folder to resume has no checkpoints, nothing would outlive copies in memory, or a new run would be
-        copied over another one's copies.
+        copied over, or go on from, another one's copies.
       FolderInUse: naming the process that writes it.
     """
 
@@ -71,7 +71,7 @@ class RunFolder:
             self.memory.close()
             print0(f"\nmemory          {self.memory.cost}")
         if self._manager is not None:
-            self._manager.close()
+            self._manager.__exit__(*exception)
 
     @property
     def leads(self) -> bool:
@@ -163,12 +163,17 @@ def new_folder(config: RunConfig) -> str:
 
 def _of_this_name(config: RunConfig) -> dict[int, Path]:
     """The folders of all runs of this name by number, the newest first."""
-    root, numbered = Path(config.output.dir), {}
-    for path in root.iterdir() if root.is_dir() else ():
-        rest = path.name.removeprefix(config.name)
-        if path.name.startswith(config.name) and (not rest or (rest[0] == "-" and rest[1:].isdecimal())):
-            numbered[int(rest[1:] or 1)] = path
-    return dict(sorted(numbered.items(), reverse=True))
+    root = Path(config.output.dir)
+    numbered = ((_number(config, path), path) for path in (root.iterdir() if root.is_dir() else ()))
+    return dict(sorted(((number, path) for number, path in numbered if number is not None), reverse=True))
+
+
+def _number(config: RunConfig, folder: Path) -> int | None:
+    """Which run of this name is in a folder; None: one of another name."""
+    rest = folder.name.removeprefix(config.name)
+    if folder.name.startswith(config.name) and (not rest or (rest[0] == "-" and rest[1:].isdecimal())):
+        return int(rest[1:] or 1)
+    return None
 
 
 def _before_restart(config: RunConfig, launch: str) -> Path | None:
@@ -196,10 +201,17 @@ def _has_copies(config: RunConfig, resumed: bool) -> bool:
     """Whether an object store has checkpoints to go on from."""
     assert config.checkpoint.mirror is not None
     folder = Path(config.output.dir, config.name, CHECKPOINT_FOLDER)
-    steps = Mirror(ObjectStore(config.checkpoint.mirror), folder).steps
+    mirror = Mirror(ObjectStore(config.checkpoint.mirror), folder)
+    steps = mirror.steps
     if steps and not resumed and config.resume is None:
         raise ConfigError(
             f"checkpoint.mirror={config.checkpoint.mirror} has copies of a run's checkpoints, the newest of step {steps[-1]}: "
             "go on with that run by resume=auto, or give another URL"
+        )
+    newest = mirror.newest if steps and not resumed else None
+    if newest is not None and _number(config, newest.folder.parent) is None:
+        raise ConfigError(
+            f"checkpoint.mirror={config.checkpoint.mirror} has copies of the run in {newest.folder.parent}, whose name is not "
+            f"{config.name}: give another URL, or go on with that run under its own name"
         )
     return bool(steps)

@@ -1,0 +1,58 @@
+"""Copies take as long as they take, and no longer: processes wait for one that works, and no request waits for ever."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from s3_stand_in import StandIn
+
+from axonml_jax.checkpoint.places import long_work
+
+
+def test_all_wait_as_long_as_the_main_process_works(monkeypatch):
+    limit, barrier, said = 1.5, threading.Barrier(2), []
+
+    class Half:
+        size = 2
+
+        def __init__(self, leads):
+            self.leads = leads
+
+        def decide(self, what, act):
+            if self.leads:
+                said.append(act())
+            barrier.wait(limit)
+            heard = said[-1]
+            barrier.wait(limit)
+            return heard
+
+    monkeypatch.setattr(long_work, "_MEET", 0.1)
+    work = lambda: time.sleep(2 * limit) or "done"
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda leads: long_work.decide_at_length(Half(leads), "work", work), (True, False)))
+    assert found == ["done", "done"]
+
+
+STALLED = """
+from axonml_jax.checkpoint.places import object_store
+assert object_store._STALLED == "30"
+object_store._STALLED = "1"
+object_store.ObjectStore("s3://bucket/run", tries=1).put("key", b"content")
+"""
+
+
+def test_a_request_that_moves_no_byte_is_given_up():
+    """A connection that nobody answers; the limit is read once a process."""
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "JAX_PLATFORMS": "cpu"}
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environ |= StandIn.environ(types.SimpleNamespace(endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"))
+        found = subprocess.run(
+            [sys.executable, "-c", STALLED], env=environ, capture_output=True, text=True, timeout=120
+        )
+    assert "cannot write key at s3://bucket/run: " in found.stderr and "Operation too slow" in found.stderr
