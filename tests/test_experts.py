@@ -238,7 +238,11 @@ MODELS = {
     "one loop": ({"expert": 2, "fsdp": 2}, {"scan_layers": True}, {"remat": "full"}),
     "sequence parallel": ({"expert": 2, "tensor": 2}, {"sequence_parallel": True}, {}),
     "context, every second": ({"expert": 2, "context": 2}, {"experts": dataclasses.replace(EXPERTS_OF, every=2)}, {}),
-    "pipeline": ({"pipe": 3, "expert": 2}, {}, {"pipe": ax.Pipelined(schedule="1f1b", num_microbatches=2)}),
+    "pipeline, typed": (
+        {"pipe": 3, "expert": 2},
+        {"experts": dataclasses.replace(EXPERTS_OF, dispatch="rounds")},
+        {"pipe": ax.Pipelined(schedule="1f1b", num_microbatches=2), "check_vma": True},
+    ),
 }
 
 

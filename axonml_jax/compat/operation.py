@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jax.extend import source_info_util
 
 from axonml_jax.compat.jaxpr import jaxprs_among, opened
+from axonml_jax.compat.varying_types import varying_alike, varying_axes
 
 
 class Scan(NamedTuple):
@@ -226,6 +227,11 @@ class Operation:
     def bind(self, values: Sequence[Any], **changed: Any) -> list[Any]:
         """Run it on `values`, with some parameters changed, keeping its source line and name scopes; returns its results."""
         primitive = self.eqn.primitive
+        values = values if self.bodies else varying_alike(values, self.given)
+        if self.name == "pvary":  # of what varies over more axes than when it was traced
+            changed = {"axes": tuple(axis for axis in self.options["axes"] if axis not in varying_axes(values[0]))}
+            if not changed["axes"]:
+                return list(values)
         params = primitive.get_bind_params({**self.eqn.params, **changed})
         if isinstance(params, tuple):  # jax < 0.11 returned (functions, params) for call-like primitives
             functions, params = params

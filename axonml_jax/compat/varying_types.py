@@ -3,6 +3,7 @@
 JAX documents the argument `check_vma`, not the attribute of an abstract value that holds the answer: it has moved before.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,3 +46,21 @@ def cast_to_varying(x: Any, axes: tuple[str, ...]) -> jax.Array:
       axes: bound manual mesh axes.
     """
     return jax.lax.pcast(x, axes, to="varying")
+
+
+def varying_alike(values: Sequence[Any], given: Sequence[AbstractValue]) -> Sequence[Any]:
+    """`values`, typed as varying over the same axes where the operands they stand for were.
+
+    A program that runs again on values that vary over more axes than it was traced with (what a pipeline's stage reads varies
+    over `pipe`) meets operations that want all their operands to vary alike, where some are made inside of fewer.
+
+    Args:
+      values: operands.
+      given: those that the operation was traced with.
+    """
+    if len(values) < 2 or len({varying_axes(each) for each in given}) > 1:
+        return values
+    axes = [varying_axes(each) for each in values]
+    every = frozenset().union(*axes)
+    missing = [tuple(sorted(every - own)) for own in axes]
+    return [cast_to_varying(x, more) if more else x for x, more in zip(values, missing, strict=True)]
