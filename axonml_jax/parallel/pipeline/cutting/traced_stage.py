@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.residuals import Saved
+from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.parallel.pipeline.cutting.stage import Stage, StageOutput
+from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.units.body import Body, Prelude, Transform, Values, add
 from axonml_jax.program.atoms import Atom, among, aval_of, names_of, result_of, results_of
 from axonml_jax.program.dataflow import with_gradient
@@ -97,8 +99,10 @@ class TracedStage:
 
     @property
     def varied_y(self) -> list[int]:
-        """The leaves of y that have a gradient."""
-        return [i for i, atom in enumerate(self.places.y) if self._varies(atom)]
+        """The leaves of y that have a gradient; a loop's constant result, typed as the same along the pipeline, has none."""
+        typed = any(AXIS in varying_axes(self.body.avals[number]) for number in (*self.numbers.x, *self.numbers.weights))
+        same = lambda atom: typed and AXIS not in varying_axes(self.aval(atom))
+        return [i for i, atom in enumerate(self.places.y) if self._varies(atom) and not same(atom)]
 
     def aval(self, atom: Atom) -> Any:
         """The abstract value of a result."""
