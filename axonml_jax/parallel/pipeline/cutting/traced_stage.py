@@ -100,7 +100,9 @@ class TracedStage:
     @property
     def varied_y(self) -> list[int]:
         """The leaves of y that have a gradient; a loop's constant result, typed as the same along the pipeline, has none."""
-        typed = any(AXIS in varying_axes(self.body.avals[number]) for number in (*self.numbers.x, *self.numbers.weights))
+        typed = any(
+            AXIS in varying_axes(self.body.avals[number]) for number in (*self.numbers.x, *self.numbers.weights)
+        )
         same = lambda atom: typed and AXIS not in varying_axes(self.aval(atom))
         return [i for i, atom in enumerate(self.places.y) if self._varies(atom) and not same(atom)]
 
