@@ -81,6 +81,15 @@ LARGE = (
 """Modules whose tables are products of plans, each row compiled: a quarter of the rows runs."""
 
 
+LONG = (
+    "cli", "cli_lora", "cli_weights", "context_axis", "data_config", "ema", "examples", "expert_layers", "experts", "faults",
+    "flight", "hostile_files", "launcher_hosts", "launcher_training", "lora", "memory_copies", "memory_resume", "mirror",
+    "models_weights", "own_parts", "pace", "plan_table", "planner_cli", "planner_experts", "planner_search", "random_plans",
+    "saved_runs", "shared_programs", "shrink", "spikes", "stacked_optimizers", "train_resume",
+)  # fmt: skip
+"""Modules whose tests take long, as they start processes or run whole commands: those without rows are one table together."""
+
+
 def pytest_collection_modifyitems(config, items):
     """Of a table of cases some rows run: half of them, of a large one a quarter, at least one, chosen by their names.
 
@@ -90,12 +99,15 @@ def pytest_collection_modifyitems(config, items):
     if os.environ.get("AXONML_ALL_ROWS") or config.args_source is not config.ArgsSource.TESTPATHS:
         return
     tables = collections.defaultdict(list)
+    module_of = lambda item: item.module.__name__.removeprefix("test_")
+    alone = lambda item: not hasattr(item, "callspec")
     for item in items:
-        tables[item.nodeid.split("[")[0]].append(item)
+        tables["long" if alone(item) and module_of(item) in LONG else item.nodeid.split("[")[0]].append(item)
     kept = set()
-    for rows in tables.values():
-        module = rows[0].module.__name__.removeprefix("test_")
-        share = 1 if module in EVERY_ROW or not hasattr(rows[0], "callspec") else 4 if module in LARGE else 2
+    for name, rows in tables.items():
+        module = module_of(rows[0])
+        whole = module in EVERY_ROW or (alone(rows[0]) and name != "long")
+        share = 1 if whole else 4 if module in LARGE and name != "long" else 2
         hashes = {row.nodeid: zlib.crc32(row.nodeid.encode()) for row in rows}
         chosen = [each for each, number in hashes.items() if number % share == 0] or [min(hashes, key=hashes.get)]
         others = [each for each in hashes if each not in chosen] or chosen

@@ -69,7 +69,7 @@ class Stored:
     """A save that this process finds done, or not yet."""
 
     def __init__(self, folder, *_, **__):
-        self.folder, self.failed, self.ended = folder, False, False
+        self.folder, self.failure, self.ended = folder, None, False
 
     @property
     def done(self):
