@@ -1,5 +1,6 @@
 """The section `data`: documents, prompts, mixtures and tokenizers from a configuration, and what is refused."""
 
+import gc
 import json
 import math
 from pathlib import Path
@@ -119,8 +120,9 @@ def test_a_vocabulary_that_lacks_tokens_is_refused_before_anything_is_made(tmp_p
     rules["pre_tokenizer"] = {"type": "WhitespaceSplit"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
     flags = [f"--data.path={pairs}", "--data.fields=[prompt]", f"--data.tokenizer={tmp_path}"]
+    gc.collect()  # arrays of tests before this one
     before = len(jax.live_arrays())
     for command in ("train", "explain"):
         assert main([command, QUICKSTART, *SMALL, *flags]) == 2
         assert "model.vocab_size=256: the tokenizer has 301 token ids" in capsys.readouterr().err
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) <= before
