@@ -232,7 +232,7 @@ def test_what_cannot_work_is_refused_in_one_message_before_anything_is_allocated
     status, out, err = run("train", QUICKSTART, *SMALL, *flags)
     assert status == 2 and out == "" and err.startswith("axonml-jax: error: ")
     assert all(word in err for word in words), err
-    assert len(jax.live_arrays()) == before and not (tmp_path / "runs").exists()
+    assert len(jax.live_arrays()) <= before and not (tmp_path / "runs").exists()  # tests before this one may leave some
 
 
 @pytest.mark.parametrize(
