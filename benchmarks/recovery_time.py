@@ -1,13 +1,14 @@
 """Seconds from the kill of one process to the next step, by way of restarting, and what copies in memory cost every step.
 
-    python benchmarks/recovery_time.py [--rounds 3] [--ways disk memory standby] [--cost]
+    python benchmarks/recovery_time.py [--rounds 3] [--ways disk memory standby shrink shrink-standby] [--cost]
 
 Two processes train the model of configs/quickstart.yaml (data-parallel, one CPU device each) under `axonml-jax launch
---max-restarts 1`; rank 1 is killed by SIGKILL after step 27. `disk` has a checkpoint every ten steps, `memory` a copy in
-memory every step, `standby` processes too that stand by with their imports made. Prints when, after the kill, the launcher had
-ended the others, the run had been described (processes started, JAX imported, job joined, data read), the state was back, the
-first step was made, and step 28, which nobody had made before. `--cost` trains without a fault, with and without copies, in
-turns.
+--max-restarts 1`; rank 1 is killed by SIGKILL after step 27. `disk` has a checkpoint every ten steps, `memory` a copy
+in memory every step, `standby` processes too that stand by with their imports made. `shrink` has a launcher for each
+of the two (`--nnodes 1:2`), of which one is killed with its process: the other goes on alone, with the same batch.
+Prints when, after the kill, the launcher had ended the others, the run had been described (processes started, JAX
+imported, job joined, data read), the state was back, the first step was made, and step 28, which nobody had made
+before. `--cost` trains without a fault, with and without copies, in turns.
 """
 
 import argparse
@@ -21,6 +22,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from axonml_jax.launch.processes.launcher import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 KILLED_AFTER, STEPS = 27, 32
@@ -37,34 +40,50 @@ class Told(ax.Callback):
         if event.step == {KILLED_AFTER} and first and "KILL" in os.environ:
             time.sleep(float(os.environ["KILL"]))  # the processes that stand by have made their imports
             if os.environ["RANK"] == "1":
-                print(f"killed at={{time.time():.3f}}", flush=True)
+                print(f"killed at={{time.time() + 0.5:.3f}}", flush=True)
+                time.sleep(0.5)  # the launcher, which may be killed too, passes it on
+                if os.environ["GROUP_WORLD_SIZE"] == "2":
+                    os.kill(os.getppid(), signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
 """
 WAYS = {
     "disk": ((), ("--checkpoint.every=10",)),
     "memory": ((), ("--checkpoint.every=null", "--checkpoint.memory_every=1")),
     "standby": (("--standby=1",), ("--checkpoint.every=null", "--checkpoint.memory_every=1")),
+    "shrink": (("--nnodes=1:2",), ("--checkpoint.every=null", "--checkpoint.memory_every=1")),
+    "shrink-standby": (("--nnodes=1:2", "--standby=1"), ("--checkpoint.every=null", "--checkpoint.memory_every=1")),
 }
-MARKS = {"ended": r"restart 1 of 1", "described": r"^\[rank 0\] model ", "state back": r"resumed after step"}
+MARKS = {
+    "ended": r"restart 1 of 1|attempt 1 runs",
+    "described": r"^\[rank 0\] model ",
+    "state back": r"resumed after step",
+}
 
 
 def train(folder: Path, flags: tuple[str, ...], settings: tuple[str, ...], **environ: str) -> list[tuple[float, str]]:
     """Launch a training; every line with the time at which it came."""
     (folder / "told.py").write_text(CALLBACK)
-    launch = [sys.executable, "-m", "axonml_jax", "launch", "--nproc-per-node=2", "--max-restarts=1", *flags]
+    machines = 2 if "--nnodes=1:2" in flags else 1
     command = [
-        *(*launch, "--module", "axonml_jax", "train", str(ROOT / "configs" / "quickstart.yaml")),
+        *("--max-restarts=1", *flags, "--module", "axonml_jax", "train", str(ROOT / "configs" / "quickstart.yaml")),
         *("--devices.simulated=null", "--allow-imports=told", "--callbacks=[{class_path: told.Told}]"),
         *(f"--output.dir={folder / 'runs'}", "--output.plot=false", "--train.eval_every=null", "--sample.count=0"),
         *(f"--train.steps={STEPS}", "--train.log_every=1000", "--data.valid_fraction=0.001", *settings),
     ]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
     own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{folder}:{ROOT}", "XDG_CACHE_HOME": str(folder.parent / "cache")}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=kept | own | environ, **pipes) as process:
-        assert process.stdout is not None
-        lines = [(time.time(), line) for line in process.stdout]
-    assert process.returncode == 0, "".join(line for _, line in lines)[-4000:]
+    place = [f"--rdzv-endpoint=127.0.0.1:{free_port()}"] if machines > 1 else ["--nproc-per-node=2"]
+    said, spoken = os.pipe()
+    started = []
+    for node in range(machines):
+        launch = [sys.executable, "-m", "axonml_jax", "launch", f"--node-rank={node}", *place]
+        pipes = {"stdout": spoken, "stderr": subprocess.STDOUT}
+        started.append(subprocess.Popen([*launch, *command], env=kept | own | environ, **pipes))
+    os.close(spoken)
+    with os.fdopen(said) as stream:
+        lines = [(time.time(), line) for line in stream]
+    status, *_ = [process.wait() for process in started]
+    assert status == 0, "".join(line for _, line in lines)[-4000:]
     return lines
 
 
@@ -72,7 +91,7 @@ def recovered(way: str, base: Path) -> dict[str, float]:
     """Seconds after the kill of what happened then."""
     flags, settings = WAYS[way]
     with tempfile.TemporaryDirectory(dir=base) as folder:
-        lines = train(Path(folder), flags, settings, KILL="12" if way == "standby" else "0.5")
+        lines = train(Path(folder), flags, settings, KILL="12" if "standby" in way else "0.5")
     text = "".join(line for _, line in lines)
     killed = float(re.findall(r"killed at=([\d.]+)", text)[0])
     after = [(at, line) for at, line in lines if at > killed]
