@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from axonml_jax.checkpoint.memory import complete_step
-from axonml_jax.checkpoint.memory.common_step import agree
+from axonml_jax.checkpoint.memory.common_step import agree, steps_of
 from axonml_jax.checkpoint.memory.handed import MEMORY
 from axonml_jax.checkpoint.memory.members import Members
 from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
@@ -23,19 +23,24 @@ class Coordinator:
     """One that lets other processes act before it answers."""
 
     def __init__(self):
-        self.values, self.counts, self.meanwhile = {}, {}, lambda: None
+        self.values, self.counts, self.meanwhile, self.lock = {}, {}, lambda: None, threading.Lock()
+
+    def clear(self):
+        self.values.clear()
+        self.counts.clear()
 
     def key_value_increment(self, key, increment):
-        self.counts[key] = self.counts.get(key, 0) + increment
-        found = self.counts[key]
+        with self.lock:
+            found = self.counts[key] = self.counts.get(key, 0) + increment
         if not increment:
             self.meanwhile()
         return found
 
     def key_value_set(self, key, value):
-        if key in self.values:
-            raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
-        self.values[key] = value
+        with self.lock:
+            if key in self.values:
+                raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+            self.values[key] = value
 
     def blocking_key_value_get(self, key, timeout_in_ms):
         return self.values[key]
@@ -79,7 +84,7 @@ class Process:
 
     @property
     def found(self):
-        return OwnCopies(self.copies._own.generations).look()
+        return steps_of(OwnCopies(self.copies._own.generations).look())
 
 
 @pytest.fixture

@@ -39,6 +39,31 @@ def test_all_wait_as_long_as_the_main_process_works(monkeypatch):
     assert found == ["done", "done"]
 
 
+def test_all_wait_as_long_as_any_of_them_works(monkeypatch):
+    limit, barrier, said = 1.0, threading.Barrier(3), [None] * 3
+
+    class Third:
+        size = 3
+
+        def __init__(self, rank):
+            self.rank = rank
+
+        def tell_all(self, what, mine):
+            said[self.rank] = mine
+            barrier.wait(limit)
+            heard = list(said)
+            barrier.wait(limit)
+            return heard
+
+    monkeypatch.setattr(long_work, "_MEET", 0.1)
+
+    def works(rank):
+        return long_work.tell_all_at_length(Third(rank), "work", lambda: time.sleep(2 * limit * (rank == 1)) or rank)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(works, range(3))) == [[0, 1, 2]] * 3
+
+
 STALLED = """
 from axonml_jax.checkpoint.places import object_store
 assert object_store._STALLED == "30"

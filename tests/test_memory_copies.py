@@ -15,15 +15,15 @@ from flax import nnx
 from test_launcher_nodes import ends, launchers  # noqa: F401
 
 import axonml_jax as ax
-from axonml_jax.checkpoint.memory.common_step import Agreed, agree
-from axonml_jax.checkpoint.memory.generation import START, CopyIndex, DamagedCopy, Generation
+from axonml_jax.checkpoint.memory.common_step import Agreed, agree, steps_of
+from axonml_jax.checkpoint.memory.generation import START, CopyIndex, DamagedCopy, Generation, holds
 from axonml_jax.checkpoint.memory.handed import MEMORY, Handed
 from axonml_jax.checkpoint.memory.held_parts import shard_name
 from axonml_jax.checkpoint.memory.members import Members
 from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
 from axonml_jax.checkpoint.memory.own_copies import OwnCopies
 from axonml_jax.checkpoint.memory.partners import keepers
-from axonml_jax.checkpoint.memory.post import Box, Post, held_step, send
+from axonml_jax.checkpoint.memory.post import Box, Post, send
 from axonml_jax.launch.config.read_config import read_config
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.job.run_folder import RunFolder
@@ -119,10 +119,11 @@ def test_the_newest_complete_copy_stays_while_another_is_written(memory):
     copies, mesh = OwnCopies(memory()), ax.make_mesh(fsdp=8)
     for step, complete in ((1, None), (2, None), (3, 2), (4, 2), (5, 4)):
         copies.begin(step, arrays(step, mesh), "shard", {}, complete)()
-    assert sorted(copies.look()["shard"]) == [4, 5]
+    assert sorted(steps_of(copies.look())["shard"]) == [4, 5]
     copies.begin(6, arrays(6, mesh), "shard", {}, 4)  # and the process dies: its checksums are never written
-    assert OwnCopies(copies.generations).look() == {"shard": [4]}
-    found, _ = copies.read(4, arrays(9, mesh))
+    [left] = OwnCopies(copies.generations).look()
+    assert (left.shard, left.step, left.complete) == ("shard", 4, 2)
+    found, _ = copies.read("shard", 4, arrays(9, mesh))
     wanted = arrays(4, mesh)
     assert found["w"].sharding == wanted["w"].sharding and found["w"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(found["w"], wanted["w"])
@@ -135,7 +136,7 @@ def test_another_run_of_the_same_launch_does_not_take_the_copies():
         for name in ("runs/first", "runs/second"):
             run, loader = trainer_and_data("fsdp", 0)
             with closing(MemoryCopies(1, place)) as copies:
-                assert copies.restore(run, of=name, data=loader) is None
+                assert copies.look(run, of=name) is None and copies.lost is None
                 trained(run, loader, range(1, 3), copies)
 
 
@@ -145,12 +146,16 @@ def test_processes_with_the_same_parts_have_the_same_name():
     assert names[0] == names[1] != shard_name({"w": arrays(1, mesh)["w"]})
 
 
+def held_step(generation):
+    return None if (found := holds(generation)) is None else found[1]
+
+
 def test_a_copy_travels_whole_or_leaves_what_was_there(memory):
     (mine, theirs), generations = memory(), memory()
     write(mine, 5)
     write(generations[0], 3)
     with closing(Post("127.0.0.1", b"secret")) as post:
-        post.boxes["keep", 1] = Box(generations, 64)
+        post.boxes["keep", 1] = Box(generations, 64, "shard")
         send(post.address, b"secret", "keep", 1, mine, 3)
         assert [held_step(each) for each in generations] == [3, 5]
         write(mine, 7, (4.0, 5.0, 6.0))
@@ -203,23 +208,20 @@ def test_a_run_goes_on_from_memory_bit_for_bit(axis):
         place = {"NODE_RANK": "0", MEMORY: memory.of(0).text()}
         run, loader = trainer_and_data(axis, 0)
         with closing(MemoryCopies(2, place)) as copies:
-            assert copies.restore(run, data=loader) is None
+            assert copies.look(run) is None
             trained(run, loader, range(1, 8), copies)  # of 2, 4 and 6; then the process ends
             assert copies.cost.startswith("3 copies") and "2 x 0.0 MB of its own" in copies.bound
         wanted = trained(run, loader, range(8, 12))
         again, position = trainer_and_data(axis, 1)
         with closing(MemoryCopies(2, place)) as copies:
-            manifest = copies.restore(again, data=position, after=5)
-            assert manifest is not None and manifest.step == again.state.step == 6
+            assert copies.look(again) == 6
+            manifest = copies.restore(again, data=position)
+            assert manifest.step == again.state.step == 6
             assert trained(again, position, range(7, 12), copies)[1:] == wanted
         for name, array in run.resting_arrays().items():
             here = again.resting_arrays()[name]
             if name != "key":
                 np.testing.assert_array_equal(here, array, err_msg=name)
-        with closing(MemoryCopies(2, place)) as copies:
-            assert copies.restore(again, data=position, after=10) is None  # the disk has a newer one
-        with closing(MemoryCopies(2, place)) as copies:
-            assert copies.restore(again, data=position) is None  # those in memory are of a run that is no more
 
 
 def test_without_a_launcher_that_restarts_or_with_too_little_memory_copies_are_refused(monkeypatch):
@@ -237,7 +239,7 @@ def test_without_a_launcher_that_restarts_or_with_too_little_memory_copies_are_r
     with HostMemory([1], 0) as memory:
         copies = MemoryCopies(2, {"NODE_RANK": "0", MEMORY: memory.of(0).text()})
         with pytest.raises(ValueError, match=r"GB of 1e-06 GB on node 0, more than 50%.*memory_every=null"):
-            copies.restore(run)
+            copies.look(run)
 
 
 RANK = """

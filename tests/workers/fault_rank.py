@@ -33,6 +33,7 @@ from axonml_jax.checkpoint import saving
 from axonml_jax.checkpoint.keeping import failures
 from axonml_jax.checkpoint.memory import own_copies
 from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
+from axonml_jax.checkpoint.memory.restore_newest import restore_newest
 from axonml_jax.launch.job.fit import Record
 from axonml_jax.launch.job.preemption import Preemption
 from axonml_jax.launch.job.records import JsonLines
@@ -93,7 +94,7 @@ class Fault:
         if self.due(rank, step, "kill"):
             die()
         if self.due(rank, step, "lose-memory"):  # as a machine that is replaced
-            self.memory._forget()
+            self.memory.forget()
             die()
         if self.due(rank, step, "terminate"):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -227,12 +228,12 @@ def main(folder, *asked):
         manager = opened_here.enter_context(ax.CheckpointManager(folder / "checkpoints", **how))
         preemption = opened_here.enter_context(Preemption())
         memory = opened_here.enter_context(contextlib.closing(MemoryCopies(int(every)))) if every else None
-        restored = None
         for fault in faults:
             fault.memory = memory
         if memory:
-            restored = memory.restore(trainer, data=loader, after=manager.steps[-1] - 1 if manager.steps else -1)
-        restored = restored or manager.restore(trainer, data=loader)
+            restored, _ = restore_newest(memory, manager, trainer, data=loader)
+        else:
+            restored = manager.restore(trainer, data=loader)
         manager.claim()  # before records are opened
         start = restored.step if restored else 0
         ax.print0(f"start={start}", flush=True)

@@ -26,6 +26,7 @@ START = 4096
 """Where the parts begin."""
 
 _ALIGN = 64
+_CHUNK = 1 << 22
 LONGEST_INDEX = 1 << 28
 """Bytes of the longest index that is read."""
 
@@ -43,17 +44,20 @@ class CopyIndex:
       shard: which parts of which arrays it holds (`shard_name`).
       about: what else there is to know: the manifest that a checkpoint of this step would have.
       parts: by part: dtype, shape, place, CRC-32.
+      complete: the newest step that all processes had when this copy was begun; None: none.
     """
 
     step: int
     shard: str
     about: dict[str, Any]
     parts: dict[Part, tuple[str, tuple[int, ...], int, int]]
+    complete: int | None = None
 
     def text(self) -> bytes:
         """As JSON."""
         parts = [[name, index, *each] for (name, index), each in self.parts.items()]
-        return json.dumps({"step": self.step, "shard": self.shard, "about": self.about, "parts": parts}).encode()
+        said = {"step": self.step, "shard": self.shard, "about": self.about, "complete": self.complete}
+        return json.dumps(said | {"parts": parts}).encode()
 
     @staticmethod
     def parse(text: bytes) -> "CopyIndex":
@@ -70,9 +74,10 @@ class CopyIndex:
             }
             sizes = [_size(dtype, shape) for dtype, shape, _, _ in parts.values()]
             numbers = [said["step"], *sizes, *(n for _, shape, *more in parts.values() for n in (*shape, *more))]
+            numbers += [] if said["complete"] is None else [said["complete"]]
             if not all(is_whole(n) for n in numbers) or not isinstance(said["about"], dict):
                 raise ValueError("no whole numbers")
-            return CopyIndex(said["step"], str(said["shard"]), said["about"], parts)
+            return CopyIndex(said["step"], str(said["shard"]), said["about"], parts, said["complete"])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise DamagedCopy(f"the index of a copy cannot be read: {error!r:.120}") from error
 
@@ -133,6 +138,17 @@ class Generation:
         self.read_into(memoryview(index), end)
         self.commit(bytes(index), end)
 
+    def become(self, other: "Generation") -> None:
+        """Hold the copy that another generation holds too."""
+        found, whole = other.index(), other.size()
+        assert found is not None, "there is no copy"
+        self.clear()
+        for place in range(START, whole, _CHUNK):
+            chunk = bytearray(min(_CHUNK, whole - place))
+            other.read_into(memoryview(chunk), place)
+            self.put(place, bytes(chunk))
+        self.commit_received(found[1], whole - found[1])
+
     def size(self) -> int:
         """Bytes of the file."""
         return os.fstat(self._handle).st_size
@@ -188,6 +204,21 @@ class Generation:
             if not done:
                 raise DamagedCopy("a copy is shorter than it was")
             view, place = view[done:], place + done
+
+
+def peek(generation: Generation) -> CopyIndex | None:
+    """What a generation says that it holds, its parts unread; None: nothing, or nothing that can be read."""
+    try:
+        found = generation.index()
+    except DamagedCopy:
+        return None
+    return None if found is None else found[0]
+
+
+def holds(generation: Generation) -> tuple[str, int] | None:
+    """The shard and the step of what a generation says that it holds; None: nothing."""
+    found = peek(generation)
+    return None if found is None else (found.shard, found.step)
 
 
 def _size(dtype: str, shape: tuple[int, ...]) -> int:

@@ -1,30 +1,30 @@
 """A run's state in memory every few steps, and back after a restart: what `CheckpointManager` does on disk."""
 
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 
 from axonml_jax.checkpoint.manifest import Manifest
-from axonml_jax.checkpoint.memory.common_step import Agreed, agree, missing
+from axonml_jax.checkpoint.memory.common_step import Agreed, agree, missing, steps_of
 from axonml_jax.checkpoint.memory.complete_step import complete, tell
-from axonml_jax.checkpoint.memory.generation import START, Generation, laid_out
+from axonml_jax.checkpoint.memory.copy_exchange import KEEP, REFILL, Exchange
+from axonml_jax.checkpoint.memory.generation import START, Generation, holds, laid_out, peek
 from axonml_jax.checkpoint.memory.handed import GENERATIONS, handed
 from axonml_jax.checkpoint.memory.held_parts import parts_of, shard_name
 from axonml_jax.checkpoint.memory.members import Members, gather
 from axonml_jax.checkpoint.memory.own_copies import OwnCopies, whole_copies
-from axonml_jax.checkpoint.memory.post import Box, Post, held_step, own_addresses, send
+from axonml_jax.checkpoint.memory.post import Box
+from axonml_jax.checkpoint.memory.refill import refill
 from axonml_jax.checkpoint.store import Positioned, manifest_of
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.logging import logger, print0
-from axonml_jax.mesh.job.sealed import job_token
 
-_REFILL, _KEEP = "refill", "keep"
 _COUNTERS = "axonml_jax/memory/"
 
 
@@ -43,12 +43,16 @@ class AtRest(Protocol):
 class MemoryCopies:
     """Copies of what this process's devices hold, in memory of its launcher. All processes make the same calls.
 
-    Call `restore` once before the first step, `keep` after every step, `close` at the end. A copy blocks while the arrays are
-    copied to the host; checksums, and sending it to another machine, happen behind the training's back.
+    Call `look` once before the first step, then `restore` or `forget` (see `restore_newest`), `keep` after every step, `close`
+    at the end. A copy blocks while the arrays are copied to the host; checksums, and sending it to another machine, happen
+    behind the training's back.
 
     Args:
       every: steps between copies.
       environ: the launcher's variables.
+
+    Attributes:
+      lost: the newest step that the copies say all processes had, where `look` finds none that all can have; else None.
 
     Raises:
       ValueError: without a launcher that restarts processes: nothing would outlive them.
@@ -63,15 +67,16 @@ class MemoryCopies:
                 f"copies of the state in memory (every {every} steps) need a launcher that outlives the processes and starts "
                 "them again, on Linux: axonml-jax launch --max-restarts 3 ..., or leave them out"
             )
-        self._every, self._environ, self._team, self._token = every, environ, Team(), b""
+        self._every, self._environ, self._team = every, environ, Team()
         self._own = OwnCopies([Generation(handle) for handle in given.own])
         self._held = {rank: [Generation(handle) for handle in files] for rank, files in given.others.items()}
         self._complete: int | None = None  # the newest step of which every process has a copy
         self._finished: int | None = None  # of which this one has, and has not asked yet for the others
         self._last, self._round, self._told = -1, 0, False
+        self.lost: int | None = None
         self._members: Members | None = None
-        self._post: Post | None = None
-        self._addresses: list[str] = []
+        self._agreed: Agreed | None = None
+        self._exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
         self._made, self._skipped, self._blocked = 0, 0, 0.0
 
@@ -79,9 +84,9 @@ class MemoryCopies:
         """Wait for a copy under way, and listen no more."""
         self._told = True  # the others may have closed already
         self._wait()
-        if self._post is not None:
-            self._post.close()
-            self._post = None
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
 
     @property
     def bound(self) -> str:
@@ -101,39 +106,65 @@ class MemoryCopies:
         each = 1000 * self._blocked / max(self._made, 1)
         return f"{self._made} copies in memory, each blocked {each:.1f} ms{skipped}"
 
-    def restore(self, run: AtRest, *, of: str = "", data: Positioned | None = None, after: int = -1) -> Manifest | None:
-        """Go on from the newest step that all processes have, or can get from another; prepare to make copies.
+    def look(self, run: AtRest, *, of: str = "") -> int | None:
+        """Hear what copies all processes have, and prepare to make some. Nothing that is there is changed.
 
         Args:
-          run: takes its arrays back.
+          run: as its arrays lie, copies are taken back, and made.
           of: the run's name: copies of another one, in the same launch, are not taken.
-          data: the data loader, which goes on from where it was.
-          after: only from a step after this one.
 
         Returns:
-          What a checkpoint of the step would say about itself; None: there is none.
+          The newest step that `restore` can go on from; None: there is none.
 
         Raises:
-          ValueError: when the copies would take more than half of a machine's memory, or the data is another.
+          ValueError: when the copies would take more than half of a machine's memory.
         """
         arrays = run.resting_arrays()
         size = laid_out(parts_of(arrays))[1] - START
         self._members = gather(self._team, self._environ, f"{shard_name(arrays)} {of}", size)
-        agreed = self._agree(after)
-        moves = agreed is not None and any(source != rank for rank, source in enumerate(agreed.sources))
-        if moves or any(keeper is not None for keeper in self._members.keepers):
-            self._open_post(agreed)
-        if agreed is None or (moves and not self._refill(agreed)):
-            self._forget()
-            return None
+        self._agreed = self._agree()
+        if (self._agreed and self._agreed.moves()) or any(keeper is not None for keeper in self._members.keepers):
+            self._exchange = Exchange(self._team, self._environ, self._boxes(self._agreed))
+        return None if self._agreed is None else self._agreed.step
+
+    def restore(self, run: AtRest, *, data: Positioned | None = None) -> Manifest:
+        """Go on from the step that `look` has found; whoever has lost its state gets it from another process before.
+
+        Args:
+          run: takes its arrays back.
+          data: the data loader, which goes on from where it was.
+
+        Returns:
+          What a checkpoint of the step would say about itself.
+
+        Raises:
+          OSError: in every process, when one does not get its state. All that was there still is, for the next start.
+          ValueError: when the data is another.
+        """
+        agreed, shard = self._agreed, self._known.shards[self._team.rank]
+        assert agreed is not None, "look has found nothing"
+        if moves := agreed.moves():
+            refill(self._team, agreed, partial(self._deliver, agreed.step))
+            said = [f"process {rank} from process {source}" for rank, source in moves.items()]
+            print0(f"state of step {agreed.step} sent: {', '.join(said)}")
+        if self._team.rank not in moves and (shard, agreed.step) not in self._own.held:  # it kept this for another one
+            self._own.for_refill(agreed.step, ()).become(self._find(shard, agreed.step))
         self._drop_after(agreed.step)
-        values, about = self._own.read(agreed.step, arrays)
+        values, about = self._own.read(shard, agreed.step, run.resting_arrays())
         manifest = Manifest(**about)
         if data is not None and manifest.data is not None:
             data.load_state_dict(manifest.data)
         run.take_resting(values)
         self._complete = self._last = agreed.step
         return manifest
+
+    def forget(self) -> None:
+        """Give up all copies, as the run goes on from elsewhere."""
+        self._wait()
+        self._own.forget()
+        for generation in self._others:
+            generation.clear()
+        self._complete, self._finished, self._last = None, None, -1
 
     def keep(self, step: int, run: Any, *, data: Positioned | None = None, now: bool = False) -> bool:
         """Make a copy if it is time.
@@ -156,7 +187,7 @@ class MemoryCopies:
             return False
         began = time.perf_counter()
         if step <= self._last:  # the run went back
-            self._forget()
+            self.forget()
             self._round += 1
         self._last = step
         self._look_for_complete()
@@ -170,75 +201,66 @@ class MemoryCopies:
 
     @property
     def _known(self) -> Members:
-        assert self._members is not None, "call restore first"
+        assert self._members is not None, "call look first"
         return self._members
 
-    def _agree(self, after: int) -> Agreed | None:
+    @property
+    def _others(self) -> list[Generation]:
+        """Where the copies of other processes are."""
+        return [generation for held in self._held.values() for generation in held]
+
+    def _agree(self) -> Agreed | None:
         """The newest step that all can go on from."""
-        found = self._own.look()
-        for generations in self._held.values():
-            for index in whole_copies(generations):
-                if index is not None:
-                    found.setdefault(index.shard, []).append(index.step)
-        everyone = self._team.tell_all("compare copies of the state in memory", found)
-        shards = self._known.shards
-        agreed = agree(shards, everyone)
-        if agreed is None and any(everyone):
-            lost = missing(shards, everyone)
-            what = f"none of process(es) {list(lost)}'s" if lost else "no step of which every process's"
-            print0(f"of the copies in memory {what} is there: the run goes on from disk")
-        return None if agreed is None or agreed.step <= after else agreed
+        shards, generations = self._known.shards, (*self._own.generations, *self._others)
+        # Before those are forgotten whose parts are damaged: they too say what there once was.
+        indices = [index for each in generations if (index := peek(each)) is not None and index.shard in shards]
+        known = max((index.complete for index in indices if index.complete is not None), default=None)
+        whole = [*self._own.look(), *(index for index in whole_copies(self._others) if index is not None)]
+        said = self._team.tell_all("compare copies of the state in memory", [steps_of(whole), known])
+        everyone = [found for found, _ in said]
+        agreed = agree(shards, everyone, self._known.nodes)
+        if agreed is None:
+            self.lost = max((step for _, step in said if step is not None), default=None)
+            if any(everyone):
+                gone = missing(shards, everyone)
+                what = f"none of process(es) {list(gone)}'s" if gone else "no step of which every process's"
+                print0(f"of the copies in memory {what} is there")
+        return agreed
 
-    def _open_post(self, agreed: Agreed | None) -> None:
-        """Listen for copies, and hear where the others do."""
+    def _boxes(self, agreed: Agreed | None) -> dict[tuple[str, int], Box]:
+        """What other processes will send."""
         members, rank = self._known, self._team.rank
-        nonce = self._team.decide("prepare copies in memory", lambda: secrets.token_hex(16))
-        self._token = job_token(self._environ) + nonce.encode()
-        listens, reached = own_addresses(self._environ)
-        self._post = Post(listens, self._token, reached)
-        if agreed is not None and (source := agreed.sources[rank]) != rank:
-            self._post.boxes[_REFILL, source] = Box(self._own.generations, members.sizes[rank])
-        for other in members.kept_by(rank):
-            self._post.boxes[_KEEP, other] = Box(self._held[other], members.sizes[other])
-        self._addresses = self._team.tell_all("prepare copies in memory", self._post.address)
+        boxes = {(KEEP, r): Box(self._held[r], members.sizes[r], members.shards[r]) for r in members.kept_by(rank)}
+        moves = {} if agreed is None else agreed.moves()
+        if agreed is not None and rank in moves:
+            sent = {members.shards[other] for other, source in moves.items() if source == rank}
+            place = [self._own.for_refill(agreed.step, sent)]
+            boxes[REFILL, moves[rank]] = Box(place, members.sizes[rank], members.shards[rank])
+        return boxes
 
-    def _refill(self, agreed: Agreed) -> bool:
-        """Send state to those that have lost theirs; whether all have it now."""
-        fault, rank = "", self._team.rank
-        for other in (r for r, source in enumerate(agreed.sources) if source == rank != r):
-            try:
-                generation = self._find(self._known.shards[other], agreed.step)
-                send(self._addresses[other], self._token, _REFILL, rank, generation, None)
-            except OSError as error:
-                fault = f"process {other} did not get its state from process {rank}: {error}"
-        faults = [each for each in self._team.tell_all("refill processes from memory", fault) if each]
-        if faults:
-            print0(*faults, "the run goes on from disk", sep="\n")
-            return False
-        moved = [f"process {r} from process {source}" for r, source in enumerate(agreed.sources) if source != r]
-        print0(f"state of step {agreed.step} sent: {', '.join(moved)}")
-        self._own.look()
-        return True
+    def _deliver(self, step: int, rank: int) -> None:
+        """Send another process its state."""
+        assert self._exchange is not None
+        self._exchange.send(rank, REFILL, self._find(self._known.shards[rank], step))
 
     def _drop_after(self, step: int) -> None:
         """Forget copies of later steps, which not everybody has: made again, in another world, they come out otherwise."""
-        self._own.drop_after(step)
-        for generation in (each for held in self._held.values() for each in held):
-            if (held := held_step(generation)) is not None and held > step:
+        self._own.keep_only(self._known.shards[self._team.rank], step)
+        for generation in self._others:
+            if (held := holds(generation)) is not None and held[1] > step:
                 generation.clear()
 
     def _find(self, shard: str, step: int) -> Generation:
-        every = [*self._own.generations, *(each for held in self._held.values() for each in held)]
-        indices = ((each, each.index()) for each in every)
-        return next(g for g, found in indices if found and (found[0].shard, found[0].step) == (shard, step))
+        return next(each for each in (*self._own.generations, *self._others) if holds(each) == (shard, step))
 
     def _finish(self, step: int, finish: Callable[[], Generation]) -> None:
         """Behind the training's back: checksums, the copy on another machine, and word that it is made."""
-        rank, keeper = self._team.rank, self._known.keepers[self._team.rank]
+        keeper = self._known.keepers[self._team.rank]
         try:
             generation = finish()
             if keeper is not None:
-                send(self._addresses[keeper], self._token, _KEEP, rank, generation, self._complete)
+                assert self._exchange is not None
+                self._exchange.send(keeper, KEEP, generation, self._complete)
             self._finished = step  # before that is told: word may arrive of which the sender hears nothing
             if self._team.size > 1:
                 tell(self._counter(step))
@@ -255,14 +277,6 @@ class MemoryCopies:
 
     def _counter(self, step: int) -> str:
         return f"{_COUNTERS}{self._round}/{step}"
-
-    def _forget(self) -> None:
-        self._wait()
-        self._own.forget()
-        for generations in self._held.values():
-            for generation in generations:
-                generation.clear()
-        self._complete, self._finished, self._last = None, None, -1
 
     def _wait(self) -> None:
         if self._thread is not None:

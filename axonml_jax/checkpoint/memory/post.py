@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from axonml_jax.checkpoint.memory.generation import LONGEST_INDEX, START, DamagedCopy, Generation
+from axonml_jax.checkpoint.memory.generation import LONGEST_INDEX, START, DamagedCopy, Generation, holds
 from axonml_jax.logging import logger
 from axonml_jax.mesh.job.callers import Callers, readable
 from axonml_jax.mesh.job.coordinator import ASKED, bind_address, host_port, listen
@@ -34,12 +34,14 @@ class Box:
     """Where the copies of one process go.
 
     Attributes:
-      generations: two; the one that holds the step to keep stays.
+      generations: where they go; the one that holds the step to keep stays.
       size: bytes of the parts of a copy.
+      shard: what the copies hold.
     """
 
     generations: Sequence[Generation]
     size: int
+    shard: str
 
 
 class Post:
@@ -89,7 +91,7 @@ class Post:
         caller.sendall(talk.sealed({"go": fits}))
         if box is None or not fits:
             raise DamagedCopy("it is not expected here, or has another size")
-        generation = next(each for each in box.generations if keep is None or held_step(each) != keep)
+        generation = next(each for each in box.generations if keep is None or holds(each) != (box.shard, keep))
         generation.clear()
         digest, place, end = hashlib.sha256(), START, START + said["size"] + said["index"]
         while place < end:
@@ -146,15 +148,6 @@ def send(place: str, token: bytes, purpose: str, rank: int, generation: Generati
         line.sendall(talk.sealed({"sha256": digest.hexdigest()}))
         if talk.opened(_line(line)) != {"kept": index.step}:
             raise ConnectionError(f"{place} has not kept it")
-
-
-def held_step(generation: Generation) -> int | None:
-    """The step of a copy, as its index says; None where there is none."""
-    try:
-        found = generation.index()
-    except DamagedCopy:
-        return None
-    return None if found is None else found[0].step
 
 
 def _is_announced(said: dict) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from axonml_jax.checkpoint.manifest import DamagedCheckpoint, Manifest
+from axonml_jax.checkpoint.memory.restore_newest import restore_newest
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.launch.config import stretches
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
@@ -35,14 +36,11 @@ def begin(folder: RunFolder, config: RunConfig, trainer: Trainer, data: TextData
 
 
 def _restored(folder: RunFolder, trainer: Trainer, data: TextData) -> tuple[Manifest | None, str]:
-    """What the trainer goes on from now, and where that was: in memory, unless a newer step is on disk."""
-    newest = folder.newest() if folder.resumed else None
+    """What the trainer goes on from now, and where that was: in memory, unless a newer one on disk is good."""
     if folder.memory is not None:
-        after = -1 if newest is None else newest - 1
-        restored = folder.memory.restore(trainer, of=str(folder.path), data=data.train, after=after)
+        found, here = restore_newest(folder.memory, folder.manager, trainer, of=str(folder.path), data=data.train)
         print0(f"memory     {folder.memory.bound}")
-        if restored is not None:
-            return restored, "memory"
+        return found, "memory" if here else str(folder.manager.folder)
     restored = folder.manager.restore(trainer, data=data.train) if folder.resumed or folder.mirrored else None
     return restored, str(folder.manager.folder)
 

@@ -83,11 +83,6 @@ class RunFolder:
         here = self.resumed and self._team.decide("look for checkpoints", partial(_has_checkpoints, self.path))
         return not (here or self.mirrored)
 
-    def newest(self) -> int | None:
-        """The step of the newest checkpoint on disk; None without one."""
-        steps = self._team.decide("look for checkpoints", lambda: self.manager.steps)
-        return steps[-1] if steps else None
-
     @property
     def path(self) -> Path:
         """The folder."""

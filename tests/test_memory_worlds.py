@@ -1,0 +1,177 @@
+"""Copies in memory in one world after the other: threads in the place of processes, each as if on a machine of its own."""
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+
+import jax
+import numpy as np
+import pytest
+from test_complete_step import Coordinator
+
+from axonml_jax.checkpoint.memory import complete_step, copy_exchange, refill
+from axonml_jax.checkpoint.memory.handed import MEMORY
+from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
+from axonml_jax.launch.processes.host_memory import HostMemory
+
+LIMIT = 60
+
+
+class Meeting:
+    """Where the threads of one world hear each other."""
+
+    def __init__(self, size):
+        self.size, self.barrier, self.heard = size, threading.Barrier(size), [None] * size
+
+
+class Team:
+    """What a process has of its job: as `checkpoint.team.Team`."""
+
+    def __init__(self, meeting, rank):
+        self._meeting, self.rank, self.size, self.leads = meeting, rank, meeting.size, rank == 0
+
+    def tell_all(self, what, said):
+        self._meeting.heard[self.rank] = json.dumps(said)
+        self._meeting.barrier.wait(LIMIT)
+        heard = [json.loads(each) for each in self._meeting.heard]
+        self._meeting.barrier.wait(LIMIT)
+        return heard
+
+    def decide(self, what, act):
+        return self.tell_all(what, act() if self.leads else None)[0]
+
+
+class State:
+    """A run whose state is one number; what it holds of the whole is said by the run's name (`of`), which is the shard's."""
+
+    def __init__(self, value=0.0):
+        self.value = value
+
+    def resting_arrays(self):
+        return {"w": jax.device_put(np.full(4, self.value, np.float32), jax.devices()[0])}
+
+    def take_resting(self, arrays):
+        self.value = float(arrays["w"][0])
+
+
+class Machines:
+    """Machines of one process each, whose memory outlives the worlds that they are in."""
+
+    def __init__(self, stack, count, client):
+        self._client = client
+        self._memory = [stack.enter_context(HostMemory([1] * count, node)) for node in range(count)]
+
+    def world(self, nodes: str, shards: str, act: Callable):
+        """What `act(copies, shard, team)` returns in every process of a world.
+
+        Args:
+          nodes: of the machines, in the order of ranks.
+          shards: what each rank holds, a letter.
+          act: what a process does.
+        """
+        meeting = Meeting(len(nodes))
+        self._client.clear()
+
+        def process(rank):
+            memory = self._memory[int(nodes[rank])]
+            memory.arrange([1] * len(nodes), rank)
+            copies = MemoryCopies(2, {"NODE_RANK": str(rank), MEMORY: memory.of(0).text()})
+            copies._team = Team(meeting, rank)
+            with closing(copies):
+                try:
+                    return act(copies, shards[rank], copies._team)
+                finally:
+                    copies._wait()
+                    meeting.barrier.wait(LIMIT)  # what is under way arrives
+
+        with ThreadPoolExecutor(len(nodes)) as pool:
+            return list(pool.map(process, range(len(nodes))))
+
+
+@pytest.fixture
+def machines(monkeypatch):
+    client = Coordinator()
+    monkeypatch.setattr(complete_step, "coordinator_client", lambda: client)
+    monkeypatch.setattr(copy_exchange, "own_addresses", lambda environ: ("127.0.0.1", "127.0.0.1"))
+    monkeypatch.setattr(refill, "_PAUSE", 0.01)
+    with ExitStack() as stack:
+        yield lambda count: Machines(stack, count, client)
+
+
+VALUES = {"a": 100.0, "b": 200.0, "c": 300.0}
+
+
+def trains(*steps):
+    """Going on from what there is, and making copies after some steps; returns the step and the state gone on from."""
+
+    def act(copies, shard, team):
+        run = State()
+        start = copies.look(run, of=shard)
+        if start is not None:
+            assert copies.restore(run).step == start
+            assert run.value == VALUES[shard] + start
+        for step in steps:
+            team.tell_all("step", None)
+            run.value = VALUES[shard] + step
+            assert copies.keep(step, run)
+            copies._wait()
+        return start
+
+    return act
+
+
+def test_a_machine_that_changes_its_place_goes_on_with_the_state_of_the_new_one(machines):
+    """Replicas of two machines, 0 1 and 2 3; 0 and 1 go, 3 takes a place in which others held another part, and comes back."""
+    made = machines(4)
+    assert made.world("0123", "abab", trains(2, 4)) == [None] * 4
+    assert made.world("32", "ab", trains()) == [4, 4]  # both have the state of the other place in memory only
+    assert made.world("32", "ab", trains(6, 8, 10)) == [4, 4]
+    assert made.world("23", "ab", trains(12)) == [10, 10]
+    assert made.world("32", "ab", trains()) == [12, 12]
+
+
+def test_what_is_kept_for_another_becomes_a_processs_own(machines):
+    """The two swap their places: each has kept the other's copies."""
+    made = machines(2)
+    assert made.world("01", "ab", trains(2, 4)) == [None, None]
+    assert made.world("10", "ab", trains(6, 8)) == [4, 4]
+    assert made.world("01", "ab", trains()) == [8, 8]
+
+
+def test_state_is_sent_again_where_it_did_not_come_and_else_all_stays(machines, monkeypatch):
+    made, real, failures = machines(3), copy_exchange.send, iter([True] * 2)
+    assert made.world("01", "ab", trains(2, 4, 6)) == [None, None]
+
+    def send(place, token, purpose, *more):
+        if purpose == copy_exchange.REFILL and next(failures, False):
+            raise ConnectionResetError("it is gone")
+        real(place, token, purpose, *more)
+
+    monkeypatch.setattr(copy_exchange, "send", send)
+    refused = []
+
+    def fails(copies, shard, team):
+        copies.look(State(), of=shard)
+        with pytest.raises(
+            OSError, match=r"(?s)process 1 did not get its state: .*it is gone.*stay in memory"
+        ) as error:
+            copies.restore(State())
+        refused.append(str(error.value))
+
+    failures = iter([True] * 3)
+    made.world("02", "ab", fails)
+    assert len(set(refused)) == 1
+    failures = iter([True] * 2)
+    assert made.world("02", "ab", trains(8)) == [6, 6]
+
+
+def test_nobody_begins_anew_when_a_part_of_the_state_is_lost_twice(machines):
+    made = machines(3)
+    assert made.world("01", "ab", trains(2, 4, 6)) == [None, None]
+
+    def looks(copies, shard, team):
+        return copies.look(State(), of=shard), copies.lost
+
+    assert made.world("12", "cb", looks) == [(None, 4)] * 2
