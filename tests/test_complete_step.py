@@ -129,7 +129,7 @@ def test_in_any_order_one_step_is_left_that_all_have(processes, size):
         client.meanwhile = lambda numbers=numbers, act=act: numbers.random() < 0.5 and act()
         for _ in range(30 * size):
             act()
-            known = [each.copies._complete for each in everyone if each.copies._complete is not None]
+            known = [each.copies._rounds.complete for each in everyone if each.copies._rounds.complete is not None]
             if known:
                 step = newest(everyone)
                 assert step is not None and step >= max(known), (seed, [each.found for each in everyone])
@@ -138,19 +138,49 @@ def test_in_any_order_one_step_is_left_that_all_have(processes, size):
 
 
 def test_who_asks_first_decides_for_all(processes):
-    """All have 4 and 6; the first comes to 8 before the second has told of 6, which may not keep 6 and give 4 up then."""
+    """The second has not told of 4 when the first comes to 6: nobody copies 6, the second either, which has told meanwhile."""
     _, (first, second) = processes(2)
     for _ in range(2):
         for each in (first, second):
             each.goes_on()
-            each.finishes()
-    for each in (first, second):
-        each.goes_on()
-    first.finishes()
+        first.finishes()
+        if first.step == 2:
+            second.finishes()
     first.goes_on()
     second.finishes()
     second.goes_on()
-    assert first.copies._complete == second.copies._complete == newest([first, second]) == 4
+    assert first.copies._rounds.complete == second.copies._rounds.complete == 2 and newest([first, second]) == 4
+    assert first.copies._rounds.skipped == second.copies._rounds.skipped == 1
+    for each in (first, second):
+        each.goes_on()
+    assert first.copies._rounds.complete == second.copies._rounds.complete == newest([first, second]) == 4
+
+
+def test_a_slow_process_has_the_others_make_fewer_copies_and_all_have_the_same(processes, caplog):
+    """The second is ready with a copy after the next one is due; then after ten more, which is said."""
+    _, (first, second) = processes(2)
+
+    def both_go_on():
+        first.goes_on()
+        second.goes_on()
+
+    for begun in (2, 6, 10):
+        both_go_on()
+        first.finishes()
+        both_go_on()
+        second.finishes()
+        assert (
+            newest([first, second]) == begun
+            and first.copies._rounds.skipped == second.copies._rounds.skipped == (begun + 2) // 4
+        )
+    assert first.copies._rounds.complete == second.copies._rounds.complete == 6 and not caplog.records
+    for _ in range(11):
+        both_go_on()
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith("10 copies of the state in memory were left out in a row: that of step 14 is not ready")
+    first.finishes()
+    second.finishes()
+    assert newest([first, second]) == 14
 
 
 def test_alone_too_a_copy_counts_only_when_it_is_finished(processes):
@@ -168,7 +198,7 @@ def test_alone_too_a_copy_counts_only_when_it_is_finished(processes):
     alone.copies._wait()
     alone.copies._own.begin = begin
     alone.goes_on()
-    assert alone.copies._complete == newest([alone]) == 2
+    assert alone.copies._rounds.complete == newest([alone]) == 2
 
 
 def test_the_others_are_told_an_address_that_reaches_this_machine(monkeypatch):

@@ -78,7 +78,7 @@ class Machines:
             memory = self._memory[int(nodes[rank])]
             memory.arrange([1] * len(nodes), rank)
             copies = MemoryCopies(2, {"NODE_RANK": str(rank), MEMORY: memory.of(0).text()})
-            copies._team = Team(meeting, rank)
+            copies._team = copies._rounds.team = Team(meeting, rank)
             with closing(copies):
                 try:
                     return act(copies, shards[rank], copies._team)
@@ -112,6 +112,7 @@ def trains(*steps):
         if start is not None:
             assert copies.restore(run).step == start
             assert run.value == VALUES[shard] + start
+            assert {each.shard.split()[1] for each in copies._own.look()} == {shard}  # room for the next two
         for step in steps:
             team.tell_all("step", None)
             run.value = VALUES[shard] + step
@@ -122,14 +123,15 @@ def trains(*steps):
     return act
 
 
-def test_a_machine_that_changes_its_place_goes_on_with_the_state_of_the_new_one(machines):
-    """Replicas of two machines, 0 1 and 2 3; 0 and 1 go, 3 takes a place in which others held another part, and comes back."""
-    made = machines(4)
-    assert made.world("0123", "abab", trains(2, 4)) == [None] * 4
-    assert made.world("32", "ab", trains()) == [4, 4]  # both have the state of the other place in memory only
-    assert made.world("32", "ab", trains(6, 8, 10)) == [4, 4]
-    assert made.world("23", "ab", trains(12)) == [10, 10]
-    assert made.world("32", "ab", trains()) == [12, 12]
+@pytest.mark.parametrize("steps", [(2, 4), (2, 4, 6)])
+def test_a_machine_that_changes_its_place_goes_on_with_the_state_of_the_new_one(machines, steps):
+    """Replicas of two machines, 0 1 and 2 3; 0 and 1 go, 3 and 2 take each other's place, and go back."""
+    made, last = machines(4), steps[-1]
+    assert made.world("0123", "abab", trains(*steps)) == [None] * 4
+    assert made.world("32", "ab", trains()) == [last] * 2  # each has the state of the other's place in memory
+    assert made.world("32", "ab", trains(8, 10, 12)) == [last] * 2
+    assert made.world("23", "ab", trains(14)) == [12, 12]
+    assert made.world("32", "ab", trains()) == [14, 14]
 
 
 def test_what_is_kept_for_another_becomes_a_processs_own(machines):

@@ -12,8 +12,8 @@ import jax
 
 from axonml_jax.checkpoint.manifest import Manifest
 from axonml_jax.checkpoint.memory.common_step import Agreed, agree, missing, steps_of
-from axonml_jax.checkpoint.memory.complete_step import complete, tell
 from axonml_jax.checkpoint.memory.copy_exchange import KEEP, REFILL, Exchange
+from axonml_jax.checkpoint.memory.copy_rounds import CopyRounds
 from axonml_jax.checkpoint.memory.generation import START, Generation, holds, laid_out, peek
 from axonml_jax.checkpoint.memory.handed import GENERATIONS, handed
 from axonml_jax.checkpoint.memory.held_parts import parts_of, shard_name
@@ -24,8 +24,6 @@ from axonml_jax.checkpoint.memory.refill import refill
 from axonml_jax.checkpoint.store import Positioned, manifest_of
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.logging import logger, print0
-
-_COUNTERS = "axonml_jax/memory/"
 
 
 class AtRest(Protocol):
@@ -70,15 +68,13 @@ class MemoryCopies:
         self._every, self._environ, self._team = every, environ, Team()
         self._own = OwnCopies([Generation(handle) for handle in given.own])
         self._held = {rank: [Generation(handle) for handle in files] for rank, files in given.others.items()}
-        self._complete: int | None = None  # the newest step of which every process has a copy
-        self._finished: int | None = None  # of which this one has, and has not asked yet for the others
-        self._last, self._round, self._told = -1, 0, False
+        self._rounds, self._last, self._told = CopyRounds(self._team), -1, False
         self.lost: int | None = None
         self._members: Members | None = None
         self._agreed: Agreed | None = None
         self._exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
-        self._made, self._skipped, self._blocked = 0, 0, 0.0
+        self._made, self._blocked = 0, 0.0
 
     def close(self) -> None:
         """Wait for a copy under way, and listen no more."""
@@ -102,7 +98,7 @@ class MemoryCopies:
     @property
     def cost(self) -> str:
         """What the copies have cost this process so far, in words."""
-        skipped = f", {self._skipped} left out as the one before was under way" if self._skipped else ""
+        skipped = f", {self._rounds.skipped} left out as the one before was under way" if self._rounds.skipped else ""
         each = 1000 * self._blocked / max(self._made, 1)
         return f"{self._made} copies in memory, each blocked {each:.1f} ms{skipped}"
 
@@ -155,7 +151,8 @@ class MemoryCopies:
         if data is not None and manifest.data is not None:
             data.load_state_dict(manifest.data)
         run.take_resting(values)
-        self._complete = self._last = agreed.step
+        self._rounds.go_on_from(agreed.step)
+        self._last = agreed.step
         return manifest
 
     def forget(self) -> None:
@@ -164,7 +161,8 @@ class MemoryCopies:
         self._own.forget()
         for generation in self._others:
             generation.clear()
-        self._complete, self._finished, self._last = None, None, -1
+        self._rounds.go_on_from(None)
+        self._last = -1
 
     def keep(self, step: int, run: Any, *, data: Positioned | None = None, now: bool = False) -> bool:
         """Make a copy if it is time.
@@ -176,24 +174,24 @@ class MemoryCopies:
           now: make one in any case, as the run ends here and others may go on from it.
 
         Returns:
-          Whether one was begun; not while the one before is still checked and sent.
+          Whether one was begun, the same in all processes: not while some are still at the one before, without `now`.
         """
         if now:
             self._wait()
         elif step % self._every:
             return False
-        if self._thread is not None and self._thread.is_alive():
-            self._skipped += 1
-            return False
         began = time.perf_counter()
         if step <= self._last:  # the run went back
             self.forget()
-            self._round += 1
+        if not self._rounds.may_begin(step) and not now:
+            self._rounds.skip()
+            return False
+        self._wait()
+        self._rounds.begin(step)
         self._last = step
-        self._look_for_complete()
         about = asdict(manifest_of(run, {}, step=step, data=data))
         shard = self._known.shards[self._team.rank]
-        finish = self._own.begin(step, run.resting_arrays(), shard, about, self._complete)
+        finish = self._own.begin(step, run.resting_arrays(), shard, about, self._rounds.complete)
         self._thread = threading.Thread(target=self._finish, args=(step, finish), name=f"copy of step {step}")
         self._thread.start()
         self._made, self._blocked = self._made + 1, self._blocked + time.perf_counter() - began
@@ -254,29 +252,25 @@ class MemoryCopies:
         return next(each for each in (*self._own.generations, *self._others) if holds(each) == (shard, step))
 
     def _finish(self, step: int, finish: Callable[[], Generation]) -> None:
-        """Behind the training's back: checksums, the copy on another machine, and word that it is made."""
-        keeper = self._known.keepers[self._team.rank]
+        """Behind the training's back: checksums, the copy on another machine, and word of how that went."""
+        made, keeper = False, self._known.keepers[self._team.rank]
         try:
             generation = finish()
             if keeper is not None:
                 assert self._exchange is not None
-                self._exchange.send(keeper, KEEP, generation, self._complete)
-            self._finished = step  # before that is told: word may arrive of which the sender hears nothing
-            if self._team.size > 1:
-                tell(self._counter(step))
-        except (OSError, jax.errors.JaxRuntimeError) as error:
-            if not self._told:
-                self._told = True
-                logger.warning("the copy of step %d in memory is not complete, the ones before stay: %s", step, error)
+                self._exchange.send(keeper, KEEP, generation, self._rounds.complete)
+            made = True
+        except Exception as error:  # whatever it is: the others wait for word of this copy
+            self._tell_once(step, error)
+        try:
+            self._rounds.end(step, made)
+        except jax.errors.JaxRuntimeError as error:
+            self._tell_once(step, error)
 
-    def _look_for_complete(self) -> None:
-        """Whether all processes have the step that this one has finished; call it before another one is overwritten."""
-        step, self._finished = self._finished, None
-        if step is not None and (self._team.size == 1 or complete(self._counter(step), self._team.size)):
-            self._complete = step
-
-    def _counter(self, step: int) -> str:
-        return f"{_COUNTERS}{self._round}/{step}"
+    def _tell_once(self, step: int, error: Exception) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning("the copy of step %d in memory is not complete, the ones before stay: %s", step, error)
 
     def _wait(self) -> None:
         if self._thread is not None:
