@@ -15,7 +15,10 @@ from axonml_jax.launch.config.plain_yaml import NotYaml, plain_yaml
 from axonml_jax.launch.config.stretches import NEWEST, settings_at
 from axonml_jax.launch.job.records import read_records
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.families.known import config_of, described_in, description_of
+from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
+from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -148,6 +151,26 @@ def test_a_published_configuration_is_not_believed(case):
     with pytest.raises(ValueError) as caught:
         config_of(described)
     assert why in str(caught.value)
+
+
+PARTS = {
+    "half an expert": (ExpertsConfig, {"num_experts": 2.5}, "num_experts=2.5: must be a whole number below"),
+    "text for a rate": (ExpertsConfig, {"num_experts": 4, "noise": "a little"}, "noise='a little': must be a finite number"),
+    "no such router": (ExpertsConfig, {"num_experts": 4, "router": "hash"}, "router='hash': must be one of softmax, sigmoid"),
+    "no such activation": (ExpertsConfig, {"num_experts": 4, "activation": "relu"}, "swiglu, clamped_swiglu, gelu, or None"),
+    "text for a rank": (LatentConfig, {"kv_rank": "512"}, "kv_rank='512': must be a whole number below"),
+    "a rate without end": (LatentConfig, {"kv_rank": 8, "norm_eps": float("inf")}, "norm_eps=inf: must be a finite number"),
+    "text for a factor": (RopeScaling, {"kind": "linear", "factor": "2"}, "factor='2': must be a finite number"),
+    "no such rule": (RopeScaling, {"kind": "ntk"}, "kind='ntk': must be one of none, linear, llama3, yarn"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_a_part_of_a_configuration_is_not_believed_either(case):
+    kind, given, why = PARTS[case]
+    with pytest.raises(ValueError) as caught:
+        kind(**given)
+    assert str(caught.value).startswith(f"{kind.__name__}:") and why in str(caught.value)
 
 
 def test_a_description_that_is_none_is_named(tmp_path):

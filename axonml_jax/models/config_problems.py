@@ -1,13 +1,9 @@
 """What is wrong with a transformer's configuration, all of it at once."""
 
-import functools
-import math
-import numbers
-import typing
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 from typing import Any
 
+from axonml_jax.field_types import wrong_types
 from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 from axonml_jax.parallel.tensor.megatron.attentions import ATTENTIONS
@@ -30,48 +26,11 @@ _POSITIVE_OR_NONE = ("query_scalar", "attention_softcap", "logit_softcap", "wind
 
 def problems(config: Any) -> Iterator[str]:
     """A line for each; of values of wrong types, which nothing else can be asked about, these alone."""
-    nested = (config, *(each for each in (config.experts, config.rope_scaling, config.latent) if is_dataclass(each)))
-    if wrong := [line for each in nested for line in _wrong_types(each)]:
+    if wrong := list(wrong_types(config)):
         yield from wrong
         return
     for found in (_bad_sizes, _bad_heads, _bad_attention, _bad_choices, _bad_dtypes, _bad_experts, _bad_latent):
         yield from found(config)
-
-
-_COUNTED = 2**31
-_WORDS = {int: f"a whole number below {_COUNTED:,}", float: "a finite number", bool: "true or false"}
-
-
-def _wrong_types(config: Any) -> Iterator[str]:
-    """A line for every number and flag that is none: what a file says, no type checker has seen."""
-    for name, kinds in _kinds(type(config)).items():
-        value = getattr(config, name)
-        if not any(_fits(value, kind) for kind in kinds):
-            words = ", or ".join(_WORDS[kind] for kind in kinds if kind in _WORDS)
-            yield f"{name}={value!r:.60}: must be {words}{', or None' * (type(None) in kinds)}"
-
-
-@functools.cache
-def _kinds(cls: type) -> dict[str, tuple[Any, ...]]:
-    hints = {name: typing.get_args(kind) or (kind,) for name, kind in typing.get_type_hints(cls).items()}
-    return {name: kinds for name, kinds in hints.items() if set(kinds) & set(_WORDS)}
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, numbers.Integral) and abs(int(value)) < _COUNTED
-    if kind is float:
-        return isinstance(value, numbers.Real) and _is_finite(value)
-    return isinstance(value, kind)
-
-
-def _is_finite(value: numbers.Real) -> bool:
-    try:
-        return math.isfinite(float(value))
-    except OverflowError:  # a whole number without end
-        return False
 
 
 def _bad_sizes(config: Any):

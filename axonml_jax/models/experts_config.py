@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from axonml_jax.field_types import wrong_types
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
@@ -53,7 +55,7 @@ class ExpertsConfig:
     z: float = 0.0
 
     def __post_init__(self):
-        if problems := list(self._problems()):
+        if problems := list(wrong_types(self)) or list(self._problems()):
             raise ValueError("ExpertsConfig:\n" + "\n".join(f"  - {line}" for line in problems))
 
     def _problems(self) -> Iterator[str]:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from axonml_jax.field_types import wrong_types
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
@@ -29,7 +31,7 @@ class LatentConfig:
     mscale: float = 0.0
 
     def __post_init__(self):
-        if problems := list(self._problems()):
+        if problems := list(wrong_types(self)) or list(self._problems()):
             raise ValueError("LatentConfig:\n" + "\n".join(f"  - {line}" for line in problems))
 
     def _problems(self) -> Iterator[str]:

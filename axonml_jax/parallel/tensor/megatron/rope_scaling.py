@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from axonml_jax.field_types import wrong_types
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -36,13 +38,10 @@ class RopeScaling:
     attention_factor: float | None = None
 
     def __post_init__(self):
-        if problems := list(self._problems()):
+        if problems := list(wrong_types(self)) or list(self._problems()):
             raise ValueError("RopeScaling:\n" + "\n".join(f"  - {line}" for line in problems))
 
     def _problems(self) -> Iterator[str]:
-        if self.kind not in _OWN:
-            yield f"kind={self.kind!r}: must be one of {', '.join(_OWN)}"
-            return
         foreign = [
             f"{each.name}={getattr(self, each.name)}"
             for each in fields(self)
