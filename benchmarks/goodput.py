@@ -18,10 +18,11 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from axonml_jax.planner.goodput.expected_goodput import HOUR, best_steps, expected_goodput
+from simulated_week import simulate
+
+from axonml_jax.planner.goodput.expected_goodput import HOUR, WEEK, best_steps, expected_goodput
 from axonml_jax.planner.goodput.failure_rates import FAILURE_RATES, failure_rate
 from axonml_jax.planner.goodput.recovery_ways import Recovery
-from axonml_jax.planner.goodput.simulated_week import WEEK, simulate
 
 DEVICES = tuple(2**power for power in range(3, 13))
 KILLED = 8

@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,14 @@ import pytest
 import axonml_jax as ax
 from axonml_jax.__main__ import main
 from axonml_jax.models.presets import preset
-from axonml_jax.planner.goodput.expected_goodput import HOUR, best_steps, daly_interval, expected_goodput
+from axonml_jax.planner.goodput.expected_goodput import HOUR, WEEK, best_steps, daly_interval, expected_goodput
 from axonml_jax.planner.goodput.failure_rates import FAILURE_RATES, failure_rate
 from axonml_jax.planner.goodput.recovery_ways import Recovery
 from axonml_jax.planner.goodput.save_advice import SaveAssumptions, advise
-from axonml_jax.planner.goodput.simulated_week import WEEK, simulate
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from simulated_week import simulate
 
 DISK = Recovery(name="disk", notice=30, start=200, compile=60, size=12e9, read=1e8, write=5e7, blocked=2.0)
 PEERS = Recovery(name="peers", notice=5, start=20, compile=10, size=12e9, read=5e9, write=1e10, blocked=0.75)

@@ -17,6 +17,7 @@ import math
 from axonml_jax.planner.goodput.recovery_ways import Recovery
 
 HOUR = 3600.0
+WEEK = 7 * 24 * HOUR
 
 
 def expected_goodput(way: Recovery, *, rate: float, interval: float, replicas: int = 1) -> float:

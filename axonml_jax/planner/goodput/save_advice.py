@@ -3,10 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from axonml_jax.planner.goodput.expected_goodput import HOUR, best_steps, expected_goodput
+from axonml_jax.planner.goodput.expected_goodput import HOUR, WEEK, best_steps, expected_goodput
 from axonml_jax.planner.goodput.failure_rates import FAILURE_RATES
 from axonml_jax.planner.goodput.recovery_ways import Recovery
-from axonml_jax.planner.goodput.simulated_week import WEEK
 
 
 @dataclass(frozen=True, kw_only=True)

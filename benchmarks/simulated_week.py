@@ -5,9 +5,8 @@ import math
 
 import numpy as np
 
+from axonml_jax.planner.goodput.expected_goodput import WEEK
 from axonml_jax.planner.goodput.recovery_ways import Recovery
-
-WEEK = 7 * 24 * 3600.0
 
 
 def simulate(
