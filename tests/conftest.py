@@ -67,7 +67,7 @@ EVERY_ROW = (
     "architecture", "buckets", "collectives_pairs", "compat", "ddp_program", "init_environment", "ledger_published",
     "mesh_shape", "migration", "pipeline_program", "pipeline_schedule", "program", "spawn", "spawn_errors",
 )  # fmt: skip
-"""Modules whose tables run whole: cheap ones, and those about what differs between versions of JAX."""
+"""Modules that run whole on both ends of the range: cheap ones, and those about what differs between versions of JAX."""
 
 
 LARGE = (
@@ -78,39 +78,44 @@ LARGE = (
     "tensor_auto", "tensor_auto_reads", "tensor_block", "tensor_embedding", "tensor_linear", "tensor_plans",
     "tensor_split_losses",
 )  # fmt: skip
-"""Modules whose tables are products of plans, each row compiled: a quarter of the rows runs."""
+"""Modules whose tables are products of plans, each row compiled."""
+
+PARTS = 8
+SHARES = {"alone": (4, 8), "LARGE": (1, 5), "others": (2, 6)}
+"""Rows of a table fall into eighths by their names. Of each kind of table the selection has those below the first number, the
+other rows are those from there to the second. Tests without rows are one table together."""
 
 
-LONG = (
-    "cli", "cli_lora", "cli_weights", "context_axis", "data_config", "ema", "examples", "expert_layers", "experts", "faults",
-    "flight", "hostile_files", "launcher_hosts", "launcher_training", "lora", "memory_copies", "memory_resume", "mirror",
-    "models_weights", "own_parts", "pace", "plan_table", "planner_cli", "planner_experts", "planner_search", "random_plans",
-    "saved_runs", "shared_programs", "shrink", "spikes", "stacked_optimizers", "train_resume",
-)  # fmt: skip
-"""Modules whose tests take long, as they start processes or run whole commands: those without rows are one table together."""
+def _kind(item):
+    module = item.module.__name__.removeprefix("test_")
+    if module in EVERY_ROW:
+        return None
+    if not hasattr(item, "callspec"):
+        return "alone"
+    return "LARGE" if module in LARGE else "others"
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of a table of cases some rows run: half of them, of a large one a quarter, at least one, chosen by their names.
+    """Of a table of cases some rows run, at least one, chosen by their names: see `SHARES`.
 
     The choice is the same on every machine and for every version. Whoever names files or tests gets all rows, and so does
-    AXONML_ALL_ROWS=1; AXONML_OTHER_ROWS=1 gives the rows of these tables that are not chosen, and everything else.
+    AXONML_ALL_ROWS=1; AXONML_OTHER_ROWS=1 gives the other rows.
     """
     if os.environ.get("AXONML_ALL_ROWS") or config.args_source is not config.ArgsSource.TESTPATHS:
         return
-    tables = collections.defaultdict(list)
-    module_of = lambda item: item.module.__name__.removeprefix("test_")
-    alone = lambda item: not hasattr(item, "callspec")
+    tables, kept = collections.defaultdict(list), set()
     for item in items:
-        tables["long" if alone(item) and module_of(item) in LONG else item.nodeid.split("[")[0]].append(item)
-    kept = set()
-    for name, rows in tables.items():
-        module = module_of(rows[0])
-        whole = module in EVERY_ROW or (alone(rows[0]) and name != "long")
-        share = 1 if whole else 4 if module in LARGE and name != "long" else 2
-        hashes = {row.nodeid: zlib.crc32(row.nodeid.encode()) for row in rows}
-        chosen = [each for each, number in hashes.items() if number % share == 0] or [min(hashes, key=hashes.get)]
-        others = [each for each in hashes if each not in chosen] or chosen
+        kind = _kind(item)
+        tables[kind, "" if kind == "alone" else item.nodeid.split("[")[0]].append(item.nodeid)
+    for (kind, _), rows in tables.items():
+        if kind is None:
+            kept.update(rows)
+            continue
+        first, last = SHARES[kind]
+        eighth = lambda row: zlib.crc32(row.encode()) % PARTS
+        chosen = [row for row in rows if eighth(row) < first] or [min(rows, key=eighth)]
+        left = [row for row in rows if row not in chosen]
+        others = [row for row in left if eighth(row) < last] or left[:1] or chosen
         kept.update(others if os.environ.get("AXONML_OTHER_ROWS") else chosen)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
