@@ -25,10 +25,6 @@ print(events.count("/jax/compilation_cache/cache_hits"), in_words())
 def test_a_later_process_reads_what_an_earlier_one_compiled(tmp_path):
     said = []
     environment = {"XDG_CACHE_HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "1"}
-    environment |= {
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
     for _ in range(2):
         run = subprocess.run(
             [sys.executable, "-c", COMPILES], env=os.environ | environment, capture_output=True, text=True, check=True
@@ -46,6 +42,7 @@ def enabled():
     yield
     jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 
 def test_the_switches_hold(enabled, tmp_path, monkeypatch):

@@ -16,11 +16,15 @@ AUTO = "auto"
 MOST = 4 * 2**30
 """Bytes that the folder may hold when a run starts; those whose last use is the longest ago go first."""
 
+_LEAST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+
 
 def keep_compiled(folder: str | None) -> None:
-    """Have JAX look for compiled programs in a folder, and leave there those that took a second or longer.
+    """Have JAX look for compiled programs in a folder, and leave there what it compiles.
 
-    A folder that JAX was given already (`JAX_COMPILATION_CACHE_DIR`), and the switch `JAX_ENABLE_COMPILATION_CACHE`, hold.
+    Small programs too, unlike JAX by itself: making a model and its state compiles dozens of them, for seconds together. A
+    folder that JAX was given already (`JAX_COMPILATION_CACHE_DIR`), what it shall leave out
+    (`JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS`), and the switch `JAX_ENABLE_COMPILATION_CACHE`, hold.
 
     Args:
       folder: which; "auto": `axonml_jax/compiled` in the user's caches (`XDG_CACHE_HOME`), and none where it cannot be
@@ -47,6 +51,8 @@ def keep_compiled(folder: str | None) -> None:
             logger.warning("compiled programs are not kept in %s: %s%s", path, error, _Shared.remedy)
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
+    if _LEAST not in os.environ:
+        jax.config.update(_LEAST.lower(), 0)
 
 
 def kept_in() -> Path | None:
