@@ -1,6 +1,7 @@
 """Seconds from the kill of one process to the next step, by way of restarting, and what copies in memory cost every step.
 
-    python benchmarks/recovery_time.py [--rounds 3] [--ways disk memory standby shrink shrink-standby] [--cost]
+    python benchmarks/recovery_time.py [--rounds 3] [--ways disk memory standby shrink shrink-standby torchrun] [--cost]
+        [--torch-python PATH]
 
 Two processes train the model of configs/quickstart.yaml (data-parallel, one CPU device each) under `axonml-jax launch
 --max-restarts 1`; rank 1 is killed by SIGKILL after step 27. `disk` has a checkpoint every ten steps, `memory` a copy
@@ -8,7 +9,8 @@ in memory every step, `standby` processes too that stand by with their imports m
 of the two (`--nnodes 1:2`), of which one is killed with its process: the other goes on alone, with the same batch.
 Prints when, after the kill, the launcher had ended the others, the run had been described (processes started, JAX
 imported, job joined, data read), the state was back, the first step was made, and step 28, which nobody had made
-before. `--cost` trains without a fault, with and without copies, in turns.
+before. `torchrun --max-restarts 10` restarts a training of the same size in PyTorch from its checkpoint of every ten
+steps (`torch_restart.py`; of the Python that has torch). `--cost` trains without a fault, with and without copies, in turns.
 """
 
 import argparse
@@ -103,6 +105,30 @@ def recovered(way: str, base: Path) -> dict[str, float]:
     return {name: at - killed for name, at in found.items()}
 
 
+def restarted_by_torchrun(python: str, base: Path) -> dict[str, float]:
+    """The same of PyTorch's launcher: its ranks say when they are there again."""
+    command = [python, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=10"]
+    command += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-backend=c10d"]
+    with tempfile.TemporaryDirectory(dir=base) as folder:
+        command += [str(Path(__file__).with_name("torch_restart.py")), folder, str(KILLED_AFTER), str(STEPS)]
+        ended = subprocess.run(
+            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+        )
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
+    marks = [
+        (what, float(at))
+        for what, at in re.findall(r"(described|state back|step=\d+|killed) at=([\d.]+)", ended.stdout)
+    ]
+    killed = dict(marks)["killed"]
+    after = {what: at - killed for what, at in reversed(marks) if at > killed}
+    first = min(at for what, at in after.items() if what.startswith("step=") and at > after["described"])
+    last = after[f"step={KILLED_AFTER + 1}"]
+    return {name: after[name] for name in ("described", "state back")} | {
+        "first step": first,
+        f"step {KILLED_AFTER + 1}": last,
+    }
+
+
 def step_seconds(settings: tuple[str, ...], base: Path) -> tuple[float, str]:
     """The median step, and what the run said of its copies."""
     with tempfile.TemporaryDirectory(dir=base) as folder:
@@ -117,7 +143,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=[*WAYS, "torchrun"])
+    parser.add_argument("--torch-python", default=sys.executable, help="the Python that has torch")
     parser.add_argument("--cost", action="store_true", help="milliseconds a step instead")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as base:
@@ -130,7 +157,9 @@ def main() -> None:
         found: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways}
         for number in range(options.rounds):
             for way in options.ways:
-                found[way].append(recovered(way, Path(base)))
+                torchs = way == "torchrun"
+                one = restarted_by_torchrun(options.torch_python, Path(base)) if torchs else recovered(way, Path(base))
+                found[way].append(one)
                 print(number, way, json.dumps({name: round(s, 2) for name, s in found[way][-1].items()}), flush=True)
         for way, rounds in found.items():
             medians = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
