@@ -121,10 +121,7 @@ def predicted(run: Run) -> Prediction:
         "inner, scores": inner + scores(run) // 3,
         "all but scores": found.recomputed_flops_per_token - scores(run) // 3,
     }[run.again]
-    more = scores(run) // 3 if run.again == "all but scores" else 0
-    return replace(
-        found, recomputed_flops_per_token=again, blockwise_flops_per_token=found.blockwise_flops_per_token - more
-    )
+    return replace(found, recomputed_flops_per_token=again, attention_again=run.again in ("full", "inner, scores"))
 
 
 def scores(run: Run) -> int:
@@ -165,21 +162,16 @@ def compared(dense: Run, runs: tuple[Run, ...]) -> None:
 
 
 def long() -> None:
-    """Long sequences: memory, and seconds as the planner takes them and with what masks hide left out."""
+    """Long sequences: memory, and seconds as the planner takes them, and with kernels for the blocks."""
     efficiency = calibrated(DENSE)
-    heads = f"s at {efficiency:.3f}, blocks at 0.5", "blocks at 1", "masked scores left out"
-    print(f"\n| positions, mesh | published s | GiB of a chip | {' | '.join(heads)} |\n|{' --- |' * 6}")
+    heads = f"s at {efficiency:.3f}, blocks at 0.5", "blocks at 1"
+    print(f"\n| positions, mesh | published s | GiB of a chip | {' | '.join(heads)} |\n|{' --- |' * 5}")
     for run in LONG:
         found = predicted(run)
         at = lambda found, blocks, run=run: (
             price(found, run.hardware, Assumptions(efficiency=efficiency, blocks=blocks)).time
         )
-        half = replace(
-            found,
-            flops_per_token=found.flops_per_token - scores(run) // 2,
-            blockwise_flops_per_token=found.blockwise_flops_per_token / 2,
-        )
-        times = at(found, 0.5), at(found, 1.0), at(half, 1.0)
+        times = at(found, 0.5), at(found, 1.0)
         mesh = " x ".join(f"{axis} {ranks}" for axis, ranks in run.degrees.items() if ranks > 1)
         held = found.memory.total / 2**30
         print(

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from int8_strategy import Int8Shard
 from predicted_steps import GEMMA, GPT, LENGTH, LLAMA, QWEN, config, step_of
@@ -43,6 +44,7 @@ ROWS = [
     (GPT, SCAN, {"data": 1, "fsdp": 4}, {"fsdp": ax.Shard(stage=2)}),  # gathered layer by layer
     (GPT, SCAN, {"data": 1, "fsdp": 4}, {"fsdp": ax.Shard(stage=2, wire="int8")}),  # whole
     (GPT, SCAN, {"data": 1, "fsdp": 4}, {"fsdp": ax.Shard(stage=2, gather_hop=2)}),
+    (GPT, SCAN, {"data": 1, "fsdp": 4}, {"fsdp": ax.Shard(stage=2, reduce_wire="int8")}),  # layer by layer
     (GPT, SCAN, {"data": 2, "fsdp": 4}, {"fsdp": ax.Shard(stage=2, wire="int8"), "accumulate": 2}),
     (LLAMA, SCAN, {"data": 2, "fsdp": 2}, {"fsdp": ax.Shard(stage=2), "accumulate": 2, "precision": "bf16"}),
     (GPT, {"split": "grid", "prefetch": True}, {"data": 2, "depth": 4}, {"remat": "full"}),
@@ -72,6 +74,7 @@ ROWS = [
     (LLAMA, GRID, {"data": 1, "context": 2, "row": 2, "col": 2}, {"context": ax.Context(method="ring")}),
     (LLAMA, {}, {"data": 1, "context": 8}, {}),
     (QWEN, {}, {"data": 2, "tensor": 4}, {"remat": "full"}),
+    (LLAMA, {"num_heads": 8, "num_kv_heads": 2}, {"data": 1, "fsdp": 2, "tensor": 4}, {}),  # ranks share a key head
     (QWEN, {**SEQUENCE, **SCAN}, {"data": 1, "fsdp": 2, "tensor": 2}, {"precision": "bf16"}),
     (QWEN, {**GRID, "sinks": True}, {"data": 1, "row": 2, "col": 2}, {}),
     (QWEN, {"sinks": True, "window": 4}, {"data": 1, "fsdp": 2, "tensor": 2}, {}),
@@ -107,17 +110,49 @@ def test_predicted_traffic_is_that_of_the_traced_program(row):
     assert prediction.minimum["gradients+parameters"] == step.minimum_traffic()
 
 
+@pytest.mark.parametrize("remat", [None, "selective", "full"])
+def test_what_ranks_tell_each_other_of_documents_is_predicted(remat):
+    """Documents' numbers of all positions, in every block."""
+    model, plan, degrees = (
+        config(GPT),
+        ax.Plan(context=ax.Context(method="ring"), remat=remat),
+        {"data": 2, "context": 4},
+    )
+    step, state, rows = step_of(model, plan, degrees, 8)
+    rows |= {"segment_ids": rows["tokens"], "positions": rows["tokens"]}
+    prediction = predict(plan, model, degrees, global_batch=8, length=LENGTH, documents=True)
+    assert difference(prediction, collectives_in(step, state, rows)) == []
+
+
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
 def test_the_busiest_ranks_causal_work_is_in_the_prediction_and_in_the_price(order):
     given = {"model": config(GPT), "mesh": {"context": 4}, "global_batch": 8, "length": LENGTH}
-    found = ax.explain(ax.Plan(context=ax.Context(order=order)), **given)
-    assert found.causal_balance == ax.causal_balance(order, LENGTH, 4)
+    found = ax.explain(ax.Plan(context=ax.Context(method="gather", order=order)), **given)
+    assert found.causal_balance == pytest.approx(ax.causal_balance(order, LENGTH, 4), rel=1e-12)
     compute = lambda blocks: price(found, hardware("v5e"), Assumptions(blocks=blocks)).compute
     even = price(replace(found, causal_balance=1.0), hardware("v5e"), Assumptions(blocks=1.0)).compute
-    attention = 6 * 2 * 8 * 2 * 4 * LENGTH / found.flops_per_token  # layers, heads, sizes of a head twice
+    tile = {"contiguous": LENGTH // 4, "zigzag": LENGTH // 8, "striped": LENGTH}[
+        order
+    ]  # from its first position to its last
+    pairs, computed = 6 * 2 * 8 * 2 * 4 * LENGTH, (1 + tile / LENGTH) / 2  # layers, heads, sizes of a head twice
+    assert found.masked_flops_per_token == pytest.approx(pairs * (1 - computed))
+    attention = pairs * computed / (found.flops_per_token - found.masked_flops_per_token)
     assert compute(1.0) / even - 1 == pytest.approx((found.causal_balance - 1) * attention)
     assert compute(0.5) / even - 1 == pytest.approx((2 * found.causal_balance - 1) * attention)
     assert ("the busiest rank computes" in str(found)) == (order != "zigzag")
+
+
+def test_in_a_window_contiguous_ranks_compute_nearly_the_same():
+    given = {"mesh": {"context": 4}, "global_batch": 8, "length": LENGTH}
+    balance = lambda window, method: (
+        ax.explain(
+            ax.Plan(context=ax.Context(order="contiguous", method=method)), model=config(GPT, window=window), **given
+        ).causal_balance
+    )
+    assert balance(None, "gather") == pytest.approx(ax.causal_balance("contiguous", LENGTH, 4))
+    seen = np.minimum(np.arange(LENGTH) + 1, 3).reshape(4, -1).sum(axis=1)
+    assert balance(3, "gather") == pytest.approx(seen.max() / seen.mean())
+    assert balance(None, "ulysses") == balance(3, "ulysses") == 1  # each has whole sequences
 
 
 def test_a_difference_says_what_and_by_how_much():

@@ -151,7 +151,7 @@ HLO = """HloModule step, is_scheduled=true
 
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
   %x = f32[8]{0} get-tuple-element((s32[], /*index=1*/f32[8]) %p), index=1
-  %start = (f32[8]{0}, f32[8]{0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
+  %start = (f32[8]{0}, f32[16]{0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}
   ROOT %done = (s32[], f32[8]) all-gather-done(%start)
 }
 
@@ -170,6 +170,8 @@ ENTRY %main.4_spmd (x: f32[8]) -> f32[8] {
 def test_asynchronous_and_fused_collectives_are_read():
     found = [(entry.kind, entry.in_loop, entry.asynchronous) for entry in collectives_in_compiled(HLO)]
     assert found == [("all_gather", True, True), ("reduce_scatter", False, False), ("all_reduce", False, False)]
+    results = [entry.result for entry in collectives_in_compiled(HLO)]
+    assert results == ["f32[16]{0}", "f32[4]{0}", "f32[8]{0}"]  # without the operand of the start
 
 
 def test_stablehlo_is_no_compiled_program():

@@ -63,8 +63,8 @@ class Setting:
 
     @cached_property
     def rounded(self) -> bool:
-        """Whether parameters or their gradients are rounded on their way."""
-        return any(not own.exact and own.role.parameters == "sharded" for own in self.strategies.values())
+        """Whether parameters are rounded on their way."""
+        return any(not own.reads_exactly and own.role.parameters == "sharded" for own in self.strategies.values())
 
     @cached_property
     def layer_axes(self) -> frozenset[str]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from axonml_jax.cost.amounts import Many, divided, most
-from axonml_jax.cost.decoder.activations import block_activations
+from axonml_jax.cost.amounts import Many, divided, either, most
+from axonml_jax.cost.decoder.activations import block_activations, fuses_attention, kernel_computes
 from axonml_jax.cost.decoder.attention_flows import attention_flows
 from axonml_jax.cost.decoder.configuration import DecoderLike
 from axonml_jax.cost.decoder.decoder_weights import decoder_weights
@@ -15,6 +15,7 @@ from axonml_jax.cost.decoder.expert_flows import expert_flows, router_metrics, r
 from axonml_jax.cost.decoder.layer_flows import Layers, layer_flows
 from axonml_jax.cost.decoder.routed_experts import RoutedExperts
 from axonml_jax.cost.decoder.split_attention import SplitAttention
+from axonml_jax.cost.decoder.work import computed_pairs, pair_flops
 from axonml_jax.cost.flow import Flow
 from axonml_jax.cost.held import Memory, batch_bytes, gathered, memory, of_blocks, of_ticks, read_by_stages
 from axonml_jax.cost.passing import TickCounts, passing
@@ -23,9 +24,11 @@ from axonml_jax.cost.rounds import Run, ShardCounts, splitting
 from axonml_jax.cost.small_flows import small_flows
 from axonml_jax.cost.weight_flows import weight_flows
 from axonml_jax.cost.weight_groups import Weights, grouped
+from axonml_jax.parallel.context.tiles import block_for
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.tensor.megatron.fused_attention import PLATFORMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,48 @@ class Step:
         )  # fmt: skip
 
 
+def attention_work(step: Step) -> tuple[Many, Many]:
+    """FLOPs of a token that attention leaves out as masks hide them, and those that it computes in blocks, not by a kernel.
+
+    Einsums leave nothing out; kernels and blocks do, tile by tile. A kernel takes whole sequences: where ranks share positions,
+    of those that split heads alone.
+    """
+    model, apart = step.model, step.attention
+    sizes = (step.length, step.compute, step.platform, step.documents)
+    if apart is not None:
+        tile = apart.span(step.platform)
+    elif fuses_attention(model, *sizes):
+        tile = block_for(step.platform or "")
+    else:
+        return 0.0, 0.0
+    every, computed = pair_flops(model, step.length), computed_pairs(model, step.length, tile)
+    kernels = kernel_computes(model, *sizes)
+    alone = apart is None or apart.groups == 1
+    return (1 - computed) * every, either(alone, 0.0, computed * every) if kernels else computed * every
+
+
+def attention_problems(step: Step) -> list[str]:
+    """Why the attention that a model names cannot run; nothing where it leaves the choice open."""
+    model, apart, asked = step.model, step.attention, step.model.attention
+    if asked in ("auto", "blocks"):
+        return []
+    if asked not in PLATFORMS:
+        split = f"attention={asked!r} reads keys of a rank's own positions, and context splits them"
+        return [] if apart is None else [f"{split}: set it to auto"]
+    found = []
+    if apart is not None and apart.groups > 1:
+        found.append(
+            f"attention={asked!r} wants whole sequences of some heads: give context method='ulysses', or leave auto"
+        )
+    if step.platform not in (None, PLATFORMS[asked]):
+        found.append(
+            f"attention={asked!r} is a kernel for {PLATFORMS[asked]}, and this is for {step.platform}: leave auto"
+        )
+    elif not kernel_computes(model, step.length, step.compute, step.platform, step.documents):
+        found.append(f"attention={asked!r} does not apply to this model and these sequences: leave auto")
+    return found
+
+
 def flows(step: Step) -> Iterator[Flow]:
     """Everything that the fullest rank sends: strategies, metrics and the norm, layers, attention, experts, ticks."""
     layers = step.layers
@@ -114,7 +159,7 @@ def flows(step: Step) -> Iterator[Flow]:
     yield from small_flows(step.weights, layers.parts, step.run, step.degrees, router_metrics(step.model))
     yield from layer_flows(layers, step.weights)
     if step.attention is not None:
-        yield from attention_flows(layers, step.attention)
+        yield from attention_flows(layers, step.attention, step.documents)
     if (experts := step.experts) is not None:
         yield from expert_flows(layers, experts)
     if step.ticks is not None:

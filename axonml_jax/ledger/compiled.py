@@ -36,7 +36,7 @@ class CompiledCollective:
       kind: one of `wire.KINDS`.
       in_loop: whether it runs inside a while loop's body or condition.
       asynchronous: whether it is the start of an asynchronous pair.
-      result: its result type as HLO writes it.
+      result: the type of its result as HLO writes it; of a start without its operands.
       groups: its replica groups, or a permute's pairs, as HLO writes them.
       place: the operation of the traced program that it comes from, with its name scopes.
     """
@@ -105,10 +105,33 @@ def _walk(computations: dict[str, list[str]], name: str, in_loop: bool) -> Itera
         base = opcode.removesuffix("-start")
         if base in KINDS:
             groups, place = (found.group(1) if (found := part.search(line)) else "" for part in (_GROUPS, _PLACE))
+            result = result_of_start(KINDS[base], result) if opcode != base else result
             yield CompiledCollective(KINDS[base], in_loop, opcode != base, result, groups, place)
             continue
         for callee in callees(line):
             yield from _walk(computations, callee, in_loop or opcode == "while")
+
+
+def result_of_start(kind: str, result: str) -> str:
+    """Of the type of an instruction that starts a collective the part that is its result.
+
+    Operands stand before it, and behind it what the hardware needs. An all-reduce's start has results alone.
+
+    >>> result_of_start("permute", "(f32[8,2]{1,0}, f32[8,2]{1,0}, u32[], u32[])")
+    'f32[8,2]{1,0}'
+    >>> result_of_start("all_gather", "((f32[2]{0}, s8[4]{0}), (f32[4]{0}, s8[8]{0}))")
+    '(f32[4]{0}, s8[8]{0})'
+    """
+    if kind == "all_reduce" or not result.startswith("("):
+        return result
+    parts, depth = [""], 0
+    for letter in result[1:-1]:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(letter, 0)
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts[1].strip() if len(parts) > 1 else result
 
 
 def callees(line: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from axonml_jax.cost.wire import KINDS as WIRE_KINDS
 from axonml_jax.cost.wire import wire_elements
-from axonml_jax.ledger.compiled import KINDS, callees, computations_of
+from axonml_jax.ledger.compiled import KINDS, callees, computations_of, result_of_start
 from axonml_jax.ledger.table import aligned
 
 _LINE = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
@@ -180,11 +180,8 @@ def _ends(each: _Instruction, start: str) -> bool:
 
 def _bytes(kind: str, each: _Instruction, sent: str = "") -> float:
     """What one rank sends in one execution."""
-    sizes = [_itemsize(name) * _elements(dims) for name, dims in _SHAPE.findall(each.result)]
-    if each.op.endswith("-start") and each.result.startswith("("):
-        size = max(sizes, default=0) if kind == "all_gather" else max(sizes[: max(1, len(sizes) // 2)], default=0)
-    else:
-        size = sum(sizes)
+    result = result_of_start(kind, each.result) if each.op.endswith("-start") else each.result
+    size = sum(_itemsize(name) * _elements(dims) for name, dims in _SHAPE.findall(result))
     ranks = _group_size(each.rest)
     whole = size * ranks if kind == "reduce_scatter" else size
     return float(wire_elements(sent or kind, whole, ranks))

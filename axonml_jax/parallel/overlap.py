@@ -41,7 +41,9 @@ def overlapped(
     wholes = None if read is None else treedef.flatten_up_to(read)
     layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
     # What is rounded on its way must be the same in every step and in evaluation, which gather stacks whole.
-    rounded = any(not each.exact and each.role.parameters == "sharded" for each in placement.strategies.values())
+    rounded = any(
+        not each.reads_exactly and each.role.parameters == "sharded" for each in placement.strategies.values()
+    )
 
     def flat_loss(read: Sequence[jax.Array], *args):
         return loss(treedef.unflatten(read), *args)

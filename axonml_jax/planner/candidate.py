@@ -124,6 +124,7 @@ class Question:
       memory: bytes that a plan may fill on a device.
       strategy: one of the user's own along `fsdp`; None: the stages of ZeRO.
       saves: what is assumed of failures, restarts and checkpoints.
+      documents: whether rows hold several documents.
     """
 
     model: TransformerConfig
@@ -138,6 +139,7 @@ class Question:
     memory: float
     strategy: AbstractStrategy | None = None
     saves: SaveAssumptions = SaveAssumptions()
+    documents: bool = False
 
     @property
     def dtype(self) -> str:

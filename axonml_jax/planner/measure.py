@@ -1,5 +1,6 @@
 """What this machine's own devices do: products, memory, and collectives among all of them, measured in a few seconds."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,11 +35,12 @@ def measure(
     devices = _devices(num_devices)
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
     flops = 2 * size**3 * 8 / _seconds(mesh, _products, (len(devices), size, size), dtype)
-    moved = 3 * elements * jnp.dtype(dtype).itemsize
+    moved = 2 * elements * jnp.dtype(dtype).itemsize  # read and written
     bandwidth = moved / _seconds(mesh, lambda x: x * 2 + 1, (len(devices), elements), dtype)
     small = _seconds(mesh, _summed, (len(devices), 8), dtype)
     large = _seconds(mesh, _summed, (len(devices), elements), dtype)
-    ranks = len(devices)
+    ranks, call = len(devices), _seconds(mesh, lambda x: x, (len(devices), 8), dtype)
+    latency = max(small - call, 0.0) / max(1.0, math.log2(ranks))  # as `Hardware.delay` takes it: of two devices
     wire = 2 * elements * jnp.dtype(dtype).itemsize * (ranks - 1) / ranks
     link = wire / max(large - small, 1e-9) if ranks > 1 else UNKNOWN_MEMORY
     stats = devices[0].memory_stats() or {}
@@ -52,8 +54,8 @@ def measure(
         cross=link,
         platform=target_platform(),
         torus=Fabric.of(devices).torus,
-        latency=small,
-        cross_latency=small,
+        latency=latency,
+        cross_latency=latency,
         sources=dict.fromkeys(("flops", "memory_bandwidth", "link", "island", "cross"), "measured"),
     )
 

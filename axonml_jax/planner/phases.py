@@ -57,8 +57,18 @@ class Predicted(Protocol):
         ...
 
     @property
+    def masked_flops_per_token(self) -> Many:
+        """Of forward and backward, what attention leaves out, as masks hide it."""
+        ...
+
+    @property
+    def attention_again(self) -> Many:
+        """How often attention's forward is computed again."""
+        ...
+
+    @property
     def blockwise_flops_per_token(self) -> Many:
-        """Of all those, of attention that reads positions of other ranks."""
+        """Of forward and backward, those of attention in blocks that XLA computes."""
         ...
 
     @property
@@ -156,10 +166,10 @@ def phases(found: Predicted, hardware: Hardware, given: Assumptions) -> tuple[Ph
     devices = math.prod(found.degrees.values())
     seconds = lambda flops: found.tokens * flops / devices / (hardware.flops * given.efficiency)
     slower = found.causal_balance / (given.blocks if kernel_of(hardware.platform) else 1)
+    attention = (slower - 1) * found.blockwise_flops_per_token - found.masked_flops_per_token
     fuller = either(found.expert_padding > 0, found.expert_padding, given.imbalance)
-    more = (slower - 1) * found.blockwise_flops_per_token + (fuller - 1) * found.expert_flops_per_token
-    products = seconds(found.flops_per_token + more)
-    again = seconds(found.recomputed_flops_per_token)
+    products = seconds(found.flops_per_token + attention + (fuller - 1) * found.expert_flops_per_token)
+    again = seconds(found.recomputed_flops_per_token + found.attention_again * attention / 3)
     if found.pipelined:
         runs = {START: (1, 0.0), TICKS: (1, products + again), END: (1, 0.0)}
     else:
@@ -221,7 +231,7 @@ def _sendings(run: tuple[Phase, ...]) -> Iterator[tuple[Many, Sending]]:
 
 def flow_seconds(flow: Flow, degrees: Mapping[str, Many], hardware: Hardware) -> Many:
     """Seconds that a flow keeps the network busy in a step, on its slowest axis."""
-    inner = inner_product(degrees, flow.axes[0]) * flow.apart  # over several axes the outermost is the limit
+    inner = inner_product(degrees, flow.axes) * flow.apart
     arrays = flow.launches
     if flow.label in (GRADIENTS, PARAMETERS):  # XLA joins neighbours into launches of some tens of MB
         arrays = -divided(-flow.elements * flow.itemsize, JOINED_BYTES)
@@ -235,8 +245,14 @@ def flow_seconds(flow: Flow, degrees: Mapping[str, Many], hardware: Hardware) ->
     return either(flow.group_size > 1, seconds, 0.0)
 
 
-def inner_product(degrees: Mapping[str, Many], axis: str) -> Many:
-    """Product of the degrees of the axes inside one: how far apart its neighbours are."""
-    if axis not in AXES:  # one of the user's own: nobody says what lies inside it
+def inner_product(degrees: Mapping[str, Many], axes: Sequence[str]) -> Many:
+    """Product of the degrees of the other axes inside the outermost of some: how far apart a group of ranks over these lies.
+
+    >>> inner_product({"data": 2, "fsdp": 4, "context": 8, "tensor": 2}, ("fsdp", "context"))
+    2
+    """
+    outermost = axes[0]
+    if outermost not in AXES:  # one of the user's own: nobody says what lies inside it
         return 1
-    return math.prod(degrees.get(name, 1) for name in AXES[AXES.index(axis) + 1 :])
+    inside = AXES[AXES.index(outermost) + 1 :]
+    return math.prod(degrees.get(name, 1) for name in inside if name not in axes)

@@ -23,7 +23,7 @@ class Price:
       exposed: the part of them that nothing hides.
       memory: bytes of a device at the fullest moment.
       tokens: of one step, over all devices.
-      ideal: what an ideal device takes at its peak, without recomputation.
+      ideal: what the FLOPs that are published count take at the peak: without recomputation, with scores that a mask hides.
     """
 
     compute: Many
@@ -43,7 +43,7 @@ class Price:
 
     @property
     def mfu(self) -> Many:
-        """Model FLOPs utilization: the ideal time over this one."""
+        """Model FLOPs utilization as published, the ideal time over this one; masks over long sequences may lift it above 1."""
         return self.ideal / self.time
 
     @property

@@ -11,12 +11,12 @@ import numpy as np
 from axonml_jax.cost.amounts import Many, divided
 from axonml_jax.cost.decoder.cuts import stages_of
 from axonml_jax.cost.decoder.split_attention import SplitAttention
-from axonml_jax.cost.decoder.work import blockwise_flops, expert_flops, recomputed_flops, stage_costs
+from axonml_jax.cost.decoder.work import expert_flops, recomputed_flops, stage_costs
 from axonml_jax.cost.flow import Flow, joined
 from axonml_jax.cost.held import Memory
 from axonml_jax.cost.passing import TickCounts
 from axonml_jax.cost.rounds import Run, ShardCounts, splitting
-from axonml_jax.cost.step_cost import Step, flows, held
+from axonml_jax.cost.step_cost import Step, attention_work, flows, held
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.policy import Pipelined
@@ -171,6 +171,8 @@ class Candidates:
     tokens: int
     flops_per_token: int
     recomputed_flops_per_token: Many
+    masked_flops_per_token: Many
+    attention_again: Many
     blockwise_flops_per_token: Many
     expert_flops_per_token: Many
     expert_padding: Many
@@ -186,6 +188,7 @@ def candidates_of(
     """The candidates of choices that make one list: the one after the other."""
     step, slowest = _step(together, asked)
     run, tokens = step.run, asked.global_batch * asked.length
+    masked, blockwise = attention_work(step)
     return Candidates(
         degrees=step.degrees,
         pipelined=run.pipelined,
@@ -193,7 +196,9 @@ def candidates_of(
         tokens=tokens,
         flops_per_token=asked.model.flops_per_token(asked.length),
         recomputed_flops_per_token=recomputed_flops(step.model, run, asked.length),
-        blockwise_flops_per_token=blockwise_flops(step.model, run, asked.length, step.attention),
+        masked_flops_per_token=masked,
+        attention_again=run.recomputes,
+        blockwise_flops_per_token=blockwise,
         expert_flops_per_token=expert_flops(step.model, run),
         expert_padding=0.0 if step.experts is None else step.experts.padded,
         causal_balance=1.0 if step.attention is None else step.attention.balance,
@@ -229,7 +234,7 @@ def _step(together: Sequence[DiscreteChoice], asked: Question) -> tuple[Step, Ma
         model=placings[0].model, degrees=degrees, run=run, weights=weights, ranks=ranks,
         rows=divided(asked.global_batch, shards), length=asked.length, compute=asked.dtype, ticks=ticks,
         stage_blocks=longest, chunks=chunks, attention=SplitAttention.of(plan, placings[0].model, degrees, asked.length),
-        platform=asked.hardware.platform, routers_passed=passed,
+        platform=asked.hardware.platform, routers_passed=passed, documents=asked.documents,
     )  # fmt: skip
     return step, slowest
 

@@ -54,6 +54,7 @@ def plan(
     runners_up: int = 5,
     assumptions: Assumptions | None = None,
     saves: SaveAssumptions | None = None,
+    documents: bool = False,
 ) -> Answer:
     """Find the fastest plan that fits, on paper: no devices, no trace.
 
@@ -77,6 +78,7 @@ def plan(
       runners_up: how many of the next best to keep.
       assumptions: of the cost model.
       saves: what `answer.saving` assumes of failures, restarts and checkpoints; it has no part in the choice.
+      documents: whether rows hold several documents, which some kernels of attention do not keep apart.
 
     Returns:
       An `Answer`; `print` it.
@@ -85,7 +87,7 @@ def plan(
       ValueError: when nothing is legal or nothing fits, with the reasons and what would help.
     """
     asked = _question(model, num_devices, hardware, global_batch, length, precision, moments, max_memory, assumptions)
-    asked = replace(asked, saves=saves or SaveAssumptions())
+    asked = replace(asked, saves=saves or SaveAssumptions(), documents=documents)
     illegal, dropped, allowed = Counter(), Counter(), (axes, tuple(remats))
     if others := [axis for axis in axes if axis not in SEARCHED]:
         raise ValueError(
@@ -238,7 +240,7 @@ def exactly(asked: Question, found: Candidate) -> Priced:
     own = found.plan(asked.precision)
     prediction = predict(
         own, model, found.mesh, global_batch=asked.global_batch, length=asked.length, moments=asked.moments,
-        platform=asked.hardware.platform, torus=asked.hardware.torus,
+        platform=asked.hardware.platform, torus=asked.hardware.torus, documents=asked.documents,
     )  # fmt: skip
     return Priced(found, prediction, price(prediction, asked.hardware, asked.assumptions))
 

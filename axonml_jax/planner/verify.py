@@ -131,13 +131,20 @@ def verify(answer: Answer, topology: str) -> Verification:
     Raises:
       ValueError: for another number of chips.
     """
+    asked = answer.asked
     return verify_plan(
-        answer.plan, answer.model, answer.prediction, topology, answer.asked.global_batch, answer.asked.length
+        answer.plan, answer.model, answer.prediction, topology, asked.global_batch, asked.length, asked.documents
     )
 
 
 def verify_plan(
-    plan: Plan, config: TransformerConfig, prediction: Prediction, topology: str, global_batch: int, length: int
+    plan: Plan,
+    config: TransformerConfig,
+    prediction: Prediction,
+    topology: str,
+    global_batch: int,
+    length: int,
+    documents: bool = False,
 ) -> Verification:
     """Compile one plan for a topology (see `verify`)."""
     assert plan.mesh is not None
@@ -145,7 +152,8 @@ def verify_plan(
     if topology == CPU:  # which has other kernels, and no torus
         fake_devices(math.prod(degrees.values()))
         decoder: Any = config
-        prediction = predict(plan, decoder, degrees, global_batch=global_batch, length=length, platform=CPU)
+        sizes = {"global_batch": global_batch, "length": length}
+        prediction = predict(plan, decoder, degrees, **sizes, platform=CPU, documents=documents)
     devices = jax.devices() if topology == CPU else topology_devices(topology)
     if math.prod(degrees.values()) != len(devices):
         raise ValueError(f"{topology} has {len(devices)} chips, the plan {math.prod(degrees.values())} devices")
@@ -153,7 +161,7 @@ def verify_plan(
         np.array(devices).reshape(tuple(degrees.values())), tuple(degrees), axis_types=(AxisType.Auto,) * len(degrees)
     )
     started = time.perf_counter()
-    step, state, batch = abstract_step(plan, config, mesh, global_batch, length)
+    step, state, batch = abstract_step(plan, config, mesh, global_batch, length, documents)
     traced = step.trace(state, batch)
     compiled: Any = traced.lower().compile()
     seconds = time.perf_counter() - started
@@ -175,9 +183,18 @@ def verify_plan(
 
 
 def abstract_step(
-    plan: Plan, config: TransformerConfig, mesh: Mesh, global_batch: int, length: int
+    plan: Plan, config: TransformerConfig, mesh: Mesh, global_batch: int, length: int, documents: bool = False
 ) -> tuple[TrainStep, Any, PyTree]:
-    """The library's training step with AdamW, and the shapes of its state and batch where they rest."""
+    """The library's training step with AdamW, and the shapes of its state and batch where they rest.
+
+    Args:
+      plan: how the step runs.
+      config: of the model, its layers split as the mesh needs.
+      mesh: of the devices.
+      global_batch: sequences per update.
+      length: of a sequence.
+      documents: whether rows hold several documents.
+    """
     module = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     view, shapes = functionalize(module)
     placement = bind_plan(
@@ -187,10 +204,11 @@ def abstract_step(
     step = TrainStep(view, placement, mesh, _loss, tx)
     state = resting_shapes(abstract_state(shapes, tx, placement), placement, tx, mesh)
     rows = jax.ShapeDtypeStruct((global_batch, length), jnp.int32)
-    return step, state, {"tokens": rows, "targets": rows}
+    names = ("tokens", "targets", *(("segment_ids", "positions") if documents else ()))
+    return step, state, dict.fromkeys(names, rows)
 
 
 def _loss(model: Any, batch: PyTree) -> WeightedMean | tuple[WeightedMean, dict[str, WeightedMean]]:
-    total, weight, routers = model.loss_and_routers(batch["tokens"], batch["targets"])
+    total, weight, routers = model.loss_and_routers(**batch)
     loss = WeightedMean(total, weight)
     return loss if routers is None else (loss, router_metrics(routers))

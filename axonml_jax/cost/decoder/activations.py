@@ -62,7 +62,7 @@ def block_activations(
       compute: name of the activations' dtype.
       run: says what the backward recomputes.
       platform: what is compiled for, "tpu", "cuda" or "cpu"; None: no kernel of attention is counted on.
-      attention: where it reads positions of other ranks: block by block, without a kernel.
+      attention: where it reads positions of other ranks: block by block, or by a kernel where ranks split heads alone.
       experts: in the place of dense feed-forward parts.
       apart: whether the backward is in another loop than the forward, which then keeps products alone, all of them.
       documents: whether rows hold several documents.
@@ -96,7 +96,8 @@ def block_activations(
     words = divided(config.vocab_size, _vocabulary_cut(config, degrees))
     words = least(config.words_at_once or words, words)
     rebuilt = whole if apart else run.recomputes * whole
-    others = 0 if attention is None else attention.held(tokens, itemsize, platform)
+    kernel = kernel_computes(config, length, compute, platform, documents)
+    others = 0 if attention is None else attention.held(tokens, itemsize, platform, kernel)
     others = most(others, 0 if experts is None else experts.held(itemsize))
     return BlockActivations(kept, rebuilt, boundary, tokens * words * (2 * wide + itemsize), others)
 
@@ -148,12 +149,19 @@ def fuses_attention(
     config: DecoderLike, length: int, compute: str, platform: str | None, documents: bool = False
 ) -> bool:  # fmt: skip
     """Whether attention holds no scores of all positions, on a platform (None: no kernel is counted on)."""
-    kernel = kernel_of(platform) if config.attention == "auto" else config.attention
-    if kernel in PLATFORMS and _kernel_applies(config, kernel, length, compute, documents):
+    if kernel_computes(config, length, compute, platform, documents):
         return True
     if config.attention == "auto":
         return not config.dropout and worth_blocks(platform, length, length)
-    return kernel == "blocks"
+    return config.attention == "blocks"
+
+
+def kernel_computes(
+    config: DecoderLike, length: int, compute: str, platform: str | None, documents: bool = False
+) -> bool:  # fmt: skip
+    """Whether a platform's kernel computes attention of whole sequences."""
+    kernel = kernel_of(platform) if config.attention == "auto" else config.attention
+    return kernel in PLATFORMS and _kernel_applies(config, kernel, length, compute, documents)
 
 
 def _kernel_applies(config: DecoderLike, kernel: str, length: int, compute: str, documents: bool) -> bool:

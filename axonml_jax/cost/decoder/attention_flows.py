@@ -11,8 +11,16 @@ from axonml_jax.cost.decoder.split_attention import SplitAttention
 from axonml_jax.cost.flow import ATTENTION, Flow
 
 
-def attention_flows(layers: Layers, attention: SplitAttention) -> Iterator[Flow]:
-    """Of all blocks that the rank runs; the backward reads what the forward read once more, and recomputing repeats that."""
+def attention_flows(layers: Layers, attention: SplitAttention, documents: bool = False) -> Iterator[Flow]:
+    """Of all blocks that the rank runs; the backward reads what the forward read once more, and recomputing repeats that.
+
+    Args:
+      layers: the rank's.
+      attention: how it reads other ranks' positions.
+      documents: whether rows hold several, whose numbers every rank then gathers.
+    """
+    if documents:
+        yield from _segments(layers, attention)
     yield from _read(layers, attention, "forward", 1)
     yield from _read(layers, attention, "backward", 1 + layers.run.recomputes)
     if attention.gathers:
@@ -41,6 +49,14 @@ def _read(layers: Layers, attention: SplitAttention, work: str, times: Many) -> 
         yield _across(layers, attention, GATHER, work, times)
     else:
         yield _across(layers, attention, "permute", work, times * (attention.groups - 1))
+
+
+def _segments(layers: Layers, attention: SplitAttention) -> Iterator[Flow]:
+    """The documents of all positions, which the backward keeps."""
+    axis, calls, whole = attention.split.axis, layers.parts.blocks, layers.tokens * attention.ranks
+    yield layers.flow(GATHER, axis, whole, "forward", calls=calls, label=ATTENTION, dtype="int32")
+    again = calls * layers.run.recomputes
+    yield layers.flow(GATHER, axis, whole, "backward", calls=again, label=ATTENTION, dtype="int32")
 
 
 def _across(layers: Layers, attention: SplitAttention, kind: str, work: str, times: Many, dtype: str = "") -> Flow:

@@ -60,6 +60,10 @@ class DecoderLike(Protocol):
         """The matrices of a block's attention, and the sizes of its heads."""
         ...
 
+    def window_of(self, block: int) -> int | None:
+        """How many positions one sees in a block, itself among them; None: all before it."""
+        ...
+
     @property
     def mlp_size(self) -> int:
         """Inner width of the feed-forward part."""

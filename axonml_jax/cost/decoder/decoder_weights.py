@@ -175,7 +175,11 @@ class _Decoder:
     def _linear(self, name: str, fan_in: int, fan_out: int, split: str, kind: _Kind) -> list[Weight]:
         (kernel, bias), shared = self._splits(split), kind.shared
         replicated = ("tensor",) if split == "replicated" else self.outside if split == "whole" else ()
-        found = [self._one(f"{name}/kernel", (fan_in, fan_out), splits=kernel, summed=replicated, **shared)]
+        # Where ranks read parts of one, whose gradients they sum, the backward keeps a copy, as of a norm's scale.
+        again = split != "replicated" or self.tensor == 1
+        found = [
+            self._one(f"{name}/kernel", (fan_in, fan_out), splits=kernel, summed=replicated, again=again, **shared)
+        ]
         opens = any(name.endswith(each) for each in ("attention/query", "attention/key", "attention/value"))
         if self.config.use_bias or (self.config.qkv_bias and opens):
             summed = replicated or (self.outside if split == "row" else ())

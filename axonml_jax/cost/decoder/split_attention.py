@@ -1,5 +1,6 @@
 """`SplitAttention`: what a decoder's attention sends, and holds, of sequences whose positions are split over ranks."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from axonml_jax.parallel.context.context_split import ContextSplit
 from axonml_jax.parallel.context.method import heads_and_gathers
 from axonml_jax.parallel.context.tiles import block_for
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.sharding.sequence_order import causal_balance, order_parts
+from axonml_jax.sharding.sequence_order import order_parts
 
 SCORES = 5
 """Arrays as large as a tile's scores that its backward has at once: scores, weights, what comes into them, two to multiply."""
@@ -30,6 +31,7 @@ class SplitAttention:
       query_size: of a head's query, and of a key.
       value_size: of a head's value.
       places: positions of a rank.
+      windows: how many positions one sees, itself among them, and in how many blocks; None: all before it.
     """
 
     split: ContextSplit
@@ -41,6 +43,7 @@ class SplitAttention:
     query_size: int
     value_size: int
     places: Many
+    windows: tuple[tuple[int | None, int], ...] = ((None, 1),)
 
     @classmethod
     def of(cls, plan: Plan, config: DecoderLike, degrees: Mapping[str, Many], length: int) -> "SplitAttention | None":
@@ -81,6 +84,7 @@ class SplitAttention:
             split=split, ranks=ranks, among=among, gathers=gathers, heads=heads, kv_heads=kv_heads,
             query_size=config.attention_shape.query_size, value_size=config.attention_shape.value_size,
             places=divided(length, ranks),
+            windows=tuple(Counter(map(config.window_of, range(config.num_layers))).items()),
         )  # fmt: skip
 
     @property
@@ -105,25 +109,51 @@ class SplitAttention:
         # Contiguous, the last ranks' keys are done before the others': each come home in a round of its own.
         return either(self.groups > 1, 2 * around - 1, 0) if self.split.order == "contiguous" else around
 
-    def held(self, tokens: Many, itemsize: int, platform: str | None) -> Many:
+    def held(self, tokens: Many, itemsize: int, platform: str | None, kernel: bool = False) -> Many:
         """Bytes that a block needs beside what it keeps: keys and values of others, gradients, and a tile's scores.
 
         Args:
           tokens: of a rank's microbatch.
           itemsize: of activations.
           platform: as of `block_for`.
+          kernel: whether one computes attention where ranks have all positions of some heads.
         """
         wide = max(4, itemsize)
         parts = (itemsize + wide) * self.groups if self.gathers else 2 * itemsize + 3 * wide
-        chunk = divided(self.places, order_parts(self.split.order, 1))
-        tile = least(chunk, block_for(platform or ""))
+        tile = self.tile(platform)
         scores = tokens / self.places * divided(self.heads, self.among) * tile * tile
+        scores = either(self.groups > 1, scores, 0) if kernel else scores
         # What a group exchanges is there before and after; the gradients of queries are added up wide.
         exchanged = either(self.among > 1, 2 * itemsize * (self.queries + self.keys), 0)
         reading = divided(self.queries * (wide + 2 * itemsize), 2) + exchanged
         return tokens * (self.keys * parts + reading) + SCORES * wide * scores
 
+    def tile(self, platform: str | None) -> Many:
+        """Positions of a tile of scores."""
+        chunk = divided(self.places, order_parts(self.split.order, 1))
+        return least(chunk, block_for(platform or ""))
+
+    def span(self, platform: str | None) -> Many:
+        """Positions from a tile's first to its last: striped, those of the other ranks lie between."""
+        return self.tile(platform) * (self.ranks if self.split.order == "striped" else 1)
+
     @property
-    def balance(self) -> float:
-        """What the busiest rank computes of causal attention, over the mean."""
-        return causal_balance(self.split.order, self.places * self.ranks, self.ranks)
+    def balance(self) -> Many:
+        """What the busiest rank computes of causal attention, over the mean; ranks that split heads compute the same.
+
+        The last of contiguous ones is the busiest, less so in windows. In other orders windows change next to nothing.
+        """
+        length = self.places * self.ranks
+        if self.split.order == "striped":
+            return (length + self.ranks - self.among + 1) / (length + 1)
+        if self.split.order == "zigzag":
+            return 1.0
+        before = length - self.places * self.among
+        pairs = lambda count: sum(blocks * _pairs(count, window) for window, blocks in self.windows)
+        return self.groups * (1 - pairs(before) / pairs(length))
+
+
+def _pairs(count: Many, window: int | None) -> Many:
+    """Pairs of positions of which one sees the other, of the first so many positions of a sequence."""
+    full = count if window is None else least(count, window)
+    return full * (full + 1) / 2 + (count - full) * (window or 0)

@@ -1,10 +1,10 @@
 """What a decoder multiplies: its stages' work, and what recomputation adds to a token's FLOPs."""
 
+from collections import Counter
 from collections.abc import Sequence
 
-from axonml_jax.cost.amounts import Many
+from axonml_jax.cost.amounts import Many, least
 from axonml_jax.cost.decoder.configuration import DecoderLike, expert_blocks, gated, inward_products
-from axonml_jax.cost.decoder.split_attention import SplitAttention
 from axonml_jax.cost.rounds import Run
 from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
 
@@ -28,25 +28,41 @@ def stage_costs(
     forward = [
         count * (block_products(config) + attention) + own * more for count, own in zip(blocks, experts, strict=True)
     ]
-    again = [run.full * own + run.selective * count * attention for own, count in zip(forward, blocks, strict=True)]
+    routed = expert_products(config) / max(1, sum(expert_blocks(config)))
+    redone = [count * attention + own * routed for count, own in zip(blocks, experts, strict=True)]
+    again = [run.full * own + run.selective * more for own, more in zip(forward, redone, strict=True)]
     forward[-1] += head_products(config)
     again[-1] += run.full * head_products(config)
     back = tuple(own + more for own, more in zip(forward, again, strict=True))
     return StageCosts(tuple(forward), back, tuple(forward))
 
 
-def blockwise_flops(config: DecoderLike, run: Run, length: int, attention: SplitAttention | None) -> Many:
-    """Of a token, forward and backward and recomputed: those of attention that reads positions of other ranks.
+def pair_flops(config: DecoderLike, length: int) -> int:
+    """Of a token, forward and backward: those of attention's scores and of what they weigh, hidden ones too.
 
     Args:
       config: the model.
-      run: says what the backward recomputes.
       length: of a sequence.
-      attention: says how ranks share its positions; None: they have whole sequences.
     """
-    if attention is None:
-        return 0.0
-    return 2 * config.num_layers * config.attention_shape.pair_products * length * (3 + run.recomputes)
+    return 6 * config.num_layers * config.attention_shape.pair_products * length
+
+
+def computed_pairs(config: DecoderLike, length: int, tile: Many) -> Many:
+    """Share of all pairs of a sequence's positions that attention computes in tiles, where it leaves out what masks hide.
+
+    Args:
+      config: says how far each block sees.
+      length: of a sequence.
+      tile: positions of a tile; a tile with one pair that is seen is computed.
+    """
+    count, windows = length / least(tile, length), Counter(map(config.window_of, range(config.num_layers)))
+
+    def seen(window: int | None) -> Many:
+        """Tiles of all rows of tiles: so many each, its own and those before it, but for the first rows."""
+        each = count if window is None else least(count, 1 - (1 - window) * count // length)
+        return each * (count - (each - 1) / 2)
+
+    return sum(blocks * seen(window) for window, blocks in windows.items()) / (config.num_layers * count**2)
 
 
 def block_products(config: DecoderLike, *, experts: bool = False, resting: bool = False) -> float:
@@ -81,8 +97,7 @@ def recomputed_flops(config: DecoderLike, run: Run, length: int) -> Many:
     A loss that holds some words' logits at a time computes them once more.
     """
     logits = 2 * config.hidden_size * config.vocab_size if config.words_at_once else 0
-    attention = 6 * config.num_layers * config.attention_shape.pair_products * length
-    parts = attention + expert_products(config) * 6
+    parts = pair_flops(config, length) + expert_products(config) * 6
     return run.full * (config.flops_per_token(length) // 3) + run.selective * (parts // 3) + logits
 
 

@@ -31,6 +31,7 @@ from axonml_jax.planner.goodput.save_advice import SaveAssumptions
 from axonml_jax.planner.hardware import hardware
 from axonml_jax.planner.price import price
 from axonml_jax.planner.search import plan as find_plan
+from axonml_jax.planner.searched_axes import SEARCHED
 from axonml_jax.planner.timeline import timeline
 from axonml_jax.planner.verify import require_compiler, verify, verify_plan
 from axonml_jax.synonyms import nearest
@@ -65,6 +66,7 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         strategies=_packed(base),
         assumptions=Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap),
         saves=_saves(chosen),
+        documents=base is not None and base.data.documents,
         **sizes,
     )
     print(answer.to_json() if chosen.json else answer)
@@ -86,6 +88,12 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     """What a configuration's own mesh and plan cost, and what a compiler makes of them."""
     if base is None:
         raise ValueError("--as-written wants a configuration file, whose mesh and plan it takes")
+    searched = {"axes": SEARCHED, "remat": ["none", "selective", "full"], "json": False, "offload": False}
+    searched |= dict.fromkeys(("batch", "length", "precision", "write"))
+    if given := [f"--{name}" for name, default in searched.items() if getattr(chosen, name) != default]:
+        raise ValueError(
+            f"{', '.join(given)}: --as-written prices the file's own mesh, plan and sizes: leave them out, or change the file"
+        )
     shape = MeshShape(**base.degrees).resolve(chosen.devices)
     own, batch, length = replace(base.build_plan(), mesh=shape), base.train.global_batch_size, base.data.length
     kind = hardware(_hardware(chosen))
@@ -101,7 +109,7 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     print("", saving_of(found, cost, chosen.devices, given, _saves(chosen)), "", line, sep="\n")
     if chosen.picture is not None:
         print("", drawn(found, line, chosen.picture, base.name, chosen.max_memory or kind.memory), sep="\n")
-    compiling = lambda: verify_plan(own, model, found, chosen.verify, batch, length)
+    compiling = lambda: verify_plan(own, model, found, chosen.verify, batch, length, packed)
     return _verified(chosen.verify, compiling) if chosen.verify else 0
 
 
@@ -120,7 +128,11 @@ def _name(chosen: argparse.Namespace, base: RunConfig | None) -> str:
 
 def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerConfig, dict[str, Any]]:
     """The model, and how much of it is trained at once: a preset's, or a configuration file's."""
-    sizes: dict[str, Any] = {"global_batch": chosen.batch, "length": chosen.length, "precision": chosen.precision}
+    sizes: dict[str, Any] = {
+        "global_batch": chosen.batch,
+        "length": chosen.length,
+        "precision": chosen.precision or "bf16",
+    }
     if chosen.model in PRESETS:
         if chosen.batch is None:
             raise ValueError("give --batch, the sequences per update")
@@ -148,7 +160,7 @@ def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerC
     sizes = {
         "global_batch": chosen.batch or config.train.global_batch_size,
         "length": chosen.length or config.data.length,
-        "precision": config.plan.precision if chosen.precision == "bf16" else chosen.precision,
+        "precision": chosen.precision or config.plan.precision,
         "moments": kept_values(config),
     }
     return config, model, sizes

@@ -37,8 +37,9 @@ def plan_parser() -> argparse.ArgumentParser:
     )
     precisions = ("float32", "bf16", "bf16-reduce", "fp16")
     parser.add_argument(
-        "--precision", choices=precisions, type=lambda name: meant("precision", name, precisions), default="bf16"
-    )
+        "--precision", choices=precisions, type=lambda name: meant("precision", name, precisions),
+        help="dtypes (default: the configuration's, or bf16)",
+    )  # fmt: skip
     parser.add_argument("--max-memory", type=memory_size, metavar="SIZE", help="bytes of a device to use, as in 14GiB")
     named = lambda axis: SYNONYMS.get(axis.lower(), axis)
     parser.add_argument(

@@ -11,13 +11,13 @@ from axonml_jax.cost.decoder.activations import compute_dtype
 from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees, problems
 from axonml_jax.cost.decoder.cuts import Stages, bubble, stages_of, timetable_of
 from axonml_jax.cost.decoder.split_attention import SplitAttention
-from axonml_jax.cost.decoder.work import blockwise_flops, expert_flops, recomputed_flops, stage_costs
+from axonml_jax.cost.decoder.work import expert_flops, recomputed_flops, stage_costs
 from axonml_jax.cost.flow import merged
 from axonml_jax.cost.held import Memory, resting
 from axonml_jax.cost.passing import TickCounts
 from axonml_jax.cost.published.minimum import experts_traffic, pipeline_traffic, tensor_traffic, weight_traffic
 from axonml_jax.cost.rounds import Run, ShardCounts, splitting
-from axonml_jax.cost.step_cost import Step, flows, held, weights_of
+from axonml_jax.cost.step_cost import Step, attention_problems, attention_work, flows, held, weights_of
 from axonml_jax.cost.wire import Amount, exact
 from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.mesh.axes import AXES, LAYER_AXES, as_axes, flat_axes
@@ -62,6 +62,9 @@ def predict(
     stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)
     step = _step(plan, model, degrees, stages, timetable, rows, length)
     step = replace(step, platform=platform, documents=documents)
+    if wrong := attention_problems(step):
+        raise ValueError(f"this plan cannot run: {'; '.join(wrong)}")
+    masked, blockwise = attention_work(step)
     in_ticks = plan.pipe is not None and plan.pipe.in_ticks
     memory = held(step, moments=moments, offload=plan.offload, in_ticks=in_ticks)
     flops, costs = model.flops_per_token(length), stage_costs(model, stages.blocks, stages.experts, step.run, length)
@@ -79,7 +82,9 @@ def predict(
         flops_per_token=flops,
         recomputed_flops_per_token=recomputed_flops(model, step.run, length),
         causal_balance=1.0 if step.attention is None else step.attention.balance,
-        blockwise_flops_per_token=blockwise_flops(model, step.run, length, step.attention),
+        masked_flops_per_token=masked,
+        attention_again=int(step.run.recomputes),
+        blockwise_flops_per_token=blockwise,
         expert_flops_per_token=expert_flops(model, step.run),
         expert_padding=0.0 if step.experts is None else step.experts.padded,
         notes=_notes(plan, degrees, timetable, memory, step),

@@ -35,7 +35,9 @@ class Prediction:
       flops_per_token: of forward and backward, recomputation left out.
       recomputed_flops_per_token: what recomputation adds.
       causal_balance: what the rank that computes most of causal attention computes of it, over the mean.
-      blockwise_flops_per_token: of all these FLOPs, those of attention that reads positions of other ranks.
+      masked_flops_per_token: of flops_per_token, those that attention leaves out, as a mask hides the tiles they are of.
+      attention_again: how often attention's forward is computed again.
+      blockwise_flops_per_token: of flops_per_token, those of attention in blocks that no kernel computes.
       expert_flops_per_token: of all these FLOPs, those of the experts that a token is sent to.
       expert_padding: rows that a rank's experts multiply, over those of its share of tokens; 0: as many as others send.
       notes: what the numbers leave open.
@@ -56,6 +58,8 @@ class Prediction:
     flops_per_token: int
     recomputed_flops_per_token: int
     causal_balance: float = 1.0
+    masked_flops_per_token: float = 0.0
+    attention_again: int = 0
     blockwise_flops_per_token: float = 0.0
     expert_flops_per_token: float = 0.0
     expert_padding: float = 0.0
@@ -121,6 +125,7 @@ class Prediction:
             "tokens": self.tokens,
             "flops_per_token": self.flops_per_token,
             "recomputed_flops_per_token": self.recomputed_flops_per_token,
+            "masked_flops_per_token": float(self.masked_flops_per_token),
             "causal_balance": self.causal_balance,
             "expert_flops_per_token": self.expert_flops_per_token,
             "notes": list(self.notes),
@@ -190,7 +195,9 @@ class Prediction:
         return PrintedTable(["against theory", "bytes/rank", "minimum", "ratio"], rows, left=1)
 
     def _work(self) -> str:
-        again = f" (and {self.recomputed_flops_per_token:,} again)" if self.recomputed_flops_per_token else ""
+        more = [f"and {self.recomputed_flops_per_token:,} again"] if self.recomputed_flops_per_token else []
+        more += [f"but {self.masked_flops_per_token:,.0f} that masks hide"] if self.masked_flops_per_token else []
+        again = f" ({', '.join(more)})" if more else ""
         lines = [f"{self.tokens:,} tokens per update, {self.flops_per_token:,} FLOPs per token{again}"]
         if self.causal_balance > 1:
             lines.append(f"causal attention: the busiest rank computes {self.causal_balance:.2f} times the mean")

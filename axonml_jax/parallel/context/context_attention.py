@@ -15,6 +15,7 @@ from axonml_jax.compat.around import platform_around
 from axonml_jax.compat.random_bits import can_draw_elements
 from axonml_jax.parallel.context.across_ranks import Places, Ring, read_backward, read_forward
 from axonml_jax.parallel.context.attention_dropout import WeightsDropout
+from axonml_jax.parallel.context.by_kernel import FORMS, attend_by_kernel, kernel_for
 from axonml_jax.parallel.context.context_split import ContextSplit, current_split
 from axonml_jax.parallel.context.method import Method, heads_and_gathers
 from axonml_jax.parallel.context.sinks import sinks_gradient, sunk
@@ -55,6 +56,7 @@ def context_attention(
     dropout_key: jax.Array | None = None,
     dropout_dims: tuple[tuple[str, int], ...] | None = None,
     block_size: int | None = None,
+    kernel: str = "auto",
 ) -> jax.Array:
     """Attention of whole sequences, of which every rank of `axis` holds some positions: exact, with a backward by hand.
 
@@ -93,6 +95,8 @@ def context_attention(
       dropout_dims: of the drawn mask, where it is not [b, n, s, t]: pairs of what a dim runs over ("row", "head", "query",
         "key", or "" for a dim of size 1) and its size.
       block_size: positions of a block at most; None: what is fast on the platform (256 on CPU, 512 elsewhere).
+      kernel: "blocks"; "splash" or "cudnn", the kernel of TPUs or GPUs, for ranks that have all positions of some heads
+        ("ulysses", or one rank); "auto": such a kernel where it applies and no block_size is given, else blocks.
 
     Returns:
       [b, c, n, e], in the dtype of v.
@@ -109,7 +113,7 @@ def context_attention(
     split = split or ContextSplit(axis)
     window = (window, window) if isinstance(window, int) else window
     ids = segment_ids if isinstance(segment_ids, tuple) or segment_ids is None else (segment_ids, segment_ids)
-    if problems := list(_problems(q, k, v, window, ids, dropout_rate, dropout_key, bias, score_mod, sinks)):
+    if problems := list(_problems(q, k, v, window, ids, dropout_rate, dropout_key, bias, score_mod, sinks, kernel)):
         raise ValueError("context_attention: " + "; ".join(problems))
     heads, each_has = q.shape[2], (q.shape[1], k.shape[1])
     sizes = {"ranks": ranks, "heads": heads, "kv_heads": k.shape[2], "places": q.shape[1]}
@@ -136,6 +140,8 @@ def context_attention(
     if sinks is not None:
         sinks = jax.lax.dynamic_slice_in_dim(sinks, first_head, heads // ring.heads)
     q, k, v = _heads_apart(ring, q, k, v)
+    if name := kernel_for(kernel, how, ring, q, k, v, sinks, ids, block_size):
+        return _heads_together(ring, attend_by_kernel(name, how, ring, q, k, v, _places(ring, how, ids).segments))
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
     joined = k.swapaxes(1, 2), v.swapaxes(1, 2)
     out = _attended(how, ring, given, grouped, *joined, sinks, _places(ring, how, ids))
@@ -225,7 +231,7 @@ def _axes_of(tree: Any, axis: str | None) -> tuple[str, ...]:
     return tuple(sorted(axes))
 
 
-def _problems(q, k, v, window, ids, rate, key, bias, score_mod, sinks) -> Iterator[str]:
+def _problems(q, k, v, window, ids, rate, key, bias, score_mod, sinks, kernel) -> Iterator[str]:
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if not q.ndim == k.ndim == v.ndim == 4:
         yield f"{shapes} must be [rows, positions, heads, head size]"
@@ -240,6 +246,8 @@ def _problems(q, k, v, window, ids, rate, key, bias, score_mod, sinks) -> Iterat
         yield f"window={window!r} must be how many positions are seen before and after, or a pair of these"
     if ids is not None and (len(ids) != 2 or ids[0].shape != q.shape[:2] or ids[1].shape != k.shape[:2]):
         yield f"segment_ids of shapes {[x.shape for x in ids]} must be {q.shape[:2]} for queries and {k.shape[:2]} for keys"
+    if kernel not in FORMS:
+        yield f"kernel={kernel!r} must be one of {', '.join(FORMS)}"
     if bias is not None and score_mod is not None:
         yield "bias and score_mod both change scores: give one, which may do both"
     if not 0 <= rate < 1:

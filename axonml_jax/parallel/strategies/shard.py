@@ -152,6 +152,11 @@ class Shard(AbstractStrategy):
         """Unless what is gathered or reduced is packed."""
         return self.wire is None and self.reduce_wire is None
 
+    @property
+    def reads_exactly(self) -> bool:
+        """Unless what is gathered is packed."""
+        return self.wire is None
+
     def round_trip(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
         """What ranks read of a shard."""
         packs = self._packs(shard, layout, axis)

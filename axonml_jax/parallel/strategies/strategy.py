@@ -189,6 +189,11 @@ class AbstractStrategy(abc.ABC):
         """Whether what is read is what rests, and what is reduced the sum; False declares a lossy strategy."""
         return True
 
+    @property
+    def reads_exactly(self) -> bool:
+        """Whether what is read is what rests; to be said by a lossy strategy of which only the sums are rounded."""
+        return self.exact
+
     def round_trip(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
         """What ranks read of a shard once it has been gathered: itself, unless the strategy is lossy."""
         return shard

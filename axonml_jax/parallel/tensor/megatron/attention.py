@@ -15,7 +15,7 @@ from axonml_jax.parallel.tensor.bound_axes import degree
 from axonml_jax.parallel.tensor.dropout import ParallelDropout
 from axonml_jax.parallel.tensor.megatron.attend import WHOLE, KVCache, Packed, attend, rotate
 from axonml_jax.parallel.tensor.megatron.attentions import ATTENTIONS
-from axonml_jax.parallel.tensor.megatron.fused_attention import attention_kernel, fused_attention, in_context
+from axonml_jax.parallel.tensor.megatron.fused_attention import PLATFORMS, attention_kernel, fused_attention, in_context
 from axonml_jax.parallel.tensor.megatron.head_norm import HeadNorm
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 from axonml_jax.parallel.tensor.megatron.softcap import Softcap
@@ -255,7 +255,7 @@ def mixed_heads(
     sees: dict[str, Any] = {"causal": causal, "segment_ids": ids, "window": window, "scale": scale}
     if kernel == "xla":
         return attend(query, key, value, **sees, sinks=sinks, softcap=softcap, weights_fn=dropout)
-    if kernel != "blocks":
+    if kernel in PLATFORMS and current_split() is None:
         return fused_attention(kernel, query, key, value, **sees, softcap=softcap)
     keys = dropout.keys(query.shape[-2]) if drops else None
     joined = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
@@ -263,7 +263,8 @@ def mixed_heads(
     cap = None if softcap is None else Softcap(softcap)
     reach = None if window is None else (window - 1, 0)
     sees |= {"segment_ids": ids, "window": reach, "sinks": sinks, "score_mod": cap}
-    mixed = context_attention(*joined, **sees, dropout_rate=dropout.rate if drops else 0.0, dropout_key=keys)
+    rate = dropout.rate if drops else 0.0
+    mixed = context_attention(*joined, **sees, dropout_rate=rate, dropout_key=keys, kernel=kernel)
     return mixed.reshape(*query.shape[:-1], value.shape[-1])
 
 

@@ -52,10 +52,10 @@ def attention_kernel(
     rules = {"drops": drops, "segmented": segmented, "window": window, "sinks": sinks, "softcap": softcap}
     if asked == "auto":
         name = kernel_of(platform := target_platform())
-        if name is not None and not any(_obstacles(name, query, key, value, **rules)):
+        if name is not None and not any(obstacles(name, query, key, value, **rules)):
             return name
         return "blocks" if not drops and worth_blocks(platform, query.shape[-3], key.shape[-3]) else "xla"
-    if asked in PLATFORMS and (reasons := list(_obstacles(asked, query, key, value, **rules))):
+    if asked in PLATFORMS and (reasons := list(obstacles(asked, query, key, value, **rules))):
         raise ValueError(
             f"attention={asked!r} does not apply here: {'; '.join(reasons)}. Leave attention='auto' to use the kernel where it "
             "applies and the einsum form elsewhere"
@@ -64,17 +64,17 @@ def attention_kernel(
 
 
 def in_context(asked: str) -> str:
-    """The form of attention where positions are split over ranks: "blocks".
+    """The form of attention where positions are split over ranks, as `context_attention` takes it.
 
     Raises:
-      ValueError: where another was asked for by name.
+      ValueError: where the einsums were asked for by name.
     """
-    if asked not in ("auto", "blocks"):
+    if asked == "xla":
         raise ValueError(
             f"attention={asked!r} reads keys of this rank's positions alone, and the plan's context axis splits them over "
             "ranks: leave attention='auto'"
         )
-    return "blocks"
+    return asked
 
 
 def worth_blocks(platform: str | None, length: int, positions: int) -> bool:
@@ -201,7 +201,7 @@ def _block(length: int) -> int:
     return next(size for size in range(_BLOCK, 0, -_LANES) if length % size == 0)
 
 
-def _obstacles(
+def obstacles(
     name: str,
     query: jax.Array,
     key: jax.Array,
@@ -213,7 +213,7 @@ def _obstacles(
     sinks: bool,
     softcap: bool,
 ) -> Iterator[str]:
-    """Why a kernel does not apply."""
+    """Why a kernel does not apply; its arguments are those of `attention_kernel`."""
     platform, wanted = target_platform(), PLATFORMS[name]
     if platform != wanted:
         yield f"it is a kernel for {wanted}, and this is compiled for {platform}"

@@ -1,0 +1,112 @@
+"""What attention costs in the planner: kernels, blocks, scores that a mask hides, several documents in a row, and links."""
+
+import jax
+import numpy as np
+import pytest
+from predicted_steps import LLAMA, config
+
+import axonml_jax as ax
+from axonml_jax.cost.decoder.work import computed_pairs
+from axonml_jax.ledger import memory_difference
+from axonml_jax.planner.assumptions import Assumptions
+from axonml_jax.planner.hardware import HARDWARE
+from axonml_jax.planner.legal import candidate, ways_on
+from axonml_jax.planner.phases import flow_seconds, inner_product, phases
+from axonml_jax.planner.quick import quick
+from axonml_jax.planner.verify import abstract_step
+
+
+@pytest.mark.parametrize(
+    ("length", "tile", "window"), [(1024, 256, None), (512, 512, None), (4096, 256, 512), (4096, 512, 64)]
+)
+def test_the_pairs_that_tiles_compute_are_those_of_tiles_in_which_something_is_seen(length, tile, window):
+    model = config(LLAMA, max_length=length, window=window)
+    at = np.arange(length)
+    seen = (at[None] <= at[:, None]) & (at[None] > at[:, None] - (window or length))
+    tiles = seen.reshape(length // tile, tile, length // tile, tile).any(axis=(1, 3))
+    assert computed_pairs(model, length, tile) == pytest.approx(tiles.mean(), rel=0.1)
+
+
+def test_rows_of_several_documents_are_planned_priced_and_compiled_as_such():
+    """Without the kernel that would mix them: scores are held, by the first price and by the ledger's."""
+    model = config(LLAMA, head_dim=64, max_length=1024, dtype="bfloat16")
+    given = {
+        "num_devices": 4,
+        "hardware": "h100",
+        "global_batch": 8,
+        "axes": ("data",),
+        "remats": (None,),
+        "runners_up": 0,
+    }
+    plain, packed = ax.plan(model, **given), ax.plan(model, **given, documents=True)
+    assert packed.best.price.memory - plain.best.price.memory > 2 * 2 * 1024**2 * 4
+    ways = tuple(
+        way for way in ways_on(model, {"data": 4}, 8, 1024) if candidate({"data": 4}, way) == packed.best.candidate
+    )
+    ((_, held),) = quick([({"data": 4}, ways)], packed.asked)
+    assert held[0] / packed.best.price.memory == pytest.approx(1, abs=0.05)
+    with pytest.raises(ValueError, match="does not fit in a device's memory"):
+        ax.plan(model, **given, documents=True, max_memory=plain.best.price.memory)
+
+    mesh = ax.make_mesh(devices=jax.devices()[:4], data=4)
+    step, state, batch = abstract_step(packed.plan, packed.model, mesh, 8, 1024, documents=True)
+    assert set(batch) == {"tokens", "targets", "segment_ids", "positions"}
+    difference_ = memory_difference(packed.prediction, step.trace(state, batch).lower().compile())
+    assert difference_.ratios[0] == pytest.approx(1, abs=2e-4)
+
+
+def priced(hardware="v5p", length=2**17, **options):
+    """A model of two blocks under full recomputation, on eight devices that share its sequences."""
+    model = config(
+        LLAMA, head_dim=128, max_length=length, dtype="bfloat16", **{"num_kv_heads": 8, "num_heads": 8} | options
+    )
+    plan = ax.Plan(context=ax.Context(method="ulysses", shard=True), precision="bf16", remat="full")
+    platform = HARDWARE[hardware].platform
+    found = ax.explain(
+        plan, model=model, mesh={"fsdp": 1, "context": 8}, global_batch=1, length=length, platform=platform
+    )
+    return found, phases(found, HARDWARE[hardware], Assumptions())
+
+
+def test_what_masks_hide_is_left_out_of_the_pass_in_which_it_would_be_computed():
+    found, (forward, backward, _) = priced(window=64)
+    assert found.masked_flops_per_token > 0.9 * found.flops_per_token  # of so long a sequence scores are nearly all
+    assert 0 < forward.compute < backward.compute < 4 * forward.compute
+    whole, _ = priced(window=None)
+    assert whole.masked_flops_per_token == pytest.approx(found.masked_flops_per_token / 2, rel=0.02)
+
+
+def test_blocks_cost_the_same_on_one_rank_and_on_many():
+    kernel, capped = priced()[0], priced(attention_softcap=30.0)[0]
+    assert kernel.blockwise_flops_per_token == capped.blockwise_flops_per_token == 0  # splash caps scores
+    assert priced("h100", attention_softcap=30.0)[0].blockwise_flops_per_token > 0  # cuDNN does not
+    model = config(LLAMA, head_dim=128, max_length=2**13, dtype="bfloat16")
+    given = {"model": model, "mesh": {"data": 1}, "global_batch": 1, "platform": "cuda"}
+    alone, packed = ax.explain(ax.Plan(), **given), ax.explain(ax.Plan(), **given, documents=True)
+    assert alone.blockwise_flops_per_token == 0 < packed.blockwise_flops_per_token
+
+
+def test_a_group_over_two_axes_that_lie_in_one_island_sends_over_its_links():
+    found, _ = priced("h100")
+    gathered = next(flow for flow in found.traffic if flow.axes == ("fsdp", "context") and flow.label == "parameters")
+    seconds = flow_seconds(gathered, {"fsdp": 1, "context": 8}, HARDWARE["h100"])
+    assert seconds < 2 * gathered.wire_bytes / HARDWARE["h100"].link + 1e-3
+    assert inner_product({"data": 2, "fsdp": 4, "context": 2, "tensor": 2}, ("fsdp", "context")) == 2
+
+
+@pytest.mark.parametrize(
+    ("attention", "context", "platform", "why"),
+    [
+        ("xla", "gather", None, "reads keys of a rank's own positions"),
+        ("splash", "ring", "tpu", "wants whole sequences of some heads"),
+        ("splash", "ulysses", "cuda", "is a kernel for tpu, and this is for cuda"),
+        ("cudnn", "ulysses", "cuda", "does not apply to this model"),
+    ],
+)
+def test_attention_that_a_model_names_and_that_cannot_run_is_refused(attention, context, platform, why):
+    model = config(LLAMA, head_dim=128, num_kv_heads=4, max_length=1024, dtype="bfloat16", attention=attention)
+    given = {"model": model, "mesh": {"context": 4}, "global_batch": 1, "platform": platform, "documents": True}
+    with pytest.raises(ValueError, match=f"this plan cannot run: attention='{attention}' {why}"):
+        ax.explain(ax.Plan(context=ax.Context(method=context)), **given)
+    methods = {way.method for way in ways_on(model, {"context": 4}, 1, 1024)}
+    assert attention == "xla" or methods == {"ulysses"}
