@@ -155,3 +155,40 @@ def test_ctrl_c_ends_the_workers_and_nothing_else_is_said(tmp_path):
             return
         time.sleep(0.05)
     raise AssertionError("a worker is left")
+
+
+ASKED = """
+import multiprocessing, os, signal, sys, threading, time
+import axonml_jax as ax
+import jax
+from data_sources import Numbers
+from grain._src.python.dataset.transformations.process_prefetch import ProcessPrefetchDatasetIterator
+
+def ask_while_they_start():
+    while len(multiprocessing.active_children()) < 2: time.sleep(0.001)
+    os.killpg(0, signal.SIGTERM)
+
+if __name__ == "__main__":
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    loader = ax.create_dataloader(Numbers(10_000), 4, ax.make_mesh(data=1, devices=jax.devices()[:1]), num_workers=2)
+    asking = threading.Thread(target=ask_while_they_start)
+    asking.start()
+    batches = iter(loader)
+    next(batches)
+    asking.join()
+    os.killpg(0, signal.SIGTERM)
+    for _ in range(40): next(batches)
+    print(len(asked), len(multiprocessing.active_children()), flush=True)
+    ProcessPrefetchDatasetIterator.close = lambda self: None  # leaves them to Python, which sends SIGTERM and waits
+"""
+
+
+def test_sigterm_to_all_processes_leaves_the_workers_to_the_run_and_they_end_with_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ASKED)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment, start_new_session=True, timeout=120
+    )  # fmt: skip
+    assert run.returncode == 0 and run.stdout == "2 2\n", run.stdout + run.stderr

@@ -1,12 +1,14 @@
-"""Batches from here or from worker processes, which leave Ctrl-C to their parent and end with it."""
+"""Batches from here or from worker processes, which leave Ctrl-C and SIGTERM to their parent and end with it."""
 
 import functools
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from multiprocessing import resource_tracker, util
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
@@ -14,6 +16,8 @@ import numpy as np
 
 ENDLESS = 2**62
 """More batches than any run draws."""
+
+_NAME = "grain-process-prefetch"
 
 
 class Feed(Protocol):
@@ -71,10 +75,8 @@ class FromStart:
 
     def __call__(self, index: int) -> tuple[Any, Any]:
         """This process's rows of it."""
-        worker = None
-        if multiprocessing.parent_process() is not None:
-            _belong_to_parent()
-            worker = int(index) % self.num_workers if self.num_workers else None
+        in_worker = self.num_workers and multiprocessing.parent_process() is not None
+        worker = int(index) % self.num_workers if in_worker else None
         return self.feed.batch(self.start, int(index), self.num_epochs, worker)
 
 
@@ -87,15 +89,29 @@ def host_batches(made: FromStart, prefetch: int) -> Generator[tuple[Any, Any]]:
     stream = batches.to_iter_dataset(inline)
     if made.num_workers:
         _settle_flags()
-        stream = stream.mp_prefetch(grain.MultiprocessingOptions(made.num_workers, max(prefetch, 1)))
+        _end_at_exit()
+        options = grain.MultiprocessingOptions(made.num_workers, max(prefetch, 1))
+        stream = stream.mp_prefetch(options, worker_init_fn=_belong_to_parent)
     iterator = iter(stream)
     try:
-        for batch, position in iterator:
-            if position is None:
-                return
-            yield batch, position
+        with _held_from_children(signal.SIGTERM) if made.num_workers else nullcontext():
+            found = next(iterator)  # starts the workers
+        while found[1] is not None:
+            yield found
+            found = next(iterator)
     finally:
         iterator.close()
+
+
+@contextmanager
+def _held_from_children(number: signal.Signals) -> Iterator[None]:
+    """Processes that are started meanwhile, from here or from threads that are made here, begin with a signal held back."""
+    resource_tracker.ensure_running()  # Python starts it with the first worker otherwise, and lets signals through after that
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _settle_flags() -> None:
@@ -106,11 +122,11 @@ def _settle_flags() -> None:
         flags.FLAGS.mark_as_parsed()
 
 
-@functools.cache
-def _belong_to_parent() -> None:
-    # Ctrl-C in a terminal reaches workers too: the parent decides what it means, and needs them until then.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _belong_to_parent(worker: int, num_workers: int) -> None:
+    """A worker's first deed. Ctrl-C and SIGTERM reach it too: the parent decides what they mean, and needs it until then."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # programs that a dataset starts would inherit SIG_IGN
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     threading.Thread(target=_end_with_parent, daemon=True, name="parent watch").start()
 
 
@@ -120,3 +136,15 @@ def _end_with_parent() -> None:
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
+
+
+@functools.cache
+def _end_at_exit() -> None:
+    """Python ends what is left of its children by SIGTERM at its exit, and waits for them; grain's last try comes before."""
+    util.Finalize(None, _kill_left, exitpriority=0)
+
+
+def _kill_left() -> None:
+    for child in multiprocessing.active_children():
+        if child.name.startswith(_NAME):
+            child.kill()
