@@ -3,13 +3,14 @@
 import contextlib
 import os
 import random
+import socket
 import threading
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_launcher_nodes import Silence
+from test_launcher_nodes import HELLO, Silence
 from workers.launch import free_port
 
 from axonml_jax.checkpoint.memory.generation import Generation
@@ -20,10 +21,13 @@ from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.processes.host_memory import HostMemory
 from axonml_jax.launch.processes.launch_options import read_options
 from axonml_jax.launch.processes.machines import nodes
+from axonml_jax.launch.processes.machines.door import SUBJECT
 from axonml_jax.launch.processes.machines.membership import regrouped
 from axonml_jax.launch.processes.machines.nodes import Nodes
 from axonml_jax.launch.processes.machines.start import Over, Start
 from axonml_jax.launch.processes.worker import Failure
+from axonml_jax.mesh.job.callers import readable
+from axonml_jax.mesh.job.sealed import Talk
 
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
 LIMIT = 20
@@ -237,6 +241,20 @@ def test_machines_that_come_are_checked_and_a_wrong_one_harms_nobody(job):
     silence.close()
     assert "--nproc-per-node is 3 on node 1 and 2 on node 0" in refusals[0]
     assert "--nnodes is 2 on node 1 and 1:2 on node 0" in refusals[1] and not head.changed
+
+
+def test_whoever_is_refused_hears_why_and_is_hung_up_on(job):
+    made = job("--nnodes=1:2", "--last-call=0")
+    [head] = made.come(0)
+    starts(0, head)
+    talk = Talk(b"", SUBJECT, calls=True)
+    with socket.create_connection(("127.0.0.1", made.port), timeout=LIMIT) as caller:
+        said = lambda: until(lambda: head.poll(False) or readable([caller], 0)) or caller.recv(2**12)
+        caller.sendall(talk.greeting)
+        assert talk.greeted(said())
+        caller.sendall(talk.sealed(HELLO | {"max-restarts": 7}))
+        assert b"--max-restarts is 7 on node 1 and 0 on node 0" in said()
+        assert caller.recv(1) == b""
 
 
 def test_only_a_launcher_that_leaves_asks_the_others_to_end_gently(job):

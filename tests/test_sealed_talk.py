@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from axonml_jax.mesh.job import callers
 from axonml_jax.mesh.job.callers import readable
 from axonml_jax.mesh.job.roll_call import roll_call
 from axonml_jax.mesh.job.sealed import Talk, greet, job_token
@@ -197,3 +198,25 @@ def test_more_than_a_thousand_sockets_can_be_watched():
             assert readable([high], 1) == [high]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_callers_never_take_the_last_files_that_a_process_may_open(monkeypatch):
+    for limit, most in ((64, 16), (1, 1), (10_000, 256), (resource.RLIM_INFINITY, 256)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, limit))
+        assert callers._room() == most
+    monkeypatch.undo()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=16))
+        listening = stack.enter_context(contextlib.closing(callers.Callers(server, b"", "a test", lambda said: True)))
+        for _ in range(6):
+            last = stack.enter_context(socket.create_connection(server.getsockname()))
+        highest, filled = max(map(int, os.listdir("/dev/fd"))), 0
+        while filled <= highest:  # the holes between those that are open
+            stack.callback(os.close, filled := os.dup(last.fileno()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (filled + 3, hard))  # two more
+        try:
+            assert listening.pump() == [] and len(listening.sources()) == 3  # the two that came last
+            assert readable(listening.sources(), 0) == []
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

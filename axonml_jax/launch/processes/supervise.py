@@ -195,7 +195,7 @@ class Supervisor:
     def _pump(self, *, hear: bool = True) -> None:
         """Wait a moment for output, signals, ends of workers or, unless nobody listens, other launchers; pass the output on."""
         outlets = [outlet for worker in self._workers for outlet in worker.outlets if not outlet.closed]
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:
             for source in (self._interrupts, *outlets, *(self._others.sockets() if self._others and hear else ())):
                 selector.register(source, selectors.EVENT_READ)
             ready = [key.fileobj for key, _ in selector.select(_TICK)]

@@ -3,7 +3,9 @@
 Nothing here waits: a caller that is silent, sends half a line, or sends without end holds up nobody else.
 """
 
+import errno
 import logging
+import resource
 import selectors
 import socket
 import time
@@ -87,13 +89,17 @@ class Callers:
         self._visits.clear()
 
     def _accept(self) -> None:
-        while True:
+        most = _room()
+        for _ in range(_MOST):  # a flood must not keep this from anything else
             try:
                 caller, _ = self._server.accept()
-            except OSError:  # nobody more, or one that has gone already
+            except OSError as error:  # nobody more, one that has gone already, or this process can open no more files
+                if error.errno in (errno.EMFILE, errno.ENFILE) and self._visits:
+                    self._ignore(next(iter(self._visits)))
+                    continue
                 return
             caller.setblocking(False)
-            if len(self._visits) >= _MOST:
+            if len(self._visits) >= most:
                 self._ignore(next(iter(self._visits)))
             self._visits[caller] = visit = _Visit(Talk(self._token, self._subject, calls=False))
             try:
@@ -116,10 +122,16 @@ class Callers:
 
 def readable(sources: Iterable[Any], timeout: float) -> list[Any]:
     """Those of some sockets that have something to read, once one has; of a thousand machines too, unlike `select.select`."""
-    with selectors.DefaultSelector() as selector:
+    with selectors.PollSelector() as selector:  # opens no file, which must work when no more can be opened
         for source in sources:
             selector.register(source, selectors.EVENT_READ)
         return [key.fileobj for key, _ in selector.select(timeout)]
+
+
+def _room() -> int:
+    """How many callers may be on the line at once: a quarter of the files that this process may open at most."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if limit == resource.RLIM_INFINITY else max(1, min(_MOST, limit // 4))
 
 
 def _line(visit: _Visit) -> bytes | None:

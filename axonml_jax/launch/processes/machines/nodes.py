@@ -15,6 +15,7 @@ from axonml_jax.launch.processes.launch_options import LaunchOptions
 from axonml_jax.launch.processes.machines.connection import Connection
 from axonml_jax.launch.processes.machines.door import call, refuse
 from axonml_jax.launch.processes.machines.heard import Heard
+from axonml_jax.launch.processes.machines.lines import Lines
 from axonml_jax.launch.processes.machines.news import is_news
 from axonml_jax.launch.processes.machines.roster import Roster
 from axonml_jax.launch.processes.machines.start import Over, Start, Stopped
@@ -49,8 +50,8 @@ class Nodes:
         self._me = options.node_rank
         self._token = job_token()
         self._roster: Roster | None = None  # node 0's
-        self._opened: list[Connection] = []
-        self._lines: dict[int, Connection] = {}
+        self._lines = Lines(options.nnodes)
+        self._refused: list[Connection] = []  # they wait for everybody's answer, where all must come
         self._heard = Heard()
         self._start = Start(0, 0, (), ())
         self._fault = ""
@@ -67,7 +68,7 @@ class Nodes:
     def __exit__(self, *exception):
         if self._roster is not None:
             self._roster.close()
-        for line in self._opened:
+        for line in (self._lines, *self._refused):
             line.close()
 
     def start(self, number: int, port: int) -> Start:
@@ -87,7 +88,7 @@ class Nodes:
             if self.lost is None:
                 nodes = self._roster.next_nodes(self._start.nodes)
                 start = Start(number, port, nodes, tuple(self._roster.sizes[node] for node in nodes))
-                self._tell(start.message)
+                self._lines.tell(start.message)
                 self._heard.starts[number] = start
         heard = self._heard
         self._wait(lambda: heard.newest_with(self._me) >= number or heard.status is not None)
@@ -103,7 +104,7 @@ class Nodes:
 
     def sockets(self) -> Sequence[Any]:
         """See `Others`."""
-        lines = [line for line in self._lines.values() if not line.cut]
+        lines = self._lines.sources()
         return lines if self._roster is None else [*lines, *self._roster.sources()]
 
     def poll(self, done: bool) -> bool:
@@ -126,21 +127,21 @@ class Nodes:
 
     def alarm(self) -> None:
         """See `Others`."""
-        self._tell({"alarm": self._start.number})
+        self._lines.tell({"alarm": self._start.number})
 
     def stopping(self) -> None:
         """See `Others`."""
         if self._options.elastic and self._me != 0:
-            self._tell({"leaving": self._start.number})
+            self._lines.tell({"leaving": self._start.number})
 
     def leave(self, why: str) -> None:
         """Tell the others that this launcher stops for good."""
-        self._tell({"leave": why})
+        self._lines.tell({"leave": why})
 
     def over(self, status: int) -> None:
         """Node 0 tells those that wait for a place that there will be none."""
         if self._options.elastic and self._me == 0:
-            self._tell({"over": status})
+            self._lines.tell({"over": status})
 
     @property
     def decides(self) -> bool:
@@ -176,51 +177,40 @@ class Nodes:
     def _end(self, failure: Failure | None) -> None:
         number = self._start.number
         self._heard.ended[number][self._me] = failure
-        self._tell({"ended": number, "node": self._me, "failure": failure and asdict(failure)})
-
-    def _tell(self, message: dict, but: int | None = None) -> None:
-        for node, line in self._lines.items():
-            if node != but:
-                line.send(message)
+        self._lines.tell({"ended": number, "node": self._me, "failure": failure and asdict(failure)})
 
     def _listen(self) -> None:
         """Take in what the others say; node 0 passes it on to the rest."""
-        for node, line in list(self._lines.items()):
-            for message in line.messages():
-                if not is_news(message, self._options.nnodes):
-                    print_note(
-                        f"ignored what the launcher of node {node} said, which no launcher says: {list(message)[:5]}"
-                    )
-                elif self._manages and "leave" in message:
-                    self._drop(node, message["leave"])
-                elif self._manages and "leaving" in message:
-                    self._regroup()
-                else:
-                    self._heard.take(message)
-                    if "start" in message and self._me not in message["nodes"]:
-                        print_note(f"attempt {message['start']} runs without node {self._me}, which waits for a place")
-                    if self._me == 0:
-                        self._tell(message, but=node)
-            if line.cut and node in self._lines and not self._finished():
-                why = f"the launcher of node {node} has gone without a word: killed, or its machine lost"
-                if self._manages:
-                    self._drop(node, why)
-                else:
-                    self._heard.lost = self.lost or why
+        for node, message in self._lines.hear():
+            if self._manages and "leave" in message:
+                self._drop(node, message["leave"])
+            elif self._manages and "leaving" in message:
+                self._regroup()
+            else:
+                self._heard.take(message)
+                if "start" in message and self._me not in message["nodes"]:
+                    print_note(f"attempt {message['start']} runs without node {self._me}, which waits for a place")
+                if self._me == 0:
+                    self._lines.tell(message, but=node)
+        for node, why in [] if self._finished() else self._lines.dead():
+            if self._manages:
+                self._drop(node, why)
+            else:
+                self._heard.lost = self.lost or why
         self._welcome()
 
     def _drop(self, node: int, why: str) -> None:
         """Node 0: a machine that may go has gone."""
         assert self._roster is not None
-        self._lines.pop(node).close()
+        self._lines.drop(node)
         self._roster.drop(node)
         self._heard.take(message := {"gone": node, "why": why})
-        self._tell(message)
+        self._lines.tell(message)
 
     def _regroup(self) -> None:
         """Node 0: all workers shall end by themselves, and start again on other machines."""
         self._heard.take(message := {"regroup": self._start.number})
-        self._tell(message)
+        self._lines.tell(message)
 
     @property
     def _manages(self) -> bool:
@@ -270,8 +260,10 @@ class Nodes:
         self.sizes = [roster.sizes.get(node, 0) for node in range(options.nnodes)]
         if not options.elastic:
             roster.close()
-            for line in self._opened:
-                line.send({"sizes": self.sizes, "fault": self._fault})
+            answer = {"sizes": self.sizes, "fault": self._fault}
+            self._lines.tell(answer)
+            for line in self._refused:
+                line.send(answer)
         if self._fault:
             self.over(1)
             refuse(options, self._fault)
@@ -279,19 +271,21 @@ class Nodes:
     def _welcome(self) -> None:
         """Node 0: take in who has called. Where all must come, a wrong one is everybody's fault."""
         for node, line, fault in [] if self._roster is None else self._roster.hear():
-            self._opened.append(line)
-            if not fault:
-                self._lines[node] = line
             if self._options.elastic:
                 line.send({"sizes": [0] * self._options.nnodes, "fault": fault})
+            if not fault:
+                self._lines.add(node, line)
+            elif self._options.elastic:
+                line.close()
             else:
+                self._refused.append(line)
                 self._fault = self._fault or fault
 
     def _call(self) -> None:
         """Another node: find node 0's launcher."""
         size, patience = self.sizes[0], GATHER_TIMEOUT
         line, self.sizes, news = call(self._options, size, self._token, patience, self._pause)
-        self._opened, self._lines = [line], {0: line}
+        self._lines.add(0, line)
         for message in news:
             if is_news(message, self._options.nnodes):
                 self._heard.take(message)
