@@ -147,7 +147,7 @@ def read_messages(_: Path, prepared, draw: random.Random):
         {"alarm": 0},
         start,
         {"leave": "why"},
-        {"ended": 0, "node": 1, "failure": failure},
+        {"ended": 0, "node": 1, "well": False, "failure": failure},
         {"gone": 1, "why": "cut"},
     ]
     news += [{"regroup": 0}, {"leaving": 0}, {"over": 1}, hello, {"sizes": [1, 2], "fault": ""}]

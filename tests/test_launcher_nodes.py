@@ -182,6 +182,7 @@ def test_only_who_has_the_token_is_heard(monkeypatch, caplog):
 
 
 FAILURE = {"rank": 1, "host": "a", "pid": 2, "returncode": -9, "seconds": 1.5, "lines": ["boom"]}
+ENDED = {"ended": 0, "node": 1, "well": False}
 START = {"start": 1, "port": 29501, "nodes": [1, 0], "sizes": [4, 4]}
 NEWS = [
     ({"alarm": 0}, True),
@@ -203,12 +204,13 @@ NEWS = [
     ({"over": 256}, False),
     ({"leave": "why"}, True),
     ({"leave": None}, False),
-    ({"ended": 0, "node": 1, "failure": None}, True),
-    ({"ended": 0, "node": 1, "failure": FAILURE}, True),
-    ({"ended": 0, "node": 2, "failure": None}, False),
-    ({"ended": 0, "node": 1}, False),
-    ({"ended": 0, "node": 1, "failure": FAILURE | {"lines": "boom"}}, False),
-    ({"ended": 0, "node": 1, "failure": FAILURE | {"more": 1}}, False),
+    (ENDED | {"failure": None}, True),
+    (ENDED | {"failure": FAILURE}, True),
+    (ENDED | {"node": 2, "failure": None}, False),
+    (ENDED | {"well": 1, "failure": None}, False),
+    (ENDED, False),
+    (ENDED | {"failure": FAILURE | {"lines": "boom"}}, False),
+    (ENDED | {"failure": FAILURE | {"more": 1}}, False),
     ({"else": 1}, False),
 ]
 

@@ -18,6 +18,7 @@ from axonml_jax.launch.config import stretches
 from axonml_jax.launch.config.machines import Machines, for_world, machines_of
 from axonml_jax.launch.config.read_config import read_config
 from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.launch.processes import launcher
 from axonml_jax.launch.processes.host_memory import HostMemory
 from axonml_jax.launch.processes.launch_options import read_options
 from axonml_jax.launch.processes.machines import nodes
@@ -25,6 +26,7 @@ from axonml_jax.launch.processes.machines.door import SUBJECT
 from axonml_jax.launch.processes.machines.membership import regrouped
 from axonml_jax.launch.processes.machines.nodes import Nodes
 from axonml_jax.launch.processes.machines.start import Over, Start
+from axonml_jax.launch.processes.supervise import Ended, Supervisor
 from axonml_jax.launch.processes.worker import Failure
 from axonml_jax.mesh.job.callers import readable
 from axonml_jax.mesh.job.sealed import Talk
@@ -266,6 +268,51 @@ def test_only_a_launcher_that_leaves_asks_the_others_to_end_gently(job):
     failure = Failure(0, "here", 1, 143, 1.0, ())
     assert head.verdict(failure) == failure and head.changed
     assert starts(1, head) == [Start(1, 30001, (0,), (2,))]
+
+
+class Left:
+    """A worker that has ended."""
+
+    rank, pid, outlets = 0, 10**8, ()
+
+    def __init__(self, returncode):
+        self.returncode = returncode
+
+
+@pytest.mark.parametrize(("returncode", "attempts"), [(0, 1), (143, 2)])
+def test_a_job_whose_workers_all_ended_with_0_is_over_when_a_machine_comes(job, returncode, attempts, monkeypatch):
+    made = job("--nnodes=1:2", "--last-call=0")
+    [head] = made.come(0)
+    given = ["--nnodes=1:2", "--node-rank=0", f"--rdzv-endpoint=127.0.0.1:{made.port}", __file__]
+    seen = []
+
+    def attempt(self, start, failures):
+        seen.append(start.number)
+        if start.number:
+            return Ended()
+        head._regroup()  # a machine has come, and its launcher's word is faster than the end of the workers
+        workers = [Left(0), Left(returncode)]
+        return Supervisor(workers, self._interrupts, "nobody", 0.1, head).watch()
+
+    monkeypatch.setattr(launcher._Job, "_attempt", attempt)
+    with contextlib.closing(Silence()) as silence:
+        assert launcher._Job(read_options(given, {}), 2, (), silence, head, None, None).run() == 0
+    assert seen == list(range(attempts))
+
+
+def test_a_job_is_over_when_the_workers_of_every_machine_ended_with_0(job):
+    head, one = job("--nnodes=1:2", "--last-call=60").come(0, 1)
+    for number, well in enumerate([(True, True), (True, False)]):
+        starts(number, head, one)
+        threads = [
+            threading.Thread(target=each.verdict, args=(None, mine))
+            for each, mine in zip((head, one), well, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert head.finished_well == one.finished_well == all(well)
 
 
 def test_memory_goes_with_a_worker_into_the_next_world():

@@ -122,6 +122,9 @@ class _Job:
             if ended.failure is None and not ended.elsewhere:
                 return self._over(0)
             status, changed = self._explain(ended), self._nodes.changed
+            if self._nodes.finished_well:
+                print_note("all processes of all machines have ended with exit code 0, which is not started again")
+                return self._over(0)
             if self._nodes.lost or (not changed and self._nodes.decides and failures == self._options.max_restarts):
                 return self._over(status)
             if not changed:
@@ -137,7 +140,7 @@ class _Job:
         """Say why an attempt has ended on all machines; the exit status that would tell it."""
         if ended.stopped:
             print_note(_stopped(ended))
-        cause = self._nodes.verdict(ended.failure)
+        cause = self._nodes.verdict(ended.failure, ended.well)
         if self._nodes.changed:
             return 1
         print_note(report(cause) if cause else self._nodes.lost or "another machine's workers failed")

@@ -62,7 +62,8 @@ class Ended:
 
     Attributes:
       failure: what failed first of this machine's workers.
-      elsewhere: whether something else failed on another machine.
+      elsewhere: whether something else failed on another machine, or machines come or go.
+      well: whether all of this machine's workers ended with 0 when machines come or go.
       received: the signal that asked for the end.
       stopped: ranks that were stopped because of it.
       early: ranks that had ended well when others failed.
@@ -71,6 +72,7 @@ class Ended:
 
     failure: Failure | None = None
     elsewhere: bool = False
+    well: bool = False
     received: signal.Signals | None = None
     stopped: tuple[int, ...] = ()
     early: tuple[int, ...] = ()
@@ -126,7 +128,8 @@ class Supervisor:
             if self._others and self._others.gently:
                 stopped = self._running()
                 self._end_all(signal.SIGTERM, self._patience)
-                return Ended(elsewhere=True, stopped=stopped)
+                well = all(worker.returncode == 0 for worker in self._workers)
+                return Ended(elsewhere=True, stopped=stopped, well=well)
             if failed:
                 if self._others:
                     self._others.alarm()

@@ -15,6 +15,7 @@ class Heard:
       alarms: attempts in which a worker has failed.
       regroups: attempts that shall end because machines come or go.
       ended: by attempt and node, what failed there first when all workers had ended.
+      well: by attempt, the machines on which all workers have ended with 0.
       gone: by attempt, the machines that have left it.
       lost: why no further attempt makes sense, in words; None while there may be one.
       status: the job's exit status, for those that wait for a place in it; None while it goes on.
@@ -25,6 +26,7 @@ class Heard:
         self.alarms: set[int] = set()
         self.regroups: set[int] = set()
         self.ended: defaultdict[int, dict[int, Failure | None]] = defaultdict(dict)
+        self.well: defaultdict[int, set[int]] = defaultdict(set)
         self.gone: defaultdict[int, set[int]] = defaultdict(set)
         self.lost: str | None = None
         self.status: int | None = None
@@ -37,6 +39,8 @@ class Heard:
             failure = message["failure"]
             lines = {"lines": tuple(failure["lines"])} if failure else {}
             self.ended[message["ended"]][message["node"]] = failure and Failure(**failure | lines)
+            if message["well"]:
+                self.well[message["ended"]].add(message["node"])
         elif "leave" in message:
             self.lost = self.lost or message["leave"]
         elif "start" in message:

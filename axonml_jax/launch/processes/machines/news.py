@@ -47,6 +47,7 @@ def is_news(message: dict, nnodes: int) -> bool:
         "ended": lambda: (
             is_count(message["ended"])
             and is_count(message.get("node"), 0, nnodes)
+            and isinstance(message.get("well"), bool)
             and (message.get("failure", False) is None or _is_failure(message.get("failure")))
         ),
     }

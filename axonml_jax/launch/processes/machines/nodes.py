@@ -110,7 +110,7 @@ class Nodes:
     def poll(self, done: bool) -> bool:
         """See `Others`."""
         if done and self._me not in self._heard.ended[self._start.number]:
-            self._end(None)
+            self._end(None, well=True)
         self._listen()
         self._consider_growing()
         number = self._start.number
@@ -155,16 +155,22 @@ class Nodes:
             return True
         return self._roster is not None and self._roster.next_nodes(self._start.nodes) != self._start.nodes
 
-    def verdict(self, failure: Failure | None) -> Failure | None:
+    def verdict(self, failure: Failure | None, well: bool = False) -> Failure | None:
         """The root cause of a failed attempt, the same on every machine.
 
         Args:
           failure: what failed here first, if anything.
+          well: whether all workers here have ended with 0.
         """
-        self._end(failure)
+        self._end(failure, well)
         self._wait(self._all_ended)
         failures = [found for found in self._heard.ended[self._start.number].values() if found is not None]
         return root_cause(failures) if failures else None
+
+    @property
+    def finished_well(self) -> bool:
+        """Whether the workers of every machine have ended with 0."""
+        return set(self._start.nodes) <= self._heard.well[self._start.number]
 
     def _all_ended(self) -> bool:
         return self._heard.all_ended(self._start)
@@ -174,10 +180,10 @@ class Nodes:
         failed = self._manages and any(self._heard.ended[self._start.number].values())
         return bool(self._start.nodes) and self._all_ended() and not failed
 
-    def _end(self, failure: Failure | None) -> None:
-        number = self._start.number
-        self._heard.ended[number][self._me] = failure
-        self._lines.tell({"ended": number, "node": self._me, "failure": failure and asdict(failure)})
+    def _end(self, failure: Failure | None, well: bool) -> None:
+        said = {"ended": self._start.number, "node": self._me, "well": well, "failure": failure and asdict(failure)}
+        self._heard.take(said)
+        self._lines.tell(said)
 
     def _listen(self) -> None:
         """Take in what the others say; node 0 passes it on to the rest."""
