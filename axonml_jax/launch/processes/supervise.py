@@ -51,6 +51,10 @@ class Others(Protocol):
         """Whether all workers shall end by themselves, because machines come or go."""
         ...
 
+    def beat(self) -> None:
+        """Show them, at least once a second, that this launcher does not stand still."""
+        ...
+
     def stopping(self) -> None:
         """Tell the others that workers here end because their launcher was asked to."""
         ...
@@ -202,6 +206,8 @@ class Supervisor:
             for source in (self._interrupts, *outlets, *(self._others.sockets() if self._others and hear else ())):
                 selector.register(source, selectors.EVENT_READ)
             ready = [key.fileobj for key, _ in selector.select(_TICK)]
+        if self._others:
+            self._others.beat()
         self._interrupts.drain()
         for outlet in outlets:
             if outlet in ready:

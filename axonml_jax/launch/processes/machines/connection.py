@@ -1,10 +1,16 @@
 """Whole JSON messages between two launchers over one TCP connection."""
 
+import selectors
 import socket
+import time
 
 from axonml_jax.mesh.job.callers import readable
 from axonml_jax.mesh.job.sealed import Talk, greet
 
+SILENCE = 30.0
+"""Seconds without a byte after which the launcher at the other end stands still: it says something every second."""
+
+_BEAT = 1.0
 _CALL_TIMEOUT = 5.0
 _SEND_TIMEOUT = 5.0
 # The last lines of a failed worker's output are the longest message.
@@ -29,6 +35,8 @@ class Connection:
         self._connection = connection
         self._talk = talk
         self._part = bytearray()
+        self._unread: list[dict] = []
+        self._said = self._heard = time.monotonic()
         connection.settimeout(_SEND_TIMEOUT)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():
@@ -41,13 +49,38 @@ class Connection:
 
     def send(self, message: dict) -> None:
         """Send a message; a cut line loses it."""
+        self._said = time.monotonic()
         try:
             self._connection.sendall(self._talk.sealed(message))
         except OSError:
             self.cut = True
 
+    def beat(self) -> None:
+        """Show once a second that this launcher does not stand still, and make room for what the other end says."""
+        self._receive()
+        if not self.cut and time.monotonic() - self._said > _BEAT and self._has_room():
+            self.send({})
+
+    @property
+    def silent(self) -> bool:
+        """Whether the other end stands still, as far as has been heard."""
+        return time.monotonic() - self._heard > SILENCE
+
     def messages(self) -> list[dict]:
         """What has come since the last call, without waiting."""
+        self._receive()
+        *whole, rest = self._part.split(b"\n")
+        self._part = bytearray(rest)
+        messages = [self._talk.opened(bytes(text)) for text in whole]
+        self.cut = self.cut or None in messages  # a stranger
+        unread, self._unread = self._unread, []
+        return unread + [message for message in messages if message]
+
+    def put_back(self, messages: list[dict]) -> None:
+        """Let the next call of `messages` begin with these."""
+        self._unread = messages
+
+    def _receive(self) -> None:
         while not self.cut and readable([self._connection], 0):
             try:
                 chunk = self._connection.recv(2**16)
@@ -56,11 +89,13 @@ class Connection:
             self.cut = not chunk
             self._part += chunk
             self.cut = self.cut or len(self._part) > _LONGEST
-        *whole, rest = self._part.split(b"\n")
-        self._part = bytearray(rest)
-        messages = [self._talk.opened(bytes(text)) for text in whole]
-        self.cut = self.cut or None in messages  # a stranger
-        return [message for message in messages if message is not None]
+            self._heard = time.monotonic()
+
+    def _has_room(self) -> bool:
+        """Whether the line takes a word without waiting; that of one who has stood still for long does not."""
+        with selectors.PollSelector() as selector:
+            selector.register(self._connection, selectors.EVENT_WRITE)
+            return bool(selector.select(0))
 
     def close(self) -> None:
         """Hang up."""

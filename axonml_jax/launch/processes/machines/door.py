@@ -81,7 +81,7 @@ def _flags(said: dict) -> dict:
 
 def call(
     options: LaunchOptions, size: int, token: bytes, patience: float, pause: Callable[[Sequence[Any]], None]
-) -> tuple[Connection, list[int], list[dict]]:
+) -> tuple[Connection, list[int]]:
     """Another node: find node 0's launcher, say who this is, hear what it says.
 
     Args:
@@ -92,7 +92,7 @@ def call(
       pause: waits a moment for some sources.
 
     Returns:
-      The line to node 0, the sizes of all nodes (0: not there), and what it has said since.
+      The line to node 0, and the sizes of all nodes (0: not there).
 
     Raises:
       ConfigError: when node 0 is not there, or does not want this one.
@@ -112,7 +112,8 @@ def call(
     except BaseException:
         line.close()
         raise
-    return line, answers[0]["sizes"], answers[1:]
+    line.put_back(answers[1:])
+    return line, answers[0]["sizes"]
 
 
 def _find_node_0(

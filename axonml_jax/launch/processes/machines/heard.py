@@ -59,6 +59,10 @@ class Heard:
         """The newest attempt to which a machine belongs; -1: there is none."""
         return max((number for number, start in self.starts.items() if node in start.nodes), default=-1)
 
+    def ends(self, number: int) -> bool:
+        """Whether an attempt ends anyway."""
+        return bool(number in self.regroups | self.alarms or self.gone[number] or self.ended[number])
+
     def all_ended(self, start: Start) -> bool:
         """Whether the workers of all machines that are left of an attempt have ended."""
         return set(start.nodes) - self.gone[start.number] <= self.ended[start.number].keys()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from axonml_jax.launch.processes.machines.connection import Connection
+from axonml_jax.launch.processes.machines.connection import SILENCE, Connection
 from axonml_jax.launch.processes.machines.news import is_news
 from axonml_jax.launch.processes.supervise import print_note
 
@@ -37,6 +37,11 @@ class Lines:
             if node != but:
                 line.send(message)
 
+    def beat(self) -> None:
+        """Show all that this launcher does not stand still."""
+        for line in self._lines.values():
+            line.beat()
+
     def hear(self) -> list[tuple[int, dict]]:
         """What the others have said since the last call; what no launcher says is ignored, with a word."""
         heard = []
@@ -49,12 +54,18 @@ class Lines:
                     print_note(f"ignored what the launcher of node {node} said, which no launcher says: {said}")
         return heard
 
-    def dead(self) -> list[tuple[int, str]]:
-        """The nodes whose line is cut, and what has become of each, in words."""
+    def dead(self, silent: bool = True) -> list[tuple[int, str]]:
+        """The nodes whose line is cut, and what has become of each, in words.
+
+        Args:
+          silent: whether those count too that stand still.
+        """
+        cut = "has gone without a word: killed, or its machine lost"
+        still = f"has said nothing for {SILENCE:g} s: it was stopped, or writes to what takes nothing"
         return [
-            (node, f"the launcher of node {node} has gone without a word: killed, or its machine lost")
+            (node, f"the launcher of node {node} {cut if line.cut else still}")
             for node, line in self._lines.items()
-            if line.cut
+            if line.cut or (silent and line.silent)
         ]
 
     def close(self) -> None:

@@ -16,7 +16,6 @@ from axonml_jax.launch.processes.machines.connection import Connection
 from axonml_jax.launch.processes.machines.door import call, refuse
 from axonml_jax.launch.processes.machines.heard import Heard
 from axonml_jax.launch.processes.machines.lines import Lines
-from axonml_jax.launch.processes.machines.news import is_news
 from axonml_jax.launch.processes.machines.roster import Roster
 from axonml_jax.launch.processes.machines.start import Over, Start, Stopped
 from axonml_jax.launch.processes.post_mortem import root_cause
@@ -111,7 +110,7 @@ class Nodes:
         """See `Others`."""
         if done and self._me not in self._heard.ended[self._start.number]:
             self._end(None, well=True)
-        self._listen()
+        self._listen(silent=self._options.elastic)  # of a fixed number, no one that stands still harms workers
         self._consider_growing()
         number = self._start.number
         return number in self._heard.alarms or self.lost is not None or bool(self._heard.gone[number]) or self.gently
@@ -128,6 +127,10 @@ class Nodes:
     def alarm(self) -> None:
         """See `Others`."""
         self._lines.tell({"alarm": self._start.number})
+
+    def beat(self) -> None:
+        """See `Others`."""
+        self._lines.beat()
 
     def stopping(self) -> None:
         """See `Others`."""
@@ -185,8 +188,8 @@ class Nodes:
         self._heard.take(said)
         self._lines.tell(said)
 
-    def _listen(self) -> None:
-        """Take in what the others say; node 0 passes it on to the rest."""
+    def _listen(self, silent: bool = True) -> None:
+        """Take in what the others say; node 0 passes it on to the rest. `silent`: who stands still counts as gone."""
         for node, message in self._lines.hear():
             if self._manages and "leave" in message:
                 self._drop(node, message["leave"])
@@ -198,7 +201,7 @@ class Nodes:
                     print_note(f"attempt {message['start']} runs without node {self._me}, which waits for a place")
                 if self._me == 0:
                     self._lines.tell(message, but=node)
-        for node, why in [] if self._finished() else self._lines.dead():
+        for node, why in [] if self._finished() else self._lines.dead(silent):
             if self._manages:
                 self._drop(node, why)
             else:
@@ -225,11 +228,8 @@ class Nodes:
 
     def _consider_growing(self) -> None:
         """Node 0: ask for another attempt when machines wait that could join, unless this one ends anyway."""
-        number, roster, heard = self._start.number, self._roster, self._heard
-        ends = number in heard.regroups | heard.alarms or heard.gone[number] or heard.ended[number]
-        if roster is None or ends:
-            return
-        if len(roster.next_nodes(self._start.nodes)) > len(self._start.nodes) and roster.settled:
+        roster, now = self._roster, self._start
+        if roster is not None and not self._heard.ends(now.number) and roster.could_grow(now.nodes):
             self._regroup()
 
     def _wait(self, until: Callable[[], bool]) -> None:
@@ -239,6 +239,7 @@ class Nodes:
 
     def _pause(self, sources: Sequence) -> None:
         readable([self._interrupts, *sources], _TICK)
+        self._lines.beat()
         self._interrupts.drain()
         if self._interrupts.received:
             self.leave(f"the launcher of node {self._me} was stopped by {self._interrupts.received[0].name}")
@@ -290,8 +291,5 @@ class Nodes:
     def _call(self) -> None:
         """Another node: find node 0's launcher."""
         size, patience = self.sizes[0], GATHER_TIMEOUT
-        line, self.sizes, news = call(self._options, size, self._token, patience, self._pause)
+        line, self.sizes = call(self._options, size, self._token, patience, self._pause)
         self._lines.add(0, line)
-        for message in news:
-            if is_news(message, self._options.nnodes):
-                self._heard.take(message)

@@ -57,6 +57,10 @@ class Roster:
         unit = f" in groups of {options.node_unit}" if options.node_unit > 1 else ""
         return f"{len(self.sizes)} machine(s) are there, and --nnodes asks for {options.min_nodes}{unit}"
 
+    def could_grow(self, before: Sequence[int]) -> bool:
+        """Whether machines wait that would make a larger world than these."""
+        return len(self.next_nodes(before)) > len(before) and self.settled
+
     @property
     def settled(self) -> bool:
         """Whether no more machines are waited for: all are there, or nobody has come for `--last-call` seconds."""

@@ -2,6 +2,7 @@
 
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from axonml_jax.launch.processes.ready.standby import command
@@ -43,9 +44,10 @@ class Spares:
         self.hold()
         for process in self._waiting.values():
             process.stdin.close()  # pyright: ignore[reportOptionalMemberAccess]
+        deadline = time.monotonic() + _LEAVE
         for process in self._waiting.values():
             try:
-                process.wait(_LEAVE)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
