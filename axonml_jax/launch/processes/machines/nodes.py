@@ -12,8 +12,8 @@ from typing import Any
 
 from axonml_jax.launch.processes.interrupts import Interrupts
 from axonml_jax.launch.processes.launch_options import LaunchOptions
-from axonml_jax.launch.processes.machines.connection import Connection
 from axonml_jax.launch.processes.machines.door import call, refuse
+from axonml_jax.launch.processes.machines.gathering import Gathering
 from axonml_jax.launch.processes.machines.heard import Heard
 from axonml_jax.launch.processes.machines.lines import Lines
 from axonml_jax.launch.processes.machines.roster import Roster
@@ -50,10 +50,9 @@ class Nodes:
         self._token = job_token()
         self._roster: Roster | None = None  # node 0's
         self._lines = Lines(options.nnodes)
-        self._refused: list[Connection] = []  # they wait for everybody's answer, where all must come
+        self._gathering: Gathering | None = None
         self._heard = Heard()
         self._start = Start(0, 0, (), ())
-        self._fault = ""
 
     def __enter__(self) -> "Nodes":
         try:
@@ -65,10 +64,9 @@ class Nodes:
         return self
 
     def __exit__(self, *exception):
-        if self._roster is not None:
-            self._roster.close()
-        for line in (self._lines, *self._refused):
-            line.close()
+        if self._gathering is not None:
+            self._gathering.close()
+        self._lines.close()
 
     def start(self, number: int, port: int) -> Start:
         """The next attempt that this machine belongs to: node 0's choice, heard by all.
@@ -206,7 +204,8 @@ class Nodes:
                 self._drop(node, why)
             else:
                 self._heard.lost = self.lost or why
-        self._welcome()
+        if self._gathering is not None:
+            self._gathering.welcome()
 
     def _drop(self, node: int, why: str) -> None:
         """Node 0: a machine that may go has gone."""
@@ -256,37 +255,16 @@ class Nodes:
 
     def _gather(self) -> None:
         """Node 0: wait for a call from every other launcher, or from enough of them, then tell all the sizes."""
-        options, deadline = self._options, time.monotonic() + GATHER_TIMEOUT
-        self._roster = roster = Roster(options, self.sizes[0], self._token)
-        while (not roster.settled or roster.few(())) and not self._fault and time.monotonic() < deadline:
+        elastic, deadline = self._options.elastic, time.monotonic() + GATHER_TIMEOUT
+        self._roster = Roster(self._options, self.sizes[0], self._token)
+        self._gathering = gathering = Gathering(self._options, self._roster, self._lines)
+        while gathering.waits and time.monotonic() < deadline:
             self._pause(self.sockets())
-            self._listen() if options.elastic else self._welcome()
-        if roster.few(()):
-            missing = sorted(set(range(options.nnodes)) - set(roster.sizes))
-            self._fault = self._fault or f"node(s) {missing} never called within {GATHER_TIMEOUT:g} s"
-        self.sizes = [roster.sizes.get(node, 0) for node in range(options.nnodes)]
-        if not options.elastic:
-            roster.close()
-            answer = {"sizes": self.sizes, "fault": self._fault}
-            self._lines.tell(answer)
-            for line in self._refused:
-                line.send(answer)
-        if self._fault:
+            self._listen() if elastic else gathering.welcome()
+        fault, self.sizes = gathering.end(GATHER_TIMEOUT), gathering.sizes
+        if fault:
             self.over(1)
-            refuse(options, self._fault)
-
-    def _welcome(self) -> None:
-        """Node 0: take in who has called. Where all must come, a wrong one is everybody's fault."""
-        for node, line, fault in [] if self._roster is None else self._roster.hear():
-            if self._options.elastic:
-                line.send({"sizes": [0] * self._options.nnodes, "fault": fault})
-            if not fault:
-                self._lines.add(node, line)
-            elif self._options.elastic:
-                line.close()
-            else:
-                self._refused.append(line)
-                self._fault = self._fault or fault
+            refuse(self._options, fault)
 
     def _call(self) -> None:
         """Another node: find node 0's launcher."""
