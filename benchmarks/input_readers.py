@@ -143,6 +143,7 @@ def read_messages(_: Path, prepared, draw: random.Random):
     failure = {"rank": 1, "host": "a", "pid": 2, "returncode": -9, "seconds": 1.5, "lines": ["boom"]}
     start = {"start": 1, "port": 29501, "nodes": [0, 1], "sizes": [1, 2]}
     hello = {"node": 1, "size": 2, "nnodes": 2, "min-nodes": 1, "node-unit": 1, "max-restarts": 0}
+    hello |= {"program": "0" * 64, "arguments": "1" * 64, "versions": "jax 0.12.0"}
     news = [
         {"alarm": 0},
         start,

@@ -156,6 +156,7 @@ def test_two_launchers_of_one_rank_and_missing_ones_are_named(monkeypatch):
 
 PAIR = (["--nnodes=2", "--node-rank=0"], ["--nnodes=2", "--node-rank=1", "--nproc-per-node=3"])
 HELLO = {"node": 1, "size": 9, "nnodes": 2, "min-nodes": 2, "node-unit": 1, "max-restarts": 0}
+HELLO |= {"program": "0" * 64, "arguments": "1" * 64, "versions": "jax 0.12.0"}
 
 
 def test_what_strangers_say_ends_no_gathering(monkeypatch, caplog):

@@ -122,7 +122,7 @@ class Launchers:
     """Launchers of a job as threads would have them: every one is polled by hand."""
 
     def __init__(self, stack, *flags):
-        self._stack, self._flags, self.port = stack, flags, free_port()
+        self._stack, self._flags, self.port, self.target = stack, flags, free_port(), __file__
 
     def come(self, *ranks, to=()):
         """Several launchers, let in by those that are there."""

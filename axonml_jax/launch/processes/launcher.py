@@ -121,14 +121,16 @@ class _Job:
                 return 128 + ended.received
             if ended.failure is None and not ended.elsewhere:
                 return self._over(0)
-            status, changed = self._explain(ended), self._nodes.changed
+            status = self._explain(ended)
             if self._nodes.finished_well:
                 print_note("all processes of all machines have ended with exit code 0, which is not started again")
                 return self._over(0)
+            changed = self._nodes.send_away() or self._nodes.changed
             if self._nodes.lost or (not changed and self._nodes.decides and failures == self._options.max_restarts):
                 return self._over(status)
             if not changed:
                 failures += 1
+            if not changed and self._nodes.decides:
                 print_note(f"restart {failures} of {self._options.max_restarts}")
             number = start.number + 1
 
@@ -143,7 +145,10 @@ class _Job:
         cause = self._nodes.verdict(ended.failure, ended.well)
         if self._nodes.changed:
             return 1
-        print_note(report(cause) if cause else self._nodes.lost or "another machine's workers failed")
+        if cause:
+            print_note(report(cause))
+        if self._nodes.lost or not cause:
+            print_note(self._nodes.lost or "another machine's workers failed")
         if ended.records:
             more = f" and {len(ended.records) - _SHOWN} more" if len(ended.records) > _SHOWN else ""
             print_note(f"flight records of this machine's ranks: {', '.join(ended.records[:_SHOWN])}{more}")

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.processes.launch_options import LaunchOptions
 from axonml_jax.launch.processes.machines.connection import Connection, called
+from axonml_jax.launch.processes.machines.likeness import likeness, unlike
 from axonml_jax.launch.processes.machines.news import is_answer, is_hello
 from axonml_jax.mesh.job.callers import Callers
 from axonml_jax.mesh.job.coordinator import bind_address, listen
@@ -29,7 +30,7 @@ class Door:
     """
 
     def __init__(self, options: LaunchOptions, size: int, token: bytes):
-        self._options, self._size = options, size
+        self._options, self._size, self._likeness = options, size, likeness(options, token)
         with ExitStack() as stack:
             address = bind_address(f"{options.master_addr}:{options.master_port}")
             server = stack.enter_context(listen(*address, options.nnodes))
@@ -55,11 +56,12 @@ class Door:
             return f"two launchers have --node-rank {node}"
         if self._options.elastic:
             here["nproc-per-node"], there["nproc-per-node"] = self._size, hello["size"]
-        return ", ".join(
+        found = [
             f"--{name} is {there[name]} on node {node} and {value} on node 0"
             for name, value in here.items()
             if there[name] != value
-        )
+        ]
+        return ", ".join([*found, *(unlike(hello, self._likeness, node) if self._options.elastic else [])])
 
 
 def settings(options: LaunchOptions) -> dict[str, int]:
@@ -100,7 +102,7 @@ def call(
     deadline = time.monotonic() + patience
     line = _find_node_0(options, token, deadline, patience, pause)
     try:
-        line.send({"node": options.node_rank, "size": size, **settings(options)})
+        line.send({"node": options.node_rank, "size": size, **settings(options), **likeness(options, token)})
         while not (answers := line.messages()):
             if line.cut or time.monotonic() > deadline + patience:
                 refuse(options, f"the launcher of node 0 {'hung up' if line.cut else 'was silent'}; {_SAME_TOKEN}")

@@ -22,9 +22,11 @@ class Lines:
         """A launcher has called, or was called."""
         self._lines[node] = line
 
-    def drop(self, node: int) -> None:
-        """Hang up on one; nothing, where that has been done."""
+    def drop(self, node: int, farewell: dict | None = None) -> None:
+        """Hang up on one, with a last word where there is one; nothing, where that has been done."""
         if (line := self._lines.pop(node, None)) is not None:
+            if farewell is not None:
+                line.send(farewell)
             line.close()
 
     def sources(self) -> Sequence[Connection]:

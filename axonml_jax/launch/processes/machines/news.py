@@ -8,11 +8,12 @@ from axonml_jax.mesh.job.sealed import is_count
 
 _PORTS = (1, 65536)
 _STATUS = (0, 256)
+_LONGEST = 300
 
 
 def is_hello(message: dict) -> bool:
     """Whether a launcher presents itself: a node other than 0 of its own number of nodes, with workers."""
-    known = {"node", "size", "nnodes", "min-nodes", "node-unit", "max-restarts"}
+    known = {"node", "size", "nnodes", "min-nodes", "node-unit", "max-restarts", "program", "arguments", "versions"}
     return (
         message.keys() == known
         and is_count(message["nnodes"], 2)
@@ -21,6 +22,7 @@ def is_hello(message: dict) -> bool:
         and is_count(message["node"], 1, message["nnodes"])
         and is_count(message["size"], 1)
         and is_count(message["max-restarts"])
+        and all(_is_text(message[name]) for name in ("program", "arguments", "versions"))
     )
 
 
@@ -52,6 +54,11 @@ def is_news(message: dict, nnodes: int) -> bool:
         ),
     }
     return any(kind in message and check() for kind, check in kinds.items())
+
+
+def _is_text(given: object) -> bool:
+    """Whether it is a short text that a message may show."""
+    return isinstance(given, str) and len(given) <= _LONGEST and given.isprintable()
 
 
 def _is_world(message: dict, nnodes: int) -> bool:

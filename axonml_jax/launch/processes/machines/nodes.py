@@ -85,6 +85,7 @@ class Nodes:
             if self.lost is None:
                 nodes = self._roster.next_nodes(self._start.nodes)
                 start = Start(number, port, nodes, tuple(self._roster.sizes[node] for node in nodes))
+                self._roster.trial.begin(self._start.nodes, nodes)
                 self._lines.tell(start.message)
                 self._heard.starts[number] = start
         heard = self._heard
@@ -156,6 +157,18 @@ class Nodes:
             return True
         return self._roster is not None and self._roster.next_nodes(self._start.nodes) != self._start.nodes
 
+    def send_away(self) -> bool:
+        """Node 0: whether machines have to go because the first attempt with them has failed, and the others go on."""
+        heard, number = self._heard, self._start.number
+        if not self._manages or self.gently or heard.gone[number] or not any(heard.ended[number].values()):
+            return False
+        assert self._roster is not None
+        for node in (away := self._roster.to_send_away(self._start.nodes)):
+            why = f"the first attempt with node {node} has failed, and the others go on without it"
+            self._roster.trial.send_away(node)
+            self._drop(node, why, farewell={"leave": why})
+        return bool(away)
+
     def verdict(self, failure: Failure | None, well: bool = False) -> Failure | None:
         """The root cause of a failed attempt, the same on every machine.
 
@@ -207,10 +220,10 @@ class Nodes:
         if self._gathering is not None:
             self._gathering.welcome()
 
-    def _drop(self, node: int, why: str) -> None:
+    def _drop(self, node: int, why: str, farewell: dict | None = None) -> None:
         """Node 0: a machine that may go has gone."""
         assert self._roster is not None
-        self._lines.drop(node)
+        self._lines.drop(node, farewell)
         self._roster.drop(node)
         self._heard.take(message := {"gone": node, "why": why})
         self._lines.tell(message)

@@ -8,6 +8,7 @@ from axonml_jax.launch.processes.launch_options import LaunchOptions
 from axonml_jax.launch.processes.machines.connection import Connection
 from axonml_jax.launch.processes.machines.door import Door
 from axonml_jax.launch.processes.machines.membership import regrouped
+from axonml_jax.launch.processes.machines.trial import Trial
 
 
 class Roster:
@@ -20,10 +21,12 @@ class Roster:
 
     Attributes:
       sizes: numbers of workers, by node.
+      trial: of the machines that have come to the attempt at hand.
     """
 
     def __init__(self, options: LaunchOptions, size: int, token: bytes):
         self.sizes = {0: size}
+        self.trial = Trial()
         self._options = options
         self._door: Door | None = Door(options, size, token)
         self._newest = time.monotonic()
@@ -36,6 +39,7 @@ class Roster:
         """Who has called: its node, the line to it, and what is wrong with it; if nothing is, it is there from now on."""
         heard = []
         for node, size, line, fault in () if self._door is None else self._door.pump(self.sizes):
+            fault = fault or self.trial.fault(node)
             if not fault:
                 self.sizes[node], self._newest = size, time.monotonic()
             heard.append((node, line, fault))
@@ -60,6 +64,12 @@ class Roster:
     def could_grow(self, before: Sequence[int]) -> bool:
         """Whether machines wait that would make a larger world than these."""
         return len(self.next_nodes(before)) > len(before) and self.settled
+
+    def to_send_away(self, before: Sequence[int]) -> tuple[int, ...]:
+        """The machines that had better go, as the first attempt with them has failed; none where the others are too few."""
+        blamed, options = self.trial.blamed, self._options
+        others = regrouped(before, self.sizes.keys() - set(blamed), options.node_unit)
+        return blamed if len(others) >= options.min_nodes else ()
 
     @property
     def settled(self) -> bool:
