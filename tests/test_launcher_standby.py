@@ -1,11 +1,14 @@
 """Processes that stand by: they become the workers of a restart as if just started, and never outlive the launcher."""
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from axonml_jax.launch.processes.ready.standby import go
 
 LIMIT = 120
 WORK = """
@@ -62,6 +65,31 @@ def test_one_that_stands_by_is_the_worker_of_the_restart_and_none_is_left(launch
     argv = str(argv).replace("'", '"')
     assert said == [wanted.format(argv, tmp_path, imported) for imported in ("false", "true")]
     assert not standing_by(mark)
+
+
+SETS = """
+import os, sys
+os.environ.setdefault("JAX_ENABLE_X64", "1")
+print("top", flush=True)
+import jax
+print(jax.config.jax_enable_x64, sys.argv, os.getpid(), os.environ["GIVEN"])
+"""
+
+
+@pytest.mark.parametrize("given", [{}, {"JAX_ENABLE_X64": "0"}])
+def test_what_a_script_sets_before_it_imports_jax_counts_in_one_that_stood_by(given, tmp_path):
+    (tmp_path / "work.py").write_text(SETS)
+    stand_by = (
+        "from axonml_jax.launch.processes.ready import standby; standby.NEEDED = ('jax',)\n"
+        "standby.stand_by('script', 'work.py', ['--lr', '1'])"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")} | given
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", stand_by], cwd=tmp_path, env=environ, **pipes) as process:
+        out, error = process.communicate(go(environ | {"GIVEN": "later"}), timeout=LIMIT)
+    said = f"{not given} ['work.py', '--lr', '1'] {process.pid} later"
+    assert out.decode().splitlines() == [*["top"] * (1 if given else 2), said], error
+    assert (b"JAX_ENABLE_X64 set before the import of JAX" in error) == (not given)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked for in /proc")
