@@ -51,6 +51,7 @@ def test_whoever_stays_in_a_world_keeps_its_place_within_its_group():
         assert len(places) >= sum(kept)  # no part of the state is lost that somebody has
 
 
+DISK, HEADS = ("--checkpoint.every=5",), ("--model.num_heads=2",)
 KEPT = ("--checkpoint.memory_every=1", "--checkpoint.every=null")
 BATCHES = {
     "all are there": (Machines(1, 3), 3, 3, [], 24, 1),
@@ -61,6 +62,15 @@ BATCHES = {
     "a number that divides no row": (Machines(1, 4), 3, 3, ["--train.on_shrink=shrink_batch"], 18, 1),
     "replicas of two machines": (Machines(2, 6, 2), 4, 4, ["--mesh.fsdp=2"], 24, 2),
     "tensor parallel": (Machines(1, 2), 1, 4, ["--mesh.tensor=2", "--model.num_heads=2"], 24, 2),
+    "heads over what is there": (Machines(1, 2), 1, 1, ["--mesh.data=1", "--mesh.tensor=-1", *DISK, *HEADS], 24, 1),
+    "rows and positions": (
+        Machines(1, 2),
+        1,
+        2,
+        ["--mesh.data=2", "--mesh.context=-1", *DISK, "--plan.accumulate=3"],
+        24,
+        3,
+    ),
     "from the disk": (Machines(1, 2), 1, 2, ["--mesh.data=1", "--mesh.fsdp=-1", "--checkpoint.every=5"], 24, 2),
 }
 
@@ -91,6 +101,22 @@ UNFIT = {
     "a batch that would shrink": (
         ["--train.global_batch_size=16", "--train.on_shrink=shrink_batch"],
         r"=16 does not divide into 3 parts on 3 machines: give a multiple of 3$",
+    ),
+    "heads": (
+        ["--mesh.data=1", "--mesh.tensor=-1", *DISK, *HEADS],
+        r"1:3: on 3 machine.s. mesh.tensor=3: 2 query heads",
+    ),
+    "positions": (
+        ["--mesh.data=1", "--mesh.context=-1", *DISK],
+        r"on 3 machine.s. data.length=\d+ does not divide into the 6",
+    ),
+    "experts": (
+        ["--mesh.data=1", "--mesh.expert=-1", "--experts.num_experts=4", *DISK],
+        r"on 3 machine.s. mesh.expert=3: 4 experts",
+    ),
+    "rows that do not shrink": (
+        ["--mesh.data=1", "--mesh.tensor=-1", "--train.on_shrink=shrink_batch", *DISK],
+        r"shrink_batch: with mesh.tensor=-1 devices have as many rows on fewer machines",
     ),
     "microbatches": (["--plan.accumulate=3"], r"plan.accumulate=3 does not divide the 8 row"),
 }

@@ -44,12 +44,18 @@ def against_mesh(
     if model is not None:
         if model.scan_layers and mesh.pipe > 1:
             yield f"mesh.pipe={mesh.pipe} cuts between blocks, and model.scan_layers makes one loop of them: set it to false"
-        yield from _against_split(mesh, model, (length or model.max_length) // max(mesh.context, 1))
+        yield from against_split(mesh, model, length)
     if plan.sync_strategy == "no_sync" and plan.precision == "fp16":
         yield "plan.precision=fp16 with sync_strategy=no_sync would need a loss scale per rank: use bf16"
 
 
-def _against_split(mesh: MeshConfig, model: TransformerConfig, length: int) -> Iterator[str]:
+def against_split(mesh: MeshConfig, model: TransformerConfig, length: int | None) -> Iterator[str]:
+    """Every degree that splits nothing of the model, and every size of the model that they do not divide.
+
+    Args:
+      mesh, model: the sections; a degree of -1 is not looked at.
+      length: of a training example; None: not known.
+    """
     degrees, split = mesh.degrees, model.split
     for other, axes in _SPLIT_BY.items():
         for axis in axes:
@@ -60,7 +66,7 @@ def _against_split(mesh: MeshConfig, model: TransformerConfig, length: int) -> I
     axes = (*_SPLIT_BY[split], "expert") if model.experts is not None else _SPLIT_BY[split]
     own = {axis: ranks for axis in axes if (ranks := degrees.get(axis, 1)) > 1}
     if own:
-        yield from _indivisible(model, length, own)
+        yield from _indivisible(model, (length or model.max_length) // max(mesh.context, 1), own)
 
 
 def _indivisible(model: Any, length: int, own: dict[str, int]) -> Iterator[str]:

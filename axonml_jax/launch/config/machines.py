@@ -4,7 +4,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from axonml_jax.launch.config.against_mesh import against_split
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.config.sections.own_config import OwnModel
 
 MACHINES = "AXONML_JAX_MACHINES"
 """The variable by which the launcher says how many machines there may be."""
@@ -72,8 +74,8 @@ def for_world(config: RunConfig, machines: Machines, now: int, devices: int) -> 
     size, accumulate = config.train.global_batch_size, config.plan.accumulate
     if config.train.on_shrink == "shrink_batch":
         return replace(config, train=replace(config.train, global_batch_size=size * now // machines.largest))
-    rows = size // _shards(config, per_machine * now)
-    more = microbatches(rows, math.ceil(accumulate * machines.largest / now))
+    shards, most = (_shards(config, per_machine * count) for count in (now, machines.largest))
+    more = microbatches(size // shards, math.ceil(accumulate * most / shards))
     return replace(config, plan=replace(config.plan, accumulate=more))
 
 
@@ -109,7 +111,23 @@ def _problems(config: RunConfig, machines: Machines, per_machine: int) -> Iterat
             f"by {machines.unit}: give --node-unit {math.lcm(together, per_machine) // per_machine}, and multiples of it"
         )
         return
+    yield from _of_sizes(config, machines, free, per_machine, together)
+    if free not in _ROWS and config.train.on_shrink == "shrink_batch":
+        yield f"train.on_shrink=shrink_batch: with mesh.{free}=-1 devices have as many rows on fewer machines: leave it out"
+        return
     yield from _of_batch(config, machines, per_machine)
+
+
+def _of_sizes(config: RunConfig, machines: Machines, free: str, per_machine: int, together: int) -> Iterator[str]:
+    """What of the model does not divide over the open axis, for every number of machines."""
+    if isinstance(config.model, OwnModel):
+        return  # of which nothing is known
+    length = None if config.data.class_path else config.data.length
+    for count in machines.counts:
+        mesh = replace(config.mesh, **{free: per_machine * count // together})
+        found = list(against_split(mesh, config.model, length))
+        found += config.context.problems(mesh, length) if mesh.context > 1 else []
+        yield from (f"on {count} machine(s) {each}" for each in found)
 
 
 def _of_batch(config: RunConfig, machines: Machines, per_machine: int) -> Iterator[str]:
@@ -127,6 +145,7 @@ def _of_batch(config: RunConfig, machines: Machines, per_machine: int) -> Iterat
 
 def _shards(config: RunConfig, devices: int) -> int:
     """Into how many equal parts the rows of a batch are cut among so many devices, microbatches of a pipeline counted."""
-    fixed = {axis: degree for axis, degree in config.degrees.items() if degree != -1}
-    parts = devices // math.prod(degree for axis, degree in fixed.items() if axis not in _ROWS)
+    fixed = math.prod(degree for degree in config.degrees.values() if degree != -1)
+    degrees = {axis: devices // fixed if degree == -1 else degree for axis, degree in config.degrees.items()}
+    parts = math.prod(degree for axis, degree in degrees.items() if axis in _ROWS)
     return parts * (config.pipeline.microbatches if config.mesh.pipe > 1 else 1)
