@@ -105,6 +105,10 @@ REFUSED = {
         "--rdzv-endpoint says what --master-addr",
     ),
     "a port out of range": (["--master-port", "70000", "train.py"], "port 70000"),
+    "a port with too few after it": (
+        ["--nnodes=2", "--node-rank=0", "--master-addr=a", "--master-port=65520", "train.py"],
+        "port 65520: must be 1 to 65519, as several machines use the 16 ports after it too",
+    ),
     "no port": (["--rdzv-endpoint", "a:b", "train.py"], "must be HOST or HOST:PORT"),
     "nothing to stand by for": (
         ["--standby", "30", "train.py"],

@@ -1,6 +1,7 @@
 """Machines that come and go, without processes: who makes up the next world, what launchers say, the batch on fewer of them."""
 
 import contextlib
+import itertools
 import os
 import random
 import socket
@@ -236,6 +237,20 @@ def test_groups_wait_until_they_are_filled_and_hear_when_the_job_is_over(job):
     head.over(3)
     waits.join(LIMIT)
     assert found[-1] == 3
+
+
+def test_a_last_call_may_last_longer_than_the_time_in_which_enough_must_come(job, monkeypatch):
+    monkeypatch.setattr(nodes, "GATHER_TIMEOUT", 0.2)
+    begin = time.monotonic()
+    [head] = job("--nnodes=1:2", "--last-call=1.5").come(0)
+    assert time.monotonic() - begin > 1.4 and starts(0, head) == [Start(0, 30000, (0,), (2,))]
+
+
+def test_a_job_of_many_attempts_takes_few_ports(job):
+    given = ["--nnodes=1:2", "--node-rank=0", "--rdzv-endpoint=a:29500", __file__]
+    made = launcher._Job(read_options(given, {}), 2, (), None, None, None, None)
+    ports = [made._port(number) for number in range(100)]
+    assert set(ports) == set(range(29501, 29517)) and all(one != other for one, other in itertools.pairwise(ports))
 
 
 def test_too_few_machines_wait_for_others_and_give_up(job, monkeypatch):

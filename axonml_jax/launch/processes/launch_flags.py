@@ -11,6 +11,9 @@ from axonml_jax.launch.config.run_config import ConfigError
 DEFAULT_PORT = 29500
 """torchrun's, where several machines must know it and nobody says another."""
 
+ATTEMPT_PORTS = 16
+"""How many ports after that one the workers' coordinator takes in turn, each attempt another."""
+
 LAST_CALL = 30.0
 """torchrun's seconds to wait for more machines once there are enough."""
 

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from axonml_jax.launch.config.nearest_file import nearest_file
 from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.processes.launch_flags import DEFAULT_PORT, LAST_CALL, launch_parser, refuse_unknown_flags
+from axonml_jax.launch.processes.launch_flags import (
+    ATTEMPT_PORTS,
+    DEFAULT_PORT,
+    LAST_CALL,
+    launch_parser,
+    refuse_unknown_flags,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +185,9 @@ def _bad_ports(given: argparse.Namespace) -> list[str]:
         _, port = _endpoint(given)
     except ValueError:
         return [f"--rdzv-endpoint {given.rdzv_endpoint}: must be HOST or HOST:PORT"]
-    return [] if port is None or 0 < port < 65536 else [f"port {port}: must be 1 to 65535"]
+    largest = 65535 if given.nnodes in ("1", "1:1") else 65535 - ATTEMPT_PORTS
+    after = f", as several machines use the {ATTEMPT_PORTS} ports after it too" * (largest < 65535)
+    return [] if port is None or 0 < port <= largest else [f"port {port}: must be 1 to {largest}{after}"]
 
 
 def _endpoint(given: argparse.Namespace) -> tuple[str | None, int | None]:

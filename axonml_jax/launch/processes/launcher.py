@@ -16,6 +16,7 @@ from axonml_jax.launch.config.machines import Machines
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.processes.host_memory import HostMemory, can_outlive
 from axonml_jax.launch.processes.interrupts import Interrupts
+from axonml_jax.launch.processes.launch_flags import ATTEMPT_PORTS
 from axonml_jax.launch.processes.launch_options import LaunchOptions, read_options, streams_of
 from axonml_jax.launch.processes.leftovers import MARK, Guard
 from axonml_jax.launch.processes.machines.membership import changes
@@ -231,7 +232,7 @@ class _Job:
         given = self._options.master_port
         if self._options.nnodes > 1:
             assert given is not None
-            return given + 1 + number
+            return given + 1 + number % ATTEMPT_PORTS
         return given if given is not None and not number else free_port()
 
 

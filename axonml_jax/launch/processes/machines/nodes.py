@@ -1,8 +1,8 @@
 """The launchers of a job's machines in touch: they gather, agree on ranks and port, and share alarms and the verdict.
 
 Node 0's launcher listens on the master port of the named address; the others call it. The workers' coordinator gets the
-ports after that one, another at every attempt, so that nothing of a dead attempt can answer a new one. Where machines may come
-and go (`--nnodes MIN:MAX`) node 0 goes on listening, and says at every attempt who belongs to it.
+16 ports after that one in turn, another at every attempt, so that nothing of a dead attempt can answer a new one. Where
+machines may come and go (`--nnodes MIN:MAX`) node 0 goes on listening, and says at every attempt who belongs to it.
 """
 
 import time
@@ -25,7 +25,7 @@ from axonml_jax.mesh.job.callers import readable
 from axonml_jax.mesh.job.sealed import job_token
 
 GATHER_TIMEOUT = 300.0
-"""Seconds in which the launchers of all machines must be started."""
+"""Seconds in which the launchers of all machines must be started, or of as many as there must be."""
 
 _TICK = 0.1
 
@@ -271,7 +271,7 @@ class Nodes:
         elastic, deadline = self._options.elastic, time.monotonic() + GATHER_TIMEOUT
         self._roster = Roster(self._options, self.sizes[0], self._token)
         self._gathering = gathering = Gathering(self._options, self._roster, self._lines)
-        while gathering.waits and time.monotonic() < deadline:
+        while gathering.waits and (time.monotonic() < deadline or not self._roster.few(())):
             self._pause(self.sockets())
             self._listen() if elastic else gathering.welcome()
         fault, self.sizes = gathering.end(GATHER_TIMEOUT), gathering.sizes
