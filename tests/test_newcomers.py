@@ -10,8 +10,8 @@ from test_machines import LIMIT, Launchers, starts, until
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.processes.launch_options import read_options
 from axonml_jax.launch.processes.machines import trial
-from axonml_jax.launch.processes.machines.likeness import likeness
 from axonml_jax.launch.processes.machines.nodes import Nodes
+from axonml_jax.launch.processes.machines.same_run import likeness
 from axonml_jax.launch.processes.machines.start import Start
 from axonml_jax.launch.processes.worker import Failure
 
@@ -88,16 +88,19 @@ def test_a_machine_that_would_run_something_else_is_refused_and_harms_nobody(job
 
 def test_machines_whose_first_attempt_fails_are_sent_away_and_the_others_go_on(job, monkeypatch):
     made = job("--nnodes=1:3", "--last-call=0")
-    head, one = made.come(0, 1)
-    starts(0, head, one)
+    [head] = made.come(0)
+    starts(0, head)
+    [one] = made.come(1, to=(head,))
+    until(lambda: head.poll(False))
+    starts(1, head, one)
     [two] = made.come(2, to=(head, one))
     until(lambda: head.poll(False) and one.poll(False))
-    assert starts(1, head, one, two) == [Start(1, 30001, (0, 1, 2), (2, 2, 2))] * 3
+    assert starts(2, head, one, two) == [Start(2, 30002, (0, 1, 2), (2, 2, 2))] * 3
     end(FAILURE, head, one, two)
     assert not one.send_away() and head.send_away() and head.changed
     until(lambda: two.poll(False) and two.lost)
     assert two.lost == "the first attempt with node 2 has failed, and the others go on without it"
-    assert starts(2, head, one) == [Start(2, 30002, (0, 1), (2, 2))] * 2
+    assert starts(3, head, one) == [Start(3, 30003, (0, 1), (2, 2))] * 2
     again = ["--nnodes=1:3", "--node-rank=2", made.target]
     assert (
         "the first attempt with node 2 failed, " in (said := refused(made, head, *again))

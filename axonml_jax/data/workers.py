@@ -19,6 +19,9 @@ ENDLESS = 2**62
 
 _NAME = "grain-process-prefetch"
 
+_SHARED = 2**20
+"""Arrays of fewer bytes come through a pipe. Shared memory is freed in `__del__`, where Python drops a KeyboardInterrupt."""
+
 
 class Feed(Protocol):
     """What makes this process's rows of every batch; it runs in worker processes too, so it knows no devices.
@@ -91,6 +94,8 @@ def host_batches(made: FromStart, prefetch: int) -> Generator[tuple[Any, Any]]:
         _settle_flags()
         _end_at_exit()
         options = grain.MultiprocessingOptions(made.num_workers, max(prefetch, 1))
+        small = grain.experimental.DatasetOptions(min_shm_size=_SHARED)
+        stream = grain.experimental.WithOptionsIterDataset(stream, small)
         stream = stream.mp_prefetch(options, worker_init_fn=_belong_to_parent)
     iterator = iter(stream)
     try:

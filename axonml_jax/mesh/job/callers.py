@@ -94,7 +94,11 @@ class Callers:
             try:
                 caller, _ = self._server.accept()
             except OSError as error:  # nobody more, one that has gone already, or this process can open no more files
-                if error.errno in (errno.EMFILE, errno.ENFILE) and self._visits:
+                full = error.errno in (
+                    errno.EMFILE,
+                    errno.ENFILE,
+                )  # found out before it is seen whether anybody has called
+                if full and self._visits and readable([self._server], 0):
                     self._ignore(next(iter(self._visits)))
                     continue
                 return

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.processes.launch_options import LaunchOptions
 from axonml_jax.launch.processes.machines.connection import Connection, called
-from axonml_jax.launch.processes.machines.likeness import likeness, unlike
 from axonml_jax.launch.processes.machines.news import is_answer, is_hello
+from axonml_jax.launch.processes.machines.same_run import likeness, unlike
 from axonml_jax.mesh.job.callers import Callers
 from axonml_jax.mesh.job.coordinator import bind_address, listen
 from axonml_jax.mesh.job.sealed import TOKEN
