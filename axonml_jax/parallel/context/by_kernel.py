@@ -105,7 +105,8 @@ def attend_by_kernel(
         sees["softcap"] = how.modify.cap
     if not how.visible.causal:  # whatever the order
         return fused_attention(kernel, q, k, v, segment_ids=segment_ids, **sees)
-    q, k, v, ids = (None if x is None else _in_sequence(x, ring) for x in (q, k, v, segment_ids))
+    ids = None if segment_ids is None else _in_sequence(segment_ids, ring)
+    q, k, v = (_in_sequence(x, ring) for x in (q, k, v))
     return _by_rank(fused_attention(kernel, q, k, v, segment_ids=ids, **sees), ring)
 
 
