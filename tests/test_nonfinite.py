@@ -1,6 +1,7 @@
 """A step whose loss or gradients are not finite is skipped on every rank alike, counted, and too many in a row halt the run."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -160,3 +161,13 @@ def test_ranks_that_train_by_themselves_skip_and_halt_by_themselves(tmp_path):
         equal_bits(*(jax.tree.map(lambda x: x[0], tree) for tree in (kept[0], kept[2])))
     ax.restore(tmp_path / "nonfinite", trainer, data=loader)
     assert int(trainer.state.step) == 3 and to_host(trainer.state.guard.in_a_row).tolist() == [0, 0]
+
+
+def test_a_run_is_asked_once_after_every_step_whether_it_ends():
+    asked = []
+    preemption = SimpleNamespace(stop_after=lambda step: asked.append(step) or step == 3)
+    config = read_config("train", [QUICKSTART, "--train.steps=9"])
+    saves = Saves(None, None, SimpleNamespace(state_dict=dict), config, preemption, None)
+    ends = [(saves.ends_after(step), saves(step, {})) for step in (1, 2, 3)]
+    assert asked == [1, 2, 3] and ends == [(False, False), (False, False), (True, True)] and saves.stopped == 3
+    assert saves.ends_after(9)

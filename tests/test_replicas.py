@@ -13,6 +13,8 @@ from flax import nnx
 from test_launcher_training import ROOT, SMALL, axonml
 
 import axonml_jax as ax
+from axonml_jax.launch.config.read_config import read_config
+from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.watched.replicas_compared import ReplicasCompared
 from axonml_jax.training.state.replicas import CompareReplicas, ReplicasDiffer, UnequalReplica, checksum, in_words
 
@@ -149,3 +151,24 @@ def test_a_run_may_be_warned_of_a_device_once_instead(caplog):
     config.train.replicas_differ = "stop"
     with pytest.raises(ReplicasDiffer, match="after step 8 the replicas are not equal"):
         ReplicasCompared(config, trainer, made.append)(8, {})
+
+
+def test_what_ends_a_run_is_compared_too_and_every_copy_in_memory():
+    state, devices = trained(data=4)
+    changed = with_moment(state, lambda mu: jax.tree.map(lambda leaf: flipped(leaf, devices[2]), mu))
+    config = SimpleNamespace(train=SimpleNamespace(compare_replicas=10, replicas_differ="stop"))
+    made = []
+    compared = ReplicasCompared(
+        config, SimpleNamespace(state=changed), lambda *more: made.append(more), [7].__contains__
+    )
+    compared(6, {})
+    with pytest.raises(ReplicasDiffer, match="after step 7 the replicas are not equal"):
+        compared(7, {})  # SIGTERM has ended the run here, and all would be saved
+    assert made == [(6, {})]
+    flags = [str(ROOT / "configs" / "quickstart.yaml"), "--train.compare_replicas=10", "--checkpoint.memory_every=15"]
+    with pytest.raises(
+        ConfigError, match=r"memory_every=15 is no multiple of train.compare_replicas=10: .*compare before"
+    ):
+        read_config("train", flags)
+    assert read_config("train", [*flags, "--train.replicas_differ=warn"]).checkpoint.memory_every == 15
+    assert read_config("train", [*flags[:-1], "--checkpoint.memory_every=20"]).checkpoint.memory_every == 20

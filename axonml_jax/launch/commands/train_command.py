@@ -263,7 +263,7 @@ def _run(
             elapsed=records[-1].metrics.get("wall_time", 0.0) if records else 0.0,
             watchdog=dog,
             seen=None if spikes is None else spikes.seen,
-            after=ReplicasCompared(config, trainer, saves),
+            after=ReplicasCompared(config, trainer, saves, saves.ends_after),
         ):
             record.metrics.update(saves.failures | ({} if spikes is None else spikes.metrics()))
             records.append(record)

@@ -69,7 +69,7 @@ class TrainConfig:
       stuck_warning: seconds without progress after which one of several processes names those that are missing, and goes on
         waiting; null names nobody before the end.
       compare_replicas: compare the parameters and the optimizer's state of devices that should hold the same every this many
-        steps, bit for bit, before anything is saved; null never.
+        steps, and at the last, bit for bit, before anything is saved; null never. checkpoint.memory_every is a multiple of it.
       replicas_differ: what happens when they differ: stop, naming devices and arrays, or warn of each device once.
       on_shrink: with launch --nnodes MIN:MAX the batch is that of MAX machines. On fewer, keep_batch keeps it and accumulates
         more; shrink_batch keeps the rows per device.
@@ -202,6 +202,7 @@ class RunConfig:
         problems += self.pipeline.problems(self.mesh, self.plan, model)
         problems += self.plan.diloco.problems(self.train.steps, self.ema.decay, self.mesh.pipe)
         problems += self.checkpoint.against_validation(self.train.eval_every)
+        problems += self.checkpoint.against_replicas(self.train.compare_replicas, self.train.replicas_differ)
         problems += self.spikes.against_checkpoints(self.checkpoint)
         if not self.name or "/" in self.name or self.name.startswith("."):
             problems.append(f"name={self.name!r}: must be the name of a folder")

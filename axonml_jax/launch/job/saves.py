@@ -59,6 +59,7 @@ class Saves:
         self._positions: deque[tuple[int, dict[str, Any]]] = deque(
             maxlen=config.train.log_every + (self._limit or 0) + 2
         )
+        self._asked = -1
         self.stopped: int | None = None
         self.diverged: str | None = None
 
@@ -72,9 +73,7 @@ class Saves:
         Returns:
           Whether to stop.
         """
-        if self._preemption.stop_after(step):
-            self.stopped = step
-        last = step == self._steps or self.stopped is not None
+        last = self.ends_after(step)
         due = self._manager is not None and (last or self._manager.due(step))
         self._positions.append((step, self._loader.state_dict()))
         if self._spikes is not None and (due or metrics) and not self._spikes.good():
@@ -93,6 +92,13 @@ class Saves:
         if self._memory is not None and step < self._steps:
             self._memory.keep(step, self._trainer, data=self._loader, now=self.stopped is not None)
         return self.stopped is not None or self.diverged is not None
+
+    def ends_after(self, step: int) -> bool:
+        """Whether this step is saved in any case, as the run ends here; the same in all processes, and asked by all."""
+        if self._asked != step and self._preemption.stop_after(step):
+            self.stopped = step
+        self._asked = step
+        return step == self._steps or self.stopped is not None
 
     @property
     def goes_back(self) -> bool:

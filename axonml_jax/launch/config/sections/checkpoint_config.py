@@ -65,3 +65,13 @@ class CheckpointConfig:
             f"checkpoint.best=True compares validation losses, but checkpoint.every={self.every} is no multiple of "
             f"train.eval_every={eval_every}"
         ]
+
+    def against_replicas(self, compare_replicas: int | None, replicas_differ: str) -> list[str]:
+        """What is wrong beside `train.compare_replicas`."""
+        every = self.memory_every
+        if every is None or compare_replicas is None or replicas_differ == "warn" or every % compare_replicas == 0:
+            return []
+        return [
+            f"checkpoint.memory_every={every} is no multiple of train.compare_replicas={compare_replicas}: a copy in memory "
+            "may be of replicas that differ and were not compared, and a restart would go on from it; compare before every copy"
+        ]
