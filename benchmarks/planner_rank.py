@@ -58,7 +58,7 @@ def main():
 
     sizes = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "vocab_size": 256, "max_length": LENGTH}
     model = TransformerConfig(**sizes, norm="layernorm", activation="gelu", position="learned", tie_embeddings=True)
-    here = measure(DEVICES)
+    here = measure(DEVICES, model=model)
     print(f"{here}\n")
     answer = ax.plan(model, num_devices=DEVICES, hardware=here, global_batch=BATCH, length=LENGTH, precision=None)
     every = list(candidates(model, DEVICES, global_batch=BATCH, length=LENGTH))

@@ -1,5 +1,7 @@
 """What attention costs in the planner: kernels, blocks, scores that a mask hides, several documents in a row, and links."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from axonml_jax.ledger import memory_difference
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import HARDWARE
 from axonml_jax.planner.legal import candidate, ways_on
+from axonml_jax.planner.measure import measure
 from axonml_jax.planner.phases import flow_seconds, inner_product, phases
+from axonml_jax.planner.price import price
 from axonml_jax.planner.quick import quick
 from axonml_jax.planner.verify import abstract_step
 
@@ -110,3 +114,36 @@ def test_attention_that_a_model_names_and_that_cannot_run_is_refused(attention, 
         ax.explain(ax.Plan(context=ax.Context(method=context)), **given)
     methods = {way.method for way in ways_on(model, {"context": 4}, 1, 1024)}
     assert attention == "xla" or methods == {"ulysses"}
+
+
+def test_what_a_block_takes_however_few_tokens_comes_with_every_microbatch_and_again_where_it_is_computed_again():
+    model = config(LLAMA, num_layers=4, max_length=256)
+    slow = dataclasses.replace(HARDWARE["v5p"], block_seconds=1e-3)
+    given = {"num_devices": 4, "global_batch": 32, "runners_up": 0}
+
+    def compute(hardware, **options):
+        answer = ax.plan(model, hardware=hardware, **given, **options)
+        return answer, answer.best.price.compute
+
+    for axes, remats in ((("data",), (None,)), (("pipe",), (None,)), (("data",), ("full",))):
+        answer, _ = compute(slow, axes=axes, remats=remats)
+        found = answer.prediction
+        before, after = (price(found, each).compute for each in (HARDWARE["v5p"], slow))
+        again = 1 + found.recomputed_flops_per_token / found.flops_per_token
+        blocks = 4 / found.degrees.get("pipe", 1)
+        assert after - before == pytest.approx(1e-3 * blocks * found.microbatches * again)
+    assert compute(slow, axes=("data",), remats=(None,))[0].prediction.microbatches == 1  # few large ones are cheaper
+    whole = price(found, dataclasses.replace(slow, reached=0.25))
+    assert (
+        whole.compute == price(found, slow, Assumptions(efficiency=0.25)).compute
+    )  # what was measured, unless it is given
+    assert price(found, dataclasses.replace(slow, reached=0.25), Assumptions()).compute == price(found, slow).compute
+
+
+def test_a_block_is_measured_where_that_is_quick(monkeypatch):
+    model = config(LLAMA, max_length=64)
+    found = measure(2, model=model, size=64, elements=1024)
+    assert found.reached is not None and 0 < found.reached <= 1 and found.block_seconds >= 0
+    assert Assumptions.on(found).efficiency == found.reached and Assumptions.on(found, 0.3).efficiency == 0.3
+    monkeypatch.setattr("axonml_jax.planner.measure.PATIENCE", 0.0)
+    assert measure(2, model=model, size=64, elements=1024).reached is None

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from axonml_jax.planner.hardware import Hardware
+
 _NO_SHARES = ("host_bandwidth", "imbalance")
 
 
@@ -28,6 +30,12 @@ class Assumptions:
     imbalance: float = 1.25
     memory_margin: float = 0.9
     host_bandwidth: float = 16e9
+
+    @classmethod
+    def on(cls, hardware: Hardware, efficiency: float | None = None, **given: float) -> "Assumptions":
+        """The defaults, but for what is given, with the efficiency that hardware reached which was measured with a model."""
+        known = cls.efficiency if hardware.reached is None else hardware.reached
+        return cls(efficiency=known if efficiency is None else efficiency, **given)
 
     def __post_init__(self):
         wrong = {name: value for name, value in vars(self).items() if not value >= 0 or value != value}

@@ -30,6 +30,9 @@ class Hardware:
       cross_latency: the same across islands.
       platform: what JAX compiles for: "tpu", "cuda" or None (no kernels of its own).
       torus: dims of the torus that the chips of a pod form; 0: none.
+      block_seconds: seconds that forward and backward of one block take however few tokens it has, where a model was measured.
+      reached: share of `flops` that the products of its blocks reach, where a model was measured; None: nobody knows. See
+        `Assumptions.on`.
       sources: where each figure is from, by attribute; what is not there is an assumption.
     """
 
@@ -44,6 +47,8 @@ class Hardware:
     cross_latency: float = 2e-5
     platform: str | None = None
     torus: int = 0
+    block_seconds: float = 0.0
+    reached: float | None = None
     sources: dict[str, str] = field(default_factory=dict, compare=False, hash=False)
 
     def bandwidth(self, ranks: Many, inner: Many) -> Many:

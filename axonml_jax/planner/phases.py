@@ -9,6 +9,7 @@ from axonml_jax.cost.amounts import Many, divided, either, least, varies
 from axonml_jax.cost.flow import ATTENTION, GRADIENTS, LATER, ONCE, PARAMETERS, Flow
 from axonml_jax.cost.held import Memory
 from axonml_jax.mesh.axes import AXES, LAYER_AXES
+from axonml_jax.parallel.pipeline.policy import AXIS as PIPE
 from axonml_jax.parallel.tensor.megatron.fused_attention import kernel_of
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import Hardware
@@ -49,6 +50,11 @@ class Predicted(Protocol):
     @property
     def flops_per_token(self) -> int:
         """Of forward and backward."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """Blocks of the model."""
         ...
 
     @property
@@ -159,9 +165,9 @@ def phases(found: Predicted, hardware: Hardware, given: Assumptions) -> tuple[Ph
     """The phases of a predicted step, in order.
 
     Without a pipeline every microbatch has a forward and a backward, which take one and two thirds of the products and the
-    backward what is recomputed. What a step sends once hides behind one microbatch alone: gathers behind the first forward,
-    reductions behind the last backward. A pipeline's ticks are one phase, before and after which its rank sends what it sends
-    once, behind nothing.
+    backward what is recomputed; what a measured block takes besides comes with every microbatch. What a step sends once
+    hides behind one microbatch alone: gathers behind the first forward, reductions behind the last backward. A pipeline's
+    ticks are one phase, before and after which its rank sends what it sends once, behind nothing.
     """
     devices = math.prod(found.degrees.values())
     seconds = lambda flops: found.tokens * flops / devices / (hardware.flops * given.efficiency)
@@ -170,6 +176,8 @@ def phases(found: Predicted, hardware: Hardware, given: Assumptions) -> tuple[Ph
     fuller = either(found.expert_padding > 0, found.expert_padding, given.imbalance)
     products = seconds(found.flops_per_token + attention + (fuller - 1) * found.expert_flops_per_token)
     again = seconds(found.recomputed_flops_per_token + found.attention_again * attention / 3)
+    fixed = hardware.block_seconds * found.layers / found.degrees.get(PIPE, 1) * found.microbatches
+    products, again = products + fixed, again + fixed * found.recomputed_flops_per_token / found.flops_per_token
     if found.pipelined:
         runs = {START: (1, 0.0), TICKS: (1, products + again), END: (1, 0.0)}
     else:

@@ -64,7 +64,7 @@ def price(found: Predicted, hardware: Hardware, assumptions: Assumptions | None 
       hardware: on what.
       assumptions: how well; None: the defaults.
     """
-    given = assumptions or Assumptions()
+    given = assumptions or Assumptions.on(hardware)
     run = phases(found, hardware, given)
     compute = sum(phase.times * phase.compute for phase in run)
     memory = found.memory

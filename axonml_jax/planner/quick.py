@@ -169,6 +169,7 @@ class Candidates:
     pipelined: bool
     microbatches: Many
     tokens: int
+    layers: int
     flops_per_token: int
     recomputed_flops_per_token: Many
     masked_flops_per_token: Many
@@ -194,6 +195,7 @@ def candidates_of(
         pipelined=run.pipelined,
         microbatches=run.microbatches,
         tokens=tokens,
+        layers=asked.model.num_layers,
         flops_per_token=asked.model.flops_per_token(asked.length),
         recomputed_flops_per_token=recomputed_flops(step.model, run, asked.length),
         masked_flops_per_token=masked,

@@ -116,7 +116,8 @@ def _question(model, num_devices, kind, global_batch, length, precision, moments
     config = model if isinstance(model, TransformerConfig) else getattr(model, "config", None)
     if not isinstance(config, TransformerConfig):
         raise TypeError(f"model={type(model).__name__}: give a TransformerConfig, or a model that has one as `config`")
-    given, chosen = assumptions or Assumptions(), hardware(kind)
+    chosen = hardware(kind)
+    given = assumptions or Assumptions.on(chosen)
     sizes = {"num_devices": num_devices, "global_batch": global_batch, "length": 1 if length is None else length}
     if wrong := ", ".join(f"{name}={value}" for name, value in sizes.items() if value < 1):
         raise ValueError(f"{wrong}: each must be at least 1")

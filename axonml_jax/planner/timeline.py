@@ -110,7 +110,7 @@ def timeline(found: Prediction, hardware: Hardware, assumptions: Assumptions | N
     Returns:
       A `Timeline`; `print` it, or draw it with `Answer.save_picture`.
     """
-    given = assumptions or Assumptions()
+    given = assumptions or Assumptions.on(hardware)
     cost, run = price(found, hardware, given), phases(found, hardware, given)
     work = {f"rank {rank}": [] for rank in range(found.timetable.num_ranks)} if found.timetable else {"compute": []}
     drawing = _Drawing(work, {}, 0.0, 0.0)

@@ -28,7 +28,7 @@ from axonml_jax.planner.answer import Answer, saving_of
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.candidate import Candidate
 from axonml_jax.planner.goodput.save_advice import SaveAssumptions
-from axonml_jax.planner.hardware import hardware
+from axonml_jax.planner.hardware import Hardware, hardware
 from axonml_jax.planner.price import price
 from axonml_jax.planner.search import plan as find_plan
 from axonml_jax.planner.searched_axes import SEARCHED
@@ -55,16 +55,17 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     base, model, sizes = _subject(chosen)
     if chosen.as_written:
         return _as_written(base, chosen)
+    kind = _hardware(chosen, model)
     answer = find_plan(
         model,
         num_devices=chosen.devices,
-        hardware=_hardware(chosen),
+        hardware=kind,
         axes=tuple(chosen.axes),
         remats=[None if each == "none" else each for each in chosen.remat],
         max_memory=chosen.max_memory,
         offload=chosen.offload,
         strategies=_packed(base),
-        assumptions=Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap),
+        assumptions=Assumptions.on(kind, chosen.efficiency, overlap=chosen.overlap),
         saves=_saves(chosen),
         documents=base is not None and base.data.documents,
         **sizes,
@@ -96,13 +97,13 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
         )
     shape = MeshShape(**base.degrees).resolve(chosen.devices)
     own, batch, length = replace(base.build_plan(), mesh=shape), base.train.global_batch_size, base.data.length
-    kind = hardware(_hardware(chosen))
     model: Any = base.transformer_for("plan --as-written")
+    kind = _hardware(chosen, model)
     base.require_whole("plan --as-written")
     sizes = {"global_batch": batch, "length": length, "moments": kept_values(base)}
     packed = base.data.documents
     found = predict(own, model, shape.degrees, **sizes, platform=kind.platform, torus=kind.torus, documents=packed)
-    given = Assumptions(efficiency=chosen.efficiency, overlap=chosen.overlap)
+    given = Assumptions.on(kind, chosen.efficiency, overlap=chosen.overlap)
     cost = price(found, kind, given)
     line = timeline(found, kind, given)
     print(found, f"\n{1e3 * cost.time:,.1f} ms/step, MFU {cost.mfu:.1%} on {chosen.devices:,} x {kind.name}", sep="\n")
@@ -172,12 +173,12 @@ def _long_enough(config: TransformerConfig, length: int) -> TransformerConfig:
     return replace(config, max_length=longer)
 
 
-def _hardware(chosen: argparse.Namespace) -> Any:
+def _hardware(chosen: argparse.Namespace, model: TransformerConfig) -> Hardware:
     if chosen.hardware != MEASURE:
-        return chosen.hardware
+        return hardware(chosen.hardware)
     from axonml_jax.planner.measure import measure
 
-    found = measure(chosen.devices)
+    found = measure(chosen.devices, model=model)
     print(f"measured  {found}\n")
     return found
 

@@ -63,7 +63,10 @@ def plan_parser() -> argparse.ArgumentParser:
 
 def _add_assumptions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--efficiency", type=float, default=Assumptions.efficiency, metavar="X", help="of the peak FLOP/s"
+        "--efficiency",
+        type=float,
+        metavar="X",
+        help=f"of the peak FLOP/s; as measured, or {Assumptions.efficiency}",
     )
     parser.add_argument(
         "--overlap", type=float, default=Assumptions.overlap, metavar="X", help="share of compute that hides traffic"

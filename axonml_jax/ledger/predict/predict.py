@@ -79,6 +79,7 @@ def predict(
         microbatches=plan.microbatches,
         params=model.num_params,
         tokens=global_batch * length,
+        layers=model.num_layers,
         flops_per_token=flops,
         recomputed_flops_per_token=recomputed_flops(model, step.run, length),
         causal_balance=1.0 if step.attention is None else step.attention.balance,

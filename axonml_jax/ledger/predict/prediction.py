@@ -32,6 +32,7 @@ class Prediction:
       microbatches: of one update, on one batch shard.
       params: parameters of the whole model.
       tokens: of one update, over all devices.
+      layers: blocks of the model.
       flops_per_token: of forward and backward, recomputation left out.
       recomputed_flops_per_token: what recomputation adds.
       causal_balance: what the rank that computes most of causal attention computes of it, over the mean.
@@ -55,6 +56,7 @@ class Prediction:
     microbatches: int
     params: int
     tokens: int
+    layers: int
     flops_per_token: int
     recomputed_flops_per_token: int
     causal_balance: float = 1.0
@@ -123,6 +125,7 @@ class Prediction:
             "microbatches": self.microbatches,
             "params": self.params,
             "tokens": self.tokens,
+            "layers": self.layers,
             "flops_per_token": self.flops_per_token,
             "recomputed_flops_per_token": self.recomputed_flops_per_token,
             "masked_flops_per_token": float(self.masked_flops_per_token),
