@@ -218,7 +218,7 @@ class Trainer(Generic[M]):
         return metrics
 
     def evaluate(self, batch: PyTree) -> Metrics:
-        """The loss and metrics of a global batch in evaluation mode; changes nothing."""
+        """The loss and metrics of a global batch in evaluation mode, in the microbatches of `accumulate`; changes nothing."""
         return self._eval(self.model.variables, batch)
 
     def validate(self, batches: Iterable[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:

@@ -218,6 +218,10 @@ class BatchLayout:
 
         return jax.tree.map(split, rows)
 
+    def common_count(self, rows: PyTree, count: int) -> int:
+        """The largest divisor of a number of microbatches into which one rank's rows divide evenly too."""
+        return math.gcd(count, *(np.shape(x)[0] for x in jax.tree.leaves(rows) if np.ndim(x)))
+
 
 @functools.cache
 def _moved(sharding: NamedSharding, order: RankOrder | None) -> Callable[[jax.Array], jax.Array]:

@@ -19,7 +19,8 @@ from axonml_jax.training.typed_errors import explain_typed_scan
 class EvalStep:
     """`step(variables, batch) -> metrics`, compiled once per batch shape; nothing is donated or changed.
 
-    The model runs in evaluation mode: dropout off, running averages used.
+    The model runs in evaluation mode: dropout off, running averages used. Rows are taken in as many microbatches as in
+    training, or in as many as the two numbers have in common.
     """
 
     def __init__(self, model: Functional, placement: Placement, mesh: Mesh, loss_fn: LossFn):

@@ -1,6 +1,5 @@
 """Gradients, evaluation and the model's own call through a pipeline, inside `shard_map`."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +44,7 @@ def pipelined_loss(
         loss, state = objective(Variables(params, frozen, state), key, batch)
         return jnp.zeros(()), loss, None, state
 
-    count = _common(placement, batch)
+    count = placement.batch_layout.common_count(batch, placement.plan.microbatches)
     _, loss, _, _ = _run(fun, placement, variables, key, batch, count, backward=False)
     return loss if loss.weight is not None else loss._replace(total=loss.total / count)
 
@@ -58,7 +57,8 @@ def pipelined_call(
     Outputs keep the dim that grows with the rows; floating ones without such a dim are averaged over microbatches. Numbers
     that are no arrays are the same in every microbatch and stay what they are.
     """
-    count, dims, whole = _common(placement, arrays), [], (jax.tree.structure(None), [])
+    count = placement.batch_layout.common_count(arrays, placement.plan.microbatches)
+    dims, whole = [], (jax.tree.structure(None), [])
 
     def fun(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, arrays: PyTree):
         nonlocal dims, whole
@@ -97,12 +97,6 @@ def _run(
         timetable if backward else timetable.forward_only,
     )
     return piped.grads, piped.aux, piped.state, piped.outputs
-
-
-def _common(placement: Placement, batch: PyTree) -> int:
-    """The largest number of microbatches up to the plan's into which the rows divide evenly."""
-    rows = {jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
-    return math.gcd(placement.plan.microbatches, *rows)
 
 
 def _arrays_of(outputs: PyTree) -> list[jax.Array]:

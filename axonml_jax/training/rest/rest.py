@@ -145,8 +145,23 @@ class Rest(abc.ABC):
         """`fun(read_variables, *args)` inside `shard_map`, without gradients; `variables` are this rank's own."""
 
     def loss(self, objective: Objective, variables: Variables, key: jax.Array, batch: PyTree) -> Loss:
-        """The loss of this rank's rows, without gradients."""
-        return self.read(objective, objective.model, variables, key, batch)[0]
+        """The loss of this rank's rows, without gradients, in microbatches, so that memory does for it that does for a step.
+
+        As many as the plan's number and the rows have in common. What is gathered when it is used is so in every microbatch.
+        """
+        layout, plan = self.placement.batch_layout, self.placement.plan
+        model, count = objective.model, layout.common_count(batch, plan.microbatches)
+        if count == 1:
+            return self.read(objective, model, variables, key, batch)[0]
+        keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.arange(count))
+        parts = keys, layout.microbatches(batch, count)
+        if self.placement.gathers_when_used:
+            losses = jax.lax.map(lambda part: self.read(objective, model, variables, *part)[0], parts)
+        else:
+            of_all = lambda read, parts: jax.lax.map(lambda part: objective(read, *part)[0], parts)
+            losses = self.read(of_all, model, variables, parts)
+        loss = jax.tree.map(lambda x: x.sum(0), losses)
+        return loss if loss.weight is not None else loss._replace(total=loss.total / count)
 
     @abc.abstractmethod
     def parts(self, grads: PyTree) -> Iterable[Part]:

@@ -1,0 +1,69 @@
+"""Evaluation takes as many rows at a time as training does, and says the same as one device of all rows at once."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fsdp_plans import mesh_of
+from test_training_loss import Net, losses
+
+import axonml_jax as ax
+
+pytestmark = pytest.mark.usefixtures("compiled_for_users")
+
+SEEN = set()
+PLANS = {
+    "replicas": ({"data": 4}, ax.Plan()),
+    "ZeRO-2": ({"fsdp": 4}, ax.Plan(fsdp=ax.Shard(stage=2))),
+    "ZeRO-3, typed": ({"fsdp": 4}, ax.Plan(fsdp=ax.Shard(stage=3), check_vma=True)),
+}
+
+
+def batch_of(rows):
+    rng = np.random.default_rng(rows)
+    mask = (np.arange(6) < rng.integers(0, 6, (rows, 1))).astype(float)
+    return {"x": rng.normal(size=(rows, 6, 5)), "y": rng.normal(size=(rows, 6, 3)), "mask": mask}
+
+
+def weighted(model, batch):
+    SEEN.add(batch["x"].shape[0])
+    each, mask = losses(model, batch), batch["mask"]
+    return ax.WeightedMean((each * mask).sum(), mask.sum()), {"plain": each.mean()}
+
+
+def plain(model, batch):
+    return losses(model, batch).mean()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_as_many_rows_at_a_time_as_in_training(name):
+    degrees, plan = PLANS[name]
+    parallel = ax.parallelize(Net(), mesh_of(**degrees), plan)
+    trainer = parallel.trainer(optax.sgd(0.1), weighted, accumulate=4)
+    for rows, at_once in ((32, 2), (24, 3), (12, 3)):  # 8, 6 and 3 of a device; 4 microbatches, 2 and 1
+        SEEN.clear()
+        batch = batch_of(rows)
+        found, each = trainer.evaluate(batch), losses(Net(), batch)
+        assert {at_once} == SEEN
+        np.testing.assert_allclose(found["loss"], (each * batch["mask"]).sum() / batch["mask"].sum(), rtol=1e-12)
+        np.testing.assert_allclose(found["plain"], each.mean(), rtol=1e-12)
+    mean = parallel.trainer(optax.sgd(0.1), plain, accumulate=4).evaluate(batch_of(32))["loss"]
+    np.testing.assert_allclose(mean, losses(Net(), batch_of(32)).mean(), rtol=1e-12)
+
+
+def test_memory_of_an_evaluation_is_that_of_a_microbatch():
+    """Of 32 rows of a device at once, or of 4."""
+
+    def wide(model, batch):
+        products = jnp.einsum("bki,bkj->bij", batch["x"], batch["x"])
+        return jnp.tanh(products).mean() * model.layer.bias[...].sum()
+
+    rows = {"x": np.ones((64, 8, 64))}
+
+    def temporaries(accumulate):
+        trainer = ax.parallelize(Net(), mesh_of(data=2)).trainer(optax.sgd(0.1), wide, accumulate=accumulate)
+        step, layout = trainer._eval, trainer._eval.placement.batch_layout
+        program = step._compiled.lower(trainer.model.variables, layout.place(rows, step.mesh)).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(8) < temporaries(1) / 4
