@@ -1,7 +1,7 @@
 """The checkpoints of a run: one every n steps, those kept that the rules keep, a damaged one passed over."""
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -72,7 +72,7 @@ class CheckpointManager:
         self.folder, self.every, self.best, self.mode = Path(folder).absolute(), every, best, mode
         self._asynchronous, self._verify, self._team = asynchronous, verify, Team()
         self._failures = Failures(self.folder, max_failures)
-        self._mirror = None if mirror is None else Mirror(ObjectStore(mirror), self.folder)  # the main process's
+        self._mirror = None if mirror is None else Mirror(ObjectStore(mirror), self.folder, self._retention)
         self._saver = arrays.checkpointer(self._team)
         self._saving: Saving | None = None
         self._tell: Any = None  # a trainer's, which has callbacks
@@ -288,13 +288,13 @@ class CheckpointManager:
 
     def _take(self) -> None:
         self._owner = take_over(self.folder, self._passed_over)
+        if self._mirror is not None:
+            self._mirror.catch_up()
 
     def _rotate(self, newest: int) -> None:
         """In the main process, after a commit: delete what no rule keeps, and copy what is new."""
-        for step in self._deletes(newest, partial(manifests_in, self.folder)):
+        spared = (newest, *(self._mirror.copying if self._mirror else ()))
+        for step in self._retention.deletes_of(partial(manifests_in, self.folder), spared):
             remove(path_of(self.folder, step))
         if self._mirror is not None:
-            self._mirror.copy(path_of(self.folder, newest), newest, partial(self._deletes, newest))
-
-    def _deletes(self, newest: int, read: Callable[[], Mapping[int, Manifest]]) -> list[int]:
-        return self._retention.deletes_of(read, (newest, *(self._mirror.copying if self._mirror else ())))
+            self._mirror.copy(path_of(self.folder, newest), newest)

@@ -8,14 +8,15 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from axonml_jax.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damage, sync
+from axonml_jax.checkpoint.keeping.retention import Retention
+from axonml_jax.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damage, manifests_in, sync
 from axonml_jax.checkpoint.names import SAVING, checkpoints_in, path_of
+from axonml_jax.checkpoint.places.catch_up import is_whole, uncopied
 from axonml_jax.checkpoint.places.copy_commit import COMMIT, PREFIX, Copy, commit_of, run_in, take_id
 from axonml_jax.checkpoint.places.object_store import ObjectStore
 from axonml_jax.checkpoint.saving import put_in_place, remove
@@ -24,16 +25,14 @@ from axonml_jax.logging import logger
 OWNER = "mirror.json"
 """The object that says whose copies these are: the last that has claimed them."""
 
-Rule = Callable[[Callable[[], Mapping[int, Manifest]]], Iterable[int]]
-"""Which copies go, of a function that reads what all say of their metrics and times."""
-
 _AT_ONCE = 4  # files under way; each is in memory meanwhile
 
 
 class _Job(NamedTuple):
     folder: Path
     step: int
-    deletes: Rule
+    late: bool = False  # it was there when the folder was claimed
+    newest: bool = True
 
 
 class Mirror:
@@ -45,25 +44,28 @@ class Mirror:
     Args:
       store: where.
       folder: of the checkpoints that are copied.
+      rules: which copies stay when another is made.
 
     Raises:
       ValueError: when one of the two lies within the other.
     """
 
-    def __init__(self, store: ObjectStore, folder: Path):
+    def __init__(self, store: ObjectStore, folder: Path, rules: Retention):
         mine, there = folder.resolve(), store.folder
         if there is not None and (there.is_relative_to(mine) or mine.is_relative_to(there)):
             raise ValueError(
                 f"mirror={store} and {folder}, the folder of the checkpoints, lie one within the other: copies need a place "
                 "of their own, best on another disk; give another URL"
             )
-        self.store, self._folder, self._token = store, folder, uuid.uuid4().hex
+        self.store, self._folder, self._rules, self._token = store, folder, rules, uuid.uuid4().hex
         self._claimed = self._lost = False
         self._begun: set[str] = set()  # prefixes that may be of no copy
         self._error: Exception | None = None
         self._lock, self._thread = threading.Lock(), None
         self._waiting: _Job | None = None
         self._under_way: _Job | None = None
+        self._claimed_with: dict[int, Path] = {}  # the checkpoints of which some may have no copy
+        self._late: list[_Job] = []
 
     @property
     def steps(self) -> list[int]:
@@ -97,7 +99,7 @@ class Mirror:
                 "run's own URL, or one without copies"
             )
 
-    def copy(self, folder: Path, step: int, deletes: Rule) -> None:
+    def copy(self, folder: Path, step: int) -> None:
         """Begin to copy a committed checkpoint, and then delete the copies that no rule keeps.
 
         Where the store is slower than the saves, the newest is copied next. What fails is said, and the next one is tried.
@@ -105,13 +107,22 @@ class Mirror:
         Args:
           folder: the checkpoint.
           step: its step.
-          deletes: which go.
         """
         with self._lock:
-            self._waiting = _Job(folder, step, deletes)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=f"copies to {self.store}", daemon=True)
-                self._thread.start()
+            self._waiting = _Job(folder, step)
+            self._begin()
+
+    def catch_up(self) -> None:
+        """Begin to copy what is here, has no copy and would stay: the newest first, and what is committed meanwhile before."""
+        if found := checkpoints_in(self._folder):
+            with self._lock:
+                self._claimed_with = found
+                self._begin()
+
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"copies to {self.store}", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         """Wait until nothing more is to be copied.
@@ -155,25 +166,47 @@ class Mirror:
         return folder
 
     def _work(self) -> None:
-        while True:
-            with self._lock:
-                self._under_way, self._waiting = self._waiting, None
-                if self._under_way is None:
-                    self._thread = None
-                    return
-                job = self._under_way
+        while (job := self._next()) is not None:
             try:
-                if not self._lost:
+                if not self._lost and not (job.late and not is_whole(job.folder)):
                     self._claim()
                     self._push(job.folder, job.step)
-                for old in () if self._lost else job.deletes(self._copies):
-                    self._remove(old)
+                    for old in () if self._lost else self._rules.deletes_of(self._copies, self.copying):
+                        self._remove(old)
             except Exception as error:
                 if self._error is None:
                     logger.warning("%s stays where it is, and the next one is copied: %s", job.folder, error)
-                self._error = error
+                self._error = error if job.newest else self._error
             else:
-                self._error = None
+                self._error = None if job.newest else self._error
+
+    def _next(self) -> _Job | None:
+        """What is copied now: what was committed last, or else what was there and has no copy."""
+        while True:
+            with self._lock:
+                found, self._claimed_with = self._claimed_with, {}
+                if not found:
+                    self._under_way, self._waiting = self._waiting, None
+                    if self._under_way is None and self._late:
+                        self._under_way = self._late.pop(0)
+                    if self._under_way is None:
+                        self._thread = None
+                    return self._under_way
+            self._late = self._without_copy(found)
+
+    def _without_copy(self, found: dict[int, Path]) -> list[_Job]:
+        try:
+            self.refuse_others(self.newest)
+            said = manifests_in(self._folder)
+            here = {step: said[step] for step in found if step in said}
+            steps = uncopied(here, self._copies(), self._rules)
+            return [_Job(found[step], step, late=True, newest=step == max(found)) for step in steps]
+        except ValueError:  # another run's: `restore` refuses them
+            return []
+        except Exception as error:
+            logger.warning("which checkpoints of %s have no copy is not known: %s", self._folder, error)
+            self._error = error
+            return []
 
     def _claim(self) -> None:
         """Become the owner, and remove what killed processes have left: files that belong to no copy."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from axonml_jax.checkpoint.keeping.retention import Retention
 from axonml_jax.checkpoint.manager import CheckpointManager
 from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
 from axonml_jax.checkpoint.names import checkpoints_in
@@ -196,7 +197,7 @@ def _has_copies(config: RunConfig, resumed: bool) -> bool:
     """Whether an object store has checkpoints to go on from."""
     assert config.checkpoint.mirror is not None
     folder = Path(config.output.dir, config.name, CHECKPOINT_FOLDER)
-    mirror = Mirror(ObjectStore(config.checkpoint.mirror), folder)
+    mirror = Mirror(ObjectStore(config.checkpoint.mirror), folder, Retention(keep=None))
     steps = mirror.steps
     if steps and not resumed and config.resume is None:
         raise ConfigError(
