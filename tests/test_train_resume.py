@@ -252,6 +252,9 @@ def test_records_after_the_resumed_step_are_dropped(tmp_path):
     assert [(r.step, r.metrics["loss"]) for r in read_records(path)] == [(1, 0), (2, 0), (3, 2), (4, 2)]
 
 
+NOTHING, MIRROR = ["--checkpoint.every=null"], "--checkpoint.mirror=s3://bucket/run"
+
+
 def test_what_a_checkpoint_section_may_not_say():
     for argv, message in (
         (["--checkpoint.every=0"], "checkpoint.every=0: must be at least 1"),
@@ -262,7 +265,16 @@ def test_what_a_checkpoint_section_may_not_say():
             ["--checkpoint.keep_every=30", "--checkpoint.every=20"],
             "keep_every=30 is no multiple of checkpoint.every=20",
         ),
-        (["--checkpoint.best=true", "--checkpoint.every=null"], "keeps nothing while checkpoint.every=null"),
+        (
+            [*NOTHING, "--checkpoint.best=true", "--checkpoint.verify=true", "--checkpoint.max_failures=3", MIRROR],
+            "checkpoint.best=True, checkpoint.verify=True, checkpoint.max_failures=3, checkpoint.mirror=s3://bucket/run: no "
+            "effect while checkpoint.every=null saves nothing",
+        ),
+        ([*NOTHING, MIRROR, "--resume=auto", "--checkpoint.verify=true"], "checkpoint.verify=True: no effect while"),
+        (
+            [*NOTHING, "--checkpoint.keep_every=2", "--checkpoint.keep_for=7d", "--resume=auto"],
+            "checkpoint.keep_every=2, checkpoint.keep_for=7d: no effect",
+        ),
         (
             ["--checkpoint.best=true", "--checkpoint.every=30"],
             "checkpoint.every=30 is no multiple of train.eval_every=200",
@@ -270,3 +282,5 @@ def test_what_a_checkpoint_section_may_not_say():
     ):
         with pytest.raises(ConfigError, match=message):
             read_config("train", [QUICKSTART, *argv])
+    # A run that is gone on with may be brought back from its copies, though nothing more is saved of it.
+    read_config("train", [QUICKSTART, *NOTHING, MIRROR, "--resume=auto", "--checkpoint.keep_every=2"])

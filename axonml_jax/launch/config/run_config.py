@@ -201,6 +201,7 @@ class RunConfig:
         problems += self.context.problems(self.mesh, length if model is not None else None)
         problems += self.pipeline.problems(self.mesh, self.plan, model)
         problems += self.plan.diloco.problems(self.train.steps, self.ema.decay, self.mesh.pipe)
+        problems += self.checkpoint.without_saves(self.resume)
         problems += self.checkpoint.against_validation(self.train.eval_every)
         problems += self.checkpoint.against_replicas(self.train.compare_replicas, self.train.replicas_differ)
         problems += self.spikes.against_checkpoints(self.checkpoint)

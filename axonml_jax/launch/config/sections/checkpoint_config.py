@@ -42,8 +42,7 @@ class CheckpointConfig:
         at_least("checkpoint", self, self._problems(), every=1, max_failures=1, memory_every=1)
 
     def _problems(self) -> list[str]:
-        problems = ["best=True keeps nothing while checkpoint.every=null saves nothing"]
-        problems *= self.best and self.every is None
+        problems = []
         if self.every and self.keep_every and self.keep_every % self.every:
             problems.append(f"keep_every={self.keep_every} is no multiple of checkpoint.every={self.every}")
         try:
@@ -56,6 +55,17 @@ class CheckpointConfig:
         except ValueError as error:
             problems.append(f"mirror: {error}")
         return problems
+
+    def without_saves(self, resume: str | None) -> list[str]:
+        """What has no effect as nothing is saved. A mirror has one where a run is gone on with, which may come back from it."""
+        if self.every is not None:
+            return []
+        copied = self.mirror if resume is not None else None
+        given = {"best": self.best, "verify": self.verify, "max_failures": self.max_failures != 1}
+        given |= {name: copied is None and getattr(self, name) for name in ("mirror", "keep_every", "keep_for")}
+        found = ", ".join(f"checkpoint.{name}={getattr(self, name)}" for name, there in given.items() if there)
+        rule = "no effect while checkpoint.every=null saves nothing: set checkpoint.every, or leave out what has none"
+        return [f"{found}: {rule}"] if found else []
 
     def against_validation(self, eval_every: int | None) -> list[str]:
         """What is wrong beside `train.eval_every`."""
