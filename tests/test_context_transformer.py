@@ -84,9 +84,9 @@ PLANS = {
         {"context": ax.Context(method="ulysses", order="contiguous")},
         GPT_OSS,
     ),
-    "windows and sinks, 1f1b": (
+    "windows and sinks, 1f1b, ring": (
         {"pipe": 2, "context": 2},
-        {"pipe": ax.Pipelined(num_microbatches=2), "context": ax.Context(method="gather")},
+        {"pipe": ax.Pipelined(num_microbatches=2), "context": ax.Context(method="ring")},
         GPT_OSS,
     ),
     "capped scores, ring": ({"context": 4}, {"context": ax.Context(method="ring"), "check_vma": True}, GEMMA),

@@ -14,7 +14,8 @@ import numpy as np
 from axonml_jax.collectives.along_dim import gather_along, scatter_along
 from axonml_jax.collectives.dim_checks import require_divisible
 from axonml_jax.collectives.varying import vary
-from axonml_jax.mesh.axes import AxisNames, as_axes
+from axonml_jax.compat.around import manual_axes, platform_around
+from axonml_jax.mesh.axes import STAGES, AxisNames, as_axes
 
 
 def axis_size(axes: AxisNames) -> int:
@@ -102,13 +103,32 @@ def shift(x: jax.Array, axis: AxisNames, pairs: Sequence[tuple[int, int]]) -> ja
     Returns:
       What this rank received, shaped like x. The transpose sends back along the reversed pairs.
 
-    Communicates: one collective-permute.
+    Communicates: one collective-permute. On CPU, within a pipeline, an all-gather: a stage is a branch that other ranks do not
+    take, and a permute of XLA:CPU waits for all devices, whatever pairs it has.
     """
     names = as_axes(axis)
+    if _among_stages(names):
+        return _picked(x, names, pairs)
     in_order = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in names)
     # JAX's ppermute counts positions in the mesh's order of axes, whatever order they are given in.
     perm = [tuple(_recounted(position, names, in_order) for position in pair) for pair in pairs]
     return jax.lax.ppermute(vary(x, names), in_order, perm)
+
+
+def _among_stages(names: tuple[str, ...]) -> bool:
+    """Whether this may be a branch that ranks of other stages do not take, on CPU."""
+    bound = STAGES in manual_axes() and STAGES not in names
+    return bound and axis_size(STAGES) > 1 and platform_around() == "cpu"
+
+
+def _picked(x: jax.Array, names: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """What `shift` gives, out of every rank's x."""
+    sources = np.full(axis_size(names), -1, np.int32)
+    for source, target in pairs:
+        sources[target] = source
+    own = jnp.asarray(sources)[axis_index(names)]
+    came = jax.lax.dynamic_index_in_dim(gather_whole(x[None], names, invarying=False), own, keepdims=False)
+    return jnp.where(own >= 0, came, jnp.zeros_like(came))
 
 
 def _recounted(position: int, names: tuple[str, ...], in_order: tuple[str, ...]) -> int:

@@ -11,6 +11,9 @@ BATCH_AXES: tuple[str, ...] = ("data", "fsdp", "expert", "depth")
 LAYER_AXES: tuple[str, ...] = ("expert", "depth", "row", "col", "tensor")
 """The axes along which parallel layers split their parameters themselves."""
 
+STAGES = "pipe"
+"""The axis along which the stages of a pipeline lie."""
+
 AxisNames = str | Sequence[str]
 """One axis name or several."""
 

@@ -6,12 +6,13 @@ from numbers import Integral
 from typing import Literal
 
 from axonml_jax._types import is_one_of
+from axonml_jax.mesh.axes import STAGES
 from axonml_jax.parallel.pipeline.schedules.registry import make_schedule
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
 from axonml_jax.parallel.pipeline.schedules.tick_rows import make_timetable
 from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 
-AXIS = "pipe"
+AXIS = STAGES
 """The mesh axis along which the stages lie."""
 
 
