@@ -2,6 +2,8 @@
 
 import os
 from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_memory_copies import trained, trainer_and_data
@@ -11,6 +13,8 @@ from axonml_jax.checkpoint.memory.generation import START
 from axonml_jax.checkpoint.memory.handed import MEMORY
 from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
 from axonml_jax.checkpoint.memory.restore_newest import restore_newest
+from axonml_jax.launch.config.read_config import read_config
+from axonml_jax.launch.job.saves import Saves
 from axonml_jax.launch.processes.host_memory import HostMemory
 
 
@@ -71,3 +75,20 @@ def test_nothing_begins_anew_when_what_all_had_in_memory_is_gone():
                     DamagedCheckpoint, match=r"had a copy of step 2 in memory.*nothing begins anew unasked"
                 ):
                     restore_newest(copies, disk, run)
+
+
+QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
+
+
+def test_the_last_copy_in_memory_does_not_wait_for_a_disk_that_fails():
+    def full(*args, **options):
+        raise OSError("No space left on device")
+
+    made, trainer = [], SimpleNamespace(state=SimpleNamespace(guard=None))
+    memory = SimpleNamespace(keep=lambda step, run, data, now: made.append((step, now)))
+    manager = SimpleNamespace(due=lambda step: False, save=full)
+    asked, loader = SimpleNamespace(stop_after=lambda step: step == 4), SimpleNamespace(state_dict=dict)
+    saves = Saves(manager, trainer, loader, read_config("train", [QUICKSTART]), asked, None, memory=memory)
+    with pytest.raises(OSError, match="No space"):
+        saves(4, {})
+    assert made == [(4, True)]

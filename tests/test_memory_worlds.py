@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -80,11 +81,7 @@ class Machines:
             copies = MemoryCopies(2, {"NODE_RANK": str(rank), MEMORY: memory.of(0).text()})
             copies._team = copies._rounds.team = Team(meeting, rank)
             with closing(copies):
-                try:
-                    return act(copies, shards[rank], copies._team)
-                finally:
-                    copies._wait()
-                    meeting.barrier.wait(LIMIT)  # what is under way arrives
+                return act(copies, shards[rank], copies._team)
 
         with ThreadPoolExecutor(len(nodes)) as pool:
             return list(pool.map(process, range(len(nodes))))
@@ -167,6 +164,30 @@ def test_state_is_sent_again_where_it_did_not_come_and_else_all_stays(machines, 
     assert len(set(refused)) == 1
     failures = iter([True] * 2)
     assert made.world("02", "ab", trains(8)) == [6, 6]
+
+
+def test_the_last_copies_come_though_their_keeper_is_ready_before(machines, monkeypatch):
+    """Process 1 begins to send each copy when process 0 has nothing more to do; then the machine of process 1 is lost."""
+    made, real = machines(3), copy_exchange.send
+
+    def late(place, token, purpose, rank, *more):
+        time.sleep(0.5 * rank)
+        real(place, token, purpose, rank, *more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(copy_exchange, "send", late)
+        assert made.world("01", "ab", trains(2, 4)) == [None, None]
+    assert made.world("02", "ab", trains()) == [4, 4]
+
+
+def test_a_process_that_no_longer_comes_is_waited_for_a_while(machines, monkeypatch, caplog):
+    def fails(team, what, act):
+        assert team.timeout == 60
+        raise TimeoutError("process(es) [1] did not come")
+
+    monkeypatch.setattr(copy_exchange, "tell_all_at_length", fails)
+    assert machines(2).world("01", "ab", trains(2)) == [None, None]
+    assert "may not be complete: process(es) [1] did not come" in caplog.text
 
 
 def test_nobody_begins_anew_when_a_part_of_the_state_is_lost_twice(machines):

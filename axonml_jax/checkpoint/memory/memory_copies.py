@@ -76,9 +76,16 @@ class MemoryCopies:
         self._thread: threading.Thread | None = None
         self._made, self._blocked = 0, 0.0
 
-    def close(self) -> None:
-        """Wait for a copy under way, and listen no more."""
-        self._told = True  # the others may have closed already
+    def close(self, *, together: bool = True) -> None:
+        """Wait for a copy under way, and listen no more.
+
+        Args:
+          together: listen until the others are ready too, who may be sending their last copy here; a minute at most where one
+            no longer comes. False: this process ends with an error, and so may they.
+        """
+        self._told = self._told or not together  # the others may have closed already
+        if self._exchange is not None and together:
+            self._exchange.part(self._wait)
         self._wait()
         if self._exchange is not None:
             self._exchange.close()

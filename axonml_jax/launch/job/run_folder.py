@@ -69,7 +69,7 @@ class RunFolder:
 
     def __exit__(self, *exception):
         if self.memory is not None:
-            self.memory.close()
+            self.memory.close(together=exception[0] is None)
             print0(f"\nmemory          {self.memory.cost}")
         if self._manager is not None:
             self._manager.__exit__(*exception)

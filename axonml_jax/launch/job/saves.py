@@ -81,6 +81,8 @@ class Saves:
             return True  # what is here now is not to be kept
         # Only where the host waits for the step anyway is it asked how the step went.
         in_a_row = self._in_a_row() if due or metrics else 0
+        if self._memory is not None and step < self._steps:  # before a disk is waited for, or fails
+            self._memory.keep(step, self._trainer, data=self._loader, now=self.stopped is not None)
         if self._limit is not None and in_a_row >= self._limit:
             self._save_for_inspection()
         elif self._manager is not None:
@@ -89,8 +91,6 @@ class Saves:
                 about = None if self._spikes is None else self._spikes.about()
                 self._manager.save(step, self._trainer, data=self._loader, metrics=metrics, about=about, force=last)
             self._manager.check()
-        if self._memory is not None and step < self._steps:
-            self._memory.keep(step, self._trainer, data=self._loader, now=self.stopped is not None)
         return self.stopped is not None or self.diverged is not None
 
     def ends_after(self, step: int) -> bool:
