@@ -19,7 +19,7 @@ from axonml_jax.checkpoint.memory.common_step import Agreed, agree, steps_of
 from axonml_jax.checkpoint.memory.generation import START, CopyIndex, DamagedCopy, Generation, holds
 from axonml_jax.checkpoint.memory.handed import MEMORY, Handed
 from axonml_jax.checkpoint.memory.held_parts import shard_name
-from axonml_jax.checkpoint.memory.members import Members
+from axonml_jax.checkpoint.memory.members import Members, within_memory
 from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
 from axonml_jax.checkpoint.memory.own_copies import OwnCopies
 from axonml_jax.checkpoint.memory.partners import keepers
@@ -240,6 +240,36 @@ def test_without_a_launcher_that_restarts_or_with_too_little_memory_copies_are_r
         copies = MemoryCopies(2, {"NODE_RANK": "0", MEMORY: memory.of(0).text()})
         with pytest.raises(ValueError, match=r"GB of 1e-06 GB on node 0, more than 50%.*memory_every=null"):
             copies.look(run)
+
+
+def test_a_job_that_runs_goes_on_with_the_copies_that_fit():
+    """On two machines each keeps copies for the other; the job began on four, where another one had the same parts."""
+    members, memory = Members((0, 1), ("a", "b"), (10, 10)), {0: 100, 1: 80}
+    assert within_memory(members, memory, again=False) == (members, "")
+    memory[1] = 60  # of which 30 for copies: 40 of both, 20 of its own
+    with pytest.raises(ValueError, match="4e-08 GB of 6e-08 GB on node 1, more than 50%: split the state over more"):
+        within_memory(members, memory, again=False)
+    alone, said = within_memory(members, memory, again=True)
+    assert alone.keepers == (None, None) and alone.own and alone.bytes_on(1) == 20
+    assert "6e-08 GB on node 1" in said and "no copies of each other's state, and the loss of one goes back" in said
+    none, said = within_memory(members, {0: 100, 1: 30}, again=True)
+    assert not none.own and none.bytes_on(0) == 0 and "none are made on these machines, and a restart goes back" in said
+
+
+@pytest.mark.parametrize("size, kept, said", [(1.5, [4], "2 x 0.0 MB of its own"), (1.0, [], "none is made")])
+def test_copies_that_are_too_much_after_a_restart_are_left_out(monkeypatch, caplog, size, kept, said):
+    run, loader = trainer_and_data("data", 0)
+    with HostMemory([1], 0) as memory:
+        place = {"NODE_RANK": "0", MEMORY: memory.of(0).text()}
+        copies = MemoryCopies(2, place)
+        copies.look(run)
+        taken = copies._known.bytes_on(0)
+        monkeypatch.setattr("axonml_jax.checkpoint.memory.members.machine_memory", lambda: int(2 * taken * size / 1.5))
+        with closing(MemoryCopies(2, {**place, "AXONML_JAX_RESTART_COUNT": "1"})) as copies:
+            assert copies.look(run) is None and said in copies.bound
+            trained(run, loader, range(1, 5), copies)
+            assert [step for steps in steps_of(copies._own.look()).values() for step in steps][-1:] == kept
+    assert (said in copies.bound) and ("none are made on these machines" in caplog.text) == (not kept)
 
 
 RANK = """

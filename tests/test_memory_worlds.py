@@ -64,13 +64,14 @@ class Machines:
         self._client = client
         self._memory = [stack.enter_context(HostMemory([1] * count, node)) for node in range(count)]
 
-    def world(self, nodes: str, shards: str, act: Callable):
+    def world(self, nodes: str, shards: str, act: Callable, **environ: str):
         """What `act(copies, shard, team)` returns in every process of a world.
 
         Args:
           nodes: of the machines, in the order of ranks.
           shards: what each rank holds, a letter.
           act: what a process does.
+          **environ: more of the launcher's variables.
         """
         meeting = Meeting(len(nodes))
         self._client.clear()
@@ -78,7 +79,7 @@ class Machines:
         def process(rank):
             memory = self._memory[int(nodes[rank])]
             memory.arrange([1] * len(nodes), rank)
-            copies = MemoryCopies(2, {"NODE_RANK": str(rank), MEMORY: memory.of(0).text()})
+            copies = MemoryCopies(2, {"NODE_RANK": str(rank), MEMORY: memory.of(0).text(), **environ})
             copies._team = copies._rounds.team = Team(meeting, rank)
             with closing(copies):
                 return act(copies, shards[rank], copies._team)
@@ -188,6 +189,26 @@ def test_a_process_that_no_longer_comes_is_waited_for_a_while(machines, monkeypa
     monkeypatch.setattr(copy_exchange, "tell_all_at_length", fails)
     assert machines(2).world("01", "ab", trains(2)) == [None, None]
     assert "may not be complete: process(es) [1] did not come" in caplog.text
+
+
+def test_copies_that_are_too_much_after_a_restart_go_when_all_have_their_own(machines, monkeypatch):
+    made, again = machines(2), {"AXONML_JAX_RESTART_COUNT": "1"}
+    assert made.world("01", "ab", trains(2, 4)) == [None, None]
+
+    def sizes(copies, shard, team):
+        copies.look(State(), of=shard)
+        return copies._known.sizes[0]
+
+    [size, _] = made.world("01", "ab", sizes)
+    monkeypatch.setattr("axonml_jax.checkpoint.memory.members.machine_memory", lambda: 6 * size)  # half: 3, of 4
+
+    def alone(copies, shard, team):
+        start = trains(6, 8)(copies, shard, team)
+        assert copies._known.keepers == (None, None) and [each.size() for each in copies._others] == [0, 0]
+        return start
+
+    assert made.world("10", "ab", alone, **again) == [4, 4]  # each has kept what the other one needs now
+    assert made.world("10", "ab", trains(), **again) == [8, 8]
 
 
 def test_nobody_begins_anew_when_a_part_of_the_state_is_lost_twice(machines):

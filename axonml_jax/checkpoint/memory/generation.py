@@ -105,6 +105,10 @@ class Generation:
         """From now on it holds none."""
         os.pwrite(self._handle, bytes(_HEAD.size), 0)
 
+    def free(self) -> None:
+        """`clear`, and give the memory back."""
+        os.ftruncate(self._handle, 0)
+
     def put(self, place: int, values: np.ndarray | bytes) -> None:
         """Write some bytes at a place; call `clear` first and `commit` when all are written."""
         view = memoryview(values if isinstance(values, bytes) else _bytes(values))

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
@@ -95,6 +95,8 @@ class MemoryCopies:
     def bound(self) -> str:
         """How much memory the copies take at most, in words."""
         members, rank = self._known, self._team.rank
+        if not members.own:
+            return "none is made: there is too little on these machines"
         whose = [
             (members.sizes[rank], "its own"),
             *((members.sizes[r], f"process {r}'s") for r in members.kept_by(rank)),
@@ -168,6 +170,7 @@ class MemoryCopies:
         self._own.forget()
         for generation in self._others:
             generation.clear()
+        self._free_unused(() if self._known.own else self._own.generations)
         self._rounds.go_on_from(None)
         self._last = -1
 
@@ -186,6 +189,8 @@ class MemoryCopies:
         if now:
             self._wait()
         elif step % self._every:
+            return False
+        if not self._known.own:
             return False
         began = time.perf_counter()
         if step <= self._last:  # the run went back
@@ -254,6 +259,13 @@ class MemoryCopies:
         for generation in self._others:
             if (held := holds(generation)) is not None and held[1] > step:
                 generation.clear()
+        self._free_unused()
+
+    def _free_unused(self, own: Sequence[Generation] = ()) -> None:
+        """Give back the memory of copies that are too much to be made on these machines; by now each process has its state."""
+        if not self._known.partners:
+            for generation in (*own, *self._others):
+                generation.free()
 
     def _find(self, shard: str, step: int) -> Generation:
         return next(each for each in (*self._own.generations, *self._others) if holds(each) == (shard, step))
