@@ -43,6 +43,9 @@ class Team:
     def decide(self, what, act):
         return self.tell_all(what, act() if self.leads else None)[0]
 
+    def mine(self, things):
+        return things[self.rank :: self.size]
+
 
 class State:
     """A run whose state is one number; what it holds of the whole is said by the run's name (`of`), which is the shard's."""

@@ -243,7 +243,7 @@ class CheckpointManager:
         """
         self.settle()
         bring_back(self._mirror, self.folder, step, self._team, self.claim)
-        tried, failed, manifest = set(), None, None
+        tried, failed = set(), None
         choose = partial(candidates, self.folder, step, self.best, self.mode)
         decide = partial(self._team.decide, f"restore from {self.folder}", choose)
         while left := [each for each in decide() if each not in tried]:
@@ -251,11 +251,11 @@ class CheckpointManager:
             folder = checkpoints_in(self.folder).get(candidate, path_of(self.folder, candidate))
             try:
                 manifest = checked_manifest(folder, self._team)
-                load(folder, manifest, like, self._saver, data=data, accept=accept)
+                load(folder, manifest, like, self._saver, self._team, data=data, accept=accept)
             except (DamagedCheckpoint, FileNotFoundError) as error:  # its writer may have removed it meanwhile
-                if step is not None or (manifest is not None and self._team.size > 1):  # others may have read it
+                if step is not None:
                     raise
-                failed, manifest = error, None
+                failed = error
                 self._pass_over(folder, error)
                 continue
             self._newest = candidate

@@ -110,7 +110,7 @@ def restore(
     team, folder = Team(), Path(path).absolute()
     with closing(arrays.checkpointer(team)) as saver:
         manifest = checked_manifest(folder, team)
-        return load(folder, manifest, like, saver, step=step, data=data, part=part, accept=accept)
+        return load(folder, manifest, like, saver, team, step=step, data=data, part=part, accept=accept)
 
 
 def load(
@@ -118,13 +118,14 @@ def load(
     manifest: Manifest,
     like: Any,
     saver: Any,
+    team: Team,
     *,
     step: Any = None,
     data: Positioned | None = None,
     part: str | None = None,
     accept: Collection[str] = (),
 ) -> Any:
-    """`restore` of a checkpoint whose files have been checked."""
+    """`restore` of a checkpoint whose files have been checked; no process takes anything of it unless all can."""
     wanted = step.state_leaves(like) if step is not None else leaves_of(like)
     prefix = f"{part.strip('/')}/" if part else ""
     scope = prefix or scope_of(like, wanted)
@@ -141,15 +142,26 @@ def load(
     if data is not None and manifest.data is not None:
         data.load_state_dict(manifest.data)  # refuses other data before anything is read
     fitting = {n: leaf for n, leaf in wanted.items() if n in found and n not in different["mismatched"]}
+    values, failed = {}, None
     try:
         values = arrays.read(saver, folder / ARRAYS, fitting, found)
     except (OSError, ValueError, KeyError) as error:
-        if not folder.exists():
-            raise FileNotFoundError(f"{folder} was removed while it was read: its writer keeps others") from error
-        raise DamagedCheckpoint(f"{folder} is damaged:\n  {ARRAYS}: {error}") from error
+        failed = error
+    _compare(folder, team, failed)
     anew = _tell_of_averages(folder, wanted, found) if run else set()
     values = {n.removeprefix(prefix): values.get(n, leaf.array) for n, leaf in wanted.items() if n not in anew}
     return step.state_of_leaves(like, values) if step is not None else filled(like, values)
+
+
+def _compare(folder: Path, team: Team, failed: Exception | None) -> None:
+    """Raise in every process what has failed in one: its writer may have removed the checkpoint before one has read it."""
+    said = "" if failed is None else str(failed) or repr(failed)
+    heard = team.tell_all(f"read {folder}", [said, folder.exists()])
+    lines = [f"  {ARRAYS}: {text}" for text, _ in heard if text]
+    if lines and not all(there for _, there in heard):
+        raise FileNotFoundError(f"{folder} was removed while it was read: its writer keeps others") from failed
+    if lines:
+        raise DamagedCheckpoint("\n".join([f"{folder} is damaged:", *lines])) from failed
 
 
 def _tell_of_averages(folder: Path, wanted: Mapping[str, Leaf], found: Mapping[str, Entry]) -> set[str]:
@@ -172,12 +184,16 @@ def checked_manifest(folder: Path, team: Team) -> Manifest:
       FileNotFoundError, DamagedCheckpoint, ValueError: in every process alike.
     """
     team.decide(f"restore {folder}", lambda: Manifest.read(folder) and None)
-    manifest = Manifest.read(folder)
-    problems = team.tell_all(f"restore {folder}", damage(folder, manifest, team.mine(list(manifest.files))))
-    lines = sorted(line for each in problems for line in each)
+    manifest = None
+    try:
+        manifest = Manifest.read(folder)
+        problems = damage(folder, manifest, team.mine(list(manifest.files)))
+    except (OSError, ValueError) as error:  # its writer may have removed it meanwhile
+        problems = [str(error)]
+    lines = sorted(line for each in team.tell_all(f"restore {folder}", problems) for line in each)
     if (folder / ARRAYS).is_symlink():
         lines.append(f"{ARRAYS}: leads out of the checkpoint")
-    if lines:
+    if lines or manifest is None:
         raise DamagedCheckpoint(f"{folder} is damaged:\n" + "\n".join(f"  {line}" for line in lines))
     return manifest
 

@@ -92,6 +92,6 @@ def _restore(folder: Path, model: ParallelModel, *, ema: bool) -> None:
     with closing(arrays.checkpointer(team)) as saver:
         manifest = checked_manifest(folder, team)
         own = {name: entry for name, entry in manifest.entries.items() if name.startswith(MODEL)}
-        load(folder, replace(manifest, entries=own), model, saver)
+        load(folder, replace(manifest, entries=own), model, saver, team)
         if ema:
-            load(folder, manifest, AveragedParams(model), saver, part=AVERAGE)
+            load(folder, manifest, AveragedParams(model), saver, team, part=AVERAGE)
