@@ -207,6 +207,10 @@ def test_optimizers_that_mix_elements_are_refused_where_a_stage_is_sharded_and_n
 
 
 REFUSED = {
+    "one rank": (
+        lambda: ax.Pipeline(chain(2), mesh_of(pipe=1), schedule="interleaved", chunks=2),
+        "on a mesh with pipe=1: INTERLEAVED_ONE_F_ONE_B: num_ranks=1 must be at least 2; .* take GPIPE",
+    ),
     "no pipe axis": (lambda: ax.Pipeline(chain(2), mesh_of(data=2)), "lacks: use ax.make_mesh"),
     "no policy": (lambda: ax.parallelize(chain(2), mesh_of(pipe=2)), "says nothing about stages"),
     "no axis": (lambda: ax.parallelize(chain(2), mesh_of(data=2), ax.Plan(pipe=ax.Pipelined())), "no axis 'pipe'"),

@@ -102,4 +102,8 @@ class Pipelined:
         Raises:
           ValueError: for sizes that the schedule refuses, with the rule and the remedy.
         """
-        return make_timetable(make_schedule(self.schedule, num_ranks, num_microbatches, self.chunks))
+        try:
+            schedule = make_schedule(self.schedule, num_ranks, num_microbatches, self.chunks)
+        except ValueError as error:
+            raise ValueError(f"on a mesh with {AXIS}={num_ranks}: {error}") from error
+        return make_timetable(schedule)
