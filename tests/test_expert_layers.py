@@ -10,7 +10,7 @@ from flax import nnx
 import axonml_jax as ax
 from axonml_jax.models.presets import preset
 from axonml_jax.parallel.experts.block_products import Sorted, block_products, little_products
-from axonml_jax.parallel.experts.dispatch import capacity_of
+from axonml_jax.parallel.experts.dispatch import Dispatch, capacity_of
 from axonml_jax.parallel.experts.expert_weights import ExpertWeights, activated
 from axonml_jax.parallel.experts.ragged_products import ragged_products
 
@@ -236,9 +236,13 @@ def test_routers_refuse_what_cannot_be():
             make()
 
 
-def test_what_the_platform_lacks_is_refused_by_name():
+def test_what_the_platform_lacks_is_refused_by_name_where_anything_travels():
+    sizes = {"experts": 4, "tokens": 8, "top_k": 2, "width": 4, "capacity": None}
     with pytest.raises(ValueError, match="no ragged all-to-all for cpu: use 'rounds'"):
-        make_moe(nnx.Rngs(0), dispatch="ragged")(tokens())
+        Dispatch.of("ragged", ranks=2, **sizes)
+    outputs = [make_moe(nnx.Rngs(0), dispatch=name)(tokens())[0] for name in ("ragged", "rounds", "gather")]
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    np.testing.assert_allclose(outputs[0], outputs[2], atol=1e-12)
 
 
 def test_groups_that_do_not_divide_are_refused():
