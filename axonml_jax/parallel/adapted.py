@@ -17,7 +17,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from axonml_jax._types import named_leaves
 from axonml_jax.collectives.gradients.pairs import copy_to
-from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.operation import Operation
 from axonml_jax.compat.varying_types import CASTS
 from axonml_jax.model.functional import Functional, Variables
@@ -28,7 +27,7 @@ from axonml_jax.parallel.tensor.adapter_specs import summed_axes
 from axonml_jax.parallel.tensor.whole.marks import marked_program
 from axonml_jax.parallel.tensor.whole.whole_reads import reading_whole
 from axonml_jax.program.program import Equation, Program
-from axonml_jax.program.run import run_program
+from axonml_jax.program.run import run_program, run_traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,24 +109,21 @@ def reading_adapted(fun: Callable, model: Functional, variables: Variables, *arg
     seen_by_model = {name: _seen(model, there, name) for name in there if name not in added}
     own = {path: seen_by_model[name] for path, name in zip(read, there, strict=True) if name not in added}
     base = Variables(unflatten_dict(own), {}, variables.state)
-    leaves, treedef = jax.tree.flatten((base.params, base.state, args))
-    seen: dict[str, Any] = {}
+    summed = summed_axes(model)
 
-    def arrays_of(*leaves: Any) -> list[jax.Array]:
-        params, state, args = treedef.unflatten(leaves)
-        out, seen["treedef"] = jax.tree.flatten(reading_whole(fun, model, Variables(params, {}, state), *args))
-        seen["fixed"] = [None if isinstance(leaf, jax.Array) else leaf for leaf in out]
-        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
+    def traced(params: Any, state: Any, *args: Any) -> Any:
+        return reading_whole(fun, model, Variables(params, {}, state), *args)
 
-    program = marked_program(trace(arrays_of, *leaves).jaxpr)
-    summed, values = summed_axes(model), list(leaves)
-    for i, name in enumerate(named_leaves(base.params)):
-        if (adapter := model.adapters.get(name)) is not None:
-            axes = summed.get(adapter.a, ()), summed.get(adapter.b, ())
-            more = [there[each] for each in adapter.added]
-            values[i] = LowRank(there[name], more[0], more[1], adapter.scale, axes, *more[2:])
-    arrays = iter(_run(program, values))
-    return seen["treedef"].unflatten([next(arrays) if leaf is None else leaf for leaf in seen["fixed"]])
+    def with_adapters(program: Program, leaves: Sequence[Any]) -> list[Any]:
+        values = list(leaves)
+        for i, name in enumerate(named_leaves(base.params)):
+            if (adapter := model.adapters.get(name)) is not None:
+                axes = summed.get(adapter.a, ()), summed.get(adapter.b, ())
+                more = [there[each] for each in adapter.added]
+                values[i] = LowRank(there[name], more[0], more[1], adapter.scale, axes, *more[2:])
+        return _run(program, values)
+
+    return run_traced(traced, with_adapters, base.params, base.state, *args, read=marked_program)
 
 
 def _seen(model: Functional, read: Mapping[str, Any], name: str) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from axonml_jax._types import PyTree
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.program.atoms import results_of, values_of
 from axonml_jax.program.program import Equation, Program, read_program
@@ -38,6 +39,29 @@ def run(equations: Iterable[Equation], env: MutableMapping[int, Any], at: At | N
         if made is None:
             made = equation.op.bind(operands)
         env.update(zip(equation.outputs, made, strict=True))
+
+
+def run_traced(
+    fun: Callable[..., PyTree], run_body: RunBody, *args: PyTree, read: Callable[[Any], Program] = read_program
+) -> PyTree:
+    """`fun(*args)`, whose arrays are those that its program gives when somebody runs it in his own way.
+
+    Args:
+      fun: returns a pytree; leaves that are no arrays are handed through.
+      run_body: runs the program of `fun` on the leaves of `args`.
+      *args: pytrees of arrays.
+      read: the program of a traced function.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    seen: dict[str, Any] = {}
+
+    def arrays_of(*leaves: Any) -> list[jax.Array]:
+        out, seen["treedef"] = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
+        seen["fixed"] = [None if isinstance(leaf, jax.Array) else leaf for leaf in out]
+        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
+
+    arrays = iter(run_body(read(trace(arrays_of, *leaves).jaxpr), leaves))
+    return seen["treedef"].unflatten([next(arrays) if leaf is None else leaf for leaf in seen["fixed"]])
 
 
 def run_bodies(equation: Equation, values: Sequence[Any], run_body: RunBody) -> list[Any] | None:
