@@ -53,6 +53,7 @@ CHOICES: dict[str, dict[str, str]] = {
         "f16": "fp16",
         "half": "fp16",
         "fp16_mixed": "fp16",
+        "float8": "fp8",
     },
     "sharding_strategy": {
         "zero3": "full_shard",

@@ -16,6 +16,7 @@ from axonml_jax.models.generation import generate as models
 from axonml_jax.models.generation.sampling import Sampling
 from axonml_jax.models.layers import VOCABULARY_AXES
 from axonml_jax.parallel.adapted import reading_adapted
+from axonml_jax.parallel.float8.reading_float8 import reading_float8
 from axonml_jax.parallel.tensor.bound_axes import bound
 from axonml_jax.sharding.place import place
 from axonml_jax.training.compiler import Compiled
@@ -140,7 +141,7 @@ class _Extend:
             return (gather_whole(logits, axes, -1, invarying=True) if axes else logits), caches
 
         def local(variables: Variables, tokens: jax.Array, caches: Any):
-            call = partial(reading_adapted, extend, view)
+            call = partial(reading_float8, partial(reading_adapted, extend, view), mode.precision)
             return rest.read(call, view, rest.enter(variables), tokens, caches)
 
         return jax.shard_map(

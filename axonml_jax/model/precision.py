@@ -1,7 +1,9 @@
 """In which dtype parameters rest, the model computes, gradients travel, and outputs return."""
 
-from dataclasses import dataclass, fields
-from typing import Any
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,10 @@ class Precision:
       compute: parameters as the model reads them, and the floating arguments of the model's call.
       reduce: gradients while they are accumulated and reduced over ranks.
       output: floating results of the model's call (and so the loss).
+      products: "fp8": operands of products by parameters are rounded to 8-bit floats, by scales of the moment, forward and
+        backward (`parallel/float8/float8_product.py`); sums and results stay in the compute dtype. None: they are not.
+      products_kept: regular expressions, searched in path names, of parameters whose products are not rounded. Those of the
+        last layer, of what chooses (routers), of experts and of convolutions are not in any case.
 
     The same idea as PyTorch FSDP's `MixedPrecision` and jmp's `Policy`.
 
@@ -30,23 +36,56 @@ class Precision:
     compute: str | None = None
     reduce: str | None = None
     output: str | None = None
+    products: Literal["fp8"] | None = None
+    products_kept: tuple[str, ...] = ()
 
     def __post_init__(self):
-        problems = []
-        for field in fields(self):
-            value = getattr(self, field.name)
+        problems = list(self._products_problems())
+        for field in ("param", "compute", "reduce", "output"):
+            value = getattr(self, field)
             if value is None:
                 continue
             try:
                 name = jnp.dtype(meant("dtype", value)).name
             except (TypeError, ValueError):
-                problems.append(f"{field.name}={value!r} is not a dtype")
+                problems.append(f"{field}={value!r} is not a dtype")
                 continue
             if not jnp.issubdtype(jnp.dtype(name), jnp.floating):
-                problems.append(f"{field.name}={name} is not a floating dtype")
-            object.__setattr__(self, field.name, name)
+                problems.append(f"{field}={name} is not a floating dtype")
+            object.__setattr__(self, field, name)
         if problems:
             raise ValueError(f"Precision: {'; '.join(problems)}; give names such as 'float32' or 'bfloat16', or None")
+
+    def _products_problems(self) -> Iterator[str]:
+        """What is wrong with the rounding of products; patterns become a tuple."""
+        kept = (self.products_kept,) if isinstance(self.products_kept, str) else tuple(self.products_kept)
+        object.__setattr__(self, "products_kept", kept)
+        if self.products not in (None, "fp8"):
+            yield f"products={self.products!r} must be 'fp8' or None"
+        if kept and self.products is None:
+            yield f"products_kept={list(kept)} has no effect without products='fp8'"
+        for pattern in kept:
+            try:
+                re.compile(pattern)
+            except (TypeError, re.error) as error:
+                yield f"products_kept: {pattern!r} is no regular expression ({error})"
+
+    def check_parameters(self, names: Collection[str]) -> None:
+        """Refuse patterns that match no parameter.
+
+        Args:
+          names: the path names of a model's parameters.
+
+        Raises:
+          ValueError: naming every such pattern.
+        """
+        idle = [each for each in self.products_kept if not any(re.search(each, name) for name in names)]
+        if idle:
+            some = sorted(names)
+            raise ValueError(
+                f"products_kept: {', '.join(map(repr, idle))} match no parameter; there are {', '.join(some[:8])}"
+                f"{', ...' if len(some) > 8 else ''}"
+            )
 
     @staticmethod
     def of(policy: "Precision | str | None") -> "Precision":
@@ -56,7 +95,7 @@ class Precision:
         accumulated and reduced in bfloat16 too: half the bytes, and sums of 8 bits of precision. MaxText does so, and
         PyTorch's FSDP2 with `param_dtype=bfloat16` and no `reduce_dtype` reduces (and does not accumulate) so. `"fp16"`:
         compute in float16, the rest in float32; a trainer's step then scales its loss (see `training/finite/loss_scale.py`),
-        which `value_and_grad` does not.
+        which `value_and_grad` does not. `"fp8"`: as "bf16", with products by parameters of operands that are rounded to 8 bits.
 
         Raises:
           ValueError: for any other name.
@@ -113,5 +152,6 @@ _NAMED = {
     "float32": Precision(param="float32", compute="float32", reduce="float32", output="float32"),
     "bf16": Precision(param="float32", compute="bfloat16", reduce="float32", output="float32"),
     "bf16-reduce": Precision(param="float32", compute="bfloat16", reduce="bfloat16", output="float32"),
+    "fp8": Precision(param="float32", compute="bfloat16", reduce="float32", output="float32", products="fp8"),
     "fp16": Precision(param="float32", compute="float16", reduce="float32", output="float32"),
 }

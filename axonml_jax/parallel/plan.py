@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Literal
 
-from axonml_jax._types import is_one_of
+from axonml_jax._types import is_one_of, named_leaves
 from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, AxisNames, as_axes
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.functional import Functional
@@ -46,7 +46,8 @@ class Plan:
       pipe: the pipeline along the `pipe` axis; None: the model is not cut.
       partition: rules by which the partitioner splits any model's parameters over `tensor`; None: only the model's own layers
         split over it.
-      precision: dtypes of parameters, computation, reduction and outputs; the name of a common policy is accepted.
+      precision: dtypes of parameters, computation, reduction and outputs, and of products' operands; the name of a common
+        policy is accepted.
       accumulate: microbatches per update and rank; under a pipeline that many times its microbatches, in one pass.
       update: "shards": the optimizer sees what a rank holds. Work on whole matrices (Muon, Adafactor) is done by one rank for
         each, which gathers what it needs; what cannot be done so is refused. "whole": gradients, parameters and state are
@@ -224,7 +225,14 @@ class Plan:
         return self._changed(lambda axis, strategy: strategy.reducing())
 
     def for_model(self, model: Functional) -> "Plan":
-        """The plan with everything decided that depends on the model: defaults of strategies, what rules split."""
+        """The plan with everything decided that depends on the model: defaults of strategies, what rules split.
+
+        Raises:
+          ValueError: for patterns of path names that match nothing of it.
+        """
+        self.precision.check_parameters(
+            named_leaves(model.shapes.params).keys() | named_leaves(model.shapes.frozen).keys()
+        )
         plan = self._changed(lambda axis, strategy: strategy.for_model(model))
         return plan if plan.partition is None else replace(plan, partition=plan.partition.for_model(model))
 

@@ -121,6 +121,12 @@ def _question(model, num_devices, kind, global_batch, length, precision, moments
     sizes = {"num_devices": num_devices, "global_batch": global_batch, "length": 1 if length is None else length}
     if wrong := ", ".join(f"{name}={value}" for name, value in sizes.items() if value < 1):
         raise ValueError(f"{wrong}: each must be at least 1")
+    if Precision.of(precision).products is not None:
+        raise ValueError(
+            f"precision={precision!r}: the search prices products in the compute dtype, and not all plans that it tries may "
+            "round them to 8 bits: search with precision='bf16', which sends and holds the same, and train what it finds "
+            "with 'fp8'"
+        )
     return Question(
         model=config,
         num_devices=num_devices,

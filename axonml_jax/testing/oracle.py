@@ -21,6 +21,7 @@ from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.model.loss import Loss, parse_loss
 from axonml_jax.model.precision import Precision
+from axonml_jax.parallel.float8.reading_float8 import reading_float8
 
 AXIS = "oracle_shards"
 
@@ -111,8 +112,11 @@ class Oracle:
 
         def part(key: jax.Array, state: PyTree, rows: PyTree, params: PyTree) -> tuple[Loss, PyTree]:
             read = self.precision.cast_compute(params), self.precision.cast_compute(variables.frozen)
+            return reading_float8(called, self.precision, Variables(*read, state), key, rows)
+
+        def called(variables: Variables, key: jax.Array, rows: PyTree) -> tuple[Loss, PyTree]:
             with joined_over((AXIS,)):
-                bound = self.model.bind(Variables(*read, state), key, self._mode)
+                bound = self.model.bind(variables, key, self._mode)
                 return parse_loss(self.loss_fn(bound, rows)), self.model.state_of(bound)
 
         def total(params: PyTree) -> tuple[jax.Array, tuple[Loss, list[PyTree]]]:

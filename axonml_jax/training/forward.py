@@ -18,6 +18,7 @@ from axonml_jax.mesh.fake_devices import bound_run_ahead
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.parallel.adapted import reading_adapted
 from axonml_jax.parallel.context.put_back import put_back
+from axonml_jax.parallel.float8.reading_float8 import reading_float8
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.program.differing import SAME, differing
 from axonml_jax.program.program import read_program
@@ -142,8 +143,8 @@ class Forward:
                 bound = self.model.bind(variables, key, mode or self.mode)
                 return bound(*args, **kwargs), self.model.state_of(bound)
 
-        traced = call if alone else self.placement.rewritten(call)
-        return reading_adapted(traced, self.model, variables, key, arrays)
+        adapted = functools.partial(reading_adapted, call if alone else self.placement.rewritten(call), self.model)
+        return reading_float8(adapted, self.mode.precision, variables, key, arrays)
 
     def _dims(self, variables: Variables, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree]:
         """For every output the dim that grows with the batch, or -1, and the dims that are split otherwise, with their axes."""

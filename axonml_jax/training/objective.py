@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 
@@ -10,6 +11,7 @@ from axonml_jax._types import LossFn, PyTree
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.model.loss import Loss, parse_loss
 from axonml_jax.parallel.adapted import reading_adapted
+from axonml_jax.parallel.float8.reading_float8 import reading_float8
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Objective:
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         """The loss of one microbatch on one rank, and the model's state after it."""
-        return reading_adapted(self.rewritten(self._of), self.model, variables, key, batch)
+        adapted = partial(reading_adapted, self.rewritten(self._of), self.model)
+        return reading_float8(adapted, self.mode.precision, variables, key, batch)
 
     def _of(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         with self.inside():

@@ -26,11 +26,11 @@ from axonml_jax.launch.own.own_data import batch_words
 from axonml_jax.launch.own.own_model import Buildable
 from axonml_jax.launch.own.subject import adapted, loss_of, model_of
 from axonml_jax.ledger.explain import explain
-from axonml_jax.ledger.report import Report
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.model.functionalize import functionalize
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.bind import bind_plan
+from axonml_jax.parallel.float8.reading_float8 import recorded_products
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.tensor.adapter_specs import layer_specs
 from axonml_jax.training.optimizer.checked_optimizer import averaging
@@ -93,13 +93,15 @@ def _batch(config: RunConfig, ground: RunSetup) -> str:
     )
 
 
-def price(config: RunConfig, ground: RunSetup) -> Report:
-    """The ledger of the run's training step."""
+def step_in_words(config: RunConfig, ground: RunSetup) -> list[str]:
+    """The ledger of the run's training step, and which of its products are of 8-bit floats where some are."""
     view, shapes, placement = _placed(config, ground)
     tx = averaging(make_optimizer(config.optim, config.train.steps, view.stacked_dims), placement, config.ema.decay)
     more = {"max_grad_norm": config.optim.max_grad_norm, "layer_norms": config.train.layer_norms}
     step = TrainStep(view, placement, ground.mesh, loss_of(config), tx, **more)
-    return explain(step, abstract_state(shapes, tx, placement), ground.batch)
+    with recorded_products() as products:
+        report = explain(step, abstract_state(shapes, tx, placement), ground.batch)
+    return [str(report), *(f"\nproducts of {config.plan.precision}\n{each}" for each in products)]
 
 
 def memory(config: RunConfig, ground: RunSetup) -> FSDPMemoryStats:

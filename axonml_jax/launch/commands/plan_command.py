@@ -260,6 +260,7 @@ def _plan_config(base: PlanConfig, found: Candidate, precision: Any) -> PlanConf
         gather=base.gather if found.strategy is not None else None,
         reduce=base.reduce if found.strategy is not None else None,
         precision=precision,
+        products_kept=None,  # the search prices no products that are rounded
         accumulate=1 if found.schedule else found.microbatches,
         remat=found.remat,  # pyright: ignore[reportArgumentType]
         offload=found.offload.value,

@@ -16,7 +16,7 @@ from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.launch.commands.budget import OVER_BUDGET, baseline, over_budget, predicted, require_fit
 from axonml_jax.launch.commands.compiled_programs import in_words
-from axonml_jax.launch.commands.describe import check_optimizer, check_own, describe, price
+from axonml_jax.launch.commands.describe import check_optimizer, check_own, describe, step_in_words
 from axonml_jax.launch.commands.estimate import show
 from axonml_jax.launch.commands.writable import require_folder, require_writable
 from axonml_jax.launch.config.own_flags import Budget, Estimate
@@ -91,7 +91,7 @@ def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate 
     )
     all_or_refuse(partial(check_own, config, ground))
     all_or_refuse(partial(Team().decide, "find the run to go on with", partial(earlier_folder, config)))
-    print0(describe(config, ground), price(config, ground), sep="\n\n")
+    print0(describe(config, ground), "", *step_in_words(config, ground), sep="\n")
     if budget == Budget() and estimate == Estimate():
         return 0
     [found] = all_or_refuse(partial(predicted, config, ground, estimate.kind))
@@ -132,8 +132,8 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         [data, new] = all_or_refuse(partial(load_data, config, text, ground.mesh), run.begins)
         all_or_refuse(partial(check_validation, config, data), *([partial(check_weights, config)] if new else []))
         require_fit(config, ground, budget or Budget())
-        said = describe(config, ground), about(config, data), f"compiled   {in_words()}", "", price(config, ground), ""
-        print0(*said, sep="\n", flush=True)
+        said = describe(config, ground), about(config, data), f"compiled   {in_words()}"
+        print0(*said, "", *step_in_words(config, ground), "", sep="\n", flush=True)
         trainer = _trainer(config, ground, callbacks, new=new)
         if ground.world.num_processes > 1:
             program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}

@@ -62,7 +62,7 @@ def predict(
     stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)
     step = _step(plan, model, degrees, stages, timetable, rows, length)
     step = replace(step, platform=platform, documents=documents)
-    if wrong := attention_problems(step):
+    if wrong := [*attention_problems(step), *_rounding_problems(plan, model, degrees)]:
         raise ValueError(f"this plan cannot run: {'; '.join(wrong)}")
     masked, blockwise = attention_work(step)
     in_ticks = plan.pipe is not None and plan.pipe.in_ticks
@@ -144,6 +144,21 @@ def _rows(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], global_bat
     return global_batch // shards
 
 
+def _rounding_problems(plan: Plan, model: DecoderLike, degrees: Mapping[str, int]) -> list[str]:
+    """Why products cannot be rounded to 8 bits as on one device; `parallel/float8/weight_products.py` sees it in programs."""
+    own, precision = layer_degrees(model, degrees), plan.precision
+    inside = {
+        "sequence_parallel": model.sequence_parallel and own.get("tensor", 1) > 1,
+        "depth": own.get("depth", 1) > 1,
+    }
+    if precision.products is None or precision.products_kept or not any(inside.values()):
+        return []
+    named = ", ".join(name for name, holds in inside.items() if holds)
+    return [
+        f"products={precision.products!r} reaches no products under {named}: leave these out, or use precision='bf16'"
+    ]
+
+
 def _minimum(plan: Plan, step: Step) -> dict[str, Amount]:
     """What theory allows, by label."""
     degrees, model, run = step.degrees, step.model, step.run
@@ -187,6 +202,7 @@ def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:
     words += [f"{plan.remat} recomputation"] if plan.remat else []
     words += [f"offload {plan.offload.value}"] if plan.offload.value != "none" else []
     words += [f"computing in {plan.precision.compute}"] if plan.precision.compute else []
+    words += [f"products of {plan.precision.products}"] if plan.precision.products else []
     return ", ".join(words)
 
 
@@ -213,6 +229,9 @@ def _notes(
             and not step.experts.gathers
         ),
         "the bubble is that of the stages' matrix products, the head's on the last": timetable is not None,
+        "products of fp8 are as long as those of bfloat16 here: where devices have units for them, they take less time": (
+            plan.precision.products is not None
+        ),
         f"{held.host:,} bytes rest in host memory; the update brings them to the device "
         + ("in pieces" if timetable is None else "at once"): bool(held.host),
     }

@@ -1,6 +1,6 @@
 """The section `plan` of a configuration, and the `ax.Plan` that it means."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from axonml_jax.launch.config.sections.diloco_config import DiLoCoConfig
@@ -30,7 +30,9 @@ class PlanConfig:
         in their own dtype.
       offload: what rests in host memory between its uses.
       precision: float32; bf16 or fp16 (compute in it, the rest in float32; fp16 scales the loss); bf16-reduce (gradients
-        are summed and sent in bfloat16 too); null leaves the model's dtypes.
+        are summed and sent in bfloat16 too); fp8 (bf16 with products of operands rounded to 8 bits); null leaves the model's
+        dtypes.
+      products_kept: with fp8, regular expressions of parameters' path names whose products stay; null names none.
       accumulate: microbatches per update and rank.
       remat: what the backward recomputes: full, selective (all but weight multiplications), or null for nothing.
       check_vma: let JAX check which values vary over which axes.
@@ -48,7 +50,8 @@ class PlanConfig:
     gather: Literal["int8", "fp8"] | None = None
     reduce: Literal["bf16", "int8"] | None = None
     offload: Literal["none", "params", "optimizer_states", "full"] = "none"
-    precision: Literal["float32", "bf16", "bf16-reduce", "fp16"] | None = None
+    precision: Literal["float32", "bf16", "bf16-reduce", "fp16", "fp8"] | None = None
+    products_kept: tuple[str, ...] | None = None
     accumulate: int = 1
     remat: Literal["full", "selective"] | None = None
     check_vma: bool = False
@@ -92,7 +95,7 @@ class PlanConfig:
         return Plan(
             data=data,
             fsdp=self._sharding(),
-            precision=Precision.of(self.precision),
+            precision=replace(Precision.of(self.precision), products_kept=self.products_kept or ()),
             offload=CPUOffload(self.offload),
             accumulate=self.accumulate,
             remat=self.remat,

@@ -18,6 +18,9 @@ from axonml_jax.collectives.varying import vary, varying_axes
 from axonml_jax.compat.around import current_trace
 from axonml_jax.compat.barrier import together
 
+SCOPE = "ordered_products"
+"""The name scope by which such products are known in a program."""
+
 
 @dataclass(frozen=True)
 class Border:
@@ -118,9 +121,11 @@ def ordered(
     x = vary(x, tuple(sorted(axes.difference(summed))))
     axes = tuple(sorted(axes.union(x_border.axes)))
     weights = vary(weights, axes)
-    if prefetch is None:
-        return _ordered(rules, x, weights, None)[0]
-    y, prefetch.token = _ordered(rules, x, weights, vary(prefetch.token, axes))
+    token = None if prefetch is None else vary(prefetch.token, axes)
+    with jax.named_scope(SCOPE):
+        y, token = _ordered(rules, x, weights, token)
+    if prefetch is not None:
+        prefetch.token = token
     return y
 
 
