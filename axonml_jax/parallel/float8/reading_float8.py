@@ -125,6 +125,6 @@ def _say(found: str, platform: str, native: bool) -> None:
 def _warn(platform: str) -> None:
     logger.warning(
         "products='fp8': these %s devices are not known to multiply floats of 8 bits: values are rounded to them and "
-        "multiplied in the compute dtype, which gives the same products and is slower than precision='bf16'",
+        "multiplied in the compute dtype, which gives the same products and is more work than precision='bf16'",
         platform,
     )
