@@ -18,7 +18,7 @@ def compiler_options(placement: Placement, mesh: Mesh) -> dict[str, str] | None:
 
     Without them XLA:CPU of jax 0.10 gathers every unit once and keeps it, as if parameters were whole during the step.
     """
-    return CPU_BARRIER_OPTIONS if _on_cpu(mesh) and placement.gathers_when_used else None
+    return CPU_BARRIER_OPTIONS if is_on_cpu(mesh) and placement.gathers_when_used else None
 
 
 class Compiled:
@@ -29,17 +29,23 @@ class Compiled:
     Args:
       whole: the function.
       mesh: that it runs on.
+      accept: called with every program compiled for a call before it first runs; it may refuse it.
       options: of `jax.jit`; arguments by keyword are static.
     """
 
-    def __init__(self, whole: Callable[..., Any], mesh: Mesh, **options: Any):
+    def __init__(
+        self, whole: Callable[..., Any], mesh: Mesh, accept: Callable[[Any], None] | None = None, **options: Any
+    ):
         self._whole, self._options, self._plain = whole, options, jax.jit(whole, **options)
-        self._overlaps = _on_cpu(mesh) and mesh.size > 1
+        self._overlaps = is_on_cpu(mesh) and mesh.size > 1
         self._known: dict[Any, Any] = {}
+        self._accept = accept
+        self._accepted: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
-        return self._choose(args, kwargs)(*args, **kwargs)
+        run = self._choose(args, kwargs)
+        return run(*args, **kwargs) if self._accept is None else self._accepted_for(run, args, kwargs)(*args)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit`'s."""
@@ -52,7 +58,18 @@ class Compiled:
     @property
     def compilations(self) -> int:
         """How many programs were compiled for calls."""
-        return sum(each._cache_size() for each in {self._plain, *self._known.values()})
+        return len(self._accepted) + sum(each._cache_size() for each in {self._plain, *self._known.values()})
+
+    def _accepted_for(self, run: Any, args: tuple, kwargs: dict) -> Any:
+        """The program compiled for arrays like these, once it is accepted."""
+        assert self._accept is not None
+        leaves, treedef = jax.tree.flatten(args)
+        like = (trace_settings(), treedef, *((x.shape, x.dtype, x.sharding) for x in leaves), *kwargs.items())
+        if like not in self._accepted:
+            compiled = run.lower(*args, **kwargs).compile()
+            self._accept(compiled)
+            self._accepted[like] = compiled
+        return self._accepted[like]
 
     def _choose(self, args: tuple, kwargs: dict) -> Any:
         """The function for arguments like these under JAX's settings around the call.
@@ -85,5 +102,6 @@ def _types(args: Any) -> Any:
     return treedef, *((jax.numpy.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
-def _on_cpu(mesh: Mesh) -> bool:
+def is_on_cpu(mesh: Mesh) -> bool:
+    """Whether a program for a mesh runs on CPUs."""
     return mesh.devices.flat[0].platform == "cpu"

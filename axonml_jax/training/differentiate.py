@@ -29,17 +29,26 @@ from axonml_jax.training.typed_errors import explain_typed_scan
 class Differentiate:
     """`differentiate(variables, key, batch) -> (loss, metrics, grads, state)` of the global batch, compiled once per shape.
 
-    With `sync=False` loss, metrics and gradients are each rank's own, stacked by rank along dim 0.
+    With `sync=False` loss, metrics and gradients are each rank's own, stacked by rank along dim 0. `accept` may refuse a
+    program (see `Compiled`).
     """
 
     def __init__(
-        self, model: Functional, placement: Placement, mesh: Mesh, loss_fn: LossFn, *, training: bool | None, sync: bool
+        self,
+        model: Functional,
+        placement: Placement,
+        mesh: Mesh,
+        loss_fn: LossFn,
+        *,
+        training: bool | None,
+        sync: bool,
+        accept: Callable[[Any], None] | None = None,
     ):
         self.model, self.placement, self.rest, self.mesh, self.sync = model, placement, rest_of(placement), mesh, sync
         if not sync:
             _refuse_unstackable(placement)
         self.objective = objective_of(model, loss_fn, placement, training)
-        self._compiled = Compiled(self._whole, mesh, compiler_options=compiler_options(placement, mesh))
+        self._compiled = Compiled(self._whole, mesh, accept, compiler_options=compiler_options(placement, mesh))
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, dict, PyTree, PyTree]:
         """Differentiate; `key` is the step's randomness."""

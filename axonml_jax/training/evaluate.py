@@ -1,5 +1,8 @@
 """Evaluation: the loss and metrics of a global batch, without gradients or changes."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 from jax.sharding import Mesh
 
@@ -20,13 +23,20 @@ class EvalStep:
     """`step(variables, batch) -> metrics`, compiled once per batch shape; nothing is donated or changed.
 
     The model runs in evaluation mode: dropout off, running averages used. Rows are taken in as many microbatches as in
-    training, or in as many as the two numbers have in common.
+    training, or in as many as the two numbers have in common. `accept` may refuse a program (see `Compiled`).
     """
 
-    def __init__(self, model: Functional, placement: Placement, mesh: Mesh, loss_fn: LossFn):
+    def __init__(
+        self,
+        model: Functional,
+        placement: Placement,
+        mesh: Mesh,
+        loss_fn: LossFn,
+        accept: Callable[[Any], None] | None = None,
+    ):
         self.placement, self.rest, self.mesh = placement, rest_of(placement), mesh
         self.objective = objective_of(model, loss_fn, placement, training=False)
-        self._compiled = Compiled(self._whole, mesh, compiler_options=compiler_options(placement, mesh))
+        self._compiled = Compiled(self._whole, mesh, accept, compiler_options=compiler_options(placement, mesh))
 
     def __call__(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
         """The loss and the loss function's metrics over the global batch [B, ...]; B divides by the batch shards."""

@@ -60,14 +60,21 @@ class Forward:
 
     Outputs keep the batch dim that grows with the batch, wherever it is. Dims that are split on a rank are whole outside:
     positions, where an axis splits them, in the sequence's order, and what layers leave split, such as logits over the
-    vocabulary. Floating outputs without a batch dim are averaged over ranks.
+    vocabulary. Floating outputs without a batch dim are averaged over ranks. `accept` may refuse a program (see `Compiled`).
     """
 
-    def __init__(self, model: Functional, placement: Placement, mesh: Mesh, training: bool | None):
+    def __init__(
+        self,
+        model: Functional,
+        placement: Placement,
+        mesh: Mesh,
+        training: bool | None,
+        accept: Callable[[Any], None] | None = None,
+    ):
         self.model, self.placement, self.rest, self.mesh = model, placement, rest_of(placement), mesh
         self.mode = forward_mode(placement, training)
         options = compiler_options(placement, mesh)
-        self._compiled = Compiled(self._whole, mesh, static_argnames="static", compiler_options=options)
+        self._compiled = Compiled(self._whole, mesh, accept, static_argnames="static", compiler_options=options)
         self._parameters = parameter_names(model.module(model.shapes))
 
     def __call__(self, variables: Variables, key: jax.Array, args: tuple, kwargs: dict) -> tuple[PyTree, PyTree]:

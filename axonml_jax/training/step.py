@@ -48,7 +48,6 @@ class TrainStep:
     Attributes:
       placement: the plan on its mesh; where replicas train by themselves for rounds of steps, that of a step within one.
       mesh: the mesh.
-      accept: called with every compiled program before it first runs; it may refuse it.
     """
 
     def __init__(
@@ -77,12 +76,11 @@ class TrainStep:
         check_limit(max_nonfinite)
         self.max_nonfinite = max_nonfinite
         self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
-        self.norm_type, self.accept, self.layer_norms = float(norm_type), accept, layer_norms
-        self._accepted: dict[Any, Callable] = {}
+        self.norm_type, self.layer_norms = float(norm_type), layer_norms
         self._on_shards = OnShards.of(tx, placement)
         self.objective = objective_of(model, loss_fn, placement, training)
         options = compiler_options(placement, mesh)
-        self._compiled = Compiled(self._whole, mesh, donate_argnums=0, compiler_options=options)
+        self._compiled = Compiled(self._whole, mesh, accept, donate_argnums=0, compiler_options=options)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Make one update.
@@ -105,21 +103,7 @@ class TrainStep:
         check_batch(self.placement.batch_layout, batch, self.placement.plan.microbatches)
         bound_run_ahead(state.step)
         with explain_typed_scan(self.placement.plan.check_vma):
-            batch = self.placement.batch_layout.place(batch, self.mesh)
-            return (
-                self._compiled(state, batch) if self.accept is None else self._accepted_for(state, batch)(state, batch)
-            )
-
-    def _accepted_for(self, state: TrainState, batch: PyTree) -> Callable:
-        """The program compiled for arrays like these, once it is accepted."""
-        leaves, treedef = jax.tree.flatten((state, batch))
-        like = (treedef, *((x.shape, x.dtype, x.sharding) for x in leaves))
-        if like not in self._accepted:
-            compiled = self._compiled.lower(state, batch).compile()
-            assert self.accept is not None
-            self.accept(compiled)
-            self._accepted[like] = compiled
-        return self._accepted[like]
+            return self._compiled(state, self.placement.batch_layout.place(batch, self.mesh))
 
     def trace(self, state: TrainState, batch: PyTree):
         """The step traced on arrays or shapes (`.jaxpr`, `.lower()`): what the ledger reads."""
