@@ -187,7 +187,8 @@ class ParallelModel(SavedModel):
         Raises:
           ValueError: when the batch does not divide.
         """
-        program = self._program(("forward",), lambda: Forward(self._functional, self._placement, self.mesh, self._mode))
+        given = self._functional, self._placement, self.mesh, self._mode, self._accept
+        program = self._program(("forward",), lambda: Forward(*given))
         out, state = program(self.variables, self._next_key(), args, kwargs)
         self.variables = replace(self.variables, state=state)
         return out
@@ -206,12 +207,8 @@ class ParallelModel(SavedModel):
 
         def f(batch: PyTree) -> Any:
             sync = self._syncing
-
-            def build() -> Differentiate:
-                return Differentiate(
-                    self._functional, self._placement, self.mesh, loss_fn, training=self._mode, sync=sync
-                )
-
+            options: dict[str, Any] = {"training": self._mode, "sync": sync, "accept": self._accept}
+            build = lambda: Differentiate(self._functional, self._placement, self.mesh, loss_fn, **options)
             # By identity: a callable need not be hashable, and the program keeps it alive.
             program = self._program(("grad", id(loss_fn), sync), build)
             loss, metrics, grads, state = program(self.variables, self._next_key(), batch)

@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.sharding import Mesh
 
 from axonml_jax._types import named_leaves
 from axonml_jax.checkpoint.contents import MODEL
+from axonml_jax.facade.accepting import would_hang
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.leaf import Leaf
@@ -63,6 +65,11 @@ class SavedModel(abc.ABC):
         if key not in self._programs:
             self._programs[key] = build()
         return self._programs[key]
+
+    @cached_property
+    def _accept(self) -> Callable[[Any], None] | None:
+        """What may refuse a compiled program of the model."""
+        return would_hang(self._placement, self.mesh)
 
     def _next_key(self) -> jax.Array:
         key = place(jax.random.fold_in(self._key, self._calls), jax.sharding.PartitionSpec(), self.mesh)

@@ -64,7 +64,7 @@ class Trainer(Generic[M]):
         self._callbacks, self._made, self._ended = checked(callbacks), 0, False
         self._saves: list[Callable[[], None]] = []
         self._steps: dict[bool | None, TrainStep] = {}
-        self._eval = EvalStep(model._functional, placement, model.mesh, loss_fn)
+        self._eval = EvalStep(model._functional, placement, model.mesh, loss_fn, model._accept)
         rest = self.train_step.rest  # refuses options that cannot work before anything is allocated
         self._state = init_state(model.variables, tx, rest, model.mesh, model._key)
         if max_nonfinite is not None:
@@ -273,7 +273,7 @@ class Trainer(Generic[M]):
                 norm_type=self._norm_type,
                 max_nonfinite=self._max_nonfinite,
                 training=mode,
-                accept=accepting(self._placement),
+                accept=accepting(self._placement, self.model.mesh),
                 layer_norms=self._layer_norms,
             )
         return self._steps[mode]

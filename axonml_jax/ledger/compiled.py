@@ -39,6 +39,7 @@ class CompiledCollective:
       result: the type of its result as HLO writes it; of a start without its operands.
       groups: its replica groups, or a permute's pairs, as HLO writes them.
       place: the operation of the traced program that it comes from, with its name scopes.
+      in_branch: whether it stands in a conditional's branch, which not all ranks need take.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class CompiledCollective:
     result: str
     groups: str = ""
     place: str = ""
+    in_branch: bool = False
 
 
 def device_peak(compiled: Any) -> int:
@@ -69,7 +71,7 @@ def collectives_in_compiled(program: Any) -> tuple[CompiledCollective, ...]:
       ValueError: when the text holds no entry computation, as StableHLO does not.
     """
     computations, entry = computations_of(program if isinstance(program, str) else program.as_text())
-    return tuple(_walk(computations, entry, in_loop=False))
+    return tuple(_walk(computations, entry, in_loop=False, in_branch=False))
 
 
 def computations_of(text: str) -> tuple[dict[str, list[str]], str]:
@@ -96,7 +98,9 @@ def computations_of(text: str) -> tuple[dict[str, list[str]], str]:
     return computations, entry
 
 
-def _walk(computations: dict[str, list[str]], name: str, in_loop: bool) -> Iterator[CompiledCollective]:
+def _walk(
+    computations: dict[str, list[str]], name: str, in_loop: bool, in_branch: bool
+) -> Iterator[CompiledCollective]:
     for line in computations.get(name, ()):
         match = _OPCODE.match(line)
         if match is None:
@@ -106,10 +110,11 @@ def _walk(computations: dict[str, list[str]], name: str, in_loop: bool) -> Itera
         if base in KINDS:
             groups, place = (found.group(1) if (found := part.search(line)) else "" for part in (_GROUPS, _PLACE))
             result = result_of_start(KINDS[base], result) if opcode != base else result
-            yield CompiledCollective(KINDS[base], in_loop, opcode != base, result, groups, place)
+            yield CompiledCollective(KINDS[base], in_loop, opcode != base, result, groups, place, in_branch)
             continue
         for callee in callees(line):
-            yield from _walk(computations, callee, in_loop or opcode == "while")
+            inside = in_loop or opcode == "while", in_branch or opcode == "conditional"
+            yield from _walk(computations, callee, *inside)
 
 
 def result_of_start(kind: str, result: str) -> str:

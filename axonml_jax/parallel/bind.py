@@ -81,11 +81,18 @@ def bind_plan(
         return jax.tree_util.tree_map_with_path(layout, resting)
 
     placement = Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
+    if left := _left(plan, degrees):
+        placement = left_to_partitioner(placement, left)
     if plan.pipe is None:
-        left = plan.left(degrees)
-        return left_to_partitioner(placement, left) if left else placement
+        return placement
     shapes = named_leaves(variables.params) | named_leaves(variables.frozen)
     return replace(placement, stages=_staged(placement, shapes, assign))
+
+
+def _left(plan: Plan, degrees: Mapping[str, int]) -> frozenset[str]:
+    """The axes left to the partitioner; of a pipeline none of one rank: its program stays what it is without the axis."""
+    left = plan.left(degrees)
+    return left if plan.pipe is None else frozenset(axis for axis in left if degrees[axis] > 1)
 
 
 def _staged(placement: Placement, shapes: Mapping[str, Any], assign: Callable | None) -> Staging:

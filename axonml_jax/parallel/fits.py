@@ -44,11 +44,11 @@ def _check_left(plan: Plan, degrees: Mapping[str, int]) -> list[AxisNames]:
     left = [
         axis for axis, each in plan.on(degrees).items() if each.left_to_partitioner and degrees[as_axes(axis)[0]] > 1
     ]
-    if left and plan.pipe is not None:
+    if left and plan.pipe is not None and plan.check_vma:
         raise ValueError(
-            f"{', '.join(map(str, left))} is left to XLA's partitioner, since the model's code sees whole sequences, and a "
-            "pipeline's stages see their rank's positions: write the model for these (ax.context_attention, "
-            "ax.context_positions; splits_positions = True), or use a mesh without it"
+            f"{', '.join(map(str, left))} is left to XLA's partitioner, since the model's code sees whole sequences, and "
+            "JAX has no gradient of attention across ranks in there with types that are checked: leave out check_vma=True, "
+            "or write the model for its rank's positions (ax.context_attention, ax.context_positions; splits_positions = True)"
         )
     return left
 

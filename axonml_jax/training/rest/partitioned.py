@@ -1,14 +1,8 @@
 """One axis is left to XLA's partitioner: a step's `shard_map` sees leaves whole along it, between steps they are split."""
 
-import jax
-import optax
-from jax.sharding import Mesh
-
-from axonml_jax.sharding.layout import shardings
 from axonml_jax.training.rest.plain import Plain
 from axonml_jax.training.rest.rest import Rest
 from axonml_jax.training.rest.stacked import Stacked
-from axonml_jax.training.state.train_state import TrainState
 
 
 class Partitioned(Plain):
@@ -17,10 +11,6 @@ class Partitioned(Plain):
     def between(self) -> Rest:
         """As the plan's rules split them."""
         return Plain(self.placement.resting)
-
-    def settled(self, state: TrainState, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-        """The partitioner is told what it would be free to choose."""
-        return jax.lax.with_sharding_constraint(state, shardings(self.between().state_specs(tx, state), mesh))
 
     @property
     def updates_in_slices(self) -> bool:

@@ -15,6 +15,7 @@ from axonml_jax.collectives.varying import vary
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.model.loss import Loss
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.layout import shardings
 from axonml_jax.training.objective import Objective
 from axonml_jax.training.optimizer.norm import Part
 from axonml_jax.training.optimizer.sharded.on_shards import OnShards
@@ -52,8 +53,10 @@ class Rest(abc.ABC):
         return self
 
     def settled(self, state: TrainState, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-        """A step's new state where the next step wants it."""
-        return state
+        """A step's new state where the next step wants it: the partitioner is told what it would be free to choose."""
+        if not self.placement.left:
+            return state
+        return jax.lax.with_sharding_constraint(state, shardings(self.between().state_specs(tx, state), mesh))
 
     def state_specs(self, tx: optax.GradientTransformation, state: TrainState) -> Any:
         """Specs of a whole `TrainState`."""

@@ -11,6 +11,7 @@ from axonml_jax.compat.residuals import Saved
 from axonml_jax.parallel.pipeline.cutting.traced_stage import Inputs, Results, TracedStage
 from axonml_jax.parallel.units.body import Transform
 from axonml_jax.program.atoms import aval_of
+from axonml_jax.program.mapped_dims import mapped_dim
 from axonml_jax.program.program import Equation, Program, read_program
 from axonml_jax.program.run import run_program
 
@@ -52,6 +53,12 @@ class TracedForward:
     def residuals(self) -> list[Any]:
         """The abstract values of what it keeps."""
         return self.out_tree.unflatten([aval_of(atom, self.program.avals) for atom in self.program.outputs])[1]
+
+    def split_dims(self, axis: str) -> list[int | None]:
+        """The dim of each of them that comes out of a `shard_map` over an axis split; None: of the others."""
+        kept = len(self.residuals)
+        outputs = self.program.outputs[len(self.program.outputs) - kept :]
+        return [mapped_dim(self.program, atom, axis) for atom in outputs]
 
     def apply(self, inputs: Inputs) -> tuple[Results, list[jax.Array]]:
         """The results, and what is kept."""

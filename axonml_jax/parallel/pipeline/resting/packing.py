@@ -1,7 +1,8 @@
 """Several arrays in one flat buffer per (dtype, axes they vary over): what lets unlike stages share one program.
 
 All ranks run the same program, so what stages hold, send and keep must have one shape on all of them, however different
-their arrays are. Concatenating arrays joins the axes they vary over, so those that vary over other axes stay apart.
+their arrays are. Concatenating arrays joins the axes they vary over, so those that vary over other axes stay apart; so do
+those of which XLA's partitioner splits a dim (`position_parts.py`).
 """
 
 import math
@@ -16,6 +17,7 @@ from jax.typing import ArrayLike
 
 from axonml_jax.collectives.varying import types_are_checked, vary, vary_like, varying_axes
 from axonml_jax.compat.barrier import together
+from axonml_jax.parallel.pipeline.resting.position_parts import PartRanks, apart, joined, row_size
 
 
 class BufferGroup(NamedTuple):
@@ -25,18 +27,24 @@ class BufferGroup(NamedTuple):
       dtype: numpy's name.
       axes: the mesh axes over which they vary, sorted.
       frozen: whether they are parameters without a gradient.
+      parts: the ranks among which a dim of each is split by XLA's partitioner, the buffer's dim before the last; (): it is not.
     """
 
     dtype: str
     axes: tuple[str, ...] = ()
     frozen: bool = False
+    parts: PartRanks | tuple[()] = ()
+
+    def shape(self, size: int) -> tuple[int, ...]:
+        """Of a buffer."""
+        return (self.parts.count, size) if self.parts else (size,)
 
 
 Buffers = dict[BufferGroup, jax.Array]
-"""A flat array per group, [n], or one per group and slot, [slots, n]."""
+"""A flat array per group, [n], or one per group and slot, [slots, n]; [N, n] and [slots, N, n] of groups in N parts."""
 
 Sizes = Mapping[BufferGroup, int]
-"""Elements per group."""
+"""Elements per group, or per part of one."""
 
 
 class Slot(NamedTuple):
@@ -48,6 +56,7 @@ class Slot(NamedTuple):
       shape: of the array; of a key array's data.
       key_impl: which random generator's keys these are; None: they are no keys.
       place: the offset as a value of the running program, by which the array is read and written; None: a constant.
+      dim: in a group in parts, the dim of the array that is split.
     """
 
     group: BufferGroup
@@ -55,11 +64,23 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     key_impl: Any = None
     place: Any = None
+    dim: int = 0
 
     @property
     def size(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
+        """Elements, or those of one part."""
+        parts = self.group.parts
+        return row_size(self.shape, self.dim, parts.count) if parts else math.prod(self.shape)
+
+    def flat(self, data: jax.Array) -> jax.Array:
+        """The array as it lies in its buffer: [n], or [N, n]."""
+        return apart(data, self.dim, self.group.parts) if self.group.parts else jnp.ravel(data)
+
+    def opened(self, flat: jax.Array) -> jax.Array:
+        """The inverse of `flat`, whatever dims of size 1 stand before."""
+        if not (parts := self.group.parts):
+            return flat.reshape(self.shape)
+        return joined(flat.reshape(parts.count, self.size), self.shape, self.dim, parts)
 
 
 @dataclass(frozen=True)
@@ -74,20 +95,29 @@ class Packing:
     slots: tuple[Slot, ...]
 
     @classmethod
-    def of(cls, arrays: Iterable[Any], axis: str | None = None) -> "Packing":
-        """One array behind the other, each in the group of its dtype and varying axes.
+    def of(
+        cls,
+        arrays: Iterable[Any],
+        axis: str | None = None,
+        split: tuple[PartRanks, Sequence[int | None]] | None = None,
+    ) -> "Packing":
+        """One array behind the other, each in the group of its dtype, its varying axes and whether it is in parts.
 
         Args:
           arrays: arrays or abstract values, of which only shape, dtype and varying axes are read.
           axis: a mesh axis over which they are all to vary; without a meaning where types are not checked.
+          split: in which parts, and the dim of each array that is split so, or None; None: none is.
         """
         slots, ends = [], {}
         more = {axis} if axis is not None and types_are_checked(axis) else frozenset()
-        for array in arrays:
+        for i, array in enumerate(arrays):
             data, key_impl = data_of(array.dtype, array.shape)
+            dim = None if split is None or key_impl is not None else split[1][i]
             group = BufferGroup(jnp.dtype(data.dtype).name, tuple(sorted(varying_axes(array) | more)))
-            slots.append(Slot(group, ends.get(group, 0), data.shape, key_impl))
-            ends[group] = slots[-1].offset + data.size
+            if split is not None and dim is not None:
+                group = group._replace(parts=split[0])
+            slots.append(Slot(group, ends.get(group, 0), data.shape, key_impl, dim=dim or 0))
+            ends[group] = slots[-1].offset + slots[-1].size
         return cls(tuple(slots))
 
     @cached_property
@@ -105,11 +135,11 @@ class Packing:
         ends = dict.fromkeys(sizes, 0)
         for slot, array in sorted(zip(self.slots, arrays, strict=True), key=lambda pair: pair[0].offset):
             gap = slot.offset - ends[slot.group]
-            pieces[slot.group] += [jnp.zeros(gap, slot.group.dtype)] * (gap > 0) + [jnp.ravel(_data(array)[0])]
+            pieces[slot.group] += [_zeros(slot.group, gap)] * (gap > 0) + [slot.flat(_data(array)[0])]
             ends[slot.group] = slot.offset + slot.size
         for group, size in sizes.items():
-            pieces[group] += [jnp.zeros(size - ends[group], group.dtype)] * (size > ends[group])
-        return {group: jnp.concatenate(vary(these, group.axes)) for group, these in pieces.items()}
+            pieces[group] += [_zeros(group, size - ends[group])] * (size > ends[group])
+        return {group: jnp.concatenate(vary(these, group.axes), axis=-1) for group, these in pieces.items()}
 
     def unpack(self, buffers: Buffers, row: ArrayLike | None = None) -> list[jax.Array]:
         """The arrays, out of flat buffers, or out of one row of buffers with slots."""
@@ -134,7 +164,7 @@ class Packing:
             # All at once, so that XLA does not compute what makes an array again in the loop that stores it.
             values = together([value for _, value in own])
             for (slot, _), value in zip(own, values, strict=True):
-                flat = vary_like(jnp.ravel(value), buffers[group])
+                flat = vary_like(slot.flat(value), buffers[group])
                 at = _place(slot, row)
                 buffers[group] = jax.lax.dynamic_update_slice(
                     buffers[group], flat[None], at, allow_negative_indices=False
@@ -145,7 +175,7 @@ class Packing:
         buffers = dict(buffers)
         for slot, array in zip(self.slots, arrays, strict=True):
             buffer = buffers[slot.group]
-            value = vary_like(jnp.ravel(_data(array)[0]).astype(buffer.dtype), buffer)
+            value = vary_like(slot.flat(_data(array)[0]).astype(buffer.dtype), buffer)
             new = change(_flat(slot, buffer), value)
             at = slot.offset if slot.place is None else slot.place
             buffers[slot.group] = jax.lax.dynamic_update_slice(buffer, new, (at,), allow_negative_indices=False)
@@ -154,24 +184,35 @@ class Packing:
 
 def slot_value(slot: Slot, buffer: jax.Array, row: ArrayLike | None = None) -> jax.Array:
     """One array out of its buffer."""
-    data = _flat(slot, buffer, row).reshape(slot.shape)
+    data = slot.opened(_flat(slot, buffer, row))
     return data if slot.key_impl is None else jax.random.wrap_key_data(data, impl=slot.key_impl)
 
 
 def _flat(slot: Slot, buffer: jax.Array, row: ArrayLike | None = None) -> jax.Array:
     """The part of a buffer, or of one row of it, that is an array."""
+    sizes = slot.group.shape(slot.size)
     if row is not None:
-        return jax.lax.dynamic_slice(buffer, _place(slot, row), (1, slot.size), allow_negative_indices=False)
+        return jax.lax.dynamic_slice(buffer, _place(slot, row), (1, *sizes), allow_negative_indices=False)
     if slot.place is not None:
-        return jax.lax.dynamic_slice(buffer, (slot.place,), (slot.size,), allow_negative_indices=False)
-    return jax.lax.slice(buffer, (slot.offset,), (slot.offset + slot.size,))
+        at = (*_firsts(slot, slot.place), slot.place)
+        return jax.lax.dynamic_slice(buffer, at, sizes, allow_negative_indices=False)
+    return jax.lax.slice_in_dim(buffer, slot.offset, slot.offset + slot.size, axis=-1)
 
 
-def _place(slot: Slot, row: ArrayLike) -> tuple[jax.Array, jax.Array]:
+def _place(slot: Slot, row: ArrayLike) -> tuple[jax.Array, ...]:
     """Where an array begins in a row of a buffer with slots."""
     row = jnp.asarray(row)
     offset = slot.offset if slot.place is None else slot.place
-    return row, vary_like(jnp.asarray(offset, row.dtype), row)
+    return row, *_firsts(slot, row), vary_like(jnp.asarray(offset, row.dtype), row)
+
+
+def _firsts(slot: Slot, like: jax.Array) -> list[jax.Array]:
+    """Where its parts begin, if it has any: at the first."""
+    return [vary_like(jnp.zeros_like(like), like)] * bool(slot.group.parts)
+
+
+def _zeros(group: BufferGroup, size: int) -> jax.Array:
+    return jnp.zeros(group.shape(size), group.dtype)
 
 
 def data_of(dtype: Any, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, Any]:

@@ -12,6 +12,7 @@ from axonml_jax.collectives.varying import vary, vary_like
 from axonml_jax.compat.versions import BRANCHES_WRITE_IN_PLACE
 from axonml_jax.parallel.pipeline.cutting.stage import Stage
 from axonml_jax.parallel.pipeline.resting.packing import Buffers
+from axonml_jax.parallel.pipeline.resting.position_parts import PositionParts
 from axonml_jax.parallel.pipeline.resting.shared import sum_shared
 from axonml_jax.parallel.pipeline.resting.stage_buffers import StageBuffers
 from axonml_jax.parallel.pipeline.running.gather_modes import EachTick, EachTurn, Kept
@@ -74,6 +75,7 @@ def run_pipeline(
     remat: Remat = None,
     grad_dtype: Callable[[str], Any] | None = None,
     keep_read: bool = False,
+    positions: PositionParts | None = None,
 ) -> PipelineResult:
     """Run all microbatches through all stages, inside `shard_map` with `axis` bound.
 
@@ -94,6 +96,7 @@ def run_pipeline(
       grad_dtype: of the accumulated gradients, from a parameter's dtype; None: the parameter's.
       keep_read: keep what `Stage.read` gives until the rank turns to another of its stages, and call `Stage.sync` when it
         leaves one; False: both in every tick.
+      positions: which arrays of stages have positions that an axis left to XLA's partitioner splits; None: there is none.
 
     Raises:
       ValueError: when sizes do not agree; everything that does not is named.
@@ -106,7 +109,7 @@ def run_pipeline(
     buffers = {"weights": (layout, weights), "states": (states_layout, states)}
     refuse_disagreement(timetable, len(stages), axis_size(axis), buffers, {"batch": batch, "keys": keys}, keep_read)
     given, given_tree = jax.tree.flatten((batch, keys))
-    held = Held(layout, states_layout, vary(weights, axis), vary(states, axis), given, given_tree, axis)
+    held = Held(layout, states_layout, vary(weights, axis), vary(states, axis), given, given_tree, axis, positions)
     transform = None if timetable.backward is None else transform_of(remat, apart=True)
     line = with_places(trace_line(stages, held, transform), axis_index(axis), timetable.num_ranks, axis)
     return _Run(timetable, line, held, seed, grad_dtype, keep_read).all_ticks()

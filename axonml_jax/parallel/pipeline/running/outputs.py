@@ -12,7 +12,8 @@ def outputs_of(packing: Packing, buffers: Buffers, axis: str) -> list[jax.Array]
 
     Args:
       packing: how one microbatch's lie.
-      buffers: [M + 1, n], a row per microbatch and the trash; zeros in all but the trash where the last stage is not.
+      buffers: [M + 1, n] (see `Buffers`), a row per microbatch and the trash; zeros in all but the trash where the last
+        stage is not.
       axis: the pipeline's mesh axis.
 
     Communicates: one all-reduce over `axis` per group.
@@ -20,8 +21,8 @@ def outputs_of(packing: Packing, buffers: Buffers, axis: str) -> list[jax.Array]
     everywhere = {group: _summed(buffer[:-1], axis) for group, buffer in buffers.items()}
     leaves = []
     for slot in packing.slots:
-        rows = everywhere[slot.group][:, slot.offset : slot.offset + slot.size]
-        data = rows.reshape(rows.shape[0], *slot.shape)
+        rows = everywhere[slot.group][..., slot.offset : slot.offset + slot.size]
+        data = jax.vmap(slot.opened)(rows) if slot.group.parts else rows.reshape(rows.shape[0], *slot.shape)
         leaves.append(data if slot.key_impl is None else jax.random.wrap_key_data(data, impl=slot.key_impl))
     return leaves
 

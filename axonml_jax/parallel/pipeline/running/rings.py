@@ -12,12 +12,13 @@ from axonml_jax.parallel.pipeline.resting.packing import Buffers, Sizes
 
 def nothing(sizes: Sizes) -> Buffers:
     """What an idle rank writes and sends; it goes to the trash and is never read."""
-    return {group: vary(jnp.zeros(size, group.dtype), group.axes) for group, size in sizes.items()}
+    return {group: vary(jnp.zeros(group.shape(size), group.dtype), group.axes) for group, size in sizes.items()}
 
 
 def slots(sizes: Sizes, count: int) -> Buffers:
     """Empty buffers of `count` slots, [count, n]; where idle ranks write, the last one is for trash."""
-    return {group: vary(jnp.zeros((count, size), group.dtype), group.axes) for group, size in sizes.items()}
+    empty = lambda group, size: jnp.zeros((count, *group.shape(size)), group.dtype)
+    return {group: vary(empty(group, size), group.axes) for group, size in sizes.items()}
 
 
 def store(buffers: Buffers, values: Buffers, slot: ArrayLike) -> Buffers:
@@ -31,7 +32,7 @@ def lend(buffers: Buffers, slot: ArrayLike) -> tuple[Buffers, ArrayLike]:
     """What a branch writes one slot of, and which: the buffers themselves, or an empty slot of its own."""
     if BRANCHES_WRITE_IN_PLACE:
         return buffers, slot
-    return slots({group: buffer.shape[1] for group, buffer in buffers.items()}, 1), jnp.zeros_like(slot)
+    return slots({group: buffer.shape[-1] for group, buffer in buffers.items()}, 1), jnp.zeros_like(slot)
 
 
 def take_back(buffers: Buffers, written: Buffers, slot: ArrayLike) -> Buffers:

@@ -16,10 +16,12 @@ from axonml_jax.parallel.pipeline.cutting.pieces import Piece, Pieces, cut_piece
 from axonml_jax.parallel.pipeline.cutting.stage import StageOutput
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.pipeline.resting.packing import slot_value
+from axonml_jax.parallel.pipeline.resting.position_parts import PositionParts, on_every_rank
 from axonml_jax.parallel.pipeline.resting.stage_buffers import StageBuffers, Stored
 from axonml_jax.parallel.pipeline.resting.stage_store import Named, on_own_rank
 from axonml_jax.parallel.pipeline.running.executor import PipelineResult, run_pipeline
 from axonml_jax.parallel.pipeline.running.stage_parameters import Running
+from axonml_jax.parallel.pipeline.running.whole_batch import WholeBatch
 from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 from axonml_jax.program.atoms import aval_of, result_of, results_of
 from axonml_jax.program.run import run
@@ -74,7 +76,11 @@ class _Run:
         self.fun, self.placement, self.staging, self.variables = fun, placement, placement.stages, variables
         self.keys, (self.batch, self.batch_tree) = keys, jax.tree.flatten(batch)
         wide = (AXIS, *placement.batch_axes)
+        shapes = {name: x.shape[1:] for name, x in named_leaves(batch).items()}
+        self.positions = PositionParts.of(placement.batch_layout, shapes)
         self.batch = [vary(x, wide) for x in self.batch]
+        if self.positions is not None:
+            self.batch = [on_every_rank(x) for x in self.batch]
         leaves, self.state_tree = jax.tree.flatten(variables.state)
         self.pieces, self.states = self._cut(leaves)
         self.running = Running(placement, self.pieces.pieces)
@@ -97,6 +103,7 @@ class _Run:
             remat=self.placement.plan.remat,
             grad_dtype=self.running.grad_dtype,
             keep_read=self.staging.policy.turns,
+            positions=self.positions,
         )
         grads = {} if timetable.backward is None else self.running.grads_at_rest(result.grads)
         return Piped(result.aux, result.outputs, grads, self._new_state(layout, result))
@@ -155,7 +162,8 @@ class _Run:
             env |= zip(pieces.given, (*batch, key), strict=True)
             env |= zip(piece.received, x or (), strict=True)
             env |= zip((pieces.states[i] for i in piece.states), state, strict=True)
-            run(piece.equations, env)
+            whole = WholeBatch(pieces.given[:-1], pieces.program.constants)
+            run(piece.equations, env, None if self.positions is None else whole)
             state = [result_of(pieces.new_states[i], env) for i in piece.states]
             if not last:
                 return StageOutput([env[n] for n in piece.sent], state=state)

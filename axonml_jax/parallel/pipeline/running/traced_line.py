@@ -13,7 +13,9 @@ from axonml_jax.parallel.pipeline.cutting.stage import Stage
 from axonml_jax.parallel.pipeline.cutting.traced_forward import TracedForward
 from axonml_jax.parallel.pipeline.cutting.traced_stage import Inputs, TracedStage, trace_stage
 from axonml_jax.parallel.pipeline.resting.packing import Buffers, Packing, Sizes, largest
+from axonml_jax.parallel.pipeline.resting.position_parts import PositionParts, on_every_rank
 from axonml_jax.parallel.pipeline.resting.stage_buffers import StageBuffers
+from axonml_jax.parallel.pipeline.running.rings import nothing
 from axonml_jax.parallel.units.body import Transform
 
 
@@ -111,6 +113,7 @@ class Held:
       given: leaves of the microbatches and their keys, each [M, ...].
       given_tree: of (batch, keys).
       axis: the pipeline's mesh axis.
+      positions: which of what stages send and keep XLA's partitioner splits; None: none of it.
     """
 
     layout: StageBuffers
@@ -120,10 +123,25 @@ class Held:
     given: Sequence[jax.Array]
     given_tree: Any
     axis: str
+    positions: PositionParts | None = None
 
     def microbatch(self, index: ArrayLike) -> list[jax.Array]:
-        """One microbatch and its key, typed as varying over the pipeline too: a cast inside a stage would be kept."""
-        return [vary(jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.axis) for x in self.given]
+        """One microbatch and its key, typed as varying over the pipeline too: a cast inside a stage would be kept.
+
+        Where positions are split, every rank has the whole microbatch: of a shift of split labels the partitioner would make a
+        permute in one stage's branch.
+        """
+        rows = [vary(jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.axis) for x in self.given]
+        return rows if self.positions is None else [on_every_rank(x) for x in rows]
+
+    def packing(self, arrays: Sequence[Any], known: Sequence[int | None] = ()) -> Packing:
+        """Of what a stage sends or keeps, `known` dims of which are split."""
+        if self.positions is None:
+            return Packing.of(arrays, self.axis)
+        dims = [self.positions.dim_of(array.shape) for array in arrays]
+        for i, dim in enumerate(known):
+            dims[i] = dims[i] if dim is None else dim
+        return Packing.of(arrays, self.axis, (self.positions.parts, dims))
 
 
 def trace_line(stages: Sequence[Stage], held: Held, transform: Transform | None) -> TracedLine:
@@ -157,19 +175,19 @@ def trace_line(stages: Sequence[Stage], held: Held, transform: Transform | None)
 def _member(number: int, stage: Stage, held: Held, before: Member | None, transform: Transform | None) -> Member:
     weights, state = held.layout.packings[number], held.states_layout.packings[number]
     x = Packing(()) if before is None else before.y
-    empty = {group: vary(jnp.zeros(size, group.dtype), group.axes) for group, size in x.sizes.items()}
     read = list(stage.read(weights.unpack(held.weights)))
-    inputs = Inputs(read, held.microbatch(0), x.unpack(empty), state.unpack(held.states))
+    inputs = Inputs(read, held.microbatch(0), x.unpack(nothing(x.sizes)), state.unpack(held.states))
     trained = [not slot.group.frozen for slot in weights.slots]
     varied = [] if before is None else before.traced.varied_y
     traced = trace_stage(stage, inputs, _arguments(number, held, before), trained, varied)
     _check_state(number, traced, inputs.state)
-    y = Packing.of((traced.aval(atom) for atom in traced.places.y), held.axis)
+    y = held.packing([traced.aval(atom) for atom in traced.places.y])
     member = Member(stage, traced, weights, state, Packing.of(read, held.axis), x, y)
     if transform is None:
         return member
     forward = TracedForward.of(traced, inputs, transform)
-    return replace(member, residuals=Packing.of(forward.residuals, held.axis), forward=forward)
+    known = () if held.positions is None else forward.split_dims(held.positions.parts.axis)
+    return replace(member, residuals=held.packing(forward.residuals, known), forward=forward)
 
 
 def _arguments(number: int, held: Held, before: Member | None) -> Callable[[Inputs], tuple]:
