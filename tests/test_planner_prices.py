@@ -143,6 +143,7 @@ def test_what_a_block_takes_however_few_tokens_comes_with_every_microbatch_and_a
 def test_a_block_is_measured_where_that_is_quick(monkeypatch):
     model = config(LLAMA, max_length=64)
     found = measure(2, model=model, size=64, elements=1024)
+    assert found.alone >= 1
     assert found.reached is not None and 0 < found.reached <= 1 and found.block_seconds >= 0
     assert Assumptions.on(found).efficiency == found.reached and Assumptions.on(found, 0.3).efficiency == 0.3
     monkeypatch.setattr("axonml_jax.planner.measure.PATIENCE", 0.0)

@@ -33,6 +33,7 @@ class Hardware:
       block_seconds: seconds that forward and backward of one block take however few tokens it has, where a model was measured.
       reached: share of `flops` that the products of its blocks reach, where a model was measured; None: nobody knows. See
         `Assumptions.on`.
+      alone: how many times as fast a device computes while the others are idle: simulated devices share their host's cores.
       sources: where each figure is from, by attribute; what is not there is an assumption.
     """
 
@@ -49,6 +50,7 @@ class Hardware:
     torus: int = 0
     block_seconds: float = 0.0
     reached: float | None = None
+    alone: float = 1.0
     sources: dict[str, str] = field(default_factory=dict, compare=False, hash=False)
 
     def bandwidth(self, ranks: Many, inner: Many) -> Many:
@@ -63,6 +65,18 @@ class Hardware:
         """
         across = least(self.link, self.cross * self.island / least(self.island, inner))
         return either(ranks * inner <= self.island, self.link, across)
+
+    def idle(self, bubble: Many) -> Many:
+        """What is left of a pipeline's bubble where devices that wait leave their cores to the others.
+
+        >>> import dataclasses
+        >>> [dataclasses.replace(HARDWARE["v5p"], alone=alone).idle(1.5) for alone in (1.0, 2.0, 4.0)]
+        [1.5, 0.25, 0.0]
+
+        Args:
+          bubble: idle time over useful time.
+        """
+        return most(0.0, (1 + bubble) / self.alone - 1)
 
     def delay(self, ranks: Many, inner: Many) -> Many:
         """Seconds that one collective along a mesh axis takes however little it sends; it grows with log2 of its ranks."""

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import jax
@@ -56,6 +57,8 @@ def measure(
     devices = _devices(num_devices)
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
     flops = 2 * size**3 * 8 / _seconds(mesh, _products, (len(devices), size, size), dtype)
+    single = Mesh(devices[:1], ("data",), axis_types=(AxisType.Auto,))
+    alone = 2 * size**3 * 8 / _seconds(single, _products, (1, size, size), dtype)
     moved = 2 * elements * jnp.dtype(dtype).itemsize  # read and written
     bandwidth = moved / _seconds(mesh, lambda x: x * 2 + 1, (len(devices), elements), dtype)
     ranks, call = len(devices), _seconds(mesh, lambda x: x, (len(devices), 8), dtype)
@@ -82,6 +85,7 @@ def measure(
         cross_latency=latency,
         block_seconds=fixed,
         reached=None if rate is None else min(rate / flops, 1.0),
+        alone=max(alone / flops, 1.0),
         sources=dict.fromkeys(("flops", "memory_bandwidth", "link", "island", "cross"), "measured"),
     )
 
@@ -130,13 +134,15 @@ def _block(mesh: Mesh, model: TransformerConfig, dtype: str) -> tuple[float, flo
         return jax.tree.map(lambda g: g[None], jax.grad(total, (0, 1))(weights, x[0]))
 
     shape = lambda rows: (mesh.size, rows, length, model.hidden_size)
-    few, many = (_seconds(mesh, gradients, shape(rows), dtype) for rows in (FEW, MANY))
+    few, many = (_seconds(mesh, gradients, shape(rows), dtype, rounds=21, of=median) for rows in (FEW, MANY))
     row = max(many - few, 1e-9) / (MANY - FEW)
     return max(few - FEW * row, 0.0), _block_flops(model) / row
 
 
-def _seconds(mesh: Mesh, body: Callable, shape: tuple[int, ...], dtype: str, rounds: int = 5) -> float:
-    """The shortest of a few runs of a body on every device at once."""
+def _seconds(
+    mesh: Mesh, body: Callable, shape: tuple[int, ...], dtype: str, rounds: int = 5, of: Callable = min
+) -> float:
+    """The shortest, or another, of a few runs of a body on every device at once."""
     spec = PartitionSpec("data")
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     x = jax.device_put(jnp.full(shape, 1e-3, dtype), NamedSharding(mesh, spec))
@@ -146,4 +152,4 @@ def _seconds(mesh: Mesh, body: Callable, shape: tuple[int, ...], dtype: str, rou
         started = time.perf_counter()
         jax.block_until_ready(run(x))
         times.append(time.perf_counter() - started)
-    return min(times)
+    return of(times)

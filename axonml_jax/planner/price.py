@@ -71,7 +71,7 @@ def price(found: Predicted, hardware: Hardware, assumptions: Assumptions | None 
     states = memory.parameters + memory.optimizer + memory.padding
     return Price(
         compute=compute,
-        bubble=found.bubble * compute,
+        bubble=hardware.idle(found.bubble) * compute,
         update=(2 * states + memory.gradients) / hardware.memory_bandwidth,
         host=2 * memory.host / given.host_bandwidth,
         network=network_by_axes(run),

@@ -118,7 +118,7 @@ def timeline(found: Prediction, hardware: Hardware, assumptions: Assumptions | N
         drawing.microbatches(run[:-1])
     else:
         drawing.alone(run[0])
-        drawing.ticks(run[1], found, found.timetable)
+        drawing.ticks(run[1], found, found.timetable, hardware.idle(found.bubble))
     drawing.alone(run[-1])
     drawing.both("host", cost.host)
     drawing.both("update", cost.update)
@@ -166,11 +166,11 @@ class _Drawing:
                 self.both(phase.name, phase.compute)
                 self.clock += phase.waits(sendings)
 
-    def ticks(self, phase: Phase, found: Prediction, timetable: Timetable) -> None:
+    def ticks(self, phase: Phase, found: Prediction, timetable: Timetable, bubble: float) -> None:
         """The ticks of a pipeline, each longer by its part of what nothing hides."""
         assert found.stage_costs is not None
         _, ends = tick_times(timetable, found.stage_costs)
-        useful = phase.compute * (1 + found.bubble) / float(ends[-1])  # seconds of one unit of the stages' costs
+        useful = phase.compute * (1 + bubble) / float(ends[-1])  # seconds of one unit of the stages' costs
         wait = phase.exposed / len(ends)
         begins = np.concatenate([[0.0], ends[:-1]])
         for rank, events in enumerate(trace_ticks(timetable, found.stage_costs)):
