@@ -72,6 +72,7 @@ MODELS = {
 OPTIONS = {
     "no microbatch": (lambda: ax.Plan(accumulate=0), ["accumulate=0", "positive whole number"]),
     "half a microbatch": (lambda: ax.Plan(accumulate=1.5), ["accumulate=1.5", "positive whole number"]),
+    "more microbatches than can be counted": (lambda: ax.Plan(accumulate=10**30), ["accumulate=10", "below 2**31"]),
     "a flag for a number": (lambda: ax.Plan(accumulate=True), ["accumulate=True"]),
     "no bucket": (lambda: ddp(bucket_size_mb=0), ["bucket_size_mb=0", "positive", "25"]),
     "a bucket of text": (lambda: ddp(bucket_size_mb="25"), ["bucket_size_mb='25'", "positive number"]),
@@ -93,9 +94,15 @@ OPTIONS = {
     "a check that is no flag": (lambda: ddp(check_vma="off"), ["check_vma='off'", "True or False"]),
     "a misspelled policy": (
         lambda: ddp(precision="bf61"),
-        ["'bf61'", "['bf16', 'bf16-reduce', 'float32', 'fp16']", "ax.Precision"],
+        ["'bf61'", "['bf16', 'bf16-reduce', 'float32', 'fp16', 'fp8']", "ax.Precision"],
     ),
     "a policy that is none": (lambda: ddp(precision=16), ["precision 16", "ax.Precision"]),
+    "a policy that is a list": (lambda: ddp(precision=["bf16"]), ["precision ['bf16']", "ax.Precision"]),
+    "products in a list": (lambda: ax.Precision(products=["fp8"]), ["products=['fp8']", "'fp8' or None"]),
+    "patterns that are a number": (
+        lambda: ax.Precision(products="fp8", products_kept=3),
+        ["products_kept=3", "regular expressions"],
+    ),
     "misspelled dtypes": (
         lambda: ax.Precision(param="float23", compute="int8"),
         ["param='float23' is not a dtype", "compute=int8 is not a floating dtype", "or None"],

@@ -192,3 +192,7 @@ def test_a_hook_that_returns_another_shape_is_refused():
         reductions(
             lambda x: all_reduce_leaves([x[0]], "data", flat=True, comm_hook=lambda a, _: a[1:]), np.zeros((4, 3))
         )
+    with pytest.raises(ValueError, match=r"comm_hook returned None for a flat bucket of shape \(3,\)"):
+        reductions(
+            lambda x: all_reduce_leaves([x[0]], "data", flat=True, comm_hook=lambda a, _: None), np.zeros((4, 3))
+        )

@@ -38,6 +38,7 @@ def plan(**options):
 
 REFUSED = {
     "every=0 must be a positive whole number": lambda: ax.DiLoCo(every=0),
+    "every=2147483648 must be a positive whole number of steps below 2": lambda: ax.DiLoCo(every=2**31),
     "lr=0, the outer learning rate": lambda: ax.DiLoCo(every=1, lr=0),
     "momentum=1 must be a number of at least 0 and below 1": lambda: ax.DiLoCo(every=1, momentum=1),
     "wire='fp8' must be None, 'bf16' or 'int8'": lambda: ax.DiLoCo(every=1, wire="fp8"),

@@ -35,6 +35,7 @@ ILLEGAL = [
     ({"data": 0}, ["data=0"]),
     ({"data": -2, "pipe": 2.0, "row": True, "tensor": "2"}, ["data=-2", "pipe=2.0", "row=True", "tensor='2'"]),
     ({"data": -1, "tensor": -1}, ["data=-1, tensor=-1", "one axis"]),
+    ({"data": np.ones(3), "tensor": -1}, ["data=array([1., 1., 1.])", "a degree is an int"]),
 ]
 
 

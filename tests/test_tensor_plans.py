@@ -64,6 +64,7 @@ MESHES = {
     "data_tensor": {"data": 2, "tensor": 2},
     "fsdp_tensor": {"fsdp": 2, "tensor": 4},
     "data_fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+    "wide_fsdp_tensor": {"fsdp": 4, "tensor": 2},
 }
 
 
@@ -73,7 +74,9 @@ MESHES = {
     [
         ("tensor", 3, True),
         ("data_tensor", 3, False),
+        ("fsdp_tensor", 2, False),  # sums of microbatches, reduced over fsdp, wait for tensor
         ("fsdp_tensor", 3, True),
+        ("wide_fsdp_tensor", 3, False),  # biases too small for fsdp are whole on every rank
         ("data_fsdp_tensor", 1, False),
     ],
 )

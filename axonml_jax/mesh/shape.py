@@ -50,7 +50,7 @@ class MeshShape:
 
     def __post_init__(self):
         illegal = {axis: degree for axis, degree in self.degrees.items() if not _is_degree(degree)}
-        open_axes = {axis: degree for axis, degree in self.degrees.items() if degree == -1}
+        open_axes = {axis: degree for axis, degree in self.degrees.items() if axis not in illegal and degree == -1}
         offenders = illegal | (open_axes if len(open_axes) > 1 else {})
         if offenders:
             raise ValueError(

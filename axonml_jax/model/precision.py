@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from axonml_jax._types import PyTree
+from axonml_jax._types import PyTree, is_one_of
 from axonml_jax.synonyms import meant
 
 
@@ -58,9 +58,13 @@ class Precision:
 
     def _products_problems(self) -> Iterator[str]:
         """What is wrong with the rounding of products; patterns become a tuple."""
-        kept = (self.products_kept,) if isinstance(self.products_kept, str) else tuple(self.products_kept)
+        given = (self.products_kept,) if isinstance(self.products_kept, str) else self.products_kept
+        if not isinstance(given, list | tuple):
+            yield f"products_kept={given!r} must be regular expressions, in a tuple"
+            return
+        kept = tuple(given)
         object.__setattr__(self, "products_kept", kept)
-        if self.products not in (None, "fp8"):
+        if not is_one_of(self.products, (None, "fp8")):
             yield f"products={self.products!r} must be 'fp8' or None"
         if kept and self.products is None:
             yield f"products_kept={list(kept)} has no effect without products='fp8'"
@@ -104,7 +108,7 @@ class Precision:
             return policy
         if policy is None:
             return Precision()
-        if (name := meant("precision", policy, _NAMED)) not in _NAMED:
+        if not is_one_of(name := meant("precision", policy, _NAMED), _NAMED):
             raise ValueError(f"precision {policy!r} is not known: give one of {sorted(_NAMED)} or an ax.Precision(...)")
         return _NAMED[name]
 

@@ -44,7 +44,7 @@ def _check_left(plan: Plan, degrees: Mapping[str, int]) -> list[AxisNames]:
     left = [
         axis for axis, each in plan.on(degrees).items() if each.left_to_partitioner and degrees[as_axes(axis)[0]] > 1
     ]
-    if left and plan.pipe is not None and plan.check_vma:
+    if left and plan.check_vma:
         raise ValueError(
             f"{', '.join(map(str, left))} is left to XLA's partitioner, since the model's code sees whole sequences, and "
             "JAX has no gradient of attention across ranks in there with types that are checked: leave out check_vma=True, "
@@ -72,7 +72,13 @@ def _check_rounds(plan: Plan, degrees: Mapping[str, int], *, left: bool) -> None
 
 def _check_strategies(plan: Plan, degrees: Mapping[str, int]) -> None:
     """Refuse strategies that do not go together, or whose options would have no effect."""
-    along = [axis for axis, _ in plan.batch_layout(degrees).positions if degrees[axis] > 1]
+    layout = plan.batch_layout(degrees)
+    if plan.partition is not None and plan.check_vma and all(degrees[axis] == 1 for axis in layout.axes):
+        raise ValueError(
+            f"partition= leaves all axes of the mesh {dict(degrees)} that have ranks to XLA's partitioner, which does not accept "
+            "what JAX's types write where no other axis splits the batch: leave out check_vma=True, or give data ranks"
+        )
+    along = [axis for axis, _ in layout.positions if degrees[axis] > 1]
     if along and plan.partition is not None:
         raise ValueError(
             f"{', '.join(along)} splits positions, and partition= leaves an axis to XLA's partitioner, whose outputs are not "

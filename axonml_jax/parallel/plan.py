@@ -88,8 +88,9 @@ class Plan:
             object.__setattr__(self, "offload", CPUOffload(self.offload))
         if problem := checked_remat(self.remat):
             problems.append(problem)
-        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, Integral) or self.accumulate < 1:
-            problems.append(f"accumulate={self.accumulate!r} must be a positive whole number")
+        whole = isinstance(self.accumulate, Integral) and not isinstance(self.accumulate, bool)
+        if not whole or not 1 <= self.accumulate < 2**31:
+            problems.append(f"accumulate={self.accumulate!r} must be a positive whole number below 2**31")
         if not is_one_of(self.batch_stats, ("global", "local")):
             problems.append(f"batch_stats={self.batch_stats!r} must be 'global' or 'local'")
         if not is_one_of(self.update, ("shards", "whole")):

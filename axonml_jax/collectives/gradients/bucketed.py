@@ -179,9 +179,10 @@ def _reduce_flat(leaves, axes, reduce: CommHook) -> list[jax.Array]:
     for indices in flat_groups(leaves):
         whole = jnp.concatenate([leaves[i].ravel() for i in indices])
         total = reduce(whole, axes)
-        if total.shape != whole.shape:
+        if (shape := getattr(total, "shape", None)) != whole.shape:
+            what = f"{total!r}" if shape is None else f"shape {shape}"
             raise ValueError(
-                f"comm_hook returned shape {total.shape} for a flat bucket of shape {whole.shape} "
+                f"comm_hook returned {what} for a flat bucket of shape {whole.shape} "
                 f"(leaves {[leaves[i].shape for i in indices]}): it must return the reduced array, shaped alike"
             )
         ends = np.cumsum([leaves[i].size for i in indices])[:-1]

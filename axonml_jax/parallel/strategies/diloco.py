@@ -56,8 +56,8 @@ class DiLoCo(AbstractStrategy, LocalRounds):
             raise ValueError(f"DiLoCo: {'; '.join(problems)}")
 
     def _problems(self) -> Iterator[str]:
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            yield f"every={self.every!r} must be a positive whole number of steps"
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or not 1 <= self.every < 2**31:
+            yield f"every={self.every!r} must be a positive whole number of steps below 2**31"
         if not (_is_number(self.lr) and self.lr > 0):
             yield f"lr={self.lr!r}, the outer learning rate, must be a positive number (the paper's is 0.7)"
         if not (_is_number(self.momentum) and 0 <= self.momentum < 1):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from axonml_jax._types import PyTree
 from axonml_jax.collectives.varying import vary, vary_like
 from axonml_jax.compat.jaxpr import trace
-from axonml_jax.mesh.axes import AxisNames
+from axonml_jax.mesh.axes import AxisNames, flat_axes
 from axonml_jax.model.functional import Variables
 from axonml_jax.sharding.layout import is_layout
 from axonml_jax.training.engine.engine import Differentiated, GradientEngine
@@ -67,7 +67,9 @@ class OneByOne(GradientEngine):
     def _loop(self, run: OneMicrobatch, state: PyTree, keys: list, batches: PyTree, inner: tuple[AxisNames, ...]):
         placement = self.placement
         layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
-        axes = [(*placement.batch_axes, *layout.axes) for layout in layouts]
+        reduced = flat_axes(inner)
+        left = [axis for axis in placement.batch_axes if axis not in reduced]
+        axes = [(*left, *layout.axes) for layout in layouts]
         shapes = [layout.shard if inner else placement.read_shape(layout) for layout in layouts]
         kinds = [placement.plan.precision.reduce_dtype(layout.dtype) for layout in layouts]
         zeros = [vary(jnp.zeros(shape, kind), own) for shape, kind, own in zip(shapes, kinds, axes, strict=True)]

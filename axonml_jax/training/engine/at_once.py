@@ -54,7 +54,8 @@ class _Once:
         seen = placement.read_tree(self.params, placement.params) if self.read is None else self.read
         hooked = overlapped(self._loss(seen, args), placement, self.params, self.read, args, axes)
         leaves, treedef = jax.tree.flatten(to_device_memory(self.params, placement.plan.offload.params))
-        unreduced = () if axes is None else flat_axes(axis for axis in placement.axes if axis not in axes)
+        reduced = placement.axes if axes is None else axes
+        unreduced = [axis for axis in placement.batch_axes if axis not in flat_axes(reduced)]
         carriers = vary(treedef.unflatten(map(placement.to_reduce, leaves, self.layouts)), unreduced)
         more = None if accumulated is None else treedef.unflatten(accumulated)
         (_, (loss, state)), grads = jax.value_and_grad(hooked, has_aux=True)(carriers, more, *args)
