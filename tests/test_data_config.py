@@ -100,7 +100,8 @@ def test_reading_stops_at_the_limit(pairs):
 
 @pytest.mark.parametrize(("flags", "said"), [
     (["--data.prompt_field=a"], "data.prompt_field=a and completion_field=None: give both or none"),
-    (["--data.pack=documents"], "data.path: documents are read from a path or a mixture"),
+    (["--data.pack=documents"], "data.path: documents, which pack=documents asks for, are read from a path or a mixture"),
+    (["--data.tokenizer=1.5"], "data.path: documents, which tokenizer asks for, are read from a path or a mixture"),
     (["--data.path=x.jsonl", "--data.pack=windows"], "pack=windows cuts text as one stream of bytes, without path"),
     (["--data.path=x.jsonl", '--data.mixture={"a": 1}'], "path and mixture both say what to read"),
     (['--data.mixture={"a": -1}'], "the share of a is -1.0: must be positive and finite"),

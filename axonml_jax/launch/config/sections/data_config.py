@@ -101,4 +101,8 @@ class DataConfig:
             if not 0 < share < math.inf:
                 yield f"mixture: the share of {path} is {share}: must be positive and finite"
         if self.documents and self.path is None and not self.mixture:
-            yield "path: documents are read from a path or a mixture; without them only pack=windows has a text of its own"
+            asks = ", ".join(self._of_documents()) or f"pack={self.pack}"
+            yield (
+                f"path: documents, which {asks} asks for, are read from a path or a mixture; without them only pack=windows "
+                "has a text of its own"
+            )
