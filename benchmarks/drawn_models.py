@@ -59,13 +59,12 @@ LATENT = {"kv_rank": 6, "query_rank": 5, "plain_size": 4, "rotary_size": 2, "val
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with its loss and batches; `wide` where it is in float64."""
+    """A model with its loss and batches."""
 
     model: Any
     loss: Any
     batch: Any
     params: Any = None
-    wide: bool = True
 
 
 def some(draw: random.Random, options: dict[str, list], chance: float) -> dict[str, Any]:
@@ -107,7 +106,7 @@ def transformer(options: dict[str, Any]) -> Subject:
         return {"tokens": ids[:, :-1], "targets": np.where(np.arange(LENGTH) < ends[:, None], ids[:, 1:], -1)}
 
     loss = lambda model, batch: ax.WeightedMean(*model.loss(batch["tokens"], batch["targets"]))
-    return Subject(Transformer(config, rngs=nnx.Rngs(0, dropout=1)), loss, batch, wide=False)
+    return Subject(Transformer(config, rngs=nnx.Rngs(0, dropout=1)), loss, batch)
 
 
 def plain(options: dict[str, Any]) -> Subject:

@@ -92,15 +92,14 @@ def hold(case: dict[str, Any], reached: list[str]) -> None:
     reached.append("oracle")
     view, variables = functionalize(subject.model, subject.params, trainable)
     wanted = equality._run_oracle(parallel, view, variables, loss, spoiled, tx, clip, 0)
-    lossy = {"wire", "reduce_wire"} & {
-        *words_of(case["plan"])
-    }  # ax.testing.check_strategy holds these to their round trip
+    # ax.testing.check_strategy holds wires to their round trip; sums of parts in bfloat16 that cancel have no digit left.
+    words = {*words_of(case["plan"])}
+    lossy = words & {"wire", "reduce_wire", "bf16-reduce"}
     for what in (name for name in wanted if not (lossy and name == "gradients")):
         mine = got[what]
         if what == "metrics":  # without those that the trainer adds
             mine = [{name: step[name] for name in other} for step, other in zip(got[what], wanted[what], strict=True)]
-        trees = (mine, wanted[what]) if subject.wide and not low else map(_not_noise, (mine, wanted[what]))
-        equality.assert_trees_close(*trees, what, low_precision=low)
+        equality.assert_trees_close(_not_noise(mine), _not_noise(wanted[what]), what, low_precision=low)
 
 
 def hold_diloco(case: dict[str, Any], reached: list[str]) -> None:

@@ -104,11 +104,14 @@ def _check(row: dict) -> None:
         params = model.init(jax.random.key(0), batches[0]) if isinstance(model, nn.Module) else None
         assert_equals_single_device(model, loss, batches, plan, mesh=mesh, params=params, max_grad_norm=0.5)
         return
+    # A key's bias changes nothing behind softmax: its gradient is rounding, of which bfloat16 has much.
+    trainable = "^(?!.*key/bias)" if row["precision"] else None
     own = {"num_layers": 2} if row["scan"] or "pipe" in row else {}
     model = transformer.model_of(param_dtype="float64", **(MODELS[row["model"]] | own), scan_layers=row["scan"])
     length = 24 if row["context"] == 3 else 16
     batches = [transformer.batch_of(seed, length) for seed in range(2)]
-    assert_equals_single_device(model, transformer.loss, batches, plan, mesh=mesh, max_grad_norm=0.5)
+    options = {"mesh": mesh, "trainable": trainable, "max_grad_norm": 0.5}
+    assert_equals_single_device(model, transformer.loss, batches, plan, **options)
 
 
 def _attention_rows(seed: int) -> list[dict]:

@@ -161,7 +161,8 @@ class Oracle:
             each = jnp.stack(ends)
             if how == "sum":
                 return old + (each - old).sum(0, dtype=each.dtype)
-            return each.mean(0) if how == "mean" else each.max(0)
+            # Around the first: the mean of equal values is that value, bit for bit.
+            return ends[0] + (each - ends[0]).mean(0) if how == "mean" else each.max(0)
 
         return jax.tree_util.tree_map_with_path(join, before, *states)
 

@@ -68,7 +68,8 @@ class ParallelMoE(nnx.Module):
     dispatch sends, forward and backward (docs/guides/experts.md); over `tensor_axis` what a `ParallelMLP` does.
     """
 
-    state_joins: ClassVar = {"counts": "sum"}
+    # Biases are the same on all ranks: their largest is exact, and a mean of several equal floats may round.
+    state_joins: ClassVar = {"counts": "sum", "bias": "max"}
     joins_ranks = True
 
     def __init__(

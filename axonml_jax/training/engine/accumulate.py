@@ -53,7 +53,8 @@ class OneByOne(GradientEngine):
             grads, loss, state = run(state, keys[0], batch, None if sync else (), None)
             return grads, jax.tree.map(lambda x: x[None], loss), state
         batches = placement.batch_layout.microbatches(batch, len(keys))
-        if not (placement.reducer.overlaps and any(placement.ranks(axis) > 1 for axis in outer)):
+        waits = [axis for axis in flat_axes(outer) if axis in placement.batch_axes and placement.ranks(axis) > 1]
+        if not (placement.reducer.overlaps and waits):
             grads, losses, state = self._loop(run, state, keys, batches, inner)
             if outer:
                 layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
