@@ -76,9 +76,13 @@ def hold(case: dict[str, Any], reached: list[str]) -> None:
     loss = spoiled_loss(subject.loss, how) if where == "loss" else subject.loss
     spoiled = [spoiled_batch(each, how) for each in batches] if where == "batch" else batches
     made = parallel.trainer
+    others = {name: options.pop(name) for name in ("ema", "norm_type") if name in options}  # the oracle has neither
 
     def trainer(*args, max_grad_norm=None, **more):
-        built = made(*args, **({"max_grad_norm": max_grad_norm} | options | more))
+        given = {"max_grad_norm": max_grad_norm} | options | more
+        if others:  # refused here, or legal
+            made(*args, **given, **others)
+        built = made(*args, **given)
         reached.append("step")
         return built
 

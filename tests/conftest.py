@@ -69,53 +69,32 @@ EVERY_ROW = (
 )  # fmt: skip
 """Modules that run whole on both ends of the range: cheap ones, and those about what differs between versions of JAX."""
 
-
-LARGE = (
-    "cli", "context_attention", "context_axis", "context_traced", "context_transformer", "ddp_equality", "facade_gradients",
-    "foreign_models", "fsdp_equality", "fsdp_facade", "laws", "ledger_difference", "literals", "lora", "models_generate",
-    "models_parallel", "offload_streams", "optimizers_on_shards", "own_axes", "pipeline_executor", "pipeline_facade",
-    "pipeline_linen", "pipeline_training", "positions", "processes_ddp", "recognised_attention", "state_joins", "tensor_3d",
-    "tensor_auto", "tensor_auto_reads", "tensor_block", "tensor_embedding", "tensor_linear", "tensor_plans",
-    "tensor_split_losses",
-)  # fmt: skip
-"""Modules whose tables are products of plans, each row compiled."""
-
-PARTS = 8
-SHARES = {"alone": (4, 8), "LARGE": (1, 5), "others": (2, 6)}
-"""Rows of a table fall into eighths by their names. Of each kind of table the selection has those below the first number, the
-other rows are those from there to the second. Tests without rows are one table together."""
+PARTS, SHARE = 8, 4
+"""Rows of a table fall into eighths by their names; the newest end of the range takes those of the first four."""
 
 
-def _kind(item):
-    module = item.module.__name__.removeprefix("test_")
-    if module in EVERY_ROW:
-        return None
-    if not hasattr(item, "callspec"):
-        return "alone"
-    return "LARGE" if module in LARGE else "others"
+def _part(row):
+    return zlib.crc32(row.encode()) % PARTS
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of a table of cases some rows run, at least one, chosen by their names: see `SHARES`.
+    """Every test without rows runs but for those marked `slow`, and of a table of cases one row, chosen by its name.
 
-    The choice is the same on every machine and for every version. Whoever names files or tests gets all rows, and so does
-    AXONML_ALL_ROWS=1; AXONML_OTHER_ROWS=1 gives the other rows.
+    The choice is the same on every machine and for every version. Whoever names files or tests gets all, and so does
+    AXONML_ALL_ROWS=1; AXONML_OTHER_ROWS=1 gives all tests without rows and half of the other rows.
     """
     if os.environ.get("AXONML_ALL_ROWS") or config.args_source is not config.ArgsSource.TESTPATHS:
         return
-    tables, kept = collections.defaultdict(list), set()
+    others, tables, kept = bool(os.environ.get("AXONML_OTHER_ROWS")), collections.defaultdict(list), set()
     for item in items:
-        kind = _kind(item)
-        tables[kind, "" if kind == "alone" else item.nodeid.split("[")[0]].append(item.nodeid)
-    for (kind, _), rows in tables.items():
-        if kind is None:
-            kept.update(rows)
-            continue
-        first, last = SHARES[kind]
-        eighth = lambda row: zlib.crc32(row.encode()) % PARTS
-        chosen = [row for row in rows if eighth(row) < first] or [min(rows, key=eighth)]
-        left = [row for row in rows if row not in chosen]
-        others = [row for row in left if eighth(row) < last] or left[:1] or chosen
-        kept.update(others if os.environ.get("AXONML_OTHER_ROWS") else chosen)
+        if item.module.__name__.removeprefix("test_") in EVERY_ROW:
+            kept.add(item.nodeid)
+        elif hasattr(item, "callspec"):
+            tables[item.nodeid.split("[")[0]].append(item.nodeid)
+        elif others or not item.get_closest_marker("slow"):
+            kept.add(item.nodeid)
+    for rows in tables.values():
+        one, *left = sorted(rows, key=_part)
+        kept.update([row for row in left if _part(row) < SHARE] or left[:1] or [one] if others else [one])
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]

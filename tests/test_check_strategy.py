@@ -32,6 +32,7 @@ def test_what_keeps_the_contract_passes(name):
     check_strategy(GOOD[name])
 
 
+@pytest.mark.slow
 def test_hops_pass():
     check_strategy(ax.Shard(gather_hop=2, scatter_hop=2), ranks=4)
     check_strategy(ax.Shard(gather_hop=2, stage=1, wire="int8"), ranks=4)

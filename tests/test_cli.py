@@ -111,6 +111,7 @@ def test_help_schedules_and_wrong_arguments_do_not_wait_for_jax():
     assert all(word in " ".join(done.stdout.split()) for word in words)
 
 
+@pytest.mark.slow
 def test_training_prints_plan_and_ledger_first_and_leaves_everything_in_its_folder(run, text, tmp_path):
     pytest.importorskip("matplotlib")
     status, out, _ = run("train", QUICKSTART, *SMALL, "--data.path", text)
@@ -176,6 +177,7 @@ def test_explain_prints_plan_and_ledger_and_allocates_nothing(run):
     assert len(jax.live_arrays()) <= before  # others' garbage may go meanwhile
 
 
+@pytest.mark.slow
 def test_the_sharded_quickstart_trains(run, text):
     status, out, err = run("train", str(CONFIGS / "gpt_fsdp.yaml"), *SMALL, "--data.path", text, "--output.plot=false")
     assert status == 0, err
@@ -257,6 +259,7 @@ def test_unknown_commands_are_refused(run, capsys):
     assert main([]) == 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_ends_cleanly_and_keeps_what_was_recorded(text, tmp_path):
     runs = tmp_path / "runs"
     endless = ("--train.steps=1_000_000", "--train.log_every=1", f"--output.dir={runs}", f"--data.path={text}")
@@ -276,6 +279,7 @@ def test_ctrl_c_saves_ends_cleanly_and_keeps_what_was_recorded(text, tmp_path):
     assert (metrics.parent / "checkpoints" / f"step_{int(step):08d}" / "checkpoint.json").exists()
 
 
+@pytest.mark.slow
 def test_profile_writes_a_trace(text, tmp_path):
     flags = ("--train.steps=9", "--profile", f"--output.dir={tmp_path}", f"--data.path={text}", "--sample.count=0")
     process = in_process("train", QUICKSTART, *SMALL, *flags)

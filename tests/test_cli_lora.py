@@ -28,6 +28,7 @@ CONFIG = TransformerConfig(vocab_size=256, num_layers=2, hidden_size=16, num_hea
 LORA = {"rank": 2, "alpha": 8.0, "targets": ["attention/(query|value)/kernel$", "mlp/up/kernel$"], "base": "int8"}
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_is_trained_evaluated_generated_from_and_exported_merged(tmp_path, capsys):
     model = Transformer(CONFIG, rngs=nnx.Rngs(3))
     write_pretrained(tmp_path / "published", CONFIG, ax.DDP(model, mesh_of(data=1)).state_dict())

@@ -115,6 +115,7 @@ def test_masks_follow_global_positions_as_all_ranks_have_the_same_keys(degrees):
     assert_equals_single_device(Sequences(rate=0.4), by_position, batches(), plan, mesh=mesh_of(degrees))
 
 
+@pytest.mark.slow
 def test_layers_split_over_tensor_and_linen_models_do_too():
     mesh = mesh_of({"data": 2, "context": 2, "tensor": 2})
     assert_equals_single_device(Split(), by_position, batches(), plan_of("striped"), mesh=mesh)
@@ -258,5 +259,6 @@ def test_sharding_over_both_axes_is_one_strategy_made_of_the_plans_fsdp():
         ax.parallelize(Sequences(), mesh_of({"context": 2}), ax.Plan(context=ax.Context(shard=True)))
 
 
+@pytest.mark.slow
 def test_the_strategy_keeps_the_contract():
     check_strategy(ax.Context(order="striped"), ranks=2)

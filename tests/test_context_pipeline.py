@@ -146,6 +146,7 @@ def test_calls_and_evaluation_are_those_of_one_device():
     np.testing.assert_allclose(loss, nnx.jit(shifted)(plain, tokens), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_part_of_what_stages_send_and_keep():
     """Buffers with slots, [slots, 3, n], and what is sent, [3, n], are [.., 1, n] on each of three ranks."""
     model = ax.parallelize(Tied(length=48), mesh_of({"pipe": 2, "context": 3}), ax.Plan(pipe=pipe_of()))

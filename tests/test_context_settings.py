@@ -129,6 +129,7 @@ def test_a_prediction_says_the_order_and_refuses_lengths_and_the_planner_an_axis
         ax.plan(model, num_devices=8, global_batch=8, axes=("data", "stage"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_under_another_split_and_gradients_are_those_of_one_device(tmp_path):
     first, batch = batch_of(0, POSITIONS), batch_of(1, POSITIONS)
     meshes = [{"data": 1, "fsdp": 2, "context": 2}, {"data": 1, "context": 3}, {"data": 1}]

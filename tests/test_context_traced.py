@@ -152,6 +152,7 @@ def test_what_a_step_sends_along_the_axis_is_listed():
         ax.Context(allow_communication=-1)
 
 
+@pytest.mark.slow
 def test_calls_and_evaluation_are_those_of_one_device():
     results = []
     for degrees in ({"data": 2, "context": 2}, {"data": 1}):
@@ -216,7 +217,7 @@ def test_what_does_not_go_together_is_refused():
         degrees = {"fsdp": 2, "context": 2}
         with pytest.raises(ValueError, match="splits_positions = True"):
             ax.parallelize(Written(), mesh_of(degrees), ax.Plan(context=ax.Context(**context)))
-    with pytest.raises(ValueError, match="context is left to XLA's partitioner.* leave out check_vma=True"):
+    with pytest.raises(ValueError, match=r"context is left to XLA's partitioner.* leave out check_vma=True"):
         ax.parallelize(Written(), mesh_of({"context": 2}), ax.Plan(check_vma=True))
     with pytest.raises(ValueError, match="order='striped' reorders positions"):
         ax.Context(sees="whole", order="striped")

@@ -38,6 +38,7 @@ def pairs(tmp_path):
 PROMPTS = {"prompt_field": "prompt", "completion_field": "completion"}
 
 
+@pytest.mark.slow
 def test_completions_are_trained_on_and_validation_counts_every_target_once(tmp_path, pairs, capsys):
     flags = [f"--data.path={pairs}", *(f"--data.{name}={field}" for name, field in PROMPTS.items())]
     assert main(["train", QUICKSTART, *SMALL, *flags, f"--output.dir={tmp_path / 'runs'}"]) == 0

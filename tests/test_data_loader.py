@@ -194,6 +194,7 @@ def test_collate_receives_the_samples_and_batched_reading_is_used():
     assert [batch.tolist() for batch in loader] == [[0, 4], [8, 12]]
 
 
+@pytest.mark.slow
 def test_workers_give_the_same_batches_stop_when_closed_and_resume():
     def loader(num_workers):
         return create_dataloader(

@@ -29,6 +29,7 @@ print("RESULT", batch.shape, Dataset.read, [shard.data.tolist() for shard in bat
 """
 
 
+@pytest.mark.slow
 def test_a_process_reads_only_the_rows_its_devices_hold(free_port):
     address = f"127.0.0.1:{free_port}"
     command = [sys.executable, "-c", PROCESS, address]

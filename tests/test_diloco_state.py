@@ -71,6 +71,7 @@ def test_replicas_follow_parameters_that_somebody_changes(caplog):
 TINY = {"vocab_size": 16, "num_layers": 1, "hidden_size": 8, "num_heads": 2, "mlp_hidden_size": 8, "max_length": 8}
 
 
+@pytest.mark.slow
 def test_replicas_of_a_transformer_may_have_parts_of_sequences():
     config = TransformerConfig(**TINY)
     rng, found = np.random.default_rng(0), []

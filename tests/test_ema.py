@@ -206,6 +206,7 @@ def test_what_cannot_be_is_refused(tmp_path):
 SMALL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_length": 8, "mlp_hidden_size": 16}
 
 
+@pytest.mark.slow
 def test_the_command_line_keeps_validates_reads_and_exports_it(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 60)
     content = {

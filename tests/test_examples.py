@@ -39,6 +39,7 @@ def test_an_example_is_short_says_how_to_run_it_and_ends_with_a_check(path):
     assert any("assert" in ast.unparse(node) for node in tree.body[-2:])
 
 
+@pytest.mark.slow
 def test_the_training_script_goes_on_and_runs_as_two_processes(tmp_path):
     script = ROOT / "examples" / "training_script.py"
     once = run(script, "--steps", "10", cwd=tmp_path)

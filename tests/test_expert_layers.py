@@ -88,6 +88,7 @@ def test_equal_scores_go_to_the_lowest_index():
         np.testing.assert_allclose(choice.gates, 1 / 3, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_balanced_routing_has_a_load_balance_of_one():
     layer = make_moe(nnx.Rngs(0), "switch")
     layer.router.kernel[...] = jnp.eye(WIDTH, EXPERTS, dtype=F64) * 50
@@ -95,6 +96,7 @@ def test_balanced_routing_has_a_load_balance_of_one():
     assert layer(x)[1].load_balance == pytest.approx(EXPERTS / WIDTH)
 
 
+@pytest.mark.slow
 def test_noise_is_drawn_in_train_mode_alone():
     layer = make_moe(nnx.Rngs(0, routing=1), ax.SoftmaxRouter(top_k=1, noise=5.0))
     x = tokens(8, 8)
@@ -104,6 +106,7 @@ def test_noise_is_drawn_in_train_mode_alone():
     assert layer(x)[1].counts.tolist() == layer(x)[1].counts.tolist()
 
 
+@pytest.mark.slow
 def test_the_selection_bias_follows_the_counts_of_train_mode():
     layer = make_moe(nnx.Rngs(0), "sigmoid")
     x = tokens(4, 8)
@@ -160,6 +163,7 @@ def test_evaluation_drops_no_token():
     assert router.dropped == 0
 
 
+@pytest.mark.slow
 def test_what_stands_where_padding_is_does_not_matter():
     layer, mask = make_moe(nnx.Rngs(0), "sigmoid"), np.random.default_rng(0).random((3, 4)) > 0.4
     loss = lambda layer, x: (lambda y, r: jnp.where(mask[..., None], y, 0).sum() + r.load_balance + r.z)(

@@ -142,6 +142,7 @@ def test_calls_return_outputs_and_router_values(degrees):
         np.testing.assert_allclose(getattr(router, name), getattr(expected, name), atol=1e-12, err_msg=name)
 
 
+@pytest.mark.slow
 def test_one_token_a_rank_and_ranks_of_padding_alone():
     assert_gradients_equal(Net(layers=1), {"expert": 8}, batch_of(8, length=1))
     batch = batch_of(8, masked=True)
@@ -165,6 +166,7 @@ def test_capacity_drops_what_groups_on_one_device_drop(degrees):
     assert grouped(batch["x"])[1][0].dropped > 0.05
 
 
+@pytest.mark.slow
 def test_the_selection_bias_is_that_of_one_device():
     trained = {}
     for name, degrees in {"one": {"data": 1}, "many": {"expert": 2, "data": 2}}.items():
@@ -181,6 +183,7 @@ def test_the_selection_bias_is_that_of_one_device():
     assert any(np.abs(leaf).max() > 0.04 for leaf in trained["many"])
 
 
+@pytest.mark.slow
 def test_noise_does_not_depend_on_how_positions_are_split():
     batches = [batch_of(2, seed) for seed in range(2)]
     model = Net(ax.SoftmaxRouter(top_k=2, noise=2.0), layers=1)
@@ -268,6 +271,7 @@ def test_the_transformer_takes_experts(name):
     assert_equals_single_device(model, language_loss, batches, plan, mesh=mesh_of(degrees))
 
 
+@pytest.mark.slow
 def test_a_model_with_experts_generates_with_a_cache():
     model = Transformer(SMALL, rngs=nnx.Rngs(0))
     prompt = np.random.default_rng(0).integers(0, 14, (4, 3))

@@ -46,6 +46,7 @@ def test_the_tables_of_the_page_are_those_of_the_records(benchmarks, script, nam
     assert inside.strip() == module.table(module.known(module.RECORDS, 0)), f"run benchmarks/{script}.py --write"
 
 
+@pytest.mark.slow
 def test_a_save_that_one_rank_cannot_write_is_passed_over_and_a_rank_that_hangs_is_named(benchmarks, tmp_path):
     """Rank 1 may write no file of more than 16 bytes for a step, and the run goes on; later it hangs. One training has both."""
     job = benchmarks("fault_job").Job(tmp_path, "fsdp")

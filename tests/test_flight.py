@@ -48,6 +48,7 @@ def dying(tmp_path, monkeypatch):
     return dying
 
 
+@pytest.mark.slow
 def test_every_rank_of_a_run_that_fails_leaves_its_record(dying):
     records, said = dying("raise")
     assert sorted(records) == ["flight-rank0.json", "flight-rank1.json"], said[-3000:]
@@ -66,6 +67,7 @@ def test_every_rank_of_a_run_that_fails_leaves_its_record(dying):
     assert re.search(r"flight records of this machine's ranks: .*flight-rank0\.json, .*flight-rank1\.json", said)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_none_and_the_others_name_it(dying):
     records, said = dying("kill")
     assert sorted(records) == ["flight-rank0.json"], said[-3000:]

@@ -172,6 +172,7 @@ def residuals(rows):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)) - sum(4 * w.size for w in weights)
 
 
+@pytest.mark.slow
 def test_memory_of_every_stage_is_what_it_promises():
     programs = {stage: compiled(fsdp=ax.Shard(stage=stage))[0].memory_analysis() for stage in (1, 2, 3)}
     replicated, size = compiled(fsdp=ax.Replicate())
@@ -184,6 +185,7 @@ def test_memory_of_every_stage_is_what_it_promises():
     assert programs[1].temp_size_in_bytes > size and programs[2].temp_size_in_bytes > size
 
 
+@pytest.mark.slow
 def test_replay_costs_no_more_work_than_plain_autodiff_and_recomputation_does():
     flops = lambda **plan: compiled(**plan)[0].cost_analysis()["flops"]
     plain, replayed = flops(fsdp=ax.Shard(stage=1)), flops(fsdp=ax.Shard(stage=3))
@@ -192,12 +194,14 @@ def test_replay_costs_no_more_work_than_plain_autodiff_and_recomputation_does():
     assert flops(fsdp=ax.Shard(stage=3), remat="selective") < 1.02 * plain
 
 
+@pytest.mark.slow
 def test_recomputation_lowers_memory():
     temp = lambda **plan: compiled(fsdp=ax.Shard(stage=3), rows=1024, **plan)[0].memory_analysis().temp_size_in_bytes
     full, selective, none = temp(remat="full"), temp(remat="selective"), temp()
     assert full < 0.6 * none and full < selective < none
 
 
+@pytest.mark.slow
 def test_a_model_made_by_a_function_is_never_whole_on_any_device():
     model = ax.FSDP(lambda: MLP(), mesh_of(fsdp=RANKS))
     whole = MLP()

@@ -23,6 +23,7 @@ from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_a_few_hundred_changed_documents_end_in_a_named_error_or_are_read():
     pytest.importorskip("safetensors")
     pytest.importorskip("tokenizers")

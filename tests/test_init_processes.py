@@ -79,6 +79,7 @@ def environment(rank, port, **more):
     return kept | job | {"JAX_PLATFORMS": "cpu"} | more
 
 
+@pytest.mark.slow
 def test_three_processes_form_a_world_and_their_groups_agree_or_say_who_does_not():
     port = free_port()
     processes = [

@@ -50,6 +50,7 @@ def launch(hosts, *argv):
     return [(launcher.returncode, *output) for launcher, output in zip(started, outputs, strict=True)]
 
 
+@pytest.mark.slow
 def test_two_nodes_train_in_every_way_as_one_device_and_share_a_failure(hosts):
     ends = launch(hosts, "--model=net", "--raise-on=1")
     seen = [json.loads(found) for _, out, _ in ends for found in re.findall(r'\{"equal".*?\}', out)]

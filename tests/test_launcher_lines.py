@@ -76,6 +76,7 @@ def beating(one, seconds):
         yield
 
 
+@pytest.mark.slow
 def test_a_machine_whose_launcher_stands_still_leaves_a_job_whose_machines_come_and_go(job, capsys):
     head, one = job("--nnodes=1:2", "--last-call=60").come(0, 1)
     starts(0, head, one)

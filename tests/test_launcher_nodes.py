@@ -159,6 +159,7 @@ HELLO = {"node": 1, "size": 9, "nnodes": 2, "min-nodes": 2, "node-unit": 1, "max
 HELLO |= {"program": "0" * 64, "arguments": "1" * 64, "versions": "jax 0.12.0"}
 
 
+@pytest.mark.slow
 def test_what_strangers_say_ends_no_gathering(monkeypatch, caplog):
     with contextlib.ExitStack() as stack:
         more = [dict(said=said, subject="launchers") for said in SPOKEN]

@@ -42,6 +42,7 @@ def axonml(*argv, **options):
     )
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_device_does():
     done = axonml("launch", "--nproc-per-node=2", STEPS, "end")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -57,6 +58,7 @@ def test_two_processes_train_as_one_device_does():
         np.testing.assert_allclose(process["losses"], wanted, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_failure_between_collectives_stops_the_job_and_is_named():
     start = time.monotonic()
     done = axonml("launch", "--nproc-per-node=2", STEPS, "raise")
@@ -65,6 +67,7 @@ def test_a_failure_between_collectives_stops_the_job_and_is_named():
     assert time.monotonic() - start < TIME_LIMIT / 2  # JAX alone would wait for minutes
 
 
+@pytest.mark.slow
 def test_train_on_two_processes_records_what_it_does_on_two_simulated_devices(tmp_path):
     text = tmp_path / "text"
     text.mkdir()
@@ -107,6 +110,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_processes_that_differ_are_named_with_the_first_difference(tmp_path):
     (tmp_path / "work.py").write_text(DISAGREE)
     done = axonml("launch", "--nproc-per-node=2", "work.py", cwd=tmp_path)
@@ -115,6 +119,7 @@ def test_processes_that_differ_are_named_with_the_first_difference(tmp_path):
     assert len(done.stdout.splitlines()) == 2 and all(said in line for line in done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_processes_that_load_another_configuration_stop_before_the_first_step(tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
     config = [str(ROOT / "configs" / "quickstart.yaml"), *SMALL, "--data.path=text.txt", "--devices.simulated=null"]

@@ -72,6 +72,7 @@ def ids(text):
     return list(text.encode())
 
 
+@pytest.mark.slow
 def test_a_continuation_has_the_sum_of_its_tokens(evaluated, loglikelihood):
     pairs = [("the cat", " sat"), ("", "mat"), ("spaces  ", "belong"), ("a" * 60, "bcd"), ("né", "e")]
     expected = [
@@ -93,6 +94,7 @@ class Merging(ByteTokenizer):
         return super().encode([text.rstrip(" ").replace("~", "").replace("nt", "\x01") for text in texts])
 
 
+@pytest.mark.slow
 def test_a_continuation_without_a_token_of_its_own_never_wins_unasked(evaluated, loglikelihood):
     merging = EvaluatedModel(evaluated.model, Merging(), prefix="\n", batch_size=4)
     found = merging.loglikelihood(asked(("can", "t"), ("~", "mat"), ("", "\n")))
@@ -183,6 +185,7 @@ def test_what_cannot_be_evaluated_is_refused(evaluated, plain):
         EvaluatedModel(evaluated.model, ByteTokenizer(), prefix="\n", max_length=33)
 
 
+@pytest.mark.slow
 def test_prompts_of_any_length_are_read_by_few_programs(evaluated, monkeypatch):
     read, plain = set(), parallel_generate._Extend.__call__
 

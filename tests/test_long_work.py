@@ -10,11 +10,13 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from s3_stand_in import StandIn
 
 from axonml_jax.checkpoint.places import long_work
 
 
+@pytest.mark.slow
 def test_all_wait_as_long_as_the_main_process_works(monkeypatch):
     limit, barrier, said = 1.5, threading.Barrier(2), []
 
@@ -72,6 +74,7 @@ object_store.ObjectStore("s3://bucket/run", tries=1).put("key", b"content")
 """
 
 
+@pytest.mark.slow
 def test_a_request_that_moves_no_byte_is_given_up():
     """A connection that nobody answers; the limit is read once a process."""
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "JAX_PLATFORMS": "cpu"}

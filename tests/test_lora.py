@@ -126,6 +126,7 @@ def test_path_rules_name_the_models_parameters_and_split_adapters_as_the_sides_o
         ax.TensorParallel(given, mesh, rules=RULES | {"up/kernel_lora_a": P()})
 
 
+@pytest.mark.slow
 def test_adapters_rest_in_float32_and_join_products_of_bfloat16():
     plan, rate = ax.Plan(precision=ax.Precision.of("bf16")), optax.sgd(0.5)  # Adam would divide noise by noise
     given, batch = adapted(transformer("float32")), tokens()
@@ -141,6 +142,7 @@ def test_adapters_rest_in_float32_and_join_products_of_bfloat16():
     assert products(given) <= products(transformer("float32"))
 
 
+@pytest.mark.slow
 def test_training_begins_at_the_model_itself_leaves_it_bit_for_bit_resumes_and_merges(tmp_path):
     own = transformer("float32", scan_layers=True)
     batch = tokens()

@@ -49,6 +49,7 @@ def test_adapters_of_an_int8_base_train_as_on_one_device(name):
     )
 
 
+@pytest.mark.slow
 def test_the_base_rests_and_is_gathered_as_int8_and_is_no_float_between_forward_and_backward(tmp_path):
     own, batch = transformer("float32"), tokens()
     model = ax.FSDP(adapted(own, base="int8"), mesh_of(fsdp=2))

@@ -279,6 +279,7 @@ runpy.run_path(WORKER, run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_machine_that_lost_its_memory_gets_its_state_from_the_next(launchers, tmp_path, monkeypatch):  # noqa: F811
     worker = Path(__file__).parent / "workers" / "fault_rank.py"
     text = f"FOLDER, WORKER = {str(tmp_path)!r}, {str(worker)!r}\n{RANK}"

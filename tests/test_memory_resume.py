@@ -10,6 +10,7 @@ from axonml_jax.launch.processes.leftovers import MARK
 from axonml_jax.launch.processes.worker_environment import RESTART_COUNT
 
 
+@pytest.mark.slow
 def test_restarted_workers_go_on_from_memory_and_end_bit_for_bit_like_an_uninterrupted_run(
     place,  # noqa: F811
     uninterrupted,  # noqa: F811

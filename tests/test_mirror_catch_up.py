@@ -12,6 +12,7 @@ def claimed(folder, **options):
         manager.claim()
 
 
+@pytest.mark.slow
 def test_whoever_claims_a_folder_copies_what_has_no_copy_yet(tmp_path, s3, caplog):  # noqa: F811
     s3.refuse = lambda method, path: 403 if method == "PUT" and "step_00000002" in path else None
     with pytest.raises(OSError, match="the newest checkpoint is not copied"):

@@ -123,6 +123,7 @@ def off_the_line(shape, dtype=float, empty=np.empty):
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
+@pytest.mark.slow
 def test_devices_read_their_own_parts_and_no_more_than_an_array_is_held(tmp_path, monkeypatch):
     """Every byte is read once for four devices, and never more than a few arrays are in host memory."""
     config = TransformerConfig(vocab_size=1024, num_layers=10, hidden_size=256, num_heads=4, max_length=8)
@@ -148,6 +149,7 @@ def test_devices_read_their_own_parts_and_no_more_than_an_array_is_held(tmp_path
     )  # MiB: names, headers
 
 
+@pytest.mark.slow
 def test_each_of_two_processes_reads_its_half(place, tmp_path):
     folder = written("mixtral", place)
     script = Path(__file__).parent / "workers" / "weights_rank.py"

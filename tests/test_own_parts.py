@@ -193,6 +193,7 @@ def test_a_model_of_ones_own_is_asked_for_its_order_of_positions_before_lengths_
     assert "order 'zigzag'): 8 or 16 do" in said
 
 
+@pytest.mark.slow
 def test_layers_that_split_do_so_in_a_model_of_ones_own(write, tmp_path, capsys):
     losses = []
     for degrees in ({"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):

@@ -90,6 +90,7 @@ def measured(device, drawing, host):
     return times.pace()
 
 
+@pytest.mark.slow
 def test_time_counts_as_late_only_while_the_devices_have_nothing_to_do():
     waiting, behind = measured(device=0.02, drawing=0.1, host=0.02), measured(device=0.2, drawing=0.1, host=0.02)
     assert waiting.late == pytest.approx(0.1, abs=0.06) and waiting.data == pytest.approx(waiting.late, abs=0.04)
@@ -136,6 +137,7 @@ def test_a_stopped_process_knows_for_how_long_and_what_it_ran():
     assert 0.7 < stopped < 3 and 0.3 <= work < 3
 
 
+@pytest.mark.slow
 def test_real_processes_name_the_one_that_waits_for_its_data():
     done = axonml("launch", "--nproc-per-node=2", WORKER, "slow-data")
     assert done.returncode == 0, done.stderr[-3000:]

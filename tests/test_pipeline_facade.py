@@ -34,6 +34,7 @@ def ddp():
     return ax.DDP(Language(4, nnx.Rngs(0)), mesh_of(data=2))
 
 
+@pytest.mark.slow
 def test_forward_loss_gradients_and_evaluation_are_those_of_data_parallelism(pipe, ddp):
     batch = tokens(16)
     np.testing.assert_allclose(pipe(batch["x"]), ddp(batch["x"]), atol=1e-12)

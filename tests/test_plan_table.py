@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 HOOKS = Path(__file__).resolve().parents[1] / "docs" / "_hooks"
 
 
@@ -29,6 +31,7 @@ def test_the_tables_say_when_zero_gathers_and_reduces():
     assert rows["DDP, `NO_SYNC`"] == ("nothing", "nothing")
 
 
+@pytest.mark.slow
 def test_the_page_on_plans_has_what_the_planner_chooses():
     made = hook("chosen_plans")
     text = made.PAGE.read_text("utf-8")

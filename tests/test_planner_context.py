@@ -65,6 +65,7 @@ def test_groups_that_lie_apart_are_priced_by_the_links_between_them():
     assert seconds(across) == pytest.approx(float(across.wire_bytes) / TINY.cross)
 
 
+@pytest.mark.slow
 def test_a_plan_with_context_is_verified_on_simulated_devices(tmp_path, capsys):
     subject = tmp_path / "long.yaml"
     subject.write_text(

@@ -105,6 +105,7 @@ def test_filled_slots_alone_are_priced_of_a_ragged_exchange():
     assert seconds == pytest.approx(4 * 4 * k * tokens * h * 4 * 3 / 4 / ROOMY.link)
 
 
+@pytest.mark.slow
 def test_a_planned_step_sends_what_is_priced_and_compiles():
     given = {"num_devices": 4, "hardware": replace(ROOMY, platform="cpu"), "global_batch": 8, "precision": None}
     found = ax.plan(SMALL, axes=("fsdp", "expert"), max_memory=2**24, **given)
@@ -129,6 +130,7 @@ def test_mixtral_is_planned_by_name_and_written_as_a_configuration_that_trains_i
     assert main(again) == 0 and "ms/step" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_plan_with_experts_is_verified_on_simulated_devices(tmp_path, capsys):
     subject = tmp_path / "moe.yaml"
     subject.write_text(
@@ -144,6 +146,7 @@ def test_a_plan_with_experts_is_verified_on_simulated_devices(tmp_path, capsys):
     assert "compiled for cpu" in out and "traffic of the traced step is what was predicted" in out
 
 
+@pytest.mark.slow
 def test_experts_of_a_configuration_are_explained_and_kept_within_a_budget(tmp_path, capsys):
     subject, baseline = tmp_path / "moe.yaml", tmp_path / "base.json"
     subject.write_text(

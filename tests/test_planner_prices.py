@@ -31,6 +31,7 @@ def test_the_pairs_that_tiles_compute_are_those_of_tiles_in_which_something_is_s
     assert computed_pairs(model, length, tile) == pytest.approx(tiles.mean(), rel=0.1)
 
 
+@pytest.mark.slow
 def test_rows_of_several_documents_are_planned_priced_and_compiled_as_such():
     """Without the kernel that would mix them: scores are held, by the first price and by the ledger's."""
     model = config(LLAMA, head_dim=64, max_length=1024, dtype="bfloat16")

@@ -83,6 +83,7 @@ def test_small_models_are_replicated_or_sharded_and_never_split():
     assert answer.plan.mesh.size == 8 and answer.prediction.memory.total == answer.best.price.memory
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_dropped_and_nothing_at_all_says_why():
     model = preset("llama3-8b")
     answer = ax.plan(model, num_devices=64, hardware="v5e", global_batch=64)
@@ -208,6 +209,7 @@ def test_assumptions_are_checked_and_change_the_price():
     assert bare.time > hidden.time and bare.compute == hidden.compute
 
 
+@pytest.mark.slow
 def test_a_pod_is_planned():
     answer = ax.plan(preset("llama3-70b"), num_devices=256, hardware="v5p", global_batch=256)
     assert answer.best.price.mfu > 0.3
@@ -245,6 +247,7 @@ def cheapest(asked, axes):
     return {method: min(sizes) for method, sizes in held.items()}
 
 
+@pytest.mark.slow
 def test_sequences_are_split_where_they_do_not_fit_otherwise_and_that_compiles_and_sends_what_is_priced():
     given = {
         "num_devices": 4,

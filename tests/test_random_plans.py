@@ -157,6 +157,7 @@ def check_plans(case):
     assert any(text in str(caught.value) for text in said), f"none of {said} in: {caught.value}"
 
 
+@pytest.mark.slow
 def test_random_plans_equal_one_device_or_are_refused_by_name():
     check_plans()
     assert sum(SEEN.values()) >= COUNT and min(SEEN.values()) >= COUNT // 5, SEEN

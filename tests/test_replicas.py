@@ -122,6 +122,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_run_stops_before_it_saves_what_differs(tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
     (tmp_path / "work.py").write_text(WORK)

@@ -85,6 +85,7 @@ def test_eval_takes_other_text_and_parts(said):
     assert with_best["step"] in (3, 6)
 
 
+@pytest.mark.slow
 def test_generate_writes_the_same_text_under_every_plan(said):
     argv = (
         "generate",

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axonml_jax.sharding.place import move
@@ -15,6 +16,7 @@ def found(shared, call):
     return shared.found - before
 
 
+@pytest.mark.slow
 def test_programs_are_let_go_before_the_kernel_refuses_to_map_more(shared_programs):
     shared_programs.looked = -100
     assert not shared_programs.make_room(most=2**40) and not shared_programs.make_room(most=0)  # looked at a moment ago

@@ -96,6 +96,7 @@ def machine(tmp_path):
         each.process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_run_takes_in_a_machine_and_goes_on_when_it_is_lost_with_the_losses_of_one_device(machine, tmp_path, capfd):
     head = machine(0)
     head.wait_for("attempt=0 step=3 ")

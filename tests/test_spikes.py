@@ -95,6 +95,7 @@ def interrupted(monkeypatch, call, how):
     monkeypatch.setattr(Trainer, "step", step)
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_and_past_the_spike_and_ends_the_same_wherever_it_is_interrupted(train, monkeypatch, capsys):
     status, whole = train("whole")
     said = capsys.readouterr().out

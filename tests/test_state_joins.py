@@ -130,6 +130,7 @@ def test_a_skipped_update_leaves_the_state_bit_for_bit(precision, request):
     assert after["again/updates"] > 1
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_calls_the_hooks_itself():
     batch, one = batch_of(8), parallel({"data": 2}, {})
     one.trainer(optax.sgd(0.1), loss_fn).step(batch)
@@ -149,6 +150,7 @@ def test_a_loop_of_ones_own_calls_the_hooks_itself():
     assert held(model)[0]["again/updates"] == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_what_is_between_two_updates(tmp_path):
     batches = [batch_of(12, seed) for seed in range(2)]
     source = parallel({"data": 2}, {}).trainer(TX, loss_fn)

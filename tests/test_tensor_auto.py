@@ -221,6 +221,7 @@ def test_the_context_swaps_what_its_own_thread_makes_and_is_gone_after_an_except
     assert ax.tensor_specs(inside, {"tensor": 2})["attention"]["out"]["kernel"][0] == "tensor"
 
 
+@pytest.mark.slow
 def test_a_model_of_another_package_equals_itself_on_one_device():
     """Mamba-2 of mamba2-jax: products of states between its layers, parameters of its convolution read elsewhere."""
     package = pytest.importorskip("mamba2_jax", reason="needs mamba2-jax (the extra `test`)")

@@ -76,6 +76,7 @@ def test_ranks_that_do_not_synchronize_train_models_of_their_own_split_by_rules(
     assert kernel.shape == (2, 8, 16) and kernel.sharding.shard_shape(kernel.shape) == (1, 8, 8)
 
 
+@pytest.mark.slow
 def test_parameters_and_optimizer_state_rest_split_and_everything_of_a_facade_works():
     model = ax.TensorParallel(
         Linen(), mesh_of(data=2, tensor=4), rules=LINEN_RULES, params=Linen().init(jax.random.key(0), X)
@@ -147,7 +148,9 @@ def test_rules_that_do_not_fit_are_refused_with_every_offender():
         ValueError, match=r"Dense_1/bias: dims \[0\] of \(4,\) do not divide over expert=2 and tensor=4"
     ):
         make([("Dense_1/bias", P(("expert", "tensor"))), (".*", P())], mesh_of(expert=2, tensor=4))
-    with pytest.raises(ValueError, match="does not accept what JAX's types write.*leave out check_vma=True, or give data"):
+    with pytest.raises(
+        ValueError, match=r"does not accept what JAX's types write.*leave out check_vma=True, or give data"
+    ):
         ax.TensorParallel(Linen(), mesh_of(tensor=4), rules=[(".*", P())], params=params, check_vma=True)
     with pytest.raises(ValueError, match=r"has data, tensor and expert, but this one has \{'fsdp': 2\} too"):
         make([(".*", P())], mesh_of(fsdp=2, tensor=2))

@@ -116,6 +116,7 @@ def test_three_dimensions_equal_one_device(degrees, check_vma):
     )
 
 
+@pytest.mark.slow
 def test_every_rank_holds_its_part_and_outputs_are_whole():
     mesh = mesh_of(data=2, tensor=4)
     model = ax.parallelize(Language(), mesh)

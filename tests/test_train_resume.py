@@ -78,6 +78,7 @@ def uninterrupted(place):
     return place / "runs" / "whole"
 
 
+@pytest.mark.slow
 def test_a_run_stopped_by_sigterm_and_resumed_ends_bit_for_bit_like_an_uninterrupted_one(
     place, uninterrupted, monkeypatch, capsys
 ):
@@ -109,6 +110,7 @@ def test_a_run_stopped_by_sigterm_and_resumed_ends_bit_for_bit_like_an_uninterru
     assert losses(folder) == losses(uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_being_written_is_not_resumed(place, uninterrupted, capsys):
     left = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
     with ax.CheckpointManager(uninterrupted / "checkpoints") as manager:
@@ -124,6 +126,7 @@ def test_a_run_that_is_being_written_is_not_resumed(place, uninterrupted, capsys
         assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == left
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_what_is_other_and_keeps_every_configuration(place, uninterrupted, capsys):
     folder = place / "runs" / "other-settings"
     shutil.copytree(uninterrupted, folder)

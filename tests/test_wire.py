@@ -87,6 +87,7 @@ def test_gradients_that_are_reduced_in_bf16_are_summed_in_float32_too():
     assert "all_to_all" in text and "reduce_scatter" not in text
 
 
+@pytest.mark.slow
 def test_what_a_bf16_models_gradients_lose_on_their_way_as_bf16_is_nothing():
     """They are made in bf16: sums are those of float32 to its last digits."""
     config = TransformerConfig(vocab_size=64, num_layers=2, hidden_size=32, num_heads=2, max_length=16)

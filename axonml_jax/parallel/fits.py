@@ -28,6 +28,7 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
         )
     left = _check_left(plan, degrees)
     _check_rounds(plan, degrees, left=bool(left))
+    _check_partition(plan, degrees)
     _check_strategies(plan, degrees)
     unknown = {axis: size for axis, size in degrees.items() if axis not in known and size > 1}
     if unknown:
@@ -70,21 +71,26 @@ def _check_rounds(plan: Plan, degrees: Mapping[str, int], *, left: bool) -> None
             )
 
 
-def _check_strategies(plan: Plan, degrees: Mapping[str, int]) -> None:
-    """Refuse strategies that do not go together, or whose options would have no effect."""
+def _check_partition(plan: Plan, degrees: Mapping[str, int]) -> None:
+    """Refuse what does not go with axes that path rules leave to the partitioner."""
+    if plan.partition is None:
+        return
     layout = plan.batch_layout(degrees)
-    if plan.partition is not None and plan.check_vma and all(degrees[axis] == 1 for axis in layout.axes):
+    if plan.check_vma and all(degrees[axis] == 1 for axis in layout.axes):
         raise ValueError(
-            f"partition= leaves all axes of the mesh {dict(degrees)} that have ranks to XLA's partitioner, which does not accept "
-            "what JAX's types write where no other axis splits the batch: leave out check_vma=True, or give data ranks"
+            f"partition= leaves all axes of {dict(degrees)} that have ranks to XLA's partitioner, which does not accept what "
+            "JAX's types write where no other axis splits the batch: leave out check_vma=True, or give data ranks"
         )
-    along = [axis for axis, _ in layout.positions if degrees[axis] > 1]
-    if along and plan.partition is not None:
+    if along := [axis for axis, _ in layout.positions if degrees[axis] > 1]:
         raise ValueError(
             f"{', '.join(along)} splits positions, and partition= leaves an axis to XLA's partitioner, whose outputs are not "
             "known to be whole there: use layers that split themselves (ax.ColumnParallelLinear, ax.auto_parallelize), or no "
             "axis that splits positions"
         )
+
+
+def _check_strategies(plan: Plan, degrees: Mapping[str, int]) -> None:
+    """Refuse strategies that do not go together, or whose options would have no effect."""
     sharded = {
         axis: strategy
         for axis, strategy in plan.on(degrees).items()
