@@ -94,14 +94,19 @@ def transformer(options: dict[str, Any]) -> Subject:
     from axonml_jax.models.transformer import Transformer
     from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 
-    kinds = {"experts": ExpertsConfig, "latent": LatentConfig}
-    nested = {name: kind(**options[name]) for name, kind in kinds.items() if isinstance(options.get(name), dict)}
+    kinds = {"experts": (ExpertsConfig, EXPERTS | {"num_experts": []}), "latent": (LatentConfig, LATENT)}
+    given = {name: options[name] for name in kinds if isinstance(options.get(name), dict)}
+    nested = {
+        name: kinds[name][0](**values)
+        for name, values in given.items()
+        if any(each in kinds[name][1] for each in values)
+    }
     sizes = {"vocab_size": WORDS, "hidden_size": 16, "num_heads": 4, "max_length": 2 * LENGTH, "mlp_hidden_size": 32}
     config = TransformerConfig(**{**sizes, **options, **nested})
 
     def batch(rows, seed):
         drawn = np.random.default_rng(seed)
-        ids = drawn.integers(0, WORDS, (rows, LENGTH + 1)).astype(np.int32)
+        ids = drawn.integers(0, min(WORDS, config.vocab_size), (rows, LENGTH + 1)).astype(np.int32)
         ends = drawn.integers(1, LENGTH + 1, rows)
         return {"tokens": ids[:, :-1], "targets": np.where(np.arange(LENGTH) < ends[:, None], ids[:, 1:], -1)}
 

@@ -175,7 +175,7 @@ def plan_of(case: dict[str, Any]) -> Any:
         options = {name: value for name, value in options.items() if name != "kind"}
         if isinstance(options.get("wrap"), str) and options["wrap"] in WRAPS:
             options["wrap"] = WRAPS[options["wrap"]]
-        if options.get("comm_hook") == "all_reduce_sum":
+        if isinstance(hook := options.get("comm_hook"), str) and hook == "all_reduce_sum":
             options["comm_hook"] = ax.all_reduce_sum
         return getattr(ax, kind)(**options)
 

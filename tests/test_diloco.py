@@ -36,6 +36,7 @@ ROWS = [
     ("linen", 3, True, {"data": 4}, {}, {"max_nonfinite": 3}),
     ("nnx", 3, True, {"data": 2, "fsdp": 2}, {}, {"max_grad_norm": 0.5}),
     ("linen", 2, False, {"data": 2, "fsdp": 4}, {"fsdp": ax.Shard(stage=1), "accumulate": 2}, {}),
+    ("linen", 2, False, {"data": 2, "fsdp": 2, "context": 1}, {"update": "whole"}, {}),
     ("nnx", 2, True, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": ax.Shard(stage=2)}, {}),
 ]
 

@@ -71,6 +71,13 @@ PIPED = [
 ]  # fmt: skip
 
 
+RAGGED = [
+    (LLAMA, {"dispatch": "ragged"}, {}, {"data": 2, "expert": 4}, {**FULL, "accumulate": 2}),
+    (GPT, {"dispatch": "ragged"} | BIASED, SCAN, {"data": 1, "fsdp": 2, "expert": 4}, {"precision": "bf16"}),
+    (LLAMA, {"dispatch": "ragged", "every": 2}, SEQUENCE | FOUR, {"data": 1, "expert": 2, "tensor": 4}, FULL),
+]  # fmt: skip
+
+
 def name(row):
     style, experts, options, degrees, plan = row
     kind = "gpt" if style is GPT else "latent" if "latent" in style else "llama"
@@ -97,6 +104,16 @@ def test_predicted_traffic_is_that_of_the_traced_program(row):
     prediction, wrong = both(row)
     assert wrong == []
     assert prediction.params == sum(weight.size for weight in decoder_weights(model_of(row[0], row[1], **row[2])))
+
+
+@pytest.mark.parametrize("row", RAGGED, ids=name)
+def test_of_a_ragged_exchange_the_trace_has_the_bounds_that_are_predicted(monkeypatch, row):
+    """CPUs lower it and compile it not; which rows are filled is data, so both count all of them."""
+    monkeypatch.setattr("axonml_jax.parallel.experts.dispatch.RAGGED_PLATFORMS", ("cpu",))
+    prediction, wrong = both(row)
+    assert wrong == []
+    kinds = {each.kind for each in prediction.traffic if each.label == "experts"}
+    assert "ragged_all_to_all" in kinds and "all_to_all" not in kinds
 
 
 @pytest.mark.parametrize("row", PIPED, ids=name)

@@ -90,9 +90,9 @@ def bind_plan(
 
 
 def _left(plan: Plan, degrees: Mapping[str, int]) -> frozenset[str]:
-    """The axes left to the partitioner; of a pipeline none of one rank: its program stays what it is without the axis."""
+    """The axes left to the partitioner; of a pipeline, and with rounds, none of one rank: their program is that without it."""
     left = plan.left(degrees)
-    return left if plan.pipe is None else frozenset(axis for axis in left if degrees[axis] > 1)
+    return frozenset(axis for axis in left if degrees[axis] > 1) if plan.pipe or plan.rounds else left
 
 
 def _staged(placement: Placement, shapes: Mapping[str, Any], assign: Callable | None) -> Staging:
