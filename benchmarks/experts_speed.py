@@ -1,7 +1,8 @@
 """Speed of mixtures of experts on CPU: the experts' products, and a whole step.
 
 `--products`: processor time of the experts' products beside one dense layer of the same work, forward and with gradients, at
-even, random, Zipf and one-sided loads; run it on one core (`taskset -c 0`).
+even, random, Zipf and one-sided loads; and of even loads as one batched product, in which nothing is sorted or padded: what is
+left to it is that every expert's matrices are read, and their gradients written. Run it on one core (`taskset -c 0`).
 `--step`: a step of a small model over `expert` on simulated devices beside a plain `jit` of the same model on the same devices,
 whose arrays are placed alike and left to the partitioner; wall time, in turns.
 
@@ -82,6 +83,11 @@ def products() -> None:
         with_gradients = lambda fun, to=to: jax.grad(functools.partial(_weighed, fun, to), argnums=(0, 1))
         base = processor_ms(dense, x, one), processor_ms(with_gradients(dense), x, one)
         print(f"{each} rows an expert: dense {base[0]:.1f} ms forward, {base[1]:.1f} ms with gradients")
+        batched = lambda x, w, each=each, dense=dense: jax.vmap(dense)(x.reshape(EXPERTS, each, WIDTH), w).reshape(
+            x.shape
+        )
+        times = processor_ms(batched, x, weights), processor_ms(with_gradients(batched), x, weights)
+        print(f"  one product {times[0] / base[0]:.2f} times forward, {times[1] / base[1]:.2f} with gradients")
         blocks = block_sizes(int(1.25 * rows), rows, EXPERTS)
         at = jnp.arange(rows, dtype=jnp.int32)
         own = lambda x, w, counts, at=at, blocks=blocks: block_products("swiglu", blocks, x, Sorted(at, at, counts), w)
