@@ -99,7 +99,7 @@ def _judged(case: dict[str, Any], error: Exception, reached: str) -> str:
 def _said(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     at = f"{Path(frame.filename).name}:{frame.lineno}"
-    return f"{type(error).__name__} at {at}: {str(error)[:700]}"
+    return f"{type(error).__name__} at {at}: {str(error).replace(f'{ROOT}/', '')[:700]}"
 
 
 def read(case: dict[str, Any]) -> None:

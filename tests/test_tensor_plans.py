@@ -162,6 +162,16 @@ def test_own_gradients_of_what_ranks_along_depth_share_are_refused_by_name():
         model.value_and_grad(squares)(regression(4))
 
 
+def test_the_last_microbatch_is_written_again_only_where_a_reduction_waits_for_it():
+    def products(accumulate, **degrees):
+        plan = ax.Plan(accumulate=accumulate)
+        trainer = ax.parallelize(Language(), mesh_of(**degrees), plan).trainer(optax.sgd(0.1), mean_loss)
+        return trainer.train_step.lower(trainer.state, tokens(8)).as_text().count("stablehlo.dot_general")
+
+    assert products(2, tensor=2) == products(1, tensor=2) > 0
+    assert products(2, data=2, tensor=2) == 2 * products(1, data=2, tensor=2)
+
+
 def test_dims_that_do_not_divide_are_refused_by_path():
     with pytest.raises(ValueError, match=r"embed/embedding"):
         ax.parallelize(Language(), mesh_of(tensor=8))
