@@ -69,32 +69,27 @@ EVERY_ROW = (
 )  # fmt: skip
 """Modules that run whole on both ends of the range: cheap ones, and those about what differs between versions of JAX."""
 
-PARTS, SHARE = 8, 6
-"""Rows of a table fall into eighths by their names; the newest end of the range takes those of the first six."""
-
 
 def _part(row):
-    return zlib.crc32(row.encode()) % PARTS
+    return zlib.crc32(row.encode()) % 8
 
 
 def pytest_collection_modifyitems(config, items):
     """Every test without rows runs but for those marked `slow`, and of a table of cases one row, chosen by its name.
 
-    The choice is the same on every machine and for every version. Whoever names files or tests gets all, and so does
-    AXONML_ALL_ROWS=1; AXONML_OTHER_ROWS=1 gives all tests without rows and three quarters of the other rows.
+    The choice is the same on every machine and for every version. AXONML_ALL_ROWS=1 runs everything, and whoever names files or
+    tests gets all of them.
     """
     if os.environ.get("AXONML_ALL_ROWS") or config.args_source is not config.ArgsSource.TESTPATHS:
         return
-    others, tables, kept = bool(os.environ.get("AXONML_OTHER_ROWS")), collections.defaultdict(list), set()
+    tables, kept = collections.defaultdict(list), set()
     for item in items:
         if item.module.__name__.removeprefix("test_") in EVERY_ROW:
             kept.add(item.nodeid)
         elif hasattr(item, "callspec"):
             tables[item.nodeid.split("[")[0]].append(item.nodeid)
-        elif others or not item.get_closest_marker("slow"):
+        elif not item.get_closest_marker("slow"):
             kept.add(item.nodeid)
-    for rows in tables.values():
-        one, *left = sorted(rows, key=_part)
-        kept.update([row for row in left if _part(row) < SHARE] or left[:1] or [one] if others else [one])
+    kept.update(min(rows, key=_part) for rows in tables.values())
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
