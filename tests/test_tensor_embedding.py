@@ -48,10 +48,11 @@ def on_mesh(fn, ranks, in_specs, out_specs=WHOLE, check_vma=True):
 
 
 def test_outside_a_mesh_they_are_flax_and_the_reference_loss():
-    ours, flax = VocabParallelEmbedding(8, 4, rngs=nnx.Rngs(0)), nnx.Embed(8, 4, rngs=nnx.Rngs(0))
+    ours, flax = (kind(8, 4, **EMBED, rngs=nnx.Rngs(0)) for kind in (VocabParallelEmbedding, nnx.Embed))
     ids, query = jnp.array([[0, 7, -1]]), jnp.ones((2, 4))
     np.testing.assert_array_equal(ours(ids), flax(ids))
-    np.testing.assert_array_equal(ours.attend(query), flax.attend(query))
+    # Flax multiplies by the transposed table: the same sum, whose last bit depends on the processor.
+    np.testing.assert_allclose(ours.attend(query), flax.attend(query), rtol=1e-12)
     logits, targets = normal(5, 8) * 30, jnp.array([0, 7, 3, -100, 2])
     losses = vocab_parallel_cross_entropy(logits, targets, ignore_label=-100)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None] % 8, axis=1)[:, 0]
