@@ -31,6 +31,7 @@ def counting(compile):
                 "temporaries": memory.temp_size_in_bytes,
                 "arguments": largest[0],
                 "moved": found.size if found else 0,
+                "flops": program.cost_analysis()["flops"],
             }
             print(json.dumps({"compile_s": seconds, **sizes}), flush=True)
         return program

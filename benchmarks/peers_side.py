@@ -6,6 +6,7 @@ Started by it. Prints what was measured as JSON, last.
 import argparse
 import json
 import time
+from functools import partial
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ from axonml_jax.models.transformer import Transformer
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("way", choices=("ours", "jit"))
+    parser.add_argument("way", choices=("ours", "recomputed", "jit"))
     parser.add_argument("--sizes", type=json.loads, required=True, help="what TransformerConfig takes, as JSON")
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -35,9 +36,9 @@ def loss_fn(model, batch):
     return total / weight
 
 
-def ours(model, batch):
-    """State, step, and the compiled program, of `ax.FSDP` as it comes."""
-    trainer = ax.FSDP(model, ax.make_mesh(fsdp=-1)).trainer(optimizer(), loss_fn)
+def ours(model, batch, remat=None):
+    """State, step, and the compiled program, of `ax.FSDP` as it comes, or with layers that are recomputed."""
+    trainer = ax.FSDP(model, ax.make_mesh(fsdp=-1), remat=remat).trainer(optimizer(), loss_fn)
     return trainer.state, trainer.train_step, lambda: trainer.train_step.lower(trainer.state, batch).compile()
 
 
@@ -74,7 +75,8 @@ def main():
     model = Transformer(shape, rngs=nnx.Rngs(0))
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     batch = jax.device_put(make_batch(options.devices, shape), NamedSharding(mesh, PartitionSpec("fsdp")))
-    state, step, compiled = (ours if options.way == "ours" else auto_sharded)(model, batch)
+    ways = {"ours": ours, "recomputed": partial(ours, remat="full"), "jit": auto_sharded}
+    state, step, compiled = ways[options.way](model, batch)
     began = time.perf_counter()
     program = compiled()
     compile_s, memory = time.perf_counter() - began, program.memory_analysis()
@@ -92,6 +94,7 @@ def main():
         "temporaries": memory.temp_size_in_bytes,
         "arguments": memory.argument_size_in_bytes,
         "moved": sent.size if sent else 0,
+        "flops": program.cost_analysis()["flops"],
         "step_s": seconds[2:],
         "losses": losses,
     }
