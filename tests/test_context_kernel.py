@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import axonml_jax as ax
-from axonml_jax.parallel.context import by_kernel
+from axonml_jax.parallel.context.kernels import by_kernel
 from axonml_jax.parallel.tensor.megatron import fused_attention as fused
 from axonml_jax.parallel.tensor.megatron.softcap import Softcap
 from axonml_jax.sharding.sequence_order import sequence_order

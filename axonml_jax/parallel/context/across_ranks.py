@@ -10,17 +10,9 @@ import numpy as np
 
 from axonml_jax.collectives.along_dim import gather_along, scatter_along
 from axonml_jax.collectives.primitives import axis_index, shift
+from axonml_jax.parallel.context.attention_pieces import Attention, Given, KeptQueries, ReadPiece, merged
 from axonml_jax.parallel.context.context_split import positions_of
 from axonml_jax.parallel.context.ring_rounds import Pairs, RingRounds
-from axonml_jax.parallel.context.tile_attention import (
-    Attention,
-    Given,
-    KeptQueries,
-    ReadPiece,
-    backward,
-    forward,
-    merged,
-)
 from axonml_jax.parallel.context.tiles import Side, TileCut, side_of
 from axonml_jax.sharding.sequence_order import Order, order_parts, sequence_order
 
@@ -122,7 +114,7 @@ def read_forward(how: Attention, ring: Ring, given: Given, q: jax.Array, k: jax.
     tiles, at = how.queries.tiles(q, 3), side_of(how.queries, places.positions, places.segments)
     if ring.gathers or ring.groups == 1:
         k, v = _gathered(ring, k, v)
-        return forward(
+        return how.work.forward(
             how, given, tiles, at, how.keys.tiles(k, 2), how.keys.tiles(v, 2), _gathered_side(how, ring, places)
         )
     rounds, both = ring.rounds(how), jnp.concatenate([k, v], -1)
@@ -130,7 +122,7 @@ def read_forward(how: Attention, ring: Ring, given: Given, q: jax.Array, k: jax.
     for number in range(rounds.count):
         coming = ring.sent(both, rounds.keys(number + 1))  # it may travel while this round computes
         keys, values = _tiled(how, both, k.shape[-1])
-        parts.append(forward(how, given, tiles, at, keys, values, _side(how, ring, places, number)))
+        parts.append(how.work.forward(how, given, tiles, at, keys, values, _side(how, ring, places, number)))
         both = coming
     return functools.reduce(merged, parts)
 
@@ -149,7 +141,7 @@ def read_backward(how: Attention, ring: Ring, given: Given, q, k, v, places: Pla
     if ring.gathers or ring.groups == 1:
         keys, values = (how.keys.tiles(x, 2) for x in _gathered(ring, k, v))
         side = _gathered_side(how, ring, places)
-        dq, dk, dv, arrays = backward(how, given, kept, at, keys, values, side)
+        dq, dk, dv, arrays = how.work.backward(how, given, kept, at, keys, values, side)
         dk, dv = _scattered(ring, how.keys.joined(dk, 2).astype(k.dtype), how.keys.joined(dv, 2).astype(v.dtype))
     else:
         dq, dk, dv, arrays = _ring_backward(how, ring, given, kept, at, k, v, places)
@@ -161,7 +153,8 @@ def _ring_backward(how: Attention, ring: Ring, given: Given, kept: KeptQueries, 
     total, own, travelling = None, jnp.zeros(()), jnp.zeros(())
     for number in range(rounds.count):
         coming = ring.sent(both, rounds.keys(number + 1))
-        dq, dk, dv, arrays = backward(how, given, kept, at, *_tiled(how, both, size), _side(how, ring, places, number))
+        piece = *_tiled(how, both, size), _side(how, ring, places, number)
+        dq, dk, dv, arrays = how.work.backward(how, given, kept, at, *piece)
         made = jnp.concatenate([how.keys.joined(dk, 2), how.keys.joined(dv, 2)], -1)
         if total is None:
             total, own, travelling = (dq, arrays), made, jnp.zeros_like(made)

@@ -15,11 +15,12 @@ from axonml_jax.compat.around import platform_around
 from axonml_jax.compat.random_bits import can_draw_elements
 from axonml_jax.parallel.context.across_ranks import Places, Ring, read_backward, read_forward
 from axonml_jax.parallel.context.attention_dropout import WeightsDropout
-from axonml_jax.parallel.context.by_kernel import FORMS, attend_by_kernel, kernel_for
+from axonml_jax.parallel.context.attention_pieces import Attention, Given, Where, merged
 from axonml_jax.parallel.context.context_split import ContextSplit, current_split
+from axonml_jax.parallel.context.kernels.by_kernel import FORMS, attend_by_kernel, kernel_for
 from axonml_jax.parallel.context.method import Method, heads_and_gathers
 from axonml_jax.parallel.context.sinks import sinks_gradient, sunk
-from axonml_jax.parallel.context.tile_attention import Attention, Given, Where, merged
+from axonml_jax.parallel.context.tile_attention import Tiles
 from axonml_jax.parallel.context.tiles import block_for
 from axonml_jax.parallel.context.visible import Visible
 from axonml_jax.program.recomputed import KEPT
@@ -133,6 +134,7 @@ def context_attention(
         modify=score_mod if bias is None else partial(_plus, bias),
         dropout=_dropout(dropout_rate, key, dropout_dims, heads, *(ranks * places for places in each_has)),
         axes=_axes_of((q, k, v, ids, key, arrays, sinks), ring.axis),
+        work=Tiles(),
     )
     first_head = 0 if ring.heads == 1 else axis_index(axis) % ring.heads * (heads // ring.heads)
     given = Given(tuple(jnp.asarray(x) for x in arrays), key, first_head)

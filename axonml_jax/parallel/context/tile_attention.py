@@ -13,64 +13,8 @@ import jax.numpy as jnp
 
 from axonml_jax.collectives.varying import vary
 from axonml_jax.compat.barrier import together
-from axonml_jax.parallel.context.attention_dropout import WeightsDropout
-from axonml_jax.parallel.context.tiles import Side, TileCut
-from axonml_jax.parallel.context.visible import Visible
-
-
-@dataclass(frozen=True)
-class Attention:
-    """What is the same for all pieces of one attention.
-
-    Letters of all shapes here: b rows, g key and value heads, r query heads of each, x places of a tile of queries, y of keys,
-    d head size, e that of values, t tiles of queries, u tiles of keys.
-
-    Attributes:
-      visible: what positions see.
-      segmented: whether queries see the keys of their own segment only.
-      scale: of the scores.
-      queries, keys: how places are cut into tiles.
-      modify: `modify(scores [b, heads, x, y], where, *arrays) -> scores`: what is done to the scaled scores before what is not
-        seen is left out; or None.
-      dropout: of the weights, or None.
-      axes: the mesh axes over which everything here is typed as varying.
-    """
-
-    visible: Visible
-    segmented: bool
-    scale: float
-    queries: TileCut
-    keys: TileCut
-    modify: Callable[..., jax.Array] | None
-    dropout: WeightsDropout | None
-    axes: tuple[str, ...]
-
-    @property
-    def skips(self) -> bool:
-        """Whether a pair of tiles may have nothing to do."""
-        return self.segmented or not self.visible.everything
-
-
-class Given(NamedTuple):
-    """What besides queries, keys and values an attention reads.
-
-    Attributes:
-      arrays: what `modify` reads.
-      key: the dropout's key data; None without.
-      first_head: the first of these query heads among all that `modify` and the dropout speak of.
-    """
-
-    arrays: tuple[jax.Array, ...] = ()
-    key: jax.Array | None = None
-    first_head: int | jax.Array = 0
-
-
-class Where(NamedTuple):
-    """Where a tile of scores is in the whole: its heads [h], and the positions of its queries [x] and keys [y]."""
-
-    heads: jax.Array
-    queries: jax.Array
-    keys: jax.Array
+from axonml_jax.parallel.context.attention_pieces import Attention, Given, KeptQueries, ReadPiece, Where, may_see
+from axonml_jax.parallel.context.tiles import Side
 
 
 class Tile(NamedTuple):
@@ -78,21 +22,6 @@ class Tile(NamedTuple):
 
     positions: jax.Array
     segments: jax.Array | None
-
-
-class ReadPiece(NamedTuple):
-    """What queries read of some keys.
-
-    Attributes:
-      out: [t, b, g, r, x, e]; 0 for a query that sees none of them.
-      top: the highest score, [t, b, g, r, x]; -inf for such a query.
-      total: the logarithm of the sum of exp(score - top), as top. Their sum would lose it where all scores are a very low
-        number, which stands for keys that are not seen.
-    """
-
-    out: jax.Array
-    top: jax.Array
-    total: jax.Array
 
 
 def forward(how: Attention, given: Given, q: jax.Array, at: Side, k: jax.Array, v: jax.Array, side: Side):
@@ -139,27 +68,6 @@ def forward(how: Attention, given: Given, q: jax.Array, at: Side, k: jax.Array, 
         return None, ReadPiece(out / total[..., None], top, jnp.log(total))
 
     return _loop(of_queries, None, (q, at))[1]
-
-
-def merged(one: ReadPiece, other: ReadPiece) -> ReadPiece:
-    """What queries read of the keys of both."""
-    top = jnp.maximum(one.top, other.top)
-    shown = jnp.where(jnp.isneginf(top), 0, top)
-    first, second = (jnp.exp(each.top - shown + each.total) for each in (one, other))
-    total = jnp.where(first + second > 0, first + second, 1)
-    out = (one.out * first[..., None] + other.out * second[..., None]) / total[..., None]
-    return ReadPiece(out, top, jnp.log(total))
-
-
-class KeptQueries(NamedTuple):
-    """What the backward reads of the queries: q and out's gradient [t, b, g, r, x, d or e], `ReadPiece`'s top and total of all
-    keys, and `out * gradient` summed over the head [t, b, g, r, x]."""
-
-    q: jax.Array
-    grad: jax.Array
-    top: jax.Array
-    total: jax.Array
-    inner: jax.Array
 
 
 def backward(how: Attention, given: Given, kept: KeptQueries, at: Side, k: jax.Array, v: jax.Array, side: Side):
@@ -264,12 +172,7 @@ def _dropped(how: Attention, given: Given, weights: jax.Array, here: Tile, there
 
 def _where_seen(how: Attention, here: Side, there: Side, more: Callable, carry: Any) -> Any:
     """`more(carry)` where a query of the tile may see a key of the other; else the carry as it is."""
-    if not how.skips:
-        return more(carry)
-    may = how.visible.may_see(here.first, here.last, there.first, there.last)
-    if here.least is not None and here.most is not None and there.least is not None and there.most is not None:
-        may = may & (here.least <= there.most) & (there.least <= here.most)
-    return jax.lax.cond(may, more, lambda carry: carry, carry)
+    return jax.lax.cond(may_see(how, here, there), more, lambda carry: carry, carry) if how.skips else more(carry)
 
 
 def _tied(q: jax.Array, at: Side, side: Side) -> tuple[jax.Array, Side, Side]:
@@ -292,3 +195,12 @@ def _loop(body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
         return jax.lax.scan(body, carry, xs)
     carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
     return carry, jax.tree.map(lambda x: x[None], out)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Pieces computed tile by tile, by XLA."""
+
+    sorts = False
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.parallel.context.across_ranks import Ring
-from axonml_jax.parallel.context.tile_attention import Attention
+from axonml_jax.parallel.context.attention_pieces import Attention
 from axonml_jax.parallel.tensor.megatron.fused_attention import (
     PLATFORMS,
     fused_attention,

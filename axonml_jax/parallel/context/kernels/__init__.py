@@ -1,0 +1,1 @@
+"""Attention across ranks by the kernels of TPUs and GPUs."""
