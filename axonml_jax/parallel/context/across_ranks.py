@@ -1,6 +1,8 @@
 """The ranks that share keys and values, and the two ways in which a rank reads those of the others: gathered, or in a ring."""
 
 import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +14,7 @@ from axonml_jax.collectives.along_dim import gather_along, scatter_along
 from axonml_jax.collectives.primitives import axis_index, shift
 from axonml_jax.parallel.context.attention_pieces import Attention, Given, KeptQueries, ReadPiece, merged
 from axonml_jax.parallel.context.context_split import positions_of
+from axonml_jax.parallel.context.in_sequence import by_rank, in_sequence
 from axonml_jax.parallel.context.ring_rounds import Pairs, RingRounds
 from axonml_jax.parallel.context.tiles import Side, TileCut, side_of
 from axonml_jax.sharding.sequence_order import Order, order_parts, sequence_order
@@ -44,6 +47,11 @@ class Ring:
     def chunks(self) -> int:
         """In how many chunks of growing positions a group's places lie."""
         return self.heads * order_parts(self.order, self.ranks) // self.ranks
+
+    @property
+    def piece_ranks(self) -> int:
+        """How many ranks' keys are read at once."""
+        return self.ranks if self.gathers or self.groups == 1 else self.heads
 
     @property
     def neighbours(self) -> list[list[int]]:
@@ -80,6 +88,18 @@ class Ring:
         """The rounds in which keys and values go round."""
         return RingRounds.of(how.visible, self.spans(how.queries.places), self.spans(how.keys.places))
 
+    def pieces(self, queries: int, keys: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The positions of a group's queries, and those of the keys that it reads at once, in order: of all groups and rounds.
+
+        Args:
+          queries: of a group.
+          keys: that are read at once.
+        """
+        held = lambda places: sequence_order(self.order, places * self.groups, self.ranks).reshape(self.groups, -1)
+        whole = self.piece_ranks == self.ranks
+        sources = [np.arange(keys)] if whole else [np.sort(each) for each in held(keys)]
+        return itertools.product(held(queries), sources)
+
     def sent(self, x: jax.Array, pairs: Pairs) -> jax.Array:
         """x from each source's group to its target's, to the rank of the same heads; zeros elsewhere.
 
@@ -113,11 +133,11 @@ def read_forward(how: Attention, ring: Ring, given: Given, q: jax.Array, k: jax.
     """
     tiles, at = how.queries.tiles(q, 3), side_of(how.queries, places.positions, places.segments)
     if ring.gathers or ring.groups == 1:
-        k, v = _gathered(ring, k, v)
+        k, v = (_sorted(how, ring, x, 2) for x in _gathered(ring, k, v))
         return how.work.forward(
             how, given, tiles, at, how.keys.tiles(k, 2), how.keys.tiles(v, 2), _gathered_side(how, ring, places)
         )
-    rounds, both = ring.rounds(how), jnp.concatenate([k, v], -1)
+    rounds, both = ring.rounds(how), _sorted(how, ring, jnp.concatenate([k, v], -1), 2)
     parts = []
     for number in range(rounds.count):
         coming = ring.sent(both, rounds.keys(number + 1))  # it may travel while this round computes
@@ -139,17 +159,18 @@ def read_backward(how: Attention, ring: Ring, given: Given, q, k, v, places: Pla
     kept = KeptQueries(how.queries.tiles(q, 3), grads, read.top, read.total, inner)
     at = side_of(how.queries, places.positions, places.segments)
     if ring.gathers or ring.groups == 1:
-        keys, values = (how.keys.tiles(x, 2) for x in _gathered(ring, k, v))
+        keys, values = (how.keys.tiles(_sorted(how, ring, x, 2), 2) for x in _gathered(ring, k, v))
         side = _gathered_side(how, ring, places)
         dq, dk, dv, arrays = how.work.backward(how, given, kept, at, keys, values, side)
-        dk, dv = _scattered(ring, how.keys.joined(dk, 2).astype(k.dtype), how.keys.joined(dv, 2).astype(v.dtype))
+        dk, dv = how.keys.joined(dk, 2).astype(k.dtype), how.keys.joined(dv, 2).astype(v.dtype)
+        dk, dv = _scattered(ring, *(_unsorted(how, ring, x, 2) for x in (dk, dv)))
     else:
         dq, dk, dv, arrays = _ring_backward(how, ring, given, kept, at, k, v, places)
     return how.queries.joined(dq, 3), dk, dv, arrays
 
 
 def _ring_backward(how: Attention, ring: Ring, given: Given, kept: KeptQueries, at: Side, k, v, places: Places):
-    rounds, both, size = ring.rounds(how), jnp.concatenate([k, v], -1), k.shape[-1]
+    rounds, both, size = ring.rounds(how), _sorted(how, ring, jnp.concatenate([k, v], -1), 2), k.shape[-1]
     total, own, travelling = None, jnp.zeros(()), jnp.zeros(())
     for number in range(rounds.count):
         coming = ring.sent(both, rounds.keys(number + 1))
@@ -165,6 +186,7 @@ def _ring_backward(how: Attention, ring: Ring, given: Given, kept: KeptQueries, 
         travelling = ring.sent(travelling, rounds.gradients(number + 1))
         both = coming
     dq, arrays = total or ()
+    own = _unsorted(how, ring, own, 2)
     return dq, own[..., :size], own[..., size:], arrays
 
 
@@ -179,12 +201,23 @@ def _side(how: Attention, ring: Ring, places: Places, round: int) -> Side:
     segments = None
     if places.of_keys is not None:
         segments = jax.lax.dynamic_slice_in_dim(places.of_keys, source * count, count, axis=1)
-    return side_of(how.keys, ring.positions(source, count), segments)
+        segments = _sorted(how, ring, segments, 1)
+    return side_of(how.keys, _sorted(how, ring, ring.positions(source, count), 0), segments)
 
 
 def _gathered_side(how: Attention, ring: Ring, places: Places) -> Side:
     held = jnp.asarray(sequence_order(ring.order, how.keys.places, ring.ranks))
-    return side_of(how.keys, held, places.of_keys)
+    segments = None if places.of_keys is None else _sorted(how, ring, places.of_keys, 1)
+    return side_of(how.keys, _sorted(how, ring, held, 0), segments)
+
+
+def _sorted(how: Attention, ring: Ring, x: jax.Array, dim: int) -> jax.Array:
+    """A piece's keys, or what is known of their places, in the order in which they are computed."""
+    return in_sequence(x, ring.order, ring.piece_ranks, dim) if how.work.sorts else x
+
+
+def _unsorted(how: Attention, ring: Ring, x: jax.Array, dim: int) -> jax.Array:
+    return by_rank(x, ring.order, ring.piece_ranks, dim) if how.work.sorts else x
 
 
 def _gathered(ring: Ring, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,8 @@ from axonml_jax.parallel.context.across_ranks import Places, Ring, read_backward
 from axonml_jax.parallel.context.attention_dropout import WeightsDropout
 from axonml_jax.parallel.context.attention_pieces import Attention, Given, Where, merged
 from axonml_jax.parallel.context.context_split import ContextSplit, current_split
-from axonml_jax.parallel.context.kernels.by_kernel import FORMS, attend_by_kernel, kernel_for
+from axonml_jax.parallel.context.kernels.by_kernel import FORMS, attend_by_cudnn, kernel_for
+from axonml_jax.parallel.context.kernels.splash_pieces import by_splash
 from axonml_jax.parallel.context.method import Method, heads_and_gathers
 from axonml_jax.parallel.context.sinks import sinks_gradient, sunk
 from axonml_jax.parallel.context.tile_attention import Tiles
@@ -96,7 +97,7 @@ def context_attention(
       dropout_dims: of the drawn mask, where it is not [b, n, s, t]: pairs of what a dim runs over ("row", "head", "query",
         "key", or "" for a dim of size 1) and its size.
       block_size: positions of a block at most; None: what is fast on the platform (256 on CPU, 512 elsewhere).
-      kernel: "blocks"; "splash" or "cudnn", the kernel of TPUs or GPUs, for ranks that have all positions of some heads
+      kernel: "blocks"; "splash", the kernel of TPUs; "cudnn", that of GPUs, for ranks that have all positions of some heads
         ("ulysses", or one rank); "auto": such a kernel where it applies and no block_size is given, else blocks.
 
     Returns:
@@ -142,8 +143,10 @@ def context_attention(
     if sinks is not None:
         sinks = jax.lax.dynamic_slice_in_dim(sinks, first_head, heads // ring.heads)
     q, k, v = _heads_apart(ring, q, k, v)
-    if name := kernel_for(kernel, how, ring, q, k, v, sinks, ids, block_size):
-        return _heads_together(ring, attend_by_kernel(name, how, ring, q, k, v, _places(ring, how, ids).segments))
+    name = kernel_for(kernel, how, ring, q, k, v, sinks, block_size)
+    if name == "cudnn":
+        return _heads_together(ring, attend_by_cudnn(how, ring, q, k, v))
+    how = by_splash(how, ring) if name == "splash" else how
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
     joined = k.swapaxes(1, 2), v.swapaxes(1, 2)
     out = _attended(how, ring, given, grouped, *joined, sinks, _places(ring, how, ids))

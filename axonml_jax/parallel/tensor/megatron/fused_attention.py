@@ -212,8 +212,12 @@ def obstacles(
     window: bool,
     sinks: bool,
     softcap: bool,
+    positions: int | None = None,
 ) -> Iterator[str]:
-    """Why a kernel does not apply; its arguments are those of `attention_kernel`."""
+    """Why a kernel does not apply; its arguments are those of `attention_kernel`.
+
+    `positions` are how many keys are read at once, where it is another number than there are in `key`.
+    """
     platform, wanted = target_platform(), PLATFORMS[name]
     if platform != wanted:
         yield f"it is a kernel for {wanted}, and this is compiled for {platform}"
@@ -233,7 +237,7 @@ def obstacles(
         yield "the partitioner would have to split it (every mesh axis of size above 1 must be bound by shard_map)"
     if value.shape[-1] != query.shape[-1]:
         yield f"its heads are of one size, and queries have {query.shape[-1]} numbers, values {value.shape[-1]}"
-    yield from shape_obstacles(name, query.dtype, query.shape[-3], key.shape[-3], query.shape[-1])
+    yield from shape_obstacles(name, query.dtype, query.shape[-3], positions or key.shape[-3], query.shape[-1])
 
 
 def _splash_shapes(dtype: Any, length: int, positions: int, size: int) -> Iterator[str]:

@@ -1,0 +1,162 @@
+"""JAX's splash attention for TPUs on a piece of a larger attention: positions, blocks and the log-sum-exp come in arrays.
+
+The public kernel takes masks that are NumPy arrays, and its backward knows no other pieces. The programs that it consists of
+(forward, gradient of queries, gradients of keys and values) take both, and are called here: `_splash_attention_forward`,
+`_splash_attention_bwd_dq` and `_splash_attention_bwd_dkv`, of the same arguments in all supported versions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+@dataclass(frozen=True)
+class SplashCall:
+    """What is the same for every piece.
+
+    Attributes:
+      rows, columns: of a block: how many queries, and how many keys, multiples of 128 that divide them.
+      stride: what the place of a key counts, where that of a query is compared with it.
+      before, after: a query at place p sees key i where p - before <= i * stride <= p + after; None: no bound.
+      softcap: holds scores between -softcap and softcap.
+      interpret: whether Pallas interprets the kernel, on any platform.
+    """
+
+    rows: int
+    columns: int
+    stride: int = 1
+    before: int | None = None
+    after: int | None = None
+    softcap: float | None = None
+    interpret: bool = False
+
+    @property
+    def bounded(self) -> bool:
+        """Whether places decide what is seen."""
+        return self.before is not None or self.after is not None
+
+
+class Visits(NamedTuple):
+    """Which pairs of blocks are computed (i blocks of queries, j of keys).
+
+    Attributes:
+      keys: for every block of queries the blocks of keys that it visits, int [i, at most j], and whether each counts.
+      queries: for every block of keys the blocks of queries, int [at most i, j], likewise.
+    """
+
+    keys: tuple[jax.Array, jax.Array]
+    queries: tuple[jax.Array, jax.Array]
+
+
+class SplashPiece(NamedTuple):
+    """Queries and the keys that they read (b rows, n query heads, g key heads, s queries, t keys).
+
+    Attributes:
+      q: [b, n, s, d], scaled.
+      k, v: [b, g, t, d].
+      places: of the queries, int32 [s], where the call is bounded; else None.
+      segments: int32 [b, s] and [b, t]: a query sees the keys of its own; or None.
+      visits: None: every block of queries visits every block of keys.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    places: jax.Array | None
+    segments: tuple[jax.Array, jax.Array] | None
+    visits: Visits | None
+
+
+def splash_forward(call: SplashCall, piece: SplashPiece) -> tuple[jax.Array, jax.Array]:
+    """What queries read, [b, n, s, d] in the dtype of q, and the logarithm of their sums of exp(score), float32 [b, n, s].
+
+    Of a query that sees no key they are 0 and -inf.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    sizes = splash.BlockSizes(block_q=call.rows, block_kv=call.columns, block_kv_compute=call.columns)
+
+    def read(q: Any, k: Any, v: Any, segments: Any) -> Any:
+        return splash._splash_attention_forward(
+            _mask_info(piece, "keys"), q, k, v, segments, None, mask_value=_HIDDEN, is_mqa=False, block_sizes=sizes,
+            residual_checkpoint_name=None, save_residuals=True, mask_function=_mask_function(call),
+            attn_logits_soft_cap=call.softcap, interpret=call.interpret,
+        )  # fmt: skip
+
+    out, (lse,) = _by_row(read, piece, piece.q, piece.k, piece.v)
+    seen = lse > _HIDDEN / 2  # else no block was visited (and out is NaN), or all its scores were hidden
+    return jnp.where(seen[..., None], out, 0), jnp.where(seen, lse, -jnp.inf)
+
+
+def splash_backward(
+    call: SplashCall, piece: SplashPiece, lse: jax.Array, inner: jax.Array, grad: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The piece's part in the gradients of q, k and v, in their dtypes, of an attention that consists of any number of pieces.
+
+    Args:
+      call, piece: as of `splash_forward`.
+      lse: float32 [b, n, s], of all pieces together.
+      inner: float32 [b, n, s], what queries read of all pieces times its gradient, summed over the head.
+      grad: [b, n, s, d], the gradient of what they read.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    layout = splash.QKVLayout.HEAD_DIM_MINOR
+    shared: dict[str, Any] = {
+        "is_mqa": False, "mask_value": _HIDDEN, "attn_logits_soft_cap": call.softcap, "q_layout": layout, "k_layout": layout,
+        "v_layout": layout, "mask_function": _mask_function(call), "interpret": call.interpret,
+    }  # fmt: skip
+
+    def undo(q: Any, k: Any, v: Any, lse: Any, grad: Any, inner: Any, segments: Any) -> Any:
+        given = q, k, v, segments, None, lse, grad, inner
+        blocks = {"bq": call.rows, "bkv": call.columns}
+        dq = splash._splash_attention_bwd_dq(*given, **blocks, mask_info=_mask_info(piece, "keys"), **shared)
+        _, dk, dv = splash._splash_attention_bwd_dkv(
+            *given, **blocks, bkv_compute=call.columns, use_fused_bwd_kernel=False, mask_info=_mask_info(piece, "queries"),
+            **shared,
+        )  # fmt: skip
+        return dq, dk, dv
+
+    lse = jnp.where(jnp.isneginf(lse), 0, lse)  # a query without keys: then exp(hidden - lse) is 0
+    return _by_row(undo, piece, piece.q, piece.k, piece.v, lse, grad, inner)
+
+
+def _by_row(fun: Callable[..., Any], piece: SplashPiece, *arrays: jax.Array) -> Any:
+    """The kernel's programs know no rows."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    segments = None if piece.segments is None else splash.SegmentIds(*piece.segments)
+    return jax.vmap(fun)(*arrays, segments)
+
+
+def _mask_function(call: SplashCall) -> Callable[[Any, Any], Any] | None:
+    if not call.bounded:
+        return None
+
+    def seen(queries: Any, keys: Any) -> Any:
+        keys, seen = keys if call.stride == 1 else keys * call.stride, None
+        if call.after is not None:
+            seen = keys <= (queries + call.after if call.after else queries)
+        if call.before is not None:
+            near = keys >= queries - call.before
+            seen = near if seen is None else seen & near
+        return seen
+
+    return seen
+
+
+def _mask_info(piece: SplashPiece, side: str) -> Any:
+    """`MaskInfo` as the kernel reads it: scalars in small memory, of the smallest type that holds them."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as infos
+
+    if piece.visits is None:
+        return infos.MaskInfo(None, None, None, None, piece.places)
+    blocks, counts = piece.visits.keys if side == "keys" else piece.visits.queries
+    most = max(piece.visits.keys[0].shape[0], piece.visits.queries[0].shape[1])
+    small = jnp.int8 if most <= 128 else jnp.int16
+    return infos.MaskInfo(blocks[None].astype(small), None, counts[None].astype(jnp.int8), None, piece.places)
