@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from jax._src import core, xla_bridge
 from jax._src.lib import _jax
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 import axonml_jax as ax
 from axonml_jax.compat import around, jaxpr, random_bits, varying_types, versions
@@ -120,6 +121,9 @@ BREAKS = {
     "whether a backend has started": [(xla_bridge, "backends_are_initialized", lambda: False)],
     "threads of simulated devices": [(os, "environ", {**os.environ, "NPROC": "9999"})],
     "elements are drawn alone": [(random_bits, "threefry_2x32", lambda key, counts: counts)],
+    "splash attention in pieces": [
+        (splash_attention_kernel, "_apply_mask_and_soft_cap", lambda scores, *_, **options: scores)
+    ],
 }
 
 

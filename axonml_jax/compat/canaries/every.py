@@ -6,6 +6,7 @@ from axonml_jax.compat.canaries import (
     collective_names,
     equations,
     kept_residuals,
+    pieces_by_splash,
     placing,
     processes,
     random_elements,
@@ -27,5 +28,6 @@ CANARIES: tuple[Canary, ...] = (
     *placing.CANARIES,
     *processes.CANARIES,
     *random_elements.CANARIES,
+    *pieces_by_splash.CANARIES,
 )
 """Every canary there is."""
