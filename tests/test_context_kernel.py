@@ -56,7 +56,7 @@ def on_tpu(monkeypatch):
 
     for room in (fused, by_kernel):
         monkeypatch.setattr(room, "target_platform", lambda: "tpu")
-    monkeypatch.setattr(block_visits, "_BLOCK", 128)
+    monkeypatch.setattr(block_visits, "_MOST", 128)
     monkeypatch.setattr(splash_pieces, "SplashCall", interpreted)
     monkeypatch.setattr(splash_pieces, "splash_forward", recorded)
     with jax.enable_x64(False):  # of few query heads the kernel counts in 64 bits otherwise

@@ -8,6 +8,7 @@ import pytest
 from predicted_steps import LLAMA, config
 
 import axonml_jax as ax
+from axonml_jax.cost.decoder.split_attention import SCORES
 from axonml_jax.cost.decoder.work import computed_pairs
 from axonml_jax.ledger import memory_difference
 from axonml_jax.planner.assumptions import Assumptions
@@ -103,7 +104,7 @@ def test_a_group_over_two_axes_that_lie_in_one_island_sends_over_its_links():
     ("attention", "context", "platform", "why"),
     [
         ("xla", "gather", None, "reads keys of a rank's own positions"),
-        ("splash", "ring", "tpu", "wants whole sequences of some heads"),
+        ("cudnn", "ring", "cuda", "wants whole sequences of some heads"),
         ("splash", "ulysses", "cuda", "is a kernel for tpu, and this is for cuda"),
         ("cudnn", "ulysses", "cuda", "does not apply to this model"),
     ],
@@ -114,7 +115,27 @@ def test_attention_that_a_model_names_and_that_cannot_run_is_refused(attention, 
     with pytest.raises(ValueError, match=f"this plan cannot run: attention='{attention}' {why}"):
         ax.explain(ax.Plan(context=ax.Context(method=context)), **given)
     methods = {way.method for way in ways_on(model, {"context": 4}, 1, 1024)}
-    assert attention == "xla" or methods == {"ulysses"}
+    assert attention == "xla" or (methods == {"ulysses"}) == (attention == "cudnn")
+
+
+@pytest.mark.parametrize("method", ["gather", "ring", (2, "ring"), (2, "gather")], ids=str)
+def test_splash_is_priced_for_every_method_and_its_scores_take_no_memory(method):
+    """On TPUs; on GPUs, and where a rank's positions are no multiple of 128, blocks are."""
+
+    def found(length, platform="tpu", **options):
+        model = config(LLAMA, head_dim=128, max_length=length, dtype="bfloat16", num_kv_heads=8, num_heads=8, **options)
+        plan = ax.Plan(context=ax.Context(method=method), precision="bf16", remat="full")
+        return ax.explain(plan, model=model, mesh={"context": 4}, global_batch=1, length=length, platform=platform)
+
+    kernel, blocks = found(2**15), found(2**15, "cuda")
+    assert kernel.blockwise_flops_per_token == 0 < blocks.blockwise_flops_per_token
+    assert found(2**15, attention="splash").blockwise_flops_per_token == 0
+    heads, tile = 8 // (method[0] if isinstance(method, tuple) else 1), 512
+    assert blocks.memory.temporaries - kernel.memory.temporaries == SCORES * 4 * heads * tile**2
+    assert found(2**7).blockwise_flops_per_token > 0
+    with pytest.raises(ValueError, match="attention='splash' does not apply to this model and these sequences"):
+        found(2**7, attention="splash")
+    assert found(2**15, sinks=True).blockwise_flops_per_token == 0  # they are merged with what it reads
 
 
 def test_what_a_block_takes_however_few_tokens_comes_with_every_microbatch_and_again_where_it_is_computed_again():

@@ -113,8 +113,7 @@ class Step:
 def attention_work(step: Step) -> tuple[Many, Many]:
     """FLOPs of a token that attention leaves out as masks hide them, and those that it computes in blocks, not by a kernel.
 
-    Einsums leave nothing out; kernels and blocks do, tile by tile. A kernel takes whole sequences: where ranks share positions,
-    of those that split heads alone.
+    Einsums leave nothing out; kernels and blocks do, tile by tile.
     """
     model, apart = step.model, step.attention
     sizes = (step.length, step.compute, step.platform, step.documents)
@@ -125,9 +124,7 @@ def attention_work(step: Step) -> tuple[Many, Many]:
     else:
         return 0.0, 0.0
     every, computed = pair_flops(model, step.length), computed_pairs(model, step.length, tile)
-    kernels = kernel_computes(model, *sizes)
-    alone = apart is None or apart.groups == 1
-    return (1 - computed) * every, either(alone, 0.0, computed * every) if kernels else computed * every
+    return (1 - computed) * every, either(kernel_computes(model, *sizes, apart), 0.0, computed * every)
 
 
 def attention_problems(step: Step) -> list[str]:
@@ -139,7 +136,7 @@ def attention_problems(step: Step) -> list[str]:
         split = f"attention={asked!r} reads keys of a rank's own positions, and context splits them"
         return [] if apart is None else [f"{split}: set it to auto"]
     found = []
-    if apart is not None and apart.groups > 1:
+    if apart is not None and asked == "cudnn" and apart.groups > 1:
         found.append(
             f"attention={asked!r} wants whole sequences of some heads: give context method='ulysses', or leave auto"
         )
@@ -147,7 +144,7 @@ def attention_problems(step: Step) -> list[str]:
         found.append(
             f"attention={asked!r} is a kernel for {PLATFORMS[asked]}, and this is for {step.platform}: leave auto"
         )
-    elif not kernel_computes(model, step.length, step.compute, step.platform, step.documents):
+    elif not found and not kernel_computes(model, step.length, step.compute, step.platform, step.documents, apart):
         found.append(f"attention={asked!r} does not apply to this model and these sequences: leave auto")
     return found
 

@@ -15,7 +15,6 @@ from axonml_jax.parallel.context.method import Method, unsplittable
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
-from axonml_jax.parallel.tensor.megatron.fused_attention import PLATFORMS
 from axonml_jax.planner.candidate import Candidate
 from axonml_jax.planner.searched_axes import FAMILIES, SEARCHED, SHORTEST
 from axonml_jax.sharding.sequence_order import order_parts
@@ -179,7 +178,7 @@ def _methods(model: TransformerConfig, context: int, tensor: int) -> tuple[Metho
         return (None,)
     heads = model.num_heads // tensor, max(1, model.attention_shape.kv_heads // tensor)
     able = [count for count in divisors(context)[1:] if not unsplittable(count, *heads)]
-    if model.attention in PLATFORMS:  # a kernel of whole sequences
+    if model.attention == "cudnn":  # a kernel of whole sequences
         return ("ulysses",) if context in able else ()
     whole: list[Method] = ["gather", "ulysses"] if context in able else ["gather"]
     found = whole + [(count, "gather") for count in able if count < context]

@@ -96,7 +96,7 @@ def block_activations(
     words = divided(config.vocab_size, _vocabulary_cut(config, degrees))
     words = least(config.words_at_once or words, words)
     rebuilt = whole if apart else run.recomputes * whole
-    kernel = kernel_computes(config, length, compute, platform, documents)
+    kernel = kernel_computes(config, length, compute, platform, documents, attention)
     others = 0 if attention is None else attention.held(tokens, itemsize, platform, kernel)
     others = most(others, 0 if experts is None else experts.held(itemsize))
     return BlockActivations(kept, rebuilt, boundary, tokens * words * (2 * wide + itemsize), others)
@@ -157,16 +157,25 @@ def fuses_attention(
 
 
 def kernel_computes(
-    config: DecoderLike, length: int, compute: str, platform: str | None, documents: bool = False
-) -> bool:  # fmt: skip
-    """Whether a platform's kernel computes attention of whole sequences."""
+    config: DecoderLike,
+    length: int,
+    compute: str,
+    platform: str | None,
+    documents: bool = False,
+    attention: SplitAttention | None = None,
+) -> Many:
+    """Whether a platform's kernel computes attention, of whole sequences or of positions split over ranks."""
     kernel = kernel_of(platform) if config.attention == "auto" else config.attention
-    return kernel in PLATFORMS and _kernel_applies(config, kernel, length, compute, documents)
+    if kernel not in PLATFORMS or not _kernel_applies(
+        config, kernel, length, compute, documents, attention is not None
+    ):
+        return False
+    return attention is None or attention.computed_by(kernel)
 
 
-def _kernel_applies(config: DecoderLike, kernel: str, length: int, compute: str, documents: bool) -> bool:
+def _kernel_applies(config: DecoderLike, kernel: str, length: int, compute: str, documents: bool, apart: bool) -> bool:
     refused = config.window is not None or config.attention_softcap is not None or documents
-    if config.dropout or config.sinks or (kernel == "cudnn" and refused):
+    if config.dropout or (config.sinks and not (apart and kernel == "splash")) or (kernel == "cudnn" and refused):
         return False
     shape = config.attention_shape
     return shape.query_size == shape.value_size and not any(

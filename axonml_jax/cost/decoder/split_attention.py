@@ -9,6 +9,7 @@ from typing import Any
 from axonml_jax.cost.amounts import Many, divided, either, least, most, varies
 from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
 from axonml_jax.parallel.context.context_split import ContextSplit
+from axonml_jax.parallel.context.kernels.block_visits import BLOCK, LARGEST_PIECE
 from axonml_jax.parallel.context.method import heads_and_gathers
 from axonml_jax.parallel.context.tiles import block_for
 from axonml_jax.parallel.plan import Plan
@@ -109,20 +110,28 @@ class SplitAttention:
         # Contiguous, the last ranks' keys are done before the others': each come home in a round of its own.
         return either(self.groups > 1, 2 * around - 1, 0) if self.split.order == "contiguous" else around
 
-    def held(self, tokens: Many, itemsize: int, platform: str | None, kernel: bool = False) -> Many:
+    def computed_by(self, kernel: str) -> Many:
+        """Whether a kernel that applies to whole sequences computes these: cuDNN only where ranks split heads alone."""
+        if kernel != "splash":
+            return self.groups == 1
+        queries = self.places * self.among
+        keys = self.places * self.ranks if self.gathers else queries
+        return (queries % BLOCK == 0) & (queries * keys <= LARGEST_PIECE)
+
+    def held(self, tokens: Many, itemsize: int, platform: str | None, kernel: Many = False) -> Many:
         """Bytes that a block needs beside what it keeps: keys and values of others, gradients, and a tile's scores.
 
         Args:
           tokens: of a rank's microbatch.
           itemsize: of activations.
           platform: as of `block_for`.
-          kernel: whether one computes attention where ranks have all positions of some heads.
+          kernel: whether one computes attention, and no scores are in memory.
         """
         wide = max(4, itemsize)
         parts = (itemsize + wide) * self.groups if self.gathers else 2 * itemsize + 3 * wide
         tile = self.tile(platform)
         scores = tokens / self.places * divided(self.heads, self.among) * tile * tile
-        scores = either(self.groups > 1, scores, 0) if kernel else scores
+        scores = either(kernel, 0, scores)
         # What a group exchanges is there before and after; the gradients of queries are added up wide.
         exchanged = either(self.among > 1, 2 * itemsize * (self.queries + self.keys), 0)
         reading = divided(self.queries * (wide + 2 * itemsize), 2) + exchanged

@@ -9,30 +9,33 @@ import numpy as np
 from axonml_jax.compat.splash import Visits
 from axonml_jax.parallel.context.visible import Visible
 
-LARGEST = 2**17
-"""Pairs of blocks that a table may have: it lies in the scalar memory of a chip, 1 MiB on all but the oldest."""
+BLOCK = 128
+"""Queries and keys of a piece are multiples of it: the lanes of a chip's vectors."""
 
-_LANES = 128
-_BLOCK = 512
+_PAIRS = 2**17  # of blocks in a table, which lies in the scalar memory of a chip: 1 MiB of all but the oldest
+_MOST = 512
+
+LARGEST_PIECE = _PAIRS * (2 * _MOST) ** 2
+"""Pairs of positions in the largest piece that has a table, where blocks of the largest size divide it."""
 
 
 def block_sizes(queries: int, keys: int) -> tuple[int, int] | None:
     """Positions of a block of queries and of one of keys, multiples of 128 that divide them; None: there are too many blocks.
 
-    Of at most 512, which hold their scores well; twice or four times as many where the table of pairs would be too large.
+    Of at most 512; of twice as many where the table of pairs would be too large.
 
     >>> block_sizes(1024, 384), block_sizes(2**17, 2**20), block_sizes(2**20, 2**21)
     ((512, 384), (1024, 1024), None)
     """
-    for most in (_BLOCK, 2 * _BLOCK, 4 * _BLOCK):
+    for most in (_MOST, 2 * _MOST):
         rows, columns = _divisor(queries, most), _divisor(keys, most)
-        if queries // rows * (keys // columns) <= LARGEST:
+        if queries // rows * (keys // columns) <= _PAIRS:
             return rows, columns
     return None
 
 
 def _divisor(length: int, most: int) -> int:
-    return next(size for size in range(most, 0, -_LANES) if length % size == 0)
+    return next(size for size in range(most, 0, -BLOCK) if length % size == 0)
 
 
 def most_visits(

@@ -8,7 +8,7 @@ import jax
 from axonml_jax.parallel.context.across_ranks import Ring
 from axonml_jax.parallel.context.attention_pieces import Attention
 from axonml_jax.parallel.context.in_sequence import by_rank, in_sequence
-from axonml_jax.parallel.context.kernels.block_visits import block_sizes
+from axonml_jax.parallel.context.kernels.block_visits import BLOCK, block_sizes
 from axonml_jax.parallel.context.kernels.splash_pieces import even_runs
 from axonml_jax.parallel.tensor.megatron.fused_attention import (
     PLATFORMS,
@@ -74,7 +74,7 @@ def _splash_reasons(how: Attention, ring: Ring) -> Iterator[str]:
             f"in a ring its windows are of positions that follow each other evenly (order={ring.order!r} must be 'contiguous', "
             "or method 'gather' or 'ulysses')"
         )
-    if queries % 128 == 0 and keys % 128 == 0 and block_sizes(queries, keys) is None:
+    if queries % BLOCK == 0 and keys % BLOCK == 0 and block_sizes(queries, keys) is None:
         yield f"its table of blocks of {queries} queries and {keys} keys at once is too large (use a ring, or more ranks)"
 
 
