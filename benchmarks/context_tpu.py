@@ -1,7 +1,7 @@
 """Long sequences compiled for TPU chips that are not there: what a ring hides, and what Llama 3 8B holds and moves.
 
     pip install '.[tpu]'
-    python benchmarks/context_tpu.py --layers 2 --topology v5e:2x4 --context 8 --length 32768 --methods ring
+    python benchmarks/context_tpu.py --layers 2 --topology v5e:2x4 --context 8 --length 32768 --methods ring --attention blocks
     python benchmarks/context_tpu.py --topology v5p:4x4x4 --fsdp 8 --context 8 --length 131072 --batch 8
     python benchmarks/context_tpu.py --topology v5p:4x4x4 --context 64 --length 1048576 --methods gather 8-gather 8-ring
 
@@ -32,6 +32,7 @@ def report(given: argparse.Namespace, method: str) -> None:
     degrees = {"data": 1, "fsdp": given.fsdp, "context": given.context}
     assert math.prod(degrees.values()) == len(devices), f"{given.topology} has {len(devices)} chips"
     config = replace(preset("llama3-8b"), max_length=given.length, scan_layers=True, loss_chunk=21376)
+    config = replace(config, attention=given.attention)
     if given.layers:
         config = replace(config, num_layers=given.layers)
     among, _, rest = method.rpartition("-")
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--layers", type=int, default=0, help="instead of the model's own")
     parser.add_argument("--methods", nargs="+", default=["gather", "ulysses", "ring"], help="U-ring is (U, 'ring')")
+    parser.add_argument("--attention", default="auto", help="blocks: what XLA computes, instead of splash attention")
     parser.add_argument("--dump", help="write the programs' texts under this prefix")
     given = parser.parse_args()
     for method in given.methods:

@@ -162,16 +162,14 @@ def compared(dense: Run, runs: tuple[Run, ...]) -> None:
 
 
 def long() -> None:
-    """Long sequences: memory, and seconds as the planner takes them, and with kernels for the blocks."""
+    """Long sequences: memory, and seconds as the planner takes them, by the kernel and by blocks that XLA computes."""
     efficiency = calibrated(DENSE)
-    heads = f"s at {efficiency:.3f}, blocks at 0.5", "blocks at 1"
+    heads = f"s at {efficiency:.3f}, splash", "blocks"
     print(f"\n| positions, mesh | published s | GiB of a chip | {' | '.join(heads)} |\n|{' --- |' * 5}")
     for run in LONG:
         found = predicted(run)
-        at = lambda found, blocks, run=run: (
-            price(found, run.hardware, Assumptions(efficiency=efficiency, blocks=blocks)).time
-        )
-        times = at(found, 0.5), at(found, 1.0)
+        blocks = predicted(replace(run, model=replace(run.model, attention="blocks")))
+        times = (price(each, run.hardware, Assumptions(efficiency=efficiency)).time for each in (found, blocks))
         mesh = " x ".join(f"{axis} {ranks}" for axis, ranks in run.degrees.items() if ranks > 1)
         held = found.memory.total / 2**30
         print(

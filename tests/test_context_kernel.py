@@ -201,7 +201,7 @@ def test_auto_takes_the_kernel_of_the_platform(on_tpu):
 
 
 def test_a_kernel_of_gpus_takes_whole_sequences_in_order(monkeypatch):
-    """Ulysses: cuDNN is asked, and a program for GPUs lowered here has its calls, forward and backward."""
+    """Ulysses: cuDNN is asked for all positions of some heads."""
     for room in (fused, by_kernel):
         monkeypatch.setattr(room, "target_platform", lambda: "cuda")
     mesh = AbstractMesh((2,), ("context",), (AxisType.Auto,))
