@@ -1,17 +1,22 @@
 """A seeded campaign of faults against real processes: nothing is lost, nothing is left behind, every message names the cause.
 
-    python benchmarks/fault_campaign.py --faults 1000 --seconds 480 [--only kill sleep] [--first N] [--again] [--stuck-after 12]
+    python benchmarks/fault_campaign.py --faults 1000 --seconds 480 --jobs 6 [--only kill sleep] [--first N] [--again]
+        [--stuck-after 20] [--anew]
 
 Every fault hits a small training of two to four processes under `axonml-jax launch` (DDP, FSDP, hybrid, a pipeline, DiLoCo).
 The run is restarted by the launcher or, where that was stopped too, started again by hand, and must end bit for bit like one
 that nothing happened to. A fault is drawn by its number alone. Records go to benchmarks/records/faults.jsonl, one line each;
 running again continues. Prints a line per fault and, with --write, puts the table into docs/reliability.md; the exit status is
 the number of faults that were not survived. What cannot be tried here (some disks need root) is skipped with the reason.
+
+Most of a fault is waiting, so several are tried at a time (`--jobs`). Launchers and their workers are forks of one process that
+has its imports made (`fault_forks.py`), but for every twentieth fault and with `--anew`, where Python is started for each.
 """
 
 import argparse
 import collections
 import json
+import multiprocessing
 import random
 import re
 import signal
@@ -19,22 +24,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import fault_forks
 from fault_job import ROOT, Job, Skipped, root_only, small_disk
 from fault_kinds import AT_A_SAVE, EVERY, IN_THE_MAIN_PROCESS, KINDS, STEPS, Fault, suffer
 from written_table import written
 
 RECORDS = ROOT / "benchmarks" / "records" / "faults.jsonl"
+PROGRAMS = ROOT / "runs" / "fault_programs"
+"""Compiled programs, kept between pieces of the campaign."""
+CACHED = {
+    "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "JAX_ENABLE_COMPILATION_CACHE": "1",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "1",
+}
+"""Variables of all processes, with which each program is compiled once."""
 WORLDS = {**dict.fromkeys(("data", "fsdp", "pipe", "diloco"), (2, 2, 2, 3, 4)), "hybrid": (4,)}
 """Plans, and numbers of processes, small ones more often."""
-Wanted = dict[tuple[str, int], tuple[str, str]]
-"""By plan and world the digest and the records of a run to which nothing happens."""
+ANEW = 20
+"""Of so many faults one has processes that are started anew."""
 
 
 def draw(number: int, seed: int, only: list[str] | None = None) -> Fault:
@@ -82,29 +97,36 @@ def survive(fault: Fault, wanted: tuple[str, str] | None, environ: dict[str, str
         return problems, time.monotonic() - start, job
 
 
-def report(number: int, seed: int, only: list[str] | None, wanted: Wanted, out: Path, **environ: str) -> None:
-    """Try one fault, print and record what came of it."""
-    fault = draw(number, seed, only)
-    line: dict[str, Any] = {"seed": seed, "number": number, **vars(fault)}
-    key = fault.axis, fault.world
+def report(number: int, options: argparse.Namespace, ends: Path) -> None:
+    """Try one fault, print and record what came of it.
+
+    Args:
+      number: of the fault.
+      options: of the campaign.
+      ends: a folder of what undisturbed runs come to.
+    """
+    fault = draw(number, options.seed)
+    anew = options.anew or number % ANEW == 0
+    line: dict[str, Any] = {"seed": options.seed, "number": number, **vars(fault), "anew": anew}
+    known_end = ends / f"{fault.axis}-{fault.world}.json"
+    wanted = tuple(json.loads(known_end.read_text())) if known_end.exists() else None
+    said = []
     try:
-        problems, seconds, job = survive(fault, wanted.get(key), environ)
+        with fault_forks.forking(not anew):
+            problems, seconds, job = survive(fault, wanted, CACHED | {"FAULT_STUCK_AFTER": options.stuck_after})
     except Skipped as reason:
         line |= {"outcome": "skipped", "why": str(reason)}
-        said = []
     else:
-        if not problems:
-            wanted[key] = job.wanted
+        if not (problems or wanted):
+            own = known_end.with_suffix(f".{number}")  # another fault may write the same
+            own.write_text(json.dumps(job.wanted))
+            own.replace(known_end)
         line |= {"outcome": "failed" if problems else "survived", "seconds": round(seconds, 1)}
         line |= {"why": "; ".join(problems)[:500]} if problems else {}
         said = job.said.splitlines()[-60:] if problems else []
-    print(
-        "\n".join(
-            [f"{number:4} {fault}: {line['outcome']} {line.get('why', '')}", *(f"      {each}" for each in said)]
-        ),
-        flush=True,
-    )
-    with out.open("a") as file:
+    outcome = f"{number:4} {fault}: {line['outcome']} {line.get('why', '')}"
+    print("\n".join([outcome, *(f"      {each}" for each in said)]), flush=True)
+    with options.records.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
@@ -140,8 +162,34 @@ def table(records: dict[int, list[dict[str, Any]]]) -> str:
     return "\n".join([said, *rows])
 
 
-def main() -> int:
-    """Go on with a campaign."""
+def slot(todo: list[int], taken: Any, begun: float, options: argparse.Namespace, ends: Path) -> None:
+    """One fault after the other, of those that no other slot has taken, until it is time."""
+    while time.monotonic() < begun + options.seconds:
+        with taken.get_lock():
+            taken.value += 1
+            place = taken.value - 1
+        if place >= len(todo):
+            return
+        report(todo[place], options, ends)
+
+
+def campaign(todo: list[int], options: argparse.Namespace, ends: Path) -> None:
+    """Try faults, several at a time, each in a process of its own that forks."""
+    forks, begun = multiprocessing.get_context("fork"), time.monotonic()
+    taken = forks.Value("i", 0)
+    slots = [forks.Process(target=slot, args=(todo, taken, begun, options, ends)) for _ in range(options.jobs)]
+    for each in slots:
+        each.start()
+    try:
+        for each in slots:
+            each.join()
+    finally:
+        for each in slots:
+            each.terminate()
+
+
+def read_options() -> argparse.Namespace:
+    """What was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
@@ -150,29 +198,28 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no fault after so long")
     parser.add_argument("--again", action="store_true", help="try those again that were not survived")
     parser.add_argument("--jobs", type=int, default=1, help="faults tried at the same time")
+    parser.add_argument("--anew", action="store_true", help="start Python for every process")
     parser.add_argument("--stuck-after", default="12", help="seconds without progress; more on a busy machine")
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--write", action="store_true", help="put the table into docs/reliability.md, and try nothing")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Go on with a campaign."""
+    options = read_options()
     if options.write:
         written(ROOT / "docs" / "reliability.md", "faults", table(known(options.records, options.seed)))
         return 0
+    PROGRAMS.mkdir(parents=True, exist_ok=True)
+    fault_forks.begin(CACHED)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their children, ignore it
-    before, begun = known(options.records, options.seed), time.monotonic()
-    numbers = range(options.first, options.faults)
+    before = known(options.records, options.seed)
     done = {n for n, lines in before.items() if not (options.again and lines[-1]["outcome"] == "failed")}
-    todo = [n for n in numbers if n not in done and (not options.only or draw(n, options.seed).kind in options.only)]
-    with tempfile.TemporaryDirectory() as programs, ThreadPoolExecutor(options.jobs) as pool:
-        cache = {"JAX_COMPILATION_CACHE_DIR": programs, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        cache |= {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "JAX_ENABLE_COMPILATION_CACHE": "1"}
-        more = {"seed": options.seed, "only": None, "wanted": {}, "out": options.records}
-        attempt = partial(report, **more, FAULT_STUCK_AFTER=options.stuck_after, **cache)
-
-        def due(number):
-            if time.monotonic() < begun + options.seconds:
-                attempt(number)
-
-        list(pool.map(due, todo))
+    numbers = [n for n in range(options.first, options.faults) if n not in done]
+    with tempfile.TemporaryDirectory() as ends:
+        todo = [n for n in numbers if not options.only or draw(n, options.seed).kind in options.only]
+        campaign(todo, options, Path(ends))
     after = known(options.records, options.seed)
     print(table(after))
     return min(99, sum(lines[-1]["outcome"] == "failed" for lines in after.values()))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from axonml_jax.compat.coordination import coordinator_client
+from axonml_jax.compat.kept_programs import keep_in_every_process
 from axonml_jax.compat.platform import backend_started, only_cpu
 from axonml_jax.mesh.backend import Backend, GlooBackend, NCCLBackend, TPUBackend
 from axonml_jax.mesh.group import DEFAULT_TIMEOUT
@@ -121,6 +122,7 @@ def _join(launch, local_device_ids, timeout):
             "processes of its job; call ax.init() before the first JAX operation"
         )
     _prepare_cpu_devices()
+    keep_in_every_process()
     ids = local_device_ids
     # CUDA_VISIBLE_DEVICES with one entry: the launcher has already chosen this process's GPU.
     if ids is None and (launch.local_size or 1) > 1 and "," in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
