@@ -15,8 +15,10 @@ has its imports made (`fault_forks.py`), but for every twentieth fault and with 
 
 import argparse
 import collections
+import contextlib
 import json
 import multiprocessing
+import os
 import random
 import re
 import signal
@@ -24,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +94,7 @@ def survive(fault: Fault, wanted: tuple[str, str] | None, environ: dict[str, str
                 problems.append(f"it ended with {job.digests or 'nothing'} instead of {wanted[0]}")
             elif job.losses != wanted[1]:
                 problems.append("its records have a gap, a double or another loss")
-            problems += job.leftovers()
+            problems += [f"its last launch ended with status {job.status}"] * bool(job.status) + job.leftovers()
         except (TimeoutError, subprocess.SubprocessError, OSError, IndexError) as error:
             problems.append(f"{type(error).__name__}: {error}")
         return problems, time.monotonic() - start, job
@@ -175,17 +178,24 @@ def slot(todo: list[int], taken: Any, begun: float, options: argparse.Namespace,
 
 def campaign(todo: list[int], options: argparse.Namespace, ends: Path) -> None:
     """Try faults, several at a time, each in a process of its own that forks."""
-    forks, begun = multiprocessing.get_context("fork"), time.monotonic()
-    taken = forks.Value("i", 0)
-    slots = [forks.Process(target=slot, args=(todo, taken, begun, options, ends)) for _ in range(options.jobs)]
-    for each in slots:
-        each.start()
+    taken, begun, slots = multiprocessing.get_context("fork").Value("i", 0), time.monotonic(), []
+    for _ in range(options.jobs):
+        slots.append(os.fork())  # multiprocessing's processes forget what JAX does when a program ends
+        if not slots[-1]:
+            try:
+                slot(todo, taken, begun, options, ends)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
     try:
         for each in slots:
-            each.join()
-    finally:
+            os.waitpid(each, 0)
+    except BaseException:
         for each in slots:
-            each.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGTERM)
+        raise
 
 
 def read_options() -> argparse.Namespace:

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -95,6 +96,7 @@ def _become(command: Sequence, environ: dict[str, str], ends: Sequence[int], kep
     """Be the program that the command names, from its first line to its end."""
     status = 1
     try:
+        weakref.finalize._registry.clear()  # pyright: ignore[reportAttributeAccessIssue]  # of whoever forked: its folders
         if session:
             os.setsid()
         signal.set_wakeup_fd(-1)

@@ -69,6 +69,7 @@ class Job:
 
     def __init__(self, folder: Path, axis: str, world: int = 2):
         self.folder, self.world, self.said = folder, world, ""
+        self.status: int | None = None
         self.wanted: tuple[str, str] | None = None
         unwanted = ("XLA_", "JAX_", "NPROC", "PET_", "SLURM", "OMPI", "FAULT_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
@@ -99,7 +100,8 @@ class Job:
                     meanwhile(process, self.said)
             if time.monotonic() > start + TIME_LIMIT:
                 raise TimeoutError(f"over {TIME_LIMIT} s")
-            return process.wait(60)
+            self.status = process.wait(60)
+            return self.status
         finally:
             limit.cancel()
             process.kill()
