@@ -29,6 +29,21 @@ def value(module):
     return float(module.w[0, 0])
 
 
+def test_what_failed_first_is_said_and_the_folder_let_go_where_closing_fails_too(tmp_path, monkeypatch):
+    """Orbax's checkpointer says at its end what its last save died of, in its own words."""
+
+    def failing(said):
+        raise OSError(said)
+
+    manager = ax.CheckpointManager(tmp_path, every=1)
+    manager.claim()
+    monkeypatch.setattr(manager, "wait", lambda: failing("saving step 1 failed"))
+    monkeypatch.setattr(manager._saver, "close", lambda: failing("no _CHECKPOINT_METADATA"))
+    with pytest.raises(OSError, match="saving step 1 failed"):
+        manager.close()
+    assert not (tmp_path / "owner.json").exists()
+
+
 def names(folder):
     """What is in a folder but who owns it (test_checkpoint_owner.py) and whose copies are its own (test_mirror.py)."""
     return sorted(path.name for path in folder.iterdir() if path.name not in ("owner.json", "run_id.txt"))

@@ -12,7 +12,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax._src import core, xla_bridge
+from jax._src import compiler, core, xla_bridge
 from jax._src.lib import _jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -78,6 +78,10 @@ class OtherClient:
         return lambda *args, **options: None
 
 
+def unwritten(cache_key, compile_time_secs, module_name, backend, executable, host_callbacks=()):
+    pass
+
+
 NO_MESH = types.SimpleNamespace(manual_axes=(), empty=True, axis_names=())
 
 # For every canary: how to break under it what it watches.
@@ -118,6 +122,7 @@ BREAKS = {
     "host memory": [(jax, "device_put", lambda x, where: x)],
     "the coordinator's store": [(_jax, "get_distributed_runtime_client", OtherClient)],
     "where gloo listens": [(xla_bridge, "make_cpu_client", lambda: None)],
+    "compiled programs of all processes": [(compiler, "_cache_write", unwritten)],
     "whether a backend has started": [(xla_bridge, "backends_are_initialized", lambda: False)],
     "threads of simulated devices": [(os, "environ", {**os.environ, "NPROC": "9999"})],
     "elements are drawn alone": [(random_bits, "threefry_2x32", lambda key, counts: counts)],

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from axonml_jax.launch.commands import compiled_programs
 from axonml_jax.launch.commands.compiled_programs import in_words, keep_compiled, kept_in
 
+ROOT = Path(__file__).resolve().parents[1]
 COMPILES = """
 import jax
 from axonml_jax.launch.commands.compiled_programs import in_words, keep_compiled
@@ -34,6 +36,40 @@ def test_a_later_process_reads_what_an_earlier_one_compiled(tmp_path):
     assert [result for result, *_ in said] == ["7.0", "7.0"]
     assert said[0][1].startswith(f"0 programs are kept in {folder}: 1 there") and said[1][1].startswith("1 programs")
     assert folder.stat().st_mode & 0o077 == 0  # a program is code: nobody else may write one
+
+
+JOB = """
+import jax
+import numpy as np
+import axonml_jax as ax
+
+world = ax.init()
+events = []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rsplit("/", 1)[1]))
+mesh = ax.make_mesh(data=-1)
+rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+x = jax.make_array_from_callback((4, 3), rows, lambda index: np.arange(12.0, dtype="float32").reshape(4, 3)[index])
+local = jax.jit(lambda x: x * 2 + 1)(3.0)  # on this process's own device
+total = jax.jit(lambda x: (x * x).sum())(x)  # on both
+print(float(local), float(total), events.count("cache_hits"), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_every_process_of_a_cpu_job_finds_again_what_it_has_compiled(tmp_path):
+    """JAX has process 0 write for all, and its keys on the CPU differ by process: the others would find nothing."""
+    (tmp_path / "job.py").write_text(JOB)
+    own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs"), "JAX_ENABLE_COMPILATION_CACHE": "1"}
+    own |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_", "NPROC"))}
+    command, said = ["-m", "axonml_jax", "launch", "--nproc-per-node=2", str(tmp_path / "job.py")], []
+    for _ in range(2):
+        run = subprocess.run([sys.executable, *command], env=kept | own, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr[-3000:]
+        said.append(sorted(line.split() for line in run.stdout.splitlines()))
+    results = ["7.0", "506.0"]
+    assert said[0] == [["[rank", f"{rank}]", *results, "0"] for rank in (0, 1)]
+    assert said[1] == [["[rank", f"{rank}]", *results, "2"] for rank in (0, 1)]
 
 
 @pytest.fixture

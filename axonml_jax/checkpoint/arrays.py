@@ -2,7 +2,8 @@
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,18 @@ def checkpointer(team: Team) -> Any:
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=several, use_compression=False)
     behind = ocp.options.AsyncOptions(barrier_sync_fn=team.written if processes > 1 else None)
     return ocp.AsyncCheckpointer(handler, async_options=behind, multiprocessing_options=several)
+
+
+@contextmanager
+def closing(saver: Any) -> Iterator[None]:
+    """Close a checkpointer at the end; after an error quietly, as it says again, and less well, what has failed."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            saver.close()
+        raise
+    saver.close()
 
 
 def start_writing(saver: Any, folder: Path, leaves: Mapping[str, Leaf]) -> None:

@@ -197,10 +197,10 @@ class CheckpointManager:
 
     def _close(self, *, together: bool) -> None:
         try:
-            self.wait()
-            finish(self._mirror, self._team, together=together)
+            with arrays.closing(self._saver):
+                self.wait()
+                finish(self._mirror, self._team, together=together)
         finally:
-            self._saver.close()
             if self._owner is not None:
                 self._owner.release()
             self._claimed, self._owner = False, None

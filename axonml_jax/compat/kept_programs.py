@@ -28,6 +28,10 @@ class _Write:
         self._usual, self._takes = usual, inspect.signature(usual)
         self._as_first = FunctionType(usual.__code__, usual.__globals__ | {"distributed": first}, usual.__name__)
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return self._takes
+
     def __call__(self, *args: Any, **options: Any) -> None:
         backend = self._takes.bind(*args, **options).arguments["backend"]
         write = self._as_first if backend.platform == "cpu" else self._usual

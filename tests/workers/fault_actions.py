@@ -58,4 +58,8 @@ def only_reading(folder, begin):
     """Whether a folder may only be read, for all processes."""
     steps = [["mount", "--bind", folder, folder], ["mount", "-o", "remount,bind,ro", folder]]
     for command in steps if begin else [["umount", folder]]:
-        subprocess.run(command, check=True)
+        deadline = time.monotonic() + 60
+        while subprocess.run(command, check=False).returncode:  # busy while a save before this one writes
+            if time.monotonic() > deadline:
+                raise TimeoutError(" ".join(map(str, command)))
+            time.sleep(0.2)

@@ -1,5 +1,6 @@
-"""Canaries about how processes start and meet (`platform.py`, `coordination.py`)."""
+"""Canaries about how processes start and meet (`platform.py`, `coordination.py`, `kept_programs.py`)."""
 
+import inspect
 import os
 import socket
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import jax
 
 from axonml_jax.compat.canaries.canary import Canary, expect
 from axonml_jax.compat.coordination import CoordinatorClient
+from axonml_jax.compat.kept_programs import keep_in_every_process
 from axonml_jax.compat.platform import backend_started, let_gloo_listen_on
 
 _SECOND = 1000
@@ -93,6 +95,27 @@ def _gloo() -> None:
     expect(bool(asked), "JAX's CPU client does not ask for gloo's collectives where we answer")
 
 
+def _written_by_any() -> None:
+    from jax._src import compilation_cache, compiler, distributed
+
+    written: list[str] = []
+    cpu, usual, state = jax.local_devices(backend="cpu")[0].client, compiler._cache_write, distributed.global_state
+    put, process = compilation_cache.put_executable_and_time, state.process_id
+    try:
+        compilation_cache.put_executable_and_time = lambda key, *rest: written.append(key)
+        state.process_id = 1
+        keep_in_every_process()
+        given = {"cache_key": "canary", "compile_time_secs": 1e6, "module_name": "", "backend": cpu, "executable": None}
+        takes = inspect.signature(compiler._cache_write).parameters
+        compiler._cache_write(**given, **({"host_callbacks": []} if "host_callbacks" in takes else {}))
+    finally:
+        compilation_cache.put_executable_and_time, state.process_id = put, process
+        compiler._cache_write = usual
+    called = compiler._compile_and_write_cache.__code__.co_names
+    expect("_cache_write" in called, f"what compiles and writes calls {called}")
+    expect(written == ["canary"], f"process 1 has written {written}")
+
+
 def _started() -> None:
     jax.devices()
     expect(backend_started(), "JAX has devices and says that no backend has started")
@@ -125,6 +148,12 @@ CANARIES = (
         "JAX's CPU client calls make_gloo_tcp_collectives in jaxlib's module, which takes a host name or an interface.",
         "CPU processes of several machines cannot reach each other.",
         _gloo,
+    ),
+    Canary(
+        "compiled programs of all processes",
+        "JAX writes what it has compiled by `_cache_write` of its compiler, which asks whether this is process 0.",
+        "CPU processes but the first compile everything anew at every start.",
+        _written_by_any,
     ),
     Canary(
         "whether a backend has started",

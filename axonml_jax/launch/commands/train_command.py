@@ -1,5 +1,6 @@
 """`axonml-jax train` and `axonml-jax explain`: where configuration, data, training and files meet."""
 
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -33,7 +34,7 @@ from axonml_jax.launch.job.preemption import Preemption
 from axonml_jax.launch.job.profile import traced
 from axonml_jax.launch.job.progress import progress
 from axonml_jax.launch.job.records import files, read_records, services, tensorboard_writer, wandb_module
-from axonml_jax.launch.job.run_folder import RunFolder, earlier_folder
+from axonml_jax.launch.job.run_folder import RunFolder, earlier_folder, unchanged
 from axonml_jax.launch.job.run_setup import RunSetup, all_or_refuse, check_weights, lay_ground, on_machines
 from axonml_jax.launch.job.saves import NONFINITE, Saves
 from axonml_jax.launch.job.text_task import (
@@ -133,7 +134,8 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         all_or_refuse(partial(check_validation, config, data), *([partial(check_weights, config)] if new else []))
         require_fit(config, ground, budget or Budget())
         said = describe(config, ground), about(config, data), f"compiled   {in_words()}"
-        print0(*said, "", *step_in_words(config, ground), "", sep="\n", flush=True)
+        step = ["step       as before the restart"] if unchanged(os.environ) else ["", *step_in_words(config, ground)]
+        print0(*said, *step, "", sep="\n", flush=True)
         trainer = _trainer(config, ground, callbacks, new=new)
         if ground.world.num_processes > 1:
             program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}

@@ -12,6 +12,7 @@ from axonml_jax.checkpoint.names import checkpoints_in
 from axonml_jax.checkpoint.places.mirror import Mirror
 from axonml_jax.checkpoint.places.object_store import ObjectStore
 from axonml_jax.checkpoint.team import Team
+from axonml_jax.launch.config.machines import MACHINES
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.processes.leftovers import MARK
 from axonml_jax.launch.processes.worker_environment import RESTART_COUNT
@@ -123,6 +124,11 @@ class RunFolder:
         self._manager, self._path = manager, folder
         if self.leads and (launch := self._environ.get(MARK)):
             (folder / _LAUNCH).write_text(launch, encoding="utf-8")
+
+
+def unchanged(environ: Mapping[str, str]) -> bool:
+    """Whether this is a restart of the same run on the same machines: what its step sends has been said, and took a trace."""
+    return environ.get(RESTART_COUNT, "0") != "0" and MACHINES not in environ
 
 
 def earlier_folder(config: RunConfig, environ: Mapping[str, str] = os.environ) -> str | None:
