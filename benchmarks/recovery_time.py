@@ -72,8 +72,9 @@ def train(folder: Path, flags: tuple[str, ...], settings: tuple[str, ...], **env
         *(f"--output.dir={folder / 'runs'}", "--output.plot=false", "--train.eval_every=null", "--sample.count=0"),
         *(f"--train.steps={STEPS}", "--train.log_every=1000", "--data.valid_fraction=0.001", *settings),
     ]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_", "PYTHONDONT"))}
     own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{folder}:{ROOT}", "XDG_CACHE_HOME": str(folder.parent / "cache")}
+    own |= {"PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode")}  # an installed package has it
     place = [f"--rdzv-endpoint=127.0.0.1:{free_port()}"] if machines > 1 else ["--nproc-per-node=2"]
     said, spoken = os.pipe()
     started = []
