@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -231,7 +232,10 @@ def main() -> int:
         todo = [n for n in numbers if not options.only or draw(n, options.seed).kind in options.only]
         campaign(todo, options, Path(ends))
     after = known(options.records, options.seed)
+    tried = sum(map(len, after.values())) - sum(map(len, before.values()))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(table(after))
+    print(f"{tried} tried now, {(used.ru_utime + used.ru_stime) / max(1, tried):.1f} seconds of processor time each")
     return min(99, sum(lines[-1]["outcome"] == "failed" for lines in after.values()))
 
 
