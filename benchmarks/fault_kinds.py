@@ -12,6 +12,10 @@ from fault_job import TIME_LIMIT, WORKER, Job
 
 STEPS, EVERY = 12, 3
 KILLED = r"rank {rank} failed first: signal 9 \(SIGKILL\)"
+ASLEEP = (
+    r"(rank\(s\) \[{rank}\] are missing: rank {rank} has begun step \d+ only and"
+    r"|all ranks have begun the same step, .*rank {rank}) is in before at fault_rank"  # the others are within the step's call
+)
 ON_ONE_RANK = {
     "kill": KILLED,
     "kill-in-save": KILLED,
@@ -22,14 +26,13 @@ ON_ONE_RANK = {
     "file-too-large": r"rank ({rank} failed first(.|\n)*|\d failed first(.|\n)*on process {rank}: .*)File too large",
     "raise": r"rank {rank} failed first: exit code 1(.|\n)*ValueError: a fault was asked for",
     "out-of-memory": r"rank {rank} failed first: exit code 1(.|\n)*MemoryError",
-    "sleep": r"rank\(s\) \[{rank}\] are missing: rank {rank} has begun step \d+ only and is in before at fault_rank",
+    "sleep": ASLEEP,
     "stop": r"rank\(s\) \[{rank}\] are missing",
     "exit": r"rank\(s\) \[{rank}\] are missing: rank {rank} says nothing any more|rank\(s\) \[{rank}\] had ended",
 }
 """What the launcher, or another rank, must say of a fault after which the launcher starts all processes again."""
 GOES_ON = {
-    "slow": r"rank\(s\) \[{rank}\] are missing: rank {rank} has begun step \d+ only and is in before at fault_rank"
-    r"(.|\n)*goes on after \d+ s without progress",
+    "slow": ASLEEP + r"(.|\n)*goes on after \d+ s without progress",
     "stop-and-continue": r"rank\(s\) \[{rank}\] are missing(.|\n)*goes on after \d+ s without progress",
     "clock-forward": "start=0\n",
     "clock-back": "start=0\n",
@@ -183,7 +186,9 @@ def from_memory(fault: Fault, job: Job) -> str:
     job.environ |= {"FAULT_MEMORY": "1", "FAULT_STEP_SECONDS": "0.1"}  # so that copies are made at every step
     job.launch(fault.kind.replace("-with-memory", ""), fault.rank, 3 * (fault.step // 3) + 3)
     del job.environ["FAULT_MEMORY"]
-    restored = r"(state of step \d+ sent|start=(?!(0|3|6|9|12)\n)\d+)"  # a replica may have the copy of a step on disk too
+    restored = (
+        r"(state of step \d+ sent|start=(?!(0|3|6|9|12)\n)\d+)"  # a replica may have the copy of a step on disk too
+    )
     return rf"rank {fault.rank} failed first: signal 9 \(SIGKILL\)(.|\n)*{restored}"
 
 
