@@ -13,8 +13,9 @@ from plan_models import linear, mean_loss, regression
 import axonml_jax as ax
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.parallel.pipeline.cutting.assign import assign
+from axonml_jax.parallel.pipeline.cutting.traced_stage import TracedStage
 from axonml_jax.parallel.pipeline.running.one_of import alike, one_of
-from axonml_jax.program.program import Program, read_program
+from axonml_jax.program.program import Program, no_calls, read_program
 from axonml_jax.sharding.layout import Layout
 from axonml_jax.training.optimizer.sharded.mixing import Mixing
 from axonml_jax.training.optimizer.sharded.read_update import read_update
@@ -56,11 +57,47 @@ def test_model_and_optimizer_are_traced_once_however_many_stages(ranks):
     assert sorted(calls) == ["model", "optimizer"]
 
 
+def test_on_shards_model_and_optimizer_are_traced_once():
+    mesh = ax.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    calls, loss = CALLS, lambda model, batch: mean_loss(model, batch)[0].astype("float32")
+    sharded = ax.FSDP(Counted(2, nnx.Rngs(0)), mesh)
+    trainer = sharded.trainer(counting(optax.adamw(1e-2), calls), loss)
+    calls.clear()
+    trainer.train_step.trace(trainer.state, regression(4))
+    assert sorted(calls) == ["model", "optimizer"]
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_stages_that_do_the_same_are_differentiated_once_and_ranks_that_hold_the_same_update_in_one_branch(
+    ranks, monkeypatch
+):
+    calls: list[str] = []
+    for name in ("forward", "backward"):
+        once = getattr(TracedStage, name)
+        count = lambda *args, name=name, once=once: calls.append(name) or once(*args)
+        monkeypatch.setattr(TracedStage, name, count)
+    mesh = ax.make_mesh(pipe=ranks, devices=jax.devices()[:ranks])
+    pipe = ax.Pipeline(Counted(ranks, nnx.Rngs(0)), mesh, num_microbatches=2)
+    trainer = pipe.trainer(optax.adamw(1e-2), mean_loss)
+    traced = trainer.train_step.trace(trainer.state, regression(4))
+    assert sorted(calls) == ["backward"] * 3 + ["forward"] * 3  # of the first stage, the last, and one between
+    updates = [
+        len(inner.branches)
+        for equation in read_program(traced.jaxpr).equations
+        for body in equation.bodies
+        for inner in body.equations
+        if inner.branches and "axonml.update" in str(inner.op.scopes)
+    ]
+    assert updates == [2]  # the last rank has the head too
+
+
 def test_a_rank_runs_what_its_leaves_need_and_nothing_else():
     fun = lambda a, b, count: (a * (count + 1), jnp.sin(b), count + 1)
     leaves = [jax.ShapeDtypeStruct((2,), jnp.float64)] * 2
     args, owners = [*leaves, jax.ShapeDtypeStruct((), jnp.int32)], ((0, 1, None), (0, 1, None))
-    program = read_update(fun, args, owners, [Layout.whole(leaf) for leaf in leaves], ("pipe",))
+    layouts = [Layout.whole(leaf) for leaf in leaves]
+    traced = lambda update: read_program(trace(update, *args).jaxpr, no_calls)
+    program = read_update(traced(fun), owners, layouts, ("pipe",))
 
     def own(leaf, count):
         return program.run({2: count}, lambda work: work({0: leaf}), lambda made: made[0])
@@ -77,7 +114,7 @@ def test_a_rank_runs_what_its_leaves_need_and_nothing_else():
     np.testing.assert_array_equal(first, [2.0, 2.0])
     assert int(loose[2]) == 2
     with pytest.raises(Mixing, match="several parameters"):
-        read_update(lambda a, b, count: (a + b, b, count), args, owners, program.layouts, ("pipe",))
+        read_update(traced(lambda a, b, count: (a + b, b, count)), owners, layouts, ("pipe",))
 
 
 def test_a_norm_behind_a_layer_is_no_table_of_positions():

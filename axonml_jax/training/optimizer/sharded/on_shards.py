@@ -1,7 +1,7 @@
 """An optimizer's update of what ranks hold: it sees its own part of every parameter, and is right, or is refused."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ import optax
 
 from axonml_jax._types import PyTree
 from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.varying_types import CASTS
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.program.atoms import is_constant
 from axonml_jax.program.program import Program, no_calls, read_program
+from axonml_jax.program.run import run_program
 from axonml_jax.sharding.layout import Layout, is_layout
 from axonml_jax.sharding.stored import map_layouts
 from axonml_jax.training.optimizer.apply import apply
@@ -64,22 +66,26 @@ class OnShards:
     @functools.cached_property
     def first(self) -> ShardedProgram:
         """The optimizer's first state, of parameters."""
-        trees, owners = [self.placement.params], self._owners
-        return self._read(self.tx.init, trees, [], (owners[0], owners[1]))
+        return self._read(_traced(self.tx.init, _whole_shapes(self.placement.params))[0], self._owners)
 
     @functools.cache  # noqa: B019  # an update is traced once per trainer, which holds this
     def _program(self, loss: Any) -> ShardedProgram:
         params, state = self._owners
-        trees = [self.placement.params, self.state, self.placement.params]
-        owners = (*params, *state, *params, None), (*params, *state)
-        run = lambda grads, state, params, loss: apply(self.tx, grads, state, params, loss)
-        return self._read(run, trees, [jax.ShapeDtypeStruct((), loss)], owners)
+        return self._read(self._whole(loss), ((*params, *state, *params, None), (*params, *state)))
 
-    def _read(self, fun: Any, trees: Sequence[PyTree], more: Sequence[Any], owners: Any) -> ShardedProgram:
-        given = [*(jax.tree.map(whole_shape, tree, is_leaf=is_layout) for tree in trees), *more]
+    @functools.cache  # noqa: B019  # likewise
+    def _whole(self, loss: Any) -> Program:
+        """The update of whole arrays."""
+        trees = (self.placement.params, self.state, self.placement.params)
+        return _traced(self._apply, *map(_whole_shapes, trees), jax.ShapeDtypeStruct((), loss))[0]
+
+    def _apply(self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Any) -> tuple[PyTree, PyTree]:
+        return apply(self.tx, grads, opt_state, params, loss)
+
+    def _read(self, program: Program, owners: Any) -> ShardedProgram:
         pipe = (AXIS,) if self.placement.stages is not None else ()
         try:
-            return read_update(fun, given, owners, self._layouts, pipe)
+            return read_update(program, owners, self._layouts, pipe)
         except Mixing as mixing:
             raise ValueError(
                 f"{culprit(self.tx, mixing.frames)} does not treat every element alike ({mixing.what}), so on the parts of "
@@ -93,10 +99,9 @@ class OnShards:
         layouts = (self.placement.params, self.state)
         grads, params = (map_layouts(seen_shard, tree, layouts[0]) for tree in (grads, params))
         opt_state = map_layouts(seen_shard, opt_state, layouts[1])
-        program = self.program(loss)
-        if self._plain:
-            results = apply(self.tx, grads, opt_state, params, loss)
-        else:
+        results = self._own(grads, opt_state, params, loss)
+        if results is None:
+            program = self.program(loss)
             values, structure = (
                 jax.tree.leaves((grads, opt_state, params, loss)),
                 jax.tree.structure((params, opt_state)),
@@ -108,23 +113,21 @@ class OnShards:
         new, state = (map_layouts(stored_shard, *each) for each in zip(results, layouts, strict=True))
         return new, state
 
-    @functools.cached_property
-    def _plain(self) -> bool:
-        """Whether the optimizer's own code does the same to parts as to whole arrays: then it is run, not read."""
-        loss = jax.ShapeDtypeStruct((), jnp.float32)
-        trees = (self.placement.params, self.state, self.placement.params)
-        run = lambda grads, state, params, loss: apply(self.tx, grads, state, params, loss)
+    def _own(self, *parts: PyTree) -> tuple[PyTree, PyTree] | None:
+        """What the optimizer's own code makes of parts; None where it does not the same to them as to whole arrays.
 
-        def traced(shape: Any) -> Any:
-            shapes = (jax.tree.map(shape, tree, is_leaf=is_layout) for tree in trees)
-            return read_program(trace(run, *shapes, loss).jaxpr, no_calls)
-
+        The program that is compared is the one that is run: it is traced once.
+        """
+        loss = parts[-1]
         if self.program(loss).communicates:
-            return False
+            return None
         try:
-            return operations(traced(_seen_shape)) == operations(traced(whole_shape))
+            program, tree = _traced(self._apply, *parts)
         except (TypeError, ValueError):
-            return False
+            return None
+        if operations(program) != operations(self._whole(jnp.dtype(loss.dtype))):
+            return None
+        return tree.unflatten(run_program(program, jax.tree.leaves(parts)))
 
     @property
     def _layouts(self) -> list[Layout]:
@@ -150,19 +153,31 @@ def stored_shard(seen: Any, layout: Layout) -> Any:
 
 
 def operations(program: Program) -> list[tuple[Any, ...]]:
-    """The operations of a program with their constants, in order: they differ where its Python code looks at shapes."""
-    found = []
+    """The operations of a program with their constants, in order: they differ where its Python code looks at shapes.
+
+    Casts of varying types, which are no operations, stand for what they cast.
+    """
+    found, cast = [], {}
     for equation in program.equations:
-        some = len(equation.read) < len(equation.inputs)
-        constants = [str(atom.val) for atom in equation.inputs if is_constant(atom)] if some else ()
+        inputs = [atom if is_constant(atom) else cast.get(atom, atom) for atom in equation.inputs]
+        if equation.name in CASTS:
+            cast[equation.outputs[0]] = inputs[0]
+            continue
+        constants = [str(atom.val) for atom in inputs if is_constant(atom)]
         found.append((equation.name, *constants))
         for body in equation.bodies:
             found += operations(body)
     return found
 
 
-def _seen_shape(layout: Layout) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(layout.shard if layout.shape else (), layout.dtype)
+def _traced(fun: Callable[..., PyTree], *args: PyTree) -> tuple[Program, Any]:
+    """A function's program, in which calls stay calls, and the structure of what it returns."""
+    traced = trace(fun, *args)
+    return read_program(traced.jaxpr, no_calls), traced.out_tree
+
+
+def _whole_shapes(layouts: PyTree) -> PyTree:
+    return jax.tree.map(whole_shape, layouts, is_leaf=is_layout)
 
 
 def _remedy(placement: Placement) -> str:

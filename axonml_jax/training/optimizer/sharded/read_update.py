@@ -7,16 +7,13 @@ pipeline, may meet anything there.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from axonml_jax._types import PyTree
-from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.operation import Operation
 from axonml_jax.program.atoms import is_constant
-from axonml_jax.program.program import Equation, Program, no_calls, read_program
+from axonml_jax.program.program import Equation, Program
 from axonml_jax.program.rules import is_elementwise, rule_of
 from axonml_jax.sharding.layout import Layout
 from axonml_jax.training.optimizer.sharded.mixing import Mixing, frames_of
@@ -32,17 +29,15 @@ _JOINING = frozenset(("add", "and", "max", "min", "or"))
 
 
 def read_update(
-    fun: Any,
-    args: Sequence[PyTree],
+    program: Program,
     owners: tuple[Sequence[int | None], Sequence[int | None]],
     layouts: Sequence[Layout],
     pipe: tuple[str, ...] = (),
 ) -> ShardedProgram:
-    """The program of `fun(*args)`.
+    """The program of an update.
 
     Args:
-      fun: a function of trees of arrays.
-      args: their whole shapes.
+      program: the update of whole arrays, with calls in it.
       owners: of every leaf of the arguments, and of the result: the parameter that it holds elements of, or None.
       layouts: of every parameter.
       pipe: axes along which ranks hold different parameters.
@@ -50,7 +45,6 @@ def read_update(
     Raises:
       Mixing: when ranks cannot run it on what they hold.
     """
-    program = read_program(trace(fun, *args).jaxpr, no_calls)
     reader = _Reader(layouts, piped=bool(pipe))
     inputs = [reader.new(program.avals[number], owner) for number, owner in zip(program.inputs, owners[0], strict=True)]
     results = [reader.returned(*each) for each in zip(reader.read(program, inputs, ()), owners[1], strict=True)]
