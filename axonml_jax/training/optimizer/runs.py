@@ -65,6 +65,10 @@ class Runs:
             values[tree.given[leaf]] = seen_shard(value, tree.store.layouts[leaf]) if alone else value
         return values
 
+    def looks(self, rank: int) -> Hashable:
+        """What ranks have in common that may update what they hold alike: what lies where."""
+        return tuple((number, slot, alone) for (number, _), (slot, alone) in self._places[rank].items())
+
     def pack(self, number: int, made: Mapping[int, Any]) -> Buffers:
         """The buffers of one tree on a rank, from its results by position, as `held` gives arguments."""
         tree, packed = self.trees[number], {}

@@ -22,6 +22,7 @@ from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.pipeline.resting.packing import Buffers
 from axonml_jax.parallel.pipeline.resting.stage_store import StageStore, on_own_rank
 from axonml_jax.parallel.pipeline.resting.staging import Staging
+from axonml_jax.parallel.pipeline.running.one_of import one_of
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Layout, is_layout
 from axonml_jax.sharding.place import copies
@@ -125,7 +126,13 @@ class StagedOptimizer:
         runs, alone = self._runs(program), self._runs(None)
 
         def on(runs: Runs) -> OnRank:
-            return lambda work: self._of_rank(lambda rank: work(runs.held(buffers, rank)))
+            ranks = range(self.staging.num_ranks)
+
+            def of_rank(work: Callable[[Held], Any]) -> Any:
+                own = [lambda rank=rank: work(runs.held(buffers, rank)) for rank in ranks]
+                return one_of(axis_index(AXIS), own, [runs.looks(rank) for rank in ranks])
+
+            return of_rank
 
         def finish(made: dict[int, Any]) -> tuple[Buffers, Buffers]:
             # All at once, so that XLA does not compute a moment again in the loops that pad and store it.

@@ -50,14 +50,14 @@ class TracedStage:
 
     Attributes:
       body: its work, and the light work that only prepares weights and batch.
-      constants: values known when it was traced.
+      program: both.
       numbers: of its inputs.
       places: of its results, numbers or constants.
       y_tree, aux_tree, state_tree: their structures.
     """
 
     body: Body
-    constants: Values
+    program: Program
     numbers: Inputs
     places: Results
     y_tree: Any
@@ -115,7 +115,7 @@ class TracedStage:
 
     def _sources(self, inputs: Inputs) -> Values:
         values = zip((*self.numbers.weights, *self.numbers.given), (*inputs.weights, *inputs.given), strict=True)
-        return self.constants | dict(values)
+        return dict(self.program.constants) | dict(values)
 
     def _moving(self, inputs: Inputs) -> Values:
         return dict(zip((*self.numbers.x, *self.numbers.state), (*inputs.x, *inputs.state), strict=True))
@@ -153,7 +153,7 @@ def trace_stage(
     start = [number for number, has in zip(numbers.weights, trained, strict=True) if has]
     start += [numbers.x[i] for i in varied_x]
     trees = (jax.tree.structure(tree) for tree in (output.y, output.aux, output.state))
-    return TracedStage(_body(program, numbers, places, start), dict(program.constants), numbers, places, *trees)
+    return TracedStage(_body(program, numbers, places, start), program, numbers, places, *trees)
 
 
 def _regroup(numbers: Sequence[int], inputs: Inputs) -> Inputs:

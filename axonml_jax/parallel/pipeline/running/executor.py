@@ -1,6 +1,7 @@
 """Runs any timetable: a scan over ticks with one forward and one backward in each, and two shifts (docs/adr/0008)."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -137,10 +138,8 @@ class _Run:
     def all_ticks(self) -> PipelineResult:
         """The scan, and what is done once after it."""
         rank = axis_index(self.held.axis)
-        mine = jax.tree.map(
-            lambda grid: jax.lax.dynamic_index_in_dim(jnp.asarray(grid), rank, 1, keepdims=False),
-            self.table,
-        )
+        own = partial(jax.lax.dynamic_index_in_dim, index=rank, axis=1, keepdims=False, allow_negative_indices=False)
+        mine = jax.tree.map(lambda grid: own(jnp.asarray(grid)), self.table)
         end, _ = jax.lax.scan(lambda carry, table: (self._tick(carry, table), None), self._start(), mine)
         last, axis = self.line.members[-1], self.held.axis
         seed = vary_like(jnp.asarray(self.seed, end.loss.dtype), end.loss)

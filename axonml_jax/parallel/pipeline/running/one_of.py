@@ -1,5 +1,6 @@
 """Running one of several functions, chosen while the program runs, in which functions of one program are compiled once."""
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ def one_of(index: Any, functions: Sequence[Callable[[], Any]], looks: Sequence[H
 
     Args:
       index: which function. Ranks may choose differently.
-      functions: without arguments, returning the same types. Nobody differentiates through them.
+      functions: without arguments, returning the same types. Nobody differentiates through them. One that is there several
+        times is compiled once.
       looks: what every function looks like. Only those that look the same are traced here and compared.
 
     >>> x = jnp.arange(3.0)
@@ -29,8 +31,12 @@ def one_of(index: Any, functions: Sequence[Callable[[], Any]], looks: Sequence[H
     kept: list[Callable[[], Any]] = []
     known: list[tuple[Hashable, int, Any, Program]] = []
     branches: list[int] = []
-    for function, look in zip(functions, looks, strict=True):
-        if looks.count(look) == 1:
+    alone = Counter(dict(zip(functions, looks, strict=True)).values())
+    for place, (function, look) in enumerate(zip(functions, looks, strict=True)):
+        if (first := functions.index(function)) < place:
+            branches.append(branches[first])
+            continue
+        if alone[look] == 1:
             branches.append(len(kept))
             kept.append(function)
             continue
@@ -46,8 +52,12 @@ def one_of(index: Any, functions: Sequence[Callable[[], Any]], looks: Sequence[H
         branches.append(at)
     if len(kept) < len(functions):
         at = jnp.asarray(index)
-        index = jax.lax.dynamic_index_in_dim(vary_like(jnp.asarray(branches, jnp.int32), at), at, keepdims=False)
+        index = _entry(vary_like(jnp.asarray(branches, jnp.int32), at), at)
     return jax.lax.switch(jnp.asarray(index), kept)
+
+
+def _entry(table: jax.Array, at: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(table, at, keepdims=False, allow_negative_indices=False)
 
 
 def alike(one: Program, other: Program) -> bool:

@@ -1,5 +1,7 @@
 """Buffers with slots that ticks write and read in turn, and the shift of a buffer to the neighbouring rank."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -23,9 +25,8 @@ def slots(sizes: Sizes, count: int) -> Buffers:
 
 def store(buffers: Buffers, values: Buffers, slot: ArrayLike) -> Buffers:
     """The buffers with one slot replaced."""
-    return {
-        group: jax.lax.dynamic_update_index_in_dim(buffer, values[group], slot, 0) for group, buffer in buffers.items()
-    }
+    put = partial(jax.lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False)
+    return {group: put(buffer, values[group], slot) for group, buffer in buffers.items()}
 
 
 def lend(buffers: Buffers, slot: ArrayLike) -> tuple[Buffers, ArrayLike]:

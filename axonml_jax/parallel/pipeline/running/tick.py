@@ -151,5 +151,8 @@ def _zero(member: Member, place: int) -> jax.Array:
 
 
 def _switch(line: TracedLine, work: Work, run: Callable[[Member], Any], idle: Callable[[], Any]) -> Any:
-    branches = [lambda member=member: run(member) for member in line.members]
-    return one_of(work.stage, [*branches, idle], [*(member.looks for member in line.members), None])
+    last = line.members[-1]  # it alone returns what it makes
+    kinds = [(member is last, member.runs) for member in line.members]
+    branches = {kind: lambda member=member: run(member) for kind, member in zip(kinds, line.members, strict=True)}
+    functions = [branches[kind] for kind in kinds]
+    return one_of(work.stage, [*functions, idle], [*(member.looks for member in line.members), None])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from axonml_jax.parallel.pipeline.cutting.traced_stage import Inputs, TracedStag
 from axonml_jax.parallel.pipeline.resting.packing import Buffers, Packing, Sizes, largest
 from axonml_jax.parallel.pipeline.resting.position_parts import PositionParts, on_every_rank
 from axonml_jax.parallel.pipeline.resting.stage_buffers import StageBuffers
+from axonml_jax.parallel.pipeline.running.one_of import alike
 from axonml_jax.parallel.pipeline.running.rings import nothing
 from axonml_jax.parallel.units.body import Transform
 
@@ -49,9 +51,19 @@ class Member:
     @property
     def looks(self) -> tuple:
         """What stages that run the same program have in common."""
-        packings = (self.weights, self.state, self.read, self.x, self.y, self.residuals or Packing(()))
-        arrays = tuple(tuple((slot.group, slot.shape) for slot in packing.slots) for packing in packings)
+        arrays = tuple(tuple((slot.group, slot.shape) for slot in packing.slots) for packing in self._packings)
         return len(self.traced.body.equations), arrays
+
+    @property
+    def runs(self) -> tuple:
+        """What it runs: equal only where two stages were traced as one, read alike, and lie at the same places."""
+        placed = lambda slot: slot._replace(place=None, offset=slot.offset if slot.place is None else id(slot.place))
+        arrays = tuple(tuple(map(placed, packing.slots)) for packing in (*self._packings, self.dy))
+        return id(self.traced), id(self.stage.read), id(self.stage.sync), arrays
+
+    @property
+    def _packings(self) -> tuple[Packing, ...]:
+        return self.weights, self.state, self.read, self.x, self.y, self.residuals or Packing(())
 
     @property
     def dx(self) -> Packing:
@@ -131,7 +143,8 @@ class Held:
         Where positions are split, every rank has the whole microbatch: of a shift of split labels the partitioner would make a
         permute in one stage's branch.
         """
-        rows = [vary(jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.axis) for x in self.given]
+        row = partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False, allow_negative_indices=False)
+        rows = [vary(row(x), self.axis) for x in self.given]
         return rows if self.positions is None else [on_every_rank(x) for x in rows]
 
     def packing(self, arrays: Sequence[Any], known: Sequence[int | None] = ()) -> Packing:
@@ -157,7 +170,7 @@ def trace_line(stages: Sequence[Stage], held: Held, transform: Transform | None)
     """
     members: list[Member] = []
     for stage in stages:
-        members.append(_member(len(members), stage, held, members[-1] if members else None, transform))
+        members.append(_member(stage, held, members, transform))
     losses = [member.traced.aval(member.traced.places.loss) for member in members]
     wrong = [f"stage {i}: {loss.str_short()}" for i, loss in enumerate(losses) if loss.shape or not _is_float(loss)]
     if wrong:
@@ -172,7 +185,9 @@ def trace_line(stages: Sequence[Stage], held: Held, transform: Transform | None)
     )
 
 
-def _member(number: int, stage: Stage, held: Held, before: Member | None, transform: Transform | None) -> Member:
+def _member(stage: Stage, held: Held, members: Sequence[Member], transform: Transform | None) -> Member:
+    """The next member, which shares what was traced for an earlier one that does the same."""
+    number, before = len(members), members[-1] if members else None
     weights, state = held.layout.packings[number], held.states_layout.packings[number]
     x = Packing(()) if before is None else before.y
     read = list(stage.read(weights.unpack(held.weights)))
@@ -181,13 +196,24 @@ def _member(number: int, stage: Stage, held: Held, before: Member | None, transf
     varied = [] if before is None else before.traced.varied_y
     traced = trace_stage(stage, inputs, _arguments(number, held, before), trained, varied)
     _check_state(number, traced, inputs.state)
+    twin = next((each for each in members if _does_the_same(each.traced, traced)), None)
+    traced = traced if twin is None else twin.traced
     y = held.packing([traced.aval(atom) for atom in traced.places.y])
     member = Member(stage, traced, weights, state, Packing.of(read, held.axis), x, y)
     if transform is None:
         return member
+    if twin is not None:
+        return replace(member, residuals=twin.residuals, forward=twin.forward)
     forward = TracedForward.of(traced, inputs, transform)
     known = () if held.positions is None else forward.split_dims(held.positions.parts.axis)
     return replace(member, residuals=held.packing(forward.residuals, known), forward=forward)
+
+
+def _does_the_same(one: TracedStage, other: TracedStage) -> bool:
+    """Whether two stages compute the same of the same, and have gradients of the same."""
+    trees = [(each.y_tree, each.aux_tree, each.state_tree) for each in (one, other)]
+    read = [(each.numbers, each.body.prelude.varied) for each in (one, other)]
+    return trees[0] == trees[1] and read[0] == read[1] and alike(one.program, other.program)
 
 
 def _arguments(number: int, held: Held, before: Member | None) -> Callable[[Inputs], tuple]:
