@@ -143,7 +143,7 @@ def is_jaxpr(value) -> bool:
     return hasattr(getattr(value, "jaxpr", value), "eqns")
 
 
-def test_a_forward_is_traced_once_for_all_stages_that_do_the_same_and_what_it_keeps_of_32_bits_is_not_rounded_to_what_it_is(monkeypatch):
+def test_stages_that_do_the_same_are_traced_once_and_what_a_forward_keeps_of_32_bits_is_not_rounded(monkeypatch):
     traced, forward = [], TracedStage.forward
     monkeypatch.setattr(TracedStage, "forward", lambda *args: traced.append(args[0]) or forward(*args))
     step, arguments = step_of(Shape(), abstract_mesh(1))
