@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen, nnx
+from meshes import mesh_of
 
 import axonml_jax as ax
 
@@ -40,10 +41,6 @@ def loss_fn(model, batch):
 def batches(count=STEPS):
     rng = np.random.default_rng(0)
     return [{"x": rng.normal(size=(16, 6)), "y": rng.normal(size=(16, 2))} for _ in range(count)]
-
-
-def mesh_of(**degrees):
-    return ax.make_mesh(devices=jax.devices()[: int(np.prod(list(degrees.values())))], **degrees)
 
 
 def model_of(kind, degrees, **plan):

@@ -1,9 +1,7 @@
 """Plans of FSDP, and how a row of a table of them is held to the single-device run."""
 
-import math
-
-import jax
 import optax
+from meshes import mesh_of
 from plan_models import CASES
 
 import axonml_jax as ax
@@ -44,11 +42,6 @@ def plan_of(row):
         remat=row["remat"],
         check_vma=row["check_vma"],
     )
-
-
-def mesh_of(**degrees):
-    """A mesh of the first devices."""
-    return ax.make_mesh(devices=jax.devices()[: math.prod(degrees.values())], **degrees)
 
 
 def check(row, tx=None, steps=2):

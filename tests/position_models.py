@@ -3,7 +3,6 @@
 import dataclasses
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -63,9 +62,3 @@ def batch_of(seed=0, length=LENGTH):
     ends = np.array([1, 2, 3, 3, 2, 1, 3, 2])
     mask = (np.arange(length) < ends[:, None]).astype(np.float32)
     return {"tokens": tokens[0], "labels": tokens[1], "mask": mask, "rows": rng.uniform(size=ROWS).astype(np.float32)}
-
-
-def mesh_of(degrees):
-    return jax.sharding.Mesh(
-        np.array(jax.devices()[: int(np.prod(list(degrees.values())))]).reshape(tuple(degrees.values())), tuple(degrees)
-    )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from flax import nnx
-from fsdp_plans import mesh_of
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from fsdp_plans import mesh_of
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.testing import assert_equals_single_device

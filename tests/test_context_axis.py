@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from position_models import WIDTH, WORDS, LinenWords, Words, batch_of, loss, mesh_of
+from meshes import plain_mesh_of
+from position_models import WIDTH, WORDS, LinenWords, Words, batch_of, loss
 
 import axonml_jax as ax
 from axonml_jax.parallel.context.context_split import current_split
@@ -106,20 +107,22 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_sequences_split_over_ranks_train_as_on_one_device(name):
     degrees, plan = PLANS[name]
-    assert_equals_single_device(Sequences(), by_position, batches(), plan, mesh=mesh_of(degrees), max_grad_norm=0.5)
+    assert_equals_single_device(
+        Sequences(), by_position, batches(), plan, mesh=plain_mesh_of(degrees), max_grad_norm=0.5
+    )
 
 
 @pytest.mark.parametrize("degrees", [{"data": 2, "context": 2}, {"pipe": 2, "context": 2}])
 def test_masks_follow_global_positions_as_all_ranks_have_the_same_keys(degrees):
     plan = plan_of(pipe=ONE_F_ONE_B) if "pipe" in degrees else plan_of("striped", accumulate=2)
-    assert_equals_single_device(Sequences(rate=0.4), by_position, batches(), plan, mesh=mesh_of(degrees))
+    assert_equals_single_device(Sequences(rate=0.4), by_position, batches(), plan, mesh=plain_mesh_of(degrees))
 
 
 @pytest.mark.slow
 def test_layers_split_over_tensor_and_linen_models_do_too():
-    mesh = mesh_of({"data": 2, "context": 2, "tensor": 2})
+    mesh = plain_mesh_of({"data": 2, "context": 2, "tensor": 2})
     assert_equals_single_device(Split(), by_position, batches(), plan_of("striped"), mesh=mesh)
-    model, mesh = LinenSequences(), mesh_of({"fsdp": 2, "context": 2})
+    model, mesh = LinenSequences(), plain_mesh_of({"fsdp": 2, "context": 2})
     params = model.init(jax.random.key(0), batch_of(0, LENGTH)["tokens"])
     for plan in (plan_of(), plan_of("striped", True)):
         assert_equals_single_device(model, by_position, batches(), plan, mesh=mesh, params=params)
@@ -129,7 +132,7 @@ def test_layers_split_over_tensor_and_linen_models_do_too():
 def test_a_call_and_an_evaluation_are_those_of_one_device(name):
     degrees, plan = PLANS[name]
     model, batch = Sequences(), batch_of(0, LENGTH)
-    parallel = ax.parallelize(model, mesh_of(degrees), plan)
+    parallel = ax.parallelize(model, plain_mesh_of(degrees), plan)
     np.testing.assert_allclose(parallel(batch["tokens"]), model(batch["tokens"]), rtol=1e-5, atol=1e-5)
     wanted, metrics = by_position(model, batch)
     got = parallel.trainer(optax.sgd(0.1), by_position).evaluate(batch)
@@ -149,7 +152,7 @@ class Normed(Sequences):
 
 
 def test_statistics_join_over_positions_and_frozen_parameters_stay():
-    mesh = mesh_of({"data": 2, "context": 2})
+    mesh = plain_mesh_of({"data": 2, "context": 2})
     assert_equals_single_device(
         Normed(), by_position, batches(), plan_of(), mesh=mesh, trainable="^(norm|head|positions)/"
     )
@@ -158,13 +161,13 @@ def test_statistics_join_over_positions_and_frozen_parameters_stay():
 def test_generation_of_any_model_sees_windows_that_divide():
     model, prompts = Sequences(), batch_of(0, 5)["tokens"]
     given = {"length": 4, "key": jax.random.key(0), "temperature": 0, "window": LENGTH - 1}
-    parallel = ax.parallelize(model, mesh_of({"data": 3, "context": 2}), plan_of())
+    parallel = ax.parallelize(model, plain_mesh_of({"data": 3, "context": 2}), plan_of())
     wanted = ax.generate(lambda tokens: model(np.pad(tokens, ((0, 0), (0, 1)))), prompts, **given)
     np.testing.assert_array_equal(ax.generate(parallel, prompts, **given), wanted)
 
 
 def test_a_loaders_batches_are_reordered_once_however_often_they_are_given():
-    mesh, batch = mesh_of({"data": 2, "context": 2}), batch_of(0, LENGTH)
+    mesh, batch = plain_mesh_of({"data": 2, "context": 2}), batch_of(0, LENGTH)
     (loaded,) = ax.create_dataloader(batch, len(batch["rows"]), mesh, shuffle=False, num_epochs=1)
     trainer = ax.parallelize(Sequences(), mesh, plan_of()).trainer(optax.sgd(0.0), by_position)
     wanted = by_position(Sequences(), batch)[0].value
@@ -174,7 +177,7 @@ def test_a_loaders_batches_are_reordered_once_however_often_they_are_given():
 
 def test_one_rank_changes_nothing_and_asks_nothing():
     model, batch = Words(), batch_of()
-    parallel = ax.parallelize(model, mesh_of({"data": 2, "context": 1}), plan_of())
+    parallel = ax.parallelize(model, plain_mesh_of({"data": 2, "context": 1}), plan_of())
     np.testing.assert_allclose(parallel(batch["tokens"]), model(batch["tokens"]), rtol=1e-5, atol=1e-6)
     assert parallel._placement.batch_layout.orders == ()
 
@@ -193,7 +196,7 @@ class LinenDropping(LinenSequences):
 
 
 def test_what_would_silently_be_wrong_is_refused_before_anything_is_allocated():
-    mesh, own = mesh_of({"data": 2, "context": 2}), ax.Plan(context=ax.Context(sees="own"))
+    mesh, own = plain_mesh_of({"data": 2, "context": 2}), ax.Plan(context=ax.Context(sees="own"))
     with pytest.raises(
         ValueError, match=r"context=2 splits sequences.*no module of the model says.*splits_positions = True"
     ):
@@ -213,7 +216,7 @@ def test_what_would_silently_be_wrong_is_refused_before_anything_is_allocated():
 
 
 def test_a_linen_models_plain_dropout_is_refused_in_its_first_call_and_evaluated():
-    mesh, model, batch = mesh_of({"context": 2}), LinenDropping(), batch_of(0, LENGTH)
+    mesh, model, batch = plain_mesh_of({"context": 2}), LinenDropping(), batch_of(0, LENGTH)
     params = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch["tokens"])
     parallel = ax.parallelize(model, mesh, plan_of(), params=params)
     with pytest.raises(ValueError, match=r"drop: linen.Dropout of rate 0.5 would draw the same masks"):
@@ -256,7 +259,7 @@ def test_sharding_over_both_axes_is_one_strategy_made_of_the_plans_fsdp():
     with pytest.raises(ValueError, match=r"which axes= gives to the strategy of \[\('fsdp', 'island'\)\]"):
         ax.Plan(context=ax.Context(shard=True), axes={("fsdp", "island"): ax.Shard()})
     with pytest.raises(ValueError, match=r"lacks \['fsdp'\]: give the mesh these axes"):
-        ax.parallelize(Sequences(), mesh_of({"context": 2}), ax.Plan(context=ax.Context(shard=True)))
+        ax.parallelize(Sequences(), plain_mesh_of({"context": 2}), ax.Plan(context=ax.Context(shard=True)))
 
 
 @pytest.mark.slow

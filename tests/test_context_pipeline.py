@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.compat.jaxpr import trace
@@ -101,10 +102,6 @@ def tokens_of(seed, length=LENGTH):
 def padded_of(seed):
     lengths = np.random.default_rng(seed).integers(3, LENGTH, (ROWS, 1))
     return {"tokens": tokens_of(seed), "real": np.arange(LENGTH) < lengths}
-
-
-def mesh_of(degrees):
-    return ax.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
 
 
 def pipe_of(schedule="1f1b", **options):

@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.ledger import collectives_in
@@ -95,10 +96,6 @@ def pooled(model, tokens):
 
 def batch_of(seed):
     return np.random.default_rng(seed).integers(0, WORDS, (ROWS, LENGTH))
-
-
-def mesh_of(degrees):
-    return ax.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
 
 
 # mesh, plan, model, loss

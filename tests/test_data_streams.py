@@ -9,20 +9,16 @@ import time
 from pathlib import Path
 
 import data_sources
-import jax
 import numpy as np
 import pytest
 from data_sources import Counted, FailsAt, Numbers, Stateful, StreamFailsAt
+from meshes import mesh_of
 
 import axonml_jax as ax
 
 
-def mesh_of(devices=2):
-    return ax.make_mesh(data=devices, devices=jax.devices()[:devices])
-
-
 def loader_of(source, size=4, **options):
-    return ax.create_dataloader(source, size, mesh_of(), **{"shuffle": False, "num_epochs": 1} | options)
+    return ax.create_dataloader(source, size, mesh_of(data=2), **{"shuffle": False, "num_epochs": 1} | options)
 
 
 def ids(loader):

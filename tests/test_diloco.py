@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from diloco_runs import INNER, Net, batches, by_hand, loss_fn, mesh_of, model_of, reference
+from diloco_runs import INNER, Net, batches, by_hand, loss_fn, model_of, reference
 from jax.sharding import PartitionSpec
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.ledger import collectives_in

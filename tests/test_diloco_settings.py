@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from diloco_runs import INNER, Net, loss_fn, mesh_of
+from diloco_runs import INNER, Net, loss_fn
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.launch.config.read_config import read_config

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-from diloco_runs import INNER, Net, batches, loss_fn, mesh_of, model_of, reference
+from diloco_runs import INNER, Net, batches, loss_fn, model_of, reference
 from flax import nnx
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.launch.job.text_task import loss_fn as lm_loss

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fsdp_plans import mesh_of
+from meshes import mesh_of
 from test_training_loss import Net, losses
 
 import axonml_jax as ax

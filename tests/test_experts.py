@@ -10,17 +10,13 @@ import optax
 import pytest
 from expert_models import EXPERTS, LENGTH, WIDTH, Net, batch_of, grad_of, loss_fn, mean_loss
 from flax import nnx
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.testing import assert_equals_single_device
-
-
-def mesh_of(degrees):
-    return ax.make_mesh(devices=jax.devices()[: math.prod(degrees.values())], **degrees)
-
 
 PLANS = {
     "expert": ({"expert": 4}, {}),

@@ -5,7 +5,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from fsdp_plans import FSDP, check, mesh_of, possible
+from fsdp_plans import FSDP, check, possible
+from meshes import mesh_of
 from plan_models import CASES, F64, DropoutMLP, mean_loss, regression, tokens
 from plan_tables import name, pairwise
 from test_ddp_equality import OPTIMIZERS

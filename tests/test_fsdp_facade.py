@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from fsdp_plans import mesh_of
+from meshes import mesh_of
 from plan_models import CASES, DropoutMLP, TiedNet, mean_loss, regression, tokens
 
 import axonml_jax as ax

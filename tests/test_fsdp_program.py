@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from fsdp_plans import mesh_of
+from meshes import mesh_of
 from plan_models import CASES
 
 import axonml_jax as ax

@@ -4,7 +4,7 @@ import jax
 import literal_models
 import optax
 import pytest
-from fsdp_plans import mesh_of
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.testing import assert_equals_single_device

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from fsdp_plans import mesh_of
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax._types import named_leaves

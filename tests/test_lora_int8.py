@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from fsdp_plans import mesh_of
+from meshes import mesh_of
 from test_lora import PLANS, SIZES, adapted, loss, tokens, transformer
 
 import axonml_jax as ax

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from fsdp_plans import mesh_of
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.models.config import TransformerConfig

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fsdp_plans import mesh_of
+from meshes import mesh_of
 from plan_models import CASES
 
 import axonml_jax as ax

@@ -7,9 +7,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from fsdp_plans import mesh_of
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.program.rules import rule_of

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from fsdp_plans import mesh_of
+from meshes import mesh_of
 from optax_setups import CLIP, RATE, SETUPS, Net, batches, on_one_device, under
 from plan_models import mean_loss
 

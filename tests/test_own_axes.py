@@ -3,11 +3,9 @@
 import dataclasses
 import math
 
-import jax
-import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh
+from meshes import plain_mesh_of
 from plan_models import CASES
 from predicted_steps import LLAMA, config
 from ring_strategy import RingShard
@@ -15,13 +13,6 @@ from ring_strategy import RingShard
 import axonml_jax as ax
 from axonml_jax.ledger import predict
 from axonml_jax.testing import assert_equals_single_device
-
-
-def mesh_of(**degrees):
-    """A mesh of these axes in this order."""
-    devices = np.array(jax.devices()[: math.prod(degrees.values())]).reshape(tuple(degrees.values()))
-    return Mesh(devices, tuple(degrees), axis_types=(AxisType.Auto,) * len(degrees))
-
 
 PLANS = {
     "replicated over an own axis": ({"data": 2, "island": 2}, {"axes": {"island": ax.Replicate()}}),
@@ -53,7 +44,7 @@ def test_an_own_axis_equals_one_device(name, check_vma, kind):
         case.loss,
         case.batch(rows),
         ax.Plan(**options, check_vma=check_vma and case.typed),
-        mesh=mesh_of(**degrees),
+        mesh=plain_mesh_of(**degrees),
         params=case.params(),
         tx=optax.adamw(1e-2),
         steps=2,
@@ -109,7 +100,7 @@ REFUSED = {
 def test_what_cannot_work_is_refused_before_anything_is_allocated(name):
     degrees, plan, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        ax.parallelize(CASES["dropout"].model(), mesh_of(**degrees), plan())
+        ax.parallelize(CASES["dropout"].model(), plain_mesh_of(**degrees), plan())
 
 
 def test_a_plan_with_own_axes_is_a_value():

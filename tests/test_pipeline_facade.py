@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from meshes import mesh_of
 from pipeline_models import Head, Hidden, Language, chain
 from plan_models import F64, DropoutMLP, linear, mean_loss, regression, token_loss, tokens
 
@@ -18,10 +19,6 @@ from axonml_jax.parallel.pipeline.cutting.chain import LinenChain
 from axonml_jax.testing import assert_equals_single_device
 from axonml_jax.testing.trees_close import assert_trees_close
 from axonml_jax.training.state.first_state import abstract_state
-
-
-def mesh_of(**degrees):
-    return ax.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from fsdp_plans import mesh_of
 from jax.sharding import PartitionSpec
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.parallel.pipeline.resting.spreading import Spread

@@ -9,7 +9,8 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from position_models import WORDS, Positions, Words, batch_of, loss, mesh_of
+from meshes import plain_mesh_of
+from position_models import WORDS, Positions, Words, batch_of, loss
 
 import axonml_jax as ax
 from axonml_jax._types import named_leaves
@@ -56,7 +57,7 @@ class Placed(Words):
 @pytest.mark.parametrize("order", ["zigzag", "striped"])
 def test_a_call_is_given_and_gives_positions_in_the_sequences_order(order, length):
     model, tokens = Placed(), np.random.default_rng(0).integers(0, WORDS, (4, length))
-    mesh = mesh_of({"data": 2, "seq": 3})
+    mesh = plain_mesh_of({"data": 2, "seq": 3})
     parallel = ax.parallelize(model, mesh, ax.Plan(axes={"seq": Ordered(order=order)}))
     wanted = model(tokens)
     on_rows = jax.device_put(tokens, jax.sharding.NamedSharding(mesh, PartitionSpec("data")))
@@ -76,7 +77,7 @@ def test_leaves_of_other_lengths_are_each_in_the_order_of_their_own_length():
         "tokens": np.arange(8).reshape(2, 4),
         "mask": np.arange(8).reshape(2, 4),
     }
-    placed = layout.opened(layout.place(batch, mesh_of({"data": 2, "seq": 2})))
+    placed = layout.opened(layout.place(batch, plain_mesh_of({"data": 2, "seq": 2})))
     assert placed["frames"][0, 0].tolist() == sequence_order("zigzag", 12, 2).tolist()
     assert placed["tokens"][1].tolist() == [4, 7, 5, 6] and placed["mask"].tolist() == batch["mask"].tolist()
     with pytest.raises(TypeError, match=r"orders \{'seq': 'zigzag'\}, and this batch was not placed so"):
@@ -88,7 +89,7 @@ def test_leaves_of_other_lengths_are_each_in_the_order_of_their_own_length():
 
 
 def test_a_compiled_step_takes_no_batch_in_another_order():
-    trainer = ax.parallelize(Words(), mesh_of({"seq": 2}), ax.Plan(axes={"seq": Ordered()})).trainer(
+    trainer = ax.parallelize(Words(), plain_mesh_of({"seq": 2}), ax.Plan(axes={"seq": Ordered()})).trainer(
         optax.sgd(0.1), loss
     )
     batch = {name: x[:, :4] if x.ndim > 1 else x for name, x in batch_of().items()}
@@ -100,7 +101,7 @@ def test_a_compiled_step_takes_no_batch_in_another_order():
 def test_keys_are_alike_or_own_along_positions_and_always_own_along_rows():
     def placement(keys):
         plan = ax.Plan(axes={"seq": Ordered(keys=keys)})
-        return ax.parallelize(Words(), mesh_of({"data": 2, "seq": 2}), plan)._placement
+        return ax.parallelize(Words(), plain_mesh_of({"data": 2, "seq": 2}), plan)._placement
 
     assert (placement("own").key_axes, placement("alike").key_axes) == (("data", "seq"), ("data",))
     with pytest.raises(ValueError, match="keys='alike' goes with batch='positions'"):
@@ -109,7 +110,7 @@ def test_keys_are_alike_or_own_along_positions_and_always_own_along_rows():
 
 def test_a_strategy_refuses_a_model_and_one_order_is_that_of_one_axis():
     with pytest.raises(ValueError, match=r"no head along seq of \{'seq': 2\}"):
-        ax.parallelize(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh_of({"seq": 2}), ax.Plan(axes={"seq": Ordered()}))
+        ax.parallelize(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), plain_mesh_of({"seq": 2}), ax.Plan(axes={"seq": Ordered()}))
     layout = ax.Plan(axes={"seq": Ordered(), "more": Positions()}).batch_layout({"seq": 2, "more": 2})
     with pytest.raises(ValueError, match=r"several axes split the positions of \{'x': \('seq', 'more'\)\}"):
         check_batch(layout, {"x": np.zeros((2, 8))})
@@ -118,7 +119,7 @@ def test_a_strategy_refuses_a_model_and_one_order_is_that_of_one_axis():
 @pytest.mark.parametrize("order", ["zigzag", "striped"])
 def test_every_process_places_its_own_parts_in_the_ranks_order(order, monkeypatch):
     layout = ax.Plan(axes={"seq": Ordered(order=order)}).batch_layout({"data": 2, "seq": 2})
-    tokens, mesh = np.arange(48).reshape(4, 12), mesh_of({"data": 2, "seq": 2})
+    tokens, mesh = np.arange(48).reshape(4, 12), plain_mesh_of({"data": 2, "seq": 2})
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     for given in (tokens, jnp.asarray(tokens)):
         (placed,) = jax.tree.leaves(layout.place({"tokens": given}, mesh))
@@ -134,7 +135,7 @@ def test_outputs_are_put_back_by_exchanges_of_no_more_than_they_hold(order, leng
     """Elements of one row; a gather only where a rank's positions do not divide over the ranks."""
     spec, given = PartitionSpec(None, "seq"), jnp.zeros((1, length))
     local = lambda x: put_back(x, 1, "seq", order)
-    program = jax.shard_map(local, mesh=mesh_of({"seq": 3}), in_specs=spec, out_specs=spec)
+    program = jax.shard_map(local, mesh=plain_mesh_of({"seq": 3}), in_specs=spec, out_specs=spec)
     assert [(each.kind, each.elements) for each in collectives_in(program, given)] == sent
     in_order = np.arange(length)[sequence_order(order, length, 3)]
     assert jax.jit(program)(in_order[None])[0].tolist() == list(range(length))

@@ -9,7 +9,8 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from position_models import ROWS, WIDTH, LinenWords, Positions, Words, batch_of, loss, mesh_of
+from meshes import plain_mesh_of
+from position_models import ROWS, WIDTH, LinenWords, Positions, Words, batch_of, loss
 
 import axonml_jax as ax
 from axonml_jax.parallel.partition import Partition
@@ -50,7 +51,9 @@ PLANS = {
 def test_positions_split_over_ranks_train_as_on_one_device(plan):
     degrees, settings = PLANS[plan]
     batches = [batch_of(seed) for seed in range(3)]
-    assert_equals_single_device(Words(), loss, batches, ax.Plan(**settings), mesh=mesh_of(degrees), max_grad_norm=0.5)
+    assert_equals_single_device(
+        Words(), loss, batches, ax.Plan(**settings), mesh=plain_mesh_of(degrees), max_grad_norm=0.5
+    )
 
 
 @pytest.mark.parametrize("plan", ["with data", "sharded over both", "zero3 typed"])
@@ -59,7 +62,7 @@ def test_a_linen_model_does_too(plan):
     model = LinenWords()
     params = model.init(jax.random.key(0), batch_of()["tokens"])
     assert_equals_single_device(
-        model, loss, [batch_of(1), batch_of(2)], ax.Plan(**settings), mesh=mesh_of(degrees), params=params
+        model, loss, [batch_of(1), batch_of(2)], ax.Plan(**settings), mesh=plain_mesh_of(degrees), params=params
     )
 
 
@@ -67,7 +70,7 @@ def test_a_linen_model_does_too(plan):
 def test_a_call_and_an_evaluation_are_those_of_one_device(plan):
     degrees, settings = PLANS[plan]
     model, batch = Words(), batch_of()
-    parallel = ax.parallelize(model, mesh_of(degrees), ax.Plan(**settings))
+    parallel = ax.parallelize(model, plain_mesh_of(degrees), ax.Plan(**settings))
     np.testing.assert_allclose(parallel(batch["tokens"]), model(batch["tokens"]), rtol=1e-5, atol=1e-5)
     wanted, metrics = loss(model, batch)
     got = ax.Trainer(parallel, optax.sgd(0.1), loss).evaluate(batch)
@@ -76,7 +79,7 @@ def test_a_call_and_an_evaluation_are_those_of_one_device(plan):
 
 
 def sequences(mesh_degrees=None, **settings):
-    return ax.parallelize(Words(), mesh_of(mesh_degrees or {"data": 2, "seq": 2}), ax.Plan(axes=SEQ, **settings))
+    return ax.parallelize(Words(), plain_mesh_of(mesh_degrees or {"data": 2, "seq": 2}), ax.Plan(axes=SEQ, **settings))
 
 
 def test_a_plain_number_is_refused_as_nobody_can_tell_a_mean_from_a_sum():
@@ -112,7 +115,7 @@ def test_an_output_that_is_made_of_a_ranks_own_positions_is_refused():
                 joined = jax.lax.pmean(joined, "seq")
             return {"each": each, "pooled": joined}
 
-    mesh, plan, tokens = mesh_of({"data": 2, "seq": 2}), ax.Plan(axes=SEQ), batch_of()["tokens"]
+    mesh, plan, tokens = plain_mesh_of({"data": 2, "seq": 2}), ax.Plan(axes=SEQ), batch_of()["tokens"]
     with pytest.raises(ValueError, match=r"no positions, but every rank makes its own.*\{'pooled': \['seq'\]\}"):
         ax.parallelize(Pooled(), mesh, plan)(tokens)
     model = Joined()
@@ -156,7 +159,7 @@ def test_a_loader_splits_rows_as_the_plan_says_and_a_step_takes_them():
         pass
 
     plan = ax.Plan(axes={"island": Rows(), "seq": Positions()})
-    mesh, batch = mesh_of({"island": 2, "seq": 2}), batch_of()
+    mesh, batch = plain_mesh_of({"island": 2, "seq": 2}), batch_of()
     (loaded,) = ax.create_dataloader(batch, ROWS, mesh, shuffle=False, num_epochs=1, plan=plan)
     assert loaded["tokens"].sharding.spec == PartitionSpec(("island",))
     trainer = ax.parallelize(Words(), mesh, plan).trainer(optax.sgd(0.1), loss)
@@ -169,7 +172,7 @@ def test_gradients_of_ranks_alone_and_partitioned_axes_are_refused_beside_positi
     model = sequences()
     with model.no_sync(), pytest.raises(ValueError, match="along seq ranks have parts of the same sequences"):
         model.value_and_grad(loss)(batch_of())
-    mesh = mesh_of({"data": 2, "tensor": 2})
+    mesh = plain_mesh_of({"data": 2, "tensor": 2})
     with pytest.raises(ValueError, match=r"data splits positions, and partition= leaves an axis"):
         ax.parallelize(Words(), mesh, ax.Plan(data=Positions(), partition=Partition.of(RULES)))
 
@@ -183,7 +186,7 @@ def test_leaves_of_other_sizes_are_not_taken_for_positions():
 
 
 def test_an_axis_of_one_rank_changes_nothing():
-    model = ax.parallelize(Words(), mesh_of({"data": 2, "seq": 1}), ax.Plan(axes=SEQ))
+    model = ax.parallelize(Words(), plain_mesh_of({"data": 2, "seq": 1}), ax.Plan(axes=SEQ))
     plain = lambda model, batch: model(batch["tokens"]).mean()
     assert np.isfinite(ax.Trainer(model, optax.sgd(0.1), plain).step(batch_of())["loss"])
 
@@ -198,7 +201,7 @@ def test_logits_that_layers_leave_split_are_told_from_positions_of_as_many_ranks
             return self.head(self.table(tokens))
 
     model, tokens = Split(), batch_of()["tokens"]
-    mesh = mesh_of({"data": 2, "seq": 2, "tensor": 2})
+    mesh = plain_mesh_of({"data": 2, "seq": 2, "tensor": 2})
     np.testing.assert_allclose(
         ax.parallelize(model, mesh, ax.Plan(axes=SEQ))(tokens), model(tokens), rtol=1e-5, atol=1e-6
     )
@@ -215,7 +218,7 @@ def test_a_call_knows_its_arguments_by_the_models_names_and_apart():
             return super().__call__(first) - 2 * super().__call__(second)
 
     model, tokens = Nested(), batch_of()["tokens"]
-    parallel = ax.parallelize(model, mesh_of({"data": 2, "seq": 2}), ax.Plan(axes={"seq": Named()}))
+    parallel = ax.parallelize(model, plain_mesh_of({"data": 2, "seq": 2}), ax.Plan(axes={"seq": Named()}))
     np.testing.assert_allclose(parallel(tokens), model(tokens), rtol=1e-5, atol=1e-5)
     both = {"a/b": tokens, "a": {"b": tokens[:, ::-1].copy()}}
     np.testing.assert_allclose(parallel(both), model(both), rtol=1e-5, atol=1e-5)

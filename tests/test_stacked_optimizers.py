@@ -7,7 +7,7 @@ import optax
 import pytest
 import yaml
 from flax import nnx
-from fsdp_plans import mesh_of
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax._types import named_leaves

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from meshes import plain_mesh_of
 from plan_models import F64, linear
 from state_models import LENGTH, TX, LinenNet, LinenRouter, Net, OneDevice, batch_of, loss_fn, named
 
@@ -52,15 +53,8 @@ PLANS = {
 }
 
 
-def mesh_of(degrees):
-    axes = tuple(degrees)
-    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
-    devices = jax.devices()[: math.prod(degrees.values())]
-    return jax.sharding.Mesh(np.array(devices).reshape(tuple(degrees.values())), axes, axis_types=kinds)
-
-
 def parallel(degrees, options, model=None):
-    return ax.parallelize(model or Net(), mesh_of(degrees), ax.Plan(**options))
+    return ax.parallelize(model or Net(), plain_mesh_of(degrees), ax.Plan(**options))
 
 
 def held(model):
@@ -179,7 +173,7 @@ def test_the_librarys_own_oracle_joins_and_updates_too(name):
     plan = ax.Plan(**options)
     rows = 2 * math.prod(degrees.values()) // degrees.get("pipe", 1) * plan.microbatches
     batches = [batch_of(rows, seed) for seed in range(2)]
-    assert_equals_single_device(make(), loss_fn, batches, plan, mesh=mesh_of(degrees), params=params)
+    assert_equals_single_device(make(), loss_fn, batches, plan, mesh=plain_mesh_of(degrees), params=params)
 
 
 def changed(**attributes):
@@ -237,6 +231,6 @@ def test_a_linen_module_with_a_hook_is_refused_by_name():
             return linen.Dense(2, param_dtype=F64)(Hooked(name="router")(x))
 
     params = Around().init(jax.random.key(0), batch_of(1)["x"])
-    trainer = ax.parallelize(Around(), mesh_of({"data": 2}), ax.Plan(), params=params).trainer(TX, loss_fn)
+    trainer = ax.parallelize(Around(), plain_mesh_of({"data": 2}), ax.Plan(), params=params).trainer(TX, loss_fn)
     with pytest.raises(ValueError, match=r"Hooked at router.*NNX"):
         trainer.step(batch_of(4))

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from fsdp_plans import mesh_of
 from ledger_steps import abstract_mesh
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.testing import assert_equals_single_device

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from fsdp_plans import mesh_of
 from ledger_steps import abstract_mesh
+from meshes import mesh_of
 
 import axonml_jax as ax
 

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from fsdp_plans import mesh_of
 from jax.sharding import PartitionSpec
 from ledger_steps import abstract_mesh
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.parallel.tensor.auto.fused import own_of_blocks

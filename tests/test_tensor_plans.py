@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from fsdp_plans import mesh_of
+from meshes import mesh_of
 from plan_models import F64, regression, tokens
 
 import axonml_jax as ax

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from fsdp_plans import mesh_of
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.compat.jaxpr import trace
