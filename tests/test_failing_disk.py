@@ -127,7 +127,7 @@ def test_what_cannot_be_removed_now_is_removed_before_the_next_save(disk, monkey
 
 
 def test_an_older_checkpoint_that_cannot_be_deleted_spoils_no_save(tmp_path, monkeypatch, caplog):
-    from axonml_jax.checkpoint import manager as room
+    from axonml_jax.checkpoint.places import in_folder as room
 
     def fails(path):
         raise OSError(errno.EIO, "Input/output error")
@@ -148,11 +148,11 @@ def test_only_causes_that_may_pass_do_and_each_is_said_once(tmp_path, caplog):
     quota = OSError("saving it failed: on process 3: INTERNAL: Disk quota exceeded [OS error 122: EDQUOT]")
     assert cause_of(quota) == errno.EDQUOT
     with pytest.raises(ValueError, match="max_failures=0 must be at least 1"):
-        Failures(tmp_path, 0)
+        Failures(tmp_path, list, 0)
     with pytest.raises(OSError) as caught:
-        Failures(tmp_path, 1).take(full_, tell=True)
+        Failures(tmp_path, list, 1).take(full_, tell=True)
     assert caught.value is full_
-    some = Failures(tmp_path, 5)
+    some = Failures(tmp_path, list, 5)
     with pytest.raises(PermissionError):
         some.take(denied, tell=True)
     for error in (full_, broken, full_, broken):

@@ -2,22 +2,20 @@
 
 import os
 from collections.abc import Collection, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from axonml_jax.checkpoint import arrays
-from axonml_jax.checkpoint.keeping.candidates import candidates
 from axonml_jax.checkpoint.keeping.failures import Failures
 from axonml_jax.checkpoint.keeping.retention import Retention, best_of, seconds_of
-from axonml_jax.checkpoint.manifest import DamagedCheckpoint, Manifest, manifests_in
-from axonml_jax.checkpoint.names import checkpoints_in, path_of
+from axonml_jax.checkpoint.manifest import DamagedCheckpoint, Manifest
+from axonml_jax.checkpoint.names import path_of
 from axonml_jax.checkpoint.ownership import Ownership
-from axonml_jax.checkpoint.places.bring_back import bring_back, finish
-from axonml_jax.checkpoint.places.mirror import Mirror
-from axonml_jax.checkpoint.places.object_store import ObjectStore
+from axonml_jax.checkpoint.places.place import place_of
 from axonml_jax.checkpoint.plain_files import step_number
-from axonml_jax.checkpoint.saving import Saving, put_aside, remove, take_over, tidy
+from axonml_jax.checkpoint.saving import Saving, put_aside, take_over, tidy
 from axonml_jax.checkpoint.store import Positioned, checked_manifest, leaves_of, load, manifest_of
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.logging import logger
@@ -25,12 +23,13 @@ from axonml_jax.sharding.leaf import Leaf
 
 
 class CheckpointManager:
-    """Saves a run's checkpoints in one folder, `step_00000100` and so on. All processes make the same calls.
+    """Saves a run's checkpoints in one folder or at one URL, `step_00000100` and so on. All processes make the same calls.
 
     Opening one, and restoring without `mirror`, change nothing on disk. The first save, or `claim`, makes this job its writer.
 
     Args:
-      folder: made when something is saved; on a file system that all processes share.
+      folder: made when something is saved; on a file system that all processes share. Or an object store's URL,
+        `s3://bucket/path`, `gs://bucket/path` or `file:///folder`: a checkpoint counts when it is there.
       every: steps between checkpoints; None: only when forced.
       keep: how many of the newest to keep; None: all.
       keep_every: keep those too whose step is a multiple of this, for ever.
@@ -40,12 +39,15 @@ class CheckpointManager:
       verify: see `ax.save`; an older checkpoint is deleted only after that.
       max_failures: that many saves in a row that a full, read-only or failing disk spoils end the run with an error. Fewer are
         passed over by `save`, with a warning for each cause, and the next step that is due is saved; 1: the first ends it.
-      mirror: an object store's URL, `s3://bucket/path` or `gs://bucket/path`: what is committed is copied there, by the same
-        rules, and `restore` brings back what the folder lacks.
+      mirror: of a folder: an object store's URL. What is committed is copied there, by the same rules, and `restore` brings
+        back what the folder lacks.
+      staging: of a URL: the folder in which a checkpoint is made and then sent, which all processes share; None: one below
+        `~/.cache/axonml_jax`.
       asynchronous: write behind the training's back; `save` then blocks only while arrays are copied to the host.
 
     Raises:
-      ValueError: for numbers that are not positive, rules that add nothing, a folder that is a file, and a `file://` URL of it.
+      ValueError: for numbers that are not positive, rules that add nothing, a folder that is a file, a URL of another kind, and
+        a `file://` URL of the same folder.
     """
 
     def __init__(
@@ -61,22 +63,21 @@ class CheckpointManager:
         verify: bool = False,
         max_failures: int = 1,
         mirror: str | None = None,
+        staging: str | os.PathLike | None = None,
         asynchronous: bool = True,
     ):
         if every is not None and every < 1:
             raise ValueError(f"every={every} must be at least 1, or None")
         seconds = None if keep_for is None else seconds_of(keep_for)
-        self._retention = Retention(keep=keep, every=keep_every, seconds=seconds, best=best, mode=mode)
-        if Path(folder).exists() and not Path(folder).is_dir():
-            raise ValueError(f"folder={os.fspath(folder)!r} is no folder: give one, or a name that is free")
-        self.folder, self.every, self.best, self.mode = Path(folder).absolute(), every, best, mode
+        rules = Retention(keep=keep, every=keep_every, seconds=seconds, best=best, mode=mode)
         self._asynchronous, self._verify, self._team = asynchronous, verify, Team()
-        self._failures = Failures(self.folder, max_failures)
-        self._mirror = None if mirror is None else Mirror(ObjectStore(mirror), self.folder, self._retention)
+        self._place = place_of(folder, rules, self._team, mirror=mirror, staging=staging, verify=verify)
+        self.folder, self.every, self.best, self.mode = self._place.folder, every, best, mode
+        self._failures = Failures(self.folder, lambda: self._place.known_steps, max_failures)
         self._saver = arrays.checkpointer(self._team)
         self._saving: Saving | None = None
         self._tell: Any = None  # a trainer's, which has callbacks
-        self._newest, self._claimed = None, False
+        self._newest, self._claimed, self._restored = None, False, False
         self._owner: Ownership | None = None  # in the main process
         self._passed_over: list[Path] = []
 
@@ -183,8 +184,8 @@ class CheckpointManager:
             self._failures.take(error, self._team.leads)
             return
         self._failures.passed(self._team.leads)
-        if tell is not None:
-            tell(self._newest, saving.folder)
+        if tell is not None and self._newest is not None:
+            tell(self._newest, self._place.name_of(self._newest))
 
     @property
     def failed_saves(self) -> int:
@@ -192,14 +193,18 @@ class CheckpointManager:
         return self._failures.total
 
     def close(self) -> None:
-        """Wait, and let go of the threads and the folder; with `mirror` all processes wait until the newest is copied."""
+        """Wait, and let go of the threads and the folder; with `mirror` all processes wait until the newest is copied.
+
+        A job that has only restored copies, or sends to the URL, what has been left, unless another job owns the folder.
+        """
         self._close(together=True)
 
     def _close(self, *, together: bool) -> None:
         try:
             with arrays.closing(self._saver):
                 self.wait()
-                finish(self._mirror, self._team, together=together)
+                only_restored = self._restored and not self._claimed
+                self._place.finish(together=together, only_restored=only_restored, claim=self.claim)
         finally:
             if self._owner is not None:
                 self._owner.release()
@@ -207,13 +212,18 @@ class CheckpointManager:
 
     @property
     def steps(self) -> list[int]:
-        """Steps with a checkpoint, in order, as this process sees the folder."""
-        return list(checkpoints_in(self.folder))
+        """Steps with a checkpoint, in order, as this process sees the folder, or the URL."""
+        return self._place.steps
+
+    @property
+    def place(self) -> str:
+        """Where the checkpoints are: the folder, or the URL."""
+        return str(self._place)
 
     @property
     def best_step(self) -> int | None:
         """The step of the best checkpoint by the metric; None where none has it."""
-        return best_of(manifests_in(self.folder), self.best or "", self.mode)
+        return best_of(self._place.said(), self.best or "", self.mode)
 
     def restore(
         self,
@@ -242,28 +252,24 @@ class CheckpointManager:
           ValueError: listing every array that does not fit.
         """
         self.settle()
-        bring_back(self._mirror, self.folder, step, self._team, self.claim)
-        tried, failed = set(), None
-        choose = partial(candidates, self.folder, step, self.best, self.mode)
-        decide = partial(self._team.decide, f"restore from {self.folder}", choose)
-        while left := [each for each in decide() if each not in tried]:
-            tried.add(candidate := left[0])
-            folder = checkpoints_in(self.folder).get(candidate, path_of(self.folder, candidate))
-            try:
-                manifest = checked_manifest(folder, self._team)
-                load(folder, manifest, like, self._saver, self._team, data=data, accept=accept)
-            except (DamagedCheckpoint, FileNotFoundError) as error:  # its writer may have removed it meanwhile
-                if step is not None:
-                    raise
-                failed = error
-                self._pass_over(folder, error)
-                continue
-            self._newest = candidate
-            if failed is not None and self._team.leads:
-                logger.warning("falling back to the last good checkpoint, %s", folder)
-            return manifest
+        failed = None
+        with closing(self._place.offers(step, self.best, self.mode, self.claim)) as offers:
+            for candidate, folder in offers:
+                try:
+                    manifest = checked_manifest(folder, self._team)
+                    load(folder, manifest, like, self._saver, self._team, data=data, accept=accept)
+                except (DamagedCheckpoint, FileNotFoundError) as error:  # its writer may have removed it meanwhile
+                    if step is not None:
+                        raise
+                    failed = error
+                    self._pass_over(folder, error)
+                    continue
+                self._newest, self._restored = candidate, True
+                if failed is not None and self._team.leads:
+                    logger.warning("falling back to the last good checkpoint, %s", self._place.name_of(candidate))
+                return manifest
         if failed is not None:
-            raise DamagedCheckpoint(f"no checkpoint in {self.folder} is whole; the last: {failed}")
+            raise DamagedCheckpoint(f"no checkpoint in {self.place} is whole; the last: {failed}")
         return None
 
     def _begin(self, step: int, leaves: Mapping[str, Leaf], manifest: Manifest) -> None:
@@ -275,26 +281,19 @@ class CheckpointManager:
             replace=True,
             verify=self._verify,
             owner=self._owner,
-            committed=partial(self._rotate, step),
+            placed=self._place.placed and partial(self._place.placed, step),
+            committed=partial(self._place.committed, step),
         )
 
     def _pass_over(self, folder: Path, error: Exception) -> None:
         """Put a damaged checkpoint aside; whoever does not own the folder only reads, and leaves it until he does."""
         if self._team.leads:
             logger.warning("%s", error)
-        self._passed_over.append(folder)
+        if folder.parent == self.folder:
+            self._passed_over.append(folder)
         if self._claimed:
             self._team.decide(f"pass over {folder}", partial(put_aside, self._passed_over))
 
     def _take(self) -> None:
         self._owner = take_over(self.folder, self._passed_over)
-        if self._mirror is not None:
-            self._mirror.catch_up()
-
-    def _rotate(self, newest: int) -> None:
-        """In the main process, after a commit: delete what no rule keeps, and copy what is new."""
-        spared = (newest, *(self._mirror.copying if self._mirror else ()))
-        for step in self._retention.deletes_of(partial(manifests_in, self.folder), spared):
-            remove(path_of(self.folder, step))
-        if self._mirror is not None:
-            self._mirror.copy(path_of(self.folder, newest), newest)
+        self._place.claimed()

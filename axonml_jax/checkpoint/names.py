@@ -15,9 +15,14 @@ DAMAGED = ".damaged"
 _NAME = re.compile(r"step_(\d{8,})")
 
 
+def name_of(step: int) -> str:
+    """The name of a step's checkpoint."""
+    return f"step_{step:08d}"
+
+
 def path_of(folder: Path, step: int) -> Path:
     """Where the checkpoint of a step goes."""
-    return folder / f"step_{step:08d}"
+    return folder / name_of(step)
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:

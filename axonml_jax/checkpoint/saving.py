@@ -21,6 +21,7 @@ from axonml_jax.logging import logger
 from axonml_jax.sharding.leaf import Leaf
 
 _numbers = itertools.count()
+_AS_LONG_AS_IT_TAKES = 86_400.0  # every request of an object store has its own limit, and a dead process ends the wait
 _ROOM = 1 << 16  # bytes that must be free: less than the smallest checkpoint takes
 
 
@@ -36,7 +37,8 @@ class Saving:
       replace: whether an existing checkpoint may be replaced.
       verify: read the files again, past the system's cache, before the checkpoint counts.
       owner: in the main process, of the folder that the checkpoint goes into; None: this save alone is owned.
-      committed: runs in the main process after the commit.
+      placed: runs in the main process when the folder has its name, however long it takes; only then the checkpoint counts.
+      committed: runs in the main process after that.
 
     Raises:
       FileExistsError: when there is one already and it may not be replaced.
@@ -55,9 +57,10 @@ class Saving:
         replace: bool = False,
         verify: bool = False,
         owner: Ownership | None = None,
+        placed: Callable[[], None] | None = None,
         committed: Callable[[], None] | None = None,
     ):
-        self.folder, self._team, self._saver, self._committed = folder, team, saver, committed
+        self.folder, self._team, self._saver, self._placed, self._committed = folder, team, saver, placed, committed
         self._manifest, self._key = manifest, f"axonml_jax/saved/{next(_numbers)}"
         self._unfinished = folder.with_name(folder.name + SAVING)
         self._owner, self._shared, self._verify = owner, owner is not None, verify
@@ -110,7 +113,7 @@ class Saving:
     def _make_room(self, replace: bool) -> None:
         """In the main process, before anything is written."""
         if self._owner is None:
-            self._owner = Ownership(_record_of(self.folder), self.folder)
+            self._owner = Ownership(record_of(self.folder), self.folder)
         try:
             self._owner.check()
             if self.folder.exists() and not replace:
@@ -157,13 +160,19 @@ class Saving:
                 read_back(self._unfinished, manifest)
             self._check_owner()
             put_in_place(self._unfinished, self.folder)
+            if self._placed is not None:
+                self._placed()
         except Exception as raised:
             error = raised
         if self._team.size > 1:
             coordinator_client().key_value_set(self._key, ":".join(describe(error)) if error else "")
         if error:
             raise error
-        committed, self._committed = self._committed, None  # lets go of the manager, which holds this save
+        committed, self._committed, self._placed = (
+            self._committed,
+            None,
+            None,
+        )  # let go of the manager, which holds this
         if committed:
             try:
                 committed()
@@ -176,7 +185,8 @@ class Saving:
 
     def _hear_outcome(self) -> None:
         if not self._team.leads:
-            said = coordinator_client().blocking_key_value_get(self._key, int(1000 * self._team.timeout))
+            seconds = self._team.timeout if self._placed is None else _AS_LONG_AS_IT_TAKES
+            said = coordinator_client().blocking_key_value_get(self._key, int(1000 * seconds))
             if said:
                 raise OSError(f"on process 0: {rebuilt(said.split(':', 1))}")
 
@@ -216,14 +226,14 @@ def tidy(parent: Path) -> None:
     """
     for path in parent.glob("*" + REPLACED):
         whole = path.with_name(path.name.removesuffix(REPLACED))
-        if in_use(_record_of(whole)):
+        if in_use(record_of(whole)):
             continue
         if whole.exists():
             remove(path)
         else:
             path.rename(whole)
     for path in parent.glob("*" + SAVING):
-        if not in_use(_record_of(path.with_name(path.name.removesuffix(SAVING)))):
+        if not in_use(record_of(path.with_name(path.name.removesuffix(SAVING)))):
             remove(path)
     for record in parent.glob("*." + OWNER):
         if not in_use(record):
@@ -277,6 +287,6 @@ def _make_empty(folder: Path) -> None:
         raise
 
 
-def _record_of(folder: Path) -> Path:
+def record_of(folder: Path) -> Path:
     """Who saves this one checkpoint is said beside it: the folder itself is renamed meanwhile."""
     return folder.with_name(f"{folder.name}.{OWNER}")

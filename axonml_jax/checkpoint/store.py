@@ -4,7 +4,7 @@ import functools
 import os
 import time
 from collections.abc import Collection, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,8 @@ from axonml_jax.checkpoint import arrays
 from axonml_jax.checkpoint.compare import DIFFERENCES, OPTIONAL, differences, listing, refused
 from axonml_jax.checkpoint.contents import AVERAGE, filled, leaves_of, scope_of
 from axonml_jax.checkpoint.manifest import ARRAYS, SAVED_AT, DamagedCheckpoint, Entry, Manifest, damage
+from axonml_jax.checkpoint.places.place import is_url
+from axonml_jax.checkpoint.places.single import read_from, write_to
 from axonml_jax.checkpoint.plain_files import number, plain
 from axonml_jax.checkpoint.saving import Saving
 from axonml_jax.checkpoint.team import Team
@@ -45,13 +47,14 @@ def save(
     about: Mapping[str, Any] | None = None,
     replace: bool = False,
     verify: bool = False,
-) -> Path:
+) -> Path | str:
     """Save arrays so that they can be restored on any other mesh, plan and number of processes. Every process must call it.
 
     The folder appears under its name when everything is on disk, or not at all.
 
     Args:
-      path: the folder to be; on a file system that all processes share.
+      path: the folder to be, on a file system that all processes share; or an object store's URL,
+        `s3://bucket/path/name`, `gs://bucket/path/name` or `file:///folder/name`.
       state: a trainer, a parallel model, an NNX module, or any pytree of arrays (a Linen module's variables, say).
       step: the `TrainStep` that a `TrainState` belongs to; it knows their whole shapes.
       data: a data loader, whose position is kept.
@@ -61,7 +64,7 @@ def save(
       verify: read the files again from the disk, past the system's cache, before the checkpoint counts.
 
     Returns:
-      The folder.
+      The folder, or the URL.
 
     Raises:
       FileExistsError: when there is one already.
@@ -73,9 +76,16 @@ def save(
     leaves = step.state_leaves(state) if step is not None else leaves_of(state)
     with closing(arrays.checkpointer(team)) as saver:
         manifest = manifest_of(state, leaves, data=data, metrics=metrics, about=about)
-        folder = Path(path).absolute()
-        Saving(folder, leaves, manifest, team, saver, replace=replace, verify=verify).wait()
-    return folder
+        write = lambda folder: Saving(
+            folder, leaves, manifest, team, saver, replace=replace, verify=verify and folder == place
+        ).wait()
+        if is_url(path):
+            place = os.fspath(path)
+            write_to(place, team, write, replace=replace, verify=verify)
+        else:
+            place = Path(path).absolute()
+            write(place)
+    return place
 
 
 def restore(
@@ -90,7 +100,7 @@ def restore(
     """Restore what `save` or a `CheckpointManager` wrote. Every process must call it; each device reads only its share.
 
     Args:
-      path: the checkpoint.
+      path: the checkpoint, a folder or a URL.
       like: what shall take it. A trainer, a parallel model or an NNX module takes the arrays itself and is returned. Of a
         pytree of arrays or shapes a new one is returned, each leaf where the given one is (shapes: as NumPy arrays).
       step: the `TrainStep` of a `TrainState` given as `like`.
@@ -107,8 +117,9 @@ def restore(
     """
     if wrong := [each for each in accept if each not in DIFFERENCES] + [accept] * isinstance(accept, str):
         raise ValueError(f"accept={wrong[0]!r}: give a collection of {', '.join(map(repr, DIFFERENCES))}")
-    team, folder = Team(), Path(path).absolute()
-    with closing(arrays.checkpointer(team)) as saver:
+    team = Team()
+    place = read_from(os.fspath(path), team) if is_url(path) else nullcontext(Path(path).absolute())
+    with place as folder, closing(arrays.checkpointer(team)) as saver:
         manifest = checked_manifest(folder, team)
         return load(folder, manifest, like, saver, team, step=step, data=data, part=part, accept=accept)
 

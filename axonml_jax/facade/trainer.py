@@ -147,7 +147,7 @@ class Trainer(Generic[M]):
         if self._callbacks:
             tell(self._callbacks, method, TrainingEvent(**{"trainer": self, "step": self.step_number, **more}))
 
-    def checkpoint_committed(self, step: int, folder: Path) -> None:
+    def checkpoint_committed(self, step: int, folder: Path | str) -> None:
         """Tell callbacks of a checkpoint; a `CheckpointManager` calls it."""
         self._tell("on_save", step=step, path=folder)
 

@@ -19,14 +19,14 @@ class TrainingEvent:
       step: updates made so far; of `on_save` those that the checkpoint holds.
       metrics: of `on_step` what `Trainer.step` returned: arrays on the devices, and whoever reads one waits for the step. Of
         `on_eval` the means over the validation, plain numbers. Else empty.
-      path: of `on_save` the checkpoint, which is whole on disk; else None.
+      path: of `on_save` the checkpoint, which is whole on disk, or of one at a URL that; else None.
       reason: of `on_end`: "finished", "stopped" (by a signal), "diverged" or "failed" (by an error); else None.
     """
 
     trainer: Any
     step: int
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    path: Path | None = None
+    path: Path | str | None = None
     reason: str | None = None
 
     @property

@@ -3,15 +3,17 @@
 import errno
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from axonml_jax.checkpoint.names import checkpoints_in
 from axonml_jax.logging import logger
 
 REMEDIES = {
     errno.ENOSPC: "delete something there, or keep fewer checkpoints",
     errno.EDQUOT: "the quota is used up: delete something of yours there, keep fewer checkpoints, or ask for more",
     errno.EROFS: "it is mounted read-only, often by the system after an error of the disk: read its log (dmesg), mount it anew",
+    errno.EHOSTDOWN: "the object store is busy or cannot be reached: look at its state and at the network; until it answers, "
+    "checkpoints wait in that folder",
     errno.EIO: "the disk, or the server that it is on, fails: read the system's log (dmesg), and save to another",
 }
 """Causes that another try may find gone, and what to do against each."""
@@ -22,6 +24,7 @@ class Failures:
 
     Args:
       folder: the checkpoints'.
+      steps: those that are good, in order.
       most: that many in a row end the run; 1: the first does.
 
     Attributes:
@@ -29,11 +32,11 @@ class Failures:
       in_a_row: of them those since the last good one.
     """
 
-    def __init__(self, folder: Path, most: int):
+    def __init__(self, folder: Path, steps: Callable[[], Sequence[int]], most: int):
         if most < 1:
             raise ValueError(f"max_failures={most} must be at least 1: the first failure ends the run")
         self.total = self.in_a_row = 0
-        self._folder, self._most = folder, most
+        self._folder, self._steps, self._most = folder, steps, most
         self._last: OSError | None = None
         self._said: set[int] = set()
 
@@ -82,7 +85,7 @@ class Failures:
 
     def _state(self, cause: int) -> str:
         """What is left, how much room there is, what to do."""
-        steps = list(checkpoints_in(self._folder))
+        steps = self._steps()
         kept = f"the last good checkpoint is that of step {steps[-1]}" if steps else "there is no good checkpoint yet"
         return f"{kept}; {_room(self._folder)}: {REMEDIES[cause]}"
 

@@ -39,7 +39,7 @@ def restore_newest(
         if found is None and memory.lost is not None:
             raise DamagedCheckpoint(
                 f"all processes had a copy of step {memory.lost} in memory, and by now there is no step that all can have; "
-                f"{manager.folder} has no checkpoint: there is nothing to go on from, and nothing begins anew unasked. Start a "
+                f"{manager.place} has no checkpoint: there is nothing to go on from, and nothing begins anew unasked. Start a "
                 "new run; checkpoint.every keeps steps on disk too"
             )
     elif (found := _good(manager, run, data, step, team)) is None:

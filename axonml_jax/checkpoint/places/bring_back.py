@@ -1,4 +1,4 @@
-"""What processes do together about copies: bring back what the folder of checkpoints lacks, and wait for the last one."""
+"""What processes do together to bring back the copies that their folder of checkpoints lacks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -50,27 +50,10 @@ def bring_back(
         raise DamagedCheckpoint(f"no copy in {mirror.store} is whole, and {folder} has none; the last: {failed}")
 
 
-def finish(mirror: Mirror | None, team: Team, *, together: bool) -> None:
-    """Wait until the newest checkpoint is copied.
-
-    Args:
-      mirror: the copies; None: there are none.
-      team: the processes.
-      together: all wait for the main one; False: this process ends with an error, and the others may not come.
-
-    Raises:
-      OSError: when it could not be.
-    """
-    if mirror is not None and together:
-        decide_at_length(team, f"copy to {mirror.store}", mirror.close)
-    elif mirror is not None:
-        mirror.close()
-
-
 def _missing(mirror: Mirror, folder: Path, step: int | str | None) -> tuple[list[int], bool]:
     """Steps to fetch, the best first, and whether there is nothing here that would do."""
-    mirror.refuse_others(mirror.newest)
-    here, there = checkpoints_in(folder), mirror.steps
+    mirror.refuse_others(mirror.copies.newest)
+    here, there = checkpoints_in(folder), mirror.copies.steps
     if isinstance(step, int):
         return [step] if step in there and step not in here else [], step not in here
     return [each for each in reversed(there) if each > max(here, default=-1)], not here

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from axonml_jax.checkpoint.manifest import SAVED_AT, DamagedCheckpoint, Manifest, sync
-from axonml_jax.checkpoint.names import SAVING
+from axonml_jax.checkpoint.names import SAVING, name_of
 
 COMMIT = re.compile(r"step_(\d{8,})\.commit")
 """The object's name."""
 
 PREFIX = re.compile(r"step_\d{8,}\.[0-9a-f]{32}/")
-"""What the names of a copy's files begin with."""
+"""What the names of a step's files begin with."""
+
+_ANY_PREFIX = re.compile(r"[^/]+\.[0-9a-f]{32}/")
 
 RUN = "run_id.txt"
 """The file, in a folder of checkpoints, with the run's id."""
@@ -24,13 +26,13 @@ class Copy(NamedTuple):
     Attributes:
       prefix: of its files.
       run: the id of the run whose copy it is.
-      folder: of that run's checkpoints, for people.
+      folder: where that run keeps its checkpoints, for people.
       said: its metrics and time.
     """
 
     prefix: str
     run: str
-    folder: Path
+    folder: str
     said: Manifest
 
     @staticmethod
@@ -42,23 +44,23 @@ class Copy(NamedTuple):
         """
         try:
             found = json.loads(content or b"")
-            if not PREFIX.fullmatch(found["prefix"]):
+            if not _ANY_PREFIX.fullmatch(found["prefix"]):
                 raise ValueError(found["prefix"])
             metrics = {name: float(value) for name, value in found["metrics"].items()}
             said = Manifest(metrics=metrics, about={SAVED_AT: found[SAVED_AT]})
-            return Copy(found["prefix"], str(found["run"]), Path(found["folder"]), said)
+            return Copy(found["prefix"], str(found["run"]), str(found["folder"]), said)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedCheckpoint(f"{name} is {'missing' if content is None else 'damaged'}") from error
 
     def text(self) -> bytes:
         """The object."""
-        content = {"prefix": self.prefix, "run": self.run, "folder": str(self.folder)}
+        content = {"prefix": self.prefix, "run": self.run, "folder": self.folder}
         return json.dumps(content | {"metrics": self.said.metrics, SAVED_AT: self.said.saved_at}).encode()
 
 
-def commit_of(step: int) -> str:
-    """The name of the object whose presence makes a copy."""
-    return f"step_{step:08d}.commit"
+def commit_of(name: int | str) -> str:
+    """The name of the object whose presence makes a copy of a checkpoint, which has a step or another name."""
+    return f"{name if isinstance(name, str) else name_of(name)}.commit"
 
 
 def run_in(folder: Path) -> str | None:

@@ -1,31 +1,18 @@
-"""Copies of a run's committed checkpoints in an object store, from which another machine goes on.
+"""Copies of a run's committed checkpoints in an object store, made behind its back, from which another machine goes on."""
 
-An object store renames nothing, so a copy is committed by one object that is written last: `step_00000100.commit` says under
-which prefix its files are. Files that no such object names are no checkpoint.
-"""
-
-import json
-import os
 import threading
 import uuid
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from axonml_jax.checkpoint.keeping.retention import Retention
-from axonml_jax.checkpoint.manifest import NAME, DamagedCheckpoint, Manifest, damage, manifests_in, sync
-from axonml_jax.checkpoint.names import SAVING, checkpoints_in, path_of
+from axonml_jax.checkpoint.manifest import Manifest, manifests_in
+from axonml_jax.checkpoint.names import checkpoints_in, name_of, path_of
 from axonml_jax.checkpoint.places.catch_up import is_whole, uncopied
-from axonml_jax.checkpoint.places.copy_commit import COMMIT, PREFIX, Copy, commit_of, run_in, take_id
-from axonml_jax.checkpoint.places.object_store import ObjectStore
-from axonml_jax.checkpoint.saving import put_in_place, remove
+from axonml_jax.checkpoint.places.copies import Copies
+from axonml_jax.checkpoint.places.copy_commit import Copy, commit_of, run_in, take_id
+from axonml_jax.checkpoint.places.object_store import ObjectStore, lie_apart
 from axonml_jax.logging import logger
-
-OWNER = "mirror.json"
-"""The object that says whose copies these are: the last that has claimed them."""
-
-_AT_ONCE = 4  # files under way; each is in memory meanwhile
 
 
 class _Job(NamedTuple):
@@ -38,28 +25,20 @@ class _Job(NamedTuple):
 class Mirror:
     """The copies under one URL, for the main process of the run that owns the folder of the checkpoints.
 
-    Two runs under one URL tear no copy: each writes under prefixes of its own. The last one to claim it owns it, and the other
-    finds that out before it commits, or right after, and withdraws its copy then.
-
     Args:
       store: where.
       folder: of the checkpoints that are copied.
       rules: which copies stay when another is made.
+      verify: read every file back before a copy is committed.
 
     Raises:
       ValueError: when one of the two lies within the other.
     """
 
-    def __init__(self, store: ObjectStore, folder: Path, rules: Retention):
-        mine, there = folder.resolve(), store.folder
-        if there is not None and (there.is_relative_to(mine) or mine.is_relative_to(there)):
-            raise ValueError(
-                f"mirror={store} and {folder}, the folder of the checkpoints, lie one within the other: copies need a place "
-                "of their own, best on another disk; give another URL"
-            )
-        self.store, self._folder, self._rules, self._token = store, folder, rules, uuid.uuid4().hex
-        self._claimed = self._lost = False
-        self._begun: set[str] = set()  # prefixes that may be of no copy
+    def __init__(self, store: ObjectStore, folder: Path, rules: Retention, *, verify: bool = False):
+        lie_apart(store, folder, f"mirror={store} and {folder}, the folder of the checkpoints", "give another URL")
+        self.store, self._folder, self._rules = store, folder, rules
+        self.copies = Copies(store, rules, verify=verify)
         self._error: Exception | None = None
         self._lock, self._thread = threading.Lock(), None
         self._waiting: _Job | None = None
@@ -68,23 +47,10 @@ class Mirror:
         self._late: list[_Job] = []
 
     @property
-    def steps(self) -> list[int]:
-        """Steps with a copy, in order."""
-        return sorted(int(found[1]) for key in self.store.keys("step_") if (found := COMMIT.fullmatch(key)))
-
-    @property
     def copying(self) -> list[int]:
         """The steps whose checkpoints are read, or will be: they must not be deleted."""
         with self._lock:
             return [job.step for job in (self._under_way, self._waiting) if job is not None]
-
-    @property
-    def newest(self) -> Copy | None:
-        """The newest copy whose commit can be read."""
-        for step in reversed(self.steps):
-            with suppress(DamagedCheckpoint):
-                return self._copy_of(step)
-        return None
 
     def refuse_others(self, copy: Copy | None) -> None:
         """See that a copy is of the run whose checkpoints are in the folder, if that has any: only then is it known.
@@ -144,35 +110,19 @@ class Mirror:
           DamagedCheckpoint: naming every file that is not what was written.
           OSError: when the store does not give it, after all tries, or the folder cannot be written.
         """
-        copy = self._copy_of(step)
-        self.refuse_others(copy)
-        folder, prefix = path_of(self._folder, step), copy.prefix
-        unfinished = folder.with_name(folder.name + SAVING)
-        remove(unfinished)
-        unfinished.mkdir(parents=True)
-        try:
-            self._write(prefix + NAME, unfinished / NAME)
-            manifest = Manifest.read(unfinished)
-            with ThreadPoolExecutor(_AT_ONCE) as pool:
-                list(pool.map(lambda name: self._write(prefix + name, unfinished / name), manifest.files))
-            if lines := damage(unfinished, manifest, manifest.files):
-                said = f"{self.store}/{prefix} is damaged:"
-                raise DamagedCheckpoint("\n".join([said, *(f"  {line}" for line in lines)]))
-            take_id(self._folder, copy.run)
-            put_in_place(unfinished, folder)
-        except BaseException:
-            remove(unfinished)
-            raise
+        self.refuse_others(self.copies.copy_of(commit_of(step)))
+        folder = path_of(self._folder, step)
+        self.copies.fetch(folder.name, folder, keep_id=True)
         return folder
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
             try:
-                if not self._lost and not (job.late and not is_whole(job.folder)):
-                    self._claim()
-                    self._push(job.folder, job.step)
-                    for old in () if self._lost else self._rules.deletes_of(self._copies, self.copying):
-                        self._remove(old)
+                if not self.copies.lost and not (job.late and not is_whole(job.folder)):
+                    self.copies.claim()
+                    run = run_in(self._folder) or take_id(self._folder, uuid.uuid4().hex)
+                    self.copies.put(job.folder, name_of(job.step), run, str(self._folder))
+                    self.copies.prune(self.copying)
             except Exception as error:
                 if self._error is None:
                     logger.warning("%s stays where it is, and the next one is copied: %s", job.folder, error)
@@ -192,108 +142,29 @@ class Mirror:
                     if self._under_way is None:
                         self._thread = None
                     return self._under_way
-            self._late = self._without_copy(found)
+            steps = self.without_copy(found)
+            self._late = [_Job(found[step], step, late=True, newest=step == max(found)) for step in steps]
 
-    def _without_copy(self, found: dict[int, Path]) -> list[_Job]:
+    def has_all(self, found: dict[int, Path]) -> bool:
+        """Whether each of these checkpoints has a copy, and the newest one of the same save; asked with two requests."""
+        newest, there = max(found), self.copies.steps
+        if not set(found) <= set(there):
+            return False
         try:
-            self.refuse_others(self.newest)
+            return self.copies.copy_of(commit_of(newest)).said.saved_at == Manifest.read(found[newest]).saved_at
+        except (OSError, ValueError):  # damaged, or removed meanwhile
+            return False
+
+    def without_copy(self, found: dict[int, Path]) -> list[int]:
+        """Which of these checkpoints are to be copied, the newest first; what hinders to know it is said."""
+        try:
+            self.refuse_others(self.copies.newest)
             said = manifests_in(self._folder)
             here = {step: said[step] for step in found if step in said}
-            steps = uncopied(here, self._copies(), self._rules)
-            return [_Job(found[step], step, late=True, newest=step == max(found)) for step in steps]
+            return uncopied(here, self.copies.said(), self._rules)
         except ValueError:  # another run's: `restore` refuses them
             return []
         except Exception as error:
             logger.warning("which checkpoints of %s have no copy is not known: %s", self._folder, error)
             self._error = error
             return []
-
-    def _claim(self) -> None:
-        """Become the owner, and remove what killed processes have left: files that belong to no copy."""
-        if self._claimed:
-            return
-        self.store.put(OWNER, json.dumps({"token": self._token, "pid": os.getpid()}).encode())
-        named = {prefix for step in self.steps if (prefix := self._prefix_of(step))}
-        for key in self.store.keys("step_"):
-            if PREFIX.match(key) and not key.startswith(tuple(named)):
-                self.store.remove(key)
-        self._claimed = True
-
-    def _push(self, folder: Path, step: int) -> None:
-        """Copy a checkpoint; what is begun and not committed goes again, whatever the reason."""
-        prefix = f"step_{step:08d}.{uuid.uuid4().hex}/"
-        self._begun.add(prefix)
-        try:
-            self._put(folder, step, prefix)
-        finally:
-            with suppress(OSError):  # tried again after the next
-                for each in list(self._begun):
-                    if self._prefix_of(int(each[5 : each.index(".")])) != each:
-                        self._remove_files(each)
-                    self._begun.remove(each)
-
-    def _put(self, folder: Path, step: int, prefix: str) -> None:
-        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            list(pool.map(lambda path: self.store.put(f"{prefix}{path.relative_to(folder)}", path.read_bytes()), paths))
-        if not self._owns():
-            return
-        before, replaced = self.store.get(commit_of(step)), self._prefix_of(step)
-        said = Manifest.read(folder)
-        run = run_in(self._folder) or take_id(self._folder, uuid.uuid4().hex)
-        content = Copy(prefix, run, self._folder, said).text()
-        self.store.put(commit_of(step), content)
-        if self._owns():
-            self._remove_files(replaced)
-        elif self._prefix_of(step) == prefix:  # claimed between the two questions
-            if before is None:
-                self.store.remove(commit_of(step))
-            else:
-                self.store.put(commit_of(step), before)
-
-    def _owns(self) -> bool:
-        """Whether nobody else has claimed the URL meanwhile; from then on nothing is copied."""
-        owner = self.store.get(OWNER)
-        if owner is None or self._token.encode() not in owner:
-            self._lost = True
-            logger.warning(
-                "%s belongs to another run by now, which has claimed it: nothing more is copied there", self.store
-            )
-        return not self._lost
-
-    def _remove(self, step: int) -> None:
-        """Delete a copy: first what commits it, then its files."""
-        prefix = self._prefix_of(step)
-        self.store.remove(commit_of(step))
-        self._remove_files(prefix)
-
-    def _remove_files(self, prefix: str | None) -> None:
-        for key in self.store.keys(prefix) if prefix else ():
-            self.store.remove(key)
-
-    def _copies(self) -> dict[int, Manifest]:
-        found = {}
-        for step in self.steps:
-            try:
-                found[step] = self._copy_of(step).said
-            except DamagedCheckpoint:
-                found[step] = Manifest()
-        return found
-
-    def _prefix_of(self, step: int) -> str | None:
-        try:
-            return self._copy_of(step).prefix
-        except DamagedCheckpoint:
-            return None
-
-    def _copy_of(self, step: int) -> Copy:
-        key = commit_of(step)
-        return Copy.parse(f"{self.store}/{key}", self.store.get(key))
-
-    def _write(self, key: str, path: Path) -> None:
-        content = self.store.get(key)
-        if content is None:
-            raise DamagedCheckpoint(f"{self.store}/{key} is missing")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-        sync(path)

@@ -29,14 +29,15 @@ class ObjectStore:
     Args:
       url: `s3://bucket/path`, `gs://bucket/path` or `file:///folder`.
       tries: how often something is tried that a store says may go better; the pauses between double.
+      whole: allow a URL without a path, which is a whole bucket.
 
     Raises:
       ValueError: for another URL.
     """
 
-    def __init__(self, url: str, *, tries: int = TRIES):
+    def __init__(self, url: str, *, tries: int = TRIES, whole: bool = False):
         self.url, self._tries, self._said = url.rstrip("/"), tries, -_SAID_EVERY
-        self._spec, self._opened = _spec_of(self.url), None
+        self._spec, self._opened = _spec_of(self.url, whole), None
 
     def __str__(self) -> str:
         return self.url
@@ -110,14 +111,39 @@ def may_pass(error: Exception) -> bool:
     return any(re.search(rf"\b{word}\b", str(error)) for word in _PASSING)
 
 
-def _spec_of(url: str) -> dict[str, Any]:
+def lie_apart(store: ObjectStore, folder: Path, what: str, remedy: str) -> None:
+    """See that a `file://` URL and a folder do not lie one within the other.
+
+    Args:
+      store: the URL.
+      folder: the folder.
+      what: both, for the message.
+      remedy: what to do.
+
+    Raises:
+      ValueError: when one does.
+    """
+    mine, there = folder.resolve(), store.folder
+    if there is not None and (there.is_relative_to(mine) or mine.is_relative_to(there)):
+        raise ValueError(
+            f"{what}, lie one within the other: copies need a place of their own, best on another disk; {remedy}"
+        )
+
+
+def _spec_of(url: str, whole: bool) -> dict[str, Any]:
     parts = urlsplit(url)
     driver, path = _DRIVERS.get(parts.scheme), parts.path.strip("/")
-    if driver is None or bool(parts.netloc) == (driver == "file") or not path or parts.query or parts.fragment:
+    if (
+        driver is None
+        or bool(parts.netloc) == (driver == "file")
+        or not (path or whole)
+        or parts.query
+        or parts.fragment
+    ):
         raise ValueError(f"{url!r} must be s3://bucket/path, gs://bucket/path or file:///folder")
     if driver == "file":
-        return {"driver": "file", "path": f"/{path}/"}
-    spec = {"driver": driver, "bucket": parts.netloc, "path": f"{path}/"}
+        return {"driver": "file", "path": f"/{path}/" if path else "/"}
+    spec = {"driver": driver, "bucket": parts.netloc, "path": path and f"{path}/"}
     if driver == "s3":
         given = {"endpoint": os.environ.get("AWS_ENDPOINT_URL"), "aws_region": os.environ.get("AWS_REGION")}
         spec |= {name: value for name, value in given.items() if value}

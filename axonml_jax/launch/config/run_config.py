@@ -148,6 +148,13 @@ class OutputConfig:
     plot: bool = True
     compiled: str | None = "auto"
 
+    def __post_init__(self):
+        if "://" in self.dir:
+            raise ValueError(
+                f"output.dir={self.dir} is a URL, and records need a folder: give one, and checkpoint.url={self.dir} for the "
+                "checkpoints"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:

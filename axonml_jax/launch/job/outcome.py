@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from axonml_jax.facade.parallel_model import ParallelModel
+from axonml_jax.launch.config.run_checkpoints import CHECKPOINT_FOLDER
 from axonml_jax.launch.config.run_config import RunConfig
 from axonml_jax.launch.job.fit import Record
 from axonml_jax.launch.job.plot import plot_expert_loads, plot_losses
-from axonml_jax.launch.job.run_folder import CHECKPOINT_FOLDER
 from axonml_jax.launch.job.text_task import TextData, write_samples
 from axonml_jax.logging import print0
 

@@ -40,9 +40,9 @@ def _restored(folder: RunFolder, trainer: Trainer, data: TextData) -> tuple[Mani
     if folder.memory is not None:
         found, here = restore_newest(folder.memory, folder.manager, trainer, of=str(folder.path), data=data.train)
         print0(f"memory     {folder.memory.bound}")
-        return found, "memory" if here else str(folder.manager.folder)
+        return found, "memory" if here else folder.manager.place
     restored = folder.manager.restore(trainer, data=data.train) if folder.resumed or folder.mirrored else None
-    return restored, str(folder.manager.folder)
+    return restored, folder.manager.place
 
 
 def _tell(folder: RunFolder, config: RunConfig, trainer: Trainer, restored: Manifest, start: int, place: str) -> None:

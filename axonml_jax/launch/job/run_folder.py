@@ -5,21 +5,18 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from axonml_jax.checkpoint.keeping.retention import Retention
 from axonml_jax.checkpoint.manager import CheckpointManager
 from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
-from axonml_jax.checkpoint.names import checkpoints_in
-from axonml_jax.checkpoint.places.mirror import Mirror
-from axonml_jax.checkpoint.places.object_store import ObjectStore
+from axonml_jax.checkpoint.places.object_store import ObjectStore, lie_apart
+from axonml_jax.checkpoint.places.place import is_url
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.launch.config.machines import MACHINES
+from axonml_jax.launch.config.run_checkpoints import CHECKPOINT_FOLDER, checkpoints_of, copies_at, place_said
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.config.stretches import NEWEST
 from axonml_jax.launch.processes.leftovers import MARK
 from axonml_jax.launch.processes.worker_environment import RESTART_COUNT
 from axonml_jax.logging import print0
-
-CHECKPOINT_FOLDER = "checkpoints"
-"""Where in it the checkpoints are."""
 
 _LAUNCH = "launch.txt"
 
@@ -38,8 +35,8 @@ class RunFolder:
       memory: copies of the state in memory; None: the run makes none.
 
     Raises:
-      ConfigError: when the folder to resume has no checkpoints, nothing would outlive copies in memory, or a new run would be
-        copied over, or go on from, another one's copies.
+      ConfigError: when the folder to resume has no checkpoints, or has them elsewhere than `checkpoint.url` says; when nothing
+        would outlive copies in memory; when a new run would be copied over, or go on from, another one's copies.
       FolderInUse: naming the process that writes it.
     """
 
@@ -57,8 +54,12 @@ class RunFolder:
         self._config, self._environ, self._team = config, environ, Team()
         found = self._team.decide("find the run to go on with", partial(earlier_folder, config, environ))
         self.resumed = found is not None
-        self.mirrored = config.checkpoint.mirror is not None and self._team.decide(
-            "look for copies of checkpoints", partial(_has_copies, config, self.resumed)
+        if found is not None:
+            self._team.decide(
+                "look where its checkpoints are", lambda: _require_same_place(Path(found), config.checkpoint.url)
+            )
+        self.mirrored = config.checkpoint.store is not None and self._team.decide(
+            "look for checkpoints in an object store", partial(_has_copies, config, found)
         )
         self._manager: CheckpointManager | None = None
         self._path: Path | None = None
@@ -105,7 +106,7 @@ class RunFolder:
     def _claim(self, path: str) -> None:
         section, folder = self._config.checkpoint, Path(path)
         manager = CheckpointManager(
-            folder / CHECKPOINT_FOLDER,
+            section.url or folder / CHECKPOINT_FOLDER,
             every=section.every,
             keep=section.keep,
             keep_every=section.keep_every,
@@ -114,6 +115,7 @@ class RunFolder:
             verify=section.verify,
             max_failures=section.max_failures,
             mirror=section.mirror,
+            staging=section.staging,
             asynchronous=section.asynchronous,
         )
         try:
@@ -190,30 +192,45 @@ def _newest_with_checkpoints(config: RunConfig) -> Path | None:
 def _asked_for(resume: str) -> Path:
     if not _has_checkpoints(folder := Path(resume)):
         raise ConfigError(
-            f"resume={resume}: {folder / CHECKPOINT_FOLDER} has no checkpoints; give the folder of a run, or auto"
+            f"resume={resume}: {place_said(folder) or folder / CHECKPOINT_FOLDER} has no checkpoints; give the folder of a "
+            "run, or auto"
         )
     return folder
 
 
 def _has_checkpoints(folder: Path) -> bool:
-    return bool(checkpoints_in(folder / CHECKPOINT_FOLDER))
+    return bool(checkpoints_of(folder))
 
 
-def _has_copies(config: RunConfig, resumed: bool) -> bool:
+def _has_copies(config: RunConfig, resumed: str | None) -> bool:
     """Whether an object store has checkpoints to go on from."""
-    assert config.checkpoint.mirror is not None
-    folder = Path(config.output.dir, config.name, CHECKPOINT_FOLDER)
-    mirror = Mirror(ObjectStore(config.checkpoint.mirror), folder, Retention(keep=None))
-    steps = mirror.steps
-    if steps and not resumed and config.resume is None:
+    section, url = config.checkpoint, config.checkpoint.store
+    assert url is not None
+    key = f"checkpoint.{'mirror' if section.url is None else 'url'}={url}"
+    if section.mirror is not None:
+        folder = Path(resumed or Path(config.output.dir, config.name), CHECKPOINT_FOLDER)
+        lie_apart(ObjectStore(url), folder, f"{key} and {folder}, the folder of the checkpoints", "give another URL")
+    copies = copies_at(url)
+    steps = copies.steps
+    if steps and resumed is None and config.resume is None:
         raise ConfigError(
-            f"checkpoint.mirror={config.checkpoint.mirror} has copies of a run's checkpoints, the newest of step {steps[-1]}: "
-            "go on with that run by resume=auto, or give another URL"
+            f"{key} has {'copies of ' * (section.url is None)}a run's checkpoints, the newest of step {steps[-1]}: go on with "
+            "that run by resume=auto, or give another URL"
         )
-    newest = mirror.newest if steps and not resumed else None
-    if newest is not None and _number(config, newest.folder.parent) is None:
+    newest = copies.newest if steps and resumed is None else None
+    if newest is not None and not is_url(newest.folder) and _number(config, Path(newest.folder).parent) is None:
         raise ConfigError(
-            f"checkpoint.mirror={config.checkpoint.mirror} has copies of the run in {newest.folder.parent}, whose name is not "
-            f"{config.name}: give another URL, or go on with that run under its own name"
+            f"{key} has copies of the run in {Path(newest.folder).parent}, whose name is not {config.name}: give another URL, "
+            "or go on with that run under its own name"
         )
     return bool(steps)
+
+
+def _require_same_place(folder: Path, url: str | None) -> None:
+    """Refuse to go on with a run whose checkpoints are not where they would be looked for."""
+    said = place_said(folder)
+    if (folder / NEWEST).is_file() and said != url:
+        raise ConfigError(
+            f"the checkpoints of {folder} are {f'at {said}' if said else 'in it'}, and checkpoint.url={url or 'null'} looks "
+            f"{f'at {url}' if url else 'there'}: set checkpoint.url={said or 'null'}, or begin a new run without resume"
+        )

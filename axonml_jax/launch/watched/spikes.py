@@ -136,7 +136,7 @@ class Spikes:
         before = lambda: max((s for s in self._manager.steps if s < spike.step and s % every == 0), default=None)
         step = Team().decide("find the checkpoint before the spike", before)
         if step is None:
-            raise RuntimeError(f"{spike}, and {self._manager.folder} has no checkpoint of before to go back to")
+            raise RuntimeError(f"{spike}, and {self._manager.place} has no checkpoint of before to go back to")
         restored = self._manager.restore(self._trainer, step=step)
         assert restored is not None
         self._go_on(restored.about)

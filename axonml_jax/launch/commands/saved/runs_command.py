@@ -10,12 +10,12 @@ from typing import Any
 
 from axonml_jax.checkpoint.names import checkpoints_in
 from axonml_jax.launch.config.plain_yaml import plain_yaml
+from axonml_jax.launch.config.run_checkpoints import CHECKPOINT_FOLDER
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.config.stretches import NEWEST
 from axonml_jax.launch.job.fit import Record
 from axonml_jax.launch.job.plot import plot_runs
 from axonml_jax.launch.job.records import read_records
-from axonml_jax.launch.job.run_folder import CHECKPOINT_FOLDER
 from axonml_jax.ledger.table import aligned
 
 RECORDS = "metrics.jsonl"

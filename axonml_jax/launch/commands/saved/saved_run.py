@@ -1,8 +1,7 @@
 """A run's folder, opened to read: its configuration, and the model of one of its checkpoints on the devices of this job."""
 
 import argparse
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,9 @@ from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.facade.saved_model import AveragedParams
 from axonml_jax.launch.config.nearest_file import nearest_file
 from axonml_jax.launch.config.read_config import read_config
+from axonml_jax.launch.config.run_checkpoints import CHECKPOINT_FOLDER, best_checkpoint, checkpoints_of, place_said
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.config.stretches import NEWEST
-from axonml_jax.launch.job.run_folder import CHECKPOINT_FOLDER
 from axonml_jax.launch.job.run_setup import RunSetup, all_or_refuse, lay_ground
 from axonml_jax.launch.own.subject import model_of
 
@@ -30,14 +29,14 @@ class SavedRun:
     Attributes:
       folder: the run's.
       config: its configuration, with the flags that were given.
-      checkpoint: the checkpoint that was chosen.
+      checkpoint: the checkpoint that was chosen: a folder, or a URL.
       step: its step.
       ema: take the moving average in the place of the parameters.
     """
 
     folder: Path
     config: RunConfig
-    checkpoint: Path
+    checkpoint: Path | str
     step: int
     ema: bool = False
 
@@ -53,7 +52,8 @@ class SavedRun:
         [made] = all_or_refuse(partial(model_of, self.config, ground.batch))  # no process holds more than its part
         seed = self.config.train.seed
         model = ParallelModel(made.model, ground.mesh, ground.plan, params=made.params, seed=seed)
-        checkpoint = Path(Team().decide("choose a checkpoint", lambda: str(self.checkpoint.absolute())))
+        own = self.checkpoint if isinstance(self.checkpoint, str) else str(self.checkpoint.absolute())
+        checkpoint = Team().decide("choose a checkpoint", lambda: own)
         all_or_refuse(partial(restore, checkpoint, model))
         if self.ema:
             all_or_refuse(partial(restore, checkpoint, AveragedParams(model), part=AVERAGE))
@@ -82,8 +82,8 @@ def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> 
         raise ConfigError(f"{given.run}: there is no {NEWEST} in it, so it is no run's folder{hint}")
     config = read_config(command, [str(folder / NEWEST), *flags], imports=given.allow_imports)
     number = _chosen(folder, step)
-    checkpoint = checkpoints_in(folder / CHECKPOINT_FOLDER)[number]
-    if given.ema:
+    checkpoint = _checkpoints(folder)[number]
+    if given.ema and isinstance(checkpoint, Path):  # of one at a URL it is seen when it is restored
         require_average(checkpoint)
     return SavedRun(
         folder=folder,
@@ -107,27 +107,24 @@ def require_average(checkpoint: Path) -> None:
 
 
 def _chosen(folder: Path, step: str | None) -> int:
-    """A checkpoint's step. Only files are read, as the devices may not have been started yet."""
-    checkpoints = checkpoints_in(folder / CHECKPOINT_FOLDER)
-    steps = list(checkpoints)
+    """A checkpoint's step. Only files are read, or a store, as the devices may not have been started yet."""
+    steps = list(_checkpoints(folder))
     listed = ", ".join(map(str, steps[-8:])) or "none"
     if not steps:
-        raise ConfigError(f"{folder / CHECKPOINT_FOLDER} has no checkpoints")
+        raise ConfigError(f"{place_said(folder) or folder / CHECKPOINT_FOLDER} has no checkpoints")
     if step in (None, "last"):
         return steps[-1]
     if step == "best":
-        losses = {number: loss for number, path in checkpoints.items() if (loss := _valid_loss(path)) is not None}
-        if not losses:
+        if (best := best_checkpoint(folder, "valid_loss")) is None:
             raise ConfigError(f"--step best: no checkpoint of {folder} was saved with a valid_loss; there are {listed}")
-        return min(losses, key=lambda number: (losses[number], -number))
+        return best
     if not str(step).isdecimal() or int(step) not in steps:
         raise ConfigError(f"--step {step}: {folder} has no such checkpoint; there are {listed}, or give last or best")
     return int(step)
 
 
-def _valid_loss(checkpoint: Path) -> float | None:
+def _checkpoints(folder: Path) -> Mapping[int, Path | str]:
     try:
-        value = Manifest.read(checkpoint).metrics.get("valid_loss")
-    except (OSError, ValueError):
-        return None
-    return value if value is not None and math.isfinite(value) else None
+        return checkpoints_of(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error}") from error

@@ -22,6 +22,10 @@ class CheckpointConfig:
         with a warning, and the next step that is due is saved; 1 ends it at the first.
       mirror: an object store's URL for this run, s3://bucket/path or gs://bucket/path: checkpoints are copied there, and
         resume=auto goes on from there where the run's folder is gone; null copies nothing.
+      url: where the checkpoints are instead of in the run's folder: an object store's URL for this run, as of mirror; null: in
+        the run's folder.
+      staging: with url, the folder in which a checkpoint is made before it is sent, which all processes see; null: one below
+        ~/.cache/axonml_jax.
       asynchronous: write to disk while the training goes on.
       memory_every: copy the state every this many steps to memory that outlives the processes, from which restarted ones go on;
         needs axonml-jax launch --max-restarts. null: no copies.
@@ -35,6 +39,8 @@ class CheckpointConfig:
     verify: bool = False
     max_failures: int = 1
     mirror: str | None = None
+    url: str | None = None
+    staging: str | None = None
     asynchronous: bool = True
     memory_every: int | None = None
 
@@ -50,19 +56,31 @@ class CheckpointConfig:
             Retention(keep=self.keep, every=self.keep_every, seconds=seconds)
         except ValueError as error:
             problems.append(str(error))
-        try:
-            _ = self.mirror is None or ObjectStore(self.mirror)
-        except ValueError as error:
-            problems.append(f"mirror: {error}")
+        for name, url in (("mirror", self.mirror), ("url", self.url)):
+            try:
+                _ = url is None or ObjectStore(url)
+            except ValueError as error:
+                problems.append(f"{name}: {error}")
+        if self.mirror is not None and self.url is not None:
+            problems.append(
+                f"mirror={self.mirror} copies the run's folder, and url={self.url} keeps none there: give one"
+            )
+        if self.staging is not None and self.url is None:
+            problems.append(f"staging={self.staging} has no effect without checkpoint.url")
         return problems
+
+    @property
+    def store(self) -> str | None:
+        """The URL under which the run's checkpoints, or copies of them, are."""
+        return self.url or self.mirror
 
     def without_saves(self, resume: str | None) -> list[str]:
         """What has no effect as nothing is saved. A mirror has one where a run is gone on with, which may come back from it."""
         if self.every is not None:
             return []
-        copied = self.mirror if resume is not None else None
+        copied = self.store if resume is not None else None
         given = {"best": self.best, "verify": self.verify, "max_failures": self.max_failures != 1}
-        given |= {name: copied is None and getattr(self, name) for name in ("mirror", "keep_every", "keep_for")}
+        given |= {name: copied is None and getattr(self, name) for name in ("mirror", "url", "keep_every", "keep_for")}
         found = ", ".join(f"checkpoint.{name}={getattr(self, name)}" for name, there in given.items() if there)
         rule = "no effect while checkpoint.every=null saves nothing: set checkpoint.every, or leave out what has none"
         return [f"{found}: {rule}"] if found else []
