@@ -94,7 +94,7 @@ OPTIONS = {
     "a check that is no flag": (lambda: ddp(check_vma="off"), ["check_vma='off'", "True or False"]),
     "a misspelled policy": (
         lambda: ddp(precision="bf61"),
-        ["'bf61'", "['bf16', 'bf16-reduce', 'float32', 'fp16', 'fp8']", "ax.Precision"],
+        ["'bf61'", "['bf16', 'bf16-reduce', 'bf16-reduce-float32', 'float32', 'fp16', 'fp8']", "ax.Precision"],
     ),
     "a policy that is none": (lambda: ddp(precision=16), ["precision 16", "ax.Precision"]),
     "a policy that is a list": (lambda: ddp(precision=["bf16"]), ["precision ['bf16']", "ax.Precision"]),

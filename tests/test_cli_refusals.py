@@ -34,7 +34,7 @@ WRONG = {
         ((QUICKSTART, "--bs", "8"), "unknown flag --bs: did you mean --train.global_batch_size?"),
         ((QUICKSTART, "--mesh.cp", "8"), "unknown flag --mesh.cp: did you mean --mesh.context?"),
         ((QUICKSTART, "--mesh.ep", "8"), "did you mean --mesh.expert?"),
-        ((QUICKSTART, "--plan.precision", "bf61"), "plan.precision=bf61: must be one of float32, bf16, bf16-reduce, fp16"),
+        ((QUICKSTART, "--plan.precision", "bf61"), "plan.precision=bf61: must be one of float32, bf16, bf16-reduce,"),
         ((QUICKSTART, "--plan.sync_strategy", "overlaped"), "overlaped: must be one of overlapped, synchronous, no_sync"),
         ((QUICKSTART, "--optim.schedule", "linear"), "constant; any other goes under optim.learning_rate as a class_path"),
         ((QUICKSTART, "--optim.name", "adafactor"), "adamw, lion; any other optimizer goes under optim.class_path"),

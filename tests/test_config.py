@@ -161,7 +161,10 @@ WRONG_TYPES = {
     ),
     "optim.learning_rate=x: must be a number, or a mapping such as {key: value}": ("--optim.learning_rate", "x"),
     "optim.betas=3: must be a list such as [0.9, 0.9]": ("--optim.betas", "3"),
-    "plan.precision=bf17: must be one of float32, bf16, bf16-reduce, fp16, fp8, or null": ("--plan.precision", "bf17"),
+    "plan.precision=bf17: must be one of float32, bf16, bf16-reduce, bf16-reduce-float32, fp16, fp8, or null": (
+        "--plan.precision",
+        "bf17",
+    ),
     "output.plot=maybe: must be true or false": ("--output.plot", "maybe"),
 }
 

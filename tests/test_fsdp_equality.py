@@ -70,7 +70,7 @@ def test_an_optimizer_equals_one_device_on_shards_or_is_refused_and_equals_it_on
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("policy", ["bf16", "bf16-reduce", "float32"])
+@pytest.mark.parametrize("policy", ["bf16", "bf16-reduce", "bf16-reduce-float32", "float32"])
 def test_precision_policies_equal_one_device_with_the_same_policy(policy, stage):
     case = CASES["linen_dropout" if stage == 2 else "tied"]
     batch = jax.tree.map(lambda x: np.float32(x) if x.dtype == np.float64 else x, case.batch(16))

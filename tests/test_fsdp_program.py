@@ -120,13 +120,13 @@ def test_two_hops_send_the_bytes_of_one():
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_gathers_half_the_bytes_and_bf16_reduce_reduces_half_of_them(stage):
-    full, gathered, reduced = (
+def test_bf16_gathers_and_reduces_half_the_bytes_and_may_reduce_in_float32(stage):
+    full, wide, *halves = (
         traffic(*lower(fsdp=ax.Shard(stage=stage), precision=policy)[:3])
-        for policy in ("float32", "bf16", "bf16-reduce")
+        for policy in ("float32", "bf16-reduce-float32", "bf16", "bf16-reduce")
     )
-    assert full["parameters"] == 2 * gathered["parameters"] == 2 * reduced["parameters"]
-    assert full["gradients"] == gathered["gradients"] == 2 * reduced["gradients"]
+    assert full["gradients"] == wide["gradients"] and full["parameters"] == 2 * wide["parameters"]
+    assert all(half[kind] * 2 == full[kind] for half in halves for kind in ("parameters", "gradients"))
 
 
 @pytest.mark.parametrize(("name", "stage"), [("scanned", 3), ("tied", 3), ("scanned", 2)])

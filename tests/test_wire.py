@@ -89,15 +89,16 @@ def test_gradients_that_are_reduced_in_bf16_are_summed_in_float32_too():
 
 @pytest.mark.slow
 def test_what_a_bf16_models_gradients_lose_on_their_way_as_bf16_is_nothing():
-    """They are made in bf16: sums are those of float32 to its last digits."""
+    """They are made in bf16: sums are those of float32 to its last digits, also where reductions in bf16 would round them."""
     config = TransformerConfig(vocab_size=64, num_layers=2, hidden_size=32, num_heads=2, max_length=16)
     tokens = np.random.default_rng(0).integers(0, 64, (8, 16), np.int32)
     found = []
-    for reduce in (None, "bf16"):
-        model = ax.FSDP(Transformer(config, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), precision="bf16", reduce=reduce)
+    for policy, reduce in (("bf16-reduce-float32", None), ("bf16-reduce-float32", "bf16"), ("bf16", "bf16")):
+        model = ax.FSDP(Transformer(config, rngs=nnx.Rngs(0)), mesh_of(data=1, fsdp=4), precision=policy, reduce=reduce)
         found.append(model.value_and_grad(loss_of)({"tokens": tokens, "targets": tokens})[1])
-    for plain, packed_ in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_allclose(packed_, plain, rtol=0, atol=1e-6 * float(np.abs(plain).max()))
+    for plain, *packed_ in zip(*map(jax.tree.leaves, found), strict=True):
+        for each in packed_:
+            np.testing.assert_allclose(each, plain, rtol=0, atol=1e-6 * float(np.abs(plain).max()))
 
 
 @pytest.mark.parametrize("wire", ["int8", "fp8"])

@@ -153,7 +153,12 @@ class Placed:
 
     @cached_property
     def sum_dtype(self) -> Any:
-        """Of its gradient while it is accumulated and reduced."""
+        """Of its gradient while it accumulates."""
+        return self.setting.precision.accumulate_dtype(self.rest_dtype)
+
+    @cached_property
+    def reduce_dtype(self) -> Any:
+        """Of its gradient on its way over ranks."""
         return self.setting.precision.reduce_dtype(self.rest_dtype)
 
     @property
@@ -163,8 +168,13 @@ class Placed:
 
     @property
     def sum_bytes(self) -> Many:
-        """Of its gradient on a rank, before it is reduced."""
+        """Of its gradient on a rank where it accumulates whole."""
         return self.read * named(self.sum_dtype)[1]
+
+    @property
+    def reduce_bytes(self) -> Many:
+        """Of its gradient on a rank, before it is reduced."""
+        return self.read * named(self.reduce_dtype)[1]
 
 
 def placed_leaves(placement: Placement, units: Mapping[int, str] | None = None) -> list[Placed]:

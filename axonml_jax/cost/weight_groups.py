@@ -198,7 +198,7 @@ def _syncs(each: Placed) -> Iterator[Sent]:
         often = each.reductions(axis)
         layout = each.layout if often == 1 else each.layout.sliced(len(each.layout.stored) - 1)
         part = elements // often
-        for sent in strategy.sync_flows(part, layout, axis, ranks, each.sum_dtype) if several(ranks) else ():
+        for sent in strategy.sync_flows(part, layout, axis, ranks, each.reduce_dtype) if several(ranks) else ():
             yield _sent(axis, sent, sharded, buffered, (often, often), often)
         elements = elements // ranks if sharded else elements
 
@@ -229,6 +229,6 @@ def _unit_bytes(placed: Iterable[Placed]) -> Many:
         ahead = max([ahead, *(strategy.prefetch for strategy in each.sharded.values())])
         read, summed = units.get(name := each.weight.unit or each.weight.name, (0, 0))
         number = 1 if each.weight.unit else each.weight.count
-        grads = each.weight.trained * number * each.sum_bytes // each.slices
+        grads = each.weight.trained * number * each.reduce_bytes // each.slices
         units[name] = read + number * each.read_bytes // each.slices, summed + grads
     return (1 + ahead) * most(*(read for read, _ in units.values())) + most(*(summed for _, summed in units.values()))

@@ -136,10 +136,10 @@ def _of_stages(placement: Placement, moments: int) -> FSDPMemoryStats:
     """The same along a pipeline, where what rests are buffers of the fullest rank."""
     stages, plan, placed = placement.stages, placement.plan, placed_leaves(placement)
     assert stages is not None
-    reduce = plan.precision.reduce_dtype
+    accumulate = plan.precision.accumulate_dtype
     buffers = [list(store.buffers.sizes.items()) for store in (stages.params, stages.frozen)]
     params, frozen = (sum(size * jnp.dtype(group.dtype).itemsize for group, size in sizes) for sizes in buffers)
-    grads = sum(size * jnp.dtype(reduce(group.dtype)).itemsize for group, size in buffers[0])
+    grads = sum(size * jnp.dtype(accumulate(group.dtype)).itemsize for group, size in buffers[0])
     read = [each.read_bytes for each in placed]
     sums = [each.sum_bytes * each.weight.trained for each in placed]
     ranks, whole = [stage % stages.num_ranks for stage in stages.stages], 0

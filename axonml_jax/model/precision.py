@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -19,7 +19,8 @@ class Precision:
     Attributes:
       param: parameters and optimizer state between steps.
       compute: parameters as the model reads them, and the floating arguments of the model's call.
-      reduce: gradients while they are accumulated and reduced over ranks.
+      reduce: gradients while they are reduced over ranks, and accumulated where `accumulate` does not say otherwise.
+      accumulate: gradients while they are summed over microbatches and from one reduction to the next; None: as `reduce`.
       output: floating results of the model's call (and so the loss).
       products: "fp8": operands of products by parameters are rounded to 8-bit floats, by scales of the moment, forward and
         backward (`parallel/float8/float8_product.py`); sums and results stay in the compute dtype. None: they are not.
@@ -35,13 +36,14 @@ class Precision:
     param: str | None = None
     compute: str | None = None
     reduce: str | None = None
+    accumulate: str | None = None
     output: str | None = None
     products: Literal["fp8"] | None = None
     products_kept: tuple[str, ...] = ()
 
     def __post_init__(self):
         problems = list(self._products_problems())
-        for field in ("param", "compute", "reduce", "output"):
+        for field in ("param", "compute", "reduce", "accumulate", "output"):
             value = getattr(self, field)
             if value is None:
                 continue
@@ -95,11 +97,12 @@ class Precision:
     def of(policy: "Precision | str | None") -> "Precision":
         """A policy from itself, from None (change nothing), or from the name of a common one.
 
-        `"float32"`: everything in float32. `"bf16"`: compute in bfloat16, the rest in float32. `"bf16-reduce"`: gradients are
-        accumulated and reduced in bfloat16 too: half the bytes, and sums of 8 bits of precision. MaxText does so, and
-        PyTorch's FSDP2 with `param_dtype=bfloat16` and no `reduce_dtype` reduces (and does not accumulate) so. `"fp16"`:
-        compute in float16, the rest in float32; a trainer's step then scales its loss (see `training/finite/loss_scale.py`),
-        which `value_and_grad` does not. `"fp8"`: as "bf16", with products by parameters of operands that are rounded to 8 bits.
+        `"float32"`: everything in float32. `"bf16"`: compute in bfloat16, in which gradients travel too; they accumulate in
+        float32, and the rest is in float32 (docs/adr/0021), as PyTorch's FSDP2 does with `param_dtype=bfloat16` and no
+        `reduce_dtype`. `"bf16-reduce-float32"`: as "bf16", with gradients reduced in float32. `"bf16-reduce"`: they accumulate
+        in bfloat16 too: sums of 8 bits of precision, as MaxText's. `"fp16"`: compute in float16, the rest in float32; a
+        trainer's step then scales its loss (see `training/finite/loss_scale.py`), which `value_and_grad` does not. `"fp8"`:
+        as "bf16", with products by parameters of operands that are rounded to 8 bits.
 
         Raises:
           ValueError: for any other name.
@@ -135,8 +138,12 @@ class Precision:
         return jnp.dtype(self.compute if self.compute and floating else param_dtype)
 
     def reduce_dtype(self, param_dtype) -> Any:
-        """The dtype in which the gradient of a parameter of `param_dtype` is accumulated and reduced."""
+        """The dtype in which the gradient of a parameter of `param_dtype` is reduced over ranks."""
         return jnp.dtype(self.reduce or param_dtype)
+
+    def accumulate_dtype(self, param_dtype) -> Any:
+        """The dtype in which it accumulates."""
+        return jnp.dtype(self.accumulate or self.reduce or param_dtype)
 
 
 def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
@@ -152,10 +159,12 @@ def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
     return jax.tree.map(cast, tree)
 
 
+_BF16 = Precision(param="float32", compute="bfloat16", reduce="bfloat16", accumulate="float32", output="float32")
 _NAMED = {
     "float32": Precision(param="float32", compute="float32", reduce="float32", output="float32"),
-    "bf16": Precision(param="float32", compute="bfloat16", reduce="float32", output="float32"),
-    "bf16-reduce": Precision(param="float32", compute="bfloat16", reduce="bfloat16", output="float32"),
-    "fp8": Precision(param="float32", compute="bfloat16", reduce="float32", output="float32", products="fp8"),
+    "bf16": _BF16,
+    "bf16-reduce": replace(_BF16, accumulate=None),
+    "bf16-reduce-float32": replace(_BF16, reduce="float32", accumulate=None),
+    "fp8": replace(_BF16, products="fp8"),
     "fp16": Precision(param="float32", compute="float16", reduce="float32", output="float32"),
 }

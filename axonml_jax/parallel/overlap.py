@@ -33,9 +33,9 @@ def overlapped(
 
     Returns:
       `hooked(carriers, accumulated, *args) -> (scalar, aux)`: differentiated for `carriers`, trees like the resting
-      parameters in the reduce dtype whose values do not count, it gives synchronized gradients, each bucket reduced as
-      soon as the backward is past its first use. `accumulated` is a tree (or None) of gradients synchronized over the
-      plan's inner axes that join before the rest of the reduction.
+      parameters in the dtype in which gradients accumulate, whose values do not count, it gives synchronized gradients, each
+      bucket reduced as soon as the backward is past its first use. `accumulated` is a tree (or None) of gradients
+      synchronized over the plan's inner axes that join before the rest of the reduction.
     """
     leaves, treedef = jax.tree.flatten(params)
     wholes = None if read is None else treedef.flatten_up_to(read)

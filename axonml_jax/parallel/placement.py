@@ -226,9 +226,16 @@ class Placement:
         ]
         return tuple(size // count for size, count in zip(layout.shape, counts, strict=True))
 
-    def to_reduce(self, grad: jax.Array, layout: Layout) -> jax.Array:
-        """A gradient in the dtype in which it is accumulated and reduced."""
-        return grad.astype(self.plan.precision.reduce_dtype(layout.dtype))
+    def to_accumulate(self, grad: jax.Array, layout: Layout) -> jax.Array:
+        """A gradient in the dtype in which it accumulates."""
+        return grad.astype(self.plan.precision.accumulate_dtype(layout.dtype))
+
+    def reduced(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
+        """Gradients summed over one axis, as its strategy says, in the reduce dtype where they travel."""
+        precision = self.plan.precision
+        to = precision.reduce_dtype if self.ranks(axis) > 1 else precision.accumulate_dtype
+        grads = [grad.astype(to(layout.dtype)) for grad, layout in zip(grads, layouts, strict=True)]
+        return self.strategies[axis].sync_bucket(grads, layouts, axis)
 
     def wire_itemsize(self, layout: Layout) -> int:
         """Bytes per element of a parameter's gradient as the replicated axes reduce it."""
@@ -243,31 +250,30 @@ class Placement:
         axes: Collection[AxisNames] | None = None,
         accumulated: Sequence[jax.Array] | None = None,
     ) -> list[jax.Array]:
-        """Local gradients of what was read -> summed gradients of the resting shards in the reduce dtype, as one bucket.
+        """Local gradients of what was read -> summed ones of the resting shards, in the dtype in which they accumulate.
 
         Args:
-          grads: one per leaf of the bucket.
+          grads: one per leaf of the bucket; they travel together, in the reduce dtype.
           layouts: theirs.
           bucket: only names the bucket in the program, so that the ledger can tell it from its neighbours.
           axes: synchronize over these only; None: all.
           accumulated: gradients synchronized over `inner_axes` already; they join before the rest.
         """
-        values = [self.to_reduce(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
+        values = list(grads)
         # From the innermost axis outwards, but what is scattered first: sums of shards send less than those of whole gradients.
-        outwards = list(self.strategies.items())[::-1]
-        outwards.sort(key=lambda each: each[0] not in self.sharded_axes)
-        inner = [each for each in outwards if each[0] in self.inner_axes]
-        outer = [each for each in outwards if each[0] not in self.inner_axes]
+        outwards = [axis for axis in list(self.strategies)[::-1] if axes is None or axis in axes]
+        outwards.sort(key=lambda axis: axis not in self.sharded_axes)
+        inner = [axis for axis in outwards if axis in self.inner_axes]
         with jax.named_scope("axonml.gradients"), jax.named_scope(f"bucket{bucket}"):
-            for axis, strategy in inner:
-                if axes is None or axis in axes:
-                    values = strategy.sync_bucket(values, layouts, axis)
+            for axis in inner:
+                values = self.reduced(values, layouts, axis)
             if accumulated is not None:
+                values = list(map(self.to_accumulate, values, layouts))
                 values = [value + more for value, more in zip(values, accumulated, strict=True)]
-            for axis, strategy in outer:
-                if axes is None or axis in axes:
-                    values = strategy.sync_bucket(values, layouts, axis)
-        return values
+            for axis in outwards:
+                if axis not in inner:
+                    values = self.reduced(values, layouts, axis)
+        return list(map(self.to_accumulate, values, layouts))
 
     def sync_buckets(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axes=None) -> list[jax.Array]:
         """`sync` of all leaves after a backward pass: buckets fill from the last leaf to the first, as they get ready."""

@@ -35,7 +35,7 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--length", type=int, metavar="S", help="of a sequence (default: the configuration's or the longest)"
     )
-    precisions = ("float32", "bf16", "bf16-reduce", "fp16")
+    precisions = ("float32", "bf16", "bf16-reduce", "bf16-reduce-float32", "fp16")
     parser.add_argument(
         "--precision", choices=precisions, type=lambda name: meant("precision", name, precisions),
         help="dtypes (default: the configuration's, or bf16)",

@@ -79,7 +79,7 @@ def scatter_sum_packed(
       flat: whether what travels together is copied into one array.
 
     Returns:
-      [..., d, ...] each, in the leaf's dtype.
+      [..., d, ...] each, in the dtype in which it was summed (`wide`).
 
     Communicates: one all-to-all of all leaves; as "int8" another of their scales.
     """
@@ -97,7 +97,7 @@ def scatter_sum_packed(
         else:
             values, scales = next(found), next(found)
             rounded = unpacked(values.ravel(), scales.ravel(), part.shape[1:], wide(part.dtype), "int8")
-        sums.append(rounded.astype(wide(part.dtype)).sum(0).astype(part.dtype))
+        sums.append(rounded.astype(wide(part.dtype)).sum(0))
     return sums
 
 

@@ -49,7 +49,7 @@ class Replayed:
         """Differentiate `loss(read_params, read_frozen, *args) -> (scalar, aux)`.
 
         Returns:
-          aux, and a gradient per leaf of `params`, in the reduce dtype and synchronized over `axes` (None: all);
+          aux, and a gradient per leaf of `params`, in the dtype in which it accumulates, synchronized over `axes` (None: all);
           `accumulated` gradients, synchronized over the plan's inner axes, join before the rest of the reduction.
         """
         run = _Run.of(self, loss, params, frozen, args)
@@ -214,7 +214,7 @@ class _Run:
 
     def _no_gradient(self, weight: int) -> jax.Array:
         layout = self.layouts[weight]
-        return jnp.zeros(layout.shard, self.placement.plan.precision.reduce_dtype(layout.dtype))
+        return jnp.zeros(layout.shard, self.placement.plan.precision.accumulate_dtype(layout.dtype))
 
     def _settled(self, grads: list[Any], tie: Any) -> tuple[list[Any], Any]:
         """Both behind a barrier: nothing is done with `tie` before the gradients are there.

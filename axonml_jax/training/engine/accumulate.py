@@ -21,8 +21,8 @@ OneMicrobatch = Callable[
 ]
 """`run(state, key, batch, axes, accumulated) -> (gradients by leaf, loss, state)` of one microbatch on one rank.
 
-Gradients are in the reduce dtype and synchronized over `axes` (None: all). `accumulated`, or None, are gradients
-synchronized over the plan's inner axes that join before the rest of the reduction.
+Gradients are in the dtype in which they accumulate, synchronized over `axes` (None: all). `accumulated`, or None, are
+gradients synchronized over the plan's inner axes that join before the rest of the reduction.
 """
 
 
@@ -72,7 +72,7 @@ class OneByOne(GradientEngine):
         left = [axis for axis in placement.batch_axes if axis not in reduced]
         axes = [(*left, *layout.axes) for layout in layouts]
         shapes = [layout.shard if inner else placement.read_shape(layout) for layout in layouts]
-        kinds = [placement.plan.precision.reduce_dtype(layout.dtype) for layout in layouts]
+        kinds = [placement.plan.precision.accumulate_dtype(layout.dtype) for layout in layouts]
         zeros = [vary(jnp.zeros(shape, kind), own) for shape, kind, own in zip(shapes, kinds, axes, strict=True)]
         if placement.plan.check_vma:
             state = _typed_carry(run, state, keys[0], jax.tree.map(lambda x: x[0], batches), inner)

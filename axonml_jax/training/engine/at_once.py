@@ -46,7 +46,7 @@ class _Once:
         leaves = jax.tree.leaves(grads)
         if axes == ():
             layouts = zip(leaves, self.layouts, strict=True)
-            return [self.placement.to_reduce(leaf, layout) for leaf, layout in layouts], loss, state
+            return [self.placement.to_accumulate(leaf, layout) for leaf, layout in layouts], loss, state
         return self.placement.sync_buckets(leaves, self.layouts, axes), loss, state
 
     def _overlapped(self, state, key, batch, axes, accumulated):
@@ -56,7 +56,7 @@ class _Once:
         leaves, treedef = jax.tree.flatten(to_device_memory(self.params, placement.plan.offload.params))
         reduced = placement.axes if axes is None else axes
         unreduced = [axis for axis in placement.batch_axes if axis not in flat_axes(reduced)]
-        carriers = vary(treedef.unflatten(map(placement.to_reduce, leaves, self.layouts)), unreduced)
+        carriers = vary(treedef.unflatten(map(placement.to_accumulate, leaves, self.layouts)), unreduced)
         more = None if accumulated is None else treedef.unflatten(accumulated)
         (_, (loss, state)), grads = jax.value_and_grad(hooked, has_aux=True)(carriers, more, *args)
         return jax.tree.leaves(grads), loss, state

@@ -17,7 +17,7 @@ class Differentiated(NamedTuple):
     """What an engine gives on one rank, before anything is divided.
 
     Attributes:
-      grads: gradients of the resting parameters, summed over ranks and microbatches, in the reduce dtype.
+      grads: gradients of the resting parameters, summed over ranks and microbatches, in the dtype in which they accumulate.
       losses: this rank's, with a dim 0 of microbatches, or of one that is their sum.
       state: the model's state after the last microbatch.
     """

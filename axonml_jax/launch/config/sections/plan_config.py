@@ -50,7 +50,7 @@ class PlanConfig:
     gather: Literal["int8", "fp8"] | None = None
     reduce: Literal["bf16", "int8"] | None = None
     offload: Literal["none", "params", "optimizer_states", "full"] = "none"
-    precision: Literal["float32", "bf16", "bf16-reduce", "fp16", "fp8"] | None = None
+    precision: Literal["float32", "bf16", "bf16-reduce", "bf16-reduce-float32", "fp16", "fp8"] | None = None
     products_kept: tuple[str, ...] | None = None
     accumulate: int = 1
     remat: Literal["full", "selective"] | None = None

@@ -109,19 +109,19 @@ class Running:
 
     def grad_dtype(self, dtype: str) -> Any:
         """In which dtype the gradients of what is read in `dtype` accumulate."""
-        reduce = self.placement.plan.precision.reduce_dtype
+        accumulate = self.placement.plan.precision.accumulate_dtype
         kinds = [layout.dtype for i, layout in enumerate(self.staging.layouts) if self._read_dtype(i) == dtype]
-        return jnp.result_type(*(reduce(kind) for kind in kinds)) if kinds else jnp.dtype(dtype)
+        return jnp.result_type(*(accumulate(kind) for kind in kinds)) if kinds else jnp.dtype(dtype)
 
     def grads_at_rest(self, grads: Buffers) -> Named:
-        """Gradients of the resting parameters from those of what the stages read, summed over all ranks, in the reduce dtype.
+        """Gradients of the resting parameters from those of what the stages read, summed over all ranks, as they accumulate.
 
         Communicates: what the plan's strategies do to synchronize; over `data` one all-reduce per group and bucket.
         """
         store = self.staging.params
         done = self.in_ticks or all(self.placement.ranks(axis) == 1 for axis in self._inner_axes)
         if self._as_they_rest and done:
-            own = self._reduced({group: grads[group] for group in store.buffers.sizes})
+            own = self._accumulated({group: grads[group] for group in store.buffers.sizes})
         else:
             own = on_own_rank(axis_index(AXIS), self.staging.num_ranks, lambda rank: self._own_grads(grads, rank))
         return store.named(self._over_outermost(own))
@@ -133,21 +133,21 @@ class Running:
         if not self.in_ticks and leaves:
             layouts = [store.layouts[i] for i in leaves]
             values = self.placement.sync(values, layouts, rank, axes=self._inner_axes)
-        packed = self._reduced(store.pack(dict(zip(leaves, values, strict=True))))
+        packed = self._accumulated(store.pack(dict(zip(leaves, values, strict=True))))
         outermost = as_axes(self._outermost or ())
         return {group: vary(buffer, (AXIS, *outermost, *group.axes)) for group, buffer in packed.items()}
 
-    def _reduced(self, grads: Buffers) -> Buffers:
-        reduce = self.placement.plan.precision.reduce_dtype
-        return {group: buffer.astype(reduce(group.dtype)) for group, buffer in grads.items()}
+    def _accumulated(self, grads: Buffers) -> Buffers:
+        accumulate = self.placement.plan.precision.accumulate_dtype
+        return {group: buffer.astype(accumulate(group.dtype)) for group, buffer in grads.items()}
 
     def _over_outermost(self, grads: Buffers) -> Buffers:
         if self._outermost is None or not grads:
             return grads
-        buffers, strategy = list(grads.values()), self.placement.strategies[self._outermost]
+        layouts = [Layout.whole(jax.ShapeDtypeStruct(buffer.shape, group.dtype)) for group, buffer in grads.items()]
         with jax.named_scope("axonml.gradients"):
-            synced = strategy.sync_bucket(buffers, [Layout.whole(buffer) for buffer in buffers], self._outermost)
-        return dict(zip(grads, synced, strict=True))
+            synced = self.placement.reduced(list(grads.values()), layouts, self._outermost)
+        return self._accumulated(dict(zip(grads, synced, strict=True)))
 
     @cached_property
     def _outermost(self) -> AxisNames | None:
