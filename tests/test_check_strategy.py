@@ -22,6 +22,7 @@ GOOD = {
     "ZeRO-3, gathered as fp8": ax.Shard(wire="fp8", flat=True),
     "ZeRO-2, reduced as bf16": ax.Shard(stage=2, reduce_wire="bf16"),
     "ZeRO-3, gathered and reduced as int8": ax.Shard(wire="int8", reduce_wire="int8", flat=True),
+    "ZeRO-1, reduced as int8, fed back": ax.Shard(stage=1, reduce_wire="int8-feedback"),
     "a ring": RingShard(),
     "int8 with error feedback": Int8Shard(),
 }

@@ -16,6 +16,10 @@ AVERAGE = "ema/"
 """What the names of a trainer's moving averages start with; the rest is their parameter's name."""
 
 
+LEFT_OUT = "left_out/"
+"""What the names start with of what sums of gradients lacked; it is of so many ranks, and others begin with nothing."""
+
+
 def leaves_of(thing: Any) -> dict[str, Leaf]:
     """Every array of something by name.
 

@@ -13,7 +13,7 @@ import jax
 
 from axonml_jax.checkpoint import arrays
 from axonml_jax.checkpoint.compare import DIFFERENCES, OPTIONAL, differences, listing, refused
-from axonml_jax.checkpoint.contents import AVERAGE, filled, leaves_of, scope_of
+from axonml_jax.checkpoint.contents import AVERAGE, LEFT_OUT, filled, leaves_of, scope_of
 from axonml_jax.checkpoint.manifest import ARRAYS, SAVED_AT, DamagedCheckpoint, Entry, Manifest, damage
 from axonml_jax.checkpoint.places.place import is_url
 from axonml_jax.checkpoint.places.single import read_from, write_to
@@ -143,7 +143,9 @@ def load(
     wanted = {prefix + name: leaf for name, leaf in wanted.items()}
     found = {name: entry for name, entry in manifest.entries.items() if name.startswith(scope)}
     run = part is None and (step is not None or isinstance(like, Checkpointable))
-    different = differences(wanted, found, (*OPTIONAL, AVERAGE) if run else OPTIONAL)
+    if run:
+        found = _without_other_ranks(folder, wanted, found)
+    different = differences(wanted, found, (*OPTIONAL, AVERAGE, LEFT_OUT) if run else OPTIONAL)
     if message := refused(str(folder), different, accept):
         raise ValueError(message)
     if data is not None and manifest.data is None:
@@ -160,6 +162,7 @@ def load(
         failed = error
     _compare(folder, team, failed)
     anew = _tell_of_averages(folder, wanted, found) if run else set()
+    anew |= {name for name in wanted if run and name.startswith(LEFT_OUT) and name not in found}
     values = {n.removeprefix(prefix): values.get(n, leaf.array) for n, leaf in wanted.items() if n not in anew}
     return step.state_of_leaves(like, values) if step is not None else filled(like, values)
 
@@ -186,6 +189,18 @@ def _tell_of_averages(folder: Path, wanted: Mapping[str, Leaf], found: Mapping[s
     if left:
         logger.warning("%s holds a moving average of the parameters, left out: this run keeps none (ema)", folder)
     return begin
+
+
+def _without_other_ranks(folder: Path, wanted: Mapping[str, Leaf], found: dict[str, Entry]) -> dict[str, Entry]:
+    """The arrays of a checkpoint but for what sums of gradients lacked on other ranks than there are; that is said."""
+    saved = {name for name in found if name.startswith(LEFT_OUT)}
+    fits = {name for name in saved if name in wanted and found[name].shape == arrays.entry_of(wanted[name]).shape}
+    if saved - fits or any(name.startswith(LEFT_OUT) and name not in saved for name in wanted):
+        logger.warning(
+            "%s: what sums left out of the gradients of other ranks, or under another plan, is dropped: it begins with nothing",
+            folder,
+        )
+    return {name: entry for name, entry in found.items() if name not in saved or name in fits}
 
 
 def checked_manifest(folder: Path, team: Team) -> Manifest:

@@ -20,7 +20,8 @@ class Memory:
 
     Attributes:
       parameters: resting parameters, padding left out.
-      optimizer: its state, padding left out; with rounds a replica's own parameters and the outer momentum too.
+      optimizer: its state, padding left out; with rounds a replica's own parameters and the outer momentum too, and what sums
+        of gradients leave out where that is fed back.
       gradients: at their fullest.
       activations: kept for the backward, and the head's and loss's at their fullest.
       gathered: whole parameters beside resting ones, and unreduced gradients of a unit.
@@ -96,12 +97,17 @@ def gradients(weights: Weights, parts: ShardCounts, run: Run) -> Many:
     return total
 
 
+def left_out(weights: Weights, parts: ShardCounts) -> Many:
+    """What sums of gradients leave out of a rank's, and feed back: as large as all of its whole gradients."""
+    return sum(resting(group, parts) * group.left_bytes * group.trained for group in weights.groups)
+
+
 def states(weights: Weights, parts: ShardCounts, run: Run, moments: int) -> dict[str, Many]:
     """Parameters, optimizer, gradients and padding that one rank rests with."""
     own, moments = rests(weights, parts), moments + run.copies
     return {
         "parameters": own.parameters,
-        "optimizer": moments * own.trained,
+        "optimizer": moments * own.trained + left_out(weights, parts),
         "gradients": gradients(weights, parts, run),
         "padding": own.padding + moments * own.trained_padding,
     }

@@ -172,6 +172,11 @@ class Placed:
         return self.read * named(self.sum_dtype)[1]
 
     @property
+    def left_bytes(self) -> Many:
+        """Of what its sums leave out of a rank's gradient, where a strategy feeds that back."""
+        return self.sum_bytes if any(each.feeds_back for each in self.setting.strategies.values()) else 0
+
+    @property
     def reduce_bytes(self) -> Many:
         """Of its gradient on a rank, before it is reduced."""
         return self.read * named(self.reduce_dtype)[1]

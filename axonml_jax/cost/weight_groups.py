@@ -64,6 +64,7 @@ class Group:
       rest_bytes, padding_bytes: between steps, padding apart.
       read_bytes, sum_bytes: as they are read, and of gradients of that.
       shard_sum_bytes: of gradients of what rests.
+      left_bytes: of what sums leave out of a rank's gradients and feed back.
     """
 
     place: Place
@@ -91,6 +92,7 @@ class Group:
     read_bytes: Many
     sum_bytes: Many
     shard_sum_bytes: Many
+    left_bytes: Many
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def grouped(placed: Sequence[Placed]) -> Weights:
     return Weights(tuple(map(_joined, found.values())), _unit_bytes(placed), any(each.slices > 1 for each in placed))
 
 
-_SIZES = ("read", "arrays", "rest_bytes", "padding_bytes", "read_bytes", "sum_bytes", "shard_sum_bytes")
+_SIZES = ("read", "arrays", "rest_bytes", "padding_bytes", "read_bytes", "sum_bytes", "shard_sum_bytes", "left_bytes")
 _SENT = ("elements", "padding", "launches", "launches_alone", "ranks")
 _MOVES = ("gathers", "syncs", "joins")
 _KINDS = tuple(field.name for field in fields(Group) if field.name not in (*_SIZES, *_MOVES))
@@ -171,6 +173,7 @@ def _group(each: Placed) -> Group:
         joins=tuple(_joins(each)) if weight.trained else (), read=each.read, arrays=1,
         rest_bytes=(each.shard - each.padding) * item, padding_bytes=each.padding * item,
         read_bytes=each.read_bytes, sum_bytes=each.sum_bytes, shard_sum_bytes=each.shard * sum_item,
+        left_bytes=each.left_bytes,
     )  # fmt: skip
 
 

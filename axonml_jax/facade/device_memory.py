@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from axonml_jax._types import named_leaves
-from axonml_jax.cost.held import gathered, gradients, rests, whole_of_stages
+from axonml_jax.cost.held import gathered, gradients, left_out, rests, whole_of_stages
 from axonml_jax.cost.placed import Placed, placed_leaves
 from axonml_jax.cost.rounds import Run, ShardCounts
 from axonml_jax.cost.weight_groups import grouped
@@ -29,7 +29,8 @@ class FSDPMemoryStats:
       total_params: trained and frozen parameters of the whole model.
       param_bytes: resting parameters.
       grad_bytes: gradients at their fullest.
-      optim_bytes: optimizer state; with rounds (`ax.DiLoCo`) a replica's own parameters and the outer momentum too.
+      optim_bytes: optimizer state; with rounds (`ax.DiLoCo`) a replica's own parameters and the outer momentum too, and what
+        sums of gradients leave out where that is fed back.
       gathered_bytes: whole parameters held during the step beside the resting ones, at their fullest.
       replicated_bytes: parameters, gradients and optimizer state of plain data parallelism (DDP).
       offload: what of these rests in host memory instead of on the device.
@@ -105,7 +106,7 @@ def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemor
     return FSDPMemoryStats(
         param_bytes=own.parameters + own.padding,
         grad_bytes=gradients(weights, all_of_it, run),
-        optim_bytes=(moments + run.copies) * (own.trained + own.trained_padding),
+        optim_bytes=(moments + run.copies) * (own.trained + own.trained_padding) + left_out(weights, all_of_it),
         gathered_bytes=gathered(weights, all_of_it, run),
         offload=plan.offload,
         **_whole(placed, moments),

@@ -44,7 +44,8 @@ class FSDP(ParallelModel):
       prefetch: units gathered ahead while one computes; each costs a unit of memory.
       gather: parameters are gathered as "int8" or "fp8" with a scale per block of at most 256 elements (`ax.Shard.wire`); the
         model computes with what was sent. None: as they are.
-      reduce: parts of gradients travel as "bf16" or "int8" to the device that sums them, in float32 (`ax.Shard.reduce_wire`).
+      reduce: parts of gradients travel as "bf16" or "int8" to the device that sums them, in float32 (`ax.Shard.reduce_wire`);
+        "int8-feedback" adds what rounding left out of a device's gradients to its next ones (SHARD_OPTIMIZER).
         None: a reduce-scatter in the dtype of gradients.
       update: "shards", or "whole" for optimizers that are refused on them.
       remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
@@ -67,7 +68,7 @@ class FSDP(ParallelModel):
         wrap: Wrap = None,
         prefetch: int = 0,
         gather: Literal["int8", "fp8"] | None = None,
-        reduce: Literal["bf16", "int8"] | None = None,
+        reduce: Literal["bf16", "int8", "int8-feedback"] | None = None,
         update: Literal["shards", "whole"] = "shards",
         remat: Remat = None,
         batch_stats: Literal["global", "local"] = "global",

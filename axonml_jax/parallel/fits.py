@@ -114,10 +114,40 @@ def _check_strategies(plan: Plan, degrees: Mapping[str, int]) -> None:
             f"buckets and overlap are those of one strategy of a plan, here {reducer!r}; what these say of them would have no "
             f"effect: {idle}. Say it there"
         )
+    _check_feedback(plan, degrees)
     acting = [strategy for strategy in plan.on(degrees).values() if strategy.acts_between_steps]
     if acting and (plan.pipe is not None or plan.offload is not CPUOffload.NONE):
         raise ValueError(
             f"{', '.join(map(repr, acting))} acts on parameters between steps (init_state, after_update), which a pipeline's "
             "buffers and what rests in host memory do not give it: use a plan without pipe and without offload, or another "
             "strategy"
+        )
+
+
+def _check_feedback(plan: Plan, degrees: Mapping[str, int]) -> None:
+    """Refuse to feed back what sums leave out where a rank has no whole gradient of its own, once a step and in one unit."""
+    there = plan.on(degrees)
+    if not (fed := {axis: each for axis, each in there.items() if each.feeds_back}):
+        return
+    roles = {axis: each.role for axis, each in there.items() if any(degrees[name] > 1 for name in as_axes(axis))}
+    reducing = [axis for axis in reversed(roles) if roles[axis].reduces in ("step", "microbatch")]
+    reducing.sort(key=lambda axis: roles[axis].parameters != "sharded")
+    wrong = {
+        "a pipeline, whose stages' gradients lie in buffers": plan.pipe is not None,
+        "what rests in host memory": plan.offload is not CPUOffload.NONE,
+        "rounds, and ranks that train models of their own": bool(plan.rounds)
+        or any(role.reduces == "never" for role in roles.values()),
+        "axes that are left to XLA's partitioner": bool(plan.left(degrees)),
+        "float16, whose loss scale changes": plan.precision.scales_loss,
+        "an axis over which layers split parameters and the batch too": any(
+            role.parameters == "layers" and role.batch is not None for role in roles.values()
+        ),
+        "a strategy that reduces after every microbatch": any(each.role.reduces != "step" for each in fed.values()),
+        "another axis whose gradients are summed before": bool(reducing) and reducing[0] not in fed,
+        "a second strategy that does the same": len(fed) > 1,
+    }
+    if why := [name for name, found in wrong.items() if found]:
+        raise ValueError(
+            f"{', '.join(map(repr, fed.values()))} adds what its sums leave out of a rank's gradients to the next step's, and "
+            f"does not go with {'; nor with '.join(why)}: leave that out, or use a strategy without feedback (reduce='int8')"
         )

@@ -9,6 +9,7 @@ from axonml_jax._types import PyTree
 from axonml_jax.collectives.gradients.buckets import assign_buckets
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.strategies.feedback import Feedback
 from axonml_jax.program.sink import sink
 from axonml_jax.sharding.layout import Layout, is_layout
 
@@ -20,6 +21,7 @@ def overlapped(
     read: PyTree | None,
     args: tuple,
     axes: Collection[AxisNames] | None,
+    feedback: Feedback | None = None,
 ) -> Callable:
     """A loss whose gradients for resting parameters come out reduced.
 
@@ -30,6 +32,7 @@ def overlapped(
       read: the parameters as read, where they were gathered before; None: each bucket is gathered at its first use.
       args: the loss's other arguments.
       axes: synchronize over these only; None: all.
+      feedback: differentiated for `accumulated`, the result gives what sums leave out; None: nothing.
 
     Returns:
       `hooked(carriers, accumulated, *args) -> (scalar, aux)`: differentiated for `carriers`, trees like the resting
@@ -55,7 +58,8 @@ def overlapped(
     def hook(indices: Sequence[int], carriers: Sequence[jax.Array], extras: Sequence) -> Sequence[jax.Array]:
         own = tuple(layouts[i].sliced(carrier.ndim) for i, carrier in zip(indices, carriers, strict=True))
         sources, accumulated = zip(*extras, strict=True)
-        return _bucket(placement, own, min(indices), axes, read is not None)(list(carriers), sources, accumulated)
+        bucket = _bucket(placement, own, min(indices), axes, read is not None, feedback)
+        return bucket(list(carriers), sources, accumulated)
 
     def sliceable(leaf: int, depth: int) -> bool:
         return not rounded and all(parts == 1 for parts in layouts[leaf].parts[:depth])
@@ -72,7 +76,12 @@ def overlapped(
 
 
 def _bucket(
-    placement: Placement, layouts: tuple[Layout, ...], name: int, axes: Collection[AxisNames] | None, gathered: bool
+    placement: Placement,
+    layouts: tuple[Layout, ...],
+    name: int,
+    axes: Collection[AxisNames] | None,
+    gathered: bool,
+    feedback: Feedback | None,
 ) -> Callable:
     def gather(sources: Any) -> list[jax.Array]:
         return list(sources) if gathered else placement.read(sources, layouts)
@@ -86,7 +95,11 @@ def _bucket(
 
     def backward(accumulated, grads):
         more = accumulated if any(each is not None for each in accumulated) else None
-        return placement.sync(grads, layouts, name, axes=axes, accumulated=more), None, None
+        left = None
+        if feedback is not None:
+            wholes = map(placement.to_accumulate, grads, layouts)
+            left = tuple(feedback.left_out([a + b for a, b in zip(wholes, accumulated, strict=True)], layouts))
+        return placement.sync(grads, layouts, name, axes=axes, accumulated=more), None, left
 
     read.defvjp(forward, backward)
     return read

@@ -81,13 +81,14 @@ def _one_device(strategy: AbstractStrategy, ranks: int, placement: Any, batches:
     opt_state, losses = tx.init([jnp.asarray(x) for x in values]), []
     params = [jnp.asarray(x) for x in values]
     own = [_split(each, layout, ranks) for each, layout in zip(own, layouts, strict=True)]
+    left = [np.zeros((ranks, *x.shape)) for x in values]  # of every rank's gradients by its last sum
     for batch in batches:
         shards = [_split(x, layout, ranks) for x, layout in zip(params, layouts, strict=True)]
         read = [
             _joined(_mapped(strategy, ranks, layout, "read", shard, each), layout)
             for shard, each, layout in zip(shards, own, layouts, strict=True)
         ]
-        value, grads = _mean_and_grads(strategy, ranks, layouts, total, read, batch)
+        value, grads, left = _mean_and_grads(strategy, ranks, layouts, total, read, batch, left)
         updates, opt_state = tx.update(grads, opt_state, params)
         new: Any = optax.apply_updates(params, updates)
         params, before = new, shards
@@ -104,14 +105,23 @@ def _one_device(strategy: AbstractStrategy, ranks: int, placement: Any, batches:
 
 
 def _mean_and_grads(
-    strategy: AbstractStrategy, ranks: int, layouts: Sequence[Layout], total: Any, read: list, batch: dict[str, Any]
-) -> tuple[jax.Array, list]:
-    """The mean loss, and its gradients: the sums of what each rank sends of its own part of the batch."""
+    strategy: AbstractStrategy,
+    ranks: int,
+    layouts: Sequence[Layout],
+    total: Any,
+    read: list,
+    batch: dict[str, Any],
+    left: list,
+) -> tuple[jax.Array, list, list]:
+    """The mean loss, its gradients, sums of what each rank sends of its part of the batch, and what these lack of each."""
     dim, weight = int(strategy.role.splits((AXIS,))[AXIS] == "positions"), batch["y"].size
     parts = [{name: np.split(x, ranks, dim)[rank] for name, x in batch.items()} for rank in range(ranks)]
     totals, of_ranks = zip(*(jax.value_and_grad(total)(read, part) for part in parts), strict=True)
-    same = zip(zip(*of_ranks, strict=True), layouts, strict=True)
-    return sum(totals) / weight, [_summed(strategy, grads, layout, ranks) / weight for grads, layout in same]
+    same = zip(zip(*of_ranks, strict=True), left, layouts, strict=True)
+    made = [_summed(strategy, jnp.stack(grads) + own, layout, ranks) for grads, own, layout in same]
+    sums, lacks = zip(*made, strict=True)
+    fed = [own if strategy.feeds_back else 0 * own for own in lacks]
+    return sum(totals) / weight, [each / weight for each in sums], fed
 
 
 def _mapped(strategy: AbstractStrategy, ranks: int, layout: Layout, what: str, *rows: Any) -> Any:
@@ -126,10 +136,11 @@ def _mapped(strategy: AbstractStrategy, ranks: int, layout: Layout, what: str, *
     return jax.vmap(read if what == "read" else after, axis_name=AXIS, axis_size=ranks)(*rows)
 
 
-def _summed(strategy: AbstractStrategy, grads: Sequence[jax.Array], layout: Layout, ranks: int) -> jax.Array:
-    """The sum of what ranks send of their gradients."""
-    sent = lambda grad: jax.vmap(lambda part: strategy.sum_round_trip(part, layout, AXIS))(_split(grad, layout, ranks))
-    return _joined(sum(map(sent, grads[1:]), sent(grads[0])), layout)
+def _summed(strategy: AbstractStrategy, grads: jax.Array, layout: Layout, ranks: int) -> tuple[jax.Array, jax.Array]:
+    """The sum of what ranks send of their gradients, [ranks, ...], and what it lacks of each."""
+    trip = jax.vmap(lambda part: strategy.sum_round_trip(part, layout, AXIS))
+    sent = jnp.stack([_joined(trip(_split(grad, layout, ranks)), layout) for grad in grads])
+    return sent.sum(0), grads - sent
 
 
 def _split(tree: Any, layout: Layout, ranks: int) -> Any:

@@ -26,12 +26,14 @@ class Gradients(NamedTuple):
       loss: the mean over the global batch.
       metrics: means over the global batch, by name.
       state: the model's state after the last microbatch, before ranks are made equal.
+      left_out: what the sums lack of this rank's gradients, where the plan feeds it back.
     """
 
     grads: PyTree
     loss: jax.Array
     metrics: dict[str, jax.Array]
     state: PyTree
+    left_out: PyTree = None
 
 
 def gradients(
@@ -43,6 +45,7 @@ def gradients(
     *,
     sync: bool = True,
     scale: jax.Array | None = None,
+    left_out: PyTree = None,
 ) -> Gradients:
     """Differentiate the loss of the global batch, inside `shard_map`.
 
@@ -54,12 +57,14 @@ def gradients(
       batch: this rank's rows, [b, ...] on every leaf that is not a scalar; b divides by the plan's `accumulate`.
       scale: differentiate the loss times this factor, and divide it out of the gradients.
       sync: False leaves gradients and loss each rank's own (means over its rows).
+      left_out: what the last step's sums lacked of this rank's gradients; None: nothing is fed back.
 
     Communicates: what the plan's strategies do, once, and one small all-reduce for loss and metrics.
     """
     count = placement.plan.microbatches
     parts = Parts(count * (placement.joined_rows if sync else 1), scale)
-    found = engine_of(placement, sync)(objective, placement, parts, sync).differentiate(variables, key, batch)
+    engine = engine_of(placement, sync)(objective, placement, parts, sync, left_out)
+    found = engine.differentiate(variables, key, batch)
     loss, metrics, weight = means(found.losses, placement, count, sync)
     leaves, treedef = jax.tree.flatten(found.grads)
     dtypes = [dtype for _, dtype, _ in rest_of(placement).parts(found.grads)]
@@ -68,7 +73,7 @@ def gradients(
         grads = [grad / weight.astype(grad.dtype) for grad in grads]
     if scale is not None:
         grads = unscaled(grads, scale)
-    return Gradients(treedef.unflatten(grads), loss, metrics, found.state)
+    return Gradients(treedef.unflatten(grads), loss, metrics, found.state, found.left_out)
 
 
 def engine_of(placement: Placement, sync: bool) -> type[GradientEngine]:

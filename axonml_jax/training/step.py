@@ -31,6 +31,7 @@ from axonml_jax.training.optimizer.sharded.on_shards import OnShards
 from axonml_jax.training.optimizer.streamed import streamed
 from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.rest.layer_norms import layer_norms
+from axonml_jax.training.rest.rest import single, stacked
 from axonml_jax.training.state.named_state import state_leaves, state_of_leaves
 from axonml_jax.training.state.round_end import end_of_round, in_place_of_outer
 from axonml_jax.training.state.strategy_state import after_update, to_read
@@ -150,7 +151,8 @@ class TrainStep:
         if state.strategies is not None:
             read = replace(read, params=to_read(placement, read.params, state.strategies))
         factor = None if state.loss_scale is None else state.loss_scale.scale
-        result = gradients(self.objective, placement, read, step_key(state), batch, scale=factor)
+        left_out = None if state.left_out is None else single(state.left_out)
+        result = gradients(self.objective, placement, read, step_key(state), batch, scale=factor, left_out=left_out)
         size = norm(rest.parts(result.grads), self.norm_type)
 
         norms = self._norms_by_layer(result.grads, state.params) if self.layer_norms else {}
@@ -164,18 +166,20 @@ class TrainStep:
             if kept is not None:
                 changed, kept = after_update(placement, new[0], params, kept)
                 new = changed, new[1]
-            old = (params, opt_state), state.variables.state, state.strategies
-            chosen, *counts = skip_nonfinite(state, (new, buffers, kept), old, result.loss, size, self.max_nonfinite)
+            old = (params, opt_state), state.variables.state, state.strategies, left_out
+            new = new, buffers, kept, result.left_out
+            chosen, *counts = skip_nonfinite(state, new, old, result.loss, size, self.max_nonfinite)
             return *chosen[0], (*chosen[1:], *counts)
 
         held = to_host_memory(result.grads, offload.gradients), state.params, state.opt_state
         params, opt_state, others = streamed(updated, held, offload, size, sliced=rest.updates_in_slices)
-        buffers, strategies, scale, guard, counts = others
+        buffers, strategies, left_out, scale, guard, counts = others
         metrics = {**result.metrics, "loss": result.loss, "grad_norm": size, **counts, **norms}
         variables = Variables(params, state.variables.frozen, buffers)
         opt_state, strategies, guard, metrics = rest.kept((opt_state, strategies, guard, metrics))
-        new = TrainState(state.step + 1, rest.leave(variables), opt_state, state.key, scale, guard, strategies)
-        return new, metrics
+        left_out = None if left_out is None else stacked(left_out, placement.batch_axes)
+        own = {"strategies": strategies, "left_out": left_out}
+        return TrainState(state.step + 1, rest.leave(variables), opt_state, state.key, scale, guard, **own), metrics
 
     def _norms_by_layer(self, grads: PyTree, params: PyTree) -> Metrics:
         """Of gradients, before clipping, and of the parameters that they are of."""

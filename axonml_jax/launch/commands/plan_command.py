@@ -249,7 +249,8 @@ def _packed(base: RunConfig | None) -> list[Shard]:
     """What `plan.gather` and `plan.reduce` ask to be considered too: shards and gradients that travel packed."""
     if base is None or not (base.plan.gather or base.plan.reduce):
         return []
-    return [Shard(stage=stage, wire=base.plan.gather, reduce_wire=base.plan.reduce) for stage in (1, 2, 3)]
+    stages = (1,) if base.plan.reduce == "int8-feedback" else (1, 2, 3)
+    return [Shard(stage=stage, wire=base.plan.gather, reduce_wire=base.plan.reduce) for stage in stages]
 
 
 def _plan_config(base: PlanConfig, found: Candidate, precision: Any) -> PlanConfig:

@@ -17,9 +17,10 @@ from axonml_jax.parallel.strategies.packed_shards import packed, packed_sizes, r
 from axonml_jax.parallel.strategies.transfer import Transfer
 from axonml_jax.sharding.layout import Layout
 
-ReduceWire = Literal["bf16", "int8"]
+ReduceWire = Literal["bf16", "int8", "int8-feedback"]
 
 REDUCE_WIRES: tuple[ReduceWire, ...] = get_args(ReduceWire)
+_INT8 = ("int8", "int8-feedback")
 
 
 def sums_packed(wire: ReduceWire | None, layout: Layout, dtype: Any) -> bool:
@@ -27,11 +28,11 @@ def sums_packed(wire: ReduceWire | None, layout: Layout, dtype: Any) -> bool:
 
     Args:
       wire: as "bf16" all travel that are wider, or bf16 themselves: those are summed in float32 then, not by a collective in
-        bf16; as "int8" those that `travels_packed` names. None: none are.
+        bf16; as int8 those that `travels_packed` names. None: none are.
       layout: the leaf's.
       dtype: in which gradients are reduced.
     """
-    if wire == "int8":
+    if wire in _INT8:
         return travels_packed(layout, dtype)
     wider = bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize > 2
     return wire == "bf16" and (wider or jnp.dtype(dtype) == jnp.bfloat16)
@@ -58,7 +59,7 @@ def sum_transfers(wire: ReduceWire, elements: Any, ranks: int, padding: Any) -> 
 
 def filled_of(wire: ReduceWire, elements: int) -> int:
     """Zeros behind a part of so many elements: they fill its last block."""
-    return packed_sizes(elements)[0] - elements if wire == "int8" else 0
+    return packed_sizes(elements)[0] - elements if wire in _INT8 else 0
 
 
 def scatter_sum_packed(
@@ -81,7 +82,7 @@ def scatter_sum_packed(
     Returns:
       [..., d, ...] each, in the dtype in which it was summed (`wide`).
 
-    Communicates: one all-to-all of all leaves; as "int8" another of their scales.
+    Communicates: one all-to-all of all leaves; as int8 another of their scales.
     """
     count = axis_size(axis)
     parts = [parts_along(leaf, dim, count) for leaf, dim in zip(leaves, dims, strict=True)]
@@ -103,7 +104,7 @@ def scatter_sum_packed(
 
 def sum_round_trip(part: jax.Array, wire: ReduceWire) -> jax.Array:
     """What is added of a part that a rank sent."""
-    return round_trip(part, "int8") if wire == "int8" else part.astype(jnp.bfloat16).astype(part.dtype)
+    return round_trip(part, "int8") if wire in _INT8 else part.astype(jnp.bfloat16).astype(part.dtype)
 
 
 def wide(dtype: Any) -> Any:

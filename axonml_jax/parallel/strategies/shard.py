@@ -61,7 +61,8 @@ class Shard(AbstractStrategy):
       wire: weights are gathered as "int8", or as "fp8" (e4m3), with a float32 scale per block of 256 elements or fewer; they
         rest, and gradients travel, as before. Leaves of one dim are gathered as they are. None: all are.
       reduce_wire: parts of gradients travel to the ranks that sum them, in float32, as "bf16", or as "int8" with a float32
-        scale per block (leaves of two dims or more). None: a reduce-scatter in the dtype in which gradients are reduced.
+        scale per block (leaves of two dims or more), "int8-feedback" with what rounding left out of a rank's gradients added
+        to its next ones (stage 1). None: a reduce-scatter in the dtype in which gradients are reduced.
     """
 
     stage: int = 3
@@ -93,6 +94,11 @@ class Shard(AbstractStrategy):
             problems.append(f"wire={self.wire!r} must be one of {', '.join(WIRES)}, or None")
         if self.reduce_wire is not None and not is_one_of(self.reduce_wire, REDUCE_WIRES):
             problems.append(f"reduce_wire={self.reduce_wire!r} must be one of {', '.join(REDUCE_WIRES)}, or None")
+        elif self.feeds_back and is_one_of(self.stage, (2, 3)):
+            problems.append(
+                "reduce_wire='int8-feedback' keeps an array of the whole gradient's size on every rank, which "
+                f"stage={self.stage} is there to avoid: use stage=1 (shard_optimizer), or reduce_wire='int8'"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         object.__setattr__(self, "wrap", checked_wrap(self.wrap))
@@ -151,6 +157,11 @@ class Shard(AbstractStrategy):
     def exact(self) -> bool:
         """Unless what is gathered or reduced is packed."""
         return self.wire is None and self.reduce_wire is None
+
+    @property
+    def feeds_back(self) -> bool:
+        """As "int8-feedback"."""
+        return self.reduce_wire == "int8-feedback"
 
     @property
     def reads_exactly(self) -> bool:

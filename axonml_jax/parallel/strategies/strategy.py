@@ -207,6 +207,14 @@ class AbstractStrategy(abc.ABC):
         """
         return part
 
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what `sum_round_trip` takes from a rank's gradient is added to its gradient in the next step.
+
+        For a role that reduces once a step (Seide et al. 2014). A trainer keeps it, of every rank (`TrainState.left_out`).
+        """
+        return False
+
     def init_state(self, param: jax.Array) -> PyTree:
         """What the strategy keeps between steps for one trained parameter, given whole; None: nothing.
 

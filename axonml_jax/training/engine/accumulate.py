@@ -17,12 +17,14 @@ from axonml_jax.training.engine.engine import Differentiated, GradientEngine
 from axonml_jax.training.objective import shard_key
 
 OneMicrobatch = Callable[
-    [PyTree, jax.Array, PyTree, Collection[AxisNames] | None, Any], tuple[list[jax.Array], Any, PyTree]
+    [PyTree, jax.Array, PyTree, Collection[AxisNames] | None, Any],
+    tuple[list[jax.Array], Any, PyTree, list[jax.Array] | None],
 ]
-"""`run(state, key, batch, axes, accumulated) -> (gradients by leaf, loss, state)` of one microbatch on one rank.
+"""`run(state, key, batch, axes, accumulated) -> (gradients by leaf, loss, state, left out)` of one microbatch on one rank.
 
 Gradients are in the dtype in which they accumulate, synchronized over `axes` (None: all). `accumulated`, or None, are
-gradients synchronized over the plan's inner axes that join before the rest of the reduction.
+gradients synchronized over the plan's inner axes that join before the rest of the reduction. What sums of the last
+microbatch lack is left out; None: nothing is fed back.
 """
 
 
@@ -42,30 +44,34 @@ class OneByOne(GradientEngine):
         placement = self.placement
         rank = placement.key_number()
         keys = [shard_key(key, a, rank) for a in range(placement.plan.microbatches)]
-        grads, losses, state = self._accumulated(self.one(variables), variables.state, keys, batch)
-        return Differentiated(jax.tree.unflatten(jax.tree.structure(variables.params), grads), losses, state)
+        grads, losses, state, left = self._accumulated(self.one(variables), variables.state, keys, batch)
+        tree = lambda leaves: jax.tree.unflatten(jax.tree.structure(variables.params), leaves)
+        return Differentiated(tree(grads), losses, state, None if left is None else tree(left))
 
     def _accumulated(self, run: OneMicrobatch, state: PyTree, keys: list, batch: PyTree):
         placement, sync = self.placement, self.sync
         inner = placement.inner_axes if sync else ()
         outer = [axis for axis in placement.axes if axis not in inner] if sync else []
+        feedback, left = self.feedback, None if self.left_out is None else jax.tree.leaves(self.left_out)
         if len(keys) == 1:
-            grads, loss, state = run(state, keys[0], batch, None if sync else (), None)
-            return grads, jax.tree.map(lambda x: x[None], loss), state
+            grads, loss, state, left = run(state, keys[0], batch, None if sync else (), left)
+            return grads, jax.tree.map(lambda x: x[None], loss), state, left
         batches = placement.batch_layout.microbatches(batch, len(keys))
         waits = [axis for axis in flat_axes(outer) if axis in placement.batch_axes and placement.ranks(axis) > 1]
         if not (placement.reducer.overlaps and waits):
-            grads, losses, state = self._loop(run, state, keys, batches, inner)
-            if outer:
-                layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
-                grads = placement.sync_buckets(grads, layouts, axes=outer)
-            return grads, losses, state
+            grads, losses, state = self._loop(run, state, keys, batches, inner, left)
+            layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
+            left = None if feedback is None else feedback.left_out(grads, layouts)
+            return placement.sync_buckets(grads, layouts, axes=outer) if outer else grads, losses, state, left
         head, last = jax.tree.map(lambda x: x[:-1], batches), jax.tree.map(lambda x: x[-1], batches)
-        grads, losses, state = self._loop(run, state, keys[:-1], head, inner)
-        grads, loss, state = run(state, keys[-1], last, None, grads)
-        return grads, jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), losses, loss), state
+        grads, losses, state = self._loop(run, state, keys[:-1], head, inner, left)
+        grads, loss, state, left = run(state, keys[-1], last, None, grads)
+        return grads, jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), losses, loss), state, left
 
-    def _loop(self, run: OneMicrobatch, state: PyTree, keys: list, batches: PyTree, inner: tuple[AxisNames, ...]):
+    def _loop(
+        self, run: OneMicrobatch, state: PyTree, keys: list, batches: PyTree, inner: tuple[AxisNames, ...], first: Any
+    ):
+        """`first`: what gradients begin with; None: zeros."""
         placement = self.placement
         layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
         reduced = flat_axes(inner)
@@ -73,18 +79,20 @@ class OneByOne(GradientEngine):
         axes = [(*left, *layout.axes) for layout in layouts]
         shapes = [layout.shard if inner else placement.read_shape(layout) for layout in layouts]
         kinds = [placement.plan.precision.accumulate_dtype(layout.dtype) for layout in layouts]
-        zeros = [vary(jnp.zeros(shape, kind), own) for shape, kind, own in zip(shapes, kinds, axes, strict=True)]
+        if first is None:
+            first = map(jnp.zeros, shapes, kinds)
+        first = [vary(each, own) for each, own in zip(first, axes, strict=True)]
         if placement.plan.check_vma:
             state = _typed_carry(run, state, keys[0], jax.tree.map(lambda x: x[0], batches), inner)
 
         def body(carry, xs):
             grads, state = carry
             key, batch = xs
-            more, loss, state = run(state, key, batch, inner, None)
+            more, loss, state, _ = run(state, key, batch, inner, None)
             more = [vary(m.astype(g.dtype), own) for g, m, own in zip(grads, more, axes, strict=True)]
             return ([g + m for g, m in zip(grads, more, strict=True)], state), loss
 
-        (grads, state), losses = jax.lax.scan(body, (zeros, state), (jnp.stack(keys), batches))
+        (grads, state), losses = jax.lax.scan(body, (first, state), (jnp.stack(keys), batches))
         return grads, losses, state
 
 

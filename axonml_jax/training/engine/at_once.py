@@ -35,31 +35,39 @@ class _Once:
         self.placement, self.params, self.read, self.overlaps = engine.placement, params, read, overlaps
         self.model, self.whole_loss = engine.objective.model, engine.objective.differentiable(engine.parts, frozen)
         self.layouts = jax.tree.leaves(self.placement.params, is_leaf=is_layout)
+        self.feedback = engine.feedback
 
     def __call__(
         self, state: PyTree, key: jax.Array, batch: PyTree, axes: Collection[AxisNames] | None, accumulated: Any
-    ) -> tuple[list[jax.Array], Any, PyTree]:
+    ) -> tuple[list[jax.Array], Any, PyTree, list[jax.Array] | None]:
         if self.overlaps and axes != ():
             return self._overlapped(state, key, batch, axes, accumulated)
         loss = self._loss(self.read, (state, key, batch))
         (_, (loss, state)), grads = jax.value_and_grad(loss, has_aux=True)(self.read, state, key, batch)
-        leaves = jax.tree.leaves(grads)
+        leaves, left = jax.tree.leaves(grads), None
         if axes == ():
-            layouts = zip(leaves, self.layouts, strict=True)
-            return [self.placement.to_accumulate(leaf, layout) for leaf, layout in layouts], loss, state
-        return self.placement.sync_buckets(leaves, self.layouts, axes), loss, state
+            return list(map(self.placement.to_accumulate, leaves, self.layouts)), loss, state, None
+        if self.feedback is not None:
+            wholes = zip(map(self.placement.to_accumulate, leaves, self.layouts), accumulated, strict=True)
+            leaves = [grad + more for grad, more in wholes]
+            left = self.feedback.left_out(leaves, self.layouts)
+        return self.placement.sync_buckets(leaves, self.layouts, axes), loss, state, left
 
     def _overlapped(self, state, key, batch, axes, accumulated):
         args, placement = (state, key, batch), self.placement
         seen = placement.read_tree(self.params, placement.params) if self.read is None else self.read
-        hooked = overlapped(self._loss(seen, args), placement, self.params, self.read, args, axes)
+        hooked = overlapped(self._loss(seen, args), placement, self.params, self.read, args, axes, self.feedback)
         leaves, treedef = jax.tree.flatten(to_device_memory(self.params, placement.plan.offload.params))
         reduced = placement.axes if axes is None else axes
         unreduced = [axis for axis in placement.batch_axes if axis not in flat_axes(reduced)]
         carriers = vary(treedef.unflatten(map(placement.to_accumulate, leaves, self.layouts)), unreduced)
         more = None if accumulated is None else treedef.unflatten(accumulated)
-        (_, (loss, state)), grads = jax.value_and_grad(hooked, has_aux=True)(carriers, more, *args)
-        return jax.tree.leaves(grads), loss, state
+        if self.feedback is None:
+            (_, (loss, state)), grads = jax.value_and_grad(hooked, has_aux=True)(carriers, more, *args)
+            return jax.tree.leaves(grads), loss, state, None
+        both = jax.value_and_grad(hooked, argnums=(0, 1), has_aux=True)
+        (_, (loss, state)), (grads, left) = both(carriers, more, *args)
+        return jax.tree.leaves(grads), loss, state, jax.tree.leaves(left)
 
     def _loss(self, read: PyTree, args: tuple) -> Callable:
         wrap, remat = self.placement.wrap, self.placement.plan.remat

@@ -15,6 +15,6 @@ class ByUnit(OneByOne):
 
         def run(state, key, batch, axes, accumulated):
             (loss_, state), grads = replayed.value_and_grad(loss, *given, (state, key, batch), axes, accumulated)
-            return grads, loss_, state
+            return grads, loss_, state, None
 
         return run

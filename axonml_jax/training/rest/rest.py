@@ -20,6 +20,7 @@ from axonml_jax.training.objective import Objective
 from axonml_jax.training.optimizer.norm import Part
 from axonml_jax.training.optimizer.sharded.on_shards import OnShards
 from axonml_jax.training.rest.layer_norms import Square
+from axonml_jax.training.state.left_out import left_out_specs
 from axonml_jax.training.state.round_state import RoundState
 from axonml_jax.training.state.strategy_state import keeping
 from axonml_jax.training.state.train_state import TrainState
@@ -71,6 +72,7 @@ class Rest(abc.ABC):
             guard=jax.tree.map(lambda _: self.means, state.guard),
             rounds=self.round_specs(),
             strategies=None if (kept := keeping(self.placement)) is None else self.opt_specs(kept),
+            left_out=left_out_specs(self.placement),
         )
 
     def buffer_specs(self, state: PyTree) -> PyTree:

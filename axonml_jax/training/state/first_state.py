@@ -17,6 +17,7 @@ from axonml_jax.training.finite.guard import NonFinite
 from axonml_jax.training.finite.loss_scale import LossScale
 from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.rest.rest import Rest
+from axonml_jax.training.state.left_out import first_left_out, nothing_left_out
 from axonml_jax.training.state.strategy_state import keeping
 from axonml_jax.training.state.train_state import TrainState
 
@@ -37,7 +38,8 @@ def init_state(
     kept = keeping(rest.placement)
     strategies = None if kept is None else rest.first_opt_state(kept, variables.params, mesh)
     rounds, key = rest.first_round(variables.params, mesh), place(key, PartitionSpec(), mesh)
-    return TrainState(step, variables, opt_state, key, scale, strategies=strategies, rounds=rounds)
+    left_out = first_left_out(rest.placement, mesh)
+    return TrainState(step, variables, opt_state, key, scale, strategies=strategies, rounds=rounds, left_out=left_out)
 
 
 def first_guard(rest: Rest, mesh: Mesh) -> NonFinite:
@@ -66,8 +68,8 @@ def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placemen
         strategies = None if kept is None else rest.shapes(shapes, kept)[1]
         scale = LossScale.first() if placement.plan.precision.scales_loss else None
         key = jax.random.key(0)
-        step, rounds = jnp.zeros((), jnp.int32), rest.round_shapes(shapes)
-        return TrainState(step, variables, opt_state, key, scale, strategies=strategies, rounds=rounds)
+        own = {"strategies": strategies, "rounds": rest.round_shapes(shapes), "left_out": nothing_left_out(placement)}
+        return TrainState(jnp.zeros((), jnp.int32), variables, opt_state, key, scale, **own)
 
     return jax.eval_shape(build)
 

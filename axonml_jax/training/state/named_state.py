@@ -14,6 +14,7 @@ from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.place import cast, copies
 from axonml_jax.training.moving_average import MovingAverage
 from axonml_jax.training.rest.rest import Rest
+from axonml_jax.training.state.left_out import left_out_leaves, left_out_of
 from axonml_jax.training.state.round_state import RoundState
 from axonml_jax.training.state.strategy_state import keeping
 from axonml_jax.training.state.train_state import TrainState
@@ -44,7 +45,7 @@ def variables_of(model: Functional, like: Variables, arrays: Mapping[str, Any], 
 
 
 def state_leaves(model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation) -> dict[str, Leaf]:
-    """Everything in a state by name: `step`, `key`, `model/...`, `optimizer/...`, `ema/...`, `rounds/...`.
+    """Everything in a state by name: `step`, `key`, `model/...`, `optimizer/...`, `ema/...`, `rounds/...`, `left_out/...`.
 
     The optimizer's own names are the same with a moving average and without one.
     """
@@ -56,6 +57,7 @@ def state_leaves(model: Functional, state: TrainState, rest: Rest, tx: optax.Gra
         | _named("", jax.tree.map(Leaf, _others(state)))
         | ({} if (kept := keeping(rest.placement)) is None else _named(_KEPT, rest.opt_leaves(kept, state.strategies)))
         | ({} if state.rounds is None else _named(_ROUNDS, vars(rest.round_leaves(state.rounds))))
+        | ({} if state.left_out is None else left_out_leaves(rest.placement, state.left_out))
     )
 
 
@@ -84,6 +86,8 @@ def state_of_leaves(
         held["strategies"] = rest.resting_opt(kept, like.strategies, lambda tree: _filled(_KEPT, tree, arrays))
     if like.rounds is not None:
         held["rounds"] = RoundState(**_filled(_ROUNDS, vars(like.rounds), arrays))
+    if like.left_out is not None:
+        held["left_out"] = left_out_of(like.left_out, arrays)
     return replace(like, **held, **_filled("", _others(like), arrays))
 
 
@@ -121,7 +125,7 @@ def _copied(array: jax.Array, like: Any) -> jax.Array:
 
 
 def _others(state: TrainState) -> dict[str, Any]:
-    apart = ("variables", "opt_state", "strategies", "rounds")
+    apart = ("variables", "opt_state", "strategies", "rounds", "left_out")
     return {name: value for name, value in vars(state).items() if name not in apart}
 
 

@@ -82,6 +82,7 @@ def _held_more_than_once(state: TrainState) -> dict[str, jax.Array]:
         "optimizer": state.opt_state,
         "rounds": state.rounds,
         "strategies": state.strategies,
+        "left_out": state.left_out,
     }
     named = {f"{tree}/{name}": leaf for tree in trees for name, leaf in named_leaves(trees[tree]).items()}
     return {

@@ -27,6 +27,8 @@ class TrainState:
       guard: counts of skipped updates where non-finite ones are skipped (`max_nonfinite`), else None.
       rounds: replicas' own parameters where they train by themselves for rounds of steps (`ax.DiLoCo`), and what they keep
         together; `variables` are then the outer ones. Else None.
+      left_out: what the sums of the last step lacked of every rank's gradients, [ranks, *shape] for every trained parameter,
+        where a strategy feeds it back (`AbstractStrategy.feeds_back`), else None.
     """
 
     step: jax.Array
@@ -37,6 +39,7 @@ class TrainState:
     guard: NonFinite | None = None
     strategies: Any = None
     rounds: RoundState | None = None
+    left_out: Any = None
 
     @property
     def params(self) -> PyTree:

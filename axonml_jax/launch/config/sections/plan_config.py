@@ -26,12 +26,12 @@ class PlanConfig:
       sharding_strategy: what is split along mesh.fsdp during a step; null is full_shard.
       prefetch: units whose parameters are gathered ahead (full_shard and hybrid_shard); each costs a unit of memory.
       gather: parameters travel as int8 or fp8 with a scale per block when they are gathered; null sends them as they are.
-      reduce: parts of gradients travel as bf16 or int8 to the device that sums them in float32; null reduces and scatters them
-        in their own dtype.
+      reduce: parts of gradients travel as bf16 or int8 to the device that sums them in float32; int8-feedback adds what
+        rounding left out to the next ones (shard_optimizer); null reduces and scatters them in their own dtype.
       offload: what rests in host memory between its uses.
-      precision: float32; bf16 or fp16 (compute in it, the rest in float32; fp16 scales the loss); bf16-reduce (gradients
-        are summed and sent in bfloat16 too); fp8 (bf16 with products of operands rounded to 8 bits); null leaves the model's
-        dtypes.
+      precision: float32; bf16 or fp16 (compute in it, the rest in float32; bf16 sends gradients in bfloat16 too, fp16 scales
+        the loss); bf16-reduce-float32 (gradients travel in float32); bf16-reduce (they accumulate in bfloat16 too); fp8 (bf16
+        with products of operands rounded to 8 bits); null leaves the model's dtypes.
       products_kept: with fp8, regular expressions of parameters' path names whose products stay; null names none.
       accumulate: microbatches per update and rank.
       remat: what the backward recomputes: full, selective (all but weight multiplications), or null for nothing.
@@ -48,7 +48,7 @@ class PlanConfig:
     )
     prefetch: int = 0
     gather: Literal["int8", "fp8"] | None = None
-    reduce: Literal["bf16", "int8"] | None = None
+    reduce: Literal["bf16", "int8", "int8-feedback"] | None = None
     offload: Literal["none", "params", "optimizer_states", "full"] = "none"
     precision: Literal["float32", "bf16", "bf16-reduce", "bf16-reduce-float32", "fp16", "fp8"] | None = None
     products_kept: tuple[str, ...] | None = None
