@@ -130,6 +130,15 @@ def gemma(q, k, v):
     return jnp.einsum("bgmij,bjgd->bigmd", jax.nn.softmax(att), v).reshape(b, s, h, d)
 
 
+def tunix(q, k, v, seen):
+    """Tunix's Llama and Qwen: queries grouped by a reshape, scores with all heads in one dim, a mask given for every row."""
+    b, s, h, d = q.shape
+    att = jnp.einsum("BTHGD,BSHD->BHGTS", q.reshape(b, s, 2, h // 2, d), k) * SIZE**-0.5
+    att = jnp.where(jnp.expand_dims(seen, -3), att.reshape(b, h, s, s), -2.3819763e38)
+    att = jax.nn.softmax(att.astype(jnp.float64), axis=-1).astype(k.dtype)
+    return jnp.einsum("BHGTS,BSHD->BTHGD", att.reshape(b, 2, h // 2, s, s), v).reshape(b, s, h, d)
+
+
 def heads_in_rows(q, k, v):
     """Rows and heads in one dim, as diffusers and BART have it."""
     one = lambda x: x.transpose(0, 2, 1, 3).reshape(ROWS * HEADS, LENGTH, SIZE)

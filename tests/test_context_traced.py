@@ -73,6 +73,35 @@ class Zeroed(nnx.Module):
         return (x + jnp.einsum("bqk,bkd->bqd", weights, x)) @ self.table[...].T
 
 
+class Given(nnx.Module):
+    """As Tunix writes Llama: positions and a mask of every row come with the batch, queries are grouped by a reshape."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        draw = lambda *shape: nnx.Param(0.3 * jax.random.normal(rngs.params(), shape, jnp.float32))
+        self.table, self.q, self.kv = draw(WORDS, WIDTH), draw(WIDTH, 4, 4), draw(2, WIDTH, 2, 4)
+
+    def __call__(self, tokens, places, seen):
+        x = self.table[...][tokens]
+        q = rotated(jnp.einsum("BTD,DNH->BTNH", x, self.q[...]), places)
+        k, v = (jnp.einsum("BSD,DKH->BSKH", x, each) for each in self.kv[...])
+        b, t, _, d = q.shape
+        scores = jnp.einsum("BTHGD,BSHD->BHGTS", q.reshape(b, t, 2, 2, d), rotated(k, places)) * d**-0.5
+        scores = jnp.where(jnp.expand_dims(seen, -3), scores.reshape(b, 4, t, t), -2.3819763e38)
+        weights = jax.nn.softmax(scores.astype(jnp.float32), -1).reshape(b, 2, 2, t, t)
+        mixed = jnp.einsum("BHGTS,BSHD->BTHGD", weights, v)
+        return (x + mixed.reshape(x.shape)) @ self.table[...].T
+
+
+def rotated(x, places):
+    """Rotary embeddings of [b, s, n, d] by positions [b, s]."""
+    half = x.shape[-1] // 2
+    angles = (places[..., None] / 10.0 ** jnp.arange(half, dtype=jnp.float32))[:, :, None]
+    a, b = jnp.split(x, 2, -1)
+    turned = jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)], -1)
+    return turned.astype(x.dtype)
+
+
 class Padded(nn.Module):
     """Linen's attention with a padding mask, pooled over positions; and a convolution over them."""
 
@@ -92,6 +121,20 @@ def shifted(model, tokens):
 
 def pooled(model, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(model(tokens), tokens[:, 0]).mean()
+
+
+def labelled(model, batch):
+    logits = model(batch["tokens"], batch["places"], batch["seen"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
+def batch_given(seed):
+    """Causal within each row's first positions; the rest of it is seen by none of these."""
+    tokens = np.random.default_rng(seed).integers(0, WORDS, (ROWS, LENGTH + 1))
+    ends = np.array([LENGTH, 9, 12, 5])[:, None, None]
+    seen = np.tril(np.ones((LENGTH, LENGTH), bool)) & (np.arange(LENGTH) < ends)
+    places = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "places": places, "seen": seen}
 
 
 def batch_of(seed):
@@ -118,6 +161,15 @@ def test_models_train_as_on_one_device(plan):
     assert_equals_single_device(
         model, loss, batches, ax.Plan(**settings), mesh=mesh_of(degrees), params=params, max_grad_norm=0.5
     )
+
+
+@pytest.mark.parametrize(("method", "ranks"), [("gather", 2), ("ulysses", 4), ("ring", 4), ((2, "ring"), 4)])
+def test_positions_and_masks_that_come_with_the_batch_are_split(method, ranks):
+    """Without leave to communicate: all that is sent along the axis is attention's."""
+    plan = ax.Plan(context=ax.Context(method=method, allow_communication=False))
+    batches = [batch_given(seed) for seed in range(2)]
+    mesh = mesh_of({"context": ranks})
+    assert_equals_single_device(Given(), labelled, batches, plan, mesh=mesh, max_grad_norm=0.5)
 
 
 def test_masks_of_dropout_are_those_of_one_device():

@@ -56,6 +56,7 @@ from attention_spellings import (
     spreads,
     tiles,
     told,
+    tunix,
     where,
     without_nan,
 )  # fmt: skip
@@ -135,6 +136,9 @@ SPELLINGS = {
     ),
     "Llama, tiled": Spelling(llama(tiles), (Q, *FEW), told("causal; scale 0.577", GROUPED)),
     "Gemma 2": Spelling(gemma, (Q, *FEW), told("causal window 3; soft cap 50", GROUPED)),
+    "Tunix's Llama": Spelling(
+        tunix, (Q, *FEW, SOME[:, 0]), told("the mask bool[2, 8, 8] (batch, query, key); scale 0.577", GROUPED)
+    ),
     "one head of keys": Spelling(
         lambda q, k, v: jnp.einsum("bhij,bjd->bihd", jax.nn.softmax(jnp.einsum("bihd,bjd->bhij", q, k)), v),
         (Q, FEW[0][:, :, 0], FEW[1][:, :, 0]), told("every key", "8 queries, 8 keys, 4 heads (1 of keys), size 3"),
