@@ -1,6 +1,7 @@
 """Attention across ranks by the kernels: splash, interpreted on CPU, equals whole sequences; and where none computes it."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -242,3 +243,18 @@ def test_tables_name_every_pair_of_blocks_that_sees_something_once():
         }
         assert named == again == set(zip(*np.nonzero(may), strict=True))
         assert int(counts.sum()) == int(others.sum()) == len(named)
+
+
+@pytest.mark.parametrize(("method", "pieces"), [("gather", 1), ("ring", 4), ((2, "ring"), 2)], ids=str)
+def test_a_program_lowered_for_tpus_has_three_kernels_for_every_piece_and_no_scores(method, pieces, monkeypatch):
+    for room in (fused, by_kernel):
+        monkeypatch.setattr(room, "target_platform", lambda: "tpu")
+    mesh = AbstractMesh((4,), ("context",), (AxisType.Auto,))
+    called = split(4, "zigzag", mesh=mesh, method=method, causal=True)
+    both = lambda *arrays: jax.vjp(called, *arrays)[1](jnp.ones(arrays[0].shape, arrays[0].dtype))
+    with jax.enable_x64(False):
+        text = jax.jit(both).trace(*shapes(4, places=384)).lower(lowering_platforms=("tpu",)).as_text()
+    names = re.findall(r'kernel_name = "(splash_mha_\w+?)"', text)
+    assert len(names) == text.count("@tpu_custom_call") == 3 * pieces and len(set(names)) == 3
+    rank, piece = (384, 4 * 384) if method == "gather" else (384, 384) if method == "ring" else (768, 768)
+    assert f"{rank}x{piece}x" not in text
