@@ -9,7 +9,8 @@ in memory every step, `standby` processes too that stand by with their imports m
 of the two (`--nnodes 1:2`), of which one is killed with its process: the other goes on alone, with the same batch.
 Prints when, after the kill, the launcher had ended the others, the run had been described (processes started, JAX
 imported, job joined, data read), the state was back, the first step was made, and step 28, which nobody had made
-before. `torchrun --max-restarts 10` restarts a training of the same size in PyTorch from its checkpoint of every ten
+before; and what processor time process 0 had taken until then, which other work on the machine changes less.
+`torchrun --max-restarts 10` restarts a training of the same size in PyTorch from its checkpoint of every ten
 steps (`torch_restart.py`; of the Python that has torch). `--cost` trains without a fault, with and without copies, in turns.
 """
 
@@ -48,6 +49,19 @@ class Told(ax.Callback):
                     os.kill(os.getppid(), signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
 """
+CLOCK = """
+import os, sys, threading, time
+
+def tell(path):
+    with open(path, "w", buffering=1) as file:
+        while True:
+            print(time.time(), time.process_time(), os.environ.get("RANK"), os.environ.get("AXONML_JAX_RESTART_COUNT"), file=file)
+            time.sleep(0.1)
+
+if "train" in sys.orig_argv and "launch" not in sys.orig_argv:
+    place = os.path.join(os.path.dirname(__file__), f"{os.getpid()}.clock")
+    threading.Thread(target=tell, args=(place,), daemon=True).start()
+"""
 WAYS = {
     "disk": ((), ("--checkpoint.every=10",)),
     "memory": ((), ("--checkpoint.every=null", "--checkpoint.memory_every=1")),
@@ -65,6 +79,7 @@ MARKS = {
 def train(folder: Path, flags: tuple[str, ...], settings: tuple[str, ...], **environ: str) -> list[tuple[float, str]]:
     """Launch a training; every line with the time at which it came."""
     (folder / "told.py").write_text(CALLBACK)
+    (folder / "sitecustomize.py").write_text(CLOCK)
     machines = 2 if "--nnodes=1:2" in flags else 1
     command = [
         *("--max-restarts=1", *flags, "--module", "axonml_jax", "train", str(ROOT / "configs" / "quickstart.yaml")),
@@ -95,6 +110,7 @@ def recovered(way: str, base: Path) -> dict[str, float]:
     flags, settings = WAYS[way]
     with tempfile.TemporaryDirectory(dir=base) as folder:
         lines = train(Path(folder), flags, settings, KILL="12" if "standby" in way else "0.5")
+        clocks = [[each.split() for each in path.read_text().splitlines()] for path in Path(folder).glob("*.clock")]
     text = "".join(line for _, line in lines)
     killed = float(re.findall(r"killed at=([\d.]+)", text)[0])
     after = [(at, line) for at, line in lines if at > killed]
@@ -103,7 +119,21 @@ def recovered(way: str, base: Path) -> dict[str, float]:
         int(step): float(at) for step, at in re.findall(r"rank 0\] step=(\d+) at=([\d.]+)", text) if float(at) > killed
     }
     found |= {"first step": min(steps.values()), f"step {KILLED_AFTER + 1}": steps[KILLED_AFTER + 1]}
-    return {name: at - killed for name, at in found.items()}
+    return {name: at - killed for name, at in found.items()} | {"processor": processor(clocks, killed, steps)}
+
+
+def processor(clocks: list[list[list[str]]], killed: float, steps: dict[int, float]) -> float:
+    """Seconds of processor time of process 0 until the next step: since the kill where it stood by, else since its start."""
+    used = []
+    for clock in clocks:
+        own = [
+            float(spent)
+            for at, spent, rank, attempt in (each for each in clock if len(each) == 4)
+            if (rank, attempt) == ("0", "1") and killed < float(at) < steps[KILLED_AFTER + 1] + 0.1
+        ]
+        before = [float(each[1]) for each in clock if float(each[0]) < killed]
+        used += [own[-1] - max(before, default=0.0)] if own else []
+    return max(used)
 
 
 def restarted_by_torchrun(python: str, base: Path) -> dict[str, float]:
