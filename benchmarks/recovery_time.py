@@ -55,7 +55,8 @@ import os, sys, threading, time
 def tell(path):
     with open(path, "w", buffering=1) as file:
         while True:
-            print(time.time(), time.process_time(), os.environ.get("RANK"), os.environ.get("AXONML_JAX_RESTART_COUNT"), file=file)
+            who = os.environ.get("RANK"), os.environ.get("AXONML_JAX_RESTART_COUNT")
+            print(time.time(), time.process_time(), *who, file=file)
             time.sleep(0.1)
 
 if "train" in sys.orig_argv and "launch" not in sys.orig_argv:
