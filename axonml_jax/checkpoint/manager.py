@@ -13,7 +13,7 @@ from axonml_jax.checkpoint.keeping.retention import Retention, best_of, seconds_
 from axonml_jax.checkpoint.manifest import DamagedCheckpoint, Manifest
 from axonml_jax.checkpoint.names import path_of
 from axonml_jax.checkpoint.ownership import Ownership
-from axonml_jax.checkpoint.places.place import place_of
+from axonml_jax.checkpoint.places.chosen_place import place_of
 from axonml_jax.checkpoint.plain_files import step_number
 from axonml_jax.checkpoint.saving import Saving, put_aside, take_over, tidy
 from axonml_jax.checkpoint.store import Positioned, checked_manifest, leaves_of, load, manifest_of

@@ -15,7 +15,7 @@ from axonml_jax.checkpoint import arrays
 from axonml_jax.checkpoint.compare import DIFFERENCES, OPTIONAL, differences, listing, refused
 from axonml_jax.checkpoint.contents import AVERAGE, LEFT_OUT, filled, leaves_of, scope_of
 from axonml_jax.checkpoint.manifest import ARRAYS, SAVED_AT, DamagedCheckpoint, Entry, Manifest, damage
-from axonml_jax.checkpoint.places.place import is_url
+from axonml_jax.checkpoint.places.chosen_place import is_url
 from axonml_jax.checkpoint.places.single import read_from, write_to
 from axonml_jax.checkpoint.plain_files import number, plain
 from axonml_jax.checkpoint.saving import Saving

@@ -15,7 +15,7 @@ from axonml_jax.checkpoint.places.copies import Copies
 from axonml_jax.checkpoint.places.copy_commit import run_in, take_id
 from axonml_jax.checkpoint.places.long_work import decide_at_length
 from axonml_jax.checkpoint.places.object_store import ObjectStore, may_pass
-from axonml_jax.checkpoint.places.staging import fetched, require_shared, tidy_fetched
+from axonml_jax.checkpoint.places.staging_folder import fetched, require_shared, tidy_fetched
 from axonml_jax.checkpoint.plain_files import step_number
 from axonml_jax.checkpoint.saving import remove
 from axonml_jax.checkpoint.team import Team

@@ -11,7 +11,7 @@ from axonml_jax.checkpoint.places.copies import Copies
 from axonml_jax.checkpoint.places.copy_commit import commit_of
 from axonml_jax.checkpoint.places.long_work import decide_at_length
 from axonml_jax.checkpoint.places.object_store import ObjectStore
-from axonml_jax.checkpoint.places.staging import fetched, remove_if_there, staging_of
+from axonml_jax.checkpoint.places.staging_folder import fetched, remove_if_there, staging_of
 from axonml_jax.checkpoint.team import Team
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from axonml_jax.checkpoint.manager import CheckpointManager
 from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
+from axonml_jax.checkpoint.places.chosen_place import is_url
 from axonml_jax.checkpoint.places.object_store import ObjectStore, lie_apart
-from axonml_jax.checkpoint.places.place import is_url
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.launch.config.machines import MACHINES
 from axonml_jax.launch.config.run_checkpoints import CHECKPOINT_FOLDER, checkpoints_of, copies_at, place_said

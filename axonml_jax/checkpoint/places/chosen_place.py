@@ -8,7 +8,7 @@ from axonml_jax.checkpoint.places.at_url import AtUrl
 from axonml_jax.checkpoint.places.in_folder import InFolder
 from axonml_jax.checkpoint.places.mirror import Mirror
 from axonml_jax.checkpoint.places.object_store import ObjectStore, lie_apart
-from axonml_jax.checkpoint.places.staging import staging_of
+from axonml_jax.checkpoint.places.staging_folder import staging_of
 from axonml_jax.checkpoint.team import Team
 
 Place = InFolder | AtUrl
