@@ -23,6 +23,7 @@ from input_readers import (
     safetensors_file,
 )
 from mutations import TOKENS, as_json, of_bytes, of_values
+from table_readers import parquet_files, read_parquet
 
 
 def published(folder: Path):
@@ -208,6 +209,7 @@ READERS = {
     "published models' configurations": Reader(13, published, read_published),
     "tokenizers": Reader(3, tokenizer, read_tokenizer),
     "JSON lines": Reader(3, lines, read_lines, says_where=True),
+    "Parquet files": Reader(5, parquet_files, read_parquet, says_where=True),
     "records of runs": Reader(2, records, read_records_of, says_where=True),
     "owners of folders": Reader(2, owner, read_owner, ()),
     "variables of launchers": Reader(2, listener, read_variables),

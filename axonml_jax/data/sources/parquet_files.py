@@ -4,7 +4,9 @@ import bisect
 import functools
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from axonml_jax.data.sources.found_files import checksum, found_files, kept_fields
@@ -21,7 +23,7 @@ class ParquetFiles:
 
     Raises:
       ImportError: pyarrow is not installed.
-      ValueError: there is nothing to read, or a column is not there.
+      ValueError: there is nothing to read, a column is not there, or a file is no Parquet that pyarrow can read.
     """
 
     def __init__(self, path: str | os.PathLike, *, fields: Sequence[str] | None = None):
@@ -30,13 +32,18 @@ class ParquetFiles:
         self._groups: list[tuple[int, int]] = []
         self._firsts = [0]
         for number, file in enumerate(self.files):
-            metadata = _parquet().ParquetFile(file).metadata
-            if fields is not None:
-                names = dict.fromkeys(_parquet().ParquetFile(file).schema_arrow.names)
-                kept_fields(names, fields, str(file))
-            for group in range(metadata.num_row_groups):
+            with _naming(file):
+                opened = _opened(file)
+                if fields is not None:
+                    kept_fields(dict.fromkeys(opened.schema_arrow.names), fields, str(file))
+                rows = [opened.metadata.row_group(group).num_rows for group in range(opened.metadata.num_row_groups)]
+                if min(rows, default=0) < 0 or sum(rows) != opened.metadata.num_rows:
+                    raise ValueError(
+                        f"row groups of {rows[:8]} rows do not make the {opened.metadata.num_rows} that it says"
+                    )
+            for group, count in enumerate(rows):
                 self._groups.append((number, group))
-                self._firsts.append(self._firsts[-1] + metadata.row_group(group).num_rows)
+                self._firsts.append(self._firsts[-1] + count)
         self._read: tuple[int, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -55,21 +62,57 @@ class ParquetFiles:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Several rows, each row group read once (the protocol of PyTorch's fetcher)."""
+        """Several rows, each row group read once (the protocol of PyTorch's fetcher).
+
+        Raises:
+          ValueError: naming the file that is not what its footer says.
+        """
         whole, found = range(len(self)), {}
         rows = sorted({whole[index] for index in indices})
         for group, members in itertools.groupby(rows, lambda row: bisect.bisect_right(self._firsts, row) - 1):
             own = list(members)
-            taken = self._table(group).take([row - self._firsts[group] for row in own])
-            found.update(zip(own, taken.to_pylist(), strict=True))
+            with _naming(self.files[self._groups[group][0]]):
+                taken = self._table(group).take([row - self._firsts[group] for row in own])
+                found.update(zip(own, taken.to_pylist(), strict=True))
         return [found[whole[index]] for index in indices]
 
     def _table(self, group: int) -> Any:
         if self._read is None or self._read[0] != group:
             number, inside = self._groups[group]
             columns = None if self.fields is None else list(self.fields)
-            self._read = group, _parquet().ParquetFile(self.files[number]).read_row_group(inside, columns=columns)
+            table = _opened(self.files[number]).read_row_group(inside, columns=columns)
+            if table.num_rows != (said := self._firsts[group + 1] - self._firsts[group]):
+                raise ValueError(f"row group {inside} has {table.num_rows} rows, and its footer says {said}")
+            self._read = group, table
         return self._read[1]
+
+
+def _opened(file: Path) -> Any:
+    return _parquet().ParquetFile(file, page_checksum_verification=True)
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Whatever pyarrow says of a file's content becomes one kind of error, with its name.
+
+    Errors of the disk stay as they are; pyarrow's own of the same kind have no number.
+    """
+    try:
+        yield
+    except (
+        ValueError,
+        KeyError,
+        IndexError,
+        NotImplementedError,
+        TypeError,
+        OverflowError,
+        MemoryError,
+        OSError,
+    ) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        said = str(error)[:1000] or type(error).__name__
+        raise ValueError(said if str(file) in said else f"{file} cannot be read as Parquet: {said}") from error
 
 
 def _parquet() -> Any:
