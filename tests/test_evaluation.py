@@ -8,6 +8,7 @@ from meshes import mesh_of
 from test_training_loss import Net, losses
 
 import axonml_jax as ax
+from axonml_jax.ledger import collectives_in
 
 pytestmark = pytest.mark.usefixtures("compiled_for_users")
 
@@ -67,3 +68,23 @@ def test_memory_of_an_evaluation_is_that_of_a_microbatch():
         return program.memory_analysis().temp_size_in_bytes
 
     assert temporaries(8) < temporaries(1) / 4
+
+
+def test_under_zero3_an_evaluation_gathers_in_every_microbatch_as_the_forward_of_a_step_does():
+    """So its memory is that of a microbatch and one unit; ZeRO-2, whose parameters a step gathers once, gathers once here."""
+
+    def bytes_of(stage, accumulate):
+        parallel = ax.parallelize(Net(), mesh_of(fsdp=4), ax.Plan(fsdp=ax.Shard(stage=stage)))
+        trainer = parallel.trainer(optax.sgd(0.1), plain, accumulate=accumulate)
+        trainer.evaluate(batch := batch_of(32))
+        step = trainer._eval
+        of = lambda found: sum(entry.step_wire_bytes for entry in found if entry.kind == "all_gather")
+        placed = step.placement.batch_layout.place(batch, step.mesh)
+        return of(collectives_in(step._whole, trainer.model.variables, placed)), of(
+            collectives_in(trainer.trace(batch).jaxpr)
+        )
+
+    once, step = bytes_of(3, 1)
+    assert 0 < once <= step  # the backward gathers again what it reads again
+    assert bytes_of(3, 4) == (4 * once, 4 * step)
+    assert bytes_of(2, 4)[0] == bytes_of(2, 1)[0] == bytes_of(2, 4)[1] == once
