@@ -218,3 +218,24 @@ def test_predicted_memory_of_split_sequences_is_near_what_the_compiler_plans(deg
     found = memory_difference(prediction, step.lower(state, rows).compile())
     arguments, temporaries = found.ratios
     assert abs(arguments - 1) < 0.02 and abs(temporaries - 1) < 0.25, str(found)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    [
+        ({"data": 4}, {"data": ax.DiLoCo(every=2)}),
+        ({"data": 4}, {"data": ax.DiLoCo(every=2, wire="bf16")}),
+        ({"data": 4}, {"data": ax.DiLoCo(every=2, wire="int8")}),
+        ({"data": 2, "fsdp": 2}, {"data": ax.DiLoCo(every=2), "fsdp": ax.Shard(stage=2)}),
+        ({"data": 2, "fsdp": 2}, {"data": ax.DiLoCo(every=2, wire="int8"), "fsdp": ax.Shard(stage=2)}),
+    ],
+    ids=["float32", "bf16", "int8", "zero2", "zero2, int8"],
+)
+def test_predicted_memory_of_rounds_has_what_their_end_holds(degrees, options):
+    """Of a model whose parameters outweigh its activations."""
+    plan, model = ax.Plan(**options), config(GPT, hidden_size=64, mlp_hidden_size=512, num_layers=1, vocab_size=1024)
+    step, state, rows = step_of(model, plan, degrees, 4)
+    prediction = predict(plan, model, degrees, global_batch=4, length=LENGTH)
+    found = memory_difference(prediction, step.lower(state, rows).compile())
+    arguments, temporaries = found.ratios
+    assert abs(arguments - 1) < 0.02 and abs(temporaries - 1) < 0.25, str(found)

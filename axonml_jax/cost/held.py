@@ -27,6 +27,8 @@ class Memory:
       gathered: whole parameters beside resting ones, and unreduced gradients of a unit.
       pipeline: buffers of a pipeline's activations and cotangents on their way, slots for idle ticks, and what one tick of a
         stage holds beside the slots.
+      joining: at the end of a round (`ax.DiLoCo`): a replica's parameters after the step, their differences from the outer ones
+        and the sums of these. It comes after the backward, so its fullest moment is another one.
       padding: zeros that make leaves divide, in parameters and optimizer.
       batch: the rank's rows.
       host: bytes of all these that rest in host memory instead.
@@ -38,6 +40,7 @@ class Memory:
     activations: Many = 0
     gathered: Many = 0
     pipeline: Many = 0
+    joining: Many = 0
     padding: Many = 0
     batch: Many = 0
     host: Many = 0
@@ -55,7 +58,8 @@ class Memory:
         accumulates gradients while others of its microbatches are under way: it holds both.
         """
         both = self.activations + self.pipeline + self.gradients
-        return either(self.pipeline > 0, both, most(self.activations, self.gradients)) + self.gathered
+        backward = either(self.pipeline > 0, both, most(self.activations, self.gradients)) + self.gathered
+        return most(backward, self.joining)
 
     @property
     def total(self) -> Many:
@@ -109,6 +113,7 @@ def states(weights: Weights, parts: ShardCounts, run: Run, moments: int) -> dict
         "parameters": own.parameters,
         "optimizer": moments * own.trained + left_out(weights, parts),
         "gradients": gradients(weights, parts, run),
+        "joining": run.joining * (own.trained + own.trained_padding),
         "padding": own.padding + moments * own.trained_padding,
     }
 

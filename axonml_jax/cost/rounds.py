@@ -75,6 +75,7 @@ class Run:
       pipelined: whether stages lie along `pipe`.
       gathers: how often a pipeline gathers its stages in its ticks; None: once per step.
       copies: of trained parameters that rest beside them and the optimizer's state: a replica's own, and the outer momentum.
+      joining: copies of them that the end of a round holds beside what rests.
     """
 
     roles: Mapping[AxisNames, Role]
@@ -84,6 +85,7 @@ class Run:
     pipelined: bool = False
     gathers: Many | None = None
     copies: Many = 0
+    joining: Many = 0
 
     @classmethod
     def of(cls, plan: Plan, degrees: Mapping[str, int]) -> "Run":
@@ -98,6 +100,7 @@ class Run:
             pipelined=pipelined,
             gathers=gathers,
             copies=2 * len(plan.rounds),
+            joining=max((rounds.round_copies for rounds in plan.rounds.values()), default=0),
         )
 
     @property

@@ -32,6 +32,7 @@ class FSDPMemoryStats:
       optim_bytes: optimizer state; with rounds (`ax.DiLoCo`) a replica's own parameters and the outer momentum too, and what
         sums of gradients leave out where that is fed back.
       gathered_bytes: whole parameters held during the step beside the resting ones, at their fullest.
+      joining_bytes: with rounds, what the end of one holds beside what rests, when gradients and whole parameters are gone.
       replicated_bytes: parameters, gradients and optimizer state of plain data parallelism (DDP).
       offload: what of these rests in host memory instead of on the device.
     """
@@ -43,6 +44,7 @@ class FSDPMemoryStats:
     gathered_bytes: int
     replicated_bytes: int
     offload: CPUOffload = CPUOffload.NONE
+    joining_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -53,8 +55,8 @@ class FSDPMemoryStats:
     @property
     def total_bytes(self) -> int:
         """Bytes on the device at the fullest moment of a step."""
-        every = self.param_bytes + self.grad_bytes + self.optim_bytes + self.gathered_bytes
-        return every - self.host_bytes
+        fullest = max(self.grad_bytes + self.gathered_bytes, self.joining_bytes)
+        return self.param_bytes + self.optim_bytes + fullest - self.host_bytes
 
     @property
     def total_memory_mb(self) -> float:
@@ -72,6 +74,7 @@ class FSDPMemoryStats:
             "gradients": self.grad_bytes,
             "optimizer": self.optim_bytes,
             "gathered": self.gathered_bytes,
+            "joining": self.joining_bytes,
             "on the host": -self.host_bytes,
             "device": self.total_bytes,
         }
@@ -108,6 +111,7 @@ def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemor
         grad_bytes=gradients(weights, all_of_it, run),
         optim_bytes=(moments + run.copies) * (own.trained + own.trained_padding) + left_out(weights, all_of_it),
         gathered_bytes=gathered(weights, all_of_it, run),
+        joining_bytes=run.joining * (own.trained + own.trained_padding),
         offload=plan.offload,
         **_whole(placed, moments),
     )

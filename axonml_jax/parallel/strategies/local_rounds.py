@@ -25,6 +25,14 @@ class LocalRounds(abc.ABC):
 
     every: int
 
+    @property
+    def round_copies(self) -> int:
+        """How many copies of what a rank trains the end of a round holds at its fullest, beside what rests.
+
+        What this step has made of its own parameters, their differences and the sums of these.
+        """
+        return 3
+
     @abc.abstractmethod
     def first_kept(self, param: jax.Array) -> PyTree:
         """What ranks keep together beside an outer parameter, given whole, such as its momentum. It rests as they do."""
