@@ -178,8 +178,10 @@ class TrainStep:
         variables = Variables(params, state.variables.frozen, buffers)
         opt_state, strategies, guard, metrics = rest.kept((opt_state, strategies, guard, metrics))
         left_out = None if left_out is None else stacked(left_out, placement.batch_axes)
-        own = {"strategies": strategies, "left_out": left_out}
-        return TrainState(state.step + 1, rest.leave(variables), opt_state, state.key, scale, guard, **own), metrics
+        new = TrainState(
+            state.step + 1, rest.leave(variables), opt_state, state.key, scale, guard, strategies, left_out=left_out
+        )
+        return new, metrics
 
     def _norms_by_layer(self, grads: PyTree, params: PyTree) -> Metrics:
         """Of gradients, before clipping, and of the parameters that they are of."""

@@ -68,8 +68,10 @@ def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placemen
         strategies = None if kept is None else rest.shapes(shapes, kept)[1]
         scale = LossScale.first() if placement.plan.precision.scales_loss else None
         key = jax.random.key(0)
-        own = {"strategies": strategies, "rounds": rest.round_shapes(shapes), "left_out": nothing_left_out(placement)}
-        return TrainState(jnp.zeros((), jnp.int32), variables, opt_state, key, scale, **own)
+        step, rounds, left_out = jnp.zeros((), jnp.int32), rest.round_shapes(shapes), nothing_left_out(placement)
+        return TrainState(
+            step, variables, opt_state, key, scale, strategies=strategies, rounds=rounds, left_out=left_out
+        )
 
     return jax.eval_shape(build)
 
