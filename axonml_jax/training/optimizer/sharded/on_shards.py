@@ -14,7 +14,7 @@ from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.varying_types import CASTS
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.program.atoms import is_constant
+from axonml_jax.program.atoms import entry_of, is_constant
 from axonml_jax.program.program import Program, no_calls, read_program
 from axonml_jax.program.run import run_program
 from axonml_jax.sharding.layout import Layout, is_layout
@@ -157,13 +157,16 @@ def operations(program: Program) -> list[tuple[Any, ...]]:
 
     Casts of varying types, which are no operations, stand for what they cast.
     """
-    found, cast = [], {}
+    found: list[tuple[Any, ...]] = []
+    cast: dict[int, Any] = {}
     for equation in program.equations:
-        inputs = [atom if is_constant(atom) else cast.get(atom, atom) for atom in equation.inputs]
+        inputs, some = equation.inputs, len(equation.read) < len(equation.inputs)
+        if cast:
+            inputs = [entry_of(atom, cast, atom) for atom in inputs]
         if equation.name in CASTS:
             cast[equation.outputs[0]] = inputs[0]
             continue
-        constants = [str(atom.val) for atom in inputs if is_constant(atom)]
+        constants = [str(atom.val) for atom in inputs if is_constant(atom)] if some or cast else ()
         found.append((equation.name, *constants))
         for body in equation.bodies:
             found += operations(body)
