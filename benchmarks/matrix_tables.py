@@ -22,11 +22,14 @@ class Table:
       rows: the plans, as dicts, given a seed of what is drawn.
       check: raises where a row differs from one device.
       oracle: of a row, what its single-device run depends on: rows that agree in it share one.
+      together: checks rows of one oracle in one program, whose kernels XLA compiles once; raises where any of them differs.
+        None: they are checked one by one, as they also are after it has raised.
     """
 
     rows: Callable[[int], list[dict[str, Any]]]
     check: Callable[[dict[str, Any]], None]
     oracle: Callable[[dict[str, Any]], Any]
+    together: Callable[[list[dict[str, Any]]], None] | None = None
 
 
 def table(name: str) -> Table:

@@ -18,6 +18,10 @@ ranks, tensor 2 x 2 data ranks, automatic (`auto_parallelize`, with how many of 
 run plain, with `remat="full"`, with two microbatches accumulated, and in bf16; where no variant is named, the cell speaks of
 all four.
 
+Under `context` Tunix's Llama 3, which has no dropout, is also held to one device (loss, gradients, parameters) over 2 and over
+4 ranks by every method, without leave to send anything but attention's: `tests/test_foreign_models.py`, where `google-tunix` is
+installed.
+
 Equal means: losses, gradient norms, every parameter and buffer after three steps agree, per leaf, to `testing/tolerances.py`:
 float64 where the model computes in it throughout (1e-9), float32's tolerance (1e-5 of the leaf's largest value) where it casts
 to float32 itself (Llama, Qwen, Mamba-2, U-Net, transformer in transformer). In bf16 the one device casts alike, and losses,
