@@ -98,7 +98,7 @@ class Precision:
         """A policy from itself, from None (change nothing), or from the name of a common one.
 
         `"float32"`: everything in float32. `"bf16"`: compute in bfloat16, in which gradients travel too; they accumulate in
-        float32, and the rest is in float32 (docs/adr/0021), as PyTorch's FSDP2 does with `param_dtype=bfloat16` and no
+        float32, and the rest is in float32 (docs/adr/0022), as PyTorch's FSDP2 does with `param_dtype=bfloat16` and no
         `reduce_dtype`. `"bf16-reduce-float32"`: as "bf16", with gradients reduced in float32. `"bf16-reduce"`: they accumulate
         in bfloat16 too: sums of 8 bits of precision, as MaxText's. `"fp16"`: compute in float16, the rest in float32; a
         trainer's step then scales its loss (see `training/finite/loss_scale.py`), which `value_and_grad` does not. `"fp8"`:
