@@ -88,13 +88,8 @@ def split_attention(row, ids, method, key):
             options |= {"dropout_rate": 0.3, "dropout_key": keys}
         return ax.context_attention(q, k, v, method=method, order=row["order"], block_size=row["block"], **options)
 
-    call = jax.shard_map(
-        attend,
-        mesh=mesh,
-        in_specs=(split, split, split, PartitionSpec(), split),
-        out_specs=split,
-        check_vma=row["check_vma"],
-    )
+    specs = {"in_specs": (split, split, split, PartitionSpec(), split), "out_specs": split}
+    call = jax.shard_map(attend, mesh=mesh, **specs, check_vma=row["check_vma"])
 
     def whole(q, k, v, table, ids):
         orders = [sequence_order(row["order"], x.shape[1], degree) for x in (q, k)]
@@ -138,7 +133,7 @@ def named_method(row):
 
 
 def check(rows):
-    """Rows that compute one thing in several ways, in one program: kernels that they share are compiled once."""
+    """Rows that compute one thing in several ways, in one program: what they share is compiled once."""
     (arrays, ids), key = inputs(rows[0]), jax.random.key(7)
     wanted = oracle(rows[0], arrays, ids, key)
     split = [with_gradients(split_attention(row, jnp.asarray(ids), named_method(row), key)) for row in rows]

@@ -58,7 +58,7 @@ FRESH = {
     """,
     "logging and launch variables start no devices": """
         from axonml_jax.logging import logger, print0
-        from axonml_jax.compat.platform import backend_started
+        from axonml_jax.compat.processes.platform import backend_started
         import axonml_jax.mesh.job.init, axonml_jax.mesh.as_mesh
         print0("x"); logger.warning("y")
         assert not backend_started()

@@ -16,7 +16,7 @@ from axonml_jax.checkpoint.manifest import ARRAYS, Manifest, checksums, sync
 from axonml_jax.checkpoint.names import DAMAGED, REPLACED, SAVING
 from axonml_jax.checkpoint.ownership import OWNER, FolderInUse, Ownership, in_use
 from axonml_jax.checkpoint.team import Team, describe, rebuilt
-from axonml_jax.compat.coordination import coordinator_client
+from axonml_jax.compat.processes.coordination import coordinator_client
 from axonml_jax.logging import logger
 from axonml_jax.sharding.leaf import Leaf
 

@@ -9,7 +9,7 @@ import jax
 
 from axonml_jax.checkpoint.manifest import DamagedCheckpoint
 from axonml_jax.checkpoint.ownership import FolderInUse
-from axonml_jax.compat.coordination import coordinator_client
+from axonml_jax.compat.processes.coordination import coordinator_client
 
 TIMEOUT = 600.0
 """Seconds to wait for the other processes of a job at a save or a restore."""

@@ -24,7 +24,7 @@ from axonml_jax.cost.rounds import Run, ShardCounts, splitting
 from axonml_jax.cost.small_flows import small_flows
 from axonml_jax.cost.weight_flows import weight_flows
 from axonml_jax.cost.weight_groups import Weights, grouped
-from axonml_jax.parallel.context.tiles import block_for
+from axonml_jax.parallel.context.pieces.tiles import block_for
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.pipeline.policy import AXIS
 from axonml_jax.parallel.plan import Plan

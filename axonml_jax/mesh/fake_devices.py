@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from axonml_jax.compat.platform import backend_started
+from axonml_jax.compat.processes.platform import backend_started
 from axonml_jax.logging import logger
 from axonml_jax.mesh.job.environment import launch_environment
 from axonml_jax.mesh.kept_memory import bound_kept_memory, keep_memory

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from axonml_jax.compat.platform import backend_started
+from axonml_jax.compat.processes.platform import backend_started
 from axonml_jax.mesh.backend import Backend
 from axonml_jax.mesh.fake_devices import fake_devices, requested_devices
 from axonml_jax.mesh.group import DEFAULT_TIMEOUT, ProcessGroup, as_ranks

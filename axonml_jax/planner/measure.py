@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.collectives.primitives import sum_over
-from axonml_jax.compat.platform import backend_started
+from axonml_jax.compat.processes.platform import backend_started
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Block
 from axonml_jax.parallel.fabric import Fabric

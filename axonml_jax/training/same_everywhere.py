@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from axonml_jax._types import PyTree
-from axonml_jax.compat.coordination import coordinator_client
+from axonml_jax.compat.processes.coordination import coordinator_client
 from axonml_jax.mesh.world import World
 from axonml_jax.training.state.train_state import TrainState
 from axonml_jax.training.step import TrainStep

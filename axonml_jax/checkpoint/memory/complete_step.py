@@ -10,7 +10,7 @@ from enum import Enum
 
 import jax
 
-from axonml_jax.compat.coordination import coordinator_client
+from axonml_jax.compat.processes.coordination import coordinator_client
 
 _TIMEOUT_MS = 60_000
 

@@ -1,4 +1,4 @@
-"""Canaries about how processes start and meet (`platform.py`, `coordination.py`, `kept_programs.py`)."""
+"""Canaries about `compat/processes/`: how processes start and meet, and the compiled programs that they keep."""
 
 import inspect
 import os
@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from axonml_jax.compat.canaries.canary import Canary, expect
-from axonml_jax.compat.coordination import CoordinatorClient
-from axonml_jax.compat.kept_programs import keep_in_every_process
-from axonml_jax.compat.platform import backend_started, let_gloo_listen_on
+from axonml_jax.compat.processes.coordination import CoordinatorClient
+from axonml_jax.compat.processes.kept_programs import keep_in_every_process
+from axonml_jax.compat.processes.platform import backend_started, let_gloo_listen_on
 
 _SECOND = 1000
 

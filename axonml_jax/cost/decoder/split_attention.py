@@ -11,7 +11,7 @@ from axonml_jax.cost.decoder.configuration import DecoderLike, layer_degrees
 from axonml_jax.parallel.context.context_split import ContextSplit
 from axonml_jax.parallel.context.kernels.block_visits import BLOCK, LARGEST_PIECE
 from axonml_jax.parallel.context.method import heads_and_gathers
-from axonml_jax.parallel.context.tiles import block_for
+from axonml_jax.parallel.context.pieces.tiles import block_for
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.sequence_order import order_parts
 

@@ -7,7 +7,7 @@ machines cannot reach that, and the first collective fails with "Connection refu
 import os
 import socket
 
-from axonml_jax.compat.platform import let_gloo_listen_on
+from axonml_jax.compat.processes.platform import let_gloo_listen_on
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """PyTorch's variable for the network interface; it wins."""

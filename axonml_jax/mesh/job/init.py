@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from axonml_jax.compat.coordination import coordinator_client
-from axonml_jax.compat.kept_programs import keep_in_every_process
-from axonml_jax.compat.platform import backend_started, only_cpu
+from axonml_jax.compat.processes.coordination import coordinator_client
+from axonml_jax.compat.processes.kept_programs import keep_in_every_process
+from axonml_jax.compat.processes.platform import backend_started, only_cpu
 from axonml_jax.mesh.backend import Backend, GlooBackend, NCCLBackend, TPUBackend
 from axonml_jax.mesh.group import DEFAULT_TIMEOUT
 from axonml_jax.mesh.job.coordinator import bind_address, host_port

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from axonml_jax.compat.coordination import CoordinatorClient, coordinator_client
+from axonml_jax.compat.processes.coordination import CoordinatorClient, coordinator_client
 from axonml_jax.mesh.ranks.group_program import Program, place, row
 from axonml_jax.mesh.ranks.rank_engine import Engine, check_agreement, describe
 

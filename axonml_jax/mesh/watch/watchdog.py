@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from axonml_jax.compat.coordination import coordinator_client
+from axonml_jax.compat.processes.coordination import coordinator_client
 from axonml_jax.logging import logger
 from axonml_jax.mesh.job.leave import leave_now
 from axonml_jax.mesh.watch.flight import FlightRecord

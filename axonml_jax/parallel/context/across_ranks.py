@@ -12,11 +12,11 @@ import numpy as np
 
 from axonml_jax.collectives.along_dim import gather_along, scatter_along
 from axonml_jax.collectives.primitives import axis_index, shift
-from axonml_jax.parallel.context.attention_pieces import Attention, Given, KeptQueries, ReadPiece, merged
 from axonml_jax.parallel.context.context_split import positions_of
 from axonml_jax.parallel.context.in_sequence import by_rank, in_sequence
+from axonml_jax.parallel.context.pieces.attention_pieces import Attention, Given, KeptQueries, ReadPiece, merged
+from axonml_jax.parallel.context.pieces.tiles import Side, TileCut, side_of
 from axonml_jax.parallel.context.ring_rounds import Pairs, RingRounds
-from axonml_jax.parallel.context.tiles import Side, TileCut, side_of
 from axonml_jax.sharding.sequence_order import Order, order_parts, sequence_order
 
 

@@ -14,15 +14,15 @@ from axonml_jax.collectives.varying import vary, varying_axes
 from axonml_jax.compat.around import platform_around
 from axonml_jax.compat.random_bits import can_draw_elements
 from axonml_jax.parallel.context.across_ranks import Places, Ring, read_backward, read_forward
-from axonml_jax.parallel.context.attention_dropout import WeightsDropout
-from axonml_jax.parallel.context.attention_pieces import Attention, Given, Where, merged
 from axonml_jax.parallel.context.context_split import ContextSplit, current_split
 from axonml_jax.parallel.context.kernels.by_kernel import FORMS, attend_by_cudnn, kernel_for
 from axonml_jax.parallel.context.kernels.splash_pieces import by_splash
 from axonml_jax.parallel.context.method import Method, heads_and_gathers
-from axonml_jax.parallel.context.sinks import sinks_gradient, sunk
-from axonml_jax.parallel.context.tile_attention import Tiles
-from axonml_jax.parallel.context.tiles import block_for
+from axonml_jax.parallel.context.pieces.attention_dropout import WeightsDropout
+from axonml_jax.parallel.context.pieces.attention_pieces import Attention, Given, Where, merged
+from axonml_jax.parallel.context.pieces.sinks import sinks_gradient, sunk
+from axonml_jax.parallel.context.pieces.tile_attention import Tiles
+from axonml_jax.parallel.context.pieces.tiles import block_for
 from axonml_jax.parallel.context.visible import Visible
 from axonml_jax.program.recomputed import KEPT
 from axonml_jax.sharding.sequence_order import Order
@@ -120,8 +120,7 @@ def context_attention(
     heads, each_has = q.shape[2], (q.shape[1], k.shape[1])
     sizes = {"ranks": ranks, "heads": heads, "kv_heads": k.shape[2], "places": q.shape[1]}
     order = order or split.order
-    rules = {"window": window, "causal": causal, "order": order}
-    count, gathers = heads_and_gathers(method or split.method, **sizes, **rules)
+    count, gathers = heads_and_gathers(method or split.method, **sizes, window=window, causal=causal, order=order)
     ring = Ring(axis if ranks > 1 else None, ranks, count, gathers, order)
 
     key = _key_data(dropout_key) if dropout_rate and dropout_key is not None else None
@@ -148,8 +147,7 @@ def context_attention(
         return _heads_together(ring, attend_by_cudnn(how, ring, q, k, v))
     how = by_splash(how, ring) if name == "splash" else how
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3]).transpose(0, 2, 3, 1, 4)
-    joined = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    out = _attended(how, ring, given, grouped, *joined, sinks, _places(ring, how, ids))
+    out = _attended(how, ring, given, grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), sinks, _places(ring, how, ids))
     return _heads_together(ring, out.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], v.shape[3]))
 
 

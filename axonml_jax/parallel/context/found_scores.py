@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axonml_jax.parallel.context.attention_pieces import Where
+from axonml_jax.parallel.context.pieces.attention_pieces import Where
 from axonml_jax.program.attention.digits import Digit
 from axonml_jax.program.attention.found_attention import Added, Cast, FoundAttention, Masked, Scaled, Tanh
 from axonml_jax.program.attention.masks.mask_terms import (

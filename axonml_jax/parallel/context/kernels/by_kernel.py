@@ -6,10 +6,10 @@ from typing import Any
 import jax
 
 from axonml_jax.parallel.context.across_ranks import Ring
-from axonml_jax.parallel.context.attention_pieces import Attention
 from axonml_jax.parallel.context.in_sequence import by_rank, in_sequence
 from axonml_jax.parallel.context.kernels.block_visits import BLOCK, block_sizes
 from axonml_jax.parallel.context.kernels.splash_pieces import even_runs
+from axonml_jax.parallel.context.pieces.attention_pieces import Attention
 from axonml_jax.parallel.tensor.megatron.fused_attention import (
     PLATFORMS,
     fused_attention,

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from axonml_jax.compat.splash import SplashCall, SplashPiece, splash_backward, splash_forward
 from axonml_jax.parallel.context.across_ranks import Ring
-from axonml_jax.parallel.context.attention_pieces import Attention, Given, KeptQueries, ReadPiece, may_see
 from axonml_jax.parallel.context.kernels.block_visits import block_sizes, most_visits, visits
-from axonml_jax.parallel.context.tiles import Side, TileCut, side_of
+from axonml_jax.parallel.context.pieces.attention_pieces import Attention, Given, KeptQueries, ReadPiece, may_see
+from axonml_jax.parallel.context.pieces.tiles import Side, TileCut, side_of
 from axonml_jax.parallel.tensor.megatron.softcap import Softcap
 
 

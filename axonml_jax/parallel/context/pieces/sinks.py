@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from axonml_jax.parallel.context.attention_pieces import ReadPiece
+from axonml_jax.parallel.context.pieces.attention_pieces import ReadPiece
 
 
 def sunk(read: ReadPiece, sinks: jax.Array) -> ReadPiece:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from axonml_jax.collectives.varying import vary
 from axonml_jax.compat.barrier import together
-from axonml_jax.parallel.context.attention_pieces import Attention, Given, KeptQueries, ReadPiece, Where, may_see
-from axonml_jax.parallel.context.tiles import Side
+from axonml_jax.parallel.context.pieces.attention_pieces import Attention, Given, KeptQueries, ReadPiece, Where, may_see
+from axonml_jax.parallel.context.pieces.tiles import Side
 
 
 class Tile(NamedTuple):

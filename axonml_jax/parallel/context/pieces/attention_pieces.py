@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from axonml_jax.parallel.context.attention_dropout import WeightsDropout
-from axonml_jax.parallel.context.tiles import Side, TileCut
+from axonml_jax.parallel.context.pieces.attention_dropout import WeightsDropout
+from axonml_jax.parallel.context.pieces.tiles import Side, TileCut
 from axonml_jax.parallel.context.visible import Visible
 
 
