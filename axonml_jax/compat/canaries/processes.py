@@ -105,9 +105,10 @@ def _written_by_any() -> None:
         compilation_cache.put_executable_and_time = lambda key, *rest: written.append(key)
         state.process_id = 1
         keep_in_every_process()
-        given = {"cache_key": "canary", "compile_time_secs": 1e6, "module_name": "", "backend": cpu, "executable": None}
-        takes = inspect.signature(compiler._cache_write).parameters
-        compiler._cache_write(**given, **({"host_callbacks": []} if "host_callbacks" in takes else {}))
+        given: dict[str, Any] = {"cache_key": "canary", "compile_time_secs": 1e6, "module_name": "", "backend": cpu}
+        given |= {"executable": None, "host_callbacks": []}
+        takes = inspect.signature(compiler._cache_write).parameters  # jax 0.10 is told of callbacks too
+        compiler._cache_write(**{name: given[name] for name in takes})
     finally:
         compilation_cache.put_executable_and_time, state.process_id = put, process
         compiler._cache_write = usual
