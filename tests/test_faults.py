@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -44,6 +45,39 @@ def test_the_tables_of_the_page_are_those_of_the_records(benchmarks, script, nam
     module = benchmarks(script)
     _, inside, _ = benchmarks("written_table").between(PAGE, name)
     assert inside.strip() == module.table(module.known(module.RECORDS, 0)), f"run benchmarks/{script}.py --write"
+
+
+PARENT = """
+import os, subprocess, sys, tempfile
+sys.path.insert(0, BENCHMARKS)
+import fault_forks
+fault_forks.IMPORTS = ("json",)
+fault_forks.begin({})
+child = [sys.executable, "child.py", "a", "b c"]
+pipes = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+with tempfile.TemporaryDirectory() as mine, fault_forks.forking(True):
+    with subprocess.Popen(child, env=os.environ | {"MARK": "x y"}, **pipes) as process:
+        out, _ = process.communicate()
+    print(out, process.returncode, os.path.exists(mine), process.pid != os.getpid())
+"""
+CHILD = """
+import atexit, os, sys
+atexit.register(print, "taken leave")
+command, variables = (open(f"/proc/self/{name}").read() for name in ("cmdline", "environ"))
+print(sys.argv, __name__, os.getsid(0) == os.getpid(), "child.py a b c" in command, "MARK=x y" in variables.split(chr(0)))
+print("json" in sys.modules, sorted(int(each) for each in os.listdir("/proc/self/fd"))[:-1])
+sys.exit(7)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a fork writes its command where /proc reads it")
+def test_a_fork_of_the_campaign_is_the_program_that_was_to_be_started(tmp_path):
+    (tmp_path / "child.py").write_text(CHILD)
+    (tmp_path / "parent.py").write_text(PARENT.replace("BENCHMARKS", repr(str(ROOT / "benchmarks"))))
+    command = [sys.executable, "parent.py"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    wanted = ["['child.py', 'a', 'b c'] __main__ True True True", "True [0, 1, 2]", "taken leave", " 7 True True"]
+    assert run.stdout.splitlines() == wanted, run.stderr
 
 
 @pytest.mark.slow
