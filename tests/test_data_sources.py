@@ -117,3 +117,17 @@ def test_iterable_datasets_of_torch_are_iterated_over():
     assert [batch.tolist() for batch in ax.create_dataloader(own(), 4, mesh, shuffle=False, num_epochs=1)] == [
         [0, 1, 2, 3], [4, 5, 6, 7]
     ]  # fmt: skip
+
+
+def test_a_parquet_file_that_is_not_what_it_says_is_refused_by_name(tmp_path):
+    path = write_parquet(tmp_path / "rows.parquet")
+    data = path.read_bytes()
+    for wrong in (data[:-9], data[:40] + data[60:], b"PAR1" + b"\xff" * 9 + b"\0" * 300 + b"PAR1"):
+        (tmp_path / "cut.parquet").write_bytes(wrong)
+        with pytest.raises(ValueError, match=r"cut\.parquet"):
+            rows = ax.open_dataset(tmp_path / "cut.parquet")
+            rows[0], rows[len(rows) - 1]
+    rows = ax.open_dataset(path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"rows\.parquet"):  # of the disk, and no matter of its content
+        rows[0]
