@@ -185,7 +185,7 @@ def campaign(todo: list[int], options: argparse.Namespace, ends: Path) -> None:
         if not slots[-1]:
             try:
                 slot(todo, taken, begun, options, ends)
-            except BaseException:
+            except Exception:
                 traceback.print_exc()
             finally:
                 os._exit(0)
@@ -225,6 +225,7 @@ def main() -> int:
     PROGRAMS.mkdir(parents=True, exist_ok=True)
     fault_forks.begin(CACHED)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their children, ignore it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # slots too end their launches then
     before = known(options.records, options.seed)
     done = {n for n, lines in before.items() if not (options.again and lines[-1]["outcome"] == "failed")}
     numbers = [n for n in range(options.first, options.faults) if n not in done]

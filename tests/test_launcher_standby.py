@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from axonml_jax.launch.processes.leftovers import Guard
 from axonml_jax.launch.processes.ready.standby import go
 
 LIMIT = 120
@@ -103,3 +104,12 @@ def test_a_killed_launcher_takes_along_who_stands_by(launched, tmp_path):
     while standing_by(mark) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not standing_by(mark)
+
+
+def test_the_guard_ends_what_a_launcher_that_fails_has_left():
+    """As one whose output nobody reads any more, in the middle of ending its workers."""
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
+        with pytest.raises(BrokenPipeError), Guard("no mark") as guard:
+            guard.watch(process.pid)
+            raise BrokenPipeError
+        assert process.wait(LIMIT) == -15

@@ -91,8 +91,9 @@ class Guard:
         """Remember a process group."""
         self._say(f"{group}\n")
 
-    def __exit__(self, *exception):
-        self._say("done")
+    def __exit__(self, kind: type[BaseException] | None, *exception):
+        if kind is None:  # else the launcher may have been kept from ending them, as when nobody reads its output
+            self._say("done")
         self._process.communicate()
 
     def _say(self, words: str) -> None:
