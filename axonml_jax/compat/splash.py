@@ -154,9 +154,10 @@ def _mask_info(piece: SplashPiece, side: str) -> Any:
     """`MaskInfo` as the kernel reads it: scalars in small memory, of the smallest type that holds them."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as infos
 
+    places: Any = piece.places
     if piece.visits is None:
-        return infos.MaskInfo(None, None, None, None, piece.places)
+        return infos.MaskInfo(None, None, None, None, places)
     blocks, counts = piece.visits.keys if side == "keys" else piece.visits.queries
     most = max(piece.visits.keys[0].shape[0], piece.visits.queries[0].shape[1])
     small = jnp.int8 if most <= 128 else jnp.int16
-    return infos.MaskInfo(blocks[None].astype(small), None, counts[None].astype(jnp.int8), None, piece.places)
+    return infos.MaskInfo(blocks[None].astype(small), None, counts[None].astype(jnp.int8), None, places)
