@@ -111,7 +111,7 @@ def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemor
         grad_bytes=gradients(weights, all_of_it, run),
         optim_bytes=(moments + run.copies) * (own.trained + own.trained_padding) + left_out(weights, all_of_it),
         gathered_bytes=gathered(weights, all_of_it, run),
-        joining_bytes=run.joining * (own.trained + own.trained_padding),
+        joining_bytes=int(run.joining * (own.trained + own.trained_padding)),
         offload=plan.offload,
         **_whole(placed, moments),
     )

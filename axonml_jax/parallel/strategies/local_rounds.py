@@ -26,7 +26,7 @@ class LocalRounds(abc.ABC):
     every: int
 
     @property
-    def round_copies(self) -> int:
+    def round_copies(self) -> float:
         """How many copies of what a rank trains the end of a round holds at its fullest, beside what rests.
 
         What this step has made of its own parameters, their differences and the sums of these.
