@@ -189,9 +189,9 @@ def test_without_a_kernel_blocks_compute_it_or_its_name_is_refused_with_all_reas
         jax.eval_shape(split(2, "zigzag", kernel="cudnn", **wrong), *given)
     with pytest.raises(ValueError, match="kernel='flash' must be one of auto, blocks, splash, cudnn"):
         jax.eval_shape(lambda q, k, v: ax.context_attention(q, k, v, kernel="flash"), *given)
-    with pytest.raises(ValueError, match="512 queries and 33554432 keys at once is too large"):
-        jax.eval_shape(split(2**16, "zigzag", mesh=AbstractMesh((2**16,), ("context",), (AxisType.Auto,)), method="gather",
-                             kernel="splash", causal=True), *shapes(2**16))  # fmt: skip
+    many = {"mesh": AbstractMesh((32,), ("context",), (AxisType.Auto,)), "method": "gather", "causal": True}
+    with pytest.raises(ValueError, match="131072 queries and 4194304 keys at once is too large"):
+        jax.eval_shape(split(32, "zigzag", kernel="splash", **many), *shapes(32, places=2**17))
 
 
 def test_auto_takes_the_kernel_of_the_platform(on_tpu):
