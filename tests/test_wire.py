@@ -136,7 +136,7 @@ def test_scales_of_norms_in_a_stack_travel_as_they_are():
 def test_who_cannot_use_it_is_told():
     with pytest.raises(ValueError, match=r"wire='int4' must be one of int8, fp8, or None"):
         ax.Shard(wire="int4")
-    with pytest.raises(ValueError, match=r"reduce_wire='fp8' must be one of bf16, int8, or None"):
+    with pytest.raises(ValueError, match=r"reduce_wire='fp8' must be one of bf16, int8, int8-feedback, or None"):
         ax.FSDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), reduce="fp8")
     with pytest.raises(ValueError, match=r"\{'reduce': 'bf16'\} acts on sharded parameters and has no effect"):
         ax.FSDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), sharding_strategy="no_shard", reduce="bf16")
