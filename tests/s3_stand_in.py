@@ -2,8 +2,12 @@
 
 import hashlib
 import http.server
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -37,6 +41,29 @@ class StandIn:
         """What a client must be told."""
         keys = {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "something"}
         return keys | {"AWS_ENDPOINT_URL": self.endpoint, "AWS_REGION": "us-east-1"}
+
+
+def killed_while_it_puts(s3: StandIn, ending: str, program: str, *words: str) -> None:
+    """Runs a Python program and kills it as it puts a path: the server holds its answer back until the process is dead."""
+    reached, dead = threading.Event(), threading.Event()
+
+    def refuse(method, path):
+        if method == "PUT" and path.endswith(ending) and not dead.is_set():
+            reached.set()
+            dead.wait(120)
+            return 503
+        return None
+
+    s3.refuse = refuse
+    here = Path(__file__).parent
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen([sys.executable, "-c", program, *words], env=environ)
+    try:
+        assert reached.wait(240)
+    finally:
+        process.kill()
+        process.wait(60)
+        dead.set()
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

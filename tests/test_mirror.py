@@ -1,18 +1,12 @@
 """Checkpoints copied to an object store: a server here stands in for S3, is busy, refuses, and loses a client half-way."""
 
 import collections
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from s3_stand_in import StandIn
+from s3_stand_in import StandIn, killed_while_it_puts
 from test_checkpoint_manager import Weights, names, value
 from test_train_resume import QUICKSTART, SMALL
 
@@ -248,26 +242,7 @@ save(sys.argv[1], 1, 2)
 
 def test_a_process_killed_while_it_copies_leaves_the_copy_before(tmp_path, s3):
     """The server holds the commit of step 2 back until its client is dead; what that has left goes with the next claim."""
-    reached, dead = threading.Event(), threading.Event()
-
-    def refuse(method, path):
-        if method == "PUT" and path.endswith("step_00000002.commit") and not dead.is_set():
-            reached.set()
-            dead.wait(120)
-            return 503
-        return None
-
-    s3.refuse = refuse
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parent)])
-    environ = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "a")], env=environ)
-    try:
-        assert reached.wait(240)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(60)
-        dead.set()
+    killed_while_it_puts(s3, "step_00000002.commit", KILLED, str(tmp_path / "a"))
     assert committed(s3) == [1] and any("step_00000002." in path for path in s3.objects)
     assert go_on(tmp_path / "b") == 1
     save(tmp_path / "b", 2)

@@ -1,14 +1,13 @@
 """Checkpoints at a URL as processes and the command line keep them: killed ones, two of one job, a run and its evaluation."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
+from s3_stand_in import killed_while_it_puts
 from test_checkpoint_manager import Weights, names, value
 from test_checkpoints_at_url import URL, cache, committed, left, s3  # noqa: F401
 from test_train_resume import QUICKSTART, SMALL
@@ -29,25 +28,7 @@ save(1, 2)
 
 @pytest.mark.slow
 def test_a_process_killed_while_it_sends_leaves_the_checkpoint_before(s3, cache):  # noqa: F811
-    reached, dead = threading.Event(), threading.Event()
-
-    def refuse(method, path):
-        if method == "PUT" and path.endswith("step_00000002.commit") and not dead.is_set():
-            reached.set()
-            dead.wait(120)
-            return 503
-        return None
-
-    s3.refuse = refuse
-    here = Path(__file__).parent
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen([sys.executable, "-c", KILLED], env=environ)
-    try:
-        assert reached.wait(240)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(60)
-        dead.set()
+    killed_while_it_puts(s3, "step_00000002.commit", KILLED)
     assert committed(s3) == [1] and names(staging_of(URL, None)) == ["step_00000002"]
     with ax.CheckpointManager(URL, every=1, asynchronous=False) as manager:
         module = Weights()
