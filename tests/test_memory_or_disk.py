@@ -21,7 +21,7 @@ from axonml_jax.launch.processes.host_memory import HostMemory
 class Disk:
     """Checkpoints on disk: those that are listed, and which of them is good."""
 
-    folder = "the disk"
+    place = "the disk"
 
     def __init__(self, *steps, good=None):
         self.steps, self.good = list(steps), good
