@@ -229,6 +229,8 @@ def obstacles(
         yield "it is used without sliding windows (window must be None)"
     if softcap and name == "cudnn":
         yield "it caps no scores (softcap must be None)"
+    if name == "splash" and jax.config.jax_enable_x64:
+        yield "it counts in 32 bits, and jax_enable_x64 is on"
     if sinks:
         yield "it has no sinks (sinks must be False)"
     if varying_axes(query):
