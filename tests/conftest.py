@@ -75,21 +75,25 @@ def _part(row):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Every test without rows runs but for those marked `slow`, and of a table of cases one row, chosen by its name.
+    """Of every table of cases one row, chosen by its name, and every test without rows but for those marked `slow`.
 
-    The choice is the same on every machine and for every version. AXONML_ALL_ROWS=1 runs everything, and whoever names files or
-    tests gets all of them.
+    AXONML_ROWS says how many rows: with 2 or more the slow tests run too, and with `all` everything does. The choice is the same on
+    every machine and for every version, and more rows are those before and others. Whoever names files or tests gets all of them.
     """
-    if os.environ.get("AXONML_ALL_ROWS") or config.args_source is not config.ArgsSource.TESTPATHS:
+    asked = os.environ.get("AXONML_ROWS", "1")
+    if asked == "all" or config.args_source is not config.ArgsSource.TESTPATHS:
         return
+    if not asked.isdecimal() or not int(asked):
+        raise pytest.UsageError(f"AXONML_ROWS={asked!r}: it is a number of rows, or 'all'")
     tables, kept = collections.defaultdict(list), set()
     for item in items:
         if item.module.__name__.removeprefix("test_") in EVERY_ROW:
             kept.add(item.nodeid)
         elif hasattr(item, "callspec"):
             tables[item.nodeid.split("[")[0]].append(item.nodeid)
-        elif not item.get_closest_marker("slow"):
+        elif int(asked) > 1 or not item.get_closest_marker("slow"):
             kept.add(item.nodeid)
-    kept.update(min(rows, key=_part) for rows in tables.values())
+    for rows in tables.values():
+        kept.update(sorted(rows, key=_part)[: int(asked)])
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]

@@ -40,7 +40,9 @@ def test_a_campaign_is_the_same_for_the_same_seed_and_tries_every_kind_plan_and_
     assert all(fault.rank == 0 for fault in drawn if fault.kind in campaign.IN_THE_MAIN_PROCESS)
 
 
-@pytest.mark.parametrize("script, name", [("fault_campaign", "faults"), ("random_plans", "random plans")])
+@pytest.mark.parametrize(
+    "script, name", [("fault_campaign", "faults"), ("random_plans", "random plans"), ("shrunk_runs", "shrunk runs")]
+)
 def test_the_tables_of_the_page_are_those_of_the_records(benchmarks, script, name):
     module = benchmarks(script)
     _, inside, _ = benchmarks("written_table").between(PAGE, name)
