@@ -187,6 +187,11 @@ def test_without_a_kernel_blocks_compute_it_or_its_name_is_refused_with_all_reas
     )
     with pytest.raises(ValueError, match=reasons + "without sliding windows .*; it computes in bfloat16"):
         jax.eval_shape(split(2, "zigzag", kernel="cudnn", **wrong), *given)
+    with jax.enable_x64(True):
+        jax.eval_shape(split(2, "zigzag"), *given)
+        assert on_tpu == []
+        with pytest.raises(ValueError, match="kernel='splash' .*: it counts in 32 bits, and jax_enable_x64 is on"):
+            jax.eval_shape(split(2, "zigzag", kernel="splash"), *given)
     with pytest.raises(ValueError, match="kernel='flash' must be one of auto, blocks, splash, cudnn"):
         jax.eval_shape(lambda q, k, v: ax.context_attention(q, k, v, kernel="flash"), *given)
     many = {"mesh": AbstractMesh((32,), ("context",), (AxisType.Auto,)), "method": "gather", "causal": True}

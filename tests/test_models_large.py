@@ -127,7 +127,12 @@ def test_a_kernel_is_chosen_where_it_applies_and_refused_by_name_elsewhere(monke
     monkeypatch.setattr(fused, "varying_axes", lambda x: frozenset())
     monkeypatch.setattr(fused, "_alone", lambda: True)
     monkeypatch.setattr(fused, "target_platform", lambda: "tpu")
-    assert choose("auto", make(256, 128)) == choose("splash", make(256, 128), softcap=True) == "splash"
+    with jax.enable_x64(True):
+        assert choose("auto", make(256, 128)) == "xla"
+        with pytest.raises(ValueError, match="it counts in 32 bits, and jax_enable_x64 is on"):
+            choose("splash", make(256, 128))
+    with jax.enable_x64(False):
+        assert choose("auto", make(256, 128)) == choose("splash", make(256, 128), softcap=True) == "splash"
     assert choose("auto", make(256, 64)) == choose("auto", make(200, 128)) == choose("xla", make(256, 128)) == "xla"
     assert choose("auto", make(256, 128), drops=True) == "xla"
     assert (
