@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fault_actions import die, fill, jump, limit_files, only_reading, use_up_memory, wake_later
 
 import axonml_jax as ax
-from axonml_jax.checkpoint import manager as manager_room
 from axonml_jax.checkpoint import saving
 from axonml_jax.checkpoint.keeping import failures
 from axonml_jax.checkpoint.memory import own_copies
 from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
 from axonml_jax.checkpoint.memory.restore_newest import restore_newest
+from axonml_jax.checkpoint.places import in_folder
 from axonml_jax.launch.job.fit import Record
 from axonml_jax.launch.job.preemption import Preemption
 from axonml_jax.launch.job.records import JsonLines
@@ -139,7 +139,7 @@ class Fault:
         patch(saving.arrays, "start_writing", "kill-in-save")
         patch(saving, "checksums", "kill-before-commit", "no-space-at-commit")
         patch(saving, "put_in_place", "kill-at-commit")
-        patch(manager_room, "remove", "kill-in-rotation")
+        patch(in_folder, "remove", "kill-in-rotation")
         patch(own_copies, "values_of", "kill-in-copy")
 
 
