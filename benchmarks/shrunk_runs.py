@@ -173,7 +173,8 @@ def problems_of(run: Run, machines: Machines, head: Machine) -> list[str]:
     if head.process.returncode:
         return [f"it ended with status {head.process.returncode}: {said[-1500:]}"]
     attempts = [sorted({step for a, step, _ in made if a == attempt}) for attempt in range(len(run.events) + 1)]
-    for number, ((kind, how), before, after) in enumerate(zip(run.events, attempts, attempts[1:], strict=True), 1):
+    parts = zip(run.events, itertools.pairwise(attempts), strict=True)
+    for number, ((kind, how), (before, after)) in enumerate(parts, 1):
         with_it = "with" if kind == "comes" else "without"
         if not re.search(rf"attempt {number} runs on node\(s\) .*{with_it} node\(s\) \[{run.node}\]", said):
             problems.append(f"attempt {number} does not say that it runs {with_it} node {run.node}")
@@ -210,7 +211,7 @@ def left(folder: str, seconds: float = 15) -> list[str]:
 def tried(run: Run) -> tuple[list[str], str]:
     """What went wrong, and what the first machine said."""
     with tempfile.TemporaryDirectory() as folder:
-        options = {"processes": PROCESSES[run.plan], "launch": ["--max-restarts=0"]}
+        options = {"processes": PROCESSES[run.plan], "launch": ["--max-restarts=0", "--last-call=60"]}
         with Machines(Path(folder), free_port(), f"1:{run.machines}", options_of(run), **options) as machines:
             try:
                 head = happen(run, machines)
