@@ -229,13 +229,15 @@ class Watchdog:
             _within(_MISSED, lambda: coordinator_client().key_value_set(f"{_DYING}{self._rank}", told))
         others = {rank: asdict(each) for rank, each in sorted(heard.items()) if rank != self._rank}
         why = self._recorded = f"{why}; before: {first}" if first else why
-        write = lambda why: record.write(self._rank, self._size, why, error, own=said, others=others, steps=steps)
-        if (
-            write(why) and isinstance(error, jax.errors.JaxRuntimeError) and others
-        ):  # most likely a connection that is lost
+        write = lambda *why: record.write(
+            self._rank, self._size, "; ".join(why), error, own=said, others=others, steps=steps
+        )
+        lost = isinstance(error, jax.errors.JaxRuntimeError) and others  # most likely a connection
+        ends = self._ends() if lost else []  # who dies by an error says so before
+        if write(why, *ends) and lost and not ends:
             time.sleep(_MISSED)
             if ends := self._ends(heard):
-                write("; ".join([why, *ends]))
+                write(why, *ends)
 
     def _ends(self, heard: Mapping[int, Said] | None = None) -> list[str]:
         """Why other processes die, as they have said, and who has said nothing since `heard`."""
