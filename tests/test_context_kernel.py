@@ -190,7 +190,7 @@ def test_without_a_kernel_blocks_compute_it_or_its_name_is_refused_with_all_reas
     with jax.enable_x64(True):
         jax.eval_shape(split(2, "zigzag"), *given)
         assert on_tpu == []
-        with pytest.raises(ValueError, match="kernel='splash' .*: it counts in 32 bits, and jax_enable_x64 is on"):
+        with pytest.raises(ValueError, match=r"kernel='splash' .*: it counts in 32 bits, and jax_enable_x64 is on"):
             jax.eval_shape(split(2, "zigzag", kernel="splash"), *given)
     with pytest.raises(ValueError, match="kernel='flash' must be one of auto, blocks, splash, cudnn"):
         jax.eval_shape(lambda q, k, v: ax.context_attention(q, k, v, kernel="flash"), *given)

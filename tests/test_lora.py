@@ -168,7 +168,9 @@ def test_training_begins_at_the_model_itself_leaves_it_bit_for_bit_resumes_and_m
     assert set(ours) == set(before)
     name = "blocks/layer/mlp/up/kernel"
     first, second = (after[f"{name}_lora_{factor}"] for factor in "ab")
-    summed = np.abs(before[name]) + 3 * np.abs(first) @ np.abs(second)  # what rounding is relative to, where terms cancel
+    summed = np.abs(before[name]) + 3 * np.abs(first) @ np.abs(
+        second
+    )  # what rounding is relative to, where terms cancel
     assert np.max(np.abs(ours[name] - (before[name] + 3 * first @ second)) / summed) < 1e-6
     assert np.abs(ours[name] - before[name]).max() > 1e-3
     np.testing.assert_allclose(model.module(batch["tokens"]), model(batch["tokens"]), atol=1e-5)
