@@ -77,8 +77,9 @@ def _part(row):
 def pytest_collection_modifyitems(config, items):
     """Of every table of cases one row, chosen by its name, and every test without rows but for those marked `slow`.
 
-    AXONML_ROWS says how many rows: with 2 or more the slow tests run too, and with `all` everything does. The choice is the same
-    on every machine and for every version; of more rows those of fewer are a part. Whoever names files or tests gets all of them.
+    AXONML_ROWS says how many rows: with 2 or more the slow tests run too, with `all` everything does. The choice is the same
+    on every machine and for every version; the rows of a smaller number are among those of a larger. Whoever names files or
+    tests gets all of them.
     """
     asked = os.environ.get("AXONML_ROWS", "1")
     if asked == "all" or config.args_source is not config.ArgsSource.TESTPATHS:
