@@ -5,12 +5,11 @@ import doctest
 import importlib
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from workers.forked_programs import ForkedPrograms
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -48,20 +47,17 @@ def test_python_blocks_parse_or_are_quoted_from_a_file(path):
             ast.parse(block, filename=label(path))
 
 
-@pytest.mark.parametrize("path", [path for path in with_code() if programs(path)], ids=label)
-def test_the_code_of_a_page_runs_from_top_to_bottom(path, tmp_path):
-    program = "\n".join(programs(path))
+@pytest.fixture(scope="module")
+def forked():
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", program],
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, f"{label(path)}:\n{done.stderr[-3000:]}"
+    with ForkedPrograms(environment | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}) as programs:
+        yield programs
+
+
+@pytest.mark.parametrize("path", [path for path in with_code() if programs(path)], ids=label)
+def test_the_code_of_a_page_runs_from_top_to_bottom(path, tmp_path, forked):
+    status, said = forked.run("\n".join(programs(path)), tmp_path)
+    assert status == 0, f"{label(path)}:\n{said}"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=label)
