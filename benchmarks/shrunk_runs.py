@@ -241,7 +241,7 @@ def table(records: dict[int, dict[str, Any]]) -> str:
     """What was tried and how it ended: by plan, machines, batch, and what happened."""
     lines, rows = list(records.values()), []
     good = [line for line in lines if not line["problems"]]
-    happened = lambda line: " and ".join(dict.fromkeys(how or "come back" for _, how in line["events"]))
+    happened = lambda line: ", then ".join(dict.fromkeys(how or "it comes back" for _, how in line["events"]))
     for title, key in (
         ("Plan", lambda line: line["plan"]),
         ("Machines", lambda line: str(line["machines"])),
