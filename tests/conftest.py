@@ -69,8 +69,8 @@ EVERY_ROW = (
 )  # fmt: skip
 """Modules that run whole on both ends of the range: cheap ones, and those about what differs between versions of JAX."""
 
-EVERY_ROW_OF_MORE = ("docs",)
-"""Modules that run whole with two rows or more, so on the newest end: pages of the documentation, each a row."""
+EVERY_ROW_WHEN_ASKED = ("docs",)
+"""Modules that run whole with AXONML_ROWS, so on the newest end: pages of the documentation, each a row."""
 
 
 def _part(row):
@@ -80,25 +80,25 @@ def _part(row):
 def pytest_collection_modifyitems(config, items):
     """Of every table of cases one row, chosen by its name, and every test without rows but for those marked `slow`.
 
-    AXONML_ROWS says how many rows: with 2 or more the slow tests run too, with `all` everything does. The choice is the same
-    on every machine and for every version; the rows of a smaller number are among those of a larger. Whoever names files or
-    tests gets all of them.
+    AXONML_ROWS=N asks for the slow tests, all pages of the documentation, and N rows of every table; `all` for everything. The
+    choice is the same on every machine and for every version; the rows of a smaller number are among those of a larger. Whoever
+    names files or tests gets all of them.
     """
-    asked = os.environ.get("AXONML_ROWS", "1")
+    asked = os.environ.get("AXONML_ROWS", "")
     if asked == "all" or config.args_source is not config.ArgsSource.TESTPATHS:
         return
-    if not asked.isdecimal() or not int(asked):
+    if asked and not (asked.isdecimal() and int(asked)):
         raise pytest.UsageError(f"AXONML_ROWS={asked!r}: it is a number of rows, or 'all'")
     tables, kept = collections.defaultdict(list), set()
-    whole = EVERY_ROW if int(asked) == 1 else EVERY_ROW + EVERY_ROW_OF_MORE
+    whole = EVERY_ROW + EVERY_ROW_WHEN_ASKED if asked else EVERY_ROW
     for item in items:
         if item.module.__name__.removeprefix("test_") in whole:
             kept.add(item.nodeid)
         elif hasattr(item, "callspec"):
             tables[item.nodeid.split("[")[0]].append(item.nodeid)
-        elif int(asked) > 1 or not item.get_closest_marker("slow"):
+        elif asked or not item.get_closest_marker("slow"):
             kept.add(item.nodeid)
     for rows in tables.values():
-        kept.update(sorted(rows, key=_part)[: int(asked)])
+        kept.update(sorted(rows, key=_part)[: int(asked or 1)])
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
