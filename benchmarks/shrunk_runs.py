@@ -20,7 +20,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from elastic_machines import LIMIT, QUICKSTART, ROOT, SMALL, Machine, Machines
 from written_table import written
 
 from axonml_jax.launch.job.records import read_records
+from axonml_jax.launch.processes.launcher import free_port
 
 RECORDS = ROOT / "benchmarks" / "records" / "shrunk_runs.jsonl"
 STEPS, BATCH, EVERY = 40, 24, 5
@@ -85,15 +85,9 @@ def draw(number: int, seed: int) -> Run:
     return Run(plan, machines, BATCHES[number // len(HOW) % 2], numbers.randrange(1, machines), tuple(events), after)
 
 
-def free_port() -> int:
-    """One that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
-def options_of(run: Run, steps: int = STEPS) -> list[str]:
+def options_of(run: Run) -> list[str]:
     """Of the training."""
-    batch = [f"--train.steps={steps}", f"--train.global_batch_size={BATCH}", f"--train.on_shrink={run.on_shrink}"]
+    batch = [f"--train.steps={STEPS}", f"--train.global_batch_size={BATCH}", f"--train.on_shrink={run.on_shrink}"]
     return [*PLANS[run.plan], *batch]
 
 
