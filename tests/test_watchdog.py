@@ -81,8 +81,11 @@ class Store:
         self.values[key] = value
 
     def key_value_dir_get(self, folder):
+        found = [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+        if folder != "axonml_jax/watchdog/":
+            return found
         self.other = {**self.other, "count": self.other["count"] + 1}
-        return [*self.values.items(), (f"{folder}1", json.dumps(self.other))]
+        return [*found, (f"{folder}1", json.dumps(self.other))]
 
 
 @pytest.fixture
@@ -174,6 +177,28 @@ def test_a_coordinator_that_fails_once_is_told_again(watched, monkeypatch):
         real(*args, **options)
 
     store.key_value_set = fails_once
+    with dog:
+        wait_for(lambda: "axonml_jax/watchdog/0" in store.values)
+
+
+def test_a_connection_lost_before_anybody_has_spoken_names_who_has_ended(watched, monkeypatch):
+    written = []
+
+    class Record:
+        def write(self, rank, size, why, error, **parts):
+            written.append((why, parts["others"]))
+            return True
+
+    dog, store, _ = watched(OTHER, record=Record())
+    store.values["axonml_jax/dying/1"] = "ValueError: boom"
+    monkeypatch.setattr(room, "_heard", dict)
+    dog.__exit__(jax.errors.JaxRuntimeError, jax.errors.JaxRuntimeError("Connection closed"), None)
+    assert written == [("JaxRuntimeError: Connection closed; rank 1 has ended: ValueError: boom", {})]
+
+
+def test_it_speaks_at_once(watched, monkeypatch):
+    monkeypatch.setattr(room, "_TICK", 60.0)
+    dog, store, _ = watched(OTHER)
     with dog:
         wait_for(lambda: "axonml_jax/watchdog/0" in store.values)
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -153,15 +153,15 @@ class Watchdog:
 
     def _publish(self, stop: threading.Event) -> None:
         client = coordinator_client()
-        while not stop.wait(_TICK):
+        while True:
             self._count += 1
-            try:
+            with suppress(jax.errors.JaxRuntimeError):  # it may answer again; where it has gone JAX says so
                 said = json.dumps(asdict(self._said()))
                 client.key_value_set(f"{_FOLDER}{self._rank}", said, allow_overwrite=True)
                 if self._record is not None and not self._recorded and (ends := self._ends()):
                     self._dies("; ".join(ends), own=False)
-            except jax.errors.JaxRuntimeError:
-                continue  # it may answer again; where it has gone JAX says so
+            if stop.wait(_TICK):
+                return
 
     def _check(self, stop: threading.Event) -> None:
         tick = min(_TICK, *(each / 4 for each in (self._timeout, self._warning) if each is not None), _TICK)
@@ -232,7 +232,7 @@ class Watchdog:
         write = lambda *why: record.write(
             self._rank, self._size, "; ".join(why), error, own=said, others=others, steps=steps
         )
-        lost = isinstance(error, jax.errors.JaxRuntimeError) and others  # most likely a connection
+        lost = isinstance(error, jax.errors.JaxRuntimeError)  # most likely a connection
         ends = self._ends() if lost else []  # who dies by an error says so before
         if write(why, *ends) and lost and not ends:
             time.sleep(_MISSED)
