@@ -196,6 +196,17 @@ def test_a_connection_lost_before_anybody_has_spoken_names_who_has_ended(watched
     assert written == [("JaxRuntimeError: Connection closed; rank 1 has ended: ValueError: boom", {})]
 
 
+def test_a_coordinator_that_is_silent_is_waited_for_once(watched, monkeypatch):
+    asked = []
+    dog, _, heard = watched(OTHER)
+    dog._rank = 1
+    monkeypatch.setattr(room, "_heard", lambda: asked.append(None))
+    monkeypatch.setattr(room, "SILENT", 60.0)
+    with dog:
+        wait_for(lambda: heard)
+    assert len(asked) == 1 and "rank(s) [0] are missing: process 0, which holds the coordinator" in heard[0]
+
+
 def test_it_speaks_at_once(watched, monkeypatch):
     monkeypatch.setattr(room, "_TICK", 60.0)
     dog, store, _ = watched(OTHER)

@@ -238,7 +238,15 @@ def manifest_of(
     metrics: Mapping[str, float] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """What a checkpoint will say about itself."""
+    """What a checkpoint will say about itself.
+
+    Raises:
+      ValueError: for a model that was given as shapes and has no values yet, or its trainer.
+    """
+    if getattr(state, "hollow", False):
+        raise ValueError(
+            f"this {type(state).__name__}'s model was given as shapes and has no values yet: there is nothing to save"
+        )
     model = getattr(state, "model", state)  # a trainer's
     plan = {"plan": str(model.plan), "mesh": dict(model.mesh.shape)} if hasattr(model, "plan") else {}
     kept = {"processes": jax.process_count(), "versions": _versions()}

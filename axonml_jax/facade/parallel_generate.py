@@ -119,7 +119,7 @@ class _Extend:
     def __call__(self, tokens: np.ndarray, caches: Any) -> tuple[jax.Array, Any]:
         model = self.model
         given = place(np.asarray(tokens, np.int32), self._rows(tokens.shape[0]), model.mesh)
-        return self.compiled(model.variables, given, caches)
+        return self.compiled(model.values, given, caches)
 
     def _rows(self, count: int) -> PartitionSpec:
         """Prompts are split over the batch axes where they divide, else every rank continues all."""

@@ -75,6 +75,7 @@ class ParallelModel(SavedModel):
         self._functional.state_joins()  # refused before anything is allocated
         self._placement.check_model(self._functional)
         self.variables: Variables = first_variables(self._functional, whole, self._rest, self.mesh)
+        self._hollow = self.variables if self._functional.hollow else None
         self._key = jax.random.key(int(seed))
         self._mode: bool | None = None
         self._syncing, self._lent = True, False
@@ -110,7 +111,7 @@ class ParallelModel(SavedModel):
     def parameters(self) -> PyTree:
         """The trained parameters as a nest of dicts, sharded as they rest; under NO_SYNC stacked by model along dim 0."""
         self._lent = True
-        return self._outside(self.variables.params)
+        return self._outside(self.values.params)
 
     def set_parameters(self, params: PyTree) -> None:
         """Replace the trained parameters, for instance by `optax.apply_updates(model.parameters(), updates)`.
@@ -118,7 +119,8 @@ class ParallelModel(SavedModel):
         Raises:
           ValueError: listing every missing, unexpected and mismatched parameter, before anything is changed.
         """
-        fitting = fitted(params, self.parameters(), "set_parameters takes a tree like parameters() returns")
+        now = self._outside(self.variables.params)
+        fitting = fitted(params, now, "set_parameters takes a tree like parameters() returns")
         self._lent = True  # an array that is where it belongs already stays the caller's own
         self.variables = replace(self.variables, params=self._rest.inside(fitting, self.mesh))
 
@@ -139,7 +141,8 @@ class ParallelModel(SavedModel):
         Raises:
           ValueError: listing every missing, unexpected and mismatched name, before anything is changed.
         """
-        whole, missing, unexpected = load_state_dict(self._functional, self.whole(), values, strict=strict)
+        now = self._rest.whole(self.variables, self.mesh)
+        whole, missing, unexpected = load_state_dict(self._functional, now, values, strict=strict)
         self.variables, self.loads = self._rest.place(whole, self.mesh), self.loads + 1
         return missing, unexpected
 
@@ -155,13 +158,13 @@ class ParallelModel(SavedModel):
     def give_up(self) -> Variables:
         """The variables, to be donated: copies where the user may hold the arrays themselves."""
         if self._lent:
-            self.variables = copies(self.variables)
+            self.variables = copies(self.values)
             self._lent = False
-        return self.variables
+        return self.values
 
     def whole(self) -> Variables:
         """The variables without padding; where ranks keep their own, the first rank's."""
-        return self._rest.whole(self.variables, self.mesh)
+        return self._rest.whole(self.values, self.mesh)
 
     # Mode
 
@@ -189,7 +192,7 @@ class ParallelModel(SavedModel):
         """
         given = self._functional, self._placement, self.mesh, self._mode, self._accept
         program = self._program(("forward",), lambda: Forward(*given))
-        out, state = program(self.variables, self._next_key(), args, kwargs)
+        out, state = program(self.values, self._next_key(), args, kwargs)
         self.variables = replace(self.variables, state=state)
         return out
 
@@ -211,7 +214,7 @@ class ParallelModel(SavedModel):
             build = lambda: Differentiate(self._functional, self._placement, self.mesh, loss_fn, **options)
             # By identity: a callable need not be hashable, and the program keeps it alive.
             program = self._program(("grad", id(loss_fn), sync), build)
-            loss, metrics, grads, state = program(self.variables, self._next_key(), batch)
+            loss, metrics, grads, state = program(self.values, self._next_key(), batch)
             self.variables = replace(self.variables, state=state)
             return ((loss, metrics) if metrics else loss), self._outside(grads) if sync else grads
 

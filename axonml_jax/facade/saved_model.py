@@ -38,6 +38,7 @@ class SavedModel(abc.ABC):
         self._programs: dict[Any, Any] = {}
         self._calls = 0
         self.loads = 0
+        self._hollow: Variables | None = None
 
     @property
     def stacked_dims(self) -> Mapping[str, int]:
@@ -46,6 +47,25 @@ class SavedModel(abc.ABC):
         A mask of matrices asks it: `np.ndim(leaf) - model.stacked_dims.get(path, 0) > 1`.
         """
         return self._functional.stacked_dims
+
+    @property
+    def hollow(self) -> bool:
+        """Whether the model was given as shapes and nothing was loaded yet: its arrays are zeros."""
+        return self.variables is self._hollow
+
+    @property
+    def values(self) -> Variables:
+        """The variables, to be computed with.
+
+        Raises:
+          ValueError: when the model was given as shapes and has none yet.
+        """
+        if self.hollow:
+            raise ValueError(
+                "the model was given as shapes and has no values yet: load_state_dict, load_pretrained, or restore a "
+                "checkpoint first"
+            )
+        return self.variables
 
     @abc.abstractmethod
     def give_up(self) -> Variables:

@@ -37,6 +37,7 @@ class Trainer(Generic[M]):
 
     Attributes:
       model: the parallel model; its variables are replaced after every step.
+      hollow: whether the model was given as shapes and had no values yet, and no state was restored since: it takes no step.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Trainer(Generic[M]):
         self._state = init_state(model.variables, tx, rest, model.mesh, model._key)
         if max_nonfinite is not None:
             self._state = replace(self._state, guard=first_guard(rest, model.mesh))
+        self.hollow = model.hollow
 
     def __repr__(self) -> str:
         accumulate, clips = self._placement.plan.accumulate, self._max_grad_norm
@@ -92,9 +94,7 @@ class Trainer(Generic[M]):
             state = with_new_average(step.model, state, step.rest, self._tx)
             self._continue(state)
         if state.rounds is not None and state.params is not self._state.params:
-            logger.warning(
-                "the model's parameters were changed: replicas go on from them; what this round had made is dropped"
-            )
+            logger.warning("the model's parameters were changed: replicas go on from them and drop this round's")
             state = self._replicas_anew(state)
             self._continue(state)
         return state
@@ -111,7 +111,8 @@ class Trainer(Generic[M]):
         if not isinstance(state, TrainState):
             raise TypeError(f"{rule}, but a {type(state).__name__} was given")
         fitting = fitted(state, self.state, rule)
-        self._continue(place(fitting, self.train_step.rest.between().state_specs(self._tx, fitting), self.model.mesh))
+        specs = self.train_step.rest.between().state_specs(self._tx, fitting)
+        self._continue(place(fitting, specs, self.model.mesh), restored=True)
 
     @property
     def opt_state(self) -> PyTree:
@@ -129,8 +130,8 @@ class Trainer(Generic[M]):
         """
         return injected_rate(self._state.opt_state)
 
-    def _continue(self, state: TrainState) -> None:
-        self._state, self._loads = state, self.model.loads
+    def _continue(self, state: TrainState, *, restored: bool = False) -> None:
+        self._state, self._loads, self.hollow = state, self.model.loads, self.hollow and not restored
         self.model.variables = state.variables
         self._made = None  # read when somebody asks
 
@@ -191,7 +192,7 @@ class Trainer(Generic[M]):
             if any(new is old for new, old in pairs):
                 logger.warning("no parameters of these replicas were restored: they begin with the outer ones")
                 state = self._replicas_anew(state)
-        self._continue(state)
+        self._continue(state, restored=True)
 
     def resting_arrays(self) -> dict[str, jax.Array]:
         """Everything in the state by its path in it, as it lies on the devices under this plan."""
@@ -199,8 +200,8 @@ class Trainer(Generic[M]):
 
     def take_resting(self, arrays: Mapping[str, jax.Array]) -> None:
         """Go on from arrays that lie as those of `resting_arrays` do."""
-        state = self.state
-        self._continue(jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in named_leaves(state)]))
+        state, leaves = self.state, [arrays[name] for name in named_leaves(self.state)]
+        self._continue(jax.tree.unflatten(jax.tree.structure(state), leaves), restored=True)
 
     def step(self, batch: PyTree) -> Metrics:
         """One update from the global batch.
@@ -209,17 +210,18 @@ class Trainer(Generic[M]):
           `loss` and `grad_norm` (before clipping) of this batch, and the loss function's own metrics; with `layer_norms` the
           2-norms `grad_norm/LAYER` and `param_norm/LAYER` (before the update). Under NO_SYNC each is stacked by rank.
         """
+        if self.hollow:
+            raise ValueError("this trainer knows no values: load the model before it is made, or restore a checkpoint")
         made, state = self._made, self.state
         state, metrics = self.train_step(replace(state, variables=self.model.give_up()), batch)
         self._continue(state)
-        self._made = None if made is None else made + 1
-        self._seen = _shapes(batch)
+        self._made, self._seen = None if made is None else made + 1, _shapes(batch)
         self._tell("on_step", metrics=metrics)
         return metrics
 
     def evaluate(self, batch: PyTree) -> Metrics:
         """The loss and metrics of a global batch in evaluation mode, in the microbatches of `accumulate`; changes nothing."""
-        return self._eval(self.model.variables, batch)
+        return self._eval(self.model.values, batch)
 
     def validate(self, batches: Iterable[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
         """The mean over batches, of these weights or of equal ones, of everything `evaluate` returns; callbacks hear of it.
@@ -227,7 +229,7 @@ class Trainer(Generic[M]):
         With `ema` the same of the averaged parameters too: `ema_loss` and so on. Within `averaged` it is of these alone.
         """
         both = self._ema and not self._averaged
-        models = {"": self.model.variables} | ({"ema_": self._average()} if both else {})
+        models = {"": self.model.values} | ({"ema_": self._average()} if both else {})
 
         def of(batch: PyTree) -> dict[str, float]:
             each = {before: as_floats(self._eval(variables, batch)) for before, variables in models.items()}
@@ -244,8 +246,7 @@ class Trainer(Generic[M]):
         Raises:
           ValueError: when none is kept (`ema`).
         """
-        own, self.model.variables = self.model.variables, self._average()
-        self._averaged = True
+        own, self.model.variables, self._averaged = self.model.variables, self._average(), True
         try:
             yield self.model
         finally:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from axonml_jax._types import PyTree
 from axonml_jax.model.precision import Precision
@@ -57,12 +58,15 @@ class Functional(abc.ABC):
       param_prefix: what path names of parameters start with in a `state_dict`.
       order: of every variable's path a sort key of its place in the model as its author wrote it; None where only names tell
         (a Linen module).
-      create: makes the model's variables, under `jit` too, where the user gave a function in the place of arrays; else None.
+      create: makes the model's variables, under `jit` too, where the user gave a function in the place of arrays, or shapes;
+        else None.
+      hollow: the user gave shapes, and `create` makes zeros: the values are still to be loaded.
     """
 
     param_prefix: str = ""
     order: Mapping[str, tuple] | None = None
     create: Callable[[], Variables] | None = None
+    hollow: bool = False
 
     @property
     def adapters(self) -> Mapping[str, Any]:
@@ -131,6 +135,16 @@ class Functional(abc.ABC):
         Raises:
           ValueError: when a hook changed more than the values of state, or cannot run.
         """
+
+
+def with_zeros(tree: PyTree) -> PyTree:
+    """The tree with zeros in the place of shapes (`jax.ShapeDtypeStruct`)."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if is_shape(x) else x, tree)
+
+
+def is_shape(leaf: Any) -> bool:
+    """Whether a leaf is the shape of an array in its place."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def abstract(tree: PyTree) -> PyTree:

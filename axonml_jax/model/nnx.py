@@ -10,7 +10,7 @@ from flax import nnx
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.batch_norm import synchronize_nnx
 from axonml_jax.model.definition_order import definition_order
-from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
+from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract, with_zeros
 from axonml_jax.model.lora.adapters import STACKED
 from axonml_jax.model.precision import Precision
 from axonml_jax.model.state_joins import HOOK, Join, check_same_shapes, declared_joins, nnx_kinds, run_hooks, with_hooks
@@ -64,7 +64,7 @@ class NNXFunctional(Functional):
 
     def __init__(self, graphdef: nnx.GraphDef, streams: PyTree, shapes: Variables):
         self.graphdef, self._streams, self._shapes = graphdef, streams, shapes
-        self._make_streams: Callable[[], PyTree] = lambda: streams
+        self._make_streams: Callable[[], PyTree] = lambda: with_zeros(streams)
 
     @property
     def stacked_dims(self) -> Mapping[str, int]:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 import jax
-from flax import nnx
 
 from axonml_jax._types import PyTree
 from axonml_jax.facade.device_memory import FSDPMemoryStats, estimate
@@ -18,13 +17,11 @@ from axonml_jax.launch.config.sections.optim_config import NAMED_ONLY, OptimConf
 from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.config.sections.plan_config import REDUCING, PlanConfig
 from axonml_jax.launch.job.run_setup import RunSetup, check_sizes
-from axonml_jax.launch.job.text_task import build_model
 from axonml_jax.launch.objects.import_rules import named_paths
 from axonml_jax.launch.objects.make_optimizer import make_optimizer, moments, require_members
 from axonml_jax.launch.objects.named_object import find
 from axonml_jax.launch.own.own_data import batch_words
-from axonml_jax.launch.own.own_model import Buildable
-from axonml_jax.launch.own.subject import adapted, loss_of, model_of
+from axonml_jax.launch.own.subject import loss_of, shapes_of
 from axonml_jax.ledger.explain import explain
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.model.functionalize import functionalize
@@ -146,21 +143,13 @@ def check_own(config: RunConfig, ground: RunSetup) -> None:
         require_members(config.optim, shapes.params)
 
 
-def _given(config: RunConfig, batch: PyTree) -> Buildable:
-    """What the run gives to `ParallelModel`, of shapes where it is the transformer."""
-    model = config.model
-    if isinstance(model, OwnModel):
-        return model_of(config, batch)
-    return Buildable(adapted(config, nnx.eval_shape(lambda: build_model(model, config.train.seed))))
-
-
 def _shapes(config: RunConfig, batch: PyTree = None) -> tuple[Functional, Variables]:
-    given = _given(config, batch)
+    given = shapes_of(config, batch)
     return functionalize(given.model, given.params)
 
 
 def _placed(config: RunConfig, ground: RunSetup) -> tuple[Functional, Variables, Placement]:
-    given, pipe = _given(config, ground.batch), ground.plan.pipe
+    given, pipe = shapes_of(config, ground.batch), ground.plan.pipe
     view, shapes = functionalize(given.model, given.params)
     split = layer_specs(view, ground.mesh.shape)
     stages = None if pipe is None else stage_assigner(given.model, view, pipe)

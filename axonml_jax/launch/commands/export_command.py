@@ -54,7 +54,7 @@ def export_weights(chosen: argparse.Namespace) -> int:
         family_of(config)
     except ValueError as error:
         raise ConfigError(f"export {source}: {error}") from error
-    made = adapted(run, lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    made = adapted(run, nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
     model = ParallelModel(made, make_mesh(fsdp=jax.device_count()), Plan())
     _restore(source, model, ema=chosen.ema)
     write_pretrained(target, config, model, shard_bytes=int(chosen.shard_size))

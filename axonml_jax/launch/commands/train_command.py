@@ -47,7 +47,7 @@ from axonml_jax.launch.job.text_task import (
 from axonml_jax.launch.objects.make_optimizer import learning_rate, make_optimizer
 from axonml_jax.launch.own.own_callbacks import own_callbacks
 from axonml_jax.launch.own.own_data import OwnSplit
-from axonml_jax.launch.own.subject import loss_of, model_of
+from axonml_jax.launch.own.subject import loss_of, model_of, shapes_of
 from axonml_jax.launch.watched.replicas_compared import ReplicasCompared
 from axonml_jax.launch.watched.run_watchdog import run_watchdog
 from axonml_jax.launch.watched.spikes import Spikes
@@ -136,12 +136,14 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         said = describe(config, ground), about(config, data), f"compiled   {in_words()}"
         step = ["step       as before the restart"] if unchanged(os.environ) else ["", *step_in_words(config, ground)]
         print0(*said, *step, "", sep="\n", flush=True)
-        trainer = _trainer(config, ground, callbacks, new=new)
+        trainer = _trainer(config, ground, callbacks, new=new, loads=not new or run.left_copies)
         if ground.world.num_processes > 1:
             program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}
             all_or_refuse(partial(check_same, "training step", program, ground.world))
         all_or_refuse(run.make)
         start, saved = resume.begin(run, config, trainer, data)
+        if trainer.model.hollow:  # there was nothing to load
+            trainer = _trainer(config, ground, callbacks, new=new)
         if out.mlflow:
             begin = partial(begin_mlflow, out.mlflow, run.path, as_dict(config))
             all_or_refuse(partial(Team().decide, "begin the run of MLflow", begin))
@@ -204,14 +206,18 @@ def _shared_settings(config: RunConfig, text: TextSplit | DocumentSplit | OwnSpl
     return {"jax version": jax.__version__, "flax version": version("flax")} | values | checksums
 
 
-def _trainer(config: RunConfig, ground: RunSetup, callbacks: Sequence[Callback], *, new: bool) -> Trainer:
-    made, weights = model_of(config, ground.batch), config.train.weights
+def _trainer(
+    config: RunConfig, ground: RunSetup, callbacks: Sequence[Callback], *, new: bool, loads: bool = False
+) -> Trainer:
+    """The run's trainer; of one that loads its state the model is made of shapes, and makes no values for nothing."""
+    make, weights = shapes_of if loads else model_of, config.train.weights
+    made = make(config, ground.batch)
     # A model that gets weights is made where it rests, so that no process ever holds it whole; so is one of one's own.
     rank = config.finetune.lora.rank
-    whole = not weights and not isinstance(config.model, OwnModel) and rank is None
+    whole = not loads and not weights and not isinstance(config.model, OwnModel) and rank is None
     module, seed = made.model() if whole else made.model, config.train.seed
     parallel = ParallelModel(module, ground.mesh, ground.plan, params=made.params, seed=seed)
-    if weights and new:
+    if weights and new and not loads:
         load_pretrained(parallel, weights)
     tx = make_optimizer(config.optim, config.train.steps, parallel.stacked_dims)
     return parallel.trainer(

@@ -87,6 +87,11 @@ class RunFolder:
         return not (here or self.mirrored)
 
     @property
+    def left_copies(self) -> bool:
+        """Whether the processes of an attempt before may have left copies in memory."""
+        return self.memory is not None and self._environ.get(RESTART_COUNT, "0") != "0"
+
+    @property
     def path(self) -> Path:
         """The folder."""
         assert self._path is not None, "make it first"

@@ -25,7 +25,7 @@ from axonml_jax.mesh.watch.step_times import WINDOW, StepTimes
 from axonml_jax.mesh.watch.where import compiles, where_is
 
 WARNING = 20.0
-"""Seconds without progress after which a rank is named; to ask twice takes `SILENT` more."""
+"""Seconds without progress after which a rank is named; to ask twice, or wait for an answer in vain, takes `SILENT` more."""
 
 SILENT = 5.0
 """Seconds in which a process that is well says something."""
@@ -250,7 +250,8 @@ class Watchdog:
         return lines[:_SHOWN] + ([f"rank(s) {silent} say nothing any more"] if silent else [])
 
     def _look(self) -> Standstill:
-        before = _heard()
+        if (before := _heard()) is None:  # asked again it takes as long
+            return standstill(self._rank, self._size, None, None, self._said())
         time.sleep(min(SILENT, *(each for each in (self._timeout, self._warning) if each is not None), SILENT))
         return standstill(self._rank, self._size, before, _heard(), self._said())
 

@@ -75,7 +75,7 @@ def lora_functional(
     given = with_adapters(variables)
     view = LoraFunctional(base, abstract(given), adapters)
     if (create := base.create) is not None:
-        view.create = lambda: with_adapters(create())
+        view.create, view.hollow = (lambda: with_adapters(create())), base.hollow
     return view, given
 
 

@@ -19,7 +19,7 @@ from axonml_jax.launch.config.run_checkpoints import CHECKPOINT_FOLDER, best_che
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.config.stretches import NEWEST
 from axonml_jax.launch.job.run_setup import RunSetup, all_or_refuse, lay_ground
-from axonml_jax.launch.own.subject import model_of
+from axonml_jax.launch.own.subject import shapes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class SavedRun:
           ConfigError: for a mesh that does not fit the devices, or a checkpoint of another model.
         """
         [ground] = all_or_refuse(partial(lay_ground, self.config))
-        [made] = all_or_refuse(partial(model_of, self.config, ground.batch))  # no process holds more than its part
+        [made] = all_or_refuse(partial(shapes_of, self.config, ground.batch))  # no process holds more than its part
         seed = self.config.train.seed
         model = ParallelModel(made.model, ground.mesh, ground.plan, params=made.params, seed=seed)
         own = self.checkpoint if isinstance(self.checkpoint, str) else str(self.checkpoint.absolute())
