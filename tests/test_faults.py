@@ -1,6 +1,7 @@
 """The short version of benchmarks/fault_campaign.py: real processes, faults, and a run that ends bit for bit as it should."""
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -99,3 +100,19 @@ def test_a_save_that_one_rank_cannot_write_is_passed_over_and_a_rank_that_hangs_
     )
     assert len(re.findall(warning, job.said, re.MULTILINE)) == 1, job.said[-4000:]  # long before, once, by one process
     assert re.search(benchmarks("fault_kinds").ON_ONE_RANK["sleep"].format(rank=1), job.said), job.said[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_the_first_faults_of_the_campaign_are_survived(first, tmp_path):
+    """On a busy machine a fault may come at another moment than it should: what was not survived is tried twice more."""
+    records = tmp_path / "faults.jsonl"
+    numbers = ["--first", str(first), "--faults", str(first + 20)]
+    options = ["--jobs", "2", "--stuck-after", "30", "--records", str(records), "--again"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "fault_campaign.py"), *numbers, *options]
+    for _ in range(3):
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1500, check=False)
+        if not run.returncode:
+            break
+    assert not run.returncode, run.stdout[-6000:] + run.stderr[-2000:]
+    assert {json.loads(line)["number"] for line in records.read_text().splitlines()} == {*range(first, first + 20)}

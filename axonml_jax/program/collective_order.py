@@ -60,7 +60,8 @@ def _sends(equation: Equation) -> bool:
     """Whether an equation is a collective of arrays that are not empty, or has one inside."""
     if rule_of(equation.name).sends is not None:
         return any(given.size for given in equation.op.given)
-    return any(_sends(inner) for body in equation.bodies for inner in body.equations)
+    bodies = equation.bodies  # of most equations none
+    return bool(bodies) and any(_sends(inner) for body in bodies for inner in body.equations)
 
 
 def _is_loop(equation: Equation) -> bool:
