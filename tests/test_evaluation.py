@@ -1,9 +1,11 @@
 """Evaluation takes as many rows at a time as training does, and says the same as one device of all rows at once."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from meshes import mesh_of
 from test_training_loss import Net, losses
 
@@ -50,6 +52,33 @@ def test_as_many_rows_at_a_time_as_in_training(name):
         np.testing.assert_allclose(found["plain"], each.mean(), rtol=1e-12)
     mean = parallel.trainer(optax.sgd(0.1), plain, accumulate=4).evaluate(batch_of(32))["loss"]
     np.testing.assert_allclose(mean, losses(Net(), batch_of(32)).mean(), rtol=1e-12)
+
+
+class Moody(nnx.Module):
+    """What training and evaluation compute differently."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.norm = nnx.BatchNorm(5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.layer = nnx.Linear(5, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(self.dropout(self.norm(x)))
+
+
+@pytest.mark.parametrize("name", ["replicas", "ZeRO-2"])
+def test_running_averages_are_read_and_kept_and_nothing_is_dropped(name):
+    degrees, plan = PLANS[name]
+    parallel = ax.parallelize(Moody(), mesh_of(**degrees), plan)
+    trainer, batch = parallel.trainer(optax.sgd(0.1), plain), batch_of(8)
+    batch = jax.tree.map(np.float32, batch)  # as Flax keeps running averages
+    trainer.step(batch)
+    before, trained = parallel.state_dict(), parallel.module
+    trained.eval()
+    found = trainer.evaluate(batch)["loss"]
+    np.testing.assert_allclose(found, losses(trained, batch).mean(), rtol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, before, parallel.state_dict())
 
 
 def test_memory_of_an_evaluation_is_that_of_a_microbatch():
