@@ -204,6 +204,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--numbers", type=int, nargs="*", help="these faults, in the place of first to faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", choices=KINDS)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no fault after so long")
@@ -228,7 +229,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # slots too end their launches then
     before = known(options.records, options.seed)
     done = {n for n, lines in before.items() if not (options.again and lines[-1]["outcome"] == "failed")}
-    numbers = [n for n in range(options.first, options.faults) if n not in done]
+    asked = range(options.first, options.faults) if options.numbers is None else options.numbers
+    numbers = [n for n in asked if n not in done]
     with tempfile.TemporaryDirectory() as ends:
         todo = [n for n in numbers if not options.only or draw(n, options.seed).kind in options.only]
         campaign(todo, options, Path(ends))
