@@ -78,9 +78,9 @@ def _part(row):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of every table of cases one row, chosen by its name, and every test without rows but for those marked `slow`.
+    """Of every table of cases one row, chosen by its name, and every test without rows; but nothing that is marked `slow`.
 
-    AXONML_ROWS=N asks for the slow tests, all pages of the documentation, and N rows of every table; `all` for everything. The
+    AXONML_ROWS=N asks for the slow ones, all pages of the documentation, and N rows of every table; `all` for everything. The
     choice is the same on every machine and for every version; the rows of a smaller number are among those of a larger. Whoever
     names files or tests gets all of them.
     """
@@ -94,9 +94,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.module.__name__.removeprefix("test_") in whole:
             kept.add(item.nodeid)
+        elif item.get_closest_marker("slow") and not asked:
+            continue
         elif hasattr(item, "callspec"):
             tables[item.nodeid.split("[")[0]].append(item.nodeid)
-        elif asked or not item.get_closest_marker("slow"):
+        else:
             kept.add(item.nodeid)
     for rows in tables.values():
         kept.update(sorted(rows, key=_part)[: int(asked or 1)])

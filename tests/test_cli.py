@@ -137,6 +137,7 @@ def test_a_second_run_of_the_same_name_gets_a_folder_of_its_own(tmp_path):
     "name",
     ["ddp_bf16", "ddp_accumulate", "fsdp_zero1", "fsdp_zero2", "fsdp_hybrid", "fsdp_offload", "gpt_context", "gpt_moe"],
 )
+@pytest.mark.slow
 def test_the_other_configurations_train(run, name):
     small = (
         "--devices.simulated=8",

@@ -68,6 +68,7 @@ def train(run, tmp_path, *more):
     ("kind", "mesh"),
     [("llama", ["--mesh.fsdp=4", "--mesh.tensor=2"]), ("gpt_oss", ["--mesh.expert=4", "--mesh.tensor=2"])],
 )
+@pytest.mark.slow
 def test_what_is_imported_is_trained_from_and_exported_again(kind, mesh, published, tmp_path, capsys):
     """With a learning rate of next to nothing the same weights come out; in between they are trained on eight devices."""
     folder, run = published(kind), tmp_path / "imported"

@@ -129,6 +129,7 @@ def test_it_trains_as_on_one_device(plan):
         ({"context": 2}, LATENT),
     ],
 )
+@pytest.mark.slow
 def test_masks_of_dropout_are_those_of_one_device(degrees, options):
     """One rank of rows, so that one device draws the same keys."""
     mesh = ax.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
@@ -144,6 +145,7 @@ def test_masks_of_dropout_are_those_of_one_device(degrees, options):
 
 
 @pytest.mark.parametrize("degrees", [{"context": 4}, {"data": 2, "context": 2}, {"fsdp": 2, "context": 2, "tensor": 2}])
+@pytest.mark.slow
 def test_calls_evaluation_and_generation_after_training_are_those_of_one_device(degrees):
     mesh = ax.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
     batch, results = batch_of(0), []

@@ -55,6 +55,7 @@ def test_the_training_script_goes_on_and_runs_as_two_processes(tmp_path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_a_notebook_runs_and_shows_what_is_kept_in_it(path, tmp_path):
     done = run(ROOT / "tests" / "notebook_cells.py", path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

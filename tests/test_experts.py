@@ -83,6 +83,7 @@ def test_dispatches_and_routers_have_one_devices_gradients(name):
 
 
 @pytest.mark.parametrize("dispatch", ["rounds", "gather"])
+@pytest.mark.slow
 def test_all_tokens_to_one_expert_take_more_rounds_and_are_exact(dispatch):
     model = skewed(Net("switch", layers=1, dispatch=dispatch, router_bias=True))
     seen = []
@@ -112,6 +113,7 @@ def ragged_by_gathering(x, out, starts, sent, places, coming, *, axis_name):
 
 
 @pytest.mark.parametrize("name", ["even", "all to one"])
+@pytest.mark.slow
 def test_filled_slots_alone_travel_and_are_exact(monkeypatch, name):
     """The ragged exchange that TPUs and GPUs have, in several rounds too, with its collective made of others."""
     monkeypatch.setattr("axonml_jax.parallel.experts.dispatch.RAGGED_PLATFORMS", ("cpu",))
@@ -122,6 +124,7 @@ def test_filled_slots_alone_travel_and_are_exact(monkeypatch, name):
 
 
 @pytest.mark.parametrize("check_vma", [False, True], ids=["untyped", "typed"])
+@pytest.mark.slow
 def test_blocks_of_products_run_in_rounds_too(monkeypatch, check_vma):
     monkeypatch.setattr("axonml_jax.parallel.experts.dispatch.LITTLE", 0)
     model = skewed(Net("softmax", layers=1, dispatch="rounds", router_bias=True))
@@ -129,6 +132,7 @@ def test_blocks_of_products_run_in_rounds_too(monkeypatch, check_vma):
 
 
 @pytest.mark.parametrize("degrees", [{"expert": 2, "data": 2}, {"expert": 2, "context": 2}], ids=str)
+@pytest.mark.slow
 def test_calls_return_outputs_and_router_values(degrees):
     model, x = Net(layers=1), batch_of(4)["x"]
     out, [router] = ax.parallelize(model, mesh_of(degrees), ax.Plan())(x)
@@ -258,6 +262,7 @@ def words(rows, seed):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_the_transformer_takes_experts(name):
     degrees, changes, options = MODELS[name]
     config, plan = dataclasses.replace(SMALL, **changes), ax.Plan(**options)

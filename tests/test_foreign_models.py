@@ -32,6 +32,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("family", "plan", "variant"), CELLS)
+@pytest.mark.slow
 def test_other_peoples_models_train_as_on_one_device(family, plan, variant):
     pytest.importorskip(BY_NAME[family].package.replace("-", "_"), reason="needs the extra `test`")
     with warnings.catch_warnings():

@@ -221,6 +221,7 @@ def test_a_pipeline_is_cut_where_it_will_be(experts, layers, stages):
     ],
     ids=["rounds", "capacity", "gathered and recomputed, zero3"],
 )
+@pytest.mark.slow
 def test_predicted_memory_is_near_what_the_compiler_plans(style, experts, options, degrees, plan_options):
     """Arguments within 2%, temporaries within 25% (XLA:CPU, float32): experts' weights, states and rounds."""
     plan, sizes = (

@@ -31,6 +31,7 @@ TYPED += ["pipeline"]
 
 
 @pytest.mark.parametrize(("plan", "typed"), [*((plan, False) for plan in PLANS), *((plan, True) for plan in TYPED)])
+@pytest.mark.slow
 def test_constants_in_a_program_train_as_on_one_device(plan, typed):
     degrees, options = PLANS[plan]
     programs, batch = literal_models.programs(typed), literal_models.batch(8)

@@ -36,6 +36,7 @@ def test_int8_is_off_by_half_a_scale_at_most(dtype):
     "name",
     ["zero-2, selective", "zero-3, typed", "tensor, sequence, zero-3, a stack", "3-D", "stages", "experts in a stack"],
 )
+@pytest.mark.slow
 def test_adapters_of_an_int8_base_train_as_on_one_device(name):
     changes, degrees, plan = PLANS[name]
     assert_equals_single_device(

@@ -70,6 +70,7 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ROWS)
+@pytest.mark.slow
 def test_weights_go_into_every_layout_and_back(name, place, tmp_path):
     kind, changes, degrees, plan = ROWS[name]
     folder = written(kind, place)

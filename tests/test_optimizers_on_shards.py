@@ -217,6 +217,7 @@ SPLIT = [{"fsdp": 2, "tensor": 2}, {"tensor": 2, "fsdp": 3}, {"data": 2, "fsdp":
 
 @pytest.mark.parametrize("degrees", SPLIT, ids=str)
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+@pytest.mark.slow
 def test_matrices_that_several_axes_split_are_whole_at_their_owner(degrees, optimizer):
     config = TransformerConfig(
         vocab_size=12, num_layers=2, hidden_size=8, num_heads=4, max_length=6, param_dtype="float64", norm="layernorm",

@@ -83,6 +83,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.slow
 def test_a_run_of_ones_own_parts_is_one_devices(plan, write, tmp_path, expected, capsys):
     path = write(**PLANS[plan])
     assert main(["train", path, *ALLOWED]) == 0, capsys.readouterr().err

@@ -70,6 +70,7 @@ def recorded(place, run, step):
         (("--mesh.data", "4", "--mesh.pipe", "2", "--pipeline.microbatches", "2"), 6),
     ],
 )
+@pytest.mark.slow
 def test_eval_finds_the_loss_that_training_found(place, said, flags, step):
     found = json.loads(said("eval", "runs/quick", "--json", *flags))
     expected = recorded(place, "quick", step)["valid_loss"]

@@ -54,6 +54,7 @@ IDS = np.arange(32).reshape(8, 4) % 12
 
 
 @pytest.mark.parametrize("degrees", [{"data": 2, "tensor": 2}, {"data": 1, "row": 2, "col": 2, "depth": 2}])
+@pytest.mark.slow
 def test_every_layer_is_swapped_in_place_and_trains_as_on_one_device(degrees):
     model, mesh = Everything(nnx.Rngs(0)), mesh_of(**degrees)
     layers, wanted = {name: getattr(model, name) for name in ("embed", "einsum", "head")}, model(IDS)

@@ -113,6 +113,7 @@ def test_a_fused_layer_whose_heads_are_written_into_a_reshape_says_why_it_is_gat
     ("cut", "degrees", "check_vma"),
     [(by_split, {"data": 2, "tensor": 2}, False), (by_parts_first, {"data": 1, "tensor": 4}, True)],
 )
+@pytest.mark.slow
 def test_a_fused_layer_trains_as_on_one_device_and_rests_as_it_was(cut, degrees, check_vma):
     model, mesh = Block(cut), mesh_of(**degrees)
     kernel, wanted = model.qkv.kernel[...], model(X)

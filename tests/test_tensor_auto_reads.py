@@ -109,6 +109,7 @@ def test_parameters_read_outside_their_layer_are_whole_without_an_example(read, 
 
 
 @pytest.mark.parametrize("degrees", [{"data": 2, "tensor": 2}, {"data": 1, "row": 2, "col": 1, "depth": 2}])
+@pytest.mark.slow
 def test_a_tied_model_with_decay_in_its_loss_trains_evaluates_and_is_called_as_on_one_device(degrees):
     model, mesh, rows = Tied(transposed), mesh_of(**degrees), np.concatenate([IDS, IDS[::-1]])
     wanted, evaluated = model(rows), with_decay(model, rows)
@@ -167,6 +168,7 @@ ENTERING = {
 
 @pytest.mark.parametrize("name", ENTERING)
 @pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.slow
 def test_a_whole_value_between_paired_layers_has_its_whole_gradient(name, check_vma):
     model, mesh = Between(ENTERING[name]), mesh_of(data=1, tensor=2)
     x = np.random.default_rng(0).normal(size=(2, 3, 4))
@@ -202,6 +204,7 @@ def chunked(model, ids):
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.slow
 def test_a_chunked_cross_entropy_takes_this_ranks_words_of_a_swapped_head(check_vma):
     model, mesh = Headed(), mesh_of(data=1, tensor=2)
     ax.auto_parallelize(model, mesh)

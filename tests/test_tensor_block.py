@@ -177,6 +177,7 @@ def test_with_sequence_parallelism_no_residual_is_a_whole_sequence():
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.slow
 def test_attention_is_that_of_jax_nn(causal):
     query, key, value = normal(2, 5, 6, 4), normal(2, 5, 2, 4, seed=1), normal(2, 5, 2, 4, seed=2)
     wanted = jax.nn.dot_product_attention(query, key, value, is_causal=causal)

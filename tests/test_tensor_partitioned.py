@@ -256,6 +256,7 @@ def bottleneck_transformer():
 
 
 @pytest.mark.parametrize("make", [transformer_in_transformer, bottleneck_transformer])
+@pytest.mark.slow
 def test_other_peoples_models_equal_themselves_on_one_device(make):
     module, shape, rules = make()
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)

@@ -113,6 +113,7 @@ STACK = TransformerConfig(vocab_size=16, num_layers=4, hidden_size=16, num_heads
 
 
 @pytest.mark.parametrize(("stage", "layers"), [(2, 4), (2, 3), (3, 4)])
+@pytest.mark.slow
 def test_training_and_evaluation_of_a_stack_read_the_same_weights_however_many_microbatches(stage, layers):
     found = set()
     for accumulate in (1, 2):
