@@ -3,7 +3,7 @@
 XLA:CPU runs what is independent at the same time, and what it compiled knows barriers no more: only reading another operation's
 result makes an operation wait for it. Collectives start in the program's order, but a loop with collectives inside counts as
 started with its first one. So a collective that is independent of an earlier loop meets the loop's own ones on other devices:
-wrong numbers, a hang, or an abort, in jax 0.10 to 0.12 (`program/collective_order.py` is the remedy).
+wrong numbers, a hang, or an abort, in jax 0.10 to 0.12 (`program/on_cpu/collective_order.py` is the remedy).
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,10 @@ from jax.sharding import Mesh
 from axonml_jax.compat.around import trace_settings
 from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.program.collective_order import collectives_in_order, may_overlap
+from axonml_jax.program.on_cpu.collective_order import collectives_in_order, may_overlap
+from axonml_jax.program.on_cpu.kernel_gradients import with_transposed_operands
+from axonml_jax.program.program import read_program
+from axonml_jax.program.run import run_program
 
 
 def compiler_options(placement: Placement, mesh: Mesh) -> dict[str, str] | None:
@@ -22,9 +25,11 @@ def compiler_options(placement: Placement, mesh: Mesh) -> dict[str, str] | None:
 
 
 class Compiled:
-    """A jitted function of which the ranks' collectives cannot overtake each other (`program/collective_order.py`).
+    """A jitted function that on CPUs is run as XLA:CPU needs it.
 
-    Where they could on several CPU devices, what was traced is run in an order.
+    The ranks' collectives cannot overtake each other (`program/on_cpu/collective_order.py`): where they could, on several
+    devices, what was traced is run in an order. And gradients of kernels are multiplied fast
+    (`program/on_cpu/kernel_gradients.py`).
 
     Args:
       whole: the function.
@@ -37,7 +42,7 @@ class Compiled:
         self, whole: Callable[..., Any], mesh: Mesh, accept: Callable[[Any], None] | None = None, **options: Any
     ):
         self._whole, self._options, self._plain = whole, options, jax.jit(whole, **options)
-        self._overlaps = is_on_cpu(mesh) and mesh.size > 1
+        self._on_cpu, self._several = is_on_cpu(mesh), mesh.size > 1
         self._known: dict[Any, Any] = {}
         self._accept = accept
         self._accepted: dict[Any, Any] = {}
@@ -76,21 +81,25 @@ class Compiled:
 
         All arguments but the first are looked at, which is a run's state or variables.
         """
-        if not self._overlaps:
+        if not self._on_cpu:
             return self._plain
         like = (trace_settings(), _types(args[1:]), *kwargs.items())
         if like not in self._known:
             traced = self._plain.trace(*args, **kwargs)
-            self._known[like] = self._in_order(traced, _types(args)) if may_overlap(traced.jaxpr) else self._plain
+            jaxpr = with_transposed_operands(traced.jaxpr)
+            overlaps = self._several and may_overlap(jaxpr)
+            changes = overlaps or jaxpr is not traced.jaxpr
+            self._known[like] = self._changed(traced, _types(args), overlaps) if changes else self._plain
         return self._known[like]
 
-    def _in_order(self, traced: Any, types: Any) -> Any:
-        """What was traced on arguments of some types, as a jitted function that keeps the order."""
+    def _changed(self, traced: Any, types: Any, overlaps: bool) -> Any:
+        """What was traced on arguments of some types, as a jitted function that does it as XLA:CPU needs it."""
 
         @functools.wraps(self._whole)
         def whole(*args: Any, **kwargs: Any) -> Any:
             run = traced if _types(args) == types else self._plain.trace(*args, **kwargs)
-            made = collectives_in_order(run.jaxpr, jax.tree.leaves(args))
+            jaxpr, values = with_transposed_operands(run.jaxpr), jax.tree.leaves(args)
+            made = collectives_in_order(jaxpr, values) if overlaps else run_program(read_program(jaxpr), values)
             return jax.tree.unflatten(jax.tree.structure(run.out_info), made)
 
         return jax.jit(whole, **self._options)

@@ -1,0 +1,1 @@
+"""What a traced program is changed to before XLA:CPU compiles it."""
