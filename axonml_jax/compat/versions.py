@@ -8,6 +8,9 @@ PACKAGES = ("axonml-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", 
 BRANCHES_WRITE_IN_PLACE: bool = jax.__version_info__ >= (0, 11)
 """Whether XLA lets a branch write into a buffer of the loop around it; before, it copies the whole buffer in every tick."""
 
+COLLECTIVES_HOLD_THREADS: bool = jax.__version_info__ < (0, 12)
+"""Whether collectives of simulated devices wait in threads of the pool that products share: too few of them, and all wait."""
+
 CPU_BARRIER_OPTIONS: dict[str, str] | None = (
     None
     if jax.__version_info__ >= (0, 11)

@@ -9,13 +9,13 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from axonml_jax.compat.processes.platform import backend_started
+from axonml_jax.compat.versions import COLLECTIVES_HOLD_THREADS
 from axonml_jax.logging import logger
 from axonml_jax.mesh.job.environment import launch_environment
 from axonml_jax.mesh.kept_memory import bound_kept_memory, keep_memory
 
 T = TypeVar("T")
 
-_MIN_THREADS = 16
 # Slow machines (CI with a few busy cores) take longer than XLA's default 40 s to bring all simulated devices together.
 # jaxlib 0.10 to 0.12 know these flags; an unknown --xla_cpu_* flag would abort the process.
 _TIMEOUT_FLAGS = {
@@ -28,11 +28,12 @@ _TIMEOUT_FLAGS = {
 def fake_devices(n: int) -> None:
     """Make this process see `n` simulated CPU devices. Call it before anything touches a JAX device.
 
-    XLA's pool for CPU collectives is sized by the environment variable NPROC when the backend starts: with fewer
-    threads than the collectives of a few steps need, a program hangs until it is aborted (jax 0.10 and 0.11). So NPROC
-    becomes at least 2n, and at least 16. Memory that a step frees is kept for the next one (`AXONML_JAX_KEEP_MEMORY=0`
-    switches that off). Does nothing when JAX already runs with exactly n CPU devices. In one of several
-    launched processes every process gets n of its own, and the first says so.
+    XLA has a thread per core, or as many as the environment variable NPROC says when the backend starts, and splits each
+    product among them. Before jax 0.12 collectives wait in these threads, and with fewer than two per device a program
+    hangs until it is aborted: there NPROC becomes at least 2n. Later versions do not need it, and more threads than cores
+    only cost time (docs/adr/0003). Memory that a step frees is kept for the next one (`AXONML_JAX_KEEP_MEMORY=0` switches
+    that off). Does nothing when JAX already runs with exactly n CPU devices. In one of several launched processes every
+    process gets n of its own, and the first says so.
 
     Args:
       n: number of devices, at least 1.
@@ -43,9 +44,9 @@ def fake_devices(n: int) -> None:
     """
     if n < 1:
         raise ValueError(f"fake_devices({n}): the number of simulated devices must be at least 1")
-    threads = max(_environment_threads(), 2 * n, _MIN_THREADS)
+    threads = _threads(n)
     if not backend_started():
-        os.environ["NPROC"] = str(threads)
+        os.environ |= threads
         os.environ["XLA_FLAGS"] = _with_timeouts(os.environ.get("XLA_FLAGS", ""))
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", n)
@@ -57,7 +58,7 @@ def fake_devices(n: int) -> None:
         raise RuntimeError(
             f"fake_devices({n}): JAX has already started with {len(devices)} {devices[0].platform} device(s); call "
             f"fake_devices before the first JAX operation, or start Python with JAX_PLATFORMS=cpu "
-            f"JAX_NUM_CPU_DEVICES={n} NPROC={threads}"
+            f"JAX_NUM_CPU_DEVICES={n}{''.join(f' {name}={value}' for name, value in threads.items())}"
         )
 
 
@@ -109,9 +110,17 @@ def _simulated(devices):
     return len(devices) > 1 and next(iter(devices)).platform == "cpu"
 
 
-def _environment_threads():
-    value = os.environ.get("NPROC", "")
-    return int(value) if value.isdigit() else 0
+def _threads(n: int) -> dict[str, str]:
+    """The variable that XLA needs for n devices, if any."""
+    if not COLLECTIVES_HOLD_THREADS:
+        return {}
+    asked = os.environ.get("NPROC", "")
+    return {"NPROC": str(max(int(asked) if asked.isdigit() else _cores(), 2 * n))}
+
+
+def _cores() -> int:
+    """Those that this process may run on, as XLA counts them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _with_timeouts(flags):
