@@ -70,7 +70,9 @@ FRESH = {
 
 def run(arguments, **variables):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "NPROC"))}
-    done = subprocess.run([sys.executable, *arguments], env=kept | variables, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *arguments], env=kept | variables, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
