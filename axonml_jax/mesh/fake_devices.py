@@ -31,7 +31,7 @@ def fake_devices(n: int) -> None:
     XLA has a thread per core, or as many as the environment variable NPROC says when the backend starts, and splits each
     product among them. Before jax 0.12 collectives wait in these threads, and with fewer than two per device a program
     hangs until it is aborted: there NPROC becomes at least 2n. Later versions do not need it, and more threads than cores
-    only cost time (docs/adr/0003). Memory that a step frees is kept for the next one (`AXONML_JAX_KEEP_MEMORY=0` switches
+    cost time (docs/adr/0003). Memory that a step frees is kept for the next one (`AXONML_JAX_KEEP_MEMORY=0` switches
     that off). Does nothing when JAX already runs with exactly n CPU devices. In one of several launched processes every
     process gets n of its own, and the first says so.
 
