@@ -1,6 +1,7 @@
 """What attention costs in the planner: kernels, blocks, scores that a mask hides, several documents in a row, and links."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from axonml_jax.ledger import memory_difference
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import HARDWARE
 from axonml_jax.planner.legal import candidate, ways_on
-from axonml_jax.planner.measure import measure
+from axonml_jax.planner.measure import measure, steps
 from axonml_jax.planner.phases import flow_seconds, inner_product, phases
 from axonml_jax.planner.price import price
 from axonml_jax.planner.quick import quick
@@ -162,11 +163,58 @@ def test_what_a_block_takes_however_few_tokens_comes_with_every_microbatch_and_a
     assert price(found, dataclasses.replace(slow, reached=0.25), Assumptions()).compute == price(found, slow).compute
 
 
-def test_a_block_is_measured_where_that_is_quick(monkeypatch):
+def test_what_a_step_takes_however_few_tokens_comes_once():
+    model = config(LLAMA, num_layers=4, max_length=256)
+    answer = ax.plan(model, hardware="v5p", num_devices=4, global_batch=32, runners_up=0)
+    slow = dataclasses.replace(HARDWARE["v5p"], step_seconds=1e-3)
+    before, after = (price(answer.prediction, each) for each in (HARDWARE["v5p"], slow))
+    assert after.update - before.update == pytest.approx(1e-3) == pytest.approx(after.time - before.time)
+
+
+def test_on_cpus_collectives_are_launched_one_by_one_and_nothing_hides_them():
+    sizes = {"mesh": {"fsdp": 8}, "global_batch": 8}
+    found = ax.explain(ax.Plan(fsdp=ax.Shard(stage=3)), model=config(LLAMA, num_layers=4, max_length=64), **sizes)
+    there, here = (dataclasses.replace(HARDWARE["v5p"], platform=platform) for platform in ("tpu", "cpu"))
+    assert Assumptions.on(here).overlap == 0 < Assumptions.on(there).overlap
+    assert Assumptions.on(here, overlap=0.5).overlap == 0.5
+    costs = price(found, here)
+    launches = sum(
+        flow.times * flow.launches for flow in found.traffic if flow.group_size > 1 and flow.where != "later"
+    )
+    network = sum(costs.network.values())
+    assert costs.exposed == pytest.approx(network)
+    slower = price(found, dataclasses.replace(here, latency=2 * here.latency))
+    assert sum(slower.network.values()) - network == pytest.approx(launches * math.log2(8) * here.latency)
+
+
+def seconds_of(true):
+    """What a machine whose figures are `true` would take for the steps that are measured."""
+    return lambda steps: [step.seconds(true) for step in steps]
+
+
+@pytest.mark.parametrize("heads", [4, 3])
+def test_steps_say_what_a_machine_has(heads, monkeypatch):
+    # The steps do not run: their times are prices of a machine whose figures must be found.
+    model = config(LLAMA, num_layers=8, num_heads=heads, num_kv_heads=heads, head_dim=16, max_length=64)
+    rough = dataclasses.replace(HARDWARE["v5p"], platform="cpu", link=1e9, cross=1e9)
+    true = dataclasses.replace(rough, block_seconds=1e-3, step_seconds=5e-3, reached=0.25, layer_link=3e8)
+    monkeypatch.setattr(steps._Probe, "prepared", lambda probe: probe)
+    monkeypatch.setattr(steps, "_in_turns", seconds_of(true))
+    devices = [None] * 4
+    found = steps.from_steps(devices, model, rough, None)
+    # Twice as many blocks as are measured have twice the rest of a step.
+    assert found.step_seconds == pytest.approx(2 * true.step_seconds, rel=1e-3)
+    assert found.reached == pytest.approx(0.25, rel=1e-3) and found.block_seconds == pytest.approx(1e-3, rel=1e-3)
+    assert found.link == 1e9 and found.layer_link == (pytest.approx(3e8, rel=1e-3) if heads == 4 else None)
+
+
+def test_a_few_steps_of_the_model_are_measured_where_that_is_quick(monkeypatch):
+    monkeypatch.setattr(steps, "ROUNDS", 3)
     model = config(LLAMA, max_length=64)
     found = measure(2, model=model, size=64, elements=1024)
     assert found.alone >= 1
-    assert found.reached is not None and 0 < found.reached <= 1 and found.block_seconds >= 0
+    assert found.reached is not None and 0 < found.reached <= 1
+    assert found.block_seconds >= 0 and found.step_seconds >= 0 and found.layer_link <= found.link
     assert Assumptions.on(found).efficiency == found.reached and Assumptions.on(found, 0.3).efficiency == 0.3
-    monkeypatch.setattr("axonml_jax.planner.measure.PATIENCE", 0.0)
+    monkeypatch.setattr(steps, "WITHIN", 0.0)
     assert measure(2, model=model, size=64, elements=1024).reached is None

@@ -33,9 +33,13 @@ class Assumptions:
 
     @classmethod
     def on(cls, hardware: Hardware, efficiency: float | None = None, **given: float) -> "Assumptions":
-        """The defaults, but for what is given, with the efficiency that hardware reached which was measured with a model."""
+        """The defaults, but for what is given, with the efficiency that hardware reached which was measured with a model.
+
+        On CPUs nothing overlaps: XLA:CPU begins no collective before it needs the result.
+        """
         known = cls.efficiency if hardware.reached is None else hardware.reached
-        return cls(efficiency=known if efficiency is None else efficiency, **given)
+        hidden = {"overlap": 0.0} if hardware.platform == "cpu" else {}
+        return cls(efficiency=known if efficiency is None else efficiency, **(hidden | given))
 
     def __post_init__(self):
         wrong = {name: value for name, value in vars(self).items() if not value >= 0 or value != value}

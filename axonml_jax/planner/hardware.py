@@ -31,6 +31,9 @@ class Hardware:
       platform: what JAX compiles for: "tpu", "cuda" or None (no kernels of its own).
       torus: dims of the torus that the chips of a pod form; 0: none.
       block_seconds: seconds that forward and backward of one block take however few tokens it has, where a model was measured.
+      step_seconds: seconds that come with every step of the model however few tokens it has, where one was measured.
+      layer_link: of `link`, bytes per second that what a model's layers send themselves reaches, with what their ranks compute
+        alike meanwhile, where a model was measured; None: as `link`.
       reached: share of `flops` that the products of its blocks reach, where a model was measured; None: nobody knows. See
         `Assumptions.on`.
       alone: how many times as fast a device computes while the others are idle: simulated devices share their host's cores.
@@ -49,11 +52,13 @@ class Hardware:
     platform: str | None = None
     torus: int = 0
     block_seconds: float = 0.0
+    step_seconds: float = 0.0
+    layer_link: float | None = None
     reached: float | None = None
     alone: float = 1.0
     sources: dict[str, str] = field(default_factory=dict, compare=False, hash=False)
 
-    def bandwidth(self, ranks: Many, inner: Many) -> Many:
+    def bandwidth(self, ranks: Many, inner: Many, *, layers: bool = False) -> Many:
         """Bytes per second of one device along a mesh axis.
 
         Inside an island it is the link's. Across islands a node's whole connection is shared by the groups that use it at
@@ -62,9 +67,11 @@ class Hardware:
         Args:
           ranks: of the axis.
           inner: product of the degrees of the axes inside it.
+          layers: whether layers send it themselves.
         """
-        across = least(self.link, self.cross * self.island / least(self.island, inner))
-        return either(ranks * inner <= self.island, self.link, across)
+        link = self.link if self.layer_link is None or not layers else self.layer_link
+        across = least(link, self.cross * self.island / least(self.island, inner))
+        return either(ranks * inner <= self.island, link, across)
 
     def idle(self, bubble: Many) -> Many:
         """What is left of a pipeline's bubble where devices that wait leave their cores to the others.

@@ -15,7 +15,7 @@ from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import Hardware
 
 JOINED_BYTES = 32 * 2**20
-"""What one launch of parameters or gradients carries at most, in the cost model."""
+"""What one launch of parameters or gradients carries at most, in the cost model, but for CPUs."""
 
 RAGGED = "ragged_all_to_all"
 """The collective whose wire bytes are an upper bound."""
@@ -241,7 +241,7 @@ def flow_seconds(flow: Flow, degrees: Mapping[str, Many], hardware: Hardware) ->
     """Seconds that a flow keeps the network busy in a step, on its slowest axis."""
     inner = inner_product(degrees, flow.axes) * flow.apart
     arrays = flow.launches
-    if flow.label in (GRADIENTS, PARAMETERS):  # XLA joins neighbours into launches of some tens of MB
+    if flow.label in (GRADIENTS, PARAMETERS) and hardware.platform != "cpu":  # XLA joins neighbours, but not on CPUs
         arrays = -divided(-flow.elements * flow.itemsize, JOINED_BYTES)
     delays = flow.times * hardware.delay(flow.group_size, inner) * arrays / flow.every
     sent = flow.wire_bytes
@@ -249,7 +249,8 @@ def flow_seconds(flow: Flow, degrees: Mapping[str, Many], hardware: Hardware) ->
         filled = flow.itemsize * (flow.elements - flow.padding)
         sent = flow.times * filled * (flow.group_size - 1) / flow.group_size
     sent = sent if varies(sent) else float(sent)
-    seconds = sent / hardware.bandwidth(flow.group_size, inner) + delays
+    speed = hardware.bandwidth(flow.group_size, inner, layers=_kind(flow) != "weights")
+    seconds = sent / speed + delays
     return either(flow.group_size > 1, seconds, 0.0)
 
 

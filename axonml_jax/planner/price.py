@@ -17,7 +17,7 @@ class Price:
     Attributes:
       compute: products, recomputation included, at the assumed efficiency.
       bubble: of the pipeline.
-      update: the optimizer's reading and writing of memory.
+      update: the optimizer's reading and writing of memory, and what else a measured step takes however few tokens it has.
       host: to and from host memory.
       network: seconds on the network by mesh axes, hidden or not.
       exposed: the part of them that nothing hides.
@@ -72,7 +72,7 @@ def price(found: Predicted, hardware: Hardware, assumptions: Assumptions | None 
     return Price(
         compute=compute,
         bubble=hardware.idle(found.bubble) * compute,
-        update=(2 * states + memory.gradients) / hardware.memory_bandwidth,
+        update=(2 * states + memory.gradients) / hardware.memory_bandwidth + hardware.step_seconds,
         host=2 * memory.host / given.host_bandwidth,
         network=network_by_axes(run),
         exposed=sum(phase.exposed for phase in run),
