@@ -10,6 +10,7 @@ import time
 import jax
 import numpy as np
 from small_gpt import config, loss_fn, make_batch, make_model, optimizer
+from turn import wait_for_turn
 
 import axonml_jax as ax
 
@@ -40,7 +41,9 @@ def main():
     own = {"num_microbatches": options.microbatches} if options.strategy == "pipeline" else {}
     trainer = facade(make_model(shape), world, **own).trainer(optimizer(), loss_fn)
     losses, times, processor = [], [], []
-    for _ in range(options.warmup + options.steps):
+    for step in range(options.warmup + options.steps):
+        if step >= options.warmup:
+            wait_for_turn()
         start, began = time.perf_counter(), time.process_time()
         metrics = trainer.step(batch)
         losses.append(float(metrics["loss"]))

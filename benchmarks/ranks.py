@@ -9,8 +9,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from turn import READY, TURNS
 
 TIMEOUT = 900
 
@@ -27,12 +30,71 @@ def run_ranks(command: Sequence[str], ranks: int, *, cores: Sequence[int] | None
     Raises:
       RuntimeError: when a rank fails or takes too long; quotes the end of what it printed. All ranks are stopped.
     """
+    workers = _start(command, ranks, cores, variables)
+    try:
+        outputs = _wait(workers)
+    finally:
+        _stop(workers)
+    return json.loads(outputs[0].strip().splitlines()[-1])
+
+
+def run_in_turns(sides: Mapping[str, Callable[[], "Ranks"]], steps: int, seed: int = 0) -> dict[str, Any]:
+    """What rank 0 of every side says at its end; of the sides, which are all started first, one makes a step at a time.
+
+    A round is a step of each, in an order drawn anew, so that what the machine does meanwhile falls on all.
+    """
+    rng, running = np.random.default_rng(seed), {}
+    try:
+        for name, start in sides.items():  # one compiles and warms up at a time
+            running[name] = start()
+            running[name].wait()
+        for _ in range(steps):
+            for name in rng.permutation(list(running)):
+                running[name].step()
+        return {name: each.said() for name, each in running.items()}
+    finally:
+        for each in running.values():
+            _stop(each.workers)
+
+
+class Ranks:
+    """Processes, one per rank, that wait for a line before every timed step (see `wait_for_turn`).
+
+    Args:
+      command, ranks, cores, variables: as of `run_ranks`.
+    """
+
+    def __init__(self, command: Sequence[str], ranks: int, *, cores: Sequence[int] | None = None, **variables: str):
+        self.workers = _start(command, ranks, cores, variables | {TURNS: "1"})
+        self._lines: list[str] = []
+
+    def wait(self) -> None:
+        """Until all are about to make their next step, or have ended."""
+        for rank, worker in enumerate(self.workers):
+            while (line := worker.stdout.readline()) and line != READY:
+                self._lines += [line] if rank == 0 else []
+
+    def step(self) -> None:
+        """All make one step."""
+        for worker in self.workers:
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+        self.wait()
+
+    def said(self) -> Any:
+        """The last line of rank 0, as JSON, once all have ended."""
+        outputs = _wait(self.workers)
+        return json.loads([*self._lines, *outputs[0].splitlines()][-1])
+
+
+def _start(command: Sequence[str], ranks: int, cores: Sequence[int] | None, variables: Mapping[str, str]) -> list:
     common = {**os.environ, **variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     common["WORLD_SIZE"] = str(ranks)
-    workers = [
+    return [
         subprocess.Popen(
             [*(("taskset", "-c", str(cores[rank])) if cores else ()), *command],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)},
+            stdin=subprocess.PIPE if TURNS in variables else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -40,14 +102,13 @@ def run_ranks(command: Sequence[str], ranks: int, *, cores: Sequence[int] | None
         )
         for rank in range(ranks)
     ]
-    try:
-        outputs = _wait(workers)
-    finally:
-        for worker in workers:
-            if worker.poll() is None:
-                os.killpg(worker.pid, signal.SIGKILL)
-                worker.wait()
-    return json.loads(outputs[0].strip().splitlines()[-1])
+
+
+def _stop(workers) -> None:
+    for worker in workers:
+        if worker.poll() is None:
+            os.killpg(worker.pid, signal.SIGKILL)
+            worker.wait()
 
 
 def _wait(workers) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from turn import wait_for_turn
 
 
 class Attention(nn.Module):
@@ -159,7 +160,9 @@ def main(path: str, warmup: int, steps: int, strategy: str, microbatches: int):
         model.parameters(), lr=float(os.environ["LEARNING_RATE"]), weight_decay=0.01, fused=True
     )
     losses, times, processor = [], [], []
-    for _ in range(warmup + steps):
+    for step in range(warmup + steps):
+        if step >= warmup:
+            wait_for_turn()
         start, began = time.perf_counter(), time.process_time()
         optimizer.zero_grad(set_to_none=True)
         loss = backward()

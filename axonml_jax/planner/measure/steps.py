@@ -15,6 +15,7 @@ from axonml_jax.ledger.predict.predict import predict
 from axonml_jax.ledger.predict.prediction import Prediction
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.parallel.plan import Plan
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.candidate import Candidate
 from axonml_jax.planner.hardware import Hardware
@@ -117,13 +118,17 @@ class _Probe:
         return Candidate(degrees=tuple(self.degrees.items()), microbatches=self.microbatches)
 
     @property
+    def _way(self) -> tuple[Plan, Any]:
+        return self.candidate.plan(self.precision), self.candidate.model(self.model)
+
+    @property
     def batch(self) -> int:
         """Sequences of the step."""
         return MANY * len(self.devices)
 
     def predicted(self, here: Hardware) -> Prediction:
         """What it holds, sends and computes."""
-        plan, model = self.candidate.plan(self.precision), self.candidate.model(self.model)
+        plan, model = self._way
         return predict(
             plan, model, self.candidate.mesh, global_batch=self.batch, length=self.length, platform=here.platform
         )
@@ -145,7 +150,7 @@ class _Probe:
     def prepared(self) -> Callable[[], None]:
         """The step, compiled and taken twice. Values are zeros, which take as long as others."""
         mesh = make_mesh(devices=self.devices, **self.candidate.mesh)
-        plan, model = self.candidate.plan(self.precision), self.candidate.model(self.model)
+        plan, model = self._way
         step, shapes, batch = abstract_step(plan, model, mesh, self.batch, self.length)
         state, batch = jax.tree.map(_zeros, shapes), jax.tree.map(_zeros, batch)
 
@@ -154,7 +159,8 @@ class _Probe:
             state, metrics = step(state, batch)
             jax.block_until_ready((state, metrics))
 
-        take(), take()
+        for _ in range(2):
+            take()
         return take
 
 

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import jax
@@ -51,9 +52,10 @@ def measure(
     alone = 2 * size**3 * 8 / _seconds(single, _products, (1, size, size), dtype)
     moved = 2 * elements * jnp.dtype(dtype).itemsize  # read and written
     bandwidth = moved / _seconds(mesh, lambda x: x * 2 + 1, (len(devices), elements), dtype)
-    ranks, call = len(devices), _seconds(mesh, lambda x: x, (len(devices), 8), dtype)
-    small = max(_seconds(mesh, _summed, (len(devices), 8), dtype) - call, 0.0) / CHAIN
-    large = max(_seconds(mesh, _summed, (len(devices), elements), dtype) - call, 0.0) / CHAIN
+    ranks = len(devices)
+    usual = lambda body, width: _seconds(mesh, body, (ranks, width), dtype, rounds=21, of=median)
+    call = usual(lambda x: x, 8)
+    small, large = (max(usual(_summed, width) - call, 0.0) / CHAIN for width in (8, elements))
     latency = small / max(1.0, math.log2(ranks))  # as `Hardware.delay` takes it: of two devices
     wire = 2 * elements * jnp.dtype(dtype).itemsize * (ranks - 1) / ranks
     link = wire / max(large - small, 1e-9) if ranks > 1 else UNKNOWN_MEMORY
@@ -102,8 +104,10 @@ def _summed(x: jax.Array) -> jax.Array:
     return x
 
 
-def _seconds(mesh: Mesh, body: Callable, shape: tuple[int, ...], dtype: str, rounds: int = 5) -> float:
-    """The shortest of a few runs of a body on every device at once."""
+def _seconds(
+    mesh: Mesh, body: Callable, shape: tuple[int, ...], dtype: str, rounds: int = 5, of: Callable = min
+) -> float:
+    """The shortest, or another, of a few runs of a body on every device at once."""
     spec = PartitionSpec("data")
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     x = jax.device_put(jnp.full(shape, 1e-3, dtype), NamedSharding(mesh, spec))
@@ -113,4 +117,4 @@ def _seconds(mesh: Mesh, body: Callable, shape: tuple[int, ...], dtype: str, rou
         started = time.perf_counter()
         jax.block_until_ready(run(x))
         times.append(time.perf_counter() - started)
-    return min(times)
+    return of(times)
