@@ -1,15 +1,22 @@
 """What a backward keeps where elementwise work is done again: products and sums, and of each as little as is needed."""
 
+import math
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import pytest
 
 from axonml_jax.compat.checkpoint_policy import SaveWhere
+from axonml_jax.parallel.tensor.megatron.attend import attend
 from axonml_jax.program.recomputed import all_but_elementwise
+
+redone = partial(jax.checkpoint, policy=SaveWhere(all_but_elementwise))
 
 
 def kept(fun, *args):
     """Shapes of the residuals that are no arguments."""
-    _, pull = jax.vjp(jax.checkpoint(fun, policy=SaveWhere(all_but_elementwise)), *args)
+    _, pull = jax.vjp(redone(fun), *args)
     shapes = [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.ndim]
     for arg in args:
         if arg.shape in shapes:
@@ -30,3 +37,15 @@ def test_little_of_a_large_result_is_kept_in_its_place():
     assert kept(column, jnp.ones((8, 5)), jnp.ones((5, 32))) == [(8, 1)]
     half = lambda x, w: jnp.sum(jnp.sin((x @ w)[:, :16]))
     assert kept(half, jnp.ones((8, 5)), jnp.ones((5, 32))) == [(8, 32)]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"sinks": jnp.zeros(4)}, {"softcap": 5.0}])
+def test_attention_keeps_its_weights_in_the_place_of_scores_and_computes_no_exponential_again(options):
+    batch, length, heads = 2, 8, 4
+    given = [jax.random.normal(key, (batch, length, heads, 16)) for key in jax.random.split(jax.random.key(0), 3)]
+    fun = lambda *given: jnp.sum(jnp.sin(attend(*given, causal=True, **options)))
+    square = batch * heads * length * (length + len(options.get("sinks", [])[:1]))
+    assert [math.prod(shape) for shape in kept(fun, *given)].count(square) == 1
+    _, pull = jax.vjp(redone(fun), *given)
+    # Of a softcap's tanh the derivative needs the scores; then the exponentials are made of them again.
+    assert (" exp " in str(jax.make_jaxpr(pull)(1.0))) == ("softcap" in options)

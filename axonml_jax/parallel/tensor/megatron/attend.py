@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 from axonml_jax.parallel.tensor.megatron.softcap import capped
+from axonml_jax.program.recomputed import KEPT
 
 
 class Packed(NamedTuple):
@@ -97,18 +99,32 @@ def attend(
     if segment_ids is not None:
         together = segment_ids[..., :, None] == segment_ids[..., None, :]
         scores = jnp.where(together[..., None, None, :, :], scores, jnp.finfo(wide).min)
-    weights = _softmax(scores, sinks).astype(value.dtype)
+    softmax = _kept_softmax if softcap is None else jax.nn.softmax  # a softcap's derivative needs the scores besides
+    weights = _with_sinks(softmax, scores, sinks).astype(value.dtype)
     weights = weights_fn(weights.reshape(*lead, heads, length, positions)).reshape(weights.shape)
     mixed = jnp.einsum("...kgqs,...skd->...qkgd", weights, value)
     return mixed.reshape(*query.shape[:-1], value.shape[-1])
 
 
-def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
+def _with_sinks(softmax: Callable[[jax.Array], jax.Array], scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """Of [..., k, g, s, t] over t; with sinks [k * g], one more score that is left out of the result."""
     if sinks is None:
-        return jax.nn.softmax(scores, axis=-1)
+        return softmax(scores)
     own = jnp.broadcast_to(sinks.reshape(*scores.shape[-4:-2], 1, 1).astype(scores.dtype), (*scores.shape[:-1], 1))
-    return jax.nn.softmax(jnp.concatenate([scores, own], axis=-1), axis=-1)[..., :-1]
+    return softmax(jnp.concatenate([scores, own], axis=-1))[..., :-1]
+
+
+@jax.custom_jvp
+def _kept_softmax(scores: jax.Array) -> jax.Array:
+    """Of [..., t] over t. A backward that makes again what is elementwise keeps these weights in the place of the scores."""
+    return jax.nn.softmax(scores, axis=-1)
+
+
+@_kept_softmax.defjvp
+def _moved_softmax(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (scores,), (moved,) = primals, tangents
+    weights = checkpoint_name(_kept_softmax(scores), KEPT)
+    return weights, weights * (moved - jnp.sum(weights * moved, axis=-1, keepdims=True))
 
 
 def rotate(x: jax.Array, theta: float, positions: jax.Array, scaling: RopeScaling | None = None) -> jax.Array:
