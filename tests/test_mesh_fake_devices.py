@@ -58,6 +58,21 @@ FRESH = {
         fake_devices(3)
         assert len(said) == 1, said
     """,
+    "processes of one machine share its cores": """
+        import os
+        from axonml_jax.compat.versions import COLLECTIVES_HOLD_THREADS
+        from axonml_jax.mesh.fake_devices import fake_devices
+        from axonml_jax.mesh.pool_threads import pool_threads
+        os.sched_getaffinity = lambda process: range(8)
+        least = lambda devices, threads: str(max(threads, 2 * devices) if COLLECTIVES_HOLD_THREADS else threads)
+        assert pool_threads(1, 2) == {"NPROC": least(1, 4)} and pool_threads(1, 16) == {"NPROC": least(1, 1)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "6", "RANK": "1"}
+        os.environ |= {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+        fake_devices(2)
+        assert os.environ["NPROC"] == least(2, 2)
+        os.environ["NPROC"] = "5"
+        assert pool_threads(1, 4).get("NPROC", "5") == "5"
+    """,
     "logging and launch variables start no devices": """
         from axonml_jax.logging import logger, print0
         from axonml_jax.compat.processes.platform import backend_started

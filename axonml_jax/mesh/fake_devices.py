@@ -9,10 +9,10 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from axonml_jax.compat.processes.platform import backend_started
-from axonml_jax.compat.versions import COLLECTIVES_HOLD_THREADS
 from axonml_jax.logging import logger
-from axonml_jax.mesh.job.environment import launch_environment
+from axonml_jax.mesh.job.environment import LaunchEnvironment, launch_environment
 from axonml_jax.mesh.kept_memory import bound_kept_memory, keep_memory
+from axonml_jax.mesh.pool_threads import pool_threads
 
 T = TypeVar("T")
 
@@ -28,12 +28,10 @@ _TIMEOUT_FLAGS = {
 def fake_devices(n: int) -> None:
     """Make this process see `n` simulated CPU devices. Call it before anything touches a JAX device.
 
-    XLA has a thread per core, or as many as the environment variable NPROC says when the backend starts, and splits each
-    product among them. Before jax 0.12 collectives wait in these threads, and with fewer than two per device a program
-    hangs until it is aborted: there NPROC becomes at least 2n. Later versions do not need it, and more threads than cores
-    cost time (docs/adr/0003). Memory that a step frees is kept for the next one (`AXONML_JAX_KEEP_MEMORY=0` switches
-    that off). Does nothing when JAX already runs with exactly n CPU devices. In one of several launched processes every
-    process gets n of its own, and the first says so.
+    XLA splits each product among a thread per core, or as many as the environment variable NPROC says when the backend
+    starts: before jax 0.12 it becomes at least 2n (see `pool_threads`). Memory that a step frees is kept for the next one
+    (`AXONML_JAX_KEEP_MEMORY=0` switches that off). Does nothing when JAX already runs with exactly n CPU devices. In one of
+    several launched processes every process gets n of its own, and the first says so.
 
     Args:
       n: number of devices, at least 1.
@@ -44,14 +42,15 @@ def fake_devices(n: int) -> None:
     """
     if n < 1:
         raise ValueError(f"fake_devices({n}): the number of simulated devices must be at least 1")
-    threads = _threads(n)
+    launch = _launch()
+    threads = pool_threads(n, 1 if launch is None else launch.local_size or 1)
     if not backend_started():
         os.environ |= threads
         os.environ["XLA_FLAGS"] = _with_timeouts(os.environ.get("XLA_FLAGS", ""))
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", n)
         keep_memory()
-        _tell_of_processes(n)
+        _tell_of_processes(n, launch)
         return
     devices = jax.local_devices()
     if devices[0].platform != "cpu" or len(devices) != n:
@@ -92,11 +91,14 @@ def requested_devices() -> int:
     return requested if requested >= 0 else int(forced[-1]) if forced else 1
 
 
-def _tell_of_processes(n: int) -> None:
+def _launch() -> LaunchEnvironment | None:
     try:
-        launch = launch_environment(os.environ)
+        return launch_environment(os.environ)
     except ValueError:  # what is wrong with the variables is for `init` to say, which needs them
-        return
+        return None
+
+
+def _tell_of_processes(n: int, launch: LaunchEnvironment | None) -> None:
     if launch is not None and launch.num_processes > 1 and launch.process_id == 0:
         logger.warning(
             "fake_devices(%d): this is one of %d processes that %s has launched, and each gets %d simulated devices of its "
@@ -108,19 +110,6 @@ def _tell_of_processes(n: int) -> None:
 
 def _simulated(devices):
     return len(devices) > 1 and next(iter(devices)).platform == "cpu"
-
-
-def _threads(n: int) -> dict[str, str]:
-    """The variable that XLA needs for n devices, if any."""
-    if not COLLECTIVES_HOLD_THREADS:
-        return {}
-    asked = os.environ.get("NPROC", "")
-    return {"NPROC": str(max(int(asked) if asked.isdigit() else _cores(), 2 * n))}
-
-
-def _cores() -> int:
-    """Those that this process may run on, as XLA counts them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _with_timeouts(flags):

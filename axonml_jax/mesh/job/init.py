@@ -12,6 +12,7 @@ from axonml_jax.compat.processes.coordination import coordinator_client
 from axonml_jax.compat.processes.kept_programs import keep_in_every_process
 from axonml_jax.compat.processes.platform import backend_started, only_cpu
 from axonml_jax.mesh.backend import Backend, GlooBackend, NCCLBackend, TPUBackend
+from axonml_jax.mesh.fake_devices import requested_devices
 from axonml_jax.mesh.group import DEFAULT_TIMEOUT
 from axonml_jax.mesh.job.coordinator import bind_address, host_port
 from axonml_jax.mesh.job.environment import LaunchEnvironment, launch_environment
@@ -19,6 +20,7 @@ from axonml_jax.mesh.job.gloo import use_route_to
 from axonml_jax.mesh.job.leave import leave_on_error, say_goodbye
 from axonml_jax.mesh.job.roll_call import roll_call
 from axonml_jax.mesh.kept_memory import keep_memory
+from axonml_jax.mesh.pool_threads import pool_threads
 from axonml_jax.mesh.world import MockBackend, World, local_world
 
 BACKENDS: dict[str, type[Backend]] = {
@@ -64,6 +66,8 @@ def init(
     launch = describe_launch(os.environ, coordinator, num_processes, process_id)
     if not backend_started() and only_cpu():
         keep_memory()
+        if launch is not None and launch.local_size is not None and launch.local_size > 1:
+            os.environ |= pool_threads(requested_devices(), launch.local_size)
     if launch is not None and launch.num_processes > 1:
         _check_unchanged(launch) if jax.distributed.is_initialized() else _join(launch, local_device_ids, timeout)
     chosen = BACKENDS[backend]() if isinstance(backend, str) else backend or _default_backend()
