@@ -57,7 +57,7 @@ def sides(options, file: str, strategy: str) -> dict:
         "torch, pinned": lambda: Ranks(torch, ranks, cores=cores, OMP_NUM_THREADS="1", LEARNING_RATE=rate),
         "simulated": lambda: Ranks(simulated, 1),
         "processes": lambda: Ranks(ours, ranks),
-        "processes, a thread each": lambda: Ranks(ours, ranks, NPROC="1"),
+        "processes, a thread per core": lambda: Ranks(ours, ranks, NPROC=str(len(set(cores)))),
         "processes, pinned": lambda: Ranks(ours, ranks, cores=cores),
     }
     if flag_exists(ONEDNN):
