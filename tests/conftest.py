@@ -82,11 +82,10 @@ def pytest_collection_modifyitems(config, items):
 
     AXONML_ROWS=N asks for the slow ones, all pages of the documentation, and N rows of every table; `all` for everything. The
     choice is the same on every machine and for every version; the rows of a smaller number are among those of a larger. Whoever
-    names files or tests and asks for no number gets all of them.
+    names files or tests gets all of them.
     """
     asked = os.environ.get("AXONML_ROWS", "")
-    named = config.args_source is not config.ArgsSource.TESTPATHS
-    if asked == "all" or (named and not asked):
+    if asked == "all" or config.args_source is not config.ArgsSource.TESTPATHS:
         return
     if asked and not (asked.isdecimal() and int(asked)):
         raise pytest.UsageError(f"AXONML_ROWS={asked!r}: it is a number of rows, or 'all'")
