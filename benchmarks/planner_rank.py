@@ -8,7 +8,9 @@ median error (bar: 25%), and the measured time of the planner's choice over the 
 
 import argparse
 import random
-import time
+from statistics import median
+
+from paired import alternate
 
 import axonml_jax as ax
 
@@ -35,19 +37,6 @@ def prepared(asked, one):
     for _ in range(2):
         step()
     return step
-
-
-def in_turns(steps: list, rounds: int) -> list[float]:
-    """Median seconds of each: a round takes one step of each, so that what the machine does meanwhile falls on all."""
-    import numpy as np
-
-    times = [[] for _ in steps]
-    for _ in range(rounds):
-        for step, mine in zip(steps, times, strict=True):
-            started = time.perf_counter()
-            step()
-            mine.append(time.perf_counter() - started)
-    return [float(np.median(mine)) for mine in times]
 
 
 def spearman(a: list[float], b: list[float]) -> float:
@@ -83,7 +72,7 @@ def main():
             continue  # a size that its schedule refuses
     plans = [answer.best, *drawn]
     steps = [prepared(answer.asked, one) for one in plans]
-    times = in_turns(steps, options.steps)
+    times = [median(each) for each in alternate(dict(enumerate(steps)), options.steps).values()]
     for one, took in zip(plans, times, strict=True):
         print(f"predicted {1e3 * one.price.time:8.1f} ms  measured {1e3 * took:8.1f} ms  {one.candidate}")
     told, found = [one.price.time for one in drawn], times[1:]

@@ -69,10 +69,18 @@ class Ranks:
         self._lines: list[str] = []
 
     def wait(self) -> None:
-        """Until all are about to make their next step, or have ended."""
+        """Until all are about to make their next step, or have ended.
+
+        Raises:
+          RuntimeError: when a rank failed; quotes the end of what it printed.
+        """
         for rank, worker in enumerate(self.workers):
+            lines = []
             while (line := worker.stdout.readline()) and line != READY:
-                self._lines += [line] if rank == 0 else []
+                lines.append(line)
+            if not line and worker.wait():
+                raise RuntimeError(f"rank {rank} ended with {worker.returncode}:\n{''.join(lines)[-3000:]}")
+            self._lines += lines if rank == 0 else []
 
     def step(self) -> None:
         """All make one step."""

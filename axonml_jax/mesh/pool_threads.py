@@ -9,8 +9,8 @@ def pool_threads(devices: int, processes: int = 1) -> dict[str, str]:
     """The variable to set, if any (docs/adr/0003).
 
     XLA has a thread per core. Processes that share a machine get their part of the cores each, as torchrun sets
-    OMP_NUM_THREADS; whoever set NPROC keeps it. Before jax 0.12 collectives wait in these threads, and with fewer than two
-    per device a program hangs until it is aborted.
+    OMP_NUM_THREADS; whoever set NPROC keeps it. But before jax 0.12 collectives wait in these threads, and with fewer than
+    two per device a program hangs until it is aborted: there it becomes so many at least.
 
     Args:
       devices: of this process.
