@@ -1,7 +1,6 @@
-"""The house stands as drawn: imports go down the floors, only `collectives/` communicates, rooms stay small."""
+"""The house stands as drawn: imports go down the floors, only `collectives/` communicates, functions stay short."""
 
 import ast
-import collections
 import functools
 import graphlib
 import importlib
@@ -40,7 +39,6 @@ COMMUNICATING = {
     *("ragged_all_to_all", "ppermute", "pshuffle", "pbroadcast", "psend", "precv", "pcast", "pvary"),
 }
 BANNED_NAMES = {"utils.py", "util.py", "common.py", "helpers.py", "core.py", "misc.py"}
-MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 40
 
 
@@ -202,26 +200,8 @@ def test_only_one_file_tells_constants_from_variables():
     assert looking == ["axonml_jax/compat/jaxpr.py"]
 
 
-def test_no_file_is_too_long_or_named_after_nothing():
-    long = {label(path): len(path.read_text("utf-8").splitlines()) for path in sources()}
-    assert not {name: lines for name, lines in long.items() if lines > MAX_FILE_LINES}
+def test_no_file_is_named_after_nothing():
     assert not [label(path) for path in sources() if path.name in BANNED_NAMES]
-
-
-MAX_FILES = 15
-
-
-def test_folders_are_small_and_names_have_one_meaning():
-    folders, names, classes = collections.Counter(), collections.Counter(), collections.Counter()
-    for path in modules():
-        if path.name not in ("__init__.py", "__main__.py"):
-            folders[label(path.parent)] += 1
-            names[path.name] += 1
-        public = [each.name for each in tree(path).body if isinstance(each, ast.ClassDef) and each.name[0] != "_"]
-        classes.update(public)
-    assert not {folder: count for folder, count in folders.items() if count > MAX_FILES}
-    assert not [name for name, count in names.items() if count > 1]
-    assert not [name for name, count in classes.items() if count > 1]
 
 
 def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
