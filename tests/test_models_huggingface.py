@@ -16,7 +16,13 @@ import axonml_jax as ax
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.experts_config import ExpertsConfig
 from axonml_jax.models.families.known import config_of, description_of
-from axonml_jax.models.huggingface import pretrained, read_pretrained, write_pretrained
+from axonml_jax.models.huggingface import (
+    check_pretrained,
+    load_pretrained,
+    pretrained,
+    read_pretrained,
+    write_pretrained,
+)
 from axonml_jax.models.presets import GEMMA, GPT2, preset
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
@@ -187,6 +193,48 @@ def test_arrays_that_lack_or_have_no_place_are_listed(tmp_path):
     ax.save_safetensors(file, ax.load_safetensors(file), rename={"transformer.ln_f.bias": "transformer.other"})
     with pytest.raises(ValueError, match=r"\n  ln_f\.bias: missing\n  other: has no place here"):
         read_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name, dtype", [("gpt2", np.float32), ("llama, tied", jax.numpy.bfloat16)])
+def test_a_head_beside_a_tied_embedding_is_used_or_refused(name, dtype, tmp_path):
+    pytest.importorskip("safetensors")
+    model = Transformer(CONFIGS[name], rngs=nnx.Rngs(0))
+    write_pretrained(tmp_path, CONFIGS[name], values_of(model))
+    file, rng = tmp_path / "model.safetensors", np.random.default_rng(0)
+    stored = {key: value.astype(dtype) for key, value in ax.load_safetensors(file).items()}
+    ax.save_safetensors(file, stored)
+    table = next(value for key, value in stored.items() if key.endswith(("wte.weight", "embed_tokens.weight")))
+    plain, tokens = pretrained(tmp_path), np.arange(10).reshape(2, 5)
+    ax.save_safetensors(file, stored | {"lm_head.weight": table.copy()})  # as older files have it
+    np.testing.assert_array_equal(pretrained(tmp_path)(tokens), plain(tokens))
+    check_pretrained(CONFIGS[name], tmp_path)
+
+    other = rng.normal(size=table.shape).astype(dtype)
+    last = table.copy()
+    last[-1, -1] += 1
+    for head in (last, other, other[:7]):
+        ax.save_safetensors(file, stored | {"lm_head.weight": head})
+        tied = ax.DDP(model, ax.make_mesh(data=1, devices=jax.devices()[:1]))
+        for read in (
+            lambda: pretrained(tmp_path),
+            lambda: read_pretrained(tmp_path),
+            lambda: check_pretrained(CONFIGS[name], tmp_path),
+            lambda tied=tied: load_pretrained(tied, tmp_path),
+        ):
+            with pytest.raises(
+                ValueError, match=r"head of its own, lm_head\.weight .* other than .*tie_embeddings=False"
+            ):
+                read()
+
+    ax.save_safetensors(file, stored | {"lm_head.weight": other})
+    untied = dataclasses.replace(CONFIGS[name], tie_embeddings=False)
+    check_pretrained(untied, tmp_path)
+    own = pretrained(tmp_path, tie_embeddings=False)
+    np.testing.assert_array_equal(own.head.kernel[...], other.T)
+    np.testing.assert_array_equal(own.embed.embedding[...], table)
+    parallel = ax.DDP(Transformer(untied, rngs=nnx.Rngs(5)), ax.make_mesh(data=1, devices=jax.devices()[:1]))
+    load_pretrained(parallel, tmp_path)
+    np.testing.assert_array_equal(parallel.state_dict()["head/kernel"], other.T.astype(np.float32))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ SHARD_BYTES = 5 * 10**9
 """Bytes of arrays in a file, where nothing else is said."""
 
 _MODEL = "model/"
+_HEAD = "lm_head.weight"
+_COMPARED_BYTES = 64 * 2**20
 _SHOWN = 100
 _BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 
@@ -46,7 +48,8 @@ def pretrained(folder: str | os.PathLike, **changes: Any) -> Transformer:
       changes: to the configuration, such as `param_dtype="bfloat16"` or `split="grid"`.
 
     Raises:
-      ValueError: naming every part of the model that the transformer here does not have.
+      ValueError: naming every part of the model that the transformer here does not have; or for a head in the files that is not
+        the embedding of a tied configuration: `tie_embeddings=False` uses it.
     """
     config, values = read_pretrained(folder, **changes)
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
@@ -114,8 +117,9 @@ def load_pretrained(model: Checkpointable, folder: str | os.PathLike) -> int:
     described = described_in(folder)
     leaves, family = model.checkpoint_leaves(), family_named(described["model_type"])
     stacked = any(name.startswith(f"{_MODEL}blocks/layer/") for name in leaves)
-    config = config_of(described, scan_layers=stacked)
     stored = _stored(folder)
+    own_head = {"tie_embeddings": False} if f"{_MODEL}head/kernel" in leaves and _HEAD in stored else {}
+    config = config_of(described, scan_layers=stacked, **own_head)
     every = {_MODEL + name: own for name, own in _checked(sources(family, config), stored, family, config).items()}
     others = {_MODEL + name for name in _others(config)} - every.keys() | set(filter(is_adapter, leaves))
     weights = {name: leaf.shape for name, leaf in leaves.items() if name not in others}
@@ -132,15 +136,18 @@ def load_pretrained(model: Checkpointable, folder: str | os.PathLike) -> int:
 
 
 def check_pretrained(config: TransformerConfig, folder: str | os.PathLike) -> None:
-    """Look whether a folder holds the weights of a model with this configuration; no array is read.
+    """Look whether a folder holds the weights of a model with this configuration.
+
+    No array is read, but for a tied embedding and the head that files hold beside it, which must be the same.
 
     Raises:
       ValueError: saying what of the configuration is another model's, or listing every array that does not fit.
     """
     described = described_in(folder)
-    if lines := unlike(config, config_of(described)):
+    stored, family = _stored(folder), family_named(described.get("model_type"))
+    own_head = {"tie_embeddings": False} if not config.tie_embeddings and _HEAD in stored else {}
+    if lines := unlike(config, config_of(described, **own_head)):
         raise ValueError(f"{folder} holds another model: " + "; ".join(lines))
-    stored, family = _stored(folder), family_named(described["model_type"])
     every = _checked(sources(family, config), stored, family, config)
     _refuse_shapes(folder, _shapes(config, every), every, stored)
 
@@ -193,7 +200,7 @@ def _checked(
     """The sources, all of which are there, and nothing else is."""
     wanted = dict.fromkeys(place.name for source in every.values() for place in source.places)
     missing = [name for name in wanted if name not in stored]
-    spare = {"lm_head.weight"} if config.tie_embeddings else set()
+    spare = {_HEAD} if config.tie_embeddings else set()
     unread = lambda name: name in spare or name.endswith(_BUFFERS) or name.startswith(family.unread(config))
     left = [name for name in stored if name not in wanted and not unread(name)]
     if missing or left:
@@ -201,7 +208,25 @@ def _checked(
         raise ValueError(
             f"these are not the arrays of the {family.name} that config.json describes:\n" + _listed(lines)
         )
+    if config.tie_embeddings and _HEAD in stored:
+        _refuse_other_head(stored, every["embed/embedding"].places[0].name)
     return every
+
+
+def _refuse_other_head(stored: StoredArrays, table: str) -> None:
+    """Refuse a head that is not the embedding it is tied to: the model here would be without it."""
+    head, embedding = stored[_HEAD], stored[table]
+    if head.shape == embedding.shape and len(head.shape) == 2:
+        rows = max(1, _COMPARED_BYTES // (8 * head.shape[1]))
+        starts = range(0, head.shape[0], rows)
+        parts = [(slice(start, min(start + rows, head.shape[0])), slice(None)) for start in starts]
+        if all(np.array_equal(head[part], embedding[part], equal_nan=True) for part in parts):
+            return
+    raise ValueError(
+        f"{head.file} has a head of its own, {head.name} {head.shape}, other than {embedding.name} {embedding.shape}, to which "
+        'the configuration ties it ("tie_word_embeddings" in config.json, tie_embeddings here): it would be left out. Use it '
+        "with tie_word_embeddings false (`pretrained(folder, tie_embeddings=False)`), or take it out of the files"
+    )
 
 
 @functools.lru_cache(maxsize=1)
