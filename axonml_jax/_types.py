@@ -40,5 +40,23 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
 
     >>> named_leaves({"b": 2, "a": {"c": 1}})
     {'a/c': 1, 'b': 2}
+
+    Raises:
+      ValueError: when two leaves would have one name, as those of `{"a": {"b": x}, "a/b": y}`.
     """
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    named = {path_name(path): leaf for path, leaf in leaves}
+    if len(named) < len(leaves):
+        raise ValueError(_twins([path for path, _ in leaves]))
+    return named
+
+
+def _twins(paths: list[tuple]) -> str:
+    by_name: dict[str, list[str]] = {}
+    for path in paths:
+        by_name.setdefault(path_name(path), []).append(jax.tree_util.keystr(path))
+    lines = [f"  {name}: {' and '.join(found)}" for name, found in by_name.items() if len(found) > 1]
+    return (
+        "\n".join(["leaves of a tree share a name, by which they cannot be told apart:", *lines])
+        + "\nrename one of them"
+    )

@@ -48,12 +48,13 @@ OF_THE_DISK = {
 }
 AT_A_SAVE = (
     "kill-in-save", "disk-full", "disk-full-passes", "read-only", "read-only-passes", "file-too-large-passes",
-    *IN_THE_MAIN_PROCESS,
+    "kill-in-odd-folder", *IN_THE_MAIN_PROCESS,
 )  # fmt: skip
 OTHERS = (
     "disk-full", "disk-full-passes", "read-only", "read-only-passes", "file-too-large-passes", "interrupt-launcher",
     "terminate-launcher", "kill-launcher", "terminate-rank", "flip", "truncate", "empty", "other-configuration",
     "kill-with-memory", "kill-in-copy", "port", "world-size", "master", "two-jobs", "reader",
+    "kill-in-odd-folder",
 )  # fmt: skip
 KINDS = (*ON_ONE_RANK, *GOES_ON, *OTHERS)
 
@@ -226,7 +227,18 @@ def reader(fault: Fault, job: Job) -> str:
     return rf"read={read[-1][0]} {job.digests[-1]}" if job.digests else "a digest"
 
 
+def odd_folder(fault: Fault, job: Job) -> str:
+    """The folder's path has what Orbax globs and TensorStore reads as a slash: the run goes on from what was saved there."""
+    job.folder = job.folder / "[run] *?" / "a\\b"
+    job.folder.mkdir(parents=True)
+    job.launch("kill-in-save", fault.rank, fault.step)
+    if aside := sorted(path.name for path in (job.folder / "checkpoints").glob("*.damaged")):
+        raise OSError(f"{', '.join(aside)} were whole")
+    return KILLED.format(rank=fault.rank) + r"(.|\n)*start=[1-9]"
+
+
 FAMILIES = {
+    "kill-in-odd-folder": odd_folder,
     **dict.fromkeys(("kill-with-memory", "kill-in-copy"), from_memory),
     **dict.fromkeys(("disk-full", "read-only"), at_a_disk),
     **dict.fromkeys(("disk-full-passes", "read-only-passes", "file-too-large-passes"), passing),

@@ -295,3 +295,71 @@ def test_a_mismatch_of_many_leaves_is_ten_lines_and_a_count(tmp_path):
         ax.restore(path, {f"new{n}": jnp.zeros(1) for n in range(20)} | {"w": jnp.zeros(3)})
     lines = str(caught.value).splitlines()
     assert len(lines) == 13 and lines[11] == "  ... and 41 more; in all 20 missing, 30 unexpected, 1 mismatched"
+
+
+ODD = ["a[1]", "back\\slash", "tail\\", "x*y", "q?r", "no utf-8 \udcff"]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_whatever_stands_in_a_path_what_is_saved_there_is_restored(tmp_path, odd):
+    """Orbax globs its own folder, and merges nothing, or another's; TensorStore took a backslash for a slash."""
+    (tmp_path / "xzy" / "run" / "step_00000001.saving" / "arrays.orbax-checkpoint-tmp" / "ocdbt.process_7").mkdir(
+        parents=True
+    )
+    folder, before = tmp_path / odd / "run", {path.name for path in tmp_path.iterdir()}
+    with ax.CheckpointManager(folder, every=1, keep=1) as manager:
+        for step in (1, 2):
+            manager.save(step, Weights(step))
+    alone = ax.save(tmp_path / odd / odd, {"a": np.arange(3)})
+    with ax.CheckpointManager(folder) as manager:
+        assert manager.restore(module := Weights()).step == 2 and value(module) == 2 and manager.steps == [2]
+    np.testing.assert_array_equal(ax.restore(alone, {"a": np.zeros(3, int)})["a"], np.arange(3))
+    assert {path.name for path in tmp_path.iterdir()} == {*before, odd} and names(folder) == ["step_00000002"]
+
+
+def test_names_that_orbax_takes_for_something_else_are_seen():
+    odd = ["/runs/[a", "/s3/run", "/gs", "//runs", "/runs/../a", "/a\\b/c"]
+    assert not [path for path in odd if arrays.is_plain(Path(path))]
+    assert all(arrays.is_plain(Path(path)) for path in ("/", "/runs/s3", "/runs/a b%20{#}ü..\n", "/.runs/~$x"))
+
+
+def test_arrays_that_were_not_merged_are_no_checkpoint_and_none_is_deleted_for_them(tmp_path, monkeypatch):
+    with ax.CheckpointManager(tmp_path / "[run]", every=1, keep=1, asynchronous=False) as manager:
+        manager.save(1, Weights(1))
+        monkeypatch.setattr(arrays, "is_plain", lambda folder: True)
+        with pytest.raises(OSError, match=r"\[run\]/step_00000002 failed: what was written there lacks model/w"):
+            manager.save(2, Weights(2))
+        monkeypatch.undo()
+        assert names(tmp_path / "[run]") == ["step_00000001"] and manager.restore(Weights()).step == 1
+
+
+def test_where_no_link_can_be_made_nothing_is_written_and_nothing_called_damaged(tmp_path, monkeypatch):
+    path = ax.save(tmp_path / "[a]" / "run" / "step_00000001", Weights(1))
+    with ax.CheckpointManager(path.parent, every=1) as manager, monkeypatch.context() as patch:
+        patch.setattr(arrays, "_rooms", list)
+        with pytest.raises(OSError, match="no folder for temporary files takes one"):
+            manager.restore(Weights())
+        for act in (lambda: ax.CheckpointManager(tmp_path / "[b]"), lambda: ax.save(tmp_path / "[b]", Weights())):
+            with pytest.raises(ValueError, match=r"\[b\] has one of .* or set TMPDIR"):
+                act()
+        with pytest.raises(ValueError, match="no folder for temporary files"):
+            ax.CheckpointManager(f"file://{tmp_path}/c", staging=tmp_path / "[b]")
+    assert names(tmp_path) == ["[a]"] and names(path.parent) == ["step_00000001"]
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_what_somebody_has_put_where_a_checkpoint_is_made_is_named_and_what_it_leads_to_stays(tmp_path, kind):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "data").write_text("mine")
+    place = tmp_path / "run.saving"
+    place.symlink_to(tmp_path / "theirs") if kind == "link" else place.write_text("mine")
+    with pytest.raises(OSError, match=rf"run\.saving, where it is made, is a {kind} of somebody's: remove that, or"):
+        ax.save(tmp_path / "run", Weights())
+    assert os.path.lexists(place)
+    (tmp_path / "step_00000001").symlink_to(tmp_path / "theirs")
+    (tmp_path / "step_00000002").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError, match="step_00000002 exists already"):
+        ax.save(tmp_path / "step_00000002", Weights())
+    with ax.CheckpointManager(tmp_path, every=1, keep=1, asynchronous=False) as manager:
+        manager.save(2, Weights(2))
+    assert names(tmp_path) == ["step_00000002", "theirs"] and (tmp_path / "theirs" / "data").read_text() == "mine"

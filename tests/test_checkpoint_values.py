@@ -1,5 +1,6 @@
 """What a checkpoint may be told: steps, metrics and words as numbers of Python, NumPy or JAX; all else is refused at once."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from flax import nnx
 
 import axonml_jax as ax
+from axonml_jax.checkpoint.manifest import Manifest
 
 
 class Weights(nnx.Module):
@@ -56,3 +58,54 @@ def test_what_a_checkpoint_cannot_keep_is_refused_before_anything_starts(tmp_pat
         with pytest.raises(kind, match=said):
             manager.save(**{"step": 1, "state": Weights(), **options})
         assert not (tmp_path / "run").exists()
+
+
+STATES = {
+    "text and functions": (
+        {"a": np.ones(2), "b": {"c": "words", "d": jnp.sin}},
+        TypeError,
+        r"kinds as arrays:\n  b/c: str\d+\n  b/d: object\n.*plain values, such as text, go into about=",
+    ),
+    "times": ({"a": np.array(["2026-01-01"], "datetime64[D]")}, TypeError, r"a: datetime64\[D\]"),
+    "numbers no file can hold": ({"a": np.ones(2, jnp.uint4), "b": 2**70}, TypeError, r"a: uint4\n  b: object"),
+    "twins": (
+        {"a": {"b": np.ones(2)}, "a/b": np.zeros(2), "c": np.ones(1)},
+        ValueError,
+        r"they cannot be told apart:\n  a/b: \['a'\]\['b'\] and \['a/b'\]\nrename one",
+    ),
+    "twins in files": ({"a": np.ones(2), "a/": np.zeros(2)}, ValueError, r"would share one file:\n  'a' and 'a/'"),
+    "no text": ({"\udcff": np.ones(2)}, ValueError, r"these are not:\n  '\\udcff'"),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_arrays_that_a_checkpoint_cannot_keep_are_named_before_anything_starts(tmp_path, case):
+    state, kind, said = STATES[case]
+    with pytest.raises(kind, match=said):
+        ax.save(tmp_path / "run", state)
+    assert not list(tmp_path.iterdir())
+
+
+def test_odd_names_of_arrays_and_the_kinds_that_files_hold_are_kept(tmp_path):
+    names = ["", ".", "..", "a/0", "a\0b", "b\\c", "%2f ü", "c//"]
+    kinds = ["bool", "int4", "uint8", "float16", "bfloat16", "float8_e4m3fn", "complex64", "int64"]
+    state = {name: np.arange(6).reshape(2, 3).astype(jnp.dtype(kind)) for name, kind in zip(names, kinds, strict=True)}
+    found = ax.restore(ax.save(tmp_path / "run", state), {name: np.zeros_like(each) for name, each in state.items()})
+    assert all((found[name] == state[name]).all() and found[name].dtype == state[name].dtype for name in names)
+
+
+def test_a_state_of_only_empty_arrays_is_kept(tmp_path):
+    """Orbax wrote nothing, and its own file was then missing."""
+    path = ax.save(tmp_path / "run", {"a": jnp.zeros((0, 3)), "b": np.zeros((2, 0), np.int8)})
+    found = ax.restore(path, {"a": jnp.ones((0, 3)), "b": np.ones((2, 0), np.int8)})
+    assert found["a"].shape == (0, 3) and found["b"].shape == (2, 0)
+
+
+def test_an_entry_that_the_arrays_lack_is_damage(tmp_path):
+    """It was restored as the integer 0."""
+    path = ax.save(tmp_path / "run", {"a": np.ones(2)})
+    said = Manifest.read(path)
+    dataclasses.replace(said, entries={**said.entries, "b": said.entries["a"]}).write(path)
+    for like in (np.zeros(2), jnp.zeros(2)):
+        with pytest.raises(ax.DamagedCheckpoint, match="the arrays lack b"):
+            ax.restore(path, {"a": np.zeros(2), "b": like})

@@ -227,6 +227,14 @@ def test_copies_and_checkpoints_lie_apart(tmp_path):
     for wrong in (tmp_path / "run" / "checkpoints", tmp_path, tmp_path / "run" / "checkpoints" / "copies"):
         with pytest.raises(ValueError, match="lie one within the other: copies need a place of their own"):
             ax.CheckpointManager(tmp_path / "run" / "checkpoints", mirror=f"file://{wrong}")
+    for odd, said in (
+        ("back\\slash", "a backslash"),
+        ("a/../b", r"one of \.\. \."),
+        ("a?b", "without . and #"),
+        ("\udcff", "no UTF-8"),
+    ):
+        with pytest.raises(ValueError, match=said):  # copies went into back/slash, or nowhere
+            ax.CheckpointManager(tmp_path / "run", mirror=f"file://{tmp_path}/{odd}")
     flags = ["--name=mine", f"--output.dir={tmp_path}", f"--checkpoint.mirror=file://{tmp_path}/mine/checkpoints"]
     with pytest.raises(ConfigError, match="lie one within the other"):
         run(read_config("train", [QUICKSTART, *SMALL, *flags]))

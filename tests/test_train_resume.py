@@ -41,7 +41,7 @@ SPEED = Throughput(tokens_per_step=100, flops_per_token=10.0, num_devices=1)
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with a text; runs go beside it."""
-    folder = tmp_path_factory.mktemp("resume")
+    folder = tmp_path_factory.mktemp("resume[1]")  # Orbax globs its folder
     (folder / "text").mkdir()
     for name, words in (("a.txt", "the cat sat on the mat. "), ("b.txt", "the dog sat on the log. ")):
         (folder / "text" / name).write_text(words * 60)

@@ -79,11 +79,14 @@ class Saving:
                 "file system that all processes share"
             )
         self._unstarted: Exception | None = None
+        self._links, self._written_at = contextlib.ExitStack(), self._unfinished
         try:
-            arrays.start_writing(saver, self._unfinished / ARRAYS, leaves)
+            self._written_at = self._links.enter_context(arrays.plain_name(self._unfinished))
+            arrays.start_writing(saver, self._written_at / ARRAYS, leaves)
         except (OSError, ValueError) as error:
             self._unstarted = error  # told in `wait`, by all processes alike
         except BaseException:
+            self._links.close()
             self._abandon()
             raise
         self._thread = threading.Thread(target=self._finish, name=f"checkpoint {folder.name}")
@@ -116,7 +119,7 @@ class Saving:
             self._owner = Ownership(record_of(self.folder), self.folder)
         try:
             self._owner.check()
-            if self.folder.exists() and not replace:
+            if os.path.lexists(self.folder) and not replace:
                 raise FileExistsError(
                     f"{self.folder} exists already: choose another name, or replace it with replace=True"
                 )
@@ -136,6 +139,8 @@ class Saving:
             self._abandon()
         else:
             self._let_go()
+        finally:
+            self._links.close()
 
     def _write(self) -> None:
         """Until all processes have written their arrays; when one cannot, the same error in all."""
@@ -143,16 +148,19 @@ class Saving:
             if self._unstarted is not None:
                 raise self._unstarted
             self._saver.wait_until_finished()
-        except Exception as error:
+        except Exception as raised:
+            error = arrays.by_its_name(raised, self._written_at, self._unfinished)
             whole = self._team.not_written(error)
-            if whole is error:
+            if whole is raised:
                 raise
-            raise whole from error
+            raise whole from raised
 
     def _commit(self) -> None:
         """In the main process, when all arrays of all processes are on disk."""
         error = None
         try:
+            if lost := arrays.lacking(self._unfinished / ARRAYS, self._manifest.entries):
+                raise OSError(f"what was written there lacks {', '.join(lost)}: save to another folder")
             manifest = dataclasses.replace(self._manifest, files=checksums(self._unfinished))
             manifest.write(self._unfinished)
             sync(self._unfinished)
@@ -211,12 +219,12 @@ class Saving:
 def put_in_place(unfinished: Path, folder: Path) -> None:
     """Give a finished checkpoint its name; one that had it is kept until then, and found by `tidy` after a crash."""
     old = folder.with_name(folder.name + REPLACED)
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    if os.path.lexists(folder):
+        _delete(old)
         folder.rename(old)
     unfinished.rename(folder)
     sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _delete(old)
 
 
 def tidy(parent: Path) -> None:
@@ -244,9 +252,18 @@ def remove(folder: Path) -> None:
     """Delete a checkpoint; one that is half deleted when the process dies is none any more."""
     doomed = folder if folder.name.endswith(SAVING) else folder.with_name(folder.name + SAVING)
     if doomed != folder:
-        shutil.rmtree(doomed, ignore_errors=True)
+        _delete(doomed)
         folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """A folder with all that is in it; of a link to one the link, and not what it leads to."""
+    if path.is_symlink() or path.is_file():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def take_over(parent: Path, damaged: list[Path]) -> Ownership:
@@ -274,6 +291,9 @@ def put_aside(folders: list[Path]) -> None:
 
 def _make_empty(folder: Path) -> None:
     """Make a folder and write a little into it: on a disk that is full already no process begins."""
+    if folder.is_symlink() or folder.is_file():
+        kind = "link" if folder.is_symlink() else "file"
+        raise OSError(f"{folder}, where it is made, is a {kind} of somebody's: remove that, or choose another name")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:

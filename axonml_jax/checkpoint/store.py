@@ -83,7 +83,7 @@ def save(
             place = os.fspath(path)
             write_to(place, team, write, replace=replace, verify=verify)
         else:
-            place = Path(path).absolute()
+            place = _plainly(path)
             write(place)
     return place
 
@@ -118,7 +118,7 @@ def restore(
     if wrong := [each for each in accept if each not in DIFFERENCES] + [accept] * isinstance(accept, str):
         raise ValueError(f"accept={wrong[0]!r}: give a collection of {', '.join(map(repr, DIFFERENCES))}")
     team = Team()
-    place = read_from(os.fspath(path), team) if is_url(path) else nullcontext(Path(path).absolute())
+    place = read_from(os.fspath(path), team) if is_url(path) else nullcontext(_plainly(path))
     with place as folder, closing(arrays.checkpointer(team)) as saver:
         manifest = checked_manifest(folder, team)
         return load(folder, manifest, like, saver, team, step=step, data=data, part=part, accept=accept)
@@ -170,9 +170,11 @@ def load(
 def _compare(folder: Path, team: Team, failed: Exception | None) -> None:
     """Raise in every process what has failed in one: its writer may have removed the checkpoint before one has read it."""
     said = "" if failed is None else str(failed) or repr(failed)
-    heard = team.tell_all(f"read {folder}", [said, folder.exists()])
-    lines = [f"  {ARRAYS}: {text}" for text, _ in heard if text]
-    if lines and not all(there for _, there in heard):
+    heard = team.tell_all(f"read {folder}", [said, folder.exists(), isinstance(failed, arrays.NoPlainName)])
+    lines = [f"  {ARRAYS}: {text}" for text, _, _ in heard if text]
+    if unread := [text for text, _, no_name in heard if no_name]:
+        raise OSError(unread[0]) from failed  # nothing is wrong with the checkpoint
+    if lines and not all(there for _, there, _ in heard):
         raise FileNotFoundError(f"{folder} was removed while it was read: its writer keeps others") from failed
     if lines:
         raise DamagedCheckpoint("\n".join([f"{folder} is damaged:", *lines])) from failed
@@ -224,6 +226,12 @@ def checked_manifest(folder: Path, team: Team) -> Manifest:
     return manifest
 
 
+def _plainly(path: str | os.PathLike) -> Path:
+    folder = Path(path).absolute()
+    arrays.require_plain(folder)
+    return folder
+
+
 @functools.cache
 def _versions() -> dict[str, str]:
     return {name: version(name) for name in PACKAGES}
@@ -252,7 +260,7 @@ def manifest_of(
     kept = {"processes": jax.process_count(), "versions": _versions()}
     return Manifest(
         step=step,
-        entries={name: arrays.entry_of(leaf) for name, leaf in leaves.items()},
+        entries=arrays.entries_of(leaves),
         data=plain("the data position", data.state_dict()) if data is not None else None,
         metrics={name: number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()},
         about={**plan, **kept, SAVED_AT: time.time(), **plain("about", about or {})},

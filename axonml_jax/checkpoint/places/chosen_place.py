@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from axonml_jax.checkpoint.arrays import require_plain
 from axonml_jax.checkpoint.keeping.retention import Retention
 from axonml_jax.checkpoint.places.at_url import AtUrl
 from axonml_jax.checkpoint.places.in_folder import InFolder
@@ -41,6 +42,7 @@ def place_of(
         if mirror is not None:
             raise ValueError(f"mirror={mirror!r} copies a folder of checkpoints, and {url} is a URL: leave mirror out")
         store, folder = ObjectStore(url), staging_of(url, staging)
+        require_plain(folder)
         lie_apart(store, folder, f"{url} and {folder}, where checkpoints are made", "give another staging=")
         return AtUrl(store, folder, rules, verify=verify, team=team)
     folder = Path(given)
@@ -51,6 +53,7 @@ def place_of(
             f"staging={os.fspath(staging)!r} is for checkpoints at a URL, and {folder} is a folder: leave it out"
         )
     folder = folder.absolute()
+    require_plain(folder)
     copies = None if mirror is None else Mirror(ObjectStore(mirror), folder, rules, verify=verify)
     return InFolder(folder, rules, copies, team)
 

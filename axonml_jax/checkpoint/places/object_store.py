@@ -140,7 +140,15 @@ def _spec_of(url: str, whole: bool) -> dict[str, Any]:
         or parts.query
         or parts.fragment
     ):
-        raise ValueError(f"{url!r} must be s3://bucket/path, gs://bucket/path or file:///folder")
+        raise ValueError(f"{url!r} must be s3://bucket/path, gs://bucket/path or file:///folder, without ? and #")
+    try:
+        url.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{url!r} is no UTF-8, which object stores take names in: give another path") from None
+    if driver == "file" and ("\\" in path or ({"..", ".", ""} & set(path.split("/")) and path)):
+        raise ValueError(  # TensorStore takes a backslash for a slash, and the copies would lie elsewhere
+            f"{url!r} has a backslash or one of .. . // in its path, which are not taken there: give the path without them"
+        )
     if driver == "file":
         return {"driver": "file", "path": f"/{path}/" if path else "/"}
     spec = {"driver": driver, "bucket": parts.netloc, "path": path and f"{path}/"}
