@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,7 +17,9 @@ from axonml_jax.launch.commands.describe import _placed, check_own
 from axonml_jax.launch.config.read_config import as_dict, read_config
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.job.run_setup import lay_ground
+from axonml_jax.launch.job.text_task import load_data
 from axonml_jax.launch.own.own_data import read_own
+from axonml_jax.launch.own.own_loss import logits_loss
 
 NNX = {"class_path": "own_parts.Net", "init_args": {"width": 8}}
 LINEN = {"class_path": "own_parts.LinenNet", "init_args": {"width": 8}}
@@ -176,6 +179,28 @@ def test_a_model_of_ones_own_on_text_takes_the_cross_entropy_of_its_logits(write
     assert main(["train", path, *ALLOWED, *positions, *allowed]) == 0, capsys.readouterr().err
     again = [line["loss"] for line in recorded(tmp_path / "other" / "run")]
     np.testing.assert_allclose(again, [line["loss"] for line in found], rtol=2e-5)
+
+
+def test_negative_targets_of_ones_own_data_are_ignored_and_ids_beyond_the_vocabulary_are_refused(write):
+    batch = {"tokens": np.arange(6).reshape(1, 6), "targets": np.array([[1, -100, 2, -1, 0, 3]])}
+    logits = np.random.default_rng(0).normal(size=(1, 6, 4))
+    loss = logits_loss(lambda tokens: jnp.asarray(logits), batch)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    np.testing.assert_allclose(
+        loss.total, -sum(log_p[0, i, t] for i, t in enumerate(batch["targets"][0]) if t >= 0), rtol=1e-6
+    )
+    assert loss.weight == 4
+    model = {"vocab_size": 32, "num_layers": 1, "hidden_size": 8, "num_heads": 1, "max_length": 8}
+    for beyond in (0, 32):
+        data = {"class_path": "own_parts.ids", "init_args": {"n": 32, "beyond": beyond}, "valid": COLUMNS["valid"]}
+        config = read_config("train", [write(model=model, loss=None, data=data)], imports=["own_parts"])
+        ground = lay_ground(config)
+        batches = iter(load_data(config, ground.own, ground.mesh).train)
+        if not beyond:
+            assert next(batches)["targets"].shape == (16, 8)
+            continue
+        with pytest.raises(ValueError, match=r"targets: up to \d+, but model.vocab_size=32: ids must be below it"):
+            [next(batches) for _ in range(2)]
 
 
 def test_a_model_of_ones_own_is_asked_for_its_order_of_positions_before_lengths_are_checked(write, tmp_path, capsys):

@@ -9,6 +9,9 @@ from jax.extend.core import jaxprs_in_params
 from tensor_cases import EMBED, LINEAR, WHOLE, P, assert_equals_one_device, make_mesh, normal
 
 from axonml_jax.ledger import collectives_in
+from axonml_jax.models.lm_loss import cross_entropy
+from axonml_jax.parallel.tensor.bound_axes import degree
+from axonml_jax.parallel.tensor.megatron.chunked_cross_entropy import chunked_cross_entropy
 from axonml_jax.parallel.tensor.megatron.cross_entropy import vocab_parallel_cross_entropy
 from axonml_jax.parallel.tensor.megatron.embedding import VocabParallelEmbedding
 
@@ -73,6 +76,92 @@ def test_ids_that_no_rank_holds_give_nan_as_in_flax(vocabulary):
     np.testing.assert_array_equal(got, layer(ids))
     with pytest.raises(ValueError, match="integers, not float"):
         on_mesh(lambda table: layer_with(layer, table)(jnp.zeros(3)), 1, (P("tensor"),))(layer.embedding[...])
+
+
+VOCABULARY = 12
+TARGETS = np.array([0, 11, -1, 5, -100, 3, 7, 3])
+
+
+def plain_losses(logits, targets, smoothing=0.0, ignore=None):
+    """By `log_softmax` alone, which JAX differentiates."""
+    soft = (1 - smoothing) * jax.nn.one_hot(targets, VOCABULARY) + smoothing / VOCABULARY
+    counted = (targets >= 0) & (targets != ignore)
+    return jnp.where(counted, -jnp.sum(soft * jax.nn.log_softmax(logits), axis=-1), 0)
+
+
+def losses_of(form, logits, targets, ignore=None, smoothing=0.0):
+    """Of logits as they are (this rank's), or as a chunked loss makes them of a table that is the identity."""
+    if form == "whole":
+        return vocab_parallel_cross_entropy(logits, targets, label_smoothing=smoothing, ignore_label=ignore)
+    table, ranks = jnp.eye(VOCABULARY), degree("tensor")
+    if ranks > 1:
+        words = VOCABULARY // ranks
+        table = jax.lax.dynamic_slice_in_dim(table, jax.lax.axis_index("tensor") * words, words, 1)
+    return chunked_cross_entropy(logits, table, targets, chunk=2, words_dim=1, ignore_label=ignore)
+
+
+def values_and_gradients(cases, ranks, logits):
+    """Of every case (form, targets, options) the losses, and the gradient of a weighted sum of them by the logits."""
+
+    def both(whole, split):
+        found = []
+        for form, targets, options in cases:
+            fn = lambda x, form=form, targets=targets, options=options: losses_of(form, x, targets, **options)
+            weighted = lambda x, fn=fn: jnp.sum(fn(x) * jnp.linspace(0.5, 2.0, len(x)))
+            logits = split if form == "whole" else whole
+            found.append((fn(logits), jax.grad(weighted)(logits)))
+        return found
+
+    if ranks == 1:
+        return jax.jit(both)(logits, logits)
+    split = P(None, "tensor")
+    specs = [(P(), split if form == "whole" else P()) for form, _, _ in cases]
+    return on_mesh(both, ranks, (P(), split), specs)(logits, logits)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_losses_and_gradients_are_those_of_log_softmax_and_negative_targets_are_ignored(ranks):
+    large = np.where(np.arange(8) == 0, 200, TARGETS)  # what is ignored may lie beyond the vocabulary
+    cases = [
+        ("whole", TARGETS, {}), ("whole", TARGETS, {"smoothing": 0.3}), ("whole", large, {"smoothing": 0.1, "ignore": 200}),
+        ("chunked", TARGETS, {"ignore": 3}), ("chunked", large, {"ignore": 200}),
+    ]  # fmt: skip
+    logits = normal(len(TARGETS), VOCABULARY) * 5
+    for found, (_, targets, options) in zip(values_and_gradients(cases, ranks, logits), cases, strict=True):
+        losses, vjp = jax.vjp(lambda x, t=targets, o=options: plain_losses(x, t, **o), logits)
+        np.testing.assert_allclose(found[0], losses, rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(found[1], vjp(jnp.linspace(0.5, 2.0, len(targets)))[0], rtol=1e-12, atol=1e-14)
+        total, weight = cross_entropy(logits, targets, options.get("ignore", -1))
+        if "smoothing" not in options:
+            np.testing.assert_allclose(total, losses.sum(), rtol=1e-12)
+        assert weight == np.sum((targets >= 0) & (targets != options.get("ignore")))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_target_beyond_the_vocabulary_is_nan_and_refused_where_it_is_known(ranks):
+    logits = normal(4, VOCABULARY)
+    ids = [np.array([3, 12, 0, 200], np.uint8), np.array([3, 12, -1, 2**31 - 1])]
+    cases = [(form, each, {}) for form in ("whole", "chunked") for each in ids]
+    traced = lambda logits, given: values_and_gradients(
+        [(form, each, {}) for (form, _, _), each in zip(cases, given, strict=True)], ranks, logits
+    )
+    found = jax.jit(traced)(logits, [each for _, each, _ in cases])
+    for (losses, grads), (form, each, _) in zip(found, cases, strict=True):
+        lost = np.asarray(each >= VOCABULARY)
+        np.testing.assert_array_equal(np.isnan(losses), lost)
+        np.testing.assert_array_equal(np.isnan(grads).all(1), lost)
+        np.testing.assert_array_equal(np.isnan(grads).any(1), lost)
+        said = rf"2 of 4 targets lie beyond the vocabulary of 12, the largest is {each.max()}"
+        with pytest.raises(ValueError, match=said):
+            losses_of(form, logits, each)
+        with pytest.raises(ValueError, match=said):
+            cross_entropy(logits, each)
+
+
+def test_large_targets_of_an_unsigned_type_do_not_turn_negative():
+    with jax.enable_x64(False):
+        losses = jax.jit(vocab_parallel_cross_entropy)(jnp.zeros((2, 4)), jnp.array([2**32 - 1, 1], jnp.uint32))
+    assert np.isnan(losses[0]) and np.isfinite(losses[1])
 
 
 def layer_with(layer, table):

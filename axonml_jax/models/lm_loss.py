@@ -14,13 +14,21 @@ def cross_entropy(
 
     Args:
       logits: [..., v] (v vocabulary), or this rank's [..., v/n].
-      targets: integer [...], token ids below v.
-      ignore: positions whose target is this value count for nothing.
+      targets: integer [...], token ids below v. Positions of negative ones count for nothing.
+      ignore: one more target that counts for nothing.
       axis: the mesh axes that split the logits where they are bound (`VOCABULARY_AXES` for the transformer); none: whole.
 
     Returns:
-      (total, weight): scalars in at least float32.
+      (total, weight): scalars in at least float32; the total is NaN where a target is v or more.
+
+    Raises:
+      ValueError: a target is v or more, where values are known.
     """
-    counted = targets != ignore
     losses = vocab_parallel_cross_entropy(logits, targets, axis, ignore_label=ignore)
-    return jnp.sum(losses), jnp.sum(counted, dtype=losses.dtype)
+    return jnp.sum(losses), jnp.sum(counted(targets, ignore), dtype=losses.dtype)
+
+
+def counted(targets: jax.Array, ignore: int = -1) -> jax.Array:
+    """Which targets count for something: neither negative nor `ignore`; booleans of their shape."""
+    known = targets >= 0
+    return known if ignore < 0 else known & (targets != ignore)

@@ -19,7 +19,7 @@ from axonml_jax.models.layers import (
     make_positions,
     make_vocabulary,
 )
-from axonml_jax.models.lm_loss import cross_entropy
+from axonml_jax.models.lm_loss import counted, cross_entropy
 from axonml_jax.models.stack import Stack
 from axonml_jax.parallel.context.context_split import context_positions, current_split
 from axonml_jax.parallel.experts.parallel_moe import ParallelMoE
@@ -154,8 +154,8 @@ class Transformer(nnx.Module):
 
         Args:
           tokens: integer [b, s].
-          targets: integer [b, s]: the token after each position.
-          ignore: positions whose target is this value count for nothing.
+          targets: integer [b, s]: the token after each position. Positions of negative ones count for nothing.
+          ignore: one more target that counts for nothing.
           segment_ids: integer [b, s], where rows hold several documents: a position sees those of its own number only.
           positions: integer [b, s]: where in its document each token is; None: where in its row.
 
@@ -207,7 +207,7 @@ class Transformer(nnx.Module):
             ignore_label=ignore,
             softcap=self.config.logit_softcap,
         )
-        return jnp.sum(losses), jnp.sum(targets != ignore, dtype=losses.dtype)
+        return jnp.sum(losses), jnp.sum(counted(targets, ignore), dtype=losses.dtype)
 
     def extend(self, tokens: jax.Array, caches: list[Cache]) -> tuple[jax.Array, list[Cache]]:
         """Logits of positions after those in the caches, one cache per block; without sequence parallelism.

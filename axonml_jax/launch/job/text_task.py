@@ -1,6 +1,6 @@
 """The model, the loss and the data of a run on text."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from axonml_jax._types import PyTree
+from axonml_jax.data.collate import stack_samples
 from axonml_jax.data.documents.tokenizer import load_tokenizer
 from axonml_jax.data.loader import DataLoader, create_dataloader
 from axonml_jax.data.streams.stream_feed import NoBatch
@@ -157,6 +158,8 @@ def _load_own(config: RunConfig, split: OwnSplit, mesh: Mesh) -> TextData:
             "as data of no known length is not divided; give data.valid, or leave them out"
         )
     options: Any = {"plan": config.build_plan()}
+    if isinstance(config.model, TransformerConfig) and config.loss.class_path is None:
+        options["collate"] = Words(config.model.vocab_size)
     try:
         loader = create_dataloader(
             split.train, size, mesh, seed=train.seed, num_workers=config.data.num_workers, **options
@@ -169,6 +172,35 @@ def _load_own(config: RunConfig, split: OwnSplit, mesh: Mesh) -> TextData:
     sizes = length_of(split.train), length_of(split.valid)
     known = None if sizes[1] is None else min(train.eval_batches or sizes[1] // size, sizes[1] // size)
     return TextData(loader, valid, known or train.eval_batches, None, None, sizes, "sample")
+
+
+@dataclass(frozen=True)
+class Words:
+    """`stack_samples` of token ids, where the model's vocabulary is known: what lies beyond it would make the loss NaN.
+
+    Attributes:
+      vocabulary: how many token ids the model has.
+    """
+
+    vocabulary: int
+
+    def __call__(self, samples: Sequence) -> PyTree:
+        """Samples as arrays.
+
+        Raises:
+          ValueError: tokens or targets lie beyond the vocabulary.
+        """
+        batch = stack_samples(samples)
+        ids = {name: batch[name] for name in ("tokens", "targets") if isinstance(batch, dict) and name in batch}
+        beyond = [
+            f"{name}: up to {most}" for name, each in ids.items() if (most := each.max(initial=-1)) >= self.vocabulary
+        ]
+        if beyond:
+            raise ValueError(
+                f"data: {', '.join(beyond)}, but model.vocab_size={self.vocabulary}: ids must be below it (negative targets "
+                "are ignored). Set model.vocab_size to the tokenizer's size, or mend the data"
+            )
+        return batch
 
 
 def valid_batches(data: TextData) -> Generator[PyTree, None, None]:

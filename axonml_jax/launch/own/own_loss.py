@@ -5,13 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import optax
 
 from axonml_jax._types import PyTree
-from axonml_jax.data.documents.packed_row import IGNORED
 from axonml_jax.launch.config.sections.own_config import LossConfig
 from axonml_jax.launch.objects.named_object import find, made_by
 from axonml_jax.model.loss import WeightedMean
+from axonml_jax.models.lm_loss import cross_entropy
 
 
 def logits_loss(model: Any, batch: PyTree) -> WeightedMean:
@@ -20,11 +19,8 @@ def logits_loss(model: Any, batch: PyTree) -> WeightedMean:
     What else the batch has beside `tokens` and `targets` (`segment_ids`, `positions`) is given by name.
     """
     more = {name: value for name, value in batch.items() if name not in ("tokens", "targets")}
-    logits, counted = model(batch["tokens"], **more), batch["targets"] != IGNORED
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), jnp.where(counted, batch["targets"], 0)
-    )
-    return WeightedMean(jnp.sum(losses * counted), jnp.sum(counted.astype(jnp.float32)))
+    logits = model(batch["tokens"], **more)
+    return WeightedMean(*cross_entropy(logits.astype(jnp.float32), batch["targets"]))
 
 
 def own_loss(config: LossConfig) -> Callable[[Any, PyTree], Any]:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from axonml_jax.data.documents.packed_row import IGNORED
 from axonml_jax.data.loader import DataLoader
 from axonml_jax.launch.commands.saved.saved_run import saved_run
 from axonml_jax.launch.config.run_config import ConfigError
@@ -24,6 +23,7 @@ from axonml_jax.launch.job.run_setup import all_or_refuse
 from axonml_jax.launch.job.text_task import from_start, load_data, read_data
 from axonml_jax.launch.own.subject import loss_of
 from axonml_jax.logging import print0
+from axonml_jax.models.lm_loss import counted
 from axonml_jax.sharding.place import to_host
 
 
@@ -89,7 +89,7 @@ def _counted(batches: Iterator[Any], targets: list[float], own: bool) -> Iterato
     """The batches, whose numbers of targets (of one's own data: of examples) are added to a list: packed documents differ."""
 
     def number(batch: Any) -> Any:
-        return len(jax.tree.leaves(batch)[0]) if own else jnp.sum(batch["targets"] != IGNORED)
+        return len(jax.tree.leaves(batch)[0]) if own else jnp.sum(counted(batch["targets"]))
 
     count = jax.jit(number)
     for batch in batches:

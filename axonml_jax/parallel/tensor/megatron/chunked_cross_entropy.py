@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.collectives.gradients.pairs import copy_to, split_to
-from axonml_jax.collectives.primitives import axis_index, gather_whole, max_over, scatter_sum, sum_over
+from axonml_jax.collectives.primitives import axis_index, axis_size, gather_whole, max_over, scatter_sum, sum_over
 from axonml_jax.collectives.varying import vary_like
 from axonml_jax.compat.barrier import together
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.parallel.tensor.bound_axes import bound, vary_alike
+from axonml_jax.parallel.tensor.megatron.cross_entropy import as_counted, refuse_beyond
 from axonml_jax.parallel.tensor.megatron.softcap import capped
 from axonml_jax.parallel.tensor.products.region import SEQUENCE_DIM
 from axonml_jax.parallel.tensor.whole.split_loss import Form, split_loss
@@ -40,29 +41,32 @@ def chunked_cross_entropy(
       x: [..., s, h] (s sequence, h hidden size), the same on every rank; with `sequence_parallel` [..., s/n, h].
       table: [h, v/n] or [v/n, h] (v vocabulary), this rank's words; all of them where the axis is not bound, and what is
         made of the parameter of a layer that `auto_parallelize` swapped.
-      targets: integers [..., s], below v, the same on every rank.
+      targets: integers [..., s], the same on every rank. Positions of negative ones have loss 0 and no gradient.
       axis: the mesh axis of n ranks that splits the vocabulary.
       chunk: words whose logits are there at once; the last chunk may be shorter.
       words_dim: which dim of the table is v.
       sequence_parallel: x is this rank's part of the sequence.
-      ignore_label: positions whose target is this value have loss 0 and no gradient.
+      ignore_label: one more target to ignore so.
       softcap: holds the logits between -softcap and softcap by a hyperbolic tangent; None: nothing does.
 
     Returns:
-      [..., s], the same on every rank, in at least float32; logits are computed in it from x and table as they are.
+      [..., s], the same on every rank, in at least float32; logits are computed in it from x and table as they are. A target
+      of v or more has no loss: it is NaN, and so is its gradient.
 
     Raises:
-      ValueError: when shapes do not fit, chunk is below 1, or the table is whole on every rank although the axis is bound and
-        no layer was swapped. In a `shard_map` of your own with `check_vma=False` nothing can tell.
+      ValueError: when shapes do not fit, chunk is below 1, a target is v or more (where values are known), or the table is
+        whole on every rank although the axis is bound and no layer was swapped. In a `shard_map` of your own with
+        `check_vma=False` nothing can tell.
 
     Communicates: as `vocab_parallel_cross_entropy` and the layer that makes its logits.
     """
     axes = bound(axis)
     _check(x, table, targets, chunk, words_dim, softcap)
-    targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
+    if not axes:
+        refuse_beyond("chunked_cross_entropy", targets, table.shape[words_dim], ignore_label)
+    targets = as_counted(targets, ignore_label)
     form = _form(axes, chunk, words_dim % 2, bool(axes) and sequence_parallel, targets.ndim, softcap)
-    losses = split_loss(form, table, x, targets)
-    return losses if ignore_label is None else jnp.where(targets == ignore_label, 0, losses)
+    return split_loss(form, table, x, targets)
 
 
 @cache
@@ -156,7 +160,7 @@ def _losses(chunks, x, table, targets):
 
 
 def _forward(chunks: _Chunks, x, table, targets):
-    """The losses, and what the backward needs: softmax = exp(logits - normalizer)."""
+    """The losses, and what the backward needs: softmax = exp(logits - normalizer), NaN where no word is the target."""
     rows = chunks.whole(x)
 
     def step(state, words, first):
@@ -172,15 +176,17 @@ def _forward(chunks: _Chunks, x, table, targets):
     if chunks.axes:
         own, highest = highest, max_over(highest, chunks.axes)
         total, chosen = sum_over(jnp.stack([total * jnp.exp(own - highest), chosen]), chunks.axes)
-    normalizer = highest + jnp.log(total)
-    return (normalizer - chosen).reshape(targets.shape), (x, table, targets, normalizer)
+    words = table.shape[chunks.dim] * (axis_size(chunks.axes) if chunks.axes else 1)
+    normalizer = jnp.where(targets.reshape(-1) < words, highest + jnp.log(total), jnp.nan)
+    losses = (normalizer - chosen).reshape(targets.shape)
+    return jnp.where(targets < 0, 0, losses), (x, table, targets, normalizer)
 
 
 def _backward(chunks: _Chunks, saved, ct):
     x, table, targets, normalizer = saved
     if chunks.sequence:  # the barrier keeps XLA from finding the forward's gather, and keeping its result
         x, ct = together((x, ct))
-    rows, scale = chunks.whole(x), ct.reshape(-1, 1)
+    rows, scale = chunks.whole(x), jnp.where(targets < 0, 0, ct).reshape(-1, 1)
 
     def step(state, words, first):
         of_rows, of_table = state

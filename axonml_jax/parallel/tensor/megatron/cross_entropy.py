@@ -4,6 +4,8 @@ from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from axonml_jax.collectives.primitives import axis_index, axis_size, max_over, sum_over
 from axonml_jax.mesh.axes import AxisNames
@@ -23,19 +25,20 @@ def vocab_parallel_cross_entropy(
 
     Args:
       logits_shard: [..., v/n], this rank's block of the vocabulary; [..., v] where the axis is not bound.
-      targets: integers [...], below v, the same on every rank.
+      targets: integers [...], the same on every rank. Positions of negative ones have loss 0 and no gradient (they still count
+        as positions: divide by how many remain).
       axis: the mesh axis of n ranks that splits the vocabulary; of several those that are bound count.
       label_smoothing: e in [0, 1): the target distribution is 1 - e on the target plus e spread evenly over all v.
-      ignore_label: positions whose target is this value have loss 0 and no gradient (they still count as positions:
-        divide by how many remain).
+      ignore_label: one more target to ignore so, such as a class.
 
     Returns:
-      [...], the same on every rank, in at least float32.
+      [...], the same on every rank, in at least float32. A target of v or more has no loss: it is NaN, and so is its gradient.
 
     Raises:
-      ValueError: when shapes do not fit, label_smoothing is outside [0, 1), or the logits are whole on every rank although
-        the axis is bound. In a model whose layers `auto_parallelize` swapped they may be whole. In a `shard_map` of your own
-        with `check_vma=False` nothing can tell.
+      ValueError: when shapes do not fit, label_smoothing is outside [0, 1), a target is v or more (where values are known:
+        they are not while a program is traced), or the logits are whole on every rank although the axis is bound. In a model
+        whose layers `auto_parallelize` swapped they may be whole. In a `shard_map` of your own with `check_vma=False` nothing
+        can tell.
 
     Communicates: forward a maximum and a sum of two (with smoothing three) numbers per token; nothing backward. What is
     kept for the backward is the logits shard as given and one number per token.
@@ -47,11 +50,42 @@ def vocab_parallel_cross_entropy(
         )
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing={label_smoothing} is outside [0, 1)")
-    # Compare in a type that holds the vocabulary: targets may be uint8.
+    axes = bound(axis)
+    if not axes:
+        refuse_beyond("vocab_parallel_cross_entropy", targets, logits_shard.shape[-1], ignore_label)
+    targets = as_counted(targets, ignore_label)
+    return split_loss(_form(axes, float(label_smoothing), targets.ndim), logits_shard, targets)
+
+
+def as_counted(targets: jax.Array, ignore_label: int | None) -> jax.Array:
+    """Targets in a signed type that holds the vocabulary (they may be uint8), those that do not count negative."""
+    if jnp.issubdtype(targets.dtype, jnp.unsignedinteger):  # large ones would turn negative
+        targets = jnp.minimum(targets, min(jnp.iinfo(targets.dtype).max, jnp.iinfo(jnp.int32).max))
     targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
-    form = _form(bound(axis), float(label_smoothing), targets.ndim)
-    losses = split_loss(form, logits_shard, targets)
-    return losses if ignore_label is None else jnp.where(targets == ignore_label, 0, losses)
+    return targets if ignore_label is None or ignore_label < 0 else jnp.where(targets == ignore_label, -1, targets)
+
+
+def refuse_beyond(name: str, targets: jax.Array, vocabulary: int, ignore_label: int | None) -> None:
+    """Refuse targets beyond the vocabulary where their values are known.
+
+    Args:
+      name: of the loss, for the message.
+      targets: integers.
+      vocabulary: v.
+      ignore_label: one that may lie beyond it.
+
+    Raises:
+      ValueError: with the largest.
+    """
+    if isinstance(targets, Tracer) or (isinstance(targets, jax.Array) and not targets.is_fully_addressable):
+        return
+    known = np.asarray(targets)
+    beyond = (known >= vocabulary) & (True if ignore_label is None else known != ignore_label)
+    if beyond.any():
+        raise ValueError(
+            f"{name}: {beyond.sum()} of {known.size} targets lie beyond the vocabulary of {vocabulary}, the largest is "
+            f"{known[beyond].max()}. Targets are token ids or classes from 0 to {vocabulary - 1}; negative ones are ignored"
+        )
 
 
 @cache
@@ -75,7 +109,7 @@ def _cross_entropy(logits, targets, axes, smoothing):
 
 
 def _forward(logits, targets, axes, smoothing):
-    """The losses, and what the backward needs: softmax = exp(logits - normalizer)."""
+    """The losses, and what the backward needs: softmax = exp(logits - normalizer), NaN where no word is the target."""
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     highest = jnp.max(wide, axis=-1)
     highest = max_over(highest, axes) if axes else highest
@@ -84,11 +118,11 @@ def _forward(logits, targets, axes, smoothing):
     chosen = jnp.sum(jnp.where(_is_target(logits, targets, axes), shifted, 0), axis=-1)
     parts = [jnp.sum(jnp.exp(shifted), axis=-1), chosen, *([jnp.sum(shifted, axis=-1)] if smoothing else [])]
     sums = sum_over(jnp.stack(parts), axes) if axes else jnp.stack(parts)
-    log_sum = jnp.log(sums[0])
+    log_sum = jnp.where(targets < _vocabulary(logits, axes), jnp.log(sums[0]), jnp.nan)
     losses = log_sum - sums[1]
     if smoothing:
         losses = (1 - smoothing) * losses + smoothing * (log_sum - sums[2] / _vocabulary(logits, axes))
-    return losses, (logits, targets, highest + log_sum)
+    return jnp.where(targets < 0, 0, losses), (logits, targets, highest + log_sum)
 
 
 def _backward(axes, smoothing, saved, ct):
@@ -97,7 +131,7 @@ def _backward(axes, smoothing, saved, ct):
     softmax = jnp.exp(wide - normalizer[..., None])
     even = smoothing / _vocabulary(logits, axes)
     grad = softmax - jnp.where(_is_target(logits, targets, axes), 1 - smoothing + even, even)
-    return (grad * ct[..., None]).astype(logits.dtype), None
+    return (grad * jnp.where(targets < 0, 0, ct)[..., None]).astype(logits.dtype), None
 
 
 _cross_entropy.defvjp(_forward, _backward)
