@@ -189,9 +189,9 @@ def test_what_cannot_be_evaluated_is_refused(evaluated, plain):
 def test_prompts_of_any_length_are_read_by_few_programs(evaluated, monkeypatch):
     read, plain = set(), parallel_generate._Extend.__call__
 
-    def extend(self, tokens, caches):
+    def extend(self, tokens, caches, starts):
         read.add((tokens.shape[1], caches is not None))
-        return plain(self, tokens, caches)
+        return plain(self, tokens, caches, starts)
 
     monkeypatch.setattr(parallel_generate._Extend, "__call__", extend)
     evaluated.generate_until(asked(*(("x" * n, {"max_gen_toks": 1}) for n in (3, 5, 7, 9, 11, 13, 14, 15))))

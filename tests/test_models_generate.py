@@ -102,6 +102,88 @@ def test_every_plan_writes_the_tokens_of_one_device(name):
     np.testing.assert_array_equal(ax.generate(parallel, PROMPTS, 6, key, temperature=0.0, window=5), slid)
 
 
+UNEQUAL = [[7], [1, 2, 3, 4, 5], [4, 5, 6]]
+
+
+def padded(side, value=0):
+    """(tokens, mask) as a tokenizer makes them."""
+    rows = np.full((3, 5), value)
+    mask = np.array([[(i < len(row)) if side == "right" else i >= 5 - len(row) for i in range(5)] for row in UNEQUAL])
+    rows[mask] = np.concatenate(UNEQUAL)
+    return rows, mask.astype(np.int64)
+
+
+def alone(model, length, window=16):
+    """What is new in each prompt that is continued by itself, by a model that sees the whole text anew for every token."""
+    model.eval()
+    logits_of, options = jax.jit(lambda tokens: model(tokens)), {"temperature": 0.0, "window": window}
+    rows = [generate(logits_of, [row], length, jax.random.key(1), **options)[0, len(row) :] for row in UNEQUAL]
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "config", [LLAMA, GPT2, GPT_OSS, GEMMA, DEEPSEEK], ids=["llama", "gpt2", "gpt-oss", "gemma", "deepseek"]
+)
+def test_prompts_of_unequal_length_are_continued_as_each_alone(config):
+    model, key = make(config), jax.random.key(1)
+    wanted = alone(model, 6)
+    for each in (model, Plain(model)):
+        text = generate(each, UNEQUAL, 6, key, temperature=0.0)
+        np.testing.assert_array_equal(text[:, 5:], wanted)
+        np.testing.assert_array_equal(text[0, :5], [0, 0, 0, 0, 7])
+    if config is GPT2:  # past the window, in which the longest slides first
+        slid = generate(model, UNEQUAL, 6, key, temperature=0.0, window=6)
+        np.testing.assert_array_equal(slid[:, 5:], alone(model, 6, window=6))
+
+
+UNEQUAL_ROWS = {
+    "tensor": (LLAMA, {"data": 2, "tensor": 4}),
+    "data and fsdp": (GPT2, {"data": 3, "fsdp": 2}),
+    "rows that divide": (GEMMA, {"data": 1, "fsdp": 3, "tensor": 2}),
+    "latents": (DEEPSEEK, {"data": 1, "expert": 2, "tensor": 2}),
+    "3-D": (dataclasses.replace(LLAMA, split="grid"), {"data": 1, "row": 2, "col": 2}),
+    "context": (LLAMA, {"data": 1, "context": 2}),
+    "pipeline": (dataclasses.replace(LLAMA, num_layers=2, param_dtype="float32"), {"pipe": 2}),
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL_ROWS)
+def test_masks_of_padding_on_either_side_are_right_under_every_plan(name):
+    config, degrees = UNEQUAL_ROWS[name]
+    model, key = make(config), jax.random.key(1)
+    pipelined = "pipe" in degrees
+    mesh = mesh_of(**degrees)
+    parallel = ax.Pipeline(model, mesh, num_microbatches=1) if pipelined else ax.parallelize(model, mesh)
+    wanted = alone(model, 4)
+    for side in ("left", "right"):
+        tokens, mask = padded(side, value=-100)  # no word: nothing may read it
+        text = ax.generate(parallel, tokens, 4, key, mask=mask, temperature=0.0)
+        np.testing.assert_array_equal(text[:, 5:], wanted)
+        np.testing.assert_array_equal(text[:, :5], padded("left", value=-100)[0])
+
+
+@pytest.mark.parametrize("name", ["module", "wrapped", "pipeline"])
+def test_prompts_that_are_none_are_refused_by_name(name):
+    model = WRITERS[name](make(dataclasses.replace(LLAMA, num_layers=1 + (name == "pipeline"), param_dtype="float32")))
+    for tokens, mask, said in (
+        ([[1, 3], [16, 2]], None, r"tokens 16 \(prompt 1, place 0\) .*: the model has 16, 0 to 15"),
+        ([[1, 3], [2, -1]], None, r"tokens -1 \(prompt 1, place 1\) are no words of the vocabulary"),
+        (np.array([[1, 2**32 + 1]]), None, r"tokens 4294967297 \(prompt 0, place 1\) are no words of the vocabulary"),
+        ([[1.5, 2.0]], None, "tokens are float64: give integers"),
+        ([[True, False]], None, "tokens are bool: give integers"),
+        ([[1], []], None, r"tokens have shape \[\(1,\), \(0,\)\]: give \[batch, prompt\]"),
+        ([[1, 2]], [[0, 0]], r"mask of prompts \[0\] is no single stretch of ones"),
+        ([[1, 2, 3]], [[1, 0, 1]], r"mask of prompts \[0\] is no single stretch of ones"),
+        ([[1, 2]], [[1]], r"mask has shape \(1, 1\), tokens \(1, 2\)"),
+        ([[1, 2], [3]], [[1, 1], [1, 0]], "mask is given for prompts of several lengths"),
+    ):
+        with pytest.raises(ValueError, match="generate: .*" + said):
+            ax.generate(model, tokens, 2, jax.random.key(0), mask=mask)
+    function = lambda tokens: jax.nn.one_hot(tokens, 4)
+    with pytest.raises(ValueError, match=r"tokens 4 \(prompt 0, place 1\) .* the model has 4, 0 to 3"):
+        ax.generate(function, [[1, 4]], 2, jax.random.key(0))
+
+
 def test_other_models_are_called_on_a_window():
     parallel = ax.parallelize(Plain(make(GPT2)), mesh_of(data=3, tensor=2))
     one = generate(parallel.module, PROMPTS, 3, jax.random.key(0))

@@ -13,6 +13,7 @@ from axonml_jax.collectives.primitives import gather_whole
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.model.functional import Variables
 from axonml_jax.models.generation import generate as models
+from axonml_jax.models.generation.prompts import checked_prompts
 from axonml_jax.models.generation.sampling import Sampling
 from axonml_jax.models.layers import VOCABULARY_AXES
 from axonml_jax.parallel.adapted import reading_adapted
@@ -29,6 +30,7 @@ def generate(
     length: int,
     key: jax.Array,
     *,
+    mask: Any = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -43,9 +45,12 @@ def generate(
     Args:
       model: a causal NNX module, a `ParallelModel` (any facade) of the reference transformer or of another causal model whose
         calls map tokens [b, w] to logits [b, w, v], or a function that does.
-      tokens: integer [b, p], the prompts, the same in every process.
+      tokens: integer [b, p], the prompts, or a list of prompts of any lengths, p that of the longest; the same in every
+        process.
       length: number of new tokens.
       key: random key.
+      mask: [b, p], true or 1 where a token is of its prompt: the `attention_mask` of a tokenizer that pads on the left or on
+        the right. Every prompt is continued as it would be alone. None: all tokens are.
       temperature: divides the logits; 0 takes the most likely token.
       top_k: draw among so many of the most likely tokens (Fan et al. 2018); None: among all.
       top_p: draw among the fewest most likely tokens with this probability together (Holtzman et al. 2020); None: among all.
@@ -53,36 +58,39 @@ def generate(
       after_token: called with the text so far [b, p + n] after every token, in every process; a true result ends it.
 
     Returns:
-      int32 [b, p + length], prompts included; fewer tokens where `after_token` has ended it.
+      int32 [b, p + length], prompts included, all of which end in column p - 1, so that what is new is `[:, p:]`: what is
+      before a shorter one is its padding, zeros where a list was given. Fewer columns where `after_token` has ended it.
 
     Raises:
-      ValueError: for prompts or options that cannot work, such as more positions at once than the model's `max_length`.
+      ValueError: for prompts or options that cannot work, such as tokens outside the vocabulary, or more positions at once than
+        the model's `max_length`.
     """
     if not isinstance(model, ParallelModel):
         drawn: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        return models.generate(model, tokens, length, key, window=window, after_token=after_token, **drawn)
+        return models.generate(model, tokens, length, key, mask=mask, window=window, after_token=after_token, **drawn)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    most = models.longest(model._functional.abstract_module)
-    text = models.checked_prompts(tokens, length, sampling, window, most)
+    text, starts = checked_prompts(tokens, mask, length, sampling, window, model._functional.abstract_module)
     width = window or text.shape[1] + length
-    with follow(model, width) as after:
+    with follow(model, width, starts) as after:
         return models.continued(after, text, length, key, sampling, after_token)
 
 
 @contextmanager
-def follow(model: ParallelModel, width: int, *, in_pieces: bool = False) -> Iterator[Callable[[np.ndarray], jax.Array]]:
+def follow(
+    model: ParallelModel, width: int, starts: np.ndarray | None = None, *, in_pieces: bool = False
+) -> Iterator[models.Cached | models.Windowed]:
     """What gives the logits [b, v] after a growing text [b, s], of at most so many positions at once, in eval mode.
 
     Args:
       model: a causal one.
       width: positions.
-      in_pieces: see `Cached`.
+      starts, in_pieces: see `Cached`.
     """
     if hasattr(model._functional.abstract_module, "extend") and model._placement.stages is None:
-        yield models.Cached(_Extend(model, width), width, in_pieces=in_pieces)
+        yield models.Cached(_Extend(model, width), width, starts, in_pieces=in_pieces)
         return
     with evaluating(model):
-        yield models.Windowed(even_logits(model), width)
+        yield models.Windowed(even_logits(model), width, starts)
 
 
 @contextmanager
@@ -116,39 +124,41 @@ class _Extend:
         self.model, self.room = model, room
         self.compiled = model._program(("extend", room), lambda: Compiled(self._whole, model.mesh))
 
-    def __call__(self, tokens: np.ndarray, caches: Any) -> tuple[jax.Array, Any]:
-        model = self.model
-        given = place(np.asarray(tokens, np.int32), self._rows(tokens.shape[0]), model.mesh)
-        return self.compiled(model.values, given, caches)
+    def __call__(self, tokens: np.ndarray, caches: Any, starts: np.ndarray | None) -> tuple[jax.Array, Any]:
+        model, rows = self.model, self._rows(tokens.shape[0])
+        given = place(np.asarray(tokens, np.int32), rows, model.mesh)
+        begins = None if starts is None else place(starts, rows, model.mesh)
+        return self.compiled(model.values, given, caches, begins)
 
     def _rows(self, count: int) -> PartitionSpec:
         """Prompts are split over the batch axes where they divide, else every rank continues all."""
         layout = self.model._placement.batch_layout
         return PartitionSpec(layout.rows) if count % layout.row_degree == 0 else PartitionSpec()
 
-    def _whole(self, variables: Variables, tokens: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
+    def _whole(self, variables: Variables, tokens: jax.Array, caches: Any, starts: Any) -> tuple[jax.Array, Any]:
         placement, rest, view = self.model._placement, self.model._rest, self.model._functional
         rows, specs = self._rows(tokens.shape[0]), rest.specs(variables)
         heads = next((axis for axis in ("tensor", "row") if placement.degrees.get(axis, 1) > 1), None)
-        held = view.abstract_module.cache_specs(*(rows or (None,)), heads)
+        padded = starts is not None or (caches is not None and caches[0].starts is not None)
+        held = view.abstract_module.cache_specs(*(rows or (None,)), heads, *((True,) if padded else ()))
         mode = forward_mode(placement, training=False)
 
-        def extend(read: Variables, tokens: jax.Array, caches: Any):
+        def extend(read: Variables, tokens: jax.Array, caches: Any, starts: Any):
             with placement.inside(whole=placement.position_axes):
                 bound_model = view.bind(read, jax.random.key(0), mode)
-                logits, caches = models.extended(bound_model, tokens, caches, self.room)
+                logits, caches = models.extended(bound_model, tokens, caches, self.room, starts)
             axes = bound(VOCABULARY_AXES)
             return (gather_whole(logits, axes, -1, invarying=True) if axes else logits), caches
 
-        def local(variables: Variables, tokens: jax.Array, caches: Any):
+        def local(variables: Variables, tokens: jax.Array, caches: Any, starts: Any):
             call = partial(reading_float8, partial(reading_adapted, extend, view), mode.precision)
-            return rest.read(call, view, rest.enter(variables), tokens, caches)
+            return rest.read(call, view, rest.enter(variables), tokens, caches, starts)
 
         return jax.shard_map(
             local,
             mesh=self.model.mesh,
-            in_specs=(specs, rows, None if caches is None else held),
+            in_specs=(specs, rows, None if caches is None else held, None if starts is None else rows),
             out_specs=(rows, held),
             axis_names=placement.manual_axes,
             check_vma=False,
-        )(variables, tokens, caches)
+        )(variables, tokens, caches, starts)

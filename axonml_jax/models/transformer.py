@@ -27,7 +27,7 @@ from axonml_jax.parallel.experts.router_values import RouterValues
 from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
 from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
 from axonml_jax.parallel.tensor.latent.latent_cache import LatentCache
-from axonml_jax.parallel.tensor.megatron.attend import WHOLE, KVCache, Packed
+from axonml_jax.parallel.tensor.megatron.attend import WHOLE, KVCache, Packed, places_after
 from axonml_jax.parallel.tensor.megatron.chunked_cross_entropy import chunked_cross_entropy
 from axonml_jax.parallel.tensor.megatron.sequence import split_sequence
 from axonml_jax.parallel.tensor.megatron.softcap import capped
@@ -219,30 +219,37 @@ class Transformer(nnx.Module):
         Returns:
           (logits as from a call, the caches with s more positions).
         """
-        x, kept = self._embedded(tokens, caches[0].length + context_positions(tokens.shape[1])), []
+        length, starts = caches[0].length, caches[0].starts
+        x, kept = self._embedded(tokens, places_after(length, starts, context_positions(tokens.shape[1]))), []
         for block, cache in zip(self.blocks, caches, strict=True):
             x, cache = block.extend(x, cache)
             kept.append(cache)
         return self._logits(x), kept
 
-    def empty_caches(self, batch: int, room: int) -> list[Cache]:
+    def empty_caches(self, batch: int, room: int, starts: jax.Array | None = None) -> list[Cache]:
         """One cache per block with room for so many positions, of the heads that this rank computes.
+
+        Args:
+          batch: rows.
+          room: positions.
+          starts: integer [batch], how many positions of padding each row begins with; None: none.
 
         Raises:
           ValueError: for more room than `max_length`.
         """
         self._check_length(room)
-        return [block.attention.empty_cache(batch, room) for block in self.blocks]
+        return [block.attention.empty_cache(batch, room, starts) for block in self.blocks]
 
-    def cache_specs(self, rows: Any, heads: str | None) -> list[Cache]:
+    def cache_specs(self, rows: Any, heads: str | None, padded: bool = False) -> list[Cache]:
         """How the caches lie on a mesh.
 
         Args:
           rows: the axes that split sequences, as an entry of a spec.
           heads: the axis that splits heads.
+          padded: whether they have `starts`.
         """
         one: Any = self.blocks.layer if isinstance(self.blocks, Stack) else self.blocks[0]
-        return [one.attention.cache_specs(rows, heads)] * len(self.blocks)
+        return [one.attention.cache_specs(rows, heads, padded)] * len(self.blocks)
 
     def _hidden(
         self, tokens: jax.Array, packed: Packed, prefetch: Prefetch | None = None

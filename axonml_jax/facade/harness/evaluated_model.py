@@ -11,7 +11,8 @@ from axonml_jax.facade.harness.asked_generation import Asked, Continuation
 from axonml_jax.facade.harness.token_scores import Row, score_rows, windows
 from axonml_jax.facade.parallel_generate import follow
 from axonml_jax.facade.parallel_model import ParallelModel
-from axonml_jax.models.generation.generate import continued, longest
+from axonml_jax.models.generation.generate import continued
+from axonml_jax.models.generation.prompts import longest
 
 
 class EvaluatedModel:

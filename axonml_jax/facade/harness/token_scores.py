@@ -9,6 +9,7 @@ import numpy as np
 
 from axonml_jax.facade.parallel_generate import evaluating, even_logits
 from axonml_jax.facade.parallel_model import ParallelModel
+from axonml_jax.models.generation.prompts import foreign_words
 from axonml_jax.sharding.place import to_host
 
 SHORTEST = 32
@@ -37,13 +38,19 @@ def score_rows(model: ParallelModel, rows: Sequence[Row], *, batch_size: int, lo
       rows: of at least two tokens and at most `longest + 1`, of which at most all but the first are scored.
       batch_size: rows at a time.
       longest: positions that the model sees at most.
+
+    Raises:
+      ValueError: for tokens beyond the model's vocabulary.
     """
     scores: list[Score | None] = [None] * len(rows)
     with evaluating(model):
         logits_of = even_logits(model)
         for numbers in _batches(rows, batch_size):
             tokens, targets, counted = _arrays([rows[n] for n in numbers], batch_size, longest)
-            sums, greedy = to_host(_scores(logits_of(tokens), targets, counted))
+            logits = logits_of(tokens)
+            if wrong := foreign_words((rows[n].tokens for n in numbers), logits.shape[-1]):
+                raise ValueError(f"scores: {wrong[0]}")
+            sums, greedy = to_host(_scores(logits, targets, counted))
             for n, total, best in zip(numbers, sums.tolist(), greedy.tolist(), strict=False):
                 scores[n] = Score(total, best)
     return [score for score in scores if score is not None]

@@ -15,7 +15,7 @@ from axonml_jax.parallel.tensor.dropout import ParallelDropout
 from axonml_jax.parallel.tensor.latent.latent_cache import LatentCache
 from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 from axonml_jax.parallel.tensor.latent.whole_linear import WholeLinear
-from axonml_jax.parallel.tensor.megatron.attend import WHOLE, Packed, attend, rotate
+from axonml_jax.parallel.tensor.megatron.attend import WHOLE, Packed, attend, places_after, rotate
 from axonml_jax.parallel.tensor.megatron.attention import mixed_heads
 from axonml_jax.parallel.tensor.megatron.attentions import ATTENTIONS
 from axonml_jax.parallel.tensor.megatron.column import ColumnParallelLinear
@@ -127,23 +127,30 @@ class LatentAttention(nnx.Module):
         mixed = mixed_heads(query, key, value, packed.segment_ids, causal=True, **how)
         return self.out(mixed.reshape(*mixed.shape[:-2], -1))
 
-    def cache_specs(self, rows: Any, heads: str | None) -> LatentCache:
+    def cache_specs(self, rows: Any, heads: str | None, padded: bool = False) -> LatentCache:
         """How a cache lies on a mesh: a PartitionSpec for each of its arrays, which are whole whatever splits heads.
 
         Args:
           rows: the axes that split sequences, as an entry of a spec.
           heads: the axis that splits heads.
+          padded: whether it has `starts`.
         """
         part: Any = PartitionSpec(rows)
         length: Any = PartitionSpec()
-        return LatentCache(part, part, length)
+        return LatentCache(part, part, length, part if padded else None)
 
-    def empty_cache(self, batch: int, room: int) -> LatentCache:
-        """A cache with room for so many positions."""
+    def empty_cache(self, batch: int, room: int, starts: jax.Array | None = None) -> LatentCache:
+        """A cache with room for so many positions.
+
+        Args:
+          batch: rows.
+          room: positions.
+          starts: integer [batch], how many positions of padding each row begins with; None: none.
+        """
         layer, sizes = self.key_value_down, (self.latent.kv_rank, self.latent.rotary_size)
         dtype = layer.kernel.dtype if layer.dtype is None else layer.dtype
         latent, turned = (jnp.zeros((batch, room, size), dtype) for size in sizes)
-        return LatentCache(latent, turned, jnp.zeros((), jnp.int32))
+        return LatentCache(latent, turned, jnp.zeros((), jnp.int32), starts)
 
     def extend(self, x: jax.Array, cache: LatentCache) -> tuple[jax.Array, LatentCache]:
         """The same for s more positions after those in a cache, without making the keys and values of these.
@@ -158,16 +165,18 @@ class LatentAttention(nnx.Module):
         Returns:
           ([b, s, h], the cache with s more positions).
         """
-        start = cache.length
-        plain, turned = self._queries(x, start, None)
+        start, starts = cache.length, cache.starts
+        places = None if starts is None else places_after(start, starts, context_positions(x.shape[1]))
+        plain, turned = self._queries(x, start, places)
         latent, shared = self._latents(x)
-        cache = cache.extended(latent, self._turned(shared[..., None, :], start, None)[..., 0, :])
+        cache = cache.extended(latent, self._turned(shared[..., None, :], start, places)[..., 0, :])
         kernel, _ = self.key_value.columns()
         plain, turned, kernel = self.key_value.promote_dtype((plain, turned, kernel), dtype=self.key_value.dtype)
         to_key, to_value = jnp.split(self._per_head(kernel), [self.latent.plain_size], axis=-1)
         query = jnp.concatenate([jnp.einsum("bsnd,rnd->bsnr", plain, to_key), turned], -1)
         key = jnp.concatenate([cache.latent, cache.turned], -1)[:, :, None]
-        read = attend(query, key, cache.latent[:, :, None], causal=True, start=start, scale=self.scale)
+        rules = {"start": start, "starts": starts, "scale": self.scale}
+        read = attend(query, key, cache.latent[:, :, None], causal=True, **rules)
         mixed = jnp.einsum("bsnr,rne->bsne", read, to_value)
         return self.out(mixed.reshape(*mixed.shape[:-2], -1)), cache
 

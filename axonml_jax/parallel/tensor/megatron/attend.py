@@ -38,16 +38,29 @@ class KVCache:
       key: [b, t, k, d].
       value: [b, t, k, d].
       length: how many positions are filled, an integer scalar.
+      starts: integer [b], the first position of each row that is none of padding; None: 0 of all.
     """
 
     key: jax.Array
     value: jax.Array
     length: jax.Array
+    starts: jax.Array | None = None
 
     def extended(self, key: jax.Array, value: jax.Array) -> "KVCache":
         """With s more positions, [b, s, k, d] each; the caller sees to it that there is room."""
         write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), self.length, axis=1)
-        return KVCache(write(self.key, key), write(self.value, value), self.length + key.shape[1])
+        return KVCache(write(self.key, key), write(self.value, value), self.length + key.shape[1], self.starts)
+
+
+def places_after(start: jax.Array, starts: jax.Array | None, places: jax.Array) -> jax.Array:
+    """Where in their texts s more positions are, [s], or [b, s] of rows that begin at several; those of padding count as 0.
+
+    Args:
+      start: how many positions are before them.
+      starts: [b], where rows begin; None: all at 0.
+      places: [s], 0 to s - 1.
+    """
+    return start + places if starts is None else jnp.maximum(start + places - starts[:, None], 0)
 
 
 def attend(
@@ -57,6 +70,7 @@ def attend(
     *,
     causal: bool,
     start: int | jax.Array | None = None,
+    starts: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     window: int | None = None,
     sinks: jax.Array | None = None,
@@ -75,6 +89,7 @@ def attend(
       value: [..., t, k, e] (e size of a head's values).
       causal: a position sees none after it.
       start: position of the first query among the keys; None: the last query is at the last key.
+      starts: integer [...], the first key of each row that is seen; None: the first of all.
       segment_ids: integer [..., s], for as many keys as queries: a query sees the keys of its own segment only.
       window: of causal attention: how many positions one sees, itself among them; None: all before it.
       sinks: [n], a score of every head that takes its part of the softmax and stands for no key (Xiao et al. 2023).
@@ -96,6 +111,9 @@ def attend(
         ahead = jnp.arange(positions) - (first + jnp.arange(length)[:, None])
         visible = ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
         scores = jnp.where(visible, scores, jnp.finfo(wide).min)
+    if starts is not None:
+        begun = jnp.arange(positions) >= starts[..., None]
+        scores = jnp.where(begun[..., None, None, None, :], scores, jnp.finfo(wide).min)
     if segment_ids is not None:
         together = segment_ids[..., :, None] == segment_ids[..., None, :]
         scores = jnp.where(together[..., None, None, :, :], scores, jnp.finfo(wide).min)

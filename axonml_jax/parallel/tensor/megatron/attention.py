@@ -13,7 +13,7 @@ from axonml_jax.parallel.context.context_attention import context_attention
 from axonml_jax.parallel.context.context_split import context_positions, current_split
 from axonml_jax.parallel.tensor.bound_axes import degree
 from axonml_jax.parallel.tensor.dropout import ParallelDropout
-from axonml_jax.parallel.tensor.megatron.attend import WHOLE, KVCache, Packed, attend, rotate
+from axonml_jax.parallel.tensor.megatron.attend import WHOLE, KVCache, Packed, attend, places_after, rotate
 from axonml_jax.parallel.tensor.megatron.attentions import ATTENTIONS
 from axonml_jax.parallel.tensor.megatron.fused_attention import PLATFORMS, attention_kernel, fused_attention, in_context
 from axonml_jax.parallel.tensor.megatron.head_norm import HeadNorm
@@ -166,23 +166,31 @@ class TensorParallelAttention(nnx.Module):
         )
         return own
 
-    def cache_specs(self, rows: Any, heads: str | None) -> KVCache:
+    def cache_specs(self, rows: Any, heads: str | None, padded: bool = False) -> KVCache:
         """How a cache lies on a mesh: a PartitionSpec for each of its arrays.
 
         Args:
           rows: the axes that split sequences, as an entry of a spec.
           heads: the axis that splits heads.
+          padded: whether it has `starts`.
         """
         part: Any = PartitionSpec(rows, None, heads)
         length: Any = PartitionSpec()
-        return KVCache(part, part, length)
+        starts: Any = PartitionSpec(rows) if padded else None
+        return KVCache(part, part, length, starts)
 
-    def empty_cache(self, batch: int, room: int) -> KVCache:
-        """A cache of this rank's key and value heads with room for so many positions."""
+    def empty_cache(self, batch: int, room: int, starts: jax.Array | None = None) -> KVCache:
+        """A cache of this rank's key and value heads with room for so many positions.
+
+        Args:
+          batch: rows.
+          room: positions.
+          starts: integer [batch], how many positions of padding each row begins with; None: none.
+        """
         heads = max(1, self.kv_heads // degree(self.split_axis))
         shape = (batch, room, heads, self.head_size)
         dtype = self.key.kernel.dtype if self.key.dtype is None else self.key.dtype
-        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32), starts)
 
     def extend(self, x: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """The same for s more positions after those in a cache of this rank's key and value heads; for causal attention.
@@ -194,10 +202,12 @@ class TensorParallelAttention(nnx.Module):
         Returns:
           ([b, s, h], the cache with s more positions).
         """
-        query, key, value = self._heads(x, cache.length)
-        start, cache = cache.length, cache.extended(key, value)
+        start, starts = cache.length, cache.starts
+        places = None if starts is None else places_after(start, starts, context_positions(x.shape[1]))
+        query, key, value = self._heads(x, start, positions=places)
+        cache = cache.extended(key, value)
         rules = {"window": self.window, "sinks": self._sinks(), "scale": self.scale, "softcap": self.softcap}
-        mixed = attend(query, cache.key, cache.value, causal=True, start=start, **rules)
+        mixed = attend(query, cache.key, cache.value, causal=True, start=start, starts=starts, **rules)
         return self.out(mixed.reshape(*mixed.shape[:-2], -1)), cache
 
     def _heads(
