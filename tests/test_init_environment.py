@@ -157,6 +157,13 @@ def test_arguments_of_init_and_variables_describe_one_job(case):
         ({}, ("c:1", 2, 2), "process_id=2 of num_processes=2"),
         ({}, ("c", 2, 1), "host:port"),
         (TORCHRUN, (None, 2, None), "process_id=3 of num_processes=2"),
+        (TORCHRUN | {"MASTER_PORT": "99999"}, (None,) * 3, "variables of torchrun name is 'node0:99999'.* 1 to 65535"),
+        (TORCHRUN | {"MASTER_PORT": "65535", "TORCHELASTIC_USE_AGENT_STORE": "True"}, (None,) * 3, "port 65536"),
+        ({}, ("c:0", 2, 1), "the coordinator is 'c:0'.* port 0 must be"),
+        ({}, ("c:", 2, 1), "port '' must be"),
+        ({}, (":1", 2, 1), "host:port"),
+        ({}, ("a..b:1", 2, 1), "'a..b' cannot be the name of a machine"),
+        (TORCHRUN | {"WORLD_SIZE": str(2**31)}, (None,) * 3, "fewer than 2147483648 processes"),
     ],
 )
 def test_arguments_of_init_that_describe_no_job_are_refused(environ, arguments, word):

@@ -131,7 +131,8 @@ def test_the_roll_call_ends_when_all_are_there_in_whatever_order(order):
 
 ROLLS = {
     "some missing": ([(0, 5), (2, 5), (3, 5)], TimeoutError, r"process\(es\) \[1, 4\] never arrived within 0.6 s"),
-    "coordinator missing": ([(1, 2)], TimeoutError, r"process\(es\) \[0\] never arrived"),
+    "coordinator missing": ([(1, 2)], TimeoutError, r"\[0\] never arrived within 0.6 s \(Connection refused\)"),
+    "a number mistyped": ([(0, 10**9)], TimeoutError, r"\[1, 2, .*, 8\] and 999999991 more never arrived within 0.6 s"),
     "same id twice": ([(0, 3), (1, 3), (1, 3)], ValueError, "two processes have id 1"),
     "other number": ([(0, 3), (1, 2)], ValueError, "process 1 says there are 2 processes, process 0 says 3"),
 }
@@ -143,6 +144,15 @@ def test_what_is_wrong_with_a_job_is_an_error_in_every_process_that_came(case):
     for error in call_the_roll(free_port(), calls, timeout=0.6):
         assert type(error) is kind
         assert re.search(words, str(error))
+
+
+def test_a_name_that_does_not_resolve_is_said_to_both_sides():
+    port, name = free_port(), "no.such.host.invalid"  # RFC 2606: nobody's
+    said = f"the name '{name}' does not resolve on this machine"
+    with pytest.raises(TimeoutError, match=rf"\[0\] never arrived within 0.1 s \({said}"):
+        roll_call(f"{name}:{port}", 2, 1, 0.1)
+    with pytest.raises(TimeoutError, match=rf"\[1\] never arrived within 0.1 s \({said}.*; they may not find it"):
+        roll_call(f"127.0.0.1:{port}", 2, 0, 0.1, named=f"{name}:{port}")
 
 
 @pytest.mark.parametrize(("token", "more"), [("", ()), ("hush", ({"process": 1, "count": 2},))], ids=["open", "sealed"])

@@ -109,6 +109,14 @@ REFUSED = {
         ["--nnodes=2", "--node-rank=0", "--master-addr=a", "--master-port=65520", "train.py"],
         "port 65520: must be 1 to 65519, as several machines use the 16 ports after it too",
     ),
+    "a host that cannot be": (
+        ["--nnodes=2", "--node-rank=1", "--master-addr=a..b", "train.py"],
+        "host a..b: 'a..b' cannot be the name of a machine",
+    ),
+    "machines without number": (
+        ["--nnodes=1000000000", "--node-rank=0", "--master-addr=a", "train.py"],
+        "--nnodes 1000000000: node 0 keeps a connection to every machine, to 16384 at most",
+    ),
     "no port": (["--rdzv-endpoint", "a:b", "train.py"], "must be HOST or HOST:PORT"),
     "nothing to stand by for": (
         ["--standby", "30", "train.py"],
@@ -180,6 +188,7 @@ def test_several_workers_get_a_gpu_each_and_a_single_one_gets_all(four_gpus, wan
         ("gpu", {"JAX_PLATFORMS": "cpu"}, "no GPU that JAX could use"),
         ("two", {}, "positive number, auto, cpu or gpu"),
         ("0", {}, "positive number"),
+        ("1000000000", {"JAX_PLATFORMS": "cpu"}, "1000000000: the launcher reads two pipes of every process"),
         ("2", {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, "simulated devices .* --nproc-per-node"),
         ("2", {"JAX_NUM_CPU_DEVICES": "2"}, "JAX_NUM_CPU_DEVICES=2"),
     ],

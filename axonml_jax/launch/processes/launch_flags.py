@@ -14,6 +14,9 @@ DEFAULT_PORT = 29500
 ATTEMPT_PORTS = 16
 """How many ports after that one the workers' coordinator takes in turn, each attempt another."""
 
+MOST_NODES = 2**14
+"""Of how many machines node 0 keeps a connection at most; every one of them hears the sizes of all."""
+
 LAST_CALL = 30.0
 """torchrun's seconds to wait for more machines once there are enough."""
 

@@ -14,9 +14,11 @@ from axonml_jax.launch.processes.launch_flags import (
     ATTEMPT_PORTS,
     DEFAULT_PORT,
     LAST_CALL,
+    MOST_NODES,
     launch_parser,
     refuse_unknown_flags,
 )
+from axonml_jax.mesh.job.coordinator import check_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +155,8 @@ def _bad_range(given: argparse.Namespace) -> list[str]:
     low, unit = smallest or largest, given.node_unit
     if not (low.isdecimal() and largest.isdecimal() and 0 < int(low) <= int(largest) and (smallest or not colon)):
         return [f"--nnodes {given.nnodes}: must be a positive number, or MIN:MAX where machines may come and go"]
+    if int(largest) > MOST_NODES:
+        return [f"--nnodes {given.nnodes}: node 0 keeps a connection to every machine, to {MOST_NODES} at most"]
     idle = {"--node-unit": unit if unit != 1 else None, "--last-call": given.last_call}
     if not _is_range(given.nnodes) and (
         said := [f"{name} {value}" for name, value in idle.items() if value is not None]
@@ -185,6 +189,11 @@ def _bad_ports(given: argparse.Namespace) -> list[str]:
         _, port = _endpoint(given)
     except ValueError:
         return [f"--rdzv-endpoint {given.rdzv_endpoint}: must be HOST or HOST:PORT"]
+    if (host := _endpoint(given)[0]) is not None:
+        try:
+            check_host(host.strip("[]"), f"host {host}")
+        except ValueError as error:
+            return [str(error)]
     largest = 65535 if given.nnodes in ("1", "1:1") else 65535 - ATTEMPT_PORTS
     after = f", as several machines use the {ATTEMPT_PORTS} ports after it too" * (largest < 65535)
     return [] if port is None or 0 < port <= largest else [f"port {port}: must be 1 to {largest}{after}"]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,12 @@ def count_workers(wanted: str, environ: Mapping[str, str]) -> tuple[int, tuple[s
         return os.cpu_count() or 1, ()
     if not wanted.isdecimal() or int(wanted) < 1:
         raise ConfigError(f"launch: --nproc-per-node {wanted}: must be a positive number, auto, cpu or gpu")
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and int(wanted) > files // 2:
+        raise ConfigError(
+            f"launch: --nproc-per-node {wanted}: the launcher reads two pipes of every process and may open {files} files "
+            f"(ulimit -n): start {files // 2} or fewer"
+        )
     if gpus and int(wanted) > len(gpus):
         raise ConfigError(
             f"launch: --nproc-per-node {wanted}: a process needs a GPU of its own, and {len(gpus)} are visible "

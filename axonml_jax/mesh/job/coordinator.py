@@ -23,15 +23,14 @@ def bind_address(coordinator: str, one_host: bool = False) -> tuple[str, int]:
       An IP address of this machine and the port.
 
     Raises:
+      ValueError: for a variable `JAX_COORDINATOR_BIND_ADDRESS` that is no host and port.
       OSError: when the host's name does not resolve and this machine has no network.
     """
     if asked := os.environ.get(ASKED):
-        host, _, port = asked.rpartition(":")
-        return host.strip("[]"), int(port)
-    host, _, port = coordinator.rpartition(":")
-    host = host.strip("[]")
+        return split_address(asked, ASKED)
+    host, port = split_address(coordinator, "the coordinator")
     try:
-        address = str(socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4][0])
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror:
         # Kubernetes publishes a pod's name only once the pod is ready, and it is not before this.
         if (address := outward_address()) is None:
@@ -40,7 +39,53 @@ def bind_address(coordinator: str, one_host: bool = False) -> tuple[str, int]:
     if by_name and not one_host and _is_loopback(address):
         # Debian gives a machine's own name the address 127.0.1.1, which no other machine can reach.
         address = outward_address() or address
-    return address, int(port)
+    return address, port
+
+
+def split_address(text: str, what: str) -> tuple[str, int]:
+    """The host and the port of an address.
+
+    Args:
+      text: `host:port`; an IPv6 host stands in brackets.
+      what: the address is of, for the error.
+
+    Raises:
+      ValueError: when there is no host, when the host cannot be a name, or when the port is none.
+
+    >>> split_address("[::1]:80", "the coordinator"), split_address("node0:29500", "the coordinator")
+    (('::1', 80), ('node0', 29500))
+    """
+    host, _, port = text.rpartition(":")
+    rule = f"{what} is {text!r}, which is no address"
+    if not host.strip("[]"):
+        raise ValueError(f"{rule}: give it as 'host:port'")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(f"{rule}: port {port or repr(port)} must be a number from 1 to 65535")
+    check_host(host.strip("[]"), rule)
+    return host.strip("[]"), int(port)
+
+
+def check_host(host: str, rule: str) -> None:
+    """Refuse what no machine can be called, before Python's resolver fails with an error about an encoding.
+
+    Raises:
+      ValueError: beginning with `rule`.
+    """
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ValueError(
+            f"{rule}: {host!r} cannot be the name of a machine (a part of it is empty or too long)"
+        ) from None
+
+
+def unresolved(host: str) -> str:
+    """Why a machine's name leads to no address here, in words; empty where it does."""
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        return f"the name {host!r} does not resolve on this machine: {error.strerror}"
+    return ""
 
 
 def outward_address() -> str | None:

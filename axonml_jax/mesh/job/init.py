@@ -14,7 +14,7 @@ from axonml_jax.compat.processes.platform import backend_started, only_cpu
 from axonml_jax.mesh.backend import Backend, GlooBackend, NCCLBackend, TPUBackend
 from axonml_jax.mesh.fake_devices import requested_devices
 from axonml_jax.mesh.group import DEFAULT_TIMEOUT
-from axonml_jax.mesh.job.coordinator import bind_address, host_port
+from axonml_jax.mesh.job.coordinator import bind_address, host_port, split_address
 from axonml_jax.mesh.job.environment import LaunchEnvironment, launch_environment
 from axonml_jax.mesh.job.gloo import use_route_to
 from axonml_jax.mesh.job.leave import leave_on_error, say_goodbye
@@ -29,6 +29,7 @@ BACKENDS: dict[str, type[Backend]] = {
 """The backends by name."""
 
 _HOSTS = "axonml_jax/hosts/"
+_MOST = 2**31
 
 
 def init(
@@ -104,11 +105,15 @@ def describe_launch(
             f"init: {', '.join(missing)} missing beside {', '.join(present)}, and no launch variables say them; give "
             "all three, or none to run alone"
         )
-    if not 0 <= job.process_id < job.num_processes or ":" not in job.coordinator:
+    if not 0 <= job.process_id < job.num_processes:
         raise ValueError(
             f"init: process_id={job.process_id} of num_processes={job.num_processes} at coordinator={job.coordinator!r}"
-            ": process ids count from 0, and the coordinator is 'host:port'"
+            ": process ids count from 0"
         )
+    if job.num_processes >= _MOST:
+        raise ValueError(f"init: num_processes={job.num_processes}: JAX counts fewer than {_MOST} processes")
+    said = "" if coordinator or job.launcher == "arguments" else f" that the variables of {job.launcher} name"
+    split_address(job.coordinator, f"init: the coordinator{said}")
     return job
 
 
@@ -136,7 +141,7 @@ def _join(launch, local_device_ids, timeout):
     if launch.process_id == 0:
         # It is sure to reach itself where it listens; its own name may mean another address to it.
         coordinator = host_port(*bind_address(coordinator, launch.local_size == launch.num_processes))
-    roll_call(coordinator, launch.num_processes, launch.process_id, timeout)
+    roll_call(coordinator, launch.num_processes, launch.process_id, timeout, named=launch.coordinator)
     left = max(10, round(deadline - time.monotonic()))
     host, _, port = coordinator.rpartition(":")
     use_route_to(host.strip("[]"), int(port))

@@ -1,20 +1,25 @@
 """A roll call over plain TCP before JAX's own rendezvous, which aborts the process without saying who is missing."""
 
+import itertools
 import socket
 import time
+from collections.abc import Collection
 from contextlib import closing
 
 from axonml_jax.mesh.job.callers import Callers, readable
-from axonml_jax.mesh.job.coordinator import listen
+from axonml_jax.mesh.job.coordinator import listen, split_address, unresolved
 from axonml_jax.mesh.job.sealed import Talk, greet, is_count, job_token
 
 _SUBJECT = "roll call"
+_LATE = "never arrived"
 _GRACE = 5.0
 _TICK = 1.0
 _LONGEST = 2**16
+_BACKLOG = 2**12
+_SHOWN = 8
 
 
-def roll_call(coordinator: str, num_processes: int, process_id: int, timeout: float) -> None:
+def roll_call(coordinator: str, num_processes: int, process_id: int, timeout: float, named: str | None = None) -> None:
     """Return once every process of the job has called. Process 0 listens at the coordinator's address, then frees it.
 
     Args:
@@ -22,20 +27,22 @@ def roll_call(coordinator: str, num_processes: int, process_id: int, timeout: fl
       num_processes: number of processes.
       process_id: which this is.
       timeout: seconds to wait for the others.
+      named: process 0's address as the others know it; None: `coordinator`.
 
     Raises:
       TimeoutError: in every process that came, naming those that did not.
       ValueError: in every process, when two have the same id or they disagree on their number.
       OSError: in process 0, when the port is taken or the address is not its machine's.
     """
-    host, _, port = coordinator.rpartition(":")
-    token = job_token()
+    (host, port), token = split_address(coordinator, "the coordinator"), job_token()
     if process_id == 0:
-        fault = _collect(host.strip("[]"), int(port), num_processes, timeout, token)
+        fault = _collect(host, port, num_processes, timeout, token)
+        if _LATE in fault and (why := unresolved(split_address(named or coordinator, "the coordinator")[0])):
+            fault += f" ({why}; they may not find it by that name either)"
     else:
-        fault = _answer(host.strip("[]"), int(port), num_processes, process_id, timeout, token)
+        fault = _answer(host, port, num_processes, process_id, timeout, token)
     if fault:
-        kind = TimeoutError if "never arrived" in fault else ValueError
+        kind = TimeoutError if _LATE in fault else ValueError
         raise kind(
             f"init: process {process_id} of {num_processes} at {coordinator}: {fault}. Ranks and WORLD_SIZE count "
             "processes: start each id from 0 once, all with the same coordinator and number"
@@ -46,7 +53,10 @@ def _collect(host, port, num_processes, timeout, token):
     """Process 0: hear everyone, decide, tell everyone."""
     deadline = time.monotonic() + timeout
     present, heard, fault = {0}, [], ""
-    with listen(host, port, num_processes) as server, closing(Callers(server, token, _SUBJECT, _is_ours)) as callers:
+    with (
+        listen(host, port, min(num_processes, _BACKLOG)) as server,
+        closing(Callers(server, token, _SUBJECT, _is_ours)) as callers,
+    ):
         while len(present) < num_processes and not fault and (left := deadline - time.monotonic()) > 0:
             readable(callers.sources(), min(left, _TICK))
             for caller, talk, said in callers.pump():
@@ -54,11 +64,21 @@ def _collect(host, port, num_processes, timeout, token):
                 fault = fault or _fault(said["process"], said["count"], present, num_processes)
                 present.add(said["process"])
         if not fault and len(present) < num_processes:
-            missing = sorted(set(range(num_processes)) - present)
-            fault = f"process(es) {missing} never arrived within {timeout:g} s"
+            fault = f"process(es) {missing(present, num_processes)} {_LATE} within {timeout:g} s"
         for caller, talk in heard:
             _tell(caller, talk, fault)
     return fault
+
+
+def missing(present: Collection[int], count: int) -> str:
+    """Those of so many who are not there, the first of them by number: a mistyped count must not fill the memory.
+
+    >>> missing({0, 2}, 4), missing({0, 2}, 1_000_000_000)
+    ('[1, 3]', '[1, 3, 4, 5, 6, 7, 8, 9] and 999999990 more')
+    """
+    first = list(itertools.islice((each for each in range(count) if each not in present), _SHOWN))
+    more = count - len(present) - len(first)
+    return f"{first} and {more} more" if more else f"{first}"
 
 
 def _is_ours(message):
@@ -87,9 +107,10 @@ def _answer(host, port, num_processes, process_id, timeout, token):
             if answer is not None and isinstance(answer.get("fault"), str):
                 return answer["fault"]
             raise ConnectionError("that was not process 0")
-        except OSError:
+        except OSError as error:
             if time.monotonic() > deadline:
-                return f"process(es) [0] never arrived within {timeout:g} s"
+                why = unresolved(host) or error.strerror or str(error)
+                return f"process(es) [0] {_LATE} within {timeout:g} s ({why})"
             time.sleep(0.1)
 
 

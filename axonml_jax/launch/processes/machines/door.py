@@ -11,7 +11,7 @@ from axonml_jax.launch.processes.machines.connection import Connection, called
 from axonml_jax.launch.processes.machines.news import is_answer, is_hello
 from axonml_jax.launch.processes.machines.same_run import likeness, unlike
 from axonml_jax.mesh.job.callers import Callers
-from axonml_jax.mesh.job.coordinator import bind_address, listen
+from axonml_jax.mesh.job.coordinator import bind_address, listen, unresolved
 from axonml_jax.mesh.job.sealed import TOKEN
 
 SUBJECT = "launchers"
@@ -127,7 +127,8 @@ def _find_node_0(
             return called(place, token, SUBJECT)
         except OSError as error:
             if time.monotonic() > deadline:
-                refuse(options, f"node 0's launcher did not answer within {patience:g} s ({error})")
+                why = unresolved(place[0]) or error
+                refuse(options, f"node 0's launcher did not answer within {patience:g} s ({why})")
         pause([])
 
 
