@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -15,6 +16,8 @@ from axonml_jax.checkpoint.keeping.failures import Failures, cause_of
 from axonml_jax.checkpoint.team import Team
 from axonml_jax.launch.job.fit import Record
 from axonml_jax.launch.job.records import Csv, JsonLines, Patient, read_records
+from axonml_jax.launch.processes.post_mortem import looks_like_a_consequence
+from axonml_jax.launch.processes.worker import Failure
 
 SIZE = 4 << 20
 STATE = {"w": jnp.zeros(200_000)}  # 0.8 MB
@@ -207,6 +210,34 @@ def test_an_error_without_text_is_told_to_the_others_too(monkeypatch):
     team.size = 2
     team.writes_as("step")
     assert str(team.not_written(MemoryError())) == "on process 0: MemoryError()"
+
+
+def test_a_process_that_ends_during_a_save_is_named_in_the_place_of_a_timeout(monkeypatch):
+    class Deserted:
+        def key_value_set(self, key, value):
+            pass
+
+        def wait_at_barrier(self, name, timeout_in_ms):
+            raise jax.errors.JaxRuntimeError("INTERNAL: Barrier failed because: UNAVAILABLE: Task 1 heartbeat timeout.")
+
+        blocking_key_value_get = wait_at_barrier
+
+    monkeypatch.setattr("axonml_jax.checkpoint.team.coordinator_client", Deserted)
+    monkeypatch.setattr(saving, "coordinator_client", Deserted)
+    team, gone = Team(), r"process\(es\) \[1\] ended or were lost "
+    team.size, led = 2, saving.Saving.__new__(saving.Saving)
+    led._team, led._placed, led._key = team, None, "key"
+    waits = {
+        "before all had come to save x": lambda: team.tell_all("save x", None),
+        "while the others were writing": lambda: team.written(key="", timeout_ms=1),
+    }
+    for words, wait in waits.items():
+        with pytest.raises(OSError, match=gone + words) as error:
+            wait()
+        assert looks_like_a_consequence(Failure(0, "host", 1, 1, 1.0, (str(error.value),)))
+    team.rank = 1
+    with pytest.raises(OSError, match=gone + "while the others were writing"):
+        led._hear_outcome()
 
 
 @pytest.mark.parametrize("kind", [JsonLines, Csv])

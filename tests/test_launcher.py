@@ -169,6 +169,13 @@ def test_a_worker_that_only_lost_another_is_not_the_cause(launch):
     assert status == 1 and err.rstrip().endswith("ValueError: boom") and "rank 1 failed first" in err
 
 
+def test_a_worker_that_ended_well_is_named_before_the_one_that_waited_for_it_in_vain(launch):
+    work = "if rank == 0: time.sleep(1); raise TimeoutError('Timed out while waiting for the others')"
+    status, _, err = launch(["--nproc-per-node=2"], work)
+    assert status == 1
+    assert err.index("rank(s) [1] had ended with exit code 0") < err.index("rank 0 failed first: exit code 1")
+
+
 def test_a_worker_may_end_early_and_long_after_it_the_launcher_says_so(launch, monkeypatch):
     monkeypatch.setattr(supervise, "_LONELY", 0.2)
     status, out, err = launch(["--nproc-per-node=2"], "if rank == 0: time.sleep(1)\nprint('done')")

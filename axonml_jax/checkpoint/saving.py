@@ -15,7 +15,7 @@ from axonml_jax.checkpoint.keeping.read_back import read_back
 from axonml_jax.checkpoint.manifest import ARRAYS, Manifest, checksums, sync
 from axonml_jax.checkpoint.names import DAMAGED, REPLACED, SAVING
 from axonml_jax.checkpoint.ownership import OWNER, FolderInUse, Ownership, in_use
-from axonml_jax.checkpoint.team import Team, describe, rebuilt
+from axonml_jax.checkpoint.team import Team, describe, lost_in_save, rebuilt
 from axonml_jax.compat.processes.coordination import coordinator_client
 from axonml_jax.logging import logger
 from axonml_jax.sharding.leaf import Leaf
@@ -85,9 +85,11 @@ class Saving:
             arrays.start_writing(saver, self._written_at / ARRAYS, leaves)
         except (OSError, ValueError) as error:
             self._unstarted = error  # told in `wait`, by all processes alike
-        except BaseException:
+        except BaseException as error:
             self._links.close()
             self._abandon()
+            if isinstance(error, Exception) and (known := lost_in_save(error)) is not error:
+                raise OSError(f"saving {folder} failed: {known}") from error
             raise
         self._thread = threading.Thread(target=self._finish, name=f"checkpoint {folder.name}")
         self._thread.start()
@@ -194,7 +196,10 @@ class Saving:
     def _hear_outcome(self) -> None:
         if not self._team.leads:
             seconds = self._team.timeout if self._placed is None else _AS_LONG_AS_IT_TAKES
-            said = coordinator_client().blocking_key_value_get(self._key, int(1000 * seconds))
+            try:
+                said = coordinator_client().blocking_key_value_get(self._key, int(1000 * seconds))
+            except Exception as error:
+                raise lost_in_save(error) from error
             if said:
                 raise OSError(f"on process 0: {rebuilt(said.split(':', 1))}")
 

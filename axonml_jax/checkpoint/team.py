@@ -9,7 +9,7 @@ import jax
 
 from axonml_jax.checkpoint.manifest import DamagedCheckpoint
 from axonml_jax.checkpoint.ownership import FolderInUse
-from axonml_jax.compat.processes.coordination import coordinator_client
+from axonml_jax.compat.processes.coordination import coordinator_client, lost_processes
 
 TIMEOUT = 600.0
 """Seconds to wait for the other processes of a job at a save or a restore."""
@@ -53,6 +53,11 @@ class Team:
         try:
             client.wait_at_barrier(folder, int(1000 * self.timeout))
         except jax.errors.JaxRuntimeError as error:
+            if lost := lost_processes(error):
+                raise TimeoutError(
+                    f"process(es) {lost} ended or were lost before all had come to {what}: a process that has no more to do "
+                    "must still save and restore with the others"
+                ) from error
             heard = {int(key.rsplit("/", 1)[1]) for key, _ in client.key_value_dir_get(folder)}
             missing = sorted(set(range(self.size)) - heard)
             raise TimeoutError(
@@ -117,7 +122,10 @@ class Team:
         place = f"{name}/{next(numbers)}/"
         if said:
             client.key_value_set(f"{place}{self.rank}", said)
-        client.wait_at_barrier(place, timeout_ms)
+        try:
+            client.wait_at_barrier(place, timeout_ms)
+        except jax.errors.JaxRuntimeError as error:
+            raise lost_in_save(error) from error
         failed = sorted((int(key.rsplit("/", 1)[1]), text) for key, text in client.key_value_dir_get(place))
         if failed:
             self._heard = OSError("; ".join(f"on process {process}: {text}" for process, text in failed))
@@ -126,6 +134,12 @@ class Team:
     def mine(self, things: Sequence) -> Sequence:
         """This process's share of some work."""
         return things[self.rank :: self.size]
+
+
+def lost_in_save(error: Exception) -> Exception:
+    """An error of JAX's coordinator while arrays are written, as one that names the processes that have gone, if any."""
+    lost = lost_processes(error)
+    return OSError(f"process(es) {lost} ended or were lost while the others were writing") if lost else error
 
 
 _KINDS = {

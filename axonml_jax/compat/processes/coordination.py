@@ -1,7 +1,11 @@
 """JAX's connection to the coordinator of a job of several processes: its key-value store and its barriers."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
+
+# "Task 1 heartbeat timeout" of jax 0.12, "/job:jax_worker/replica:0/task:1" before it.
+_TASK = re.compile(r"\b[Tt]ask[ :](\d+)")
 
 
 class CoordinatorClient(Protocol):
@@ -30,6 +34,16 @@ class CoordinatorClient(Protocol):
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int] | None = None) -> None:
         """Wait until the processes, or all, have come here; a name is good for one barrier."""
         ...
+
+
+def lost_processes(error: BaseException) -> list[int]:
+    """The processes that JAX names when it fails because some have gone; none where it names nobody, as at a timeout.
+
+    >>> lost_processes(RuntimeError("UNAVAILABLE: Task 1 heartbeat timeout. This indicates that the remote task has failed"))
+    [1]
+    """
+    text = str(error)
+    return sorted({int(number) for number in _TASK.findall(text)}) if "heartbeat" in text or "task has" in text else []
 
 
 def coordinator_client() -> CoordinatorClient:

@@ -33,7 +33,8 @@ _PIPE_CLOSED = 128 + signal.SIGPIPE
 
 # What a process says that has waited in vain for one that ended well.
 _WAITING = re.compile(
-    r"Timed out while waiting|coordination service|CoordinationService|closed by peer|are missing|Socket closed"
+    r"[Tt]imed out|DEADLINE_EXCEEDED|coordination service|CoordinationService|closed by peer|"
+    r"are missing|Socket closed|did not come to|did not call it within|ended or were lost"
 )
 
 
@@ -146,6 +147,11 @@ class _Job:
         cause = self._nodes.verdict(ended.failure, ended.well)
         if self._nodes.changed:
             return 1
+        if cause and ended.early and _WAITING.search("\n".join(cause.lines)):
+            print_note(
+                f"rank(s) {list(ended.early)} had ended with exit code 0 before, and others were still at work with them: "
+                "most likely that is the cause of what follows"
+            )
         if cause:
             print_note(report(cause))
         if self._nodes.lost or not cause:
@@ -153,11 +159,6 @@ class _Job:
         if ended.records:
             more = f" and {len(ended.records) - _SHOWN} more" if len(ended.records) > _SHOWN else ""
             print_note(f"flight records of this machine's ranks: {', '.join(ended.records[:_SHOWN])}{more}")
-        if cause and ended.early and _WAITING.search("\n".join(cause.lines)):
-            print_note(
-                f"rank(s) {list(ended.early)} had ended with exit code 0 before, and others were still at work with them: "
-                "most likely that is the cause"
-            )
         return cause.exit_status if cause else 1
 
     def _attempt(self, start: Start, failures: int) -> Ended:

@@ -14,7 +14,7 @@ _SHOWN_WITHOUT_TRACEBACK = 20
 _LOST_ANOTHER = re.compile(
     r"closed by peer|Connection reset|Connection refused|Socket closed|[Hh]eartbeat|coordination service|"
     r"CoordinationService|never arrived|their processes are gone|did not call it within|remote process exited|"
-    r"Broken pipe|Read timeout|tasks? (?:has|have) (?:disconnected|failed)"
+    r"ended or were lost|did not come to|Broken pipe|Read timeout|tasks? (?:has|have) (?:disconnected|failed)"
 )
 
 _FLIGHT = re.compile(r"axonml_jax: flight record: (.+)")
