@@ -89,13 +89,15 @@ def test_without_drop_last_the_last_batch_wraps_round(size, batch, expected):
     assert ids(loader) == expected
 
 
-def test_an_endless_loader_goes_on_and_a_finished_one_starts_over():
+def test_an_endless_loader_goes_on_and_a_finished_one_goes_on_with_new_permutations():
     mesh = make_mesh({"data": 2})
     endless = iter(create_dataloader(Squares(4), 2, mesh, shuffle=False))
     assert [next(endless)["id"].tolist() for _ in range(5)] == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
     endless.close()
-    finite = create_dataloader(Squares(4), 2, mesh, num_epochs=2)
-    assert ids(finite) == ids(finite)
+    finite, endless = (create_dataloader(Squares(9), 2, mesh, num_epochs=n) for n in (2, None))
+    expected = [batch["id"].tolist() for batch, _ in zip(endless, range(24), strict=False)]
+    assert [*ids(finite), *ids(finite), *ids(finite)] == expected
+    assert finite.state_dict() | {"epoch": 6, "samples": 0} == finite.state_dict()
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -104,7 +106,8 @@ def test_a_saved_position_continues_exactly_on_another_mesh(consumed, drop_last)
     def loader(mesh, **kwargs):
         return create_dataloader(Squares(13), 4, make_mesh(mesh), num_epochs=2, drop_last=drop_last, **kwargs)
 
-    whole = ids(loader({"data": 4}))
+    first = loader({"data": 4})
+    whole, following = ids(first), ids(first)
     first = loader({"data": 4})
     stream = iter(first)
     for _ in range(min(consumed, len(whole))):
@@ -114,7 +117,49 @@ def test_a_saved_position_continues_exactly_on_another_mesh(consumed, drop_last)
     resumed = loader({"fsdp": 2, "tensor": 2}, prefetch=0)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
-    assert ids(resumed) == whole[consumed:]
+    assert ids(resumed) == (whole[consumed:] or following)  # the end of a walk is the start of the next
+
+
+STEPS = [
+    ("a", 0), ("a", 1), ("b", 2), ("a", 3), ("load", 1), ("a", 1), ("b", 2), ("a", 3), ("load", 5), ("b", 5), ("a", None),
+    ("b", None), ("c", 6), ("load", 6), ("c", 6), ("c", 7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["dataset", "stream"])
+def test_a_loader_has_one_position_whoever_walks(source):
+    """Batches in turn by three iterators and after loads, of walks of 6 batches; None: its walk has ended."""
+    mesh, given = make_mesh({"data": 2}), [{"id": i} for i in range(13)]
+    make = lambda n: create_dataloader(given if source == "dataset" else lambda: iter(given), 2, mesh, num_epochs=n)
+    endless = make(None)
+    states, expected = [endless.state_dict()], []
+    for batch, _ in zip(endless, range(12), strict=False):
+        states.append(endless.state_dict())
+        expected.append(batch["id"].tolist())
+    loader = make(1)
+    walkers = {name: iter(loader) for name in "abc"}
+    for who, number in STEPS:
+        if who == "load":
+            loader.load_state_dict(states[number])
+            assert loader.state_dict() == states[number]
+        elif number is None:
+            assert next(walkers[who], None) is None
+        else:
+            assert next(walkers[who])["id"].tolist() == expected[number], (who, number)
+            assert loader.state_dict() == states[number + 1]
+
+
+def test_a_position_at_an_epochs_end_is_followed_by_a_whole_walk():
+    mesh, samples = make_mesh({"data": 2}), [{"id": i} for i in range(9)]
+    for source in (samples, lambda: iter(samples)):
+        first, again = (create_dataloader(source, 4, mesh, num_epochs=1) for _ in range(2))
+        stream = iter(first)
+        walk = [next(stream)["id"].tolist() for _ in range(2)]
+        again.load_state_dict(first.state_dict())  # a source's end is not known yet
+        assert next(stream, None) is None
+        second = ids(first)
+        assert ids(again) == second and len(second) == 2 and second != walk
+        assert again.state_dict() == first.state_dict()
 
 
 def test_the_position_counts_batches_handed_out_not_those_loaded_ahead():

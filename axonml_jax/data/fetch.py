@@ -50,9 +50,9 @@ class Fetch:
         """B, over all processes."""
         return self.batching.batch_size
 
-    def first(self) -> Position:
-        """The position at the beginning."""
-        return Position()
+    def first(self, epoch: int = 0) -> Position:
+        """The position at the beginning of an epoch."""
+        return Position(epoch)
 
     def batch(self, start: Position, index: int, num_epochs: int | None, worker: int | None) -> tuple[Any, Any]:
         """The batch `index` after a position, and the position after it; (None, None) after the last epoch."""

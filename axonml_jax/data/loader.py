@@ -1,7 +1,7 @@
 """Global batches from any dataset: the same samples in the same order whatever the mesh or the number of processes."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
@@ -64,7 +64,8 @@ def create_dataloader(
       seed: the same on every process.
       drop_last: leave out what does not fill a batch at an epoch's end; otherwise the last batch is filled up from the
         epoch's start, so that some samples count twice there (as PyTorch's DistributedSampler does).
-      num_epochs: epochs to draw; None: without end.
+      num_epochs: epochs of one walk through the loader, after which iterating ends; the next walk goes on with the epochs that
+        follow, newly permuted. None: without end.
       num_workers: processes that load batches ahead (started by spawning: the script needs the usual
         `if __name__ == "__main__":`, the dataset and collate must pickle); 0: this process loads. Batches come in order.
       prefetch: batches placed on the devices ahead of the one in use; workers load as many more each.
@@ -106,8 +107,9 @@ def create_dataloader(
 class DataLoader:
     """Iterates over global batches and knows its position; made by `create_dataloader`.
 
-    Iterating continues from the position, which moves when a batch is handed out, not when it is loaded ahead. A loader
-    that has drawn its last epoch starts over when it is iterated again. Only one iterator at a time makes sense.
+    A loader has one position, whoever walks. It moves when a batch is handed out, not when it is loaded ahead. Every iterator
+    hands out the batch at the position: one that lives goes on from where another or `load_state_dict` left it. The end of a
+    walk of `num_epochs` is the start of the next one, which has other permutations, also for a loader that was restored there.
     """
 
     def __init__(self, feed: Feed, sharding: NamedSharding, *, num_epochs: int | None, num_workers: int, prefetch: int):
@@ -117,7 +119,11 @@ class DataLoader:
         self._num_workers = num_workers
         self._prefetch = prefetch
         self._position = feed.first()
-        self._finished = False
+        self._walker: object = None  # whose batch moved the position
+        self._loaded: tuple[int | None, object] = (
+            None,
+            object(),
+        )  # where the walk ends after the last load, and which it was
 
     def __len__(self) -> int:
         """Batches per epoch.
@@ -128,9 +134,32 @@ class DataLoader:
         return self._feed.batches_per_epoch()
 
     def __iter__(self) -> Iterator[Any]:
-        if self._finished:
-            self._position, self._finished = self._feed.first(), False
-        made = FromStart(self._feed, self._position, self.num_epochs, self._num_workers)
+        end, loaded, begins = self._end(), self._loaded, True
+        while end is None or self._position.epoch < end:
+            walker, drew = object(), False
+            self._walker = walker
+            with closing(self._from_position(end)) as batches:
+                for batch, self._position in batches:
+                    drew = True
+                    yield batch
+                    if self._walker is not walker:  # the position was moved: what is ahead is not next
+                        break
+                else:
+                    assert end is not None and self.num_epochs is not None
+                    self._position = self._feed.first(end)
+                    # Samples too few for a batch were left of a source, which nobody could know when the position was taken.
+                    end += self.num_epochs if begins and not drew else 0
+            begins = loaded is not self._loaded and self._walker is None
+            if loaded is not self._loaded:
+                end, _ = loaded = self._loaded
+
+    def _end(self) -> int | None:
+        """The epoch before which the walk from the position ends."""
+        return self.num_epochs and (self._position.epoch // self.num_epochs + 1) * self.num_epochs
+
+    def _from_position(self, end: int | None) -> Generator[tuple[Any, Any]]:
+        """Global batches, each with the position after it."""
+        made = FromStart(self._feed, self._position, end, self._num_workers)
         ahead, rows, size = deque(), self._feed.rows, self._feed.batch_size
         with closing(host_batches(made, self._prefetch)) as host:
             while True:
@@ -138,9 +167,7 @@ class DataLoader:
                     ahead.append((place_rows(found[0], self.sharding, size, rows), found[1]))
                 if not ahead:
                     break
-                batch, self._position = ahead.popleft()
-                yield batch
-        self._finished = True
+                yield ahead.popleft()
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what gives it meaning: small, plain values to keep in a checkpoint.
@@ -171,11 +198,12 @@ class DataLoader:
                 "data that it was saved with, or leave the position out"
             )
         try:
-            self._position, self._finished = self._feed.position(state), False
+            self._position = self._feed.position(state)
         except TypeError:
             raise ValueError(
                 f"load_state_dict: epoch and samples must be whole numbers, not those of {state}"
             ) from None
+        self._walker, self._loaded = None, (self._end(), object())
 
 
 def _batch_offenders(size: int, layout: BatchLayout, num_samples: int | None, drop_last: bool) -> list[str]:

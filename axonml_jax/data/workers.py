@@ -39,8 +39,8 @@ class Feed(Protocol):
         """B, over all processes."""
         ...
 
-    def first(self) -> Any:
-        """The position at the beginning."""
+    def first(self, epoch: int = 0) -> Any:
+        """The position at the beginning of an epoch."""
         ...
 
     def batch(self, start: Any, index: int, num_epochs: int | None, worker: int | None) -> tuple[Any, Any]:

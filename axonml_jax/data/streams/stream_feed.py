@@ -71,9 +71,9 @@ class StreamFeed:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_walking": None}
 
-    def first(self) -> StreamPosition:
-        """The position at the beginning."""
-        return StreamPosition()
+    def first(self, epoch: int = 0) -> StreamPosition:
+        """The position at the beginning of an epoch."""
+        return StreamPosition(epoch)
 
     def batch(
         self, start: StreamPosition, index: int, num_epochs: int | None, worker: int | None
