@@ -104,9 +104,14 @@ def _rows(tokens: Any) -> tuple[list[np.ndarray], list[str]]:
         return [], [
             f"tokens have shape {shape}: give [batch, prompt], or a list of prompts, with at least one token each"
         ]
-    if dtypes := {row.dtype.name for row in rows if row.dtype.kind not in "iu"}:
+    if dtypes := {row.dtype.name for row in rows if not _whole(row)}:
         return [], [f"tokens are {', '.join(sorted(dtypes))}: give integers"]
     return rows, []
+
+
+def _whole(row: np.ndarray) -> bool:
+    """Whether a row holds whole numbers, floats among them."""
+    return row.dtype.kind in "iu" or (row.dtype.kind == "f" and bool(np.all(row == np.trunc(row))))
 
 
 def _spans(rows: Sequence[np.ndarray], mask: np.ndarray) -> tuple[list[tuple[int, int]], list[str]]:
