@@ -50,6 +50,46 @@ def test_a_tokenizer_is_read_from_its_file(tmp_path):
         ax.load_tokenizer("nowhere")
 
 
+def test_stored_truncation_and_padding_cut_nothing_and_are_no_targets(tmp_path, caplog):
+    tokenizers = pytest.importorskip("tokenizers")
+    text, rules = "the cat sat on the mat", tokenizers.Tokenizer.from_file(str(write_tokenizer(tmp_path)))
+    rules.save(str(tmp_path / "tokenizer.json"))
+    known = ax.load_tokenizer(tmp_path).fingerprint
+    rules.enable_truncation(3)
+    rules.enable_padding(length=9, pad_id=1, pad_token="</s>")
+    rules.save(str(tmp_path / "tokenizer.json"))
+    for _ in range(2):
+        tokenizer = ax.load_tokenizer(tmp_path)
+        for special in (True, False, "before"):
+            found = [ids.tolist() for ids in tokenizer.encode([text, "cat"], special=special)]
+            assert found == [[2, 3, 4, 5, 2, 6], [3]]
+        assert tokenizer.fingerprint == known  # positions in data go on
+    [message] = caplog.messages
+    assert "tokenizer.json stores truncation and padding" in message and "left out" in message
+
+
+def test_tokenizers_whose_ids_or_unknown_words_cannot_be_are_refused_by_name(tmp_path):
+    pytest.importorskip("tokenizers")
+    path = write_tokenizer(tmp_path)
+    said = json.loads(path.read_text())
+    said["model"]["unk_token"] = "<nothing>"
+    path.write_text(json.dumps(said))
+    tokenizer = ax.load_tokenizer(path)
+    assert tokenizer.encode(["the cat"], special="before")[0].tolist() == [2, 3]
+    with pytest.raises(
+        ValueError, match=r"tokenizer.json cannot encode 'a dog': .*Missing \[UNK\].*unk_token or unk_id"
+    ):
+        ax.pack([{"text": "the cat"}, {"text": "a dog"}], 8, tokenizer)
+    said["model"]["vocab"]["mat"] = 2**31
+    path.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="the token 'mat' has the id 2147483648, and token ids are int32"):
+        ax.load_tokenizer(path)
+    said |= {"model": said["model"] | {"vocab": {}}, "added_tokens": []}
+    path.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=r"tokenizer.json has no tokens"):
+        ax.load_tokenizer(path)
+
+
 def write_template(tmp_path):
     """The tokenizer with tokens around every text."""
     tokenizers = pytest.importorskip("tokenizers")

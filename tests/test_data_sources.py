@@ -1,5 +1,6 @@
 """Files and other libraries' datasets as sources: what is read, by which worker, and what is refused."""
 
+import gzip
 import json
 import pickle
 import sys
@@ -65,6 +66,26 @@ def test_json_lines_may_be_blank_indented_and_unended_but_not_broken(tmp_path):
         broken[1]
     with pytest.raises(ValueError, match="holds a list, not named fields"):
         broken[2]
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"odd.jsonl, byte 0: no JSON \(.*recursion"):
+        ax.open_dataset(path)[0]
+
+
+def test_compressed_lines_are_not_taken_for_text(tmp_path, caplog):
+    content = gzip.compress(write_jsonl(tmp_path / "rows.jsonl").read_bytes())
+    for name in ("one.jsonl.gz", "two.jsonl"):
+        (tmp_path / name).write_bytes(content)
+        for format in (None, "jsonl", "text"):
+            with pytest.raises(
+                ValueError, match=f"{name}' is no text: compressed by gzip. Give text in UTF-8: decompress"
+            ):
+                ax.open_dataset(tmp_path / name, format)
+    assert len(ax.open_dataset(tmp_path)) == 10 and len(caplog.messages) == 1
+    assert "two.jsonl: compressed by gzip" in caplog.text and "one.jsonl.gz: compressed: decompress it" in caplog.text
+    for name in ("rows.jsonl", "two.jsonl"):
+        (tmp_path / name).rename(tmp_path / f"{name}.txt")  # without lines the folder is still one of lines
+    with pytest.raises(ValueError, match=r"no files ending in .jsonl, .ndjson(.|\n)*one.jsonl.gz: compressed"):
+        ax.open_dataset(tmp_path)
 
 
 def test_every_text_file_is_a_sample(tmp_path):

@@ -106,6 +106,38 @@ def test_an_error_names_the_worker_and_the_sample(source, num_workers):
         ids(loader_of(source, num_workers=num_workers))
 
 
+def test_a_sample_that_raises_stop_iteration_ends_no_epoch():
+    class Stops(Numbers):
+        def __getitem__(self, index):
+            return super().__getitem__(index) if index < 5 else next(iter(()))
+
+    class Texts(Stops):
+        def __getitem__(self, index):
+            return str(super().__getitem__(index))
+
+    class Many(Stops):
+        def __getitems__(self, indices):
+            return [self[i] for i in indices]
+
+    def stopping(samples):
+        raise StopIteration
+
+    for source, said in (
+        (Stops(9), "reading sample 5 of epoch 0"),
+        (Many(9), r"reading samples \[4, 5, 6, 7\] of epoch 0"),
+    ):
+        with pytest.raises(RuntimeError, match=f"{said}: StopIteration"):
+            ids(loader_of(source))
+    for source in (Numbers(9), Counted(9)):
+        with pytest.raises(RuntimeError, match="collate of 4 samples raised StopIteration"):
+            ids(loader_of(source, collate=stopping))
+    mixed = ax.mix({"a": Stops(9), "b": Counted(9)}, {"a": 1, "b": 1})
+    with pytest.raises(RuntimeError, match="of a mixture's source raised StopIteration"):
+        [batch for batch, _ in zip(loader_of(mixed, num_epochs=None), range(9), strict=False)]
+    with pytest.raises(RuntimeError, match="reading document 5: StopIteration"):
+        ax.pack(Texts(9), 4)
+
+
 def test_workers_read_streams_in_order():
     source = data_sources.numbers
     assert ids(loader_of(source, num_workers=2)) == np.arange(48).reshape(12, 4).tolist()

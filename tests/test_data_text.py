@@ -1,5 +1,8 @@
 """Text as bytes: what is read, how it is split, windows over it, and the bigram's entropy."""
 
+import bz2
+import gzip
+import lzma
 import os
 import socket
 from itertools import pairwise
@@ -64,7 +67,7 @@ def test_a_small_fraction_still_validates_on_the_smallest_file(folder):
 
 @pytest.mark.parametrize("fraction,cut", [(0.1, 90), (0.7, 30), (0.001, 99)])
 def test_a_single_file_is_cut_near_its_end(tmp_path, fraction, cut):
-    content = bytes(range(100))
+    content = bytes(range(1, 101))
     (tmp_path / "only.txt").write_bytes(content)
     for path in (tmp_path, str(tmp_path / "only.txt")):
         train, valid = load_text(path, valid_fraction=fraction)
@@ -100,7 +103,7 @@ def test_only_regular_files_are_read_and_what_is_passed_over_is_said(folder, cap
     assert load_text(folder).fingerprint == before
     [message] = caplog.messages
     first, *lines = message.splitlines()
-    assert first == f"passed over in {str(folder)!r}, for only regular files are read:"
+    assert first == f"passed over in {str(folder)!r}, for only regular files of text are read:"
     assert dict(line.strip().split(": ") for line in lines) == expected
 
 
@@ -129,6 +132,23 @@ def test_many_names_that_are_passed_over_are_ten_lines_and_a_count(folder, caplo
     load_text(folder)
     lines = caplog.messages[0].splitlines()
     assert len(lines) == 12 and lines[-1] == "  and 20 more"
+
+
+def test_what_is_no_text_is_refused_or_passed_over(folder, caplog):
+    before = load_text(folder).fingerprint
+    kinds = {
+        "a.txt": (gzip.compress(b"the cat"), "compressed by gzip"), "b.txt": (bz2.compress(b"the cat"), "compressed by bzip2"),
+        "c.txt": (lzma.compress(b"the cat"), "compressed by xz"), "d.txt": (b"\x28\xb5\x2f\xfd", "compressed by zstd"),
+        "e.txt": ("the cat".encode("utf-16"), "UTF-16"), "f.txt": (b"the \0cat", "binary, with a zero at byte 4"),
+    }  # fmt: skip
+    for name, (content, said) in kinds.items():
+        (folder / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name}' is no text: {said}.*decompress or convert"):
+            load_text(folder / name)
+    (folder / "g.txt.gz").write_bytes(gzip.compress(b"the cat"))
+    assert load_text(folder).fingerprint == before
+    lines = dict(line.strip().split(": ", 1) for line in caplog.messages[0].splitlines()[1:])
+    assert lines.keys() == {*kinds, "g.txt.gz"} and all(kinds[name][1] in lines[name] for name in kinds)
 
 
 def test_a_path_that_is_no_file_says_what_it_is(tmp_path):

@@ -54,7 +54,7 @@ class Owner:
             content = json.loads(text)
             found = Owner(**{field.name: content[field.name] for field in fields(Owner)})
             return found if 0 < found.pid < 2**31 else _UNREADABLE
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return _UNREADABLE
 
     def __str__(self) -> str:

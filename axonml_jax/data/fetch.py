@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from axonml_jax.data.loading_error import named
+from axonml_jax.data.loading_error import collated, named
 from axonml_jax.data.order import epoch_order
 from axonml_jax.data.position import Batching, Position
 
@@ -68,7 +68,7 @@ class Fetch:
             with named(lambda: f"sample {indices[len(samples)]} of epoch {position.epoch}", worker):
                 for i in indices:
                     samples.append(self.dataset[i])
-        return self.collate(samples), self.batching.advance(start, index + 1)
+        return collated(self.collate, samples), self.batching.advance(start, index + 1)
 
     def indices(self, position: Position) -> list[int]:
         """Of this process's rows of the batch at a position."""

@@ -1,4 +1,7 @@
-"""The files of a folder in one order on every machine: regular ones only, with what was passed over by name and reason."""
+"""The files of a folder in one order on every machine: regular ones only, with what was passed over by name and reason.
+
+What begins as no text does is passed over where text is asked for, and refused where it is the one file that was named.
+"""
 
 import os
 import stat
@@ -8,6 +11,14 @@ from pathlib import Path
 from axonml_jax.logging import logger
 
 _SHOWN = 10
+_HEAD = 8192
+_BEGINS = {
+    b"\x1f\x8b": "compressed by gzip", b"\x28\xb5\x2f\xfd": "compressed by zstd", b"\xfd7zXZ\0": "compressed by xz",
+    b"\x04\x22\x4d\x18": "compressed by lz4", b"PK\3\4": "a zip archive", b"\xff\xfe": "UTF-16 or UTF-32, not UTF-8",
+    b"\xfe\xff": "UTF-16, not UTF-8",
+}  # fmt: skip
+COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".br", ".zip")
+"""Endings of names that compression adds."""
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
@@ -21,6 +32,10 @@ class Folder:
       suffixes: endings of the names to find.
       skipped: names of subfolders to leave out.
       without: one more folder to leave out.
+      text: whether files are read as text.
+
+    Raises:
+      ValueError: the root is a file that is no text, where text is asked for.
 
     Attributes:
       root: the folder.
@@ -28,8 +43,16 @@ class Folder:
       passed_over: why a name that was asked for is not read, by path.
     """
 
-    def __init__(self, root: Path, suffixes: Sequence[str], skipped: Collection[str] = (), without: Path | None = None):
-        self.root, self.passed_over = root, {}
+    def __init__(
+        self,
+        root: Path,
+        suffixes: Sequence[str],
+        skipped: Collection[str] = (),
+        without: Path | None = None,
+        *,
+        text: bool = True,
+    ):
+        self.root, self.passed_over, self._text = root, {}, text
         self.files: list[Path] = []
         if root.is_dir():
             self._walk(tuple(suffixes), skipped, without)
@@ -53,8 +76,12 @@ class Folder:
         lines = [f"  {path}: {reason}" for path, reason in sorted(self.passed_over.items())]
         more = [f"  and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
         return "\n".join(
-            [f"passed over in {str(self.root)!r}, for only regular files are read:", *lines[:_SHOWN], *more]
+            [f"passed over in {str(self.root)!r}, for only {self._kind} are read:", *lines[:_SHOWN], *more]
         )
+
+    @property
+    def _kind(self) -> str:
+        return "regular files of text" if self._text else "regular files"
 
     def warn(self) -> None:
         """Log what was passed over."""
@@ -77,6 +104,8 @@ class Folder:
             for name in names:
                 if name.endswith(suffixes):
                     self._add(Path(folder, name))
+                elif name.endswith(tuple(suffix + more for suffix in suffixes for more in COMPRESSED)):
+                    self._pass_over(Path(folder, name), "compressed: decompress it first")
 
     def _add(self, file: Path) -> None:
         try:
@@ -84,10 +113,26 @@ class Folder:
         except OSError as error:
             self._pass_over(file, "a dangling link" if file.is_symlink() else f"cannot be read: {error.strerror}")
             return
-        if kind == stat.S_IFREG:
-            self.files.append(file)
-        else:
+        if kind != stat.S_IFREG:
             self._pass_over(file, _KINDS.get(kind, "not a regular file"))
+        elif not self._text or (found := self._no_text(file)) is None:
+            self.files.append(file)
+        elif file == self.root:
+            raise ValueError(
+                f"{str(file)!r} is no text: {found}. Give text in UTF-8: decompress or convert the file first, or let a "
+                "generator function of your own read it"
+            )
+        else:
+            self._pass_over(file, found)
+
+    def _no_text(self, file: Path) -> str | None:
+        """What a file is by its first bytes, if that is no text. Text has no zeros, by which git tells it too."""
+        head = self.read(file, _HEAD)
+        if (known := next((kind for begin, kind in _BEGINS.items() if head.startswith(begin)), None)) is not None:
+            return known
+        if head.startswith(b"BZh") and head[4:10] == b"1AY&SY":
+            return "compressed by bzip2"
+        return f"binary, with a zero at byte {head.index(0)}" if 0 in head else None
 
     def _pass_over(self, path: Path, reason: str) -> None:
         name = path.name if path == self.root else path.relative_to(self.root).as_posix()

@@ -49,7 +49,7 @@ def load_text(
     Args:
       path: a folder, searched with its subfolders, or one file; None: the source text of the standard library of the
         running Python, without its tests. Only regular files are read; what is passed over (dangling links, links to
-        folders, FIFOs, sockets, devices, what may not be read) is logged by name.
+        folders, FIFOs, sockets, devices, compressed and binary files, what may not be read) is logged by name.
       max_bytes: read no more than this, whole files in an order drawn from `seed`, the last one cut; None: everything.
       valid_fraction: share of the bytes to validate on, approached by whole files; a single file is cut near its end.
       suffixes: endings of the files to read; None: ".py" for the standard library, else `TEXT_SUFFIXES`.
@@ -57,7 +57,8 @@ def load_text(
       seed: draws the files.
 
     Raises:
-      ValueError: the folder is missing or has no text, fewer than two bytes, or a fraction or limit out of range.
+      ValueError: the folder is missing or has no text, the file is compressed or binary, there are fewer than two bytes, or a
+        fraction or limit is out of range.
     """
     _check_limits(max_bytes, valid_fraction)
     folder = _library(suffixes or (".py",)) if path is None else _given(Path(path), suffixes or TEXT_SUFFIXES, without)

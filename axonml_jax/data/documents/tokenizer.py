@@ -1,5 +1,6 @@
 """Tokenizers: bytes, or what a `tokenizer.json` of Hugging Face says."""
 
+import contextlib
 import functools
 import json
 import os
@@ -11,9 +12,14 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from axonml_jax.logging import logger
+
 BYTES = "bytes"
 """The name of the tokenizer whose tokens are the bytes of UTF-8."""
 
+
+_STORED = ("truncation", "padding")
+_IDS = 2**31
 
 Special = bool | Literal["before"]
 """Which of the tokens that a tokenizer's rules add around a text are added: all, none, or, as more follows, those before it."""
@@ -94,17 +100,39 @@ class FileTokenizer:
                 f"{self.path} needs the library tokenizers: pip install 'axonml-jax[tokenizers]'"
             ) from error
         try:
-            return tokenizers.Tokenizer.from_file(str(self.path))
+            rules = tokenizers.Tokenizer.from_file(str(self.path))
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{self.path} is no tokenizer.json: {error}") from error
+        if stored := [name for name in _STORED if getattr(rules, name) is not None]:
+            _say_left_out(str(self.path), " and ".join(stored))
+        rules.no_truncation()
+        rules.no_padding()
+        return rules
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path}
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, special tokens included."""
-        return max(self._rules.get_vocab(with_added_tokens=True).values()) + 1
+        """One more than the largest id, special tokens included.
+
+        Raises:
+          ValueError: there are none, or some that no int32 holds.
+        """
+        return self._size
+
+    @functools.cached_property
+    def _size(self) -> int:
+        words = self._rules.get_vocab(with_added_tokens=True)
+        if not words:
+            raise ValueError(f"{self.path} has no tokens: its vocabulary is empty")
+        word = max(words, key=words.__getitem__)
+        if words[word] >= _IDS:
+            raise ValueError(
+                f"{self.path}: the token {word!r} has the id {words[word]}, and token ids are int32, below {_IDS}: number its "
+                "tokens from 0"
+            )
+        return words[word] + 1
 
     @property
     def fingerprint(self) -> str:
@@ -113,11 +141,23 @@ class FileTokenizer:
 
     @functools.cached_property
     def _checksum(self) -> str:
-        return f"{zlib.crc32(json.dumps(json.loads(self.path.read_bytes()), sort_keys=True).encode()):08x}"
+        said = json.loads(self.path.read_bytes())
+        said |= dict.fromkeys(said.keys() & set(_STORED))  # they change no token
+        return f"{zlib.crc32(json.dumps(said, sort_keys=True).encode()):08x}"
 
     def encode(self, texts: Sequence[str], *, special: Special = True) -> list[np.ndarray]:
-        """Token ids of every text, int32 [n]; on all cores."""
-        found = self._rules.encode_batch(list(texts), add_special_tokens=bool(special))
+        """Token ids of every text, int32 [n], whole whatever the file says of truncation and padding; on all cores.
+
+        Raises:
+          ValueError: a text has a word that the tokenizer does not know, and it has no token for unknown ones.
+        """
+        try:
+            found = self._rules.encode_batch(list(texts), add_special_tokens=bool(special))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(
+                f"{self.path} cannot encode {self._first_refused(texts)!r:.80}: {error}. Give it a token for unknown words "
+                "(unk_token or unk_id of its model, with an id in the vocabulary), or texts of words that it knows"
+            ) from error
         if special != "before":
             return [np.asarray(each.ids, np.int32) for each in found]
         ends = [_behind(each.special_tokens_mask) for each in found]
@@ -126,13 +166,20 @@ class FileTokenizer:
             for each, end in zip(found, ends, strict=True)
         ]
 
+    def _first_refused(self, texts: Sequence[str]) -> str:
+        for text in texts:
+            try:
+                self._rules.encode(text)
+            except Exception:
+                return text
+        return ""
+
     @functools.cached_property
     def _before(self) -> int:
         """How many tokens the rules add before a text; of an empty one nobody can tell them from those behind it."""
         for text in ("a", *self._rules.get_vocab(with_added_tokens=True)):
-            mask = self._rules.encode(text).special_tokens_mask
-            if 0 in mask:
-                return mask.index(0)
+            with contextlib.suppress(Exception):  # the library raises bare Exception, of unknown words here
+                return self._rules.encode(text).special_tokens_mask.index(0)
         return 0
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -177,6 +224,16 @@ def vocabulary_offenders(tokenizer: Tokenizer, vocab_size: int, what: str = "voc
     if vocab_size >= tokenizer.vocab_size:
         return []
     return [f"{what}={vocab_size}: the tokenizer has {tokenizer.vocab_size} token ids; set it to at least that"]
+
+
+@functools.cache
+def _say_left_out(path: str, stored: str) -> None:
+    logger.warning(
+        "%s stores %s, as it was last used for batches of equal length: left out, so that documents are whole and nothing is "
+        "learned of padding",
+        path,
+        stored,
+    )
 
 
 def _behind(mask: Sequence[int]) -> int | None:

@@ -12,11 +12,11 @@ from axonml_jax.data.folder import Folder
 _CHUNK = 1 << 24
 
 
-def found_files(path: str | os.PathLike, suffixes: Sequence[str], without: Path | None = None) -> list[Path]:
+def found_files(path: str | os.PathLike, suffixes: Sequence[str], *, text: bool = True) -> list[Path]:
     """One file, whatever it is called, or those of a folder with these endings, in one order on every machine.
 
     Raises:
-      ValueError: there is no such file or folder, or nothing in it.
+      ValueError: there is no such file or folder, or nothing in it, or it is one file and, where text is asked for, none.
     """
     path = Path(path)
     try:
@@ -24,7 +24,7 @@ def found_files(path: str | os.PathLike, suffixes: Sequence[str], without: Path 
     except OSError as error:
         wrong = "no such file or folder" if isinstance(error, FileNotFoundError) else error.strerror
         raise ValueError(f"{wrong}: {str(path)!r}") from error
-    folder = Folder(path, suffixes, without=without)
+    folder = Folder(path, suffixes, text=text)
     if not folder.files:
         raise ValueError(
             f"no files ending in {', '.join(suffixes)} in {str(path)!r}"

@@ -57,7 +57,7 @@ class JsonLinesFiles:
         content = self._open[which][starts[line] : ends[line]].tobytes()
         try:
             sample = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{self.files[which]}, byte {starts[line]}: no JSON ({error}): {content[:60]!r}"
             ) from error

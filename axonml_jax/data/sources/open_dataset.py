@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from axonml_jax.data.folder import COMPRESSED
 from axonml_jax.data.sources import json_lines_files, parquet_files
 from axonml_jax.data.sources.json_lines_files import JsonLinesFiles
 from axonml_jax.data.sources.parquet_files import ParquetFiles
@@ -41,8 +42,9 @@ def guessed_format(path: str | os.PathLike) -> str:
     """The format that the name of a file says, or the names in a folder."""
     path = Path(path)
     for name, suffixes in _SUFFIXES.items():
-        if path.suffix in suffixes:
+        endings = [suffix + more for suffix in suffixes for more in ("", *COMPRESSED)]
+        if path.name.endswith(tuple(endings)):
             return name
-        if path.is_dir() and any(next(path.rglob(f"*{suffix}"), None) for suffix in suffixes):
+        if path.is_dir() and any(next(path.rglob(f"*{ending}"), None) for ending in endings):
             return name
     return "text"

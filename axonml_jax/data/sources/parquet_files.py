@@ -27,7 +27,7 @@ class ParquetFiles:
     """
 
     def __init__(self, path: str | os.PathLike, *, fields: Sequence[str] | None = None):
-        self.files = found_files(path, SUFFIXES)
+        self.files = found_files(path, SUFFIXES, text=False)
         self.fields = fields
         self._groups: list[tuple[int, int]] = []
         self._firsts = [0]

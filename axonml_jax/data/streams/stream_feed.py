@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from axonml_jax.data.loading_error import named
+from axonml_jax.data.loading_error import collated, named
 from axonml_jax.data.streams.stream_walk import Stream, StreamWalk
 
 
@@ -87,7 +87,7 @@ class StreamFeed:
         if found is None:
             return None, None
         samples, position = found
-        return self.collate([samples[row] for row in self.rows]), position()
+        return collated(self.collate, [samples[row] for row in self.rows]), position()
 
     def identity(self) -> dict[str, int | bool | str]:
         """What gives a position its meaning."""

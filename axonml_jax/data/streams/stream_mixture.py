@@ -7,6 +7,7 @@ import numpy as np
 
 from axonml_jax.data.columns import Columns
 from axonml_jax.data.fetch import MapDataset
+from axonml_jax.data.loading_error import LoadingError
 from axonml_jax.data.mixture import Mixture, Shares, checked_weights
 from axonml_jax.data.order import epoch_order
 from axonml_jax.data.streams.kinds import as_dataset
@@ -159,7 +160,11 @@ class OneEpoch:
         if self._at >= len(self._order):
             raise StopIteration
         self._at += 1
-        return self._dataset[int(self._order[self._at - 1])]
+        index = int(self._order[self._at - 1])
+        try:
+            return self._dataset[index]
+        except StopIteration as error:  # which would end the epoch here
+            raise LoadingError(f"sample {index} of a mixture's source raised StopIteration: {error}") from error
 
     def state_dict(self) -> dict[str, int]:
         """How many were drawn."""

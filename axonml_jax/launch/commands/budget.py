@@ -31,7 +31,7 @@ def baseline(budget: Budget) -> dict[str, float]:
     try:
         content = json.loads(budget.check.read_text("utf-8"))
         return {name: float(content[name]) for name in ("memory", "traffic")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         write = f"axonml-jax explain CONFIG --write-baseline {budget.check}"
         raise ConfigError(f"--check {budget.check}: no baseline ({error}); write one with {write}") from error
 
