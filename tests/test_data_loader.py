@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+import axonml_jax as ax
 from axonml_jax.data.loader import create_dataloader
 from axonml_jax.data.order import epoch_order
 
@@ -222,6 +223,34 @@ def test_samples_may_be_any_structure_of_arrays_and_numbers(name):
     for got, want in zip(jax.tree.leaves(batch), jax.tree.leaves(expected), strict=True):
         assert isinstance(got, jax.Array) and got.dtype == jax.dtypes.canonicalize_dtype(want.dtype)
         np.testing.assert_array_equal(got, want)
+
+
+def aligned(shape, dtype):
+    """An array whose memory JAX takes for its own on CPU."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def test_a_collate_may_fill_its_arrays_again():
+    buffer = aligned((64, 16), np.int64)
+
+    def collate(samples):
+        buffer[:] = np.array(samples)[:, None]
+        return buffer
+
+    loader = create_dataloader(
+        list(range(256)), 64, make_mesh({"data": 4}), shuffle=False, num_epochs=1, collate=collate
+    )
+    assert [batch[:, 3].tolist() for batch in loader] == np.arange(256).reshape(4, 64).tolist()
+
+
+def test_a_batch_that_was_placed_is_not_what_is_filled_into_its_array_again():
+    mesh, batch = ax.make_mesh(data=8), aligned((64, 16), np.int32)
+    placed = ax.Plan().batch_layout(dict(mesh.shape)).place({"x": batch}, mesh)
+    batch[:] = 1
+    assert np.asarray(placed["x"]).max() == 0
 
 
 def test_collate_receives_the_samples_and_batched_reading_is_used():

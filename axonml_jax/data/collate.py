@@ -1,6 +1,8 @@
 """From samples to batches: stacking them on the host, and placing rows on the mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +45,21 @@ def stack_samples(samples: Sequence) -> object:
             f"samples of one batch differ in shape: {'; '.join(ragged)}. Pad them, or give a collate that does"
         )
     return jax.tree.unflatten(structure, [np.stack(arrays) for arrays in stacked])
+
+
+@dataclass(frozen=True)
+class OwnMemory:
+    """A collate whose arrays are copied, so that it may return the same ones again.
+
+    Attributes:
+      collate: samples -> pytree of arrays.
+    """
+
+    collate: Callable[[Sequence], Any]
+
+    def __call__(self, samples: Sequence) -> Any:
+        """The batch in memory of its own."""
+        return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), self.collate(samples))
 
 
 def local_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax.data.collate import local_rows, place_rows, stack_samples
+from axonml_jax.data.collate import OwnMemory, local_rows, place_rows, stack_samples
 from axonml_jax.data.fetch import Fetch, MapDataset
 from axonml_jax.data.order import seed_offenders
 from axonml_jax.data.position import Batching
@@ -93,7 +93,8 @@ def create_dataloader(
         offenders = ["this process holds no device of the mesh; call it on the mesh's processes only"]
     if offenders:
         raise ValueError("create_dataloader: " + "; ".join(offenders))
-    rows, collate = np.asarray(rows), collate or stack_samples
+    # What a collate of one's own returns it may fill again for the next batch, and devices may have its memory by then.
+    rows, collate = np.asarray(rows), stack_samples if collate is None else OwnMemory(collate)
     if isinstance(samples, Stream):
         refuse_once_in_workers(samples, num_workers)
         stream = replace(samples, window=shuffle_window if shuffle else 1, seed=seed)

@@ -160,14 +160,17 @@ class BatchLayout:
           mesh: a mesh of these degrees.
 
         Returns:
-          Global arrays, `marked`; each process has moved only the parts that its devices hold.
+          Global arrays, `marked`; each process has moved only the parts that its devices hold. None shares memory with an array
+          of NumPy, which may be filled again at once; devices other than CPUs may still be reading it.
         """
+        # On CPU, JAX takes the memory of a NumPy array for its own (also with may_alias=False).
+        own = np.array if mesh.devices.flat[0].platform == "cpu" else np.asarray
 
         def place(path, leaf):
             name = path_name(path)
             sharding, order = NamedSharding(mesh, self.spec(name, leaf, placed=True)), self._order(name, np.shape(leaf))
             if not isinstance(leaf, jax.Array):
-                leaf = np.asarray(leaf)
+                leaf = own(leaf) if jax.process_count() == 1 else np.asarray(leaf)
             elif order is None and leaf.sharding == sharding:
                 return leaf
             elif not leaf.is_fully_addressable:
@@ -178,7 +181,7 @@ class BatchLayout:
                     return _moved(sharding, order)(leaf if there else jax.device_put(leaf, sharding))
                 return jax.device_put(leaf if order is None else order(leaf), sharding)
             host = np.asarray(leaf) if order is None else order(np.asarray(leaf))
-            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+            return jax.make_array_from_callback(host.shape, sharding, lambda index: own(host[index]))
 
         return self.marked(jax.tree_util.tree_map_with_path(place, batch))
 
