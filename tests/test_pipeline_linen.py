@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx, struct
+from meshes import mesh_of
 from pipeline_models import Language
 from plan_models import F64, linear, regression, token_loss, tokens
 
@@ -160,3 +161,38 @@ def test_whatever_makes_a_module_is_taken_and_divided_as_the_module_itself(mesh)
 def test_what_is_neither_a_module_nor_makes_one_is_refused(model, options, words, mesh):
     with pytest.raises((TypeError, ValueError), match=words):
         ax.Pipeline(model, mesh, **options)
+
+
+class Flat(linen.Module):
+    """No block around what belongs together; in the alphabet all norms come first."""
+
+    @linen.compact
+    def __call__(self, x):
+        for _ in range(4):
+            x = linen.BatchNorm(use_running_average=False)(linen.Conv(4, (1,))(x))
+        return linen.Dense(3)(x)
+
+
+def flat_init():
+    return Flat().init(jax.random.key(0), np.ones((2, 3, 4), np.float32))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [lambda: flat_init, flat_init, lambda: jax.jit(lambda: flat_init())],
+    ids=["made", "arrays", "made under jit"],
+)
+def test_stages_of_a_flat_linen_model_follow_the_call(params):
+    params = params()
+    pipe = ax.Pipeline(Flat(), mesh_of(pipe=4), params=params, num_microbatches=2)
+    called = [f"{kind}_{i}" for i in range(4) for kind in ("Conv", "BatchNorm")] + ["Dense_0"]
+    place = lambda name: called.index(name.split("/")[0])
+    stages = [stage for _, stage in sorted(pipe.stage_of.items(), key=lambda item: place(item[0]))]
+    assert stages == sorted(stages) and set(stages) == {0, 1, 2, 3}
+
+
+def test_parameters_that_were_sorted_are_said_to_tell_no_order():
+    mesh = mesh_of(pipe=2)
+    with pytest.warns(UserWarning, match=r"follow the names of BatchNorm_\*, Conv_\*: .*params=lambda: module.init"):
+        ax.Pipeline(Flat(), mesh, params=jax.jit(flat_init)(), num_microbatches=2)
+    ax.Pipeline(Flat(), mesh, params=jax.jit(flat_init)(), split=("Conv_2",), num_microbatches=2)  # nothing to guess

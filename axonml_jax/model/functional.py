@@ -56,8 +56,8 @@ class Functional(abc.ABC):
 
     Attributes:
       param_prefix: what path names of parameters start with in a `state_dict`.
-      order: of every variable's path a sort key of its place in the model as its author wrote it; None where only names tell
-        (a Linen module).
+      order: of every variable's path a sort key of its place in the model: as its author wrote an NNX module, or as `init` of a
+        Linen module called it; None where only names tell (dicts that have been sorted).
       create: makes the model's variables, under `jit` too, where the user gave a function in the place of arrays, or shapes;
         else None.
       hollow: the user gave shapes, and `create` makes zeros: the values are still to be loaded.

@@ -10,6 +10,7 @@ from flax.core import unfreeze
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.batch_norm import synchronize_linen
+from axonml_jax.model.definition_order import noting_calls, order_of_init
 from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
 from axonml_jax.model.state_joins import HOOK, Join, declared_joins, linen_kinds
 from axonml_jax.model.trainable import merge, partition
@@ -23,20 +24,25 @@ def linen_functional(
         raise TypeError(
             f"params= of a Linen module must be what module.init returned, not a {type(variables).__name__}"
         )
+    order = order_of_init(variables.get("params", variables))
     collections = dict(unfreeze(linen.meta.unbox(variables)))
     if "params" not in collections:
         collections = {"params": collections}
     trained, frozen = partition(collections.pop("params"), trainable)
     collections.pop("intermediates", None)
     split = Variables(trained, frozen, collections)
-    return LinenFunctional(module, abstract(split)), split
+    view = LinenFunctional(module, abstract(split))
+    view.order = order
+    return view, split
 
 
 def deferred_linen(
     module: linen.Module, init: Callable[[], PyTree], trainable: Trainable = None
 ) -> tuple["LinenFunctional", Variables]:
     """The pure view of a Linen module whose variables `init` will make, and their shapes."""
-    view, shapes = linen_functional(module, jax.eval_shape(init), trainable)
+    order: dict[str, tuple] = {}
+    view, shapes = linen_functional(module, jax.eval_shape(noting_calls(init, order)), trainable)
+    view.order = order or None
     view.create = lambda: linen_functional(module, init(), trainable)[1]
     return view, shapes
 
