@@ -193,6 +193,6 @@ def test_stages_of_a_flat_linen_model_follow_the_call(params):
 
 def test_parameters_that_were_sorted_are_said_to_tell_no_order():
     mesh = mesh_of(pipe=2)
-    with pytest.warns(UserWarning, match=r"follow the names of BatchNorm_\*, Conv_\*: .*params=lambda: module.init"):
+    with pytest.warns(UserWarning, match=r"follow the names of BatchNorm_\*, Conv_\*: .*params=lambda: module\.init"):
         ax.Pipeline(Flat(), mesh, params=jax.jit(flat_init)(), num_microbatches=2)
     ax.Pipeline(Flat(), mesh, params=jax.jit(flat_init)(), split=("Conv_2",), num_microbatches=2)  # nothing to guess

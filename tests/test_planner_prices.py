@@ -163,6 +163,24 @@ def test_what_a_block_takes_however_few_tokens_comes_with_every_microbatch_and_a
     assert price(found, dataclasses.replace(slow, reached=0.25), Assumptions()).compute == price(found, slow).compute
 
 
+@pytest.mark.parametrize(
+    ("mesh", "fsdp", "parts"), [({"data": 2}, None, 1), ({"fsdp": 4}, ax.Shard(stage=3), 4)], ids=["ddp", "zero-3"]
+)
+def test_an_update_reads_state_and_gradients_and_writes_state(mesh, fsdp, parts):
+    model = config(LLAMA, num_layers=4, max_length=64)
+    plan = ax.Plan() if fsdp is None else ax.Plan(fsdp=fsdp)
+    costs = lambda plan, hardware: price(ax.explain(plan, model=model, mesh=mesh, global_batch=8), hardware)
+    machine = dataclasses.replace(HARDWARE["v5p"], memory_bandwidth=1e9, step_seconds=0.0)
+    # Adam in float32: a parameter, two moments and a gradient are read, a parameter and two moments are written.
+    elements = model.num_params / parts
+    assert costs(plan, machine).update == pytest.approx(4 * elements * (4 + 3) / 1e9, rel=1e-3)
+    assert costs(plan, machine).host == 0
+    away = dataclasses.replace(plan, offload=ax.CPUOffload.OPTIMIZER_STATES)
+    offloaded = costs(away, machine)
+    # Both moments come from the host and go back there.
+    assert offloaded.host == pytest.approx(4 * elements * (2 + 2) / Assumptions.on(machine).host_bandwidth, rel=1e-3)
+
+
 def test_what_a_step_takes_however_few_tokens_comes_once():
     model = config(LLAMA, num_layers=4, max_length=256)
     answer = ax.plan(model, hardware="v5p", num_devices=4, global_batch=32, runners_up=0)

@@ -41,9 +41,9 @@ def _warn_of_names(shapes: Mapping[str, Any]) -> None:
     if len(kinds) > 1:
         warnings.warn(
             f"stages follow the names of {', '.join(f'{kind}*' for kind in kinds)}: in which order these are called is not "
-            "known, as parameters that pass jax.jit or jax.tree.map are sorted. What a stage reads of another's is sent in every "
-            "step. Give params= what module.init returned, or a function that calls it (params=lambda: module.init(key, example)), "
-            "or say where stages begin (split=)",
+            "known, as parameters that pass jax.jit or jax.tree.map are sorted. What a stage reads of another's is sent in "
+            "every step. Give params= what module.init returned, or a function that calls it (params=lambda: module.init(key, "
+            "example)), or say where stages begin (split=)",
             stacklevel=2,
         )
 

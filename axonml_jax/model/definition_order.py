@@ -84,5 +84,5 @@ def noting_calls(init: Callable[[], Any], found: dict[str, tuple]) -> Callable[[
 
 
 def _called(calls: Mapping[tuple[str, ...], int], path: tuple[str, ...]) -> tuple[int, ...]:
-    """When the modules on the way to a parameter were first called, from the root inwards; -1 after them is before all others."""
+    """When the modules on the way to a parameter were first called, from the root inwards."""
     return tuple(calls[path[:end]] for end in range(len(path)) if path[:end] in calls)
