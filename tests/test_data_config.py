@@ -10,12 +10,16 @@ import jax
 import numpy as np
 import pytest
 
+import axonml_jax as ax
 from axonml_jax.__main__ import main
 from axonml_jax.data.documents.encoder import DocumentEncoder
 from axonml_jax.data.documents.tokenizer import load_tokenizer
+from axonml_jax.launch.commands.export_command import _with_tokenizer
+from axonml_jax.launch.config.read_config import read_config
 from axonml_jax.launch.config.sections.data_config import DataConfig
-from axonml_jax.launch.job import document_task
+from axonml_jax.launch.job import document_task, text_task
 from axonml_jax.launch.job.document_task import FilledUp, read_documents
+from axonml_jax.launch.job.text_task import load_data, read_data, read_text
 from axonml_jax.training.metrics import mean_of
 
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
@@ -103,7 +107,7 @@ def test_reading_stops_at_the_limit(pairs):
     (["--data.prompt_field=a"], "data.prompt_field=a and completion_field=None: give both or none"),
     (["--data.pack=documents"], "data.path: documents, which pack=documents asks for, are read from a path or a mixture"),
     (["--data.tokenizer=1.5"], "data.path: documents, which tokenizer asks for, are read from a path or a mixture"),
-    (["--data.path=x.jsonl", "--data.pack=windows"], "pack=windows cuts text as one stream of bytes, without path"),
+    (["--data.path=x.jsonl", "--data.pack=windows"], "pack=windows cuts text as one stream, without path"),
     (["--data.path=x.jsonl", '--data.mixture={"a": 1}'], "path and mixture both say what to read"),
     (['--data.mixture={"a": -1}'], "the share of a is -1.0: must be positive and finite"),
     (["--data.path=none.jsonl"], "no such file or folder: 'none.jsonl'"),
@@ -114,6 +118,61 @@ def test_reading_stops_at_the_limit(pairs):
 def test_what_does_not_fit_is_refused(tmp_path, capsys, flags, said):
     assert main(["train", QUICKSTART, *SMALL, *flags, f"--output.dir={tmp_path / 'runs'}"]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+WORDS = {"<unk>": 0, "the": 1, "cat": 2, "sat": 3}
+
+
+def write_words(path):
+    pytest.importorskip("tokenizers")
+    rules = {"version": "1.0", "model": {"type": "WordLevel", "vocab": WORDS, "unk_token": "<unk>"}}
+    path.write_text(json.dumps(rules | {"pre_tokenizer": {"type": "WhitespaceSplit"}}))
+    return str(path)
+
+
+def test_one_text_and_a_tokenizer_are_windows_of_tokens(tmp_path, monkeypatch):
+    words, text = write_words(tmp_path / "words.json"), tmp_path / "my.txt"
+    text.write_text("the cat sat\n" * 1000)
+    flags = [*SMALL, f"--data.path={text}", f"--data.tokenizer={words}"]
+    config = read_config("train", [QUICKSTART, *flags])
+    assert not config.data.documents and DataConfig(path=str(tmp_path), tokenizer=words).documents
+    assert DataConfig(path=str(text), tokenizer=words, end="the").documents
+    found = read_data(config.data)
+    assert found.train.tolist() == [1, 2, 3] * 900 and found.valid.tolist() == [1, 2, 3] * 100
+    again = read_text(
+        DataConfig(path=str(tmp_path), tokenizer=words, pack="windows", length=16)
+    )  # of a folder, when asked for
+    assert again.train.tolist() == [1, 2, 3] * 900 and again.fingerprint == found.fingerprint
+    monkeypatch.setattr(text_task, "_AT_ONCE", 50)
+    assert read_data(config.data).fingerprint == found.fingerprint
+    data = load_data(config, found, ax.make_mesh(data=8))
+    assert (data.unit, data.bigram, data.sizes) == ("token", None, (2700, 300)) and data.valid_targets == [16 * 8] * 2
+    batch = next(iter(data.train))
+    assert batch["targets"][0, :-1].tolist() == batch["tokens"][0, 1:].tolist() and int(batch["tokens"].max()) == 3
+    text.write_text("the cat sat\n")
+    with pytest.raises(ValueError, match="the text leaves 3 tokens to train and 0 tokens to valid, too few"):
+        read_data(config.data)
+    with pytest.raises(
+        ValueError, match=r"holds 1 documents, too few to train and to validate on.*pack=windows, which takes"
+    ):
+        read_documents(DataConfig(path=str(text), tokenizer=words, pack="documents"))
+
+
+def test_export_takes_the_tokenizer_of_a_runs_data_along(tmp_path):
+    words, target = write_words(tmp_path / "words.json"), tmp_path / "weights"
+    target.mkdir()
+    make = lambda path: read_config("train", [QUICKSTART, f"--data.path={tmp_path}", f"--data.tokenizer={path}"])
+    assert _with_tokenizer(make(words), target) == f"as in {words}"
+    assert (target / "tokenizer.json").read_bytes() == Path(words).read_bytes()
+    folder, target = tmp_path / "tokenizer", tmp_path / "more"
+    for each in (folder, target):
+        each.mkdir()
+    write_words(folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert _with_tokenizer(make(folder), target) == f"as in {folder}"
+    assert sorted(path.name for path in target.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert "left out, as there is no tokenizer at" in _with_tokenizer(make(tmp_path / "gone"), target)
+    assert _with_tokenizer(read_config("train", [QUICKSTART]), target) == ""
 
 
 def test_a_vocabulary_that_lacks_tokens_is_refused_before_anything_is_made(tmp_path, pairs, capsys):

@@ -24,14 +24,17 @@ SKIPPED_FOLDERS = frozenset({
 
 
 class TextSplit(NamedTuple):
-    """Bytes to train on and bytes to validate on, from different files (uint8, each one file after the other)."""
+    """Bytes to train on and bytes to validate on, from different files (uint8, each one file after the other).
+
+    Their tokens take their place where a tokenizer reads them (int32).
+    """
 
     train: np.ndarray
     valid: np.ndarray
 
     @property
     def fingerprint(self) -> str:
-        """The CRC-32 of both parts: what tells this text from another."""
+        """The CRC-32 of both parts: what tells this text, or these tokens, from others."""
         return f"{zlib.crc32(self.train):08x}-{zlib.crc32(self.valid):08x}"
 
 
@@ -91,11 +94,13 @@ class ByteWindows:
       ValueError: the data is not one-dimensional bytes or too short for one window.
     """
 
+    unit, dtype = "byte", np.dtype(np.uint8)
+
     def __init__(self, data: np.ndarray, length: int, fingerprint: str | None = None):
-        if data.ndim != 1 or data.dtype != np.uint8 or length < 1 or len(data) <= length:
+        if data.ndim != 1 or data.dtype != self.dtype or length < 1 or len(data) <= length:
             raise ValueError(
-                f"ByteWindows of {data.dtype} {data.shape} with length={length}: give one-dimensional uint8 data of at "
-                "least length + 1 bytes and a length of at least 1"
+                f"{type(self).__name__} of {data.dtype} {data.shape} with length={length}: give one-dimensional "
+                f"{self.dtype} data of at least length + 1 {self.unit}s and a length of at least 1"
             )
         self.data = data
         self.length = length
@@ -118,6 +123,12 @@ class ByteWindows:
         starts = np.asarray(indices)[:, None] * self.length
         rows = self.data[starts + np.arange(self.length + 1)].astype(np.int32)
         return [{"tokens": row[:-1], "targets": row[1:]} for row in rows]
+
+
+class TokenWindows(ByteWindows):
+    """The same of token ids, int32 [n]."""
+
+    unit, dtype = "token", np.dtype(np.int32)
 
 
 def bigram_nats(train: np.ndarray, valid: np.ndarray, smoothing: float = 1.0) -> float:

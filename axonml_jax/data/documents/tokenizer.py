@@ -89,7 +89,7 @@ class FileTokenizer:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = _tokenizer_file(path)
+        self.path = tokenizer_file(path)
 
     @functools.cached_property
     def _rules(self) -> Any:
@@ -241,7 +241,12 @@ def _behind(mask: Sequence[int]) -> int | None:
     return max((i + 1 for i, added in enumerate(mask) if not added), default=None)
 
 
-def _tokenizer_file(path: str | os.PathLike) -> Path:
+def tokenizer_file(path: str | os.PathLike) -> Path:
+    """The `tokenizer.json` that a path names, itself or the folder that holds it.
+
+    Raises:
+      ValueError: there is none.
+    """
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():

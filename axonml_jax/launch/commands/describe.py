@@ -13,6 +13,7 @@ from axonml_jax.facade.device_memory import FSDPMemoryStats, estimate
 from axonml_jax.facade.stages import stage_assigner
 from axonml_jax.launch.config.read_config import as_dict
 from axonml_jax.launch.config.run_config import RunConfig
+from axonml_jax.launch.config.sections.data_config import BYTES
 from axonml_jax.launch.config.sections.optim_config import NAMED_ONLY, OptimConfig
 from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.config.sections.plan_config import REDUCING, PlanConfig
@@ -84,10 +85,8 @@ def _batch(config: RunConfig, ground: RunSetup) -> str:
     rows, length = config.train.global_batch_size, config.data.length
     if ground.own is not None:
         return f"{rows} examples per update ({batch_words(ground.batch)}); {config.train.steps} updates"
-    return (
-        f"{rows} examples of {length} {'tokens' if config.data.documents else 'bytes'}, {rows * length:,} tokens, per update; "
-        f"{config.train.steps} updates"
-    )
+    unit = "bytes" if config.data.tokenizer == BYTES and not config.data.documents else "tokens"
+    return f"{rows} examples of {length} {unit}, {rows * length:,} tokens, per update; {config.train.steps} updates"
 
 
 def step_in_words(config: RunConfig, ground: RunSetup) -> list[str]:

@@ -1,6 +1,7 @@
 """`axonml-jax export`: the model of a checkpoint as files that Hugging Face's `from_pretrained` reads."""
 
 import argparse
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,15 @@ from axonml_jax.checkpoint.manifest import NAME
 from axonml_jax.checkpoint.names import newest_below
 from axonml_jax.checkpoint.store import checked_manifest, load
 from axonml_jax.checkpoint.team import Team
+from axonml_jax.data.documents.tokenizer import tokenizer_file
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.facade.saved_model import AveragedParams
-from axonml_jax.launch.commands.import_command import copy_tokenizer
+from axonml_jax.launch.commands.import_command import TOKENIZER, copy_tokenizer
 from axonml_jax.launch.commands.saved.saved_run import require_average
 from axonml_jax.launch.commands.writable import require_folder
 from axonml_jax.launch.config.read_config import read_config
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.launch.config.sections.data_config import BYTES
 from axonml_jax.launch.config.stretches import NEWEST
 from axonml_jax.launch.own.subject import adapted
 from axonml_jax.mesh.shape import make_mesh
@@ -58,12 +61,28 @@ def export_weights(chosen: argparse.Namespace) -> int:
     model = ParallelModel(made, make_mesh(fsdp=jax.device_count()), Plan())
     _restore(source, model, ema=chosen.ema)
     write_pretrained(target, config, model, shard_bytes=int(chosen.shard_size))
-    kept = copy_tokenizer(Path(run.train.weights), target) if run.train.weights else []
+    tokenizer = _with_tokenizer(run, target)
     print(f"model      {config.num_params:,} parameters of {source}, {config.param_dtype}")
     print(f"written    {', '.join(sorted(path.name for path in target.iterdir()))}")
-    if kept:
-        print(f"tokenizer  as in {run.train.weights}")
+    if tokenizer:
+        print(f"tokenizer  {tokenizer}")
     return 0
+
+
+def _with_tokenizer(run: RunConfig, target: Path) -> str:
+    """Put a run's tokenizer beside its weights: that of its data, else that of the weights it began with; what was done."""
+    if run.data.class_path is not None or run.data.tokenizer == BYTES:
+        kept = copy_tokenizer(Path(run.train.weights), target) if run.train.weights else []
+        return f"as in {run.train.weights}" if kept else ""
+    try:
+        file = tokenizer_file(run.data.tokenizer)
+    except ValueError as error:
+        return f"left out, as there is {error}"
+    if file.name == TOKENIZER[0]:
+        copy_tokenizer(file.parent, target)
+    else:
+        shutil.copy2(file, target / TOKENIZER[0])
+    return f"as in {run.data.tokenizer}"
 
 
 def _checkpoint(path: Path) -> Path:

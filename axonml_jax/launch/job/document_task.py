@@ -118,7 +118,10 @@ def _packed(config: DataConfig, path: str) -> tuple[PackedDocuments, PackedDocum
     texts = _texts(open_dataset(path, config.format, fields=encoder.names), encoder, config.max_bytes)
     count = max(1, int(len(texts) * config.valid_fraction))
     if len(texts) <= count:
-        raise ValueError(f"{path} holds {len(texts)} documents, too few to train and to validate on")
+        raise ValueError(
+            f"{path} holds {len(texts)} documents, too few to train and to validate on. Give more, or pack=windows, which "
+            "takes text as one stream"
+        )
     encode = functools.partial(_encoded, encoder)
     options = {"length": config.length, "share": config.pack != "alone"}
     return PackedDocuments(encode(texts[count:]), **options), PackedDocuments(encode(texts[:count]), **options)

@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 
 from axonml_jax._types import PyTree
 from axonml_jax.data.collate import stack_samples
-from axonml_jax.data.documents.tokenizer import load_tokenizer
+from axonml_jax.data.documents.tokenizer import Tokenizer, load_tokenizer
 from axonml_jax.data.loader import DataLoader, create_dataloader
 from axonml_jax.data.streams.stream_feed import NoBatch
-from axonml_jax.data.text import ByteWindows, TextSplit, bigram_nats, load_text
+from axonml_jax.data.text import ByteWindows, TextSplit, TokenWindows, bigram_nats, load_text
 from axonml_jax.facade.parallel_generate import generate
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.launch.config.run_config import RunConfig, SampleConfig
@@ -28,6 +28,8 @@ from axonml_jax.model.loss import WeightedMean
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.router_metrics import router_metrics
 from axonml_jax.models.transformer import Transformer
+
+_AT_ONCE = 1 << 20
 
 
 def loss_fn(model: Any, batch: PyTree) -> WeightedMean | tuple[WeightedMean, dict[str, WeightedMean]]:
@@ -50,7 +52,7 @@ def read_data(config: DataConfig, runs: str | None = None) -> TextSplit | Docume
 
 
 def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
-    """The text that the section `data` names.
+    """The text that the section `data` names, as bytes or as tokens.
 
     Args:
       config: the section.
@@ -65,18 +67,32 @@ def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
             f"data.path={config.path} is output.dir, the folder that runs are written to: every run would change the text "
             "for the next. Give output.dir another folder; one inside data.path is left out of the text"
         )
+    unit = "byte" if config.tokenizer == BYTES else "token"
     try:
         split = load_text(config.path, max_bytes=config.max_bytes, valid_fraction=config.valid_fraction, without=runs)
     except ValueError as error:
         raise ValueError(f"data: {error}") from error
+    if unit == "token":
+        rules = load_tokenizer(config.tokenizer)
+        split = TextSplit(*(tokens_of(part, rules) for part in split))
     short = {name: len(part) for name, part in split._asdict().items() if len(part) <= config.length}
     if short:
-        sizes = " and ".join(f"{size} bytes to {name}" for name, size in short.items())
+        sizes = " and ".join(f"{size} {unit}s to {name}" for name, size in short.items())
         raise ValueError(
             f"data: the text leaves {sizes}, too few for one example of data.length={config.length}: give more text, "
             "a shorter length or another valid_fraction"
         )
     return split
+
+
+def tokens_of(text: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """A text's bytes as one stream of tokens, int32 [n], none of them added; tokenized by lines, a megabyte at a time."""
+    words, pieces, at = text.tobytes().decode(errors="replace"), [], 0
+    while at < len(words):
+        end = words.find("\n", at + _AT_ONCE) + 1 or len(words)
+        pieces.append(words[at:end])
+        at = end
+    return np.concatenate([np.zeros(0, np.int32), *tokenizer.encode(pieces, special=False)])
 
 
 @dataclass(frozen=True)
@@ -119,7 +135,8 @@ def load_data(config: RunConfig, text: TextSplit | DocumentSplit | OwnSplit, mes
         return _load_documents(config, text, mesh)
     size, workers = config.train.global_batch_size, config.data.num_workers
     parts, content = text._asdict(), text.fingerprint
-    windows = {name: ByteWindows(part, config.data.length, content) for name, part in parts.items()}
+    kind = ByteWindows if text.train.dtype == ByteWindows.dtype else TokenWindows
+    windows = {name: kind(part, config.data.length, content) for name, part in parts.items()}
     few = {name: len(part) for name, part in windows.items() if len(part) < size}
     if few:
         counts = " and ".join(f"{count} examples to {name}" for name, count in few.items())
@@ -131,9 +148,9 @@ def load_data(config: RunConfig, text: TextSplit | DocumentSplit | OwnSplit, mes
     valid = create_dataloader(windows["valid"], size, mesh, shuffle=False, num_epochs=1)
     taken = min(config.train.eval_batches or len(valid), len(valid))
     predicted = taken * size * config.data.length
-    bigram = bigram_nats(text.train, text.valid[: predicted + 1])
+    bigram = bigram_nats(text.train, text.valid[: predicted + 1]) if kind is ByteWindows else None
     targets = [size * config.data.length] * taken
-    return TextData(train, valid, taken, targets, bigram, (len(text.train), len(text.valid)))
+    return TextData(train, valid, taken, targets, bigram, (len(text.train), len(text.valid)), kind.unit)
 
 
 def _load_documents(config: RunConfig, split: DocumentSplit, mesh: Mesh) -> TextData:

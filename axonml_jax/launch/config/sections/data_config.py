@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from axonml_jax.data.text import TEXT_SUFFIXES
 from axonml_jax.launch.config.lowest import at_least
 
 BYTES = "bytes"
@@ -14,7 +15,7 @@ _DOCUMENT_FILES = (".jsonl", ".ndjson", ".parquet")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is trained on: text as one stream of bytes, or documents as tokens.
+    """What is trained on: text as one stream of bytes or tokens, or documents as tokens.
 
     Attributes:
       path: a folder, or a file; null takes the source of the standard library of the running Python.
@@ -25,8 +26,9 @@ class DataConfig:
       mixture: paths of documents and their shares of the examples, in place of path.
       tokenizer: bytes, or the path of a tokenizer.json.
       end: a token to add after every document, by name.
-      pack: windows cuts text, as one stream of bytes; documents lets documents share examples, none of which sees another;
-        alone gives each document its own; null is documents where anything says that there are some, else windows.
+      pack: windows cuts text, as one stream of bytes or of a tokenizer's tokens; documents lets documents share examples, none
+        of which sees another; alone gives each document its own; null is documents where anything says that there are some (a
+        tokenizer does of a folder), else windows.
       length: tokens per training example.
       max_bytes: read no more than this; null reads everything.
       valid_fraction: share kept for validation, of the bytes or of the documents.
@@ -63,14 +65,17 @@ class DataConfig:
         """Whether examples are made of documents, which the model keeps apart."""
         if self.class_path is not None:
             return False
-        return self.pack != "windows" if self.pack else bool(self._of_documents())
+        if self.pack:
+            return self.pack != "windows"
+        one_text = (self.path or "").endswith(TEXT_SUFFIXES)
+        return bool(self._of_documents()) or (self.tokenizer != BYTES and not one_text)
 
     def _of_documents(self) -> list[str]:
         """The settings that only documents have."""
         found = [
             name for name in ("format", "prompt_field", "completion_field", "mixture", "end") if getattr(self, name)
         ]
-        found += ["fields"] * (self.fields != ("text",)) + ["tokenizer"] * (self.tokenizer != BYTES)
+        found += ["fields"] * (self.fields != ("text",))
         return found + ["path"] * (self.path or "").endswith(_DOCUMENT_FILES)
 
     def _problems_of_own(self) -> Iterator[str]:
@@ -88,7 +93,7 @@ class DataConfig:
             if getattr(self, name) is not None:
                 yield f"{name} has no effect without class_path"
         if self.pack == "windows" and (found := self._of_documents()):
-            yield f"pack=windows cuts text as one stream of bytes, without {', '.join(found)}: leave pack out, or those"
+            yield f"pack=windows cuts text as one stream, without {', '.join(found)}: leave pack out, or those"
         if (self.prompt_field is None) != (self.completion_field is None):
             yield f"prompt_field={self.prompt_field} and completion_field={self.completion_field}: give both or none"
         if self.prompt_field and self.fields != ("text",):
@@ -101,7 +106,8 @@ class DataConfig:
             if not 0 < share < math.inf:
                 yield f"mixture: the share of {path} is {share}: must be positive and finite"
         if self.documents and self.path is None and not self.mixture:
-            asks = ", ".join(self._of_documents()) or f"pack={self.pack}"
+            tokens = ["tokenizer"] * (self.tokenizer != BYTES and not self.pack)
+            asks = ", ".join(self._of_documents() + tokens) or f"pack={self.pack}"
             yield (
                 f"path: documents, which {asks} asks for, are read from a path or a mixture; without them only pack=windows "
                 "has a text of its own"
