@@ -1,7 +1,8 @@
 """What others call our names: one table, for the choices where another name means one thing, and for the hints elsewhere.
 
 A choice (an axis, a precision, a strategy, a schedule, a dtype) is taken by any of its names, however it is spelt:
-`HYBRID_SHARD` is `hybrid_shard`. A keyword or a key of a configuration has one name, and a refusal says which.
+`HYBRID_SHARD` is `hybrid_shard`. A keyword or a key of a configuration has one name, the same in both, and a refusal says
+which; `SAME_KEYS` are taken all the same.
 """
 
 import difflib
@@ -108,6 +109,15 @@ KEYS: dict[str, str] = {
     "activation_checkpointing": "remat",
 }
 """Keys of a configuration by the last part of their name."""
+
+SAME_KEYS: dict[str, str] = {
+    "pipeline.microbatches": "pipeline.num_microbatches",
+    "plan.cpu_offload": "plan.offload",
+    "plan.mixed_precision": "plan.precision",
+    "plan.reduce_wire": "plan.reduce",
+    "plan.wire": "plan.gather",
+}
+"""Keys of a configuration by other names that Python has for them, or that they had: taken as what they are."""
 
 SECTIONS: dict[str, str] = {
     "optimizer": "optim",

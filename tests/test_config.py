@@ -2,14 +2,17 @@
 
 import dataclasses
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
 import axonml_jax as ax
+from axonml_jax.launch.config import nearest_file as nearest_file_module
 from axonml_jax.launch.config.read_config import as_dict, attribute_docs, config_parser, read_config, settings
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
+from axonml_jax.synonyms import SAME_KEYS
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MODEL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_length": 128}
@@ -278,3 +281,40 @@ def test_files_that_are_none_are_refused(write, tmp_path):
     assert "configuration file first" in refusal("--train.steps", "3")
     missing = refusal(write("model: {vocab_size: 256}"))
     assert "model.num_layers" in missing and "model.max_length" in missing
+
+
+@pytest.mark.parametrize(
+    "name", ["quickstart", "quickstart.yaml", "configs/quickstart.yaml", "plans/llama3_8b_v5p_512"]
+)
+def test_configurations_of_the_package_are_found_by_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = CONFIGS / (name.removeprefix("configs/").removesuffix(".yaml") + ".yaml")
+    assert read_config("train", [name]) == read_config("train", [str(file)])
+    (tmp_path / "quickstart.yaml").write_text(yaml.safe_dump({"name": "mine", "model": MODEL}))
+    if name == "quickstart.yaml":  # a file that is there wins
+        assert read_config("train", [name]).name == "mine"
+    for none in ("../configs/quickstart.yaml", "quick", str(tmp_path / "quickstart")):
+        with pytest.raises(ConfigError, match="no such configuration file"):
+            read_config("train", [none])
+
+
+def test_configurations_are_part_of_the_wheel():
+    project = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text())
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"] == {"configs": "axonml_jax/configs"}
+    assert nearest_file_module._PACKAGE.name == "axonml_jax"
+
+
+def test_options_have_one_name_and_the_others_are_taken(tmp_path):
+    path = tmp_path / "run.yaml"
+    model = yaml.safe_dump({"model": MODEL | {"num_layers": 4}})
+    path.write_text(
+        model + "mesh: {pipe: 2, fsdp: 2}\npipeline: {microbatches: 4}\nplan: {mixed_precision: bf16, wire: int8}\n"
+    )
+    config = read_config("train", [str(path), "--pipeline.microbatches=2", "--plan.cpu_offload", "optimizer_states"])
+    assert config.pipeline.num_microbatches == 2 and read_config("train", [str(path)]).pipeline.num_microbatches == 4
+    assert (config.plan.precision, config.plan.gather, config.plan.offload) == ("bf16", "int8", "optimizer_states")
+    path.write_text(model + "pipeline: {microbatches: 4, num_microbatches: 4}\n")
+    with pytest.raises(ConfigError, match=r"gives pipeline.microbatches and pipeline.num_microbatches, which are one"):
+        read_config("train", [str(path)])
+    known = {key for key, *_ in settings()}
+    assert all(ours in known and other not in known for other, ours in SAME_KEYS.items())

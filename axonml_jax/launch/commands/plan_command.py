@@ -13,6 +13,7 @@ from axonml_jax.launch.commands.describe import kept_values
 from axonml_jax.launch.commands.estimate import drawn
 from axonml_jax.launch.commands.plan_flags import MEASURE
 from axonml_jax.launch.commands.writable import require_writable
+from axonml_jax.launch.config.nearest_file import shipped_config
 from axonml_jax.launch.config.read_config import as_dict, read_config
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.config.sections.mesh_config import ContextConfig, MeshConfig
@@ -144,7 +145,7 @@ def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerC
             "For a model of your own, print(ax.explain(trainer, batch)) counts what a plan sends, and "
             "trainer.compiled_memory() what it holds"
         )
-    if not Path(chosen.model).suffix:
+    if not Path(chosen.model).suffix and shipped_config(chosen.model) is None:
         near = nearest(chosen.model, PRESETS)
         raise ValueError(
             f"model {chosen.model!r} is neither a configuration file nor one of {', '.join(PRESETS)}"
@@ -272,4 +273,4 @@ def _pipeline(found: Candidate) -> PipelineConfig:
     if found.schedule is None:
         return PipelineConfig()
     schedule: Any = found.schedule.value
-    return PipelineConfig(schedule=schedule, microbatches=found.microbatches, chunks=found.chunks)
+    return PipelineConfig(schedule=schedule, num_microbatches=found.microbatches, chunks=found.chunks)

@@ -148,4 +148,4 @@ def _shards(config: RunConfig, devices: int) -> int:
     fixed = math.prod(degree for degree in config.degrees.values() if degree != -1)
     degrees = {axis: devices // fixed if degree == -1 else degree for axis, degree in config.degrees.items()}
     parts = math.prod(degree for axis, degree in degrees.items() if axis in _ROWS)
-    return parts * (config.pipeline.microbatches if config.mesh.pipe > 1 else 1)
+    return parts * (config.pipeline.num_microbatches if config.mesh.pipe > 1 else 1)

@@ -10,10 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 
 from axonml_jax.launch.config.choice import Choice, values_of
-from axonml_jax.launch.config.nearest_file import nearest_file
+from axonml_jax.launch.config.nearest_file import nearest_file, shipped_config
 from axonml_jax.launch.config.numbers import unusable
 from axonml_jax.launch.config.plain_yaml import plain_yaml
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
@@ -24,7 +25,7 @@ from axonml_jax.launch.config.sections.own_config import OwnModel
 from axonml_jax.launch.config.structure import Structure, as_yaml, is_structure, plain
 from axonml_jax.launch.objects.import_rules import import_problems
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.synonyms import AXES, KEYS, NO_AXIS, SECTIONS
+from axonml_jax.synonyms import AXES, KEYS, NO_AXIS, SAME_KEYS, SECTIONS
 
 _SHOWN = 20
 _NOT_SETTINGS = ("help", "print_config", "config")
@@ -35,7 +36,7 @@ def read_config(command: str, argv: Sequence[str], more: str = "", imports: Coll
 
     Args:
       command: the subcommand, for its usage text.
-      argv: what follows it.
+      argv: what follows it: the path of a file, or the name of a configuration that comes with the package, and flags.
       more: text below the help, of flags that are not keys of a configuration.
       imports: packages that the configuration may import besides optax.
 
@@ -49,14 +50,17 @@ def read_config(command: str, argv: Sequence[str], more: str = "", imports: Coll
             config_parser(command, more).parse_args(["--help"])
         raise ConfigError(f"give a configuration file first: axonml-jax {command} configs/quickstart.yaml")
     path, flags = argv[0], _with_bare_switches(argv[1:])
-    in_file, in_flags = _keys_of(path), _flags_of(flags)
+    if not Path(path).is_file():
+        path = str(shipped_config(path) or path)
+    in_file, flags = _keys_of(path), [_by_our_name(flag) for flag in flags]
+    in_flags = _flags_of(flags)
     keys, named = list(in_file), list(in_flags)
     _refuse_unknown(keys, named, path)
     _refuse_imports(_nested(in_file | in_flags), imports)  # before a parser sees a value
     if own := _OWN_MODEL in {*keys, *named}:
         _refuse_of_transformer(keys, named, path)
     try:
-        values = config_parser(command, more, own).parse_args(["--config", path, *flags])
+        values = config_parser(command, more, own).parse_args(["--config", _by_our_names(path), *flags])
     except (ArgumentError, TypeError, ValueError) as error:
         raise ConfigError(_explained(str(error))) from error
     config = _build(RunConfig, values)
@@ -85,7 +89,8 @@ def config_parser(command: str, more: str = "", own: bool = False) -> ArgumentPa
     parser = ArgumentParser(
         prog=f"axonml-jax {command}",
         usage=f"axonml-jax {command} CONFIG [--section.key value ...]",
-        description="CONFIG is a YAML file; every key of it can be given as a flag, which wins over the file.",
+        description="CONFIG is a YAML file, or the name of one that comes with the package, such as quickstart; every key of "
+        "it can be given as a flag, which wins over the file.",
         epilog=more,
         exit_on_error=False,
     )
@@ -152,7 +157,33 @@ def _keys_of(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path} holds no keys: give a YAML file with sections such as model and train")
-    return dict(_flat(content))
+    return _renamed(dict(_flat(content)), path)
+
+
+def _renamed(given: dict[str, Any], path: str) -> dict[str, Any]:
+    """Values by our names of the keys.
+
+    Raises:
+      ConfigError: one is given by two names.
+    """
+    if twice := [f"{other} and {ours}" for other, ours in SAME_KEYS.items() if other in given and ours in given]:
+        raise ConfigError(f"{path} gives {', '.join(twice)}, which are one: give one of them")
+    return {SAME_KEYS.get(key, key): value for key, value in given.items()}
+
+
+def _by_our_names(path: str) -> str:
+    """A file that the parser can read: itself, or, where it has other names for keys, its content with ours."""
+    content = plain_yaml(Path(path).read_text(encoding="utf-8"))
+    others = {other: ours for other, ours in SAME_KEYS.items() if other in dict(_flat(content))}
+    for other, ours in others.items():
+        section, name = other.split(".")
+        content[section][ours.partition(".")[2]] = content[section].pop(name)
+    return yaml.safe_dump(content) if others else path
+
+
+def _by_our_name(flag: str) -> str:
+    key, equals, value = flag[2:].partition("=")
+    return f"--{SAME_KEYS[key]}{equals}{value}" if flag.startswith("--") and key in SAME_KEYS else flag
 
 
 def _flat(content: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -18,14 +18,14 @@ class PipelineConfig:
 
     Attributes:
       schedule: gpipe, 1f1b, interleaved or zero-bubble.
-      microbatches: into how many parts the rows of a batch shard are cut.
+      num_microbatches: into how many parts the rows of a batch shard are cut.
       chunks: stages per device; interleaved wants at least 2.
       gather: with mesh.fsdp, gather a device's stages once per step, when it turns to another (chunk), or whenever one is
         used (tick).
     """
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
-    microbatches: int = 8
+    num_microbatches: int = 8
     chunks: int = 1
     gather: Literal["step", "chunk", "tick"] = "step"
 
@@ -41,7 +41,7 @@ class PipelineConfig:
 
         return Pipelined(
             schedule=self.schedule,  # pyright: ignore[reportArgumentType]  # Pipelined converts names
-            num_microbatches=self.microbatches,
+            num_microbatches=self.num_microbatches,
             chunks=self.chunks,
             gather=self.gather,
         )
@@ -64,6 +64,6 @@ class PipelineConfig:
         if plan.sync_strategy == "no_sync":
             yield f"plan.sync_strategy=no_sync trains a model per rank, but mesh.pipe={ranks} splits one model"
         try:
-            self.build().timetable(ranks, self.microbatches * plan.accumulate)
+            self.build().timetable(ranks, self.num_microbatches * plan.accumulate)
         except ValueError as error:
             yield f"pipeline: {error}"
