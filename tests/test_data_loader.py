@@ -1,6 +1,10 @@
 """Global batches: the same samples whatever the mesh, exact resumption, any kind of dataset, and refusals."""
 
 import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -11,6 +15,8 @@ from jax.sharding import Mesh
 
 import axonml_jax as ax
 from axonml_jax.data.loader import create_dataloader
+from axonml_jax.data.loading_error import LoadingError
+from axonml_jax.data.loading_error import named as naming
 from axonml_jax.data.order import epoch_order
 
 MESHES = {
@@ -294,6 +300,60 @@ def test_an_error_of_the_dataset_reaches_the_caller(num_workers):
     )
     with pytest.raises(Exception, match="cannot read sample 0"):
         next(iter(loader))
+
+
+class Ending(Squares):
+    """Ends the process that reads its third sample."""
+
+    def __getitem__(self, index):
+        if index == 2:
+            os._exit(0)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_ends_well_before_its_time_is_named():
+    batches = iter(create_dataloader(Ending(4), 2, make_mesh({"data": 1}), shuffle=False, num_workers=1))
+    with pytest.raises(RuntimeError, match="a worker of the loader ended with status 0: the dataset or collate"):
+        for _ in range(4):
+            next(batches)
+
+
+def test_an_exit_within_a_dataset_is_a_workers_error_and_else_the_programs_end():
+    with pytest.raises(LoadingError, match="worker 1, reading it: SystemExit: 0"), naming(lambda: "it", 1):
+        sys.exit(0)
+    with pytest.raises(SystemExit), naming(lambda: "it", None):
+        sys.exit(0)
+
+
+AT_ITS_END = """
+import os
+import numpy as np
+import axonml_jax as ax
+
+loader = ax.create_dataloader({"x": np.arange(640.0)}, 4, ax.make_mesh(data=1), num_workers=1)
+if "GUARDED" not in os.environ:
+    try:
+        next(iter(loader))
+    except RuntimeError as error:
+        print(error)
+os.environ["GUARDED"] = ""  # its workers skip what is above
+if __name__ == "__main__":
+    batches = iter(loader)
+    print(next(batches)["x"].size)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_is_told_in_one_line_and_workers_that_are_open_at_the_end_say_nothing(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(AT_ITS_END)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
+    environ |= {"PYTHONPATH": str(Path(__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=True)
+    told, drawn = done.stdout.splitlines()
+    assert 'put what it does under `if __name__ == "__main__":`' in told and drawn == "4"
+    assert done.stderr == ""
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes_before_anything_is_read():

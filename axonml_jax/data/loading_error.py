@@ -26,8 +26,9 @@ class named:  # used as a function
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, Exception) or isinstance(error, LoadingError):
-            return
+        ends_a_worker = isinstance(error, SystemExit) and self._worker is not None
+        if not (isinstance(error, Exception) or ends_a_worker) or isinstance(error, LoadingError):
+            return  # in this process an exit ends the program
         cause = f"{type(error).__name__}: {error}"
         if self._worker is None:
             raise LoadingError(f"reading {self._what()}: {cause}") from error

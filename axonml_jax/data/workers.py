@@ -3,10 +3,12 @@
 import functools
 import multiprocessing
 import os
+import re
 import signal
 import threading
+import weakref
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker, util
 from multiprocessing.connection import wait
@@ -14,10 +16,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from axonml_jax.data.loading_error import LoadingError
+
 ENDLESS = 2**62
 """More batches than any run draws."""
 
 _NAME = "grain-process-prefetch"
+_LOST = re.compile(r"Worker process was terminated unexpectedly with exit code (-?\d+)")
+_TICK = 0.5
+_UNGUARDED = 91  # the status of a worker that runs the script again and comes to its loader
+_IN_VAIN = 92  # what grain is told in the place of status 0, which it takes for a good end
+
+_open: "weakref.WeakSet[Generator]" = weakref.WeakSet()
 
 _SHARED = 2**20
 """Arrays of fewer bytes come through a pipe. Shared memory is freed in `__del__`, where Python drops a KeyboardInterrupt."""
@@ -84,7 +94,21 @@ class FromStart:
 
 
 def host_batches(made: FromStart, prefetch: int) -> Generator[tuple[Any, Any]]:
-    """Batches of this process's rows, each with the position after it, in order; closing it stops the workers."""
+    """Batches of this process's rows, each with the position after it, in order; closing it stops the workers.
+
+    Raises:
+      LoadingError: for a sample that cannot be read, or a worker that ends before its time, whatever its status.
+    """
+    drawn = _drawn(made, prefetch)
+    if made.num_workers:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            os._exit(_UNGUARDED)  # a worker that runs the script anew, to find its dataset in it; its parent says so
+        _open.add(drawn)
+        _end_at_exit()
+    return drawn
+
+
+def _drawn(made: FromStart, prefetch: int) -> Generator[tuple[Any, Any]]:
     import grain  # half a second that `import axonml_jax` should not cost
 
     batches = grain.MapDataset.range(ENDLESS).map(made)
@@ -92,20 +116,57 @@ def host_batches(made: FromStart, prefetch: int) -> Generator[tuple[Any, Any]]:
     stream = batches.to_iter_dataset(inline)
     if made.num_workers:
         _settle_flags()
-        _end_at_exit()
         options = grain.MultiprocessingOptions(made.num_workers, max(prefetch, 1))
         small = grain.experimental.DatasetOptions(min_shm_size=_SHARED)
         stream = grain.experimental.WithOptionsIterDataset(stream, small)
         stream = stream.mp_prefetch(options, worker_init_fn=_belong_to_parent)
-    iterator = iter(stream)
+    iterator, over = iter(stream), threading.Event()
     try:
         with _held_from_children(signal.SIGTERM) if made.num_workers else nullcontext():
-            found = next(iterator)  # starts the workers
+            if made.num_workers:
+                threading.Thread(target=_notice_ends, args=(over,), daemon=True, name="worker watch").start()
+            found = _next(iterator)  # starts the workers
         while found[1] is not None:
             yield found
-            found = next(iterator)
+            found = _next(iterator)
     finally:
+        over.set()
         iterator.close()
+
+
+def _next(iterator: Iterator[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """The next batch, where a worker that has gone is named in one line."""
+    try:
+        return next(iterator)
+    except RuntimeError as error:
+        if (lost := _LOST.search(str(error))) is None:
+            raise
+        status = int(lost[1])
+    if status == _UNGUARDED:
+        raise LoadingError(
+            "the workers of a loader (num_workers) import this script again, which started them while it was imported: put "
+            'what it does under `if __name__ == "__main__":`, or give num_workers=0'
+        )
+    said = {
+        _IN_VAIN: "0: the dataset or collate, or what they call, has ended it (sys.exit, os._exit)",
+        -signal.SIGKILL: "-9: it was killed, most often by the out-of-memory killer (see `dmesg`)",
+    }.get(status, f"{status}: what it said last stands above")
+    raise LoadingError(f"a worker of the loader ended with status {said}")
+
+
+def _notice_ends(over: threading.Event) -> None:
+    """Until it is over, tell grain of workers that have ended with status 0 too: it would wait for their batches for ever.
+
+    Of workers that grain has asked to end it no longer reads the status.
+    """
+    seen: set[Any] = set()
+    while not over.is_set():
+        seen |= {child for child in multiprocessing.active_children() if child.name.startswith(_NAME)}
+        wait([child.sentinel for child in seen], _TICK) if seen else over.wait(_TICK)
+        for child in [child for child in seen if child.exitcode is not None]:
+            seen.remove(child)
+            if child.exitcode == 0:
+                child._popen.returncode = _IN_VAIN  # multiprocessing knows the status from here on
 
 
 @contextmanager
@@ -145,8 +206,18 @@ def _end_with_parent() -> None:
 
 @functools.cache
 def _end_at_exit() -> None:
-    """Python ends what is left of its children by SIGTERM at its exit, and waits for them; grain's last try comes before."""
+    """Close what is still open while everything that grain needs for it is there, and leave no worker.
+
+    Python ends what is left of its children by SIGTERM at its exit, and waits for them; grain's last try comes before.
+    """
+    util.Finalize(None, _close_open, exitpriority=10)
     util.Finalize(None, _kill_left, exitpriority=0)
+
+
+def _close_open() -> None:
+    for drawn in list(_open):
+        with suppress(ValueError):  # another thread draws from it right now
+            drawn.close()
 
 
 def _kill_left() -> None:
