@@ -1,11 +1,13 @@
 """A trainer's state restores a run bit for bit, and evaluation changes nothing."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from plan_models import CASES, BatchNormNet, DropoutMLP, mean_loss, regression, weighted_loss
 
 import axonml_jax as ax
@@ -130,6 +132,95 @@ def test_a_linen_loss_may_ask_whether_it_trains(mesh):
     seen.clear()
     trainer.step(BATCHES[0])
     assert set(seen) == {True}
+
+
+class LinenNet(linen.Module):
+    """Flax's own idiom: the call trains unless it is told not to. `how` says who tells its parts."""
+
+    how: str = "argument"
+    deterministic: bool | None = None
+
+    @linen.compact
+    def __call__(self, x, train=True, deterministic=None):
+        if self.how == "merged":
+            train = not linen.merge_param("deterministic", self.deterministic, deterministic)
+        block = linen.remat(LinenBlock, static_argnums=(2,)) if self.how == "recomputed" else LinenBlock
+        x = block(param_dtype=jnp.float64)(linen.Dense(6, param_dtype=jnp.float64)(x), train)
+        if self.how == "hard":
+            x = linen.BatchNorm(use_running_average=False, param_dtype=jnp.float64, name="hard")(x)
+        return linen.Dense(3, param_dtype=jnp.float64)(x)
+
+
+class LinenBlock(linen.Module):
+    param_dtype: Any
+
+    @linen.compact
+    def __call__(self, x, train):
+        x = linen.BatchNorm(not train, param_dtype=self.param_dtype, force_float32_reductions=False)(x)
+        return linen.Dropout(0.3)(x, deterministic=not train)
+
+
+def linen_trainer(mesh, module, loss=mean_loss):
+    variables = module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, BATCHES[0]["x"])
+    ddp = ax.DDP(module, mesh, params=variables)
+    return ddp, ddp.trainer(optax.sgd(0.1), loss)
+
+
+EVALUATES = {
+    "argument": (LinenNet(), {"train": False}, "LinenNet.__call__(train=False"),
+    "recomputed": (LinenNet("recomputed"), {"train": False}, "LinenNet.__call__(train=False"),
+    "merged": (LinenNet("merged", False), {}, "LinenNet(deterministic=True)"),
+}
+
+
+@pytest.mark.parametrize("way", EVALUATES)
+def test_a_linen_model_evaluates_though_its_call_trains_by_default(mesh, way, caplog):
+    module, flags, words = EVALUATES[way]
+    ddp, trainer = linen_trainer(mesh, module)
+    run(trainer, BATCHES[:1])
+    assert not caplog.records
+    before = ddp.state_dict()
+    got = [trainer.evaluate(BATCHES[2]), trainer.validate([BATCHES[2]])]
+    one = module.clone(deterministic=True) if way == "merged" else module
+    loss, metrics = mean_loss(lambda x: one.apply(ddp.module.variables, x, **flags), BATCHES[2])
+    for each in got:
+        assert_trees_close(each, {"loss": loss, **metrics}, "evaluation")
+    x = BATCHES[2]["x"]
+    assert_trees_close(ddp.eval()(x), one.apply(ddp.module.variables, x, **flags), "the model's own call")
+    equal_bits(ddp.state_dict(), before)
+    said = [record.message for record in caplog.records if words in record.message]
+    assert len(said) == 1, caplog.messages
+
+
+def test_a_linen_loss_that_says_whether_it_trains_is_left_alone(mesh, caplog):
+    _, trainer = linen_trainer(
+        mesh, LinenNet(), lambda model, batch: mean_loss(lambda x: model(x, model.is_training), batch)
+    )
+    trainer.evaluate(BATCHES[0])
+    assert not caplog.records
+
+
+def test_statistics_that_move_in_an_evaluation_are_refused_by_name(mesh, caplog):
+    ddp, trainer = linen_trainer(mesh, LinenNet("hard"))
+    run(trainer, BATCHES[:1])
+    with pytest.raises(ValueError, match=r"batch_stats/hard/mean, batch_stats/hard/var\. Let the loss say"):
+        trainer.evaluate(BATCHES[1])
+    with pytest.raises(ValueError, match="batch_stats/hard/mean"):
+        ddp.eval()(BATCHES[1]["x"])
+    told = lambda model, batch: mean_loss(lambda x: model(x, train=True), batch)
+    with pytest.raises(ValueError, match=r"batch_stats/LinenBlock_0/BatchNorm_0/mean"):
+        linen_trainer(mesh, LinenNet(), told)[1].evaluate(BATCHES[1])
+    assert "LinenBlock_0/Dropout_0 drops units in evaluation too" in caplog.text
+
+
+def test_an_nnx_module_that_moves_its_averages_in_an_evaluation_is_refused(mesh):
+    class Hard(BatchNormNet):
+        def __call__(self, x):
+            return self.last(self.norm(self.first(x), use_running_average=False))
+
+    trainer = ax.DDP(Hard(nnx.Rngs(0)), mesh).trainer(optax.sgd(0.1), mean_loss)
+    with pytest.raises(ValueError, match=r"norm/mean, norm/var\. Let the loss say"):
+        trainer.evaluate(BATCHES[0])
 
 
 def test_a_step_that_is_refused_loses_nothing(mesh):

@@ -119,6 +119,10 @@ class Functional(abc.ABC):
         """Whether the state leaf of a path name is made equal on all ranks by `Mode.batch_norm_axes` itself."""
 
     @abc.abstractmethod
+    def batch_statistics(self) -> Callable[[str], bool]:
+        """Whether the state leaf of a path name is a statistic of batches, which only training may change."""
+
+    @abc.abstractmethod
     def state_joins(self) -> Mapping[str, Join]:
         """How state leaves of which ranks have their own join, by path, where a module class says it in `state_joins`.
 

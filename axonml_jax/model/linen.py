@@ -1,6 +1,7 @@
 """The pure view of a Linen module."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,11 +10,21 @@ from flax import linen
 from flax.core import unfreeze
 
 from axonml_jax._types import PyTree, named_leaves
+from axonml_jax.logging import logger
 from axonml_jax.model.batch_norm import synchronize_linen
 from axonml_jax.model.definition_order import noting_calls, order_of_init
 from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
 from axonml_jax.model.state_joins import HOOK, Join, declared_joins, linen_kinds
 from axonml_jax.model.trainable import merge, partition
+
+EVALUATES = {
+    "train": False,
+    "training": False,
+    "is_training": False,
+    "deterministic": True,
+    "use_running_average": True,
+}
+"""What Flax's users call the flag that tells training from evaluation, and its value in evaluation."""
 
 
 def linen_functional(
@@ -55,6 +66,7 @@ class LinenFunctional(Functional):
     def __init__(self, module: linen.Module, shapes: Variables):
         self._module, self._shapes = module, shapes
         self._types: dict[str, type] = {}
+        self._said: set[str] = set()
 
     @property
     def shapes(self) -> Variables:
@@ -63,7 +75,7 @@ class LinenFunctional(Functional):
 
     def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> "BoundLinen":
         """The module with its variables, to be called like an NNX module."""
-        return BoundLinen(self._module, variables, key, mode, self._types)
+        return BoundLinen(self._module, variables, key, mode, self._types, self._said)
 
     def state_of(self, bound: "BoundLinen") -> PyTree:
         """The non-parameter collections after the bound module's calls; collections that the calls added are dropped."""
@@ -92,6 +104,10 @@ class LinenFunctional(Functional):
         names = named_leaves(self._shapes.state)
         kept = {n for n in names if n.startswith("batch_stats/") and n.rsplit("/", 1)[-1] in ("mean", "var")}
         return kept.__contains__
+
+    def batch_statistics(self) -> Callable[[str], bool]:
+        """The collection `batch_stats`."""
+        return lambda name: name.startswith("batch_stats/")
 
     def state_joins(self) -> Mapping[str, Join]:
         """As the classes of the modules seen so far declare, of variables in any collection."""
@@ -123,14 +139,29 @@ class BoundLinen:
       state: the other collections, after the calls made so far.
     """
 
-    def __init__(self, module: linen.Module, variables: Variables, key: jax.Array, mode: Mode, types: dict[str, type]):
+    def __init__(
+        self,
+        module: linen.Module,
+        variables: Variables,
+        key: jax.Array,
+        mode: Mode,
+        types: dict[str, type],
+        said: set[str],
+    ):
         self._module, self._mode, self._key, self._calls, self._types = module, mode, key, 0, types
+        self._said = said
         self.params = merge(variables.params, variables.frozen)
         self.state = dict(variables.state)
         self.is_training = mode.training is not False
 
     def __call__(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        """Apply the module; collections it changes are kept, random streams differ from call to call."""
+        """Apply the module; collections it changes are kept, random streams differ from call to call.
+
+        In evaluation a flag of `EVALUATES` that the call has and is not given gets its value there.
+        """
+        module = self._module
+        if self._mode.training is False:
+            module, kwargs = self._evaluating(method, args, kwargs)
         key = jax.random.fold_in(self._key, self._calls)
         self._calls += 1
         # Linen's make_rng falls back to the stream "params", so one key serves streams of every name.
@@ -140,11 +171,13 @@ class BoundLinen:
         def note(call: Callable, args: tuple, kwargs: dict, context: Any):
             # Lifted transforms call lambdas of wrappers whose path is empty, like the root's, which comes first.
             self._types.setdefault("/".join(context.module.path), type(context.module))
+            if self._mode.training is False and isinstance(context.module, linen.Dropout):
+                self._note_dropout(context.module, args, kwargs)
             return call(*args, **kwargs)
 
         joined = synchronize_linen(self._mode.batch_norm_axes, self._mode.sum_over_ranks)
         with joined, linen.intercept_methods(note):
-            out, changed = self._module.apply(
+            out, changed = module.apply(
                 {"params": self.params, **self.state},
                 *args,
                 rngs=rngs,
@@ -154,3 +187,57 @@ class BoundLinen:
             )
         self.state |= unfreeze(changed)
         return self._mode.precision.cast_output(out)
+
+    def _evaluating(self, method: Any, args: tuple, kwargs: dict) -> tuple[linen.Module, dict]:
+        """The module and the keywords of a call in evaluation; what becomes another than in training is said once."""
+        module, name = self._module, type(self._module).__name__
+        fields, given = evaluation_flags(module, method, args, kwargs)
+        if fields:
+            module = module.clone(**fields)  # pyright: ignore[reportArgumentType]  # the names are of its fields
+        call = method if isinstance(method, str) else getattr(method, "__name__", "__call__")
+        changed = {name: fields, f"{name}.{call}": {k: v for k, (v, usual) in given.items() if usual is not v}}
+        for whose, flags in changed.items():
+            words = ", ".join(f"{flag}={value}" for flag, value in flags.items())
+            if flags:
+                self._say(
+                    f"evaluation calls {whose}({words}), as the loss does not say it: model(x, train=model.is_training)"
+                )
+        return module, kwargs | {flag: value for flag, (value, _) in given.items()}
+
+    def _note_dropout(self, module: linen.Dropout, args: tuple, kwargs: dict) -> None:
+        """Say that units are dropped in an evaluation, which some want and most forgot."""
+        given = kwargs.get("deterministic", args[1] if len(args) > 1 else None)
+        if not (module.deterministic if given is None else given) and module.rate:
+            path = "/".join(module.path)
+            self._say(f"{path} drops units in evaluation too: it is made or called with deterministic=False")
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
+
+
+def evaluation_flags(
+    module: linen.Module, method: Any, args: tuple, kwargs: dict
+) -> tuple[dict[str, bool], dict[str, tuple[bool, Any]]]:
+    """What turns a call into evaluation: fields of the module with other values, and arguments with their defaults.
+
+    Both are empty where the caller gives such a flag: then the caller decides. An argument that is None by default stays so
+    where a field of its name decides (`linen.merge_param`).
+    """
+    function = type(module).__call__ if method is None else method
+    function = getattr(type(module), function, None) if isinstance(function, str) else function
+    try:
+        signature = inspect.signature(getattr(function, "__func__", function))  # pyright: ignore[reportArgumentType]
+        said = signature.bind_partial(module, *args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return {}, {}  # Flax says what is wrong with the call
+    if EVALUATES.keys() & said.keys():
+        return {}, {}
+    own = {flag: getattr(module, flag) for flag in EVALUATES if flag in {f.name for f in dataclasses.fields(module)}}
+    fields = {
+        flag: EVALUATES[flag] for flag, value in own.items() if value is not None and value is not EVALUATES[flag]
+    }
+    usual = {flag: each.default for flag, each in signature.parameters.items() if flag in EVALUATES}
+    decided = {flag for flag, default in usual.items() if default is None and own.get(flag) is not None}
+    return fields, {flag: (EVALUATES[flag], default) for flag, default in usual.items() if flag not in decided}

@@ -120,6 +120,11 @@ class NNXFunctional(Functional):
         }
         return owners.__contains__
 
+    def batch_statistics(self) -> Callable[[str], bool]:
+        """Every `nnx.BatchStat`."""
+        flat = nnx.to_flat_state(nnx.state(self.abstract_module, nnx.BatchStat))
+        return {"/".join(map(str, path)) for path, _ in flat}.__contains__
+
     def state_joins(self) -> Mapping[str, Join]:
         """As the modules' classes declare."""
         return declared_joins(nnx_kinds(self.abstract_module, self._shapes.state), self._shapes.state)

@@ -114,6 +114,12 @@ class Nested:
         """What the whole returns."""
         return self.top.of(self.top.program.outputs)
 
+    def handed_on(self, atom: Atom) -> Atom:
+        """The value that an atom is the same as, where loops only slice it and stack it again."""
+        while not is_constant(atom) and len(links := self.links.get(atom, ())) == 1:
+            atom = links[0]
+        return atom
+
     def at(self, atom: Atom, level: Level) -> tuple[Level, int] | None:
         """Where code of a level finds a value: the nearest level around it that has it, and its number there."""
         return next(((each, each.numbers[atom]) for each in level.around if atom in each.numbers), None)

@@ -26,7 +26,7 @@ from axonml_jax.sharding.batch import BatchLayout
 from axonml_jax.sharding.check_batch import check_batch
 from axonml_jax.training.buffers import sync_buffers
 from axonml_jax.training.compiler import Compiled, compiler_options
-from axonml_jax.training.objective import shard_key
+from axonml_jax.training.objective import refuse_moved, shard_key
 from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.step import forward_mode
 from axonml_jax.training.typed_errors import explain_typed_scan
@@ -150,7 +150,14 @@ class Forward:
                 bound = self.model.bind(variables, key, mode or self.mode)
                 return bound(*args, **kwargs), self.model.state_of(bound)
 
-        adapted = functools.partial(reading_adapted, call if alone else self.placement.rewritten(call), self.model)
+        def checked(variables: Variables, key: jax.Array, arrays: Arrays) -> tuple[Any, PyTree]:
+            out, state = call(variables, key, arrays)
+            again = lambda state: call(replace(variables, state=state), key, arrays)[1]
+            refuse_moved(self.model, variables.state, state, again)
+            return out, state
+
+        seen = checked if (mode or self.mode).training is False else call
+        adapted = functools.partial(reading_adapted, seen if alone else self.placement.rewritten(seen), self.model)
         return reading_float8(adapted, self.mode.precision, variables, key, arrays)
 
     def _dims(self, variables: Variables, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree]:

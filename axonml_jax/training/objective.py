@@ -2,16 +2,19 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 
-from axonml_jax._types import LossFn, PyTree
+from axonml_jax._types import LossFn, PyTree, named_leaves
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.model.functional import Functional, Mode, Variables
 from axonml_jax.model.loss import Loss, parse_loss
 from axonml_jax.parallel.adapted import reading_adapted
 from axonml_jax.parallel.float8.reading_float8 import reading_float8
+from axonml_jax.program.nested import nested
+from axonml_jax.program.program import read_program
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,13 @@ class Objective:
         return reading_float8(adapted, self.mode.precision, variables, key, batch)
 
     def _of(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+        loss, state = self._called(variables, key, batch)
+        if self.mode.training is False:
+            again = lambda state: self._called(replace(variables, state=state), key, batch)[1]
+            refuse_moved(self.model, variables.state, state, again)
+        return loss, state
+
+    def _called(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         with self.inside():
             bound = self.model.bind(variables, key, self.mode)
             loss = parse_loss(self.loss_fn(bound, batch), self.positions)
@@ -89,3 +99,29 @@ class Objective:
 def shard_key(key: jax.Array, microbatch: int | jax.Array, shard: int | jax.Array) -> jax.Array:
     """The randomness of one microbatch on one batch shard: masks differ per shard, so they depend on its degree."""
     return jax.random.fold_in(jax.random.fold_in(key, microbatch), shard)
+
+
+def refuse_moved(model: Functional, before: PyTree, after: PyTree, again: Callable[[PyTree], PyTree]) -> None:
+    """Refuse an evaluation that changes statistics of batches: its figures would depend on what else is in the batch.
+
+    Args:
+      model: whose state it is.
+      before, after: its state, while the evaluation is traced.
+      again: the state after, of a state before: traced where loops and `jax.checkpoint` hand values on as new ones.
+
+    Raises:
+      ValueError: naming every statistic that changes, and the remedy.
+    """
+    statistic, old, new = model.batch_statistics(), named_leaves(before), named_leaves(after)
+    moved = [name for name, leaf in new.items() if statistic(name) and leaf is not old[name]]
+    if moved:
+        program = read_program(trace(again, before).jaxpr)
+        whole = nested(program)
+        ends = dict(zip(old, zip(whole.top.of(program.inputs), whole.results, strict=True), strict=True))
+        moved = [name for name in moved if whole.handed_on(ends[name][1]) != ends[name][0]]
+    if moved:
+        raise ValueError(
+            "evaluation changes these statistics of batches, so a module in it runs in training mode: "
+            f"{', '.join(moved)}. Let the loss say which it is, model(x, train=model.is_training) of a Linen module whose call "
+            "takes `train`; an NNX module's eval() sees to it where no call gives use_running_average=False"
+        )

@@ -169,6 +169,10 @@ class LoraFunctional(Functional):
         """The model's."""
         return self._base.synchronized()
 
+    def batch_statistics(self) -> Callable[[str], bool]:
+        """The model's."""
+        return self._base.batch_statistics()
+
     def state_joins(self) -> Mapping[str, Join]:
         """The model's."""
         return self._base.state_joins()
