@@ -1,10 +1,13 @@
 """The strict test world: simulated devices (pyproject's `fake_devices`), float64 allowed, warnings are errors."""
 
 import collections
+import functools
 import gc
 import os
 import signal
+import subprocess
 import zlib
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -25,6 +28,7 @@ jax.config.update("jax_enable_compilation_cache", False)
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
 
 
+ROOT = Path(__file__).resolve().parents[1]
 SHARED = share_programs()
 
 
@@ -73,29 +77,61 @@ EVERY_ROW_WHEN_ASKED = ("docs",)
 """Modules that run whole with AXONML_ROWS, so on the newest end: pages of the documentation, each a row."""
 
 
+ON_BOTH_ENDS = (
+    "test_launcher_training.py::test_two_processes_train_as_one_device_does",
+    "test_memory_resume.py::test_restarted_workers_go_on_from_memory_and_end_bit_for_bit_like_an_uninterrupted_run[6]",
+    "test_train_resume.py::test_a_run_stopped_by_sigterm_and_resumed_ends_bit_for_bit_like_an_uninterrupted_one",
+    "test_shrink.py::test_a_run_takes_in_a_machine_and_goes_on_when_it_is_lost_with_the_losses_of_one_device",
+)
+"""Slow tests that the oldest JAX runs too: processes, a restart, SIGTERM, a job that shrinks."""
+
+PINNED: tuple[str, ...] = ()
+"""Rows that are always taken: a mutant of the package died in no other (benchmarks/mutants.py)."""
+
+
+@functools.cache
+def salt() -> str:
+    """What chooses the rows of tables: `AXONML_SALT`, or the commit, so that each commit tries other rows."""
+    if given := os.environ.get("AXONML_SALT"):
+        return given
+    try:
+        asked = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    except OSError:  # no git here
+        return "none"
+    return asked.stdout.strip() if asked.returncode == 0 else "none"
+
+
+def pytest_report_header():
+    """Says which rows of tables are tried, and how to try the same again."""
+    return f"rows of tables: chosen by AXONML_SALT={salt()}"
+
+
 def _part(row):
-    return zlib.crc32(row.encode()) % 8
+    return row.partition("/")[2] not in PINNED, zlib.crc32(f"{salt()} {row}".encode())
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of every table of cases one row, chosen by its name, and every test without rows; but nothing that is marked `slow`.
+    """Of every table of cases one row, and every test without rows; but of those that are marked `slow` only `ON_BOTH_ENDS`.
 
-    AXONML_ROWS=N asks for the slow ones, all pages of the documentation, and N rows of every table; `all` for everything. The
-    choice is the same on every machine and for every version; the rows of a smaller number are among those of a larger. Whoever
-    names files or tests gets all of them.
+    AXONML_ROWS=N asks for the slow ones, all pages of the documentation, and N rows of every table; `all` for everything. Rows
+    are chosen by their names and a salt that changes with each commit, those that are pinned first. The choice is the same on
+    every machine and for every version; the rows of a smaller number are among those of a larger. Whoever names files or tests
+    gets all of them.
     """
     asked = os.environ.get("AXONML_ROWS", "")
     if asked == "all" or config.args_source is not config.ArgsSource.TESTPATHS:
         return
     if asked and not (asked.isdecimal() and int(asked)):
         raise pytest.UsageError(f"AXONML_ROWS={asked!r}: it is a number of rows, or 'all'")
+    if gone := {*ON_BOTH_ENDS, *PINNED} - {item.nodeid.partition("/")[2] for item in items}:
+        raise pytest.UsageError(f"tests/conftest.py names tests that are gone: {sorted(gone)}")
     tables, kept = collections.defaultdict(list), set()
     whole = EVERY_ROW + EVERY_ROW_WHEN_ASKED if asked else EVERY_ROW
     for item in items:
         if item.module.__name__.removeprefix("test_") in whole:
             kept.add(item.nodeid)
         elif item.get_closest_marker("slow") and not asked:
-            continue
+            kept.update({item.nodeid} if item.nodeid.partition("/")[2] in ON_BOTH_ENDS else ())
         elif hasattr(item, "callspec"):
             tables[item.nodeid.split("[")[0]].append(item.nodeid)
         else:

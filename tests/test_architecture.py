@@ -206,19 +206,19 @@ def test_no_file_is_named_after_nothing():
 
 
 CEILINGS = {
-    "files with more than five lines of code": 1,
-    "lines of code": 1,
-    "arrows between files": 1,
-    "methods of the widest class": 1,
-    "modules that `ax.DDP` imports": 1,
-    "calls of trainer(), DDP": 1,
-    "calls of trainer(), FSDP": 1,
-    "calls of trainer(), a pipeline": 1,
-    "files of a first step, DDP": 1,
-    "files of a first step, FSDP": 1,
-    "files of a first step, a pipeline": 1,
-    "frames between Trainer.step and the loss": 1,
-    "files of other capabilities in a DDP step": 1,
+    "files with more than five lines of code": 690,
+    "lines of code": 49_500,
+    "arrows between files": 3_260,
+    "methods of the widest class": 36,
+    "modules that `ax.DDP` imports": 412,
+    "calls of trainer(), DDP": 2_100,
+    "calls of trainer(), FSDP": 21_000,
+    "calls of trainer(), a pipeline": 37_000,
+    "files of a first step, DDP": 72,
+    "files of a first step, FSDP": 88,
+    "files of a first step, a pipeline": 113,
+    "frames between Trainer.step and the loss": 25,
+    "files of other capabilities in a DDP step": 11,
 }
 """Figures of the structure (`tests/house.py`) may fall, and then the ceiling is lowered to what they are; none may rise."""
 

@@ -161,6 +161,7 @@ def test_every_rank_may_train_a_model_of_its_own(run, text):
     assert status == 0 and "validation loss" in out
 
 
+@pytest.mark.slow
 def test_replicas_train_by_themselves_and_join_once_a_round(run, text):
     more = ("--plan.diloco.every=2", "--plan.diloco.wire=int8", "--train.steps=4", "--train.max_nonfinite=3")
     status, out, err = run("train", QUICKSTART, *SMALL, "--data.path", text, *more)

@@ -123,6 +123,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_models_train_as_on_one_device(plan):
     degrees, settings, make = PLANS[plan]
@@ -135,6 +136,7 @@ def test_models_train_as_on_one_device(plan):
     )
 
 
+@pytest.mark.slow
 def test_calls_and_evaluation_are_those_of_one_device():
     plain, tokens = Tied(), tokens_of(0)
     model = ax.parallelize(Tied(), mesh_of(BOTH), ax.Plan(pipe=pipe_of()))

@@ -172,6 +172,7 @@ def test_positions_and_masks_that_come_with_the_batch_are_split(method, ranks):
     assert_equals_single_device(Given(), labelled, batches, plan, mesh=mesh, max_grad_norm=0.5)
 
 
+@pytest.mark.slow
 def test_masks_of_dropout_are_those_of_one_device():
     """Those of the weights and of activations; one rank of rows, so that one device draws the same keys."""
     runs = []

@@ -138,6 +138,7 @@ def test_a_sample_that_raises_stop_iteration_ends_no_epoch():
         ax.pack(Texts(9), 4)
 
 
+@pytest.mark.slow
 def test_workers_read_streams_in_order():
     source = data_sources.numbers
     assert ids(loader_of(source, num_workers=2)) == np.arange(48).reshape(12, 4).tolist()
@@ -213,6 +214,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_sigterm_to_all_processes_leaves_the_workers_to_the_run_and_they_end_with_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(ASKED)

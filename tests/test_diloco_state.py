@@ -16,6 +16,7 @@ from axonml_jax.sharding.place import to_host
 from axonml_jax.testing.trees_close import assert_trees_close
 
 
+@pytest.mark.slow
 def test_a_round_goes_on_bit_for_bit_from_a_checkpoint_in_its_middle(tmp_path):
     start = lambda **degrees: model_of("nnx", degrees, data=ax.DiLoCo(every=3)).trainer(optax.adam(1e-2), loss_fn)
     trainer, again = start(data=2, fsdp=2), start(data=2, fsdp=2)

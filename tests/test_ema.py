@@ -74,6 +74,7 @@ def test_it_rests_split_as_the_parameters_do(plan):
     assert more == held(with_it.state.variables.params)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_restored_under_another_plan_goes_on_with_it(tmp_path):
     first, whole = trainer(), trainer()
     for _ in range(2):

@@ -109,6 +109,7 @@ def test_a_run_that_is_saved_and_restored_goes_on_bit_for_bit(accumulate, tmp_pa
         np.testing.assert_array_equal(np.asarray(own), np.asarray(other))
 
 
+@pytest.mark.slow
 def test_other_ranks_begin_with_nothing_and_as_many_on_another_mesh_take_what_there_is(tmp_path, caplog):
     run, case = trainer_of("tied", ax.Plan(fsdp=FED_BACK), {"data": 2, "fsdp": 2}), CASES["tied"]
     run.step(case.batch(8))

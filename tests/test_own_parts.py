@@ -128,6 +128,7 @@ def refuses_what_it_cannot_serve(run, path, tmp_path, capsys):
         assert f"{argv[0]} knows the library's transformer alone" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_linen_module_gets_its_variables_from_the_loss(write, tmp_path, capsys):
     path = write(model=LINEN, loss=OBJECT, mesh={"data": 2, "fsdp": 4})
     assert main(["train", path, *ALLOWED]) == 0, capsys.readouterr().err
@@ -163,6 +164,7 @@ def test_a_stream_is_validated_on_and_the_run_is_kept_when_the_last_validation_f
     Notes.heard.clear()
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_on_text_takes_the_cross_entropy_of_its_logits(write, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 60)
     data = {"path": str(tmp_path / "a.txt"), "length": 8, "valid_fraction": 0.2}

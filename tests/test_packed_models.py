@@ -52,6 +52,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_packed_document_has_the_logits_and_the_loss_that_it_has_alone(name):
     model = model_of(**OPTIONS[name])

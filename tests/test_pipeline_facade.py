@@ -103,6 +103,7 @@ def test_the_first_state_has_the_shapes_that_are_known_beforehand():
     assert jax.tree.map(lambda x: (x.shape, x.dtype), known) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
 
 
+@pytest.mark.slow
 def test_modules_one_by_one_in_either_kind_and_stages_on_devices():
     rngs = nnx.Rngs(1)
     modules = [Hidden(5, 7, rngs), Hidden(7, 4, rngs), Head(4, rngs)]

@@ -226,6 +226,7 @@ def test_steps_say_what_a_machine_has(heads, monkeypatch):
     assert found.link == 1e9 and found.layer_link == (pytest.approx(3e8, rel=1e-3) if heads == 4 else None)
 
 
+@pytest.mark.slow
 def test_a_few_steps_of_the_model_are_measured_where_that_is_quick(monkeypatch):
     monkeypatch.setattr(steps, "ROUNDS", 3)
     model = config(LLAMA, num_layers=1, max_length=64)

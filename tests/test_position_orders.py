@@ -53,6 +53,7 @@ class Placed(Words):
         return super().__call__(tokens) * (1 + own[:, None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [12, 36])
 @pytest.mark.parametrize("order", ["zigzag", "striped"])
 def test_a_call_is_given_and_gives_positions_in_the_sequences_order(order, length):

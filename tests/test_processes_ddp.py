@@ -53,6 +53,7 @@ def close(got, want):
     jax.tree.map(lambda w, g: np.testing.assert_allclose(np.asarray(g), w, rtol=1e-9, atol=1e-9), want, got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "independent"])
 def test_five_steps_equal_one_device(name):
     (want,) = wanted(name)

@@ -134,6 +134,7 @@ def test_every_rank_holds_its_part_and_outputs_are_whole():
     assert jnp.isfinite(trained.step(tokens(8))["loss"])
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_synchronize_train_models_of_their_own_split_over_tensor():
     plan = ax.Plan(data=ax.Replicate(sync_strategy="no_sync"))
     mesh = mesh_of(data=2, tensor=2)

@@ -37,6 +37,7 @@ def test_a_process_killed_while_it_sends_leaves_the_checkpoint_before(s3, cache)
     assert committed(s3) == [1, 2, 3] and names(staging_of(URL, None)) == []
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_checkpoints_at_a_url_goes_on_from_there_and_is_evaluated(tmp_path, s3, capsys):  # noqa: F811
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("the cat sat on the mat. " * 60)
