@@ -45,6 +45,20 @@ def test_a_source_that_runs_out_begins_again_in_another_order_and_the_other_goes
     assert (np.sort(small) == np.arange(10)).all() and (small[0] != small[1]).any()
 
 
+def test_every_source_has_an_order_of_its_own():
+    """Sources of one length, of which one seed for all would draw the same samples side by side."""
+    mesh = ax.make_mesh(data=1, devices=jax.devices()[:1])
+    for third, shuffle in (
+        (Numbers(40, 200), True),
+        (lambda: iter(range(200, 240)), False),
+    ):  # streams' sources shuffle anyway
+        mixed = ax.mix({"a": Numbers(40), "b": Numbers(40, 100), "c": third}, {"a": 1, "b": 1, "c": 1}, seed=3)
+        batches = zip(ax.create_dataloader(mixed, 60, mesh, seed=3, shuffle=shuffle), range(3), strict=False)
+        drawn = np.concatenate([np.asarray(batch) for batch, _ in batches])
+        a, b = (drawn[(drawn >= first) & (drawn < first + 40)][:40] - first for first in (0, 100))
+        assert sorted(a.tolist()) == sorted(b.tolist()) == list(range(40)) and (a != b).mean() > 0.8
+
+
 def test_streams_are_mixed_as_datasets_are():
     make = lambda kind: ax.mix({"a": kind(50), "b": Numbers(50, 100)}, {"a": 3, "b": 1}, seed=7)
     mesh = ax.make_mesh(data=1, devices=jax.devices()[:1])
@@ -69,7 +83,7 @@ def test_the_place_in_a_mixture_of_streams_is_of_that_mixture():
         ax.mix({"a": Named(50), "b": Numbers(50, 100)}, dict(zip("ab", shares, strict=True))), 50, mesh
     )
     state = loader(3, 1).state_dict()
-    assert state["fingerprint"] == "a: counted, b: 50 mixed [3.0, 1.0] by 0"
+    assert state["fingerprint"] == "a: counted, b: 50 mixed [3.0, 1.0] by 0, each in an order of its own"
     with pytest.raises(ValueError, match=r"the saved position is of other data or another order. fingerprint: saved a"):
         loader(1, 1).load_state_dict(state)
     packed = ax.create_dataloader(ax.pack(lambda: iter(["ab"]), 4), 1, mesh).state_dict()

@@ -81,6 +81,28 @@ def test_a_layer_is_its_definition(name, activation):
     assert router.dropped == 0 and router.rounds == 1
 
 
+def dense(layer, x):
+    """A layer's definition, every expert of every token: JAX differentiates it, with no rule of the library's."""
+    x = x.reshape(-1, WIDTH)
+    bias = None if layer.bias is None else layer.bias[...]
+    chosen = layer.choose.choose(x @ layer.router.kernel[...], bias)
+    share = (jax.nn.one_hot(chosen.experts, EXPERTS) * chosen.gates[:, :, None]).sum(1)
+    gate, up = (jnp.einsum("tw,ewi->tei", x, getattr(layer, name)[...]) for name in ("gate", "up"))
+    return jnp.einsum("te,tei,eiw->tw", share, jax.nn.silu(gate) * up, layer.down[...])
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+def test_a_layers_gradients_are_those_of_its_definition(name):
+    layer = make_moe(nnx.Rngs(3), name)
+    graph, params, others = nnx.split(layer, nnx.Param, ...)
+    loss = lambda way: (
+        lambda params, x: jnp.sin(way(nnx.merge(graph, params, others, copy=True), x).reshape(-1, WIDTH)).sum()
+    )
+    both = [jax.grad(loss(way), argnums=(0, 1)) for way in (lambda layer, x: layer(x)[0], dense)]
+    found, wanted = jax.jit(lambda params, x: [grads(params, x) for grads in both])(params, tokens())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), found, wanted)
+
+
 def test_equal_scores_go_to_the_lowest_index():
     for router in (ax.SoftmaxRouter(top_k=3), ax.SigmoidRouter(top_k=3)):
         choice = router.choose(jnp.zeros((2, 6)))

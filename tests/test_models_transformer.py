@@ -167,6 +167,28 @@ def test_windows_sinks_and_capped_scores_equal_the_naive_loop(window):
     np.testing.assert_allclose(late, own[:, 3:], atol=1e-12)
 
 
+@pytest.mark.parametrize("rules", [{}, {"window": 2, "sinks": True}], ids=["plain", "window and sinks"])
+def test_attentions_gradients_are_those_of_a_plain_softmax(rules):
+    """The library's softmax has a derivative of its own; here JAX differentiates the exponentials."""
+    draw = np.random.default_rng(0).normal
+    arrays = [jnp.asarray(draw(size=size)) for size in [(2, 5, 4, 6), (2, 5, 2, 6), (2, 5, 2, 6), (4,)]]
+    ahead = np.arange(5) - np.arange(5)[:, None]
+    seen = (ahead <= 0) & (ahead > -rules.get("window", 99))
+
+    def plain(query, key, value, sinks):
+        key, value = (jnp.repeat(x, 2, axis=2) for x in (key, value))
+        chances = jnp.where(seen, jnp.exp(jnp.einsum("bqnd,bsnd->bnqs", query, key) * 6**-0.5), 0)
+        total = chances.sum(-1, keepdims=True) + (jnp.exp(sinks)[:, None, None] if "sinks" in rules else 0)
+        return jnp.einsum("bnqs,bsnd->bqnd", chances / total, value)
+
+    def own(query, key, value, sinks):
+        return attend(query, key, value, causal=True, **(rules | ({"sinks": sinks} if "sinks" in rules else {})))
+
+    both = [jax.grad(lambda *x, way=way: jnp.sin(way(*x)).sum(), argnums=(0, 1, 2, 3)) for way in (own, plain)]
+    for found, wanted in zip(*jax.jit(lambda *x: [grads(*x) for grads in both])(*arrays), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-12)
+
+
 def reference(model, tokens):
     """The whole model from its parameters, in NumPy, by the papers' formulas."""
     config = model.config

@@ -59,10 +59,10 @@ class StreamMixture:
 
     def __init__(self, sources: Mapping[str, Any], weights: Sequence[float], seed: int = 0):
         self.shares = Shares(weights, seed)
-        self._about = f"{list(map(float, weights))} by {seed}"
+        self._about = f"{list(map(float, weights))} by {seed}, each in an order of its own"
         self.streams = {
-            name: source if isinstance(source, Stream) else Stream(InEpochOrder(source, seed))
-            for name, source in sources.items()
+            name: source if isinstance(source, Stream) else Stream(InEpochOrder(source, seed ^ which))
+            for which, (name, source) in enumerate(sources.items())
         }
 
     @property
