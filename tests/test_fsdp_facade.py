@@ -67,13 +67,16 @@ def test_float16_skips_an_overflow_halves_the_scale_and_then_learns(mesh, float1
         CASES["linen_dropout"].model(), mesh, params=CASES["linen_dropout"].params(), mixed_precision="fp16"
     )
     before = model.state_dict()
-    trainer = model.trainer(optax.sgd(0.05), lambda model, batch: 3e3 * jnp.mean(model(batch["x"]) ** 2))
+    trainer = model.trainer(optax.sgd(0.05), lambda model, batch: 3e3 * jnp.mean(model(batch["x"]) ** 2), accumulate=2)
     first = trainer.step(batch)
     assert not np.isfinite(first["grad_norm"]) and first["loss_scale"] == 2.0**16
+    assert first["skipped"] == 1, "of this step, and once an update, not once a microbatch"
     assert all(np.array_equal(value, before[name]) for name, value in model.state_dict().items())
     steps = 1
-    while not np.isfinite(trainer.step(batch)["grad_norm"]):
+    while not np.isfinite((metrics := trainer.step(batch))["grad_norm"]):
         steps += 1
+        assert metrics["skipped"] == steps
+    assert metrics["skipped"] == steps
     scale = trainer.state.loss_scale
     assert scale.scale == 2.0 ** (16 - steps) and scale.skipped == steps and scale.clean == 1
     assert not all(np.array_equal(value, before[name]) for name, value in model.state_dict().items())

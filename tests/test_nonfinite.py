@@ -1,5 +1,6 @@
 """A step whose loss or gradients are not finite is skipped on every rank alike, counted, and too many in a row halt the run."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,6 +88,15 @@ def test_what_is_skipped_and_what_counts(loss, norm, scale, counted, kept):
     assert (float(new) == 2.0) is kept and int(guard.in_a_row) == counted
     assert int(metrics["skipped"]) == int(not kept) and (not counted or int(guard.since) == 7)
     assert scale is None or float(after.scale) == max(1.0, float(scale.scale) / 2)
+
+
+@pytest.mark.parametrize("norm", [1.0, np.inf])
+def test_without_a_limit_too_the_metrics_count_the_step_that_they_are_of(norm):
+    scale, told = LossScale(jnp.float32(8), jnp.int32(0), jnp.int32(3)), TrainState(jnp.int32(7), None, None, None)
+    _, after, _, metrics = skip_nonfinite(
+        replace(told, loss_scale=scale), 2.0, 1.0, jnp.float32(1), jnp.float32(norm), None
+    )
+    assert int(metrics["skipped"]) == int(after.skipped) == (3 if norm == 1.0 else 4) and metrics["loss_scale"] == 8
 
 
 def test_the_option_is_checked_before_anything_is_allocated():

@@ -24,7 +24,7 @@ def skip_nonfinite(
       limit: how many skipped updates in a row end the training; None: there is no guard.
 
     Returns:
-      What is kept, the next loss scale, the next counts, metrics.
+      What is kept, the next loss scale, the next counts, metrics: counts with this step in them, and the scale that it used.
     """
     scale, guard = state.loss_scale, state.guard
     if scale is None and guard is None:
@@ -41,8 +41,8 @@ def skip_nonfinite(
     else:
         kept = chosen(finite, new, old)
     if scale is not None:
-        metrics = {"skipped": scale.skipped, **metrics, "loss_scale": scale.scale}
-        scale = scale.after(finite)
+        used, scale = scale.scale, scale.after(finite)
+        metrics = {"skipped": scale.skipped, **metrics, "loss_scale": used}
     return kept, scale, guard, metrics
 
 
