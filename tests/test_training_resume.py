@@ -239,3 +239,24 @@ def test_the_functional_way_makes_the_same_steps(mesh):
         state, metrics = step(state, batch)
         equal_bits(to_host(metrics), to_host(trainer.step(batch)))
     equal_bits(to_host(state.params), to_host(trainer.state.params))
+
+
+WRONG = {
+    "rows": (lambda: regression(6), ValueError, r"2 microbatches = 4 parts(.|\n)*multiple of 4"),
+    "words": (lambda: {**regression(8), "names": np.array(["a"] * 8)}, TypeError, "'names': '<U1'"),
+    "a scalar": (lambda: {"x": np.float32(1)}, ValueError, "no array with a batch dim"),
+    "shapes": (lambda: jax.eval_shape(lambda: regression(6)), ValueError, "multiple of 4"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_tracing_and_explaining_check_the_batch_as_a_step_does(mesh, what):
+    make, kind, words = WRONG[what]
+    trainer = ax.DDP(Net(), mesh).trainer(optax.sgd(0.1), mean_loss, accumulate=2)
+    step, batch = trainer.train_step, make()
+    for call in (trainer.step, trainer.trace, lambda batch: ax.explain(trainer, batch)):
+        with pytest.raises(kind, match=words):
+            call(batch)
+    for call in (step.trace, step.lower):
+        with pytest.raises(kind, match=words):
+            call(trainer.state, batch)

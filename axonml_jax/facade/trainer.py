@@ -280,7 +280,12 @@ class Trainer(Generic[M]):
         return self._steps[mode]
 
     def trace(self, batch: PyTree) -> Any:
-        """The step traced for batches like this one (arrays or shapes); nothing runs. `ax.explain(trainer, batch)` reads it."""
+        """The step traced for batches like this one (arrays or shapes); nothing runs. `ax.explain(trainer, batch)` reads it.
+
+        Raises:
+          TypeError, ValueError: for a batch that `step` would not take.
+        """
+        self.train_step.check(batch)
         return self.train_step.trace(self.state, _shapes(batch))
 
     def compiled_memory(self) -> int | None:

@@ -52,12 +52,16 @@ class Differentiate:
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, dict, PyTree, PyTree]:
         """Differentiate; `key` is the step's randomness."""
-        check_batch(self.placement.batch_layout, batch, self.placement.plan.microbatches)
+        self._check(batch)
         with explain_typed_scan(self.placement.plan.check_vma):
             return bound_run_ahead(self._compiled(variables, key, self.placement.batch_layout.place(batch, self.mesh)))
 
+    def _check(self, batch: PyTree) -> None:
+        check_batch(self.placement.batch_layout, batch, self.placement.plan.microbatches)
+
     def trace(self, variables: Variables, key: jax.Array, batch: PyTree):
         """The program traced on arrays or shapes: what the ledger reads."""
+        self._check(batch)
         return self._compiled.trace(variables, key, self.placement.batch_layout.marked(batch))
 
     def _whole(self, variables: Variables, key: jax.Array, batch: PyTree):

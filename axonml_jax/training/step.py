@@ -101,17 +101,23 @@ class TrainStep:
                 "this state was given to an earlier step, which reused its memory: go on from the state that step returned, "
                 "or give it a copy, jax.tree.map(jnp.copy, state)"
             )
-        check_batch(self.placement.batch_layout, batch, self.placement.plan.microbatches)
+        self.check(batch)
         bound_run_ahead(state.step)
         with explain_typed_scan(self.placement.plan.check_vma):
             return self._compiled(state, self.placement.batch_layout.place(batch, self.mesh))
 
+    def check(self, batch: PyTree) -> None:
+        """Refuse a batch, of arrays or shapes, that a step cannot take (see `check_batch`)."""
+        check_batch(self.placement.batch_layout, batch, self.placement.plan.microbatches)
+
     def trace(self, state: TrainState, batch: PyTree):
         """The step traced on arrays or shapes (`.jaxpr`, `.lower()`): what the ledger reads."""
+        self.check(batch)
         return self._compiled.trace(state, self.placement.batch_layout.marked(batch))
 
     def lower(self, state: TrainState, batch: PyTree):
         """The step lowered on arrays or shapes (`.as_text()`, `.compile()`)."""
+        self.check(batch)
         return self._compiled.lower(state, self.placement.batch_layout.marked(batch))
 
     def state_leaves(self, state: TrainState) -> dict[str, Leaf]:
