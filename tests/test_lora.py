@@ -20,6 +20,7 @@ from axonml_jax.parallel.partition import Partition
 from axonml_jax.testing import assert_equals_single_device
 
 SIZES = {"vocab_size": 16, "num_layers": 2, "hidden_size": 8, "num_heads": 4, "mlp_hidden_size": 12, "max_length": 8}
+PRODUCT = r"dot_general %\S+, %\S+.*?-> tensor<(\S+?)x(?:f32|f64)>"
 TARGETS = ["attention/.*kernel$", "mlp/(gate|up|down)(/kernel)?$"]
 
 
@@ -226,7 +227,122 @@ def test_adapters_of_adapters_and_names_that_are_taken_are_refused():
         ax.DDP(ax.lora(model, rank=1, targets="w$"), mesh_of(data=1))
 
 
-PRODUCT = r"dot_general %\S+, %\S+.*?-> tensor<(\S+?)x(?:f32|f64)>"
+def attend(query, key, value, **_):
+    weights = jax.nn.softmax(jnp.einsum("BTNH,BSNH->BNTS", query, key))
+    return jnp.einsum("BNTS,BSNH->BTNH", weights, value)
+
+
+class Einsum(nnx.Module):
+    """As Tunix writes its projections."""
+
+    def __init__(self, einsum_str, shape, rngs):
+        self.einsum_str, self.w = einsum_str, nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float64) / 3)
+
+    def __call__(self, x):
+        return jnp.einsum(self.einsum_str, x, self.w[...])
+
+
+class Projections(nnx.Module):
+    """Kernels of three and four dims: of NNX's attention, and of einsums that sum over any of them."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        options = {"attention_fn": attend, "param_dtype": jnp.float64, "decode": False}  # NNX's own computes in float32
+        self.attention = nnx.MultiHeadAttention(2, 6, 8, rngs=rngs, **options)
+        self.key_value = Einsum("BSD,CKDH->CBSKH", (2, 2, 6, 3), rngs)
+        self.query, self.out = Einsum("BTD,NDH->BTNH", (2, 6, 3), rngs), Einsum("BTNH,NHD->BTD", (2, 3, 6), rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(x)
+        return x + self.out(attend(self.query(x), *self.key_value(x)))
+
+
+# Of each kernel the shapes of A and B, and the einsum that makes their product.
+SIDES = {
+    "attention/query/kernel": ((6, 2), (2, 2, 4), "ir,rnd->ind"),
+    "attention/out/kernel": ((2, 4, 2), (2, 6), "ndr,ro->ndo"),
+    "key_value/w": ((6, 2), (2, 2, 2, 3), "dr,rckh->ckdh"),
+    "query/w": ((6, 2), (2, 2, 3), "dr,rnh->ndh"),
+    "out/w": ((2, 3, 2), (2, 6), "nhr,rd->nhd"),
+}
+
+
+@pytest.mark.parametrize("base", [None, "int8"])
+def test_kernels_of_more_dims_get_the_adapters_of_the_matrix_that_the_product_uses(base):
+    x = np.random.default_rng(1).normal(size=(4, 5, 6))
+    given = adapted(Projections(), targets=["kernel", "w$"], base=base)
+    squares = lambda model, x: jnp.mean(jnp.square(model(x) - 1))
+    tx = optax.sgd(0.1)  # Adam divides gradients of keys, which are nearly 0, by themselves
+    assert_equals_single_device(given, squares, x, mesh=mesh_of(data=2, fsdp=2), tx=tx, steps=2)
+    if base is not None:
+        return
+    rules = {"key_value/w": P(None, "tensor"), "(query|out)/w": P("tensor"), ".*": P()}  # by heads
+    split = ax.TensorParallel(given, mesh_of(data=1, tensor=2), rules=rules)
+    dims = {name: tuple(leaf.sharding.spec) for name, leaf in named_leaves(split.variables.params).items()}
+    assert [dims[f"key_value/w_lora_{each}"].count("tensor") for each in "ab"] == [0, 1]
+    assert [dims[f"out/w_lora_{each}"].count("tensor") for each in "ab"] == [1, 0]
+    np.testing.assert_allclose(split(x), Projections()(x), rtol=1e-9)
+    model = ax.FSDP(given, mesh_of(fsdp=2))
+    trainer = model.trainer(optax.adam(1e-1), squares)
+    products = re.findall(PRODUCT, trainer.train_step.lower(trainer.state, x).as_text())
+    of_kernels = {"6x8", "8x6", "6x12", "6x6", "6x2x4", "2x4x6", "2x2x6x3", "2x6x3", "2x3x6"}  # A B, or gradients of W
+    assert products and not of_kernels & set(products)
+    for _ in range(2):
+        trainer.step(x)
+    before, after = (
+        named_leaves(nnx.to_pure_dict(nnx.state(each, nnx.Param))) for each in (Projections(), model.module)
+    )
+    state = model.state_dict()
+    for name, (a, b, product) in SIDES.items():
+        first, second = state[f"{name}_lora_a"], state[f"{name}_lora_b"]
+        assert (first.shape, second.shape) == (a, b), name
+        wanted = before[name] + 3 * np.einsum(product, first, second)
+        np.testing.assert_allclose(after[name], wanted, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_kernels_whose_sides_nothing_tells_are_refused_and_dims_says_them():
+    class Heads(linen.Module):
+        bias: bool = True
+
+        @linen.compact
+        def __call__(self, x):
+            options = {"use_bias": self.bias, "param_dtype": jnp.float64}
+            y = linen.MultiHeadDotProductAttention(2, qkv_features=8, name="attention", **options)(x, x)
+            return linen.DenseGeneral(6, axis=(-1,), name="last", **options)(y)
+
+    x = np.random.default_rng(1).normal(size=(4, 5, 6))
+    squares, mesh = lambda model, x: jnp.mean(jnp.square(model(x) - 1)), mesh_of(fsdp=2)
+    dims = {"(query|key|value)/kernel": "in out out", "out/kernel": "in in out"}
+    for bias, said in ((True, None), (False, dims)):
+        module = Heads(bias)
+        params = module.init(jax.random.key(0), x)
+        given = adapted(module, targets="kernel", dims=said)
+        assert_equals_single_device(given, squares, x, mesh=mesh, params=params, tx=optax.sgd(0.1), steps=2)
+        state = ax.FSDP(given, mesh, params=params).state_dict()
+        assert state["params/attention/query/kernel_lora_b"].shape == (2, 2, 4)
+        assert state["params/attention/out/kernel_lora_a"].shape == (2, 4, 2)
+    make = lambda given: ax.FSDP(given, mesh, params=params)
+    with pytest.raises(
+        ValueError, match=r"query/kernel \(6, 2, 4\): is no matrix\n(?s:.*)dims={'query/kernel': 'in out out'}"
+    ):
+        make(adapted(module, targets="kernel"))
+    with pytest.raises(ValueError, match=r"last/kernel \(6, 6\): has not the dims 'in in out'"):
+        make(adapted(module, targets="last/kernel", dims={"last": "in in out"}))
+    with pytest.raises(
+        ValueError, match=r"'in in' needs at least one in and one out.*'row out' must be made of the words stack"
+    ):
+        adapted(module, targets="kernel", dims={"a": "in in", "b": "row out"})
+    with pytest.raises(
+        ValueError, match=r"query/kernel \(6, 2, 4\): `stacked` names it, .* as 'in out out': leave it out"
+    ):
+        ax.FSDP(adapted(Projections(), targets="attention/query/kernel", stacked="kernel"), mesh)
+    biased = Heads()
+    with pytest.raises(
+        ValueError, match=r"query/kernel \(6, 2, 4\): `stacked` names it, but by its bias .*'in out out'"
+    ):
+        ax.FSDP(
+            adapted(biased, targets="query/kernel", stacked="kernel"), mesh, params=biased.init(jax.random.key(0), x)
+        )
 
 
 def test_no_gradient_of_the_base_is_made_sent_or_kept_and_the_optimizer_holds_adapters_alone():

@@ -79,6 +79,11 @@ class Functional(abc.ABC):
         return {}
 
     @property
+    def sides(self) -> Mapping[str, Any]:
+        """By which sides of their kernels layers multiply, by path, where they say it (see `lora/sides.py`)."""
+        return {}
+
+    @property
     @abc.abstractmethod
     def shapes(self) -> Variables:
         """The shapes and dtypes of the model's variables; the view itself keeps no arrays alive."""

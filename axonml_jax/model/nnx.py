@@ -12,6 +12,7 @@ from axonml_jax.model.batch_norm import synchronize_nnx
 from axonml_jax.model.definition_order import definition_order
 from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract, with_zeros
 from axonml_jax.model.lora.adapters import STACKED
+from axonml_jax.model.lora.sides import Sides, layer_sides
 from axonml_jax.model.precision import Precision
 from axonml_jax.model.state_joins import HOOK, Join, check_same_shapes, declared_joins, nnx_kinds, run_hooks, with_hooks
 from axonml_jax.model.trainable import merge, partition
@@ -71,6 +72,11 @@ class NNXFunctional(Functional):
         """As metadata of its parameters."""
         flat = nnx.to_flat_state(nnx.state(self.abstract_module, nnx.Param))
         return {"/".join(map(str, path)): leaf.get_metadata().get(STACKED, 0) for path, leaf in flat}
+
+    @property
+    def sides(self) -> Mapping[str, Sides]:
+        """As its layers multiply."""
+        return layer_sides(self.abstract_module)
 
     @property
     def shapes(self) -> Variables:

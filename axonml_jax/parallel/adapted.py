@@ -22,6 +22,7 @@ from axonml_jax.compat.varying_types import CASTS
 from axonml_jax.model.functional import Functional, Variables
 from axonml_jax.model.lora.adapters import merged
 from axonml_jax.model.lora.int8_base import dequantized
+from axonml_jax.model.lora.sides import Sides
 from axonml_jax.model.trainable import merge
 from axonml_jax.parallel.tensor.adapter_specs import summed_axes
 from axonml_jax.parallel.tensor.whole.marks import marked_program
@@ -39,6 +40,7 @@ class LowRank:
       a: [..., i, r].
       b: [..., r, o].
       scale: how often A B counts.
+      sides: the dims of W, among which i and o may be several.
       summed: the axes over which the gradients of a and of b are sums of the ranks'.
       column_scales: [..., o] of int8, in the dtype of W; None: W is there itself.
     """
@@ -47,6 +49,7 @@ class LowRank:
     a: Any
     b: Any
     scale: float
+    sides: Sides
     summed: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     column_scales: Any = None
 
@@ -65,8 +68,8 @@ class LowRank:
     def whole(self) -> jax.Array:
         """W + scale A B."""
         a, b = self.adapters
-        own = self.weight if self.column_scales is None else dequantized(self.weight, self.column_scales)
-        return merged(own, a, b, self.scale)
+        own = self.weight if self.column_scales is None else dequantized(self.weight, self.column_scales, self.sides)
+        return merged(own, a, b, self.scale, self.sides)
 
     @property
     def leaves(self) -> tuple[Any, ...]:
@@ -77,7 +80,8 @@ class LowRank:
     def on(self, leaves: Sequence[Any]) -> "LowRank":
         """The same with other arrays: of an inner trace, or slices of these."""
         weight, a, b, *more = leaves
-        return LowRank(weight, a, b, self.scale, self.summed, *more)
+        sides = replace(self.sides, stacked=weight.ndim - len(self.sides.roles))
+        return LowRank(weight, a, b, self.scale, sides, self.summed, *more)
 
     def cast(self, op: Operation) -> "LowRank":
         """The same behind a cast of W, to another dtype or type: int8 stays int8, and its scales are cast."""
@@ -91,7 +95,7 @@ class LowRank:
         """`multiply(other, W)`. Of int8 no float is kept for the backward, which makes it anew."""
         if self.column_scales is None:
             return multiply(other, self.weight)
-        again = jax.checkpoint(lambda other, own, scales: multiply(other, dequantized(own, scales)))
+        again = jax.checkpoint(lambda other, own, scales: multiply(other, dequantized(own, scales, self.sides)))
         return again(other, self.weight, self.column_scales)
 
 
@@ -120,7 +124,7 @@ def reading_adapted(fun: Callable, model: Functional, variables: Variables, *arg
             if (adapter := model.adapters.get(name)) is not None:
                 axes = summed.get(adapter.a, ()), summed.get(adapter.b, ())
                 more = [there[each] for each in adapter.added]
-                values[i] = LowRank(there[name], more[0], more[1], adapter.scale, axes, *more[2:])
+                values[i] = LowRank(there[name], more[0], more[1], adapter.scale, adapter.sides, axes, *more[2:])
         return _run(program, values)
 
     return run_traced(traced, with_adapters, base.params, base.state, *args, read=marked_program)
@@ -131,7 +135,8 @@ def _seen(model: Functional, read: Mapping[str, Any], name: str) -> Any:
     adapter = model.adapters.get(name)
     if adapter is None or adapter.column_scales is None:
         return read[name]
-    return jax.eval_shape(dequantized, read[name], read[adapter.column_scales])
+    whole = functools.partial(dequantized, sides=adapter.sides)
+    return jax.eval_shape(whole, read[name], read[adapter.column_scales])
 
 
 def _run(program: Program, values: Sequence[Any]) -> list[Any]:
@@ -166,25 +171,39 @@ def _product(equation: Equation, given: list[Any]) -> jax.Array | None:
     if isinstance(other, LowRank):
         return None
     contracted, batched = (dims[::-1] if right else dims for dims in op.contraction)
-    n, stack = own.weight.ndim, own.weight.ndim - 2
-    if sorted(batched[0]) != list(range(stack)) or contracted[0] not in ((n - 2,), (n - 1,)):
+    lead = tuple(range(own.sides.stacked))
+    sides = {role: own.sides.dims(role) for role in "io"}
+    role = next((role for role, dims in sides.items() if sorted(contracted[0]) == list(dims)), None)
+    if sorted(batched[0]) != list(lead) or role is None:
         return None
     y = own.product(lambda other, own: op.bind([other, own] if right else [own, other])[0], other)
-    both = [x.astype(own.dtype) for x in own.adapters]
-    first, second = both if contracted[0] == (n - 2,) else both[::-1]
-    rank, precision = contracted[0][0], op.options["precision"]
+    first, second, over, rank = _in_turn(own, role)
+    over = tuple(over[sides[role].index(dim)] for dim in contracted[0])
+    precision = op.options["precision"]
 
     def dot(left: Any, right_: Any, contract: tuple, batch: tuple) -> jax.Array:
         return jax.lax.dot_general(left, right_, (contract, batch), precision=precision)
 
-    lead = tuple(range(stack))
     if right:
-        inner = dot(other, first, (contracted[1], contracted[0]), (batched[1], batched[0]))
+        inner = dot(other, first, (contracted[1], over), (batched[1], batched[0]))
         more = dot(inner * own.scale, second, ((inner.ndim - 1,), (rank,)), (lead, batched[0]))
     else:
-        inner = dot(first, other, contracted, batched)
-        more = dot(second, inner * own.scale, ((rank,), (stack,)), (batched[0], lead))
+        inner = dot(first, other, (over, contracted[1]), batched)
+        more = dot(second, inner * own.scale, ((rank,), (len(lead),)), (batched[0], lead))
     return y + more.astype(y.dtype)
+
+
+def _in_turn(own: LowRank, role: str) -> tuple[Any, Any, tuple[int, ...], int]:
+    """The adapter that is multiplied first and its dims that are summed over, the second, and the dim of its rank.
+
+    Args:
+      own: A [*stack, *in, r] and B [*stack, r, *out].
+      role: the side of W that is summed over: A's, or B's.
+    """
+    a, b = (x.astype(own.dtype) for x in own.adapters)
+    stacked = own.sides.stacked
+    over_a, over_b = tuple(range(stacked, a.ndim - 1)), tuple(range(stacked + 1, b.ndim))
+    return (a, b, over_a, stacked) if role == "i" else (b, a, over_b, a.ndim - 1)
 
 
 def _ragged(equation: Equation, given: list[Any]) -> jax.Array | None:
@@ -192,7 +211,7 @@ def _ragged(equation: Equation, given: list[Any]) -> jax.Array | None:
     rows, own, counts = given
     dims = equation.op.options["ragged_dot_dimension_numbers"]
     plain = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
-    if not isinstance(own, LowRank) or isinstance(rows, LowRank) or str(dims) != str(plain):
+    if not isinstance(own, LowRank) or isinstance(rows, LowRank) or own.sides.roles != "io" or str(dims) != str(plain):
         return None
     y = own.product(lambda rows, own: equation.op.bind([rows, own, counts])[0], rows)
     a, b = (x.astype(own.dtype) for x in own.adapters)
@@ -228,7 +247,7 @@ def _checkpointed(equation: Equation, given: list[Any]) -> list[Any]:
 
 def _sliceable(value: Any) -> Any:
     """What a scan goes over: stacks of matrices; a matrix alone is sliced along its rows, whole."""
-    return _whole(value) if isinstance(value, LowRank) and value.weight.ndim < 3 else value
+    return _whole(value) if isinstance(value, LowRank) and not value.sides.stacked else value
 
 
 def _whole(value: Any) -> Any:

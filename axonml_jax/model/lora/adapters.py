@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.model.lora.int8_base import END, KINDS
+from axonml_jax.model.lora.sides import Sides, bias_sides, said_sides
 
 STACKED = "stacked_dims"
 """Metadata of a parameter: so many of its first dims number matrices, as layers of a stack or experts do."""
@@ -29,6 +30,7 @@ class Lora:
       alpha: the product counts alpha / rank times.
       targets: regular expressions, searched in path names, of the matrices that get adapters.
       stacked: of parameters of which the last two dims are a matrix and the others number them.
+      dims: (regular expression, words) of parameters of which each dim is called `stack`, `in` or `out`.
       seed: of the first values of A.
       base: "int8": matrices with adapters rest as int8 (`int8_base.py`); None: as they are.
     """
@@ -37,6 +39,7 @@ class Lora:
     alpha: float
     targets: tuple[str, ...]
     stacked: tuple[str, ...] = ()
+    dims: tuple[tuple[str, str], ...] = ()
     seed: int = 0
     base: str | None = None
 
@@ -50,7 +53,9 @@ class Lora:
             problems.append(f"alpha={self.alpha!r} must be a positive number")
         if not self.targets:
             problems.append("targets is empty: give regular expressions of the matrices' path names")
-        problems += [why for name in ("targets", "stacked") for why in _broken(name, getattr(self, name))]
+        patterns = {"targets": self.targets, "stacked": self.stacked, "dims": [pattern for pattern, _ in self.dims]}
+        problems += [why for name, given in patterns.items() for why in _broken(name, given)]
+        problems += [f"dims: {why}" for _, words in self.dims if isinstance(why := said_sides(words), str)]
         if problems:
             raise ValueError(f"lora: {'; '.join(problems)}")
 
@@ -59,43 +64,74 @@ class Lora:
         """How often the product of the adapters counts."""
         return self.alpha / self.rank
 
-    def chosen(self, shapes: Mapping[str, Any], stacks: Mapping[str, int]) -> dict[str, int]:
+    def chosen(
+        self, shapes: Mapping[str, Any], stacks: Mapping[str, int], layers: Mapping[str, Sides]
+    ) -> dict[str, Sides]:
         """The matrices that get adapters.
 
         Args:
           shapes: anything with a shape for every parameter, by path.
           stacks: how many first dims number matrices, where a layer says it.
+          layers: by which sides layers multiply, where they say it (`layer_sides`).
 
         Returns:
-          How many first dims number matrices, by path.
+          The dims of each, by path.
 
         Raises:
           ValueError: listing every pattern that matches nothing, and every match that is no matrix or too small.
         """
-        hits = {pattern: [n for n in shapes if re.search(pattern, n)] for pattern in (*self.targets, *self.stacked)}
+        patterns = (*self.targets, *self.stacked, *(pattern for pattern, _ in self.dims))
+        hits = {pattern: [n for n in shapes if re.search(pattern, n)] for pattern in patterns}
         problems = [f"  {pattern!r} matches no parameter" for pattern, names in hits.items() if not names]
         listed = {name for pattern in self.stacked for name in hits[pattern]}
-        found = {}
+        said = {name: said_sides(words) for pattern, words in self.dims for name in hits[pattern]}
+        found: dict[str, Sides] = {}
         for name in dict.fromkeys(name for pattern in self.targets for name in hits[pattern]):
-            shape = tuple(shapes[name].shape)
-            found[name] = max(len(shape) - 2, 0) if name in listed else stacks.get(name, 0)
-            if why := self._unfit(shape, found[name]):
+            shape, sides = tuple(shapes[name].shape), said.get(name)
+            if not isinstance(sides, Sides):
+                sides = _sides(name, shapes, stacks.get(name, 0), layers.get(name), name in listed)
+            if why := sides if isinstance(sides, str) else self._unfit(shape, sides):
                 problems.append(f"  {name} {shape}: {why}")
+            elif isinstance(sides, Sides):
+                found[name] = sides
         if problems:
-            some = [name for name, leaf in shapes.items() if len(leaf.shape) == 2 + stacks.get(name, 0)]
+            some = [n for n, leaf in shapes.items() if n in layers or len(leaf.shape) == 2 + stacks.get(n, 0)]
             raise ValueError(
                 f"lora: rank={self.rank}, targets={list(self.targets)} do not fit the model:\n"
                 + "\n".join(problems)
                 + "\n"
-                "a target is a matrix, or a stack of them that its layer or `stacked` names; matrices here are "
+                "a target is a matrix, or a stack of them that its layer or `stacked` names; of a kernel of more dims `dims` "
+                "says which are its sides, such as dims={'query/kernel': 'in out out'}; matrices here are "
                 f"{', '.join(some[:8])}{', ...' if len(some) > 8 else ''}"
             )
         return found
 
-    def _unfit(self, shape: tuple[int, ...], stacked: int) -> str | None:
-        if len(shape) - stacked != 2:
-            return "is no matrix" + f", as its first {stacked} number some" * bool(stacked)
-        return f"rank {self.rank} is above its smaller side" if self.rank > min(shape[-2:]) else None
+    def _unfit(self, shape: tuple[int, ...], sides: Sides) -> str | None:
+        if len(shape) != sides.stacked + len(sides.roles):
+            stacked = f", as its first {sides.stacked} number some" * bool(sides.stacked)
+            return "is no matrix" + stacked if sides.roles == "io" else f"has not the dims {sides.words()!r}"
+        smaller = min(math.prod(sides.sizes(role, shape)) for role in "io")
+        return f"rank {self.rank} is above its smaller side" if self.rank > smaller else None
+
+
+def _sides(name: str, shapes: Mapping[str, Any], stacked: int, layer: Sides | None, listed: bool) -> Sides | str:
+    """The dims of a target as its layer, its metadata, `stacked` or its bias tell them, or why they do not."""
+    count = len(shapes[name].shape)
+    if layer is None or (not layer.stacked and layer.roles == "io"):
+        if listed:
+            by_bias = bias_sides(shapes, name)
+            if by_bias is not None and len(by_bias.roles) > 2:
+                return (
+                    f"`stacked` names it, but by its bias it is multiplied by as {by_bias.words()!r}: say it by `dims`"
+                )
+            return Sides(max(count - 2, 0))
+        if stacked == 0 and count > 2 and (by_bias := bias_sides(shapes, name)) is not None:
+            return by_bias if by_bias.stacked == 0 else Sides()  # a stack must be named
+        return Sides(stacked)
+    more = count - layer.stacked - len(layer.roles)
+    if listed and more == 0:
+        return f"`stacked` names it, but its layer multiplies by it as {layer.words()!r}: leave it out of `stacked`"
+    return Sides(layer.stacked + (more if listed else stacked), layer.roles)
 
 
 @dataclass(frozen=True)
@@ -120,6 +156,7 @@ def lora(
     targets: str | Sequence[str],
     alpha: float | None = None,
     stacked: str | Sequence[str] = (),
+    dims: Mapping[str, str] | None = None,
     seed: int = 0,
     base: str | None = None,
 ) -> LoraModel:
@@ -137,6 +174,10 @@ def lora(
       alpha: see above; None: `rank`, so that A B counts once.
       stacked: of targets whose last two dims are a matrix and whose other dims number them, as Linen's `scan` and
         `nnx.vmap` make them. Stacks and experts of this library say so themselves.
+      dims: of targets of more than two dims, by regular expressions, what each dim is: `stack` (in front) numbers matrices,
+        `in` is summed over by the product, `out` is one of its results. A kernel [h, n, d] of attention is "in out out": the
+        matrix [h, n * d], with adapters [h, r] and [r, n, d]. NNX's `LinearGeneral` and `MultiHeadAttention` and layers with
+        an `einsum_str` say so themselves, as do kernels of Linen beside a bias.
       seed: of A.
       base: "int8": W rests and is sent as int8 with a scale for every column, `path_int8_scale` [o], and is a float where it
         is read; None: as it is.
@@ -156,6 +197,7 @@ def lora(
             alpha=rank if alpha is None else alpha,
             targets=patterns[0],
             stacked=patterns[1],
+            dims=tuple((dims or {}).items()),
             seed=seed,
             base=base,
         ),
@@ -171,16 +213,20 @@ def is_adapter(name: str) -> bool:
     return name.endswith((*ENDS, END))
 
 
-def first_adapters(lora: Lora, name: str, matrix: Any, stacked: int) -> dict[str, Any]:
-    """A and B of a matrix, or their shapes of a shape, by path."""
-    *stack, i, o = matrix.shape
+def first_adapters(lora: Lora, name: str, matrix: Any, sides: Sides) -> dict[str, Any]:
+    """A [*stack, *in, r] and B [*stack, r, *out] of a matrix, or their shapes of a shape, by path."""
+    stack, inputs, outputs = (
+        matrix.shape[: sides.stacked],
+        sides.sizes("i", matrix.shape),
+        sides.sizes("o", matrix.shape),
+    )
     dtype = jnp.promote_types(matrix.dtype, jnp.float32)
-    assert len(stack) == stacked, (name, matrix.shape, stacked)
+    bound = 1 / math.sqrt(math.prod(inputs))
 
     def make() -> list[jax.Array]:
         key = jax.random.fold_in(jax.random.key(lora.seed), zlib.crc32(name.encode()) & 0x7FFFFFFF)
-        a = jax.random.uniform(key, (*stack, i, lora.rank), dtype, -1 / math.sqrt(i), 1 / math.sqrt(i))
-        return [a, jnp.zeros((*stack, lora.rank, o), dtype)]
+        a = jax.random.uniform(key, (*stack, *inputs, lora.rank), dtype, -bound, bound)
+        return [a, jnp.zeros((*stack, lora.rank, *outputs), dtype)]
 
     made = jax.eval_shape(make) if isinstance(matrix, jax.ShapeDtypeStruct) else make()
     return dict(zip(adapter_names(name), made, strict=True))
@@ -191,11 +237,19 @@ def adapter_names(name: str) -> tuple[str, str]:
     return f"{name}{ENDS[0]}", f"{name}{ENDS[1]}"
 
 
-def merged(matrix: Any, a: Any, b: Any, scale: float) -> Any:
-    """W + scale A B in the dtype of W, summed in that of the adapters; of a shape the shape."""
+def merged(matrix: Any, a: Any, b: Any, scale: float, sides: Sides | None = None) -> Any:
+    """W + scale A B in the dtype of W, summed in that of the adapters; of a shape the shape.
+
+    Args:
+      matrix: W.
+      a, b: its adapters.
+      scale: how often their product counts.
+      sides: the dims of W; None: the last two are the matrix.
+    """
     if isinstance(matrix, jax.ShapeDtypeStruct):
         return matrix
-    return (matrix.astype(a.dtype) + scale * (a @ b)).astype(matrix.dtype)
+    product = a @ b if sides is None else sides.joined(a, b)
+    return (matrix.astype(a.dtype) + scale * product).astype(matrix.dtype)
 
 
 def _broken(what: str, patterns: Iterable[Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """The pure view of a model with adapters (`adapters.py`): they train, the model's own parameters are frozen."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract
 from axonml_jax.model.lora.adapters import Lora, adapter_names, first_adapters, merged
 from axonml_jax.model.lora.int8_base import dequantized, quantized, scales_name
+from axonml_jax.model.lora.sides import Sides
 from axonml_jax.model.state_joins import Join
 from axonml_jax.model.trainable import merge, partition
 
@@ -22,14 +23,14 @@ class Adapter:
     Attributes:
       a, b: their paths.
       scale: how often their product counts.
-      stacked: so many first dims of all three number matrices.
+      sides: the dims of the matrix; as many first ones of all three number matrices.
       column_scales: the path of the scales of a matrix that rests as int8; None: it rests as it is.
     """
 
     a: str
     b: str
     scale: float
-    stacked: int
+    sides: Sides
     column_scales: str | None = None
 
     @property
@@ -54,8 +55,8 @@ def lora_functional(
         that matches nothing, or matrices that rest as int8.
     """
     shapes = named_leaves(base.shapes.params)
-    chosen = lora.chosen(shapes, base.stacked_dims)
-    adapters = {name: _adapter(lora, name, stacked) for name, stacked in chosen.items()}
+    chosen = lora.chosen(shapes, base.stacked_dims, base.sides)
+    adapters = {name: _adapter(lora, name, sides) for name, sides in chosen.items()}
     if taken := [each for adapter in adapters.values() for each in adapter.added if each in shapes]:
         raise ValueError(
             f"lora: adapters would be called as the model's own parameters are: {', '.join(taken)}; rename these, or leave "
@@ -79,11 +80,11 @@ def lora_functional(
     return view, given
 
 
-def _adapter(lora: Lora, name: str, stacked: int) -> Adapter:
-    return Adapter(*adapter_names(name), lora.scale, stacked, None if lora.base is None else scales_name(name))
+def _adapter(lora: Lora, name: str, sides: Sides) -> Adapter:
+    return Adapter(*adapter_names(name), lora.scale, sides, None if lora.base is None else scales_name(name))
 
 
-def _int8(frozen: PyTree, chosen: Collection[str]) -> PyTree:
+def _int8(frozen: PyTree, chosen: Mapping[str, Sides]) -> PyTree:
     """Frozen parameters, of which those that are chosen rest as int8, with their scales beside them.
 
     Raises:
@@ -95,9 +96,9 @@ def _int8(frozen: PyTree, chosen: Collection[str]) -> PyTree:
         raise ValueError(
             f"lora: {', '.join(training)} are to train and to rest as int8: leave them out of trainable, or of targets"
         )
-    for name in chosen:
+    for name, sides in chosen.items():
         path = paths[name]
-        leaves[path], leaves[_beside(path, scales_name(name))] = quantized(leaves[path])
+        leaves[path], leaves[_beside(path, scales_name(name))] = quantized(leaves[path], sides)
     return unflatten_dict(leaves)
 
 
@@ -124,7 +125,9 @@ class LoraFunctional(Functional):
     @property
     def stacked_dims(self) -> Mapping[str, int]:
         """The model's, and those of what is beside its stacks: adapters, and the scales of an int8 base."""
-        beside = {path: own.stacked for name, own in self._adapters.items() for path in (*own.added, scales_name(name))}
+        beside = {
+            path: own.sides.stacked for name, own in self._adapters.items() for path in (*own.added, scales_name(name))
+        }
         return {**self._base.stacked_dims, **beside}
 
     def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> Any:
@@ -140,8 +143,8 @@ class LoraFunctional(Functional):
         for path in own if len(own) < len(leaves) else ():
             if (adapter := self._adapters.get(_name(path))) is not None:
                 scales = adapter.column_scales
-                matrix = own[path] if scales is None else dequantized(own[path], there[scales])
-                own[path] = merged(matrix, there[adapter.a], there[adapter.b], adapter.scale)
+                matrix = own[path] if scales is None else dequantized(own[path], there[scales], adapter.sides)
+                own[path] = merged(matrix, there[adapter.a], there[adapter.b], adapter.scale, adapter.sides)
         return Variables(unflatten_dict(own), {}, variables.state)
 
     def module(self, variables: Variables) -> Any:
