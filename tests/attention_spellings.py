@@ -171,6 +171,12 @@ def by_log_sum(s):
     return jnp.exp(s - jax.nn.logsumexp(s, axis=-1, keepdims=True))
 
 
+def by_log_sum_spread_late(s):
+    most = s.max(-1)
+    logs = jnp.log(jnp.exp(s - most[..., None]).sum(-1))
+    return jnp.exp(s - (logs + most)[..., None])
+
+
 def divided_late(q, k, v):
     exps = jnp.exp(scores(q, k))
     return mixed(exps, v) / exps.sum(-1).transpose(0, 2, 1)[..., None]

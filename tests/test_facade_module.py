@@ -160,3 +160,13 @@ def test_a_facade_takes_a_mesh_in_any_form(target):
 def test_the_plans_own_degrees_make_the_mesh():
     model = ax.parallelize(DropoutMLP(nnx.Rngs(0)), plan=ax.Plan(mesh=ax.MeshShape(data=-1)))
     assert dict(model.mesh.shape) == {"data": 8}
+
+
+def test_a_module_that_was_handed_out_survives_the_next_step(mesh):
+    ddp = ax.DDP(DropoutMLP(nnx.Rngs(0)), mesh)
+    trainer = ddp.trainer(optax.sgd(0.1), mean_loss)
+    trainer.step(BATCH)
+    module = ddp.module
+    before = to_host(arrays(module, None))
+    trainer.step(BATCH)
+    assert jax.tree.all(jax.tree.map(np.array_equal, to_host(arrays(module, None)), before))

@@ -165,7 +165,13 @@ def test_the_names_are_those_of_the_published_files(tmp_path):
     pytest.importorskip("safetensors")
     for name, wanted in (
         ("gpt2", {"transformer.h.1.attn.c_attn.weight": (8, 24), "transformer.wte.weight": (11, 8)}),
-        ("mixtral", {"model.layers.1.block_sparse_moe.experts.3.w2.weight": (8, 12)}),
+        (
+            "mixtral",
+            {
+                "model.layers.1.block_sparse_moe.experts.3.w2.weight": (8, 12),
+                "model.layers.0.block_sparse_moe.gate.weight": (4, 8),
+            },
+        ),
         ("llama", {"model.layers.0.self_attn.k_proj.weight": (4, 8), "lm_head.weight": (11, 8)}),
         ("qwen3_moe, one loop", {"model.layers.1.mlp.experts.3.down_proj.weight": (8, 6)}),
         ("gemma2", {"model.layers.1.pre_feedforward_layernorm.weight": (8,), "model.norm.weight": (8,)}),

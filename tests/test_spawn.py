@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import axonml_jax as ax
 from axonml_jax.mesh.group import ProcessGroup
 from axonml_jax.mesh.ranks import group_program as program_module
 from axonml_jax.mesh.ranks.spawn import spawn
@@ -146,3 +147,16 @@ def test_threads_of_ones_own_meet_in_a_created_world():
     for thread in threads:
         thread.join(30)
     assert results == {0: 3.0, 1: 3.0, 2: 3.0}
+
+
+def test_a_barrier_lets_nobody_through_before_the_last_has_come():
+    arrived, last = [], threading.Event()
+
+    def fn(world):
+        if world.rank == 2:  # the others have long come
+            last.wait(0.2)
+        arrived.append(world.rank)
+        ax.barrier(world.default_group())
+        return len(arrived)
+
+    assert spawn(fn, 3) == [3, 3, 3]

@@ -10,10 +10,13 @@ from flax import nnx
 from tensor_cases import LINEAR, P, assert_equals_one_device, make_mesh, normal, on_one_device
 
 from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
+from axonml_jax.parallel.tensor.latent.whole_linear import WholeLinear
 from axonml_jax.parallel.tensor.megatron.column import ColumnParallelLinear
 from axonml_jax.parallel.tensor.megatron.row import RowParallelLinear
 from axonml_jax.parallel.tensor.products.options import LinearOptions
+from axonml_jax.parallel.tensor.products.ring import ring_scattered
 from axonml_jax.parallel.tensor.specs import tensor_specs
+from axonml_jax.program.program import read_program
 
 LEADS = {1: (6,), 2: (2, 3), 3: (2, 1, 3)}
 # (ranks, bias, leading dims, check_vma): every pair of values occurs.
@@ -132,3 +135,20 @@ def test_initial_values_do_not_depend_on_the_mesh():
         inside = ColumnParallelLinear(4, 8, rngs=nnx.Rngs(3))
     np.testing.assert_array_equal(inside.kernel[...], nnx.Linear(4, 8, rngs=nnx.Rngs(3)).kernel[...])
     assert on_one_device(inside, jnp.ones((2, 4))).outputs.shape == (2, 8)
+
+
+def test_products_and_their_gradients_take_all_positions_at_once():
+    for kind in (ColumnParallelLinear, RowParallelLinear, ParallelLinear, WholeLinear):
+        layer = kind(4, 8, rngs=nnx.Rngs(0))
+        traced = jax.make_jaxpr(jax.grad(lambda x, layer=layer: layer(x).sum()))(normal(2, 3, 4))
+        products = [each for each in read_program(traced, lambda *_: True).equations if each.name == "dot_general"]
+        assert products and all(len(given.shape) == 2 for each in products for given in each.op.given), kind
+
+
+def test_positions_that_do_not_divide_over_a_ring_are_refused():
+    scattered = lambda x, w: ring_scattered(jnp.matmul, x, w, ("tensor",), -2)
+    mapped = jax.shard_map(
+        scattered, mesh=make_mesh(tensor=2), in_specs=(P(None, "tensor"), P("tensor")), out_specs=P("tensor")
+    )
+    with pytest.raises(ValueError, match=r"ring over \('tensor',\)"):
+        mapped(normal(3, 4), normal(4, 5))

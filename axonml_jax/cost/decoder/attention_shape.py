@@ -134,6 +134,8 @@ def latent_heads(hidden_size: int, heads: int, latent: LatentConfig) -> Attentio
 
     >>> latent_heads(8, 2, LatentConfig(kv_rank=4, plain_size=3, rotary_size=2, value_size=3)).entering
     (8, 4)
+    >>> latent_heads(8, 2, LatentConfig(kv_rank=4, plain_size=3, rotary_size=2, value_size=3, query_rank=5)).scales
+    (Scale(name='query_norm', size=5, of_heads=False), Scale(name='key_value_norm', size=4, of_heads=False))
     """
     queries, made = heads * latent.query_size, heads * (latent.plain_size + latent.value_size)
     whole, scales, rank = [], [], latent.query_rank
