@@ -1,5 +1,7 @@
 """Optimizers that cannot run inside a step are refused by name when the trainer is built."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -117,3 +119,33 @@ def test_a_state_that_starts_as_the_parameters_themselves_can_be_donated(ddp):
         trainer.step(regression(8))
     kept = trainer.state.opt_state[0]["layer"]
     assert_trees_close(kept, {"kernel": start["layer/kernel"], "bias": start["layer/bias"]}, "the optimizer's own copy")
+
+
+SPLIT = {
+    "shards with padding": (ax.Plan(fsdp=ax.Shard()), {"fsdp": 3}, {}),
+    "an average beside it": (ax.Plan(fsdp=ax.Shard()), {"fsdp": 3}, {"ema": 0.9}),
+    "optimizer shards": (ax.Plan(fsdp=ax.Shard(stage=1)), {"fsdp": 3}, {}),
+    "stages": (ax.Plan(pipe=ax.Pipelined(num_microbatches=2)), {"pipe": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("way", SPLIT)
+def test_opt_state_has_the_shapes_of_one_device_for_what_optax_reads_from_it(way):
+    tx = optax.contrib.schedule_free(optax.inject_hyperparams(optax.adam)(0.01), 0.01)
+    plan, degrees, options = SPLIT[way]
+
+    def read(plan, degrees, options):
+        count = math.prod(degrees.values())
+        rngs = nnx.Rngs(0)
+        model = nnx.Sequential(linear(5, 7, rngs), jnp.tanh, linear(7, 3, rngs))
+        parallel = ax.parallelize(model, ax.make_mesh(**degrees, devices=jax.devices()[:count]), plan)
+        trainer = parallel.trainer(tx, loss_fn, **options)
+        trainer.step(regression(12)), trainer.step(regression(12, 1))
+        state = trainer.opt_state
+        averaged = optax.contrib.schedule_free_eval_params(state, parallel.parameters())
+        return averaged, optax.tree.get(state, "nu"), optax.tree.get(state, "learning_rate"), state
+
+    got, wanted = read(plan, degrees, options), read(ax.Plan(), {"data": 1}, {})
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, wanted)
+    assert_trees_close(got, wanted, "what optax reads")

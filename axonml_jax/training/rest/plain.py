@@ -172,8 +172,11 @@ class Plain(Rest):
         return fill(like)
 
     def opt_tree(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
-        """It is that tree."""
-        return opt_state
+        """Without padding, as parameters are outside."""
+        layouts = self.opt_layouts(tx)
+        if all(layout.stored == layout.shape for layout in jax.tree.leaves(layouts, is_leaf=is_layout)):
+            return opt_state
+        return unpadded(opt_state, layouts, jax.tree.leaves(opt_state)[0].sharding.mesh)
 
     def opt_leaves(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
         """With their layouts."""

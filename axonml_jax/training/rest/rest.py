@@ -233,7 +233,7 @@ class Rest(abc.ABC):
 
     @abc.abstractmethod
     def opt_tree(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
-        """The optimizer's state as the tree that optax made."""
+        """The optimizer's state as the tree that optax made, every array in the shape that it has on one device."""
 
     @abc.abstractmethod
     def opt_leaves(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
