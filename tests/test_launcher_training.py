@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,7 @@ from workers.launched_steps import ROWS, TX, loss_fn, model
 import axonml_jax as ax
 from axonml_jax.launch.job.records import read_records
 from axonml_jax.launch.job.run_setup import start_devices
+from axonml_jax.training import same_everywhere
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = str(ROOT / "tests" / "workers" / "launched_steps.py")
@@ -117,6 +121,85 @@ def test_processes_that_differ_are_named_with_the_first_difference(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     said = "the processes do not agree on their seeds: seed is 0 in process(es) [0], 1 in process(es) [1]"
     assert len(done.stdout.splitlines()) == 2 and all(said in line for line in done.stdout.splitlines())
+
+
+UNLIKE = {  # what a first step says of processes that differ in one thing; None: it is made
+    "alike": None,
+    "seeds": r"first values of down/kernel is \w+ \(checksum\) in process\(es\) \[0\], .*\[1\](.|\n)*up/kernel(.|\n)*sync_p",
+    "seeds, split": r"first values of up/kernel is(.|\n)*mixed already",
+    "then loaded": None,
+    "then synchronized": None,
+    "split, then synchronized": "first values of up/kernel is",
+    "seeds of the runs": r"value of key is \[0, 0\] in process\(es\) \[0\], \[0, 1\] in process\(es\) \[1\]",
+    "rates": r"traced program is .* first in `.*mul -0\.0099.*` in process 0, `.*mul -0\.0199(.|\n)*A learning rate",
+    "rates in the state": r"value of opt_state/hyperparams/learning_rate is 0\.00999\d* in process\(es\) \[0\], 0\.0199",
+    "losses": r"traced program is .*`.*integer_pow.*` in process 0, `.*abs",
+    "losses' arrays": r"traced program is .*`closed over: \w+` in process 0, `closed over",
+    "widths": r"leaf variables/params/up/bias is float32\[6\] in process\(es\) \[0\], float32\[8\]",
+    "plans": "the plan is .*Shard",
+    "rows": r"batch's leaf x is float32\[4, 4\] in process\(es\) \[0\], float32\[8, 4\]",
+    "values of rows": r"batch's values of x is(.|\n)*A step takes the whole batch",
+    "restored": "first values of variables/params/up/kernel is",
+    "independent": None,
+}
+
+
+@pytest.mark.slow
+def test_a_first_step_names_what_differs_between_processes():
+    done = axonml("launch", "--nproc-per-node=2", str(ROOT / "tests" / "workers" / "unlike_processes.py"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    for line in done.stdout.splitlines():
+        found = json.loads(line.split("] ", 1)[1])
+        assert found.keys() == UNLIKE.keys()
+        wrong = {
+            name: said
+            for name, said in found.items()
+            if not (said == "well" if UNLIKE[name] is None else re.search(UNLIKE[name], said))
+        }
+        assert not wrong
+
+
+class Meeting:
+    """A coordinator of threads."""
+
+    def __init__(self, count):
+        self.values, self.said, self._barrier = {}, [], threading.Barrier(count)
+
+    def key_value_set(self, key, value):
+        self.values[key] = value
+        self.said.append(value)
+
+    def key_value_dir_get(self, folder):
+        return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+
+    def wait_at_barrier(self, name, timeout_in_ms, processes):
+        self._barrier.wait(30)
+
+
+def compared(monkeypatch, *programs, **said):
+    """What each of several processes hears that say these things, and all that was said."""
+    meeting = Meeting(len(programs))
+    monkeypatch.setattr(same_everywhere, "coordinator_client", lambda: meeting)
+    everyone = range(len(programs))
+
+    def one(me):
+        own = {name: values[me] for name, values in said.items()} | {same_everywhere.PROGRAM: str(hash(programs[me]))}
+        return same_everywhere.differences(own, programs[me].splitlines(), "here", everyone, me)
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        return list(pool.map(one, everyone)), meeting.said
+
+
+def test_processes_that_are_alike_exchange_a_digest_and_of_others_one_speaks_for_its_side(monkeypatch):
+    same = "a = 1\nb = a"
+    found, said = compared(monkeypatch, same, same, same, leaf=["x", "x", "x"])
+    assert found == [[], [], []] and len({each for each in said if each}) == 1
+    found, said = compared(monkeypatch, same, "a = 1\nb = 2", same, same, leaf=["x", "x", "x", "x"])
+    (told,) = {str(each) for each in found}
+    assert "in process(es) [0, 2, 3]" in told and "first in `b = a` in process 0, `b = 2` in process 1" in told
+    assert len({each for each in said if len(each) > 16}) == 2  # whole programs, in hashes: of two, not of four
+    found, _ = compared(monkeypatch, same, same, leaf=["x", "y"])
+    assert found == [["leaf is x in process(es) [0], y in process(es) [1]"]] * 2
 
 
 @pytest.mark.slow

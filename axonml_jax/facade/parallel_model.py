@@ -21,6 +21,7 @@ from axonml_jax.mesh.group import ProcessGroup
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.model.functional import Trainable, Variables
 from axonml_jax.model.functionalize import functionalize
+from axonml_jax.model.named import named_variables
 from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.tensor.adapter_specs import layer_specs
@@ -31,6 +32,7 @@ from axonml_jax.training.differentiate import Differentiate, SyncStacked, equali
 from axonml_jax.training.forward import Forward
 from axonml_jax.training.optimizer.clip import Clip
 from axonml_jax.training.rest.choose import rest_of
+from axonml_jax.training.same_everywhere import checksums, still_own
 from axonml_jax.training.state.first_state import first_variables
 
 
@@ -76,6 +78,8 @@ class ParallelModel(SavedModel):
         self._placement.check_model(self._functional)
         self.variables: Variables = first_variables(self._functional, whole, self._rest, self.mesh)
         self._hollow = self.variables if self._functional.hollow else None
+        # Of a model without values there is nothing to compare, and what is loaded into it is compared then.
+        self._given = {} if self._functional.hollow else checksums(named_variables(view, whole))
         self._key = jax.random.key(int(seed))
         self._mode: bool | None = None
         self._syncing, self._lent = True, False
@@ -144,11 +148,19 @@ class ParallelModel(SavedModel):
         now = self._rest.whole(self.variables, self.mesh)
         whole, missing, unexpected = load_state_dict(self._functional, now, values, strict=strict)
         self.variables, self.loads = self._rest.place(whole, self.mesh), self.loads + 1
+        taken = {name: value for name, value in values.items() if name not in unexpected}
+        self._given = {**self._given, **checksums(taken)}
         return missing, unexpected
 
     def sync_parameters(self) -> None:
-        """Give every rank the first rank's parameters and buffers, bit for bit."""
+        """Give every rank the first rank's parameters and buffers, bit for bit.
+
+        A trainer's first step refuses processes that began with other values unless this was called before. Of parameters that
+        are split over processes each has had its own part from the beginning: load whole values in their place
+        (`load_state_dict`).
+        """
         self.variables = equalize(self.variables, self._placement, self.mesh)
+        self._given = still_own(self._given, named_variables(self._functional, self.variables)) if self._given else {}
 
     def after_update(self) -> None:
         """Run every module's own `after_update` once, where you update parameters yourself; a trainer's step does it."""

@@ -38,6 +38,7 @@ class SavedModel(abc.ABC):
         self._programs: dict[Any, Any] = {}
         self._calls = 0
         self.loads = 0
+        self._given: dict[str, str] = {}
         self._hollow: Variables | None = None
 
     @property
@@ -78,7 +79,7 @@ class SavedModel(abc.ABC):
     def take_leaves(self, arrays: Mapping[str, Any]) -> None:
         """Replace the variables by arrays that rest as those of `checkpoint_leaves` do."""
         self.variables = variables_of(self._functional, self.variables, arrays, self._rest)
-        self.loads += 1
+        self.loads, self._given = self.loads + 1, {}
 
     def _program(self, key: tuple, build: Callable[[], Any]) -> Any:
         key = (*key, self._mode)

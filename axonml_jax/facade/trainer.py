@@ -23,6 +23,7 @@ from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
 from axonml_jax.training.evaluate import EvalStep
 from axonml_jax.training.metrics import as_floats, mean_of
 from axonml_jax.training.optimizer.checked_optimizer import averaging
+from axonml_jax.training.same_everywhere import check_first_step, checksums
 from axonml_jax.training.state.first_state import first_guard, init_state
 from axonml_jax.training.state.learning_rate import injected_rate
 from axonml_jax.training.state.named_state import averaged_variables, with_new_average
@@ -63,6 +64,7 @@ class Trainer(Generic[M]):
         self._max_grad_norm, self._norm_type, self._max_nonfinite = max_grad_norm, norm_type, max_nonfinite
         self._layer_norms, self._seen = layer_norms, None
         self._callbacks, self._made, self._ended = checked(callbacks), 0, False
+        self._compared: int | None = None  # the model's loads when the processes compared what they begin with
         self._saves: list[Callable[[], None]] = []
         self._steps: dict[bool | None, TrainStep] = {}
         self._eval = EvalStep(model._functional, placement, model.mesh, loss_fn, model._accept)
@@ -113,6 +115,7 @@ class Trainer(Generic[M]):
         fitting = fitted(state, self.state, rule)
         specs = self.train_step.rest.between().state_specs(self._tx, fitting)
         self._continue(place(fitting, specs, self.model.mesh), restored=True)
+        self.model._given = checksums(named_leaves(fitting))
 
     @property
     def opt_state(self) -> PyTree:
@@ -140,6 +143,8 @@ class Trainer(Generic[M]):
         self._state, self._loads, self.hollow = state, self.model.loads, self.hollow and not restored
         self.model.variables = state.variables
         self._made = None  # read when somebody asks
+        if restored:
+            self._compared, self.model._given = None, {}
 
     # Callbacks
 
@@ -215,15 +220,27 @@ class Trainer(Generic[M]):
         Returns:
           `loss` and `grad_norm` (before clipping) of this batch, and the loss function's own metrics; with `layer_norms` the
           2-norms `grad_norm/LAYER` and `param_norm/LAYER` (before the update). Under NO_SYNC each is stacked by rank.
+
+        Raises:
+          ValueError: when the batch does not divide, or, at the first step and the first after a load or restore, naming what
+            is not the same in all processes: leaves, plan, program, first values, batch.
         """
         if self.hollow:
             raise ValueError("this trainer knows no values: load the model before it is made, or restore a checkpoint")
+        if self._compared != self.model.loads:
+            self._compare(batch)
         made, state = self._made, self.state
         state, metrics = self.train_step(replace(state, variables=self.model.give_up()), batch)
         self._continue(state)
         self._made, self._seen = None if made is None else made + 1, _shapes(batch)
         self._tell("on_step", metrics=metrics)
         return metrics
+
+    def _compare(self, batch: PyTree) -> None:
+        """Before the first step, and the first after a load or restore: do all processes begin alike?"""
+        if jax.process_count() > 1:
+            check_first_step(self.train_step, self.state, batch, self.model._given)
+        self._compared = self.model.loads
 
     def evaluate(self, batch: PyTree) -> Metrics:
         """The loss and metrics of a global batch in evaluation mode, in the microbatches of `accumulate`; changes nothing."""

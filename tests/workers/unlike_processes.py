@@ -1,0 +1,103 @@
+"""One process of a launch: trainers that begin differently in each process, what the first step says, and trainers that do not.
+
+Prints one line of JSON: what came of every case, an error as its text.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import axonml_jax as ax
+from axonml_jax.sharding.place import to_host
+
+BATCH = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
+
+
+class Net(nnx.Module):
+    def __init__(self, seed, width=6):
+        self.up = nnx.Linear(4, width, rngs=nnx.Rngs(seed))
+        self.down = nnx.Linear(width, 2, rngs=nnx.Rngs(seed + 10))
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def squares(model, batch):
+    return jnp.mean(model(batch["x"]) ** 2)
+
+
+def sizes(model, batch):
+    return jnp.mean(jnp.abs(model(batch["x"])))
+
+
+def trainer(face=ax.DDP, seed=0, tx=None, loss=squares, width=6, **options):
+    return face(Net(seed, width), **options).trainer(tx or optax.adam(1e-2), loss)
+
+
+def weighted(model, batch, weights):
+    return jnp.mean(model(batch["x"]) ** 2 * weights)
+
+
+def cases(rank, world):
+    """Every case as a function of nothing."""
+    split, replaced = trainer(ax.FSDP, seed=rank), trainer()
+    synced, mixed = trainer(seed=rank), trainer(ax.FSDP, seed=rank)
+    synced.model.sync_parameters()
+    mixed.model.sync_parameters()
+    state = to_host(replaced.state)
+    other = lambda: jax.tree.map(lambda x: x + rank if x.dtype == np.float32 else x, state)
+    weights = np.full((1, 2), 1.0 + rank, np.float32)
+    injected = lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.01 * (1 + rank))
+
+    def after_the_first_error():
+        split.model.load_state_dict(ax.broadcast_object(split.model.state_dict(), world.default_group()))
+        return split.step(BATCH)
+
+    def restored():
+        replaced.step(BATCH)
+        replaced.state = other()
+        return replaced.step(BATCH)
+
+    return {
+        "alike": lambda: trainer().step(BATCH),
+        "seeds": lambda: trainer(seed=rank).step(BATCH),
+        "seeds, split": lambda: split.step(BATCH),
+        "then loaded": after_the_first_error,
+        "then synchronized": lambda: synced.step(BATCH),
+        "split, then synchronized": lambda: mixed.step(BATCH),
+        "seeds of the runs": lambda: keyed(rank).step(BATCH),
+        "rates": lambda: trainer(tx=optax.adam(0.01 * (1 + rank))).step(BATCH),
+        "rates in the state": lambda: trainer(tx=injected()).step(BATCH),
+        "losses": lambda: trainer(loss=(squares, sizes)[rank]).step(BATCH),
+        "losses' arrays": lambda: trainer(loss=lambda m, b: weighted(m, b, weights)).step(BATCH),
+        "widths": lambda: trainer(width=6 + 2 * rank).step(BATCH),
+        "plans": lambda: trainer((ax.DDP, ax.FSDP)[rank]).step(BATCH),
+        "rows": lambda: trainer().step({"x": BATCH["x"][: 4 + 4 * rank]}),
+        "values of rows": lambda: trainer().step({"x": BATCH["x"] + rank}),
+        "restored": restored,
+        "independent": lambda: trainer(seed=rank, sync_strategy="no_sync").step(BATCH),
+    }
+
+
+def keyed(rank):
+    return ax.DDP(Net(0), seed=rank).trainer(optax.adam(1e-2), squares)
+
+
+def main():
+    world, found = ax.init(timeout=120), {}
+    for name, case in cases(world.rank, world).items():
+        try:
+            case()
+            found[name] = "well"
+        except ValueError as error:
+            found[name] = str(error)
+    print(json.dumps(found), flush=True)
+    ax.shutdown()
+
+
+if __name__ == "__main__":
+    main()
