@@ -51,11 +51,11 @@ PLANS = {
 }
 
 
-def trainer(name, first=0, **options):
+def trainer(name, first=0, tx=None, **options):
     degrees, plan = PLANS[name]
     mesh = ax.make_mesh(devices=jax.devices()[: int(np.prod(list(degrees.values())))], **degrees)
     model = ax.parallelize(Net(first), mesh, ax.Plan(**plan), seed=first, **options)
-    return model.trainer(optax.adamw(1e-2), loss_fn)
+    return model.trainer(tx or optax.adamw(1e-2), loss_fn)
 
 
 def wholes(thing):
@@ -99,6 +99,15 @@ def test_a_checkpoint_restores_under_every_plan_and_saves_the_same_again(saved, 
     again = trainer("ddp 2", first=4)
     ax.restore(tmp_path / "again", again)
     equal_bits(wholes(again), arrays)
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.chain(optax.clip(1.0), optax.sign_sgd(0.1))], ids=["sgd", "clip"])
+def test_a_pipeline_whose_optimizer_has_no_arrays_is_saved_and_restored(tmp_path, tx):
+    source, target = (trainer("pipe 2 x fsdp 2", first=first, tx=tx) for first in (0, 3))
+    assert ax.restore(ax.save(tmp_path / "run", source), target) is target
+    equal_bits(wholes(target), wholes(source))
+    assert jax.tree.structure(target.state) == jax.tree.structure(source.state)
+    assert target.opt_state == tx.init({"a": jnp.zeros(1)})
 
 
 def test_no_device_holds_a_whole_leaf_while_a_padded_one_is_read(saved):

@@ -182,8 +182,11 @@ class Staged(Rest):
         return self.place(whole, _mesh_of(whole))
 
     def opt_tree(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
-        """Copies, split over the devices."""
-        return StagedOptimizer.of(tx, self.placement).spread(opt_state, _mesh_of(opt_state))
+        """Copies, split over the devices; a state without arrays (plain SGD's) is the tree alone."""
+        staged = StagedOptimizer.of(tx, self.placement)
+        if not jax.tree.leaves(opt_state):
+            return staged.tree([], opt_state)
+        return staged.spread(opt_state, _mesh_of(opt_state))
 
     def opt_leaves(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
         """Of that tree."""
@@ -191,6 +194,8 @@ class Staged(Rest):
 
     def resting_opt(self, tx: optax.GradientTransformation, like: PyTree, fill: Callable[[PyTree], PyTree]) -> PyTree:
         """Placed leaf by leaf."""
+        if not jax.tree.leaves(like):
+            return like
         staged = StagedOptimizer.of(tx, self.placement)
         whole = fill(jax.tree.map(whole_shape, opt_layouts(self.placement, tx), is_leaf=is_layout))
         mesh, leaves = _mesh_of(whole), jax.tree.leaves(whole)
