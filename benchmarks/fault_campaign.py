@@ -161,7 +161,9 @@ def table(records: dict[int, list[dict[str, Any]]]) -> str:
             rows.append(f"| {value} | {len(own)} | {good} | {sum(line['number'] not in first for line in own)} |")
     good = sum(line["outcome"] == "survived" for line in tried)
     seconds = sum(line.get("seconds", 0) for line in last)
-    said = f"{len(tried)} of 1,000 faults tried, {good} survived, {sum(n not in first for n in records)} at the first try; "
+    said = (
+        f"{len(tried):,} faults tried, {good:,} survived, {sum(n not in first for n in records):,} at the first try; "
+    )
     said += f"{len(last) - len(tried)} skipped; {seconds / max(1, len(tried)):.0f} seconds a fault."
     return "\n".join([said, *rows])
 
