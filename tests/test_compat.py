@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -17,7 +18,7 @@ from jax._src.lib import _jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 import axonml_jax as ax
-from axonml_jax.compat import around, jaxpr, random_bits, varying_types, versions
+from axonml_jax.compat import around, jaxpr, random_bits, reductions, varying_types, versions
 from axonml_jax.compat.barrier import after, together
 from axonml_jax.compat.canaries import typed, waits
 from axonml_jax.compat.canaries.canary import Canary, CanaryError, expect
@@ -114,6 +115,7 @@ BREAKS = {
     "positions over two axes": [(jax.lax, "ppermute", reversed_permute)],
     "lowered collectives": [(jax.lax, "psum", lambda x, axis: x)],
     "words of a refused loop": [(jax.lax, "scan", refusing_loop)],
+    "reductions beside the partitioner": [(reductions, "_REDUCING", frozenset())],
     "traces are told apart": [(around, "get_opaque_trace_state", lambda: 0)],
     "settings are told apart": [(around, "trace_context", lambda: 0)],
     "the platform around": [(jax.sharding, "get_abstract_mesh", lambda: types.SimpleNamespace(empty=True))],
@@ -227,6 +229,44 @@ def test_a_plan_is_bound_where_a_mesh_surrounds_the_code():
     mesh, (_, variables) = ax.make_mesh(data=8), functionalize(linear)
     with jax.set_mesh(mesh):
         bind_plan(ax.Plan(), variables, mesh)
+
+
+BESIDE_THE_PARTITIONER = """
+import sys
+import jax, jax.numpy as jnp
+jax.config.update("jax_num_cpu_devices", 4)
+if sys.argv[1] == "own":
+    from axonml_jax.collectives import primitives
+mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+spec = jax.sharding.PartitionSpec("data")
+total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"data"})
+print(jax.jit(total)(jnp.arange(8.0, dtype=jnp.bfloat16)).tolist())
+"""
+
+
+def beside_the_partitioner(rule):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "NPROC"))}
+    return subprocess.run(
+        [sys.executable, "-c", BESIDE_THE_PARTITIONER, rule],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+    )
+
+
+def test_bfloat16_is_summed_beside_an_axis_that_xla_partitions():
+    """A user's own sum, in a process of its own: without our rule XLA ends it."""
+    done = beside_the_partitioner("own")
+    assert done.stdout == "[4.0, 6.0, 8.0, 10.0, 4.0, 6.0, 8.0, 10.0]\n", done.stderr
+
+
+@pytest.mark.slow
+def test_jaxs_own_rule_still_ends_the_process():
+    done = beside_the_partitioner("jax's")
+    assert done.returncode == -signal.SIGABRT, "XLA compiles it now: compat/reductions.py is no longer needed"
+    assert "Invalid binary instruction opcode copy" in done.stderr
 
 
 def test_policies_of_one_function_are_equal_and_save_what_it_says():

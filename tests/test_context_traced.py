@@ -149,6 +149,8 @@ PLANS = {
     "written, ring": ({"context": 4}, {"context": ax.Context(method="ring")}, Written, shifted),
     "written, ulysses": ({"data": 2, "context": 2}, {"context": ax.Context(method="ulysses")}, Written, shifted),
     "linen": ({"context": 2}, {}, Padded, pooled),
+    "data in bf16": ({"data": 2, "context": 2}, {"precision": "bf16"}, Flax, shifted),
+    "zero3 in bf16": ({"fsdp": 2, "context": 2}, {"precision": "bf16"}, Flax, shifted),
     "zeroed": ({"context": 2}, {"context": ax.Context(allow_communication=True)}, Zeroed, shifted),
 }
 

@@ -16,6 +16,7 @@ from axonml_jax.ledger.compiled import CompiledCollective
 from axonml_jax.ledger.partitioner import axes_of, result_bytes
 from axonml_jax.parallel.partition import Partition
 from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.tolerances import LOW_PRECISION
 
 F64 = {"param_dtype": jnp.float64}
 X = np.random.default_rng(0).normal(size=(8, 8))
@@ -64,6 +65,21 @@ def test_models_of_both_kinds_train_as_on_one_device(check_vma):
         assert_equals_single_device(Linen(), squares, X, plan, params=Linen().init(jax.random.key(0), X), **shared)
     else:
         assert_equals_single_device(Nnx(), squares, X, ax.Plan(partition=Partition.of(NNX_RULES)), **shared)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bf16, typed", "fp8", "bf16 parameters"])
+def test_sums_in_bfloat16_beside_the_axis_that_xla_partitions(kind):
+    """What data ranks sum travels in bfloat16, which XLA:CPU of JAX's own lowering answers by ending the process."""
+    module, precision = Nnx(), None if kind == "bf16 parameters" else kind[:4].rstrip(",")
+    if precision is None:
+        nnx.update(module, jax.tree.map(lambda w: w.astype(jnp.bfloat16), nnx.state(module)))
+    plan = {"precision": precision, "check_vma": "typed" in kind}
+    runs = []
+    for degrees, rules in (({"data": 2, "tensor": 2}, Partition.of(NNX_RULES)), ({"data": 2}, None)):
+        parallel = ax.parallelize(nnx.clone(module), mesh_of(**degrees), ax.Plan(partition=rules, **plan))
+        trainer = parallel.trainer(optax.sgd(0.1), squares, max_grad_norm=0.5)
+        runs.append([float(trainer.step(X.astype(np.float32))["loss"]) for _ in range(2)])
+    np.testing.assert_allclose(*runs, rtol=LOW_PRECISION)
 
 
 def test_ranks_that_do_not_synchronize_train_models_of_their_own_split_by_rules():

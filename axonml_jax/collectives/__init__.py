@@ -9,3 +9,7 @@ varying over the group's axes, even where its value is the same on all ranks: a 
 per rank in both modes, and a result leaves `shard_map` under `out_specs` that name the axes. Where a value is to be
 typed as the same on all ranks, as in one step of training, use the pairs of `pairs.py` or the bare `primitives.py`.
 """
+
+from axonml_jax.compat.reductions import reduce_without_constraints
+
+reduce_without_constraints()  # before any sum of bfloat16 beside an axis of XLA's partitioner is compiled on CPU

@@ -1,4 +1,4 @@
-"""Canaries about collectives: what they are called in a traced program, and what their gradients are."""
+"""Canaries about collectives: what they are called in a traced program, their gradients, and how they are lowered."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from axonml_jax.compat.canaries.canary import Canary, expect
 from axonml_jax.compat.canaries.on_two import AXIS, SPLIT, body_of, floats, names, on_two
+from axonml_jax.compat.reductions import reduce_without_constraints
 from axonml_jax.compat.stablehlo import parsed
 
 KNOWN: dict[str, tuple[frozenset[str], Callable[[Any], Any]]] = {
@@ -75,6 +76,28 @@ def _lowered() -> None:
     expect("stablehlo.all_reduce" in found, f"a lowered sum over the ranks reads as {found}")
 
 
+def _beside_the_partitioner() -> None:
+    reduce_without_constraints()
+    calls = {what: KNOWN[what][1] for what in ("a sum", "a maximum", "a minimum", "a summed scatter")}
+    calls["an untiled scatter"] = lambda x: jax.lax.psum_scatter(x, AXIS)
+    for what, call in calls.items():
+        for check_vma in (True, False):
+            left, written = (_constraints(call, platform, check_vma) for platform in ("cpu", "tpu"))
+            expect(not left, f"{what} of bfloat16 beside an axis of the partitioner has {left} constraints on scalars")
+            expect(
+                bool(written), f"JAX lowers {what} without constraints now: compat/reductions.py is no longer needed"
+            )
+
+
+def _constraints(call: Callable[[Any], Any], platform: str, check_vma: bool) -> int:
+    """How many sharding constraints on scalars a reduction beside an axis of the partitioner is lowered with."""
+    mesh = AbstractMesh((2, 2), (AXIS, "other"), axis_types=(AxisType.Auto,) * 2)
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT, axis_names={AXIS}, check_vma=check_vma)
+    traced = jax.jit(mapped).trace(jax.ShapeDtypeStruct((4, 2), jnp.bfloat16))
+    lines = traced.lower(lowering_platforms=(platform,)).as_text().splitlines()
+    return sum("harding" in line and line.endswith(" tensor<bf16>") for line in lines)
+
+
 def _loop_error() -> None:
     loop = lambda x: jax.lax.scan(lambda c, each: (c + each, None), jnp.zeros(()), x)[0][None]
     try:
@@ -116,5 +139,11 @@ CANARIES = (
         "JAX's TypeError about a loop whose carry changes its varying type says carry and varying.",
         "Users see JAX's own error instead of the loop's line and the remedy.",
         _loop_error,
+    ),
+    Canary(
+        "reductions beside the partitioner",
+        "JAX constrains the sharding of the two scalars that are reduced beside axes that XLA partitions; it can be taken out.",
+        "XLA:CPU ends the process at sums of bfloat16, or JAX's rules are replaced for nothing.",
+        _beside_the_partitioner,
     ),
 )
