@@ -96,13 +96,24 @@ def test_the_newest_and_the_best_are_kept_and_restored(tmp_path):
 def test_an_empty_folder_restores_nothing_and_numbers_are_checked(tmp_path):
     with ax.CheckpointManager(tmp_path / "new") as manager:
         assert manager.restore(Weights(1)) is None and manager.steps == []
-        assert not manager.save(100, Weights())  # nothing is due without `every`
     with pytest.raises(ValueError, match="keep=0 must be at least 1"):
         ax.CheckpointManager(tmp_path, keep=0)
     with pytest.raises(ValueError, match="mode='low' must be"):
         ax.CheckpointManager(tmp_path, mode="low")
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         ax.restore(tmp_path / "nothing", Weights())
+
+
+def test_without_every_each_call_saves_and_with_it_those_that_are_due(tmp_path):
+    """`CheckpointManager(folder).save(7, ...)` saved nothing."""
+    with ax.CheckpointManager(tmp_path / "all") as manager:
+        assert manager.due(7) and manager.save(7, Weights(7)) and manager.save(9, Weights(9))
+        assert not manager.save(9, Weights(8)) and not manager.due(9)
+    with ax.CheckpointManager(tmp_path / "all") as manager:
+        manager.restore(module := Weights())
+        assert manager.steps == [7, 9] and value(module) == 9 and not manager.save(9, module)
+    with ax.CheckpointManager(tmp_path / "thinned", every=5) as manager:
+        assert [manager.save(step, Weights()) for step in (4, 5, 6)] == [False, True, False]
 
 
 DAMAGE = {

@@ -1,8 +1,10 @@
 """Which checkpoints are deleted: rules as tables and laws, clocks that jump, and a folder that a manager keeps."""
 
+import math
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from hypothesis import given
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 
 import axonml_jax as ax
 from axonml_jax.checkpoint import store
-from axonml_jax.checkpoint.keeping.retention import Retention, seconds_of
+from axonml_jax.checkpoint.keeping.retention import Retention, best_of, seconds_of
+from axonml_jax.checkpoint.manifest import Manifest
 
 DAY = 86_400.0
 YEAR = 365 * DAY
@@ -116,6 +119,67 @@ def test_durations_and_rules_that_are_none_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             Retention(**options)
+
+
+NO_SETTINGS = [
+    {name: wrong}
+    for name in ("every", "keep", "keep_every", "max_failures")
+    for wrong in (1.5, True, "3", np.float32(2), [1])
+] + [{"best": 3}, {"best": True}, {"best": ""}, {"verify": "no"}, {"asynchronous": 1}]
+
+
+@pytest.mark.parametrize("wrong", NO_SETTINGS, ids=str)
+def test_settings_that_are_no_numbers_names_or_flags_are_refused(tmp_path, wrong):
+    """`keep=1.5` failed at the first deletion, `every=True` saved every step."""
+    (name,) = wrong
+    with pytest.raises(TypeError, match=rf"^{name}=.* must be "):
+        ax.CheckpointManager(tmp_path / "run", **wrong)
+    ax.CheckpointManager(tmp_path / "run", every=np.int64(2), keep=np.uint8(3), max_failures=2).close()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "metric", ["accuracy", "valid/f1", "val_auc", "BLEU", "topk_acc@5", "r2", "evalAccuracy", "mAP"]
+)
+def test_a_metric_of_which_more_is_better_needs_a_mode(tmp_path, metric):
+    """`best="accuracy"` kept the worst."""
+    with pytest.raises(ValueError, match=rf"best='{metric}' without mode would keep the lowest.*mode='max'"):
+        ax.CheckpointManager(tmp_path, best=metric)
+    for mode in ("min", "max"):
+        ax.CheckpointManager(tmp_path, best=metric, mode=mode).close()
+    for other in ("loss", "valid_loss", "perplexity", "error_rate", "score_error", "step"):
+        ax.CheckpointManager(tmp_path, best=other).close()
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_of_checkpoints_that_are_as_good_the_last_is_the_best(mode):
+    other = {"min": 2.0, "max": 0.0}[mode]
+    values = {5: other, 2: 1.0, 4: 1.0, 3: 1.0, 1: math.inf, 6: math.nan}
+    found = {step: Manifest(metrics={"loss": value}) for step, value in values.items()}
+    assert best_of(found, "loss", mode) == 4
+    assert best_of({1: Manifest(metrics={"loss": math.nan}), 2: Manifest()}, "loss", mode) is None
+
+
+def test_a_best_that_no_save_has_the_metric_of_is_said_once_before_a_checkpoint_goes(tmp_path, caplog):
+    def said(*saves, **options):
+        caplog.clear()
+        with ax.CheckpointManager(tmp_path / str(len(list(tmp_path.iterdir()))), **options) as manager:
+            for step, metrics in enumerate(saves, 1):
+                manager.save(step, Weights(), metrics=metrics)
+            manager.wait()
+            before_the_end = len(caplog.messages)
+        return before_the_end, caplog.messages
+
+    early, messages = said({"val_loss": 1.0}, {}, best="valid_loss", keep=1)
+    assert early == len(messages) == 1
+    assert (
+        "best='valid_loss' keeps no checkpoint: no save was given metrics={'valid_loss': ...}; given: val_loss"
+        in messages[0]
+    )
+    assert said({}, best="valid_loss")[0] == 0 and len(caplog.messages) == 1
+    assert said({}, {"valid_loss": 1.0}, {}, {}, best="valid_loss", keep=2) == (0, [])
+    assert said({}) == (0, []) and said(best="valid_loss") == (0, [])
+    assert "mode='max' has no effect without best" in said(mode="max")[1][0]
 
 
 class Weights(nnx.Module):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from axonml_jax.checkpoint import arrays
 from axonml_jax.checkpoint.keeping.failures import Failures
-from axonml_jax.checkpoint.keeping.retention import Retention, best_of, seconds_of
+from axonml_jax.checkpoint.keeping.retention import Retention, best_of, require_count, seconds_of
 from axonml_jax.checkpoint.manifest import DamagedCheckpoint, Manifest
 from axonml_jax.checkpoint.names import path_of
 from axonml_jax.checkpoint.ownership import Ownership
@@ -30,12 +30,12 @@ class CheckpointManager:
     Args:
       folder: made when something is saved; on a file system that all processes share. Or an object store's URL,
         `s3://bucket/path`, `gs://bucket/path` or `file:///folder`: a checkpoint counts when it is there.
-      every: steps between checkpoints; None: only when forced.
+      every: `save` saves at steps that are a multiple, and passes the others over; None: whenever it is called.
       keep: how many of the newest to keep; None: all.
       keep_every: keep those too whose step is a multiple of this, for ever.
       keep_for: keep those too that are younger than this: seconds, or a text such as `"12h"`, `"7d"` or `"2w"`.
       best: a metric given to `save`; the best checkpoint by it is kept too.
-      mode: whether the best is the lowest or the highest.
+      mode: whether the best is the lowest or the highest; None: the lowest.
       verify: see `ax.save`; an older checkpoint is deleted only after that.
       max_failures: that many saves in a row that a full, read-only or failing disk spoils end the run with an error. Fewer are
         passed over by `save`, with a warning for each cause, and the next step that is due is saved; 1: the first ends it.
@@ -46,8 +46,9 @@ class CheckpointManager:
       asynchronous: write behind the training's back; `save` then blocks only while arrays are copied to the host.
 
     Raises:
-      ValueError: for numbers that are not positive, rules that add nothing, a folder that is a file, a URL of another kind, and
-        a `file://` URL of the same folder.
+      TypeError: for numbers that are not whole, and what is neither true nor false where that is asked.
+      ValueError: for numbers that are not positive, rules that add nothing, a metric of which more is better by its name
+        (`"accuracy"`) without `mode`, a folder that is a file, a URL of another kind, and a `file://` URL of the same folder.
     """
 
     def __init__(
@@ -59,20 +60,26 @@ class CheckpointManager:
         keep_every: int | None = None,
         keep_for: float | str | None = None,
         best: str | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         verify: bool = False,
         max_failures: int = 1,
         mirror: str | None = None,
         staging: str | os.PathLike | None = None,
         asynchronous: bool = True,
     ):
-        if every is not None and every < 1:
-            raise ValueError(f"every={every} must be at least 1, or None")
+        if every is not None:
+            require_count("every", every, ", or None")
+        for name, flag in (("verify", verify), ("asynchronous", asynchronous)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}={flag!r} must be True or False")
         seconds = None if keep_for is None else seconds_of(keep_for)
         rules = Retention(keep=keep, every=keep_every, seconds=seconds, best=best, mode=mode)
         self._asynchronous, self._verify, self._team = asynchronous, verify, Team()
         self._place = place_of(folder, rules, self._team, mirror=mirror, staging=staging, verify=verify)
-        self.folder, self.every, self.best, self.mode = self._place.folder, every, best, mode
+        self.folder, self.every, self.best, self.mode = self._place.folder, every, best, mode or "min"
+        self._keep, self._ungraded, self._metrics = keep, 0, set[str]()
+        if mode is not None and best is None and self._team.leads:
+            logger.warning("mode=%r has no effect without best, the name of a metric", mode)
         self._failures = Failures(self.folder, lambda: self._place.known_steps, max_failures)
         self._saver = arrays.checkpointer(self._team)
         self._saving: Saving | None = None
@@ -103,7 +110,7 @@ class CheckpointManager:
 
     def due(self, step: int) -> bool:
         """Whether `save` saves at this step unforced."""
-        return self.every is not None and step % self.every == 0 and step != self._newest
+        return (self.every is None or step % self.every == 0) and step != self._newest
 
     def save(
         self,
@@ -115,7 +122,7 @@ class CheckpointManager:
         about: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> bool:
-        """Save if it is time.
+        """Save, if it is time where the manager was given `every`.
 
         Args:
           step: updates made.
@@ -145,6 +152,7 @@ class CheckpointManager:
         except OSError as error:
             self._failures.take(error, self._team.leads)
             return False
+        self._note_metrics(manifest.metrics)
         self._newest, self._tell = step, getattr(state, "checkpoint_committed", None)
         getattr(state, "checkpoint_begun", lambda wait: None)(self.wait)
         if not self._asynchronous:
@@ -203,6 +211,7 @@ class CheckpointManager:
         try:
             with arrays.closing(self._saver):
                 self.wait()
+                self._tell_ungraded()
                 only_restored = self._restored and not self._claimed
                 self._place.finish(together=together, only_restored=only_restored, claim=self.claim)
         finally:
@@ -265,6 +274,7 @@ class CheckpointManager:
                     self._pass_over(folder, error)
                     continue
                 self._newest, self._restored = candidate, True
+                self._ungraded = -1 if self.best in manifest.metrics else self._ungraded
                 if failed is not None and self._team.leads:
                     logger.warning("falling back to the last good checkpoint, %s", self._place.name_of(candidate))
                 return manifest
@@ -284,6 +294,27 @@ class CheckpointManager:
             placed=self._place.placed and partial(self._place.placed, step),
             committed=partial(self._place.committed, step),
         )
+
+    def _note_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Of a save: where none has the metric that the best is chosen by, that is said before a checkpoint is deleted."""
+        if self.best in metrics:
+            self._ungraded, self._metrics = -1, set()
+        elif self._ungraded >= 0:
+            self._ungraded += 1
+            self._metrics |= metrics.keys()
+        if self._keep is not None and self._ungraded > self._keep:
+            self._tell_ungraded()
+
+    def _tell_ungraded(self) -> None:
+        if self.best is not None and self._ungraded > 0 and self._team.leads:
+            given = ", ".join(sorted(self._metrics)) or "none"
+            logger.warning(
+                "best=%r keeps no checkpoint: no save was given metrics={%r: ...}; given: %s",
+                self.best,
+                self.best,
+                given,
+            )
+        self._ungraded = -1
 
     def _pass_over(self, folder: Path, error: Exception) -> None:
         """Put a damaged checkpoint aside; whoever does not own the folder only reads, and leaves it until he does."""

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from axonml_jax.checkpoint.keeping.retention import require_count
 from axonml_jax.logging import logger
 
 REMEDIES = {
@@ -33,8 +34,7 @@ class Failures:
     """
 
     def __init__(self, folder: Path, steps: Callable[[], Sequence[int]], most: int):
-        if most < 1:
-            raise ValueError(f"max_failures={most} must be at least 1: the first failure ends the run")
+        require_count("max_failures", most, ": the first failure ends the run")
         self.total = self.in_a_row = 0
         self._folder, self._steps, self._most = folder, steps, most
         self._last: OSError | None = None

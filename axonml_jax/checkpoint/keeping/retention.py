@@ -1,13 +1,20 @@
 """Which of a run's checkpoints stay: rules, and a pure function from steps and times to what is deleted."""
 
 import math
+import operator
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a configuration is read before JAX is
     from axonml_jax.checkpoint.manifest import Manifest
+
+_HIGHER = (
+    "acc|accuracy|auc|auroc|ap|auprc|bleu|chrf|cider|correlation|dice|em|f1|f2|fbeta|iou|jaccard|kappa|map|mcc|meteor|miou|mrr|"
+    "ndcg|pearson|precision|psnr|r2|recall|return|reward|rouge|score|sensitivity|spearman|specificity|ssim|top|winrate"
+)
+_LOWER = "cer|entropy|err|error|loss|losses|mae|mse|nll|perplexity|ppl|rmse|wer"
 
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
@@ -21,22 +28,24 @@ class Retention:
       every: those whose step is a multiple stay for ever; None: no step does.
       seconds: those that are younger stay, by the times that their manifests say; None: none stays for its age.
       best: the best by this metric stays; None: none does.
-      mode: whether that is the lowest or the highest, `"min"` or `"max"`.
+      mode: whether that is the lowest or the highest, `"min"` or `"max"`; None: the lowest.
 
     Raises:
-      ValueError: for values that are not positive, for rules beside `keep=None`, which keeps all, and for another mode.
+      TypeError: for numbers that are not whole, and a metric that is no name.
+      ValueError: for values that are not positive, for rules beside `keep=None`, which keeps all, for another mode, and for a
+        metric of which more is better by its name, without a mode.
     """
 
     keep: int | None = 3
     every: int | None = None
     seconds: float | None = None
     best: str | None = None
-    mode: str = "min"
+    mode: str | None = None
 
     def __post_init__(self):
         for name, value in (("keep", self.keep), ("keep_every", self.every)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1, or None")
+            if value is not None:
+                require_count(name, value, ", or None")
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise ValueError(f"keep_for={self.seconds} must be more than 0 seconds, or None")
         if self.keep is None and (self.every, self.seconds) != (None, None):
@@ -44,7 +53,14 @@ class Retention:
             raise ValueError(
                 f"keep=None keeps all, and {rule} adds nothing: give a number, keep=1 for the newest alone"
             )
-        if self.mode not in ("min", "max"):
+        if self.best is not None and not (isinstance(self.best, str) and self.best):
+            raise TypeError(f"best={self.best!r} must be the name of a metric that `save` is given, or None")
+        if self.mode is None and self.best is not None and means_higher(self.best):
+            raise ValueError(
+                f"best={self.best!r} without mode would keep the lowest, and its name says that more is better: give "
+                "mode='max', or mode='min' where it is less"
+            )
+        if self.mode is not None and not (isinstance(self.mode, str) and self.mode in ("min", "max")):
             raise ValueError(f"mode={self.mode!r} must be 'min' or 'max'")
 
     def deletes_of(
@@ -52,7 +68,7 @@ class Retention:
     ) -> list[int]:
         """`deletes` of what checkpoints, or copies of them, say by step; they are read only where some may go."""
         found = read() if self.keep is not None else {}
-        best = None if self.best is None else best_of(found, self.best, self.mode)
+        best = None if self.best is None else best_of(found, self.best, self.mode or "min")
         return self.deletes({step: said.saved_at for step, said in found.items()}, {*spared, best})
 
     def deletes(self, times: Mapping[int, float | None], spared: Collection[int | None] = ()) -> list[int]:
@@ -91,6 +107,34 @@ def best_of(found: Mapping[int, "Manifest"], metric: str, mode: str) -> int | No
     values = {step: sign * said.metrics.get(metric, math.nan) for step, said in found.items()}
     known = [step for step, value in values.items() if math.isfinite(value)]
     return min(known, key=lambda step: (values[step], -step), default=None)
+
+
+def means_higher(metric: str) -> bool:
+    """Whether more of a metric is better, as far as its name says.
+
+    >>> [means_higher(name) for name in ("valid/top-5-accuracy", "evalF1", "rougeL", "valid_loss", "score_error", "x")]
+    [True, True, True, False, False, False]
+    """
+    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+\d*|[A-Z]+\d*", metric)}
+    any_of = lambda names: any(re.fullmatch(rf"({names})\d*", word) for word in words)
+    return any_of(_HIGHER) and not any_of(_LOWER)
+
+
+def require_count(name: str, value: Any, otherwise: str = "") -> None:
+    """See that a setting is a whole number of at least 1; NumPy's and JAX's are numbers too.
+
+    Raises:
+      TypeError: when it is no whole number.
+      ValueError: when it is below 1.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name}={value!r} must be a whole number of at least 1{otherwise}")
+    if number < 1:
+        raise ValueError(f"{name}={value} must be at least 1{otherwise}")
 
 
 def seconds_of(duration: float | str) -> float:
