@@ -148,6 +148,12 @@ def test_results_and_gradients_are_those_of_whole_sequences(row):
     check([row])
 
 
+def test_gradients_of_sinks_are_summed_over_rows_queries_and_ranks():
+    """A table's row with sinks may not be among those that run; this one is, by both ways to read keys."""
+    shared = {"ranks": 2, "order": "zigzag", "rule": "causal", "block": 3, "extra": "sinks", "heads": (4, 2)}
+    check([shared | {"method": "gather", "check_vma": False}, shared | {"method": "ring", "check_vma": True}])
+
+
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_scores_are_changed_as_a_function_says(method):
     """A soft cap, a temperature per head with a gradient, and a very low number in the place of a mask."""

@@ -110,6 +110,20 @@ def test_equal_scores_go_to_the_lowest_index():
         np.testing.assert_allclose(choice.gates, 1 / 3, rtol=1e-6)
 
 
+@pytest.mark.parametrize("router", [ax.SoftmaxRouter, ax.SigmoidRouter])
+def test_noise_counts_for_the_choice_by_its_factor_and_not_for_gates(router):
+    scores, draw = (np.random.default_rng(seed).normal(size=(64, 6)) for seed in range(2))
+    choice = router(top_k=2, noise=0.3, renormalize=False).choose(jnp.asarray(scores), None, jnp.asarray(draw))
+    own = 1 / (1 + np.exp(-scores)) if router is ax.SigmoidRouter else scores
+    wanted = np.argsort(-(own + 0.3 * draw), axis=1)[:, :2]
+    np.testing.assert_array_equal(choice.experts, wanted)
+    for factor in (0, 1):
+        assert (np.argsort(-(own + factor * draw), axis=1)[:, :2] != wanted).any()
+    if router is ax.SoftmaxRouter:
+        own = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    np.testing.assert_allclose(choice.gates, np.take_along_axis(own, wanted, 1), rtol=1e-12)
+
+
 @pytest.mark.slow
 def test_balanced_routing_has_a_load_balance_of_one():
     layer = make_moe(nnx.Rngs(0), "switch")

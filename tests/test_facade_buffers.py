@@ -1,13 +1,15 @@
 """BatchNorm under DDP: joint statistics, or each rank's own with and without the broadcast of the first rank's buffers."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from plan_models import CASES, BatchNormNet, mean_loss, regression
 
 import axonml_jax as ax
+from axonml_jax.model.batch_norm import synchronize_linen, synchronize_nnx
 
 RANKS, ROWS = 2, 8
 OLD, NEW = 0.9, 0.1  # how much of the running averages stays, how much of a batch's statistics joins
@@ -117,3 +119,25 @@ def test_a_batch_norm_that_names_its_own_axis_is_left_alone(mesh):
     wanted = expected(ddp, batch["x"])
     WAYS["step"](ddp, batch)
     check(ddp, [wanted] * RANKS)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_masked_batch_norm_keeps_as_much_of_its_averages_as_momentum_says(kind):
+    rng = np.random.default_rng(0)
+    x, mask = rng.normal(2, 3, (6, 3)).astype(np.float32), rng.random((6, 1)) > 0.4
+    counted, alone = x[mask[:, 0]], lambda total, axes: total  # of one rank
+    if kind == "nnx":
+        norm = nnx.BatchNorm(3, momentum=0.7, rngs=nnx.Rngs(0))
+        norm.mean[...], norm.var[...] = jnp.full(3, 5, jnp.float32), jnp.full(3, 7, jnp.float32)
+        synchronize_nnx(norm, ("data",), alone)
+        norm(jnp.asarray(x), mask=mask)
+        found = {"mean": norm.mean[...], "var": norm.var[...]}
+    else:
+        norm = linen.BatchNorm(use_running_average=False, momentum=0.7)
+        variables = norm.init(jax.random.key(0), x)
+        stats = {"mean": jnp.full(3, 5, jnp.float32), "var": jnp.full(3, 7, jnp.float32)}
+        with synchronize_linen(("data",), alone):
+            _, new = norm.apply({**variables, "batch_stats": stats}, x, mask=mask, mutable=["batch_stats"])
+        found = new["batch_stats"]
+    np.testing.assert_allclose(found["mean"], 0.7 * 5 + 0.3 * counted.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(found["var"], 0.7 * 7 + 0.3 * counted.var(0), rtol=1e-5)

@@ -93,6 +93,15 @@ def test_the_loss_scale_doubles_after_200_clean_steps():
     assert (halved.scale, halved.clean, halved.skipped) == (2.0**15, 0, 1)
 
 
+def test_the_loss_scale_never_falls_below_one():
+    """Below it gradients would be scaled down, and a run of overflows would end at a scale of zero, which divides them."""
+    scale, found = LossScale(jnp.float32(4), jnp.int32(5), jnp.int32(0)), []
+    for _ in range(4):
+        scale = scale.after(jnp.bool_(False))
+        found.append(float(scale.scale))
+    assert found == [2.0, 1.0, 1.0, 1.0] and scale.skipped == 4
+
+
 @pytest.mark.parametrize("p", [1, 2, 3.5, math.inf])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
 def test_clip_grad_norm_is_the_norm_over_everything(mesh, p, strategy):
