@@ -137,7 +137,7 @@ def first_difference(said: Mapping[int, Mapping[str, Any]]) -> str | None:
     """The first thing that is not the same in all, with the processes on each side; None when all agree.
 
     >>> first_difference({0: {"seed": 1}, 1: {"seed": 2}, 2: {"seed": 1}})
-    'seed is 1 in process(es) [0], 2 in process(es) [1]'
+    'seed is 1 in process(es) [0, 2], 2 in process(es) [1]'
     """
     return next(_all_differences(said), None)
 
