@@ -1,14 +1,18 @@
 """Arrays by name in `safetensors` files: what may be given to be written, and names mapped on the way."""
 
+import os
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
 from flax.core import freeze
 
 import axonml_jax as ax
+from axonml_jax.model.stored_arrays import StoredArrays
+from axonml_jax.model.stored_shards import Pending, write_shards
 
 pytest.importorskip("safetensors")
 
@@ -83,3 +87,91 @@ def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
             ImportError, match=r"needs the library safetensors: pip install 'axonml-jax\[safetensors\]'"
         ):
             work()
+
+
+def shards(folder, value, fails=False):
+    """Two files and their index, by the writer of exports."""
+
+    def make():
+        if fails:
+            raise OSError("the disk is full")
+        return np.full(4, value, np.float32)
+
+    write_shards(folder, [Pending(name, (4,), "float32", make) for name in "ab"], most=16, metadata={})
+
+
+def alone(folder, value, fails=False):
+    """One file, by `save_safetensors`."""
+    arrays = {"a": np.full(4, value, np.float32)}
+    if not fails:
+        return ax.save_safetensors(folder / "model.safetensors", arrays)
+
+    def failing(arrays, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("the disk is full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("safetensors.numpy.save_file", failing)
+        return ax.save_safetensors(folder / "model.safetensors", arrays)
+
+
+@pytest.mark.parametrize("write", [alone, shards])
+def test_a_file_of_weights_is_on_disk_before_it_takes_the_place_of_another(tmp_path, write, monkeypatch):
+    """Written in place, or renamed before it is on disk, a crash leaves neither the old one nor the new one."""
+    write(tmp_path, 1)
+    before = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    with pytest.raises(OSError, match="the disk is full"):
+        write(tmp_path, 2, fails=True)
+    assert {path.name: path.stat().st_ino for path in tmp_path.iterdir()} == before
+    assert all((value == 1).all() for value in ax.load_safetensors(tmp_path).values())
+    synced, fsync = [], os.fsync
+
+    def noted(handle):
+        fsync(handle)
+        there = {path.name: path.stat().st_ino for path in tmp_path.iterdir() if not path.name.endswith(".saving")}
+        synced.append((os.fstat(handle).st_ino, os.fstat(handle).st_size > 0, there))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    write(tmp_path, 2)
+    after = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    assert after.keys() == before.keys() and all((value == 2).all() for value in ax.load_safetensors(tmp_path).values())
+    for name, inode in after.items():
+        assert any(seen == inode and full and there[name] == before[name] for seen, full, there in synced), name
+        assert any(seen == tmp_path.stat().st_ino and there[name] == inode for seen, _, there in synced), name
+
+
+@pytest.mark.parametrize("write", [alone, shards])
+def test_what_a_killed_export_has_left_is_written_again_and_a_link_in_its_place_is_named(tmp_path, write):
+    write(tmp_path, 1)
+    left = tmp_path / f"{min(path.name for path in tmp_path.iterdir())}.saving"
+    left.write_bytes(b"half")
+    write(tmp_path, 2)
+    assert not left.exists() and all((value == 2).all() for value in ax.load_safetensors(tmp_path).values())
+    (tmp_path / "theirs").write_text("mine")
+    left.symlink_to(tmp_path / "theirs")
+    with pytest.raises(OSError, match=r"\.saving, where model\S* is written first, is no ordinary file: remove it"):
+        write(tmp_path, 3)
+    assert (tmp_path / "theirs").read_text() == "mine" and left.is_symlink()
+
+
+def test_floats_of_8_bits_and_scalars_come_back_as_they_were_and_other_kinds_are_named(tmp_path):
+    """NumPy has no float8, so what was written could not be read; a scalar came back as an array of one."""
+    kinds = [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, np.complex64, np.uint16]
+    arrays = {f"w{i}": np.arange(6).reshape(2, 3).T.astype(kind) for i, kind in enumerate(kinds)}
+    arrays |= {
+        "scalar": np.float32(3).reshape(()),
+        "one": np.ones(1, jnp.float8_e5m2),
+        "none": np.ones((0, 2), jnp.float8_e5m2),
+    }
+    ax.save_safetensors(tmp_path / "a.safetensors", arrays)
+    assert_same(found := ax.load_safetensors(tmp_path), arrays)
+    assert found["scalar"].shape == () and found["none"].shape == (0, 2)
+    with pytest.raises(ValueError, match="the files hold no x: int4, y: uint4: convert"):
+        ax.save_safetensors(tmp_path / "b", {"x": np.ones(2, jnp.int4), "y": np.ones(2, jnp.uint4), "z": np.ones(2)})
+    with pytest.raises(ValueError, match="there is no array to write"):
+        ax.save_safetensors(tmp_path / "b", {})
+    with pytest.raises(
+        ValueError, match=r"in few bits, .*scales.*: none: F8_E5M2, .*w0: F8_E4M3.*give files of bfloat16"
+    ):
+        StoredArrays(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]

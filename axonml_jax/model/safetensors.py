@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -17,6 +18,14 @@ Rename = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str | N
 """Exact names by name, (regular expression, replacement) pairs applied in order, or a function (None leaves the array out)."""
 
 _INDEX = ".safetensors.index.json"
+_FLOATS8 = {
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
+_HELD = {
+    "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32",
+    "float64", "complex64", *_FLOATS8.values(),
+}  # fmt: skip
 
 
 def save_safetensors(
@@ -38,7 +47,8 @@ def save_safetensors(
     Raises:
       ImportError: without the package safetensors.
       TypeError: for anything else, such as a parallel model (give its `state_dict()`), or leaves that are no arrays.
-      ValueError: listing names that become the same.
+      ValueError: listing names that become the same, and arrays of dtypes that the files do not hold; when there is no array.
+      OSError: when it cannot be written. What was at the path is left as it was then.
     """
     require_safetensors("save_safetensors")
     from safetensors.numpy import save_file  # pyright: ignore[reportMissingImports]
@@ -47,10 +57,41 @@ def save_safetensors(
         named = named_arrays(values)
     except (TypeError, ValueError) as error:
         raise type(error)(f"save_safetensors: {error}") from error
-    arrays = {name: np.ascontiguousarray(np.asarray(value)) for name, value in renamed(named, rename).items()}
-    temporary = Path(f"{os.fspath(path)}.saving")
-    save_file(arrays, temporary, metadata=dict(metadata or {}))
-    temporary.replace(path)
+    arrays = {name: np.asarray(value, order="C") for name, value in renamed(named, rename).items()}
+    if not arrays:
+        raise ValueError(f"save_safetensors: there is no array to write to {path}")
+    if wrong := [f"{name}: {value.dtype}" for name, value in arrays.items() if value.dtype.name not in _HELD]:
+        raise ValueError(f"save_safetensors: the files hold no {', '.join(wrong)}: convert them, or leave them out")
+    with written_whole(Path(path)) as temporary:
+        save_file(arrays, temporary, metadata=dict(metadata or {}))
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Where to write a file, which then appears under its name whole and on disk; after an error it is as it was.
+
+    Raises:
+      OSError: when somebody's link, folder or pipe stands where it is written; and what writing raises.
+    """
+    temporary = path.with_name(f"{path.name}.saving")
+    if os.path.lexists(temporary) and (temporary.is_symlink() or not temporary.is_file()):
+        raise OSError(f"{temporary}, where {path.name} is written first, is no ordinary file: remove it")
+    try:
+        yield temporary
+        _sync(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def load_safetensors(path: str | os.PathLike, *, rename: Rename = None) -> dict[str, np.ndarray]:
@@ -69,11 +110,23 @@ def load_safetensors(path: str | os.PathLike, *, rename: Rename = None) -> dict[
     found: dict[str, np.ndarray] = {}
     for file in safetensors_files(Path(path)):
         with opened_safetensors(file) as opened:
-            arrays = {name: opened.get_tensor(name) for name in list(opened.keys())}
+            arrays = {name: _whole(opened, file, name) for name in list(opened.keys())}
         if twice := [name for name in arrays if name in found]:
             raise ValueError(f"{file} has {', '.join(twice[:5])}, as has another file of {path}: which is meant?")
         found |= arrays
     return renamed(found, rename)
+
+
+def _whole(opened: Any, file: Path, name: str) -> np.ndarray:
+    """An array; the package's NumPy side knows no floats of 8 bits, of which the bytes are read here."""
+    part = opened.get_slice(name)
+    if part.get_dtype() not in _FLOATS8:
+        return opened.get_tensor(name)
+    with file.open("rb") as content:
+        size = int.from_bytes(content.read(8), "little")
+        start, end = json.loads(content.read(size))[name]["data_offsets"]
+    read = np.fromfile(file, np.uint8, end - start, offset=8 + size + start)
+    return read.view(jnp.dtype(_FLOATS8[part.get_dtype()])).reshape(part.get_shape())
 
 
 @contextmanager

@@ -24,7 +24,7 @@ class StoredArrays(Mapping[str, "StoredArray"]):
     Raises:
       ImportError: without the package safetensors.
       FileNotFoundError: when there is no such file.
-      ValueError: saying what is wrong with a file, or for a name that two have.
+      ValueError: saying what is wrong with a file, or for a name that two have; naming arrays of floats in 8 bits and fewer.
     """
 
     def __init__(self, path: str | os.PathLike, *, prefixes: tuple[str, ...] = ()):
@@ -33,7 +33,14 @@ class StoredArrays(Mapping[str, "StoredArray"]):
         self._arrays: dict[str, StoredArray] = {}
         for file in safetensors_files(Path(path)):
             with opened_safetensors(file) as opened:
-                shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in list(opened.keys())}
+                kinds = {name: opened.get_slice(name).get_dtype() for name in list(opened.keys())}
+                shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in kinds}
+            if narrow := [f"{name}: {kind}" for name, kind in kinds.items() if kind.startswith(("F8_", "F6_", "F4"))]:
+                more = f" and {len(narrow) - 5} more" * (len(narrow) > 5)
+                raise ValueError(
+                    f"{file} has weights in few bits, which mean nothing without scales that are not read here: "
+                    f"{', '.join(narrow[:5])}{more}; give files of bfloat16, into which their publisher's tools convert them"
+                )
             for name, shape in shapes.items():
                 short = next((name.removeprefix(each) for each in prefixes if name.startswith(each)), name)
                 if short in self._arrays:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
+
+from axonml_jax.model.safetensors import written_whole
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _NAMES = {
@@ -64,6 +65,7 @@ def write_shards(
     count = len(shards)
     names = [ONE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     kept = {*names, *([INDEX] if count > 1 else [])}
+    kept |= {f"{name}.saving" for name in kept}  # what a killed export has left is written again
     if writes and (others := sorted(p.name for p in folder.glob("*.safetensors*") if p.name not in kept)):
         raise ValueError(
             f"{folder} has other arrays, which readers would take too: remove {', '.join(others)}, or give another folder"
@@ -73,7 +75,8 @@ def write_shards(
     if writes and count > 1:
         places = {each.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
         content = {"metadata": {"total_size": sum(each.size for each in arrays)}, "weight_map": places}
-        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        with written_whole(folder / INDEX) as temporary:
+            temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return names
 
 
@@ -104,17 +107,13 @@ def _write(path: Path | None, arrays: Sequence[Pending], metadata: Mapping[str, 
         start += each.size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    temporary = path.with_name(f"{path.name}.saving")
-    with temporary.open("wb") as file:
+    with written_whole(path) as temporary, temporary.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for each in arrays:
             _append(file, each)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _append(file: BinaryIO, array: Pending) -> None:
-    value = np.ascontiguousarray(array.make(), dtype=jnp.dtype(array.dtype))
+    value = np.asarray(array.make(), dtype=jnp.dtype(array.dtype), order="C")
     assert value.shape == array.shape, (array.name, value.shape, array.shape)
     file.write(value.reshape(-1).view(np.uint8).data)
