@@ -121,9 +121,9 @@ class Trainer(Generic[M]):
     def opt_state(self) -> PyTree:
         """The optimizer's state as the tree that optax made, in the shapes of one device: for `optax.tree.get` and its like.
 
-        So `optax.contrib.schedule_free_eval_params(trainer.opt_state, trainer.model.parameters())` works under every plan. Arrays
-        stay split; under a pipeline, and where a split pads, they are copies. Replicas with optimizers of their own (NO_SYNC,
-        DiLoCo) have entries along dim 0. `ema`'s average is left out; `trainer.state.opt_state` is how all of it rests.
+        So `optax.contrib.schedule_free_eval_params(trainer.opt_state, trainer.model.parameters())` works under every plan.
+        Arrays stay split; under a pipeline, and where a split pads, they are copies. Replicas with optimizers of their own
+        (NO_SYNC, DiLoCo) have entries along dim 0. `ema`'s average is left out; `trainer.state.opt_state` is how all rests.
         """
         tree = self.train_step.rest.opt_tree(self._tx, self.state.opt_state)
         return tree.inner if self._ema else tree
