@@ -8,7 +8,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from axonml_jax.launch.commands.refusals import TRACEBACK, refusal, traceback_wanted
 from axonml_jax.mesh.job.leave import joined, leave_now
@@ -198,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train any Flax model on many devices.",
         epilog=f"`axonml-jax train --help` lists every key. {TRACEBACK}=1 shows where an error was raised.",
     )
-    parser.add_argument("--version", action="version", version=version("axonml-jax"))
+    parser.add_argument("--version", action="version", version=sys.modules["axonml_jax"].__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train on text as a configuration file says", add_help=False)
     commands.add_parser("eval", help="loss, perplexity and speed of a run's checkpoint", add_help=False)

@@ -1,6 +1,8 @@
 """What a checkpoint may be told: steps, metrics and words as numbers of Python, NumPy or JAX; all else is refused at once."""
 
 import dataclasses
+import importlib.metadata
+import types
 from pathlib import Path
 
 import jax
@@ -10,7 +12,11 @@ import pytest
 from flax import nnx
 
 import axonml_jax as ax
+from axonml_jax.__main__ import main
+from axonml_jax.checkpoint import store
 from axonml_jax.checkpoint.manifest import Manifest
+from axonml_jax.launch.config.read_config import read_config
+from axonml_jax.launch.job.saves import Saves
 
 
 class Weights(nnx.Module):
@@ -109,3 +115,38 @@ def test_an_entry_that_the_arrays_lack_is_damage(tmp_path):
     for like in (np.zeros(2), jnp.zeros(2)):
         with pytest.raises(ax.DamagedCheckpoint, match="the arrays lack b"):
             ax.restore(path, {"a": np.zeros(2), "b": like})
+
+
+@pytest.fixture
+def from_a_source_tree(monkeypatch):
+    """No metadata says which version of the package this is."""
+    real = importlib.metadata.distribution
+
+    def distribution(name):
+        if name == "axonml-jax":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    store._versions.cache_clear()
+    yield
+    store._versions.cache_clear()
+
+
+@pytest.mark.usefixtures("from_a_source_tree")
+def test_a_version_that_cannot_be_read_is_null_and_spoils_nothing(tmp_path, capsys):
+    """A run from a source tree went to its first checkpoint, and died there."""
+    versions = Manifest.read(ax.save(tmp_path / "run", Weights())).about["versions"]
+    assert versions["axonml-jax"] is None and versions["jax"] == jax.__version__
+    assert main(["--version"]) == 0
+    project = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    assert (
+        capsys.readouterr().out == f"{ax.__version__}\n" and f'\nversion = "{ax.__version__}"\n' in project.read_text()
+    )
+
+
+def test_what_a_run_could_not_save_ends_it_before_the_first_step():
+    loader = types.SimpleNamespace(state_dict=lambda: {"at": object()})
+    config = read_config("train", [str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")])
+    with pytest.raises(TypeError, match=r"the data position\['at'\], a object"):
+        Saves(object(), Weights(), loader, config, None, None)

@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Collection, Mapping
 from contextlib import closing, nullcontext
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ from axonml_jax.checkpoint.places.single import read_from, write_to
 from axonml_jax.checkpoint.plain_files import number, plain
 from axonml_jax.checkpoint.saving import Saving
 from axonml_jax.checkpoint.team import Team
-from axonml_jax.compat.versions import PACKAGES
+from axonml_jax.compat.versions import PACKAGES, installed
 from axonml_jax.logging import logger
 from axonml_jax.sharding.leaf import Checkpointable, Leaf
 
@@ -233,8 +232,8 @@ def _plainly(path: str | os.PathLike) -> Path:
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in PACKAGES}
+def _versions() -> dict[str, str | None]:
+    return {name: installed(name) for name in PACKAGES}
 
 
 def manifest_of(

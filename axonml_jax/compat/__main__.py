@@ -7,12 +7,13 @@ import os
 import platform
 import re
 import sys
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 
 import jax
 
 from axonml_jax.compat.canaries.canary import CanaryError
 from axonml_jax.compat.canaries.every import CANARIES
+from axonml_jax.compat.versions import installed
 
 LIBRARIES = ("jax", "jaxlib", "flax")
 
@@ -26,8 +27,8 @@ def main() -> int:
     os.environ.setdefault("NPROC", "16")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
-    installed = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
-    print(f"{installed} on Python {platform.python_version()}; supported: {_supported()}")
+    found = ", ".join(f"{name} {installed(name) or 'of unknown version'}" for name in LIBRARIES)
+    print(f"{found} on Python {platform.python_version()}; supported: {_supported()}")
     width, failed = max(len(canary.name) for canary in CANARIES), 0
     for canary in CANARIES:
         try:

@@ -1,5 +1,7 @@
 """What differs from one version of JAX to the next and cannot be asked, only known: which version does what."""
 
+from importlib.metadata import version
+
 import jax
 
 PACKAGES = ("axonml-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -24,3 +26,15 @@ little data as one function, in which a barrier that is still there aborts the p
 
 BARRIERS_JOIN_TYPES: bool = jax.__version_info__ < (0, 11)
 """Whether a barrier types all its results as varying over what any operand varies over; later ones leave types as they are."""
+
+
+def installed(package: str) -> str | None:
+    """The version of a package; None where it says none, as one that is used from its source tree or built into a bundle.
+
+    >>> installed("jax") == jax.__version__, installed("no package of this name")
+    (True, None)
+    """
+    try:
+        return version(package)
+    except (ImportError, KeyError, OSError, TypeError, ValueError):  # no metadata, or such as cannot be read
+        return None

@@ -1,9 +1,11 @@
 """What carries the messages: gloo (CPU processes), NCCL (GPU), the TPU's own network (simulated: mock, in world.py)."""
 
 import abc
-from importlib import metadata
 
 import jax
+import jaxlib
+
+from axonml_jax.compat.versions import installed
 
 
 class Backend(abc.ABC):
@@ -56,7 +58,7 @@ class _JaxBackend(Backend):
     @property
     def version(self) -> str:
         """The version of jaxlib, which holds the transport."""
-        return metadata.version("jaxlib")
+        return jaxlib.__version__
 
     @property
     def devices(self) -> tuple:
@@ -87,10 +89,8 @@ class NCCLBackend(_JaxBackend):
     def version(self) -> str:
         """NCCL's version where its package is installed, else jaxlib's."""
         for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
-            try:
-                return metadata.version(package)
-            except metadata.PackageNotFoundError:
-                continue
+            if found := installed(package):
+                return found
         return super().version
 
 
@@ -103,7 +103,4 @@ class TPUBackend(_JaxBackend):
     @property
     def version(self) -> str:
         """libtpu's version where its package is installed, else jaxlib's."""
-        try:
-            return metadata.version("libtpu")
-        except metadata.PackageNotFoundError:
-            return super().version
+        return installed("libtpu") or super().version

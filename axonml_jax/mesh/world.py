@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Sequence
-from importlib import metadata
 
 import jax
+import jaxlib
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -116,7 +116,7 @@ class MockBackend(Backend):
     @property
     def version(self) -> str:
         """The version of jaxlib."""
-        return metadata.version("jaxlib")
+        return jaxlib.__version__
 
     @property
     def devices(self) -> tuple:

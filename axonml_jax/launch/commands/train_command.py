@@ -5,13 +5,13 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from axonml_jax.checkpoint.team import Team
+from axonml_jax.compat.versions import installed
 from axonml_jax.data.text import TextSplit
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.facade.trainer import Trainer
@@ -203,7 +203,7 @@ def _shared_settings(config: RunConfig, text: TextSplit | DocumentSplit | OwnSpl
         del values[each]
     known = {k: zlib.crc32(v) for k, v in text._asdict().items()} if isinstance(text, TextSplit) else text.checksums()
     checksums = {f"checksum of data.{part}": found for part, found in known.items()}
-    return {"jax version": jax.__version__, "flax version": version("flax")} | values | checksums
+    return {"jax version": jax.__version__, "flax version": installed("flax")} | values | checksums
 
 
 def _trainer(

@@ -9,7 +9,7 @@ import numpy as np
 
 from axonml_jax.checkpoint.manager import CheckpointManager
 from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
-from axonml_jax.checkpoint.store import save
+from axonml_jax.checkpoint.store import manifest_of, save
 from axonml_jax.data.loader import DataLoader
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.launch.config.run_config import RunConfig
@@ -53,6 +53,8 @@ class Saves:
         memory: MemoryCopies | None = None,
     ):
         self._manager, self._trainer, self._loader = manager, trainer, loader
+        if manager is not None:
+            manifest_of(trainer, {}, data=loader)  # what a save would refuse, before the first step
         self._steps, self._preemption, self._inspection = config.train.steps, preemption, inspection
         self._limit, self._spikes, self._memory = config.train.max_nonfinite, spikes, memory
         self._most = config.checkpoint.max_failures

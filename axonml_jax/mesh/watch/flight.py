@@ -11,13 +11,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from axonml_jax.compat.versions import PACKAGES
+from axonml_jax.compat.versions import PACKAGES, installed
 from axonml_jax.logging import logger
 from axonml_jax.mesh.watch.where import stack_of
 
@@ -156,13 +155,6 @@ def _surroundings() -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "devices": [f"{device} ({device.device_kind})" for device in jax.local_devices()],
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: installed(name) for name in PACKAGES},
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
