@@ -28,6 +28,7 @@ ON_ONE_RANK = {
     "out-of-memory": r"rank {rank} failed first: exit code 1(.|\n)*MemoryError",
     "sleep": ASLEEP,
     "stop": r"rank\(s\) \[{rank}\] are missing",
+    "worker-exit": r"rank {rank} failed first: exit code 1(.|\n)*a worker of the loader ended with status 0",
     "exit": r"rank\(s\) \[{rank}\] are missing: rank {rank} says nothing any more|rank\(s\) \[{rank}\] had ended",
 }
 """What the launcher, or another rank, must say of a fault after which the launcher starts all processes again."""
@@ -54,7 +55,7 @@ OTHERS = (
     "disk-full", "disk-full-passes", "read-only", "read-only-passes", "file-too-large-passes", "interrupt-launcher",
     "terminate-launcher", "kill-launcher", "terminate-rank", "flip", "truncate", "empty", "other-configuration",
     "kill-with-memory", "kill-in-copy", "port", "world-size", "master", "two-jobs", "reader",
-    "kill-in-odd-folder",
+    "kill-in-odd-folder", "other-values",
 )  # fmt: skip
 KINDS = (*ON_ONE_RANK, *GOES_ON, *OTHERS)
 
@@ -162,6 +163,9 @@ def refused(fault: Fault, job: Job) -> str:
     if fault.kind == "other-configuration":
         job.launch(fault.kind, fault.rank, 0)
         return rf"optim\.learning_rate is .*0\.02 in process\(es\) \[{fault.rank}\]"
+    if fault.kind == "other-values":
+        job.launch(fault.kind, fault.rank, 0)
+        return rf"first values of layers/0/kernel is (.|\n)*(checksum\) in process\(es\) \[{fault.rank}\])"
     if fault.kind == "port":
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]

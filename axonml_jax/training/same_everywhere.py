@@ -84,7 +84,8 @@ def check_first_step(step: TrainStep, state: TrainState, batch: PyTree, given: M
     _meetings[processes] += 1
     where = f"first step {processes} {_meetings[processes]}"
     text = program_text(step, state, jax.tree.map(_shape, batch))
-    own = {} if step.placement.plan.independent else given
+    # Within a round of DiLoCo ranks are independent, but begin as one.
+    own = {} if step.placement.plan.independent and state.rounds is None else given
     placed = {f"the first values of {name}": f"{crc} (checksum)" for name, crc in own.items()}
     said = _of_plan(step) | _of_shapes(state) | placed | _of_values(state) | _of_batch(batch) | {PROGRAM: _digest(text)}
     if found := differences(said, text.splitlines(), where, processes, jax.process_index()):

@@ -25,7 +25,7 @@ from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fault_actions import die, fill, jump, limit_files, only_reading, use_up_memory, wake_later
+from fault_actions import EndingRows, die, fill, jump, limit_files, only_reading, use_up_memory, wake_later
 
 import axonml_jax as ax
 from axonml_jax.checkpoint import saving
@@ -52,8 +52,8 @@ WIDTHS = (3, 7, 5, 7)
 class Net(nnx.Module):
     """Layers of odd width, two at least."""
 
-    def __init__(self, depth=2):
-        rngs, widths = nnx.Rngs(0), (*WIDTHS[:depth], 1)
+    def __init__(self, depth=2, seed=0):
+        rngs, widths = nnx.Rngs(seed), (*WIDTHS[:depth], 1)
         self.layers = nnx.List([nnx.Linear(*sizes, rngs=rngs) for sizes in pairwise(widths)])
 
     def __call__(self, x):
@@ -115,6 +115,10 @@ class Fault:
         if self.due(rank, step, "raise"):
             raise ValueError("a fault was asked for")
 
+    def worker_of(self, rows, count):
+        """Samples whose reader ends about when the fault's step reads so many of them."""
+        return EndingRows(rows, count * (self.step - 1), self._happened)
+
     def arm(self, rank, step):
         """Inside the save of a step."""
         if self.due(rank, step, "disk-full", "disk-full-passes"):
@@ -152,8 +156,8 @@ def digest(trainer):
     return total.hexdigest()[:16]
 
 
-def prepare(name, rate, ranks):
-    """A trainer under a plan, and its data."""
+def prepare(name, rate, ranks, seed=0, ends=None):
+    """A trainer under a plan, and its data, which a worker reads where a fault ends it."""
     depth = max(2, ranks) if name == "pipe" else 2
     split = tuple(f"layers/{i}" for i in range(1, depth))
     degrees, plan = {
@@ -163,9 +167,11 @@ def prepare(name, rate, ranks):
         "pipe": ({"pipe": -1}, {"pipe": ax.Pipelined(num_microbatches=2, split=split)}),
         "diloco": ({"data": -1}, {"data": ax.DiLoCo(every=4)}),
     }[name]
-    model = ax.parallelize(Net(depth), ax.make_mesh(**degrees), ax.Plan(**plan))
+    model = ax.parallelize(Net(depth, seed), ax.make_mesh(**degrees), ax.Plan(**plan))
     rows = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
-    return model.trainer(optax.adam(rate), loss_fn), ax.create_dataloader(rows, BATCH, model.mesh, seed=1)
+    data = rows if ends is None else ends.worker_of(rows, BATCH // ranks)
+    loader = ax.create_dataloader(data, BATCH, model.mesh, seed=1, num_workers=int(ends is not None))
+    return model.trainer(optax.adam(rate), loss_fn), loader
 
 
 def nothing(*args):
@@ -207,7 +213,9 @@ def main(folder, *asked):
     faults = [Fault(folder, *asked[i : i + 3], number=i // 3) for i in range(0, len(asked), 3)]
     rate = 0.02 if any(fault.due(world.rank, 0, "other-configuration") for fault in faults) else 0.01
     check_same("configuration", {"optim.learning_rate": rate}, world)
-    trainer, loader = prepare(os.environ.get("FAULT_AXIS", "data"), rate, world.world_size)
+    seed = int(any(fault.due(world.rank, 0, "other-values") for fault in faults))
+    ends = next((each for each in faults if each.kind == "worker-exit" and each.rank == world.rank), None)
+    trainer, loader = prepare(os.environ.get("FAULT_AXIS", "data"), rate, world.world_size, seed, ends)
     first, beginning = to_host(trainer.state), loader.state_dict()
     opened = lambda name, start: JsonLines(folder / name, start) if world.is_main_process else None
 

@@ -79,12 +79,18 @@ def cases(rank, world):
         "rows": lambda: trainer().step({"x": BATCH["x"][: 4 + 4 * rank]}),
         "values of rows": lambda: trainer().step({"x": BATCH["x"] + rank}),
         "restored": restored,
+        "rounds": lambda: rounds(rank).step(BATCH),
         "independent": lambda: trainer(seed=rank, sync_strategy="no_sync").step(BATCH),
     }
 
 
 def keyed(rank):
     return ax.DDP(Net(0), seed=rank).trainer(optax.adam(1e-2), squares)
+
+
+def rounds(rank):
+    model = ax.parallelize(Net(rank), ax.make_mesh(data=2), ax.Plan(data=ax.DiLoCo(every=2)))
+    return model.trainer(optax.adam(1e-2), squares)
 
 
 def main():
