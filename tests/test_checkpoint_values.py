@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -150,3 +151,36 @@ def test_what_a_run_could_not_save_ends_it_before_the_first_step():
     config = read_config("train", [str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")])
     with pytest.raises(TypeError, match=r"the data position\['at'\], a object"):
         Saves(object(), Weights(), loader, config, None, None)
+
+
+def test_floats_that_are_rounded_on_the_way_are_said_and_wider_ones_are_not(tmp_path, caplog):
+    """Parameters and moments saved in float32 became bfloat16 without a word."""
+    kinds = ["float32", "bfloat16", "float16", "float32"]
+    path = ax.save(
+        tmp_path / "run",
+        {name: np.full(2, 1.001).astype(jnp.dtype(kind)) for name, kind in zip("abcd", kinds, strict=True)},
+    )
+
+    def said(*kinds):
+        caplog.clear()
+        found = ax.restore(path, {name: jnp.zeros(2, kind) for name, kind in zip("abcd", kinds, strict=True)})
+        assert [str(found[name].dtype) for name in "abcd"] == list(kinds)
+        return "\n".join(caplog.messages)
+
+    assert not said(*kinds) and not said("float32", "float32", "float32", "float32")
+    assert said("bfloat16", "float16", "bfloat16", "bfloat16").endswith(
+        "fewer digits or less range than it was saved with: 2 from float32 to bfloat16 (a, d); 1 from bfloat16 to float16 (b); "
+        "1 from float16 to bfloat16 (c)"
+    )
+    assert "1 from float32 to float16 (a)" in said("float16", "bfloat16", "float16", "float32")
+    trainers = [trained(kind) for kind in (jnp.float32, jnp.bfloat16)]
+    ax.restore(ax.save(tmp_path / "trainer", trainers[0]), trainers[1])
+    assert "6 from float32 to bfloat16 (model/bias, model/kernel, optimizer/0/mu/bias, ...)" in caplog.messages[-1]
+
+
+def trained(kind):
+    """A trainer whose parameters and moments are of a dtype."""
+    model = ax.DDP(
+        nnx.Linear(2, 2, param_dtype=kind, rngs=nnx.Rngs(0)), ax.make_mesh(data=1, devices=jax.devices()[:1])
+    )
+    return model.trainer(optax.adam(0.1), lambda model, batch: jnp.mean(model(batch) ** 2))

@@ -40,6 +40,28 @@ def differences(
     }
 
 
+def rounded(wanted: Mapping[str, Leaf], found: Mapping[str, Entry]) -> str:
+    """What is said of arrays whose floats lose digits or range on the way, by kind; empty where none does.
+
+    >>> rounded({"w": Leaf(jnp.zeros(2, jnp.bfloat16))}, {"w": Entry((2,), "float32")})
+    '1 from float32 to bfloat16 (w)'
+    """
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, leaf in wanted.items():
+        saved, needed = found[name].dtype, entry_of(leaf).dtype
+        if found[name].key is None and not isinstance(leaf.array, bool | int | float) and _loses(saved, needed):
+            kinds.setdefault((saved, needed), []).append(name)
+    shown = lambda names: ", ".join([*names[:3], "..."] if len(names) > 3 else names)
+    return "; ".join(f"{len(names)} from {a} to {b} ({shown(names)})" for (a, b), names in kinds.items())
+
+
+def _loses(saved: str, needed: str) -> bool:
+    if saved == needed or not all(jnp.issubdtype(jnp.dtype(each), jnp.inexact) for each in (saved, needed)):
+        return False
+    a, b = jnp.finfo(saved), jnp.finfo(needed)
+    return a.nmant > b.nmant or a.maxexp > b.maxexp or a.minexp < b.minexp
+
+
 def refused(where: str, found: Mapping[str, Mapping[str, str]], accept: Collection[str]) -> str | None:
     """The whole message when something does not fit and was not accepted, else None."""
     lines = listing({kind: names for kind, names in found.items() if kind not in accept})

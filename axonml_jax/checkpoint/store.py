@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 
 from axonml_jax.checkpoint import arrays
-from axonml_jax.checkpoint.compare import DIFFERENCES, OPTIONAL, differences, listing, refused
+from axonml_jax.checkpoint.compare import DIFFERENCES, OPTIONAL, differences, listing, refused, rounded
 from axonml_jax.checkpoint.contents import AVERAGE, LEFT_OUT, filled, leaves_of, scope_of
 from axonml_jax.checkpoint.manifest import ARRAYS, SAVED_AT, DamagedCheckpoint, Entry, Manifest, damage
 from axonml_jax.checkpoint.places.chosen_place import is_url
@@ -109,6 +109,9 @@ def restore(
       accept: differences that are no error: `"missing"` (what the checkpoint lacks stays as it is), `"unexpected"` (what
         only it has is left out), `"mismatched"` (of another shape: stays as it is). They are logged.
 
+    Floats take the dtype of what takes them. Where that rounds them, or they may be beyond its range (float32 in bfloat16 or
+    float16), a warning says how many and which.
+
     Raises:
       FileNotFoundError: when there is no checkpoint.
       DamagedCheckpoint: naming every file that is not what was written.
@@ -154,6 +157,8 @@ def load(
     if data is not None and manifest.data is not None:
         data.load_state_dict(manifest.data)  # refuses other data before anything is read
     fitting = {n: leaf for n, leaf in wanted.items() if n in found and n not in different["mismatched"]}
+    if text := rounded(fitting, found):
+        logger.warning("%s is restored with fewer digits or less range than it was saved with: %s", folder, text)
     values, failed = {}, None
     try:
         values = arrays.read(saver, folder / ARRAYS, fitting, found)
