@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax._src.config import trace_context
+from jax._src.core import trace_state_clean
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh
 
@@ -15,6 +16,11 @@ def current_trace() -> Any:
     Inside `jax.checkpoint`, a scan's body or another traced function it differs from what is around them.
     """
     return get_opaque_trace_state()
+
+
+def is_traced_around() -> bool:
+    """Whether a function of JAX's (`jit`, `grad`, `vmap`, `scan`) is tracing this code: what it makes may be no arrays."""
+    return not trace_state_clean()
 
 
 def trace_settings() -> Hashable:

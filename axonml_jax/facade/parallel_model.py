@@ -9,10 +9,11 @@ from typing import Any, Self
 
 import jax
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 
 from axonml_jax._types import LossFn, PyTree
-from axonml_jax.facade.saved_model import SavedModel
+from axonml_jax.facade.saved_model import Handed, SavedModel
 from axonml_jax.facade.stages import stage_assigner
 from axonml_jax.facade.state_dict import fitted, load_state_dict, state_dict
 from axonml_jax.facade.trainer import Trainer
@@ -26,6 +27,7 @@ from axonml_jax.parallel.bind import bind_plan
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.tensor.adapter_specs import layer_specs
 from axonml_jax.parallel.units.replayed import check_units
+from axonml_jax.sharding.check_batch import refuse_tracing
 from axonml_jax.sharding.place import copies
 from axonml_jax.training.callbacks import Callback
 from axonml_jax.training.differentiate import Differentiate, SyncStacked, equalize, hooks_program
@@ -34,6 +36,7 @@ from axonml_jax.training.optimizer.clip import Clip
 from axonml_jax.training.rest.choose import rest_of
 from axonml_jax.training.same_everywhere import checksums, still_own
 from axonml_jax.training.state.first_state import first_variables
+from axonml_jax.training.typed_errors import folding
 
 
 class ParallelModel(SavedModel):
@@ -80,6 +83,7 @@ class ParallelModel(SavedModel):
         self._hollow = self.variables if self._functional.hollow else None
         # Of a model without values there is nothing to compare, and what is loaded into it is compared then.
         self._given = {} if self._functional.hollow else checksums(named_variables(view, whole))
+        self._remembered(model, f"the {type(model).__name__} that was given to the model")
         self._key = jax.random.key(int(seed))
         self._mode: bool | None = None
         self._syncing, self._lent = True, False
@@ -110,7 +114,13 @@ class ParallelModel(SavedModel):
         Where ranks keep parameters of their own, the first rank's.
         """
         self._lent = True
-        return self._functional.module(self.whole())
+        return self._remembered(self._functional.module(self.whole()), "a module that model.module returned")
+
+    def _remembered(self, module: Any, what: str) -> Any:
+        """The module; if it is changed before the model is used again, that is said (see `Handed`)."""
+        if isinstance(module, nnx.Module):
+            self._handed.append(Handed(module, what))
+        return module
 
     def parameters(self) -> PyTree:
         """The trained parameters as a nest of dicts, sharded as they rest; under NO_SYNC stacked by model along dim 0."""
@@ -194,6 +204,7 @@ class ParallelModel(SavedModel):
         """Switch the model to evaluation; returns itself."""
         return self.train(False)
 
+    @folding
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs on the global batch: dim 0 of every array argument is split over the batch axes.
 
@@ -202,6 +213,7 @@ class ParallelModel(SavedModel):
         Raises:
           ValueError: when the batch does not divide.
         """
+        self._refuse_tracing("the model")
         given = self._functional, self._placement, self.mesh, self._mode, self._accept
         program = self._program(("forward",), lambda: Forward(*given))
         out, state = program(self.values, self._next_key(), args, kwargs)
@@ -220,7 +232,9 @@ class ParallelModel(SavedModel):
           every value is each rank's own, stacked by rank along dim 0.
         """
 
+        @folding
         def f(batch: PyTree) -> Any:
+            self._refuse_tracing("value_and_grad")
             sync = self._syncing
             options: dict[str, Any] = {"training": self._mode, "sync": sync, "accept": self._accept}
             build = lambda: Differentiate(self._functional, self._placement, self.mesh, loss_fn, **options)
@@ -231,6 +245,10 @@ class ParallelModel(SavedModel):
             return ((loss, metrics) if metrics else loss), self._outside(grads) if sync else grads
 
         return f
+
+    def _refuse_tracing(self, call: str) -> None:
+        if jax.tree.leaves(self.variables.state):  # which the call would replace
+            refuse_tracing(call)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from axonml_jax.facade.saved_model import SavedModel
 from axonml_jax.facade.state_dict import fitted
 from axonml_jax.logging import logger
 from axonml_jax.model.functional import Variables
+from axonml_jax.sharding.check_batch import refuse_tracing
 from axonml_jax.sharding.leaf import Leaf
 from axonml_jax.sharding.place import place, to_host
 from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
@@ -29,6 +30,7 @@ from axonml_jax.training.state.learning_rate import injected_rate
 from axonml_jax.training.state.named_state import averaged_variables, with_new_average
 from axonml_jax.training.state.train_state import TrainState
 from axonml_jax.training.step import Metrics, TrainStep
+from axonml_jax.training.typed_errors import folding
 
 M = TypeVar("M", bound=SavedModel)
 
@@ -214,6 +216,7 @@ class Trainer(Generic[M]):
         state, leaves = self.state, [arrays[name] for name in named_leaves(self.state)]
         self._continue(jax.tree.unflatten(jax.tree.structure(state), leaves), restored=True)
 
+    @folding
     def step(self, batch: PyTree) -> Metrics:
         """One update from the global batch.
 
@@ -227,12 +230,16 @@ class Trainer(Generic[M]):
         """
         if self.hollow:
             raise ValueError("this trainer knows no values: load the model before it is made, or restore a checkpoint")
+        refuse_tracing("trainer.step")
         if self._compared != self.model.loads:
             self._compare(batch)
         made, state = self._made, self.state
         state, metrics = self.train_step(replace(state, variables=self.model.give_up()), batch)
         self._continue(state)
-        self._made, self._seen = None if made is None else made + 1, _shapes(batch)
+        self._made = None if made is None else made + 1
+        if self._seen is None:
+            _warn_of_no_gradients(metrics["grad_norm"])
+        self._seen = _shapes(batch)
         self._tell("on_step", metrics=metrics)
         return metrics
 
@@ -242,10 +249,12 @@ class Trainer(Generic[M]):
             check_first_step(self.train_step, self.state, batch, self.model._given)
         self._compared = self.model.loads
 
+    @folding
     def evaluate(self, batch: PyTree) -> Metrics:
         """The loss and metrics of a global batch in evaluation mode, in the microbatches of `accumulate`; changes nothing."""
         return self._eval(self.model.values, batch)
 
+    @folding
     def validate(self, batches: Iterable[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
         """The mean over batches, of these weights or of equal ones, of everything `evaluate` returns; callbacks hear of it.
 
@@ -258,6 +267,10 @@ class Trainer(Generic[M]):
             each = {before: as_floats(self._eval(variables, batch)) for before, variables in models.items()}
             return {f"{before}{name}": value for before, found in each.items() for name, value in found.items()}
 
+        if isinstance(batches, Mapping) or hasattr(batches, "dtype"):
+            raise TypeError(
+                "trainer.validate takes batches, one after another: [batch], or a loader; trainer.evaluate takes one"
+            )
         found = mean_of([of(batch) for batch in batches], weights)
         self._tell("on_eval", metrics=found)
         return found
@@ -302,6 +315,7 @@ class Trainer(Generic[M]):
             )
         return self._steps[mode]
 
+    @folding
     def trace(self, batch: PyTree) -> Any:
         """The step traced for batches like this one (arrays or shapes); nothing runs. `ax.explain(trainer, batch)` reads it.
 
@@ -326,3 +340,12 @@ class Trainer(Generic[M]):
 
 def _shapes(batch: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch)
+
+
+def _warn_of_no_gradients(norm: jax.Array) -> None:
+    """Say it when the first step's gradients are zero everywhere; this waits for that step, and is asked of no other."""
+    if not any(np.any(shard.data) for shard in norm.addressable_shards):
+        logger.warning(
+            "the gradients of the first step are zero everywhere, so parameters stay as they are. Does the loss use the model "
+            "that it is given? One that calls a module or variables from outside reads constants; so does jax.lax.stop_gradient"
+        )

@@ -120,8 +120,15 @@ def make_mesh(*, devices: Sequence | None = None, **degrees: int) -> Mesh:
     ('data',)
     """
     named = check_axis_names(degrees or {"data": -1})
-    count = len(jax.devices() if devices is None else devices)
-    shape = MeshShape(**({"data": 1} | named)).resolve(count).degrees
+    there = jax.devices() if devices is None else devices
+    asked = MeshShape(**({"data": 1} | named))
+    try:
+        shape = asked.resolve(len(there)).degrees
+    except ValueError as error:
+        needed = math.prod(degree for degree in asked.degrees.values() if degree != -1)
+        if devices is not None or needed <= len(there) or there[0].platform != "cpu":
+            raise
+        raise ValueError(f"{error}. Did you forget ax.fake_devices({needed}), before anything of JAX runs?") from None
     sizes = tuple(shape.values())
     grid = order_devices(sizes) if devices is None else np.array(devices, dtype=object).reshape(sizes)
     return Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))

@@ -27,6 +27,12 @@ EVALUATES = {
 """What Flax's users call the flag that tells training from evaluation, and its value in evaluation."""
 
 
+_CALLED = (
+    "call it, model(x) or model(x, method='encode'), in the place of module.apply(variables, x); `model.params` and "
+    "`model.state` are its arrays"
+)
+
+
 def linen_functional(
     module: linen.Module, variables: PyTree, trainable: Trainable = None
 ) -> tuple["LinenFunctional", Variables]:
@@ -160,6 +166,11 @@ class BoundLinen:
         In evaluation a flag of `EVALUATES` that the call has and is not given gets its value there.
         """
         module = self._module
+        if given := [f"{name}=" for name in ("rngs", "mutable") if name in kwargs]:
+            raise TypeError(
+                f"leave {' and '.join(given)} out of model(...): the model has random streams of every name, and keeps what a "
+                "call changes"
+            )
         if self._mode.training is False:
             module, kwargs = self._evaluating(method, args, kwargs)
         key = jax.random.fold_in(self._key, self._calls)
@@ -187,6 +198,20 @@ class BoundLinen:
             )
         self.state |= unfreeze(changed)
         return self._mode.precision.cast_output(out)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(f"{self._named()} has no `{name}`: {_CALLED}", name=name, obj=self)
+
+    def __getitem__(self, name: Any) -> Any:
+        raise TypeError(f"{self._named()} is no mapping with an entry {name!r}: {_CALLED}")
+
+    def __contains__(self, name: Any) -> bool:
+        raise TypeError(f"{self._named()} is no mapping of variables: {_CALLED}")
+
+    def _named(self) -> str:
+        return f"the model that a loss gets ({type(self._module).__name__} with its variables in it)"
 
     def _evaluating(self, method: Any, args: tuple, kwargs: dict) -> tuple[linen.Module, dict]:
         """The module and the keywords of a call in evaluation; what becomes another than in training is said once."""

@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from axonml_jax._types import PyTree, named_leaves
+from axonml_jax.compat.around import is_traced_around
 from axonml_jax.sharding.batch import BatchLayout, second_dim
 
 
@@ -13,12 +15,24 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
     """Refuse a batch whose leaves do not split evenly into shards and microbatches.
 
     Raises:
-      TypeError: naming every leaf that is not made of numbers.
+      TypeError: naming every leaf that is not made of numbers; for a loader in the place of a batch, or arrays that JAX traces.
       ValueError: naming every leaf that does not divide, the rule and the nearest sizes that do; or that the batch has
         no leaf with a batch dim, or none with positions where an axis splits these.
     """
     degree, parts = layout.row_degree, layout.row_degree * microbatches
     leaves = named_leaves(batch)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves.values()):
+        raise TypeError(_TRACED.format("this call got arrays that JAX traces"))
+    if (
+        "" in leaves
+        and isinstance(batch, Iterable)
+        and not hasattr(batch, "dtype")
+        and not isinstance(batch, str | bytes)
+    ):
+        raise TypeError(
+            f"a {type(batch).__name__} was given in the place of a batch: take batches out of it, `for batch in loader: "
+            "trainer.step(batch)`"
+        )
     if texts := {name or "batch": kind for name, leaf in leaves.items() if (kind := _not_numeric(leaf))}:
         raise TypeError(f"the batch's leaves must be arrays of numbers, but some are not: {texts}; take them out")
     split = {name: np.shape(leaf) for name, leaf in leaves.items() if np.ndim(leaf)}
@@ -45,6 +59,23 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
         f"dim 0 must be a multiple of {parts}: use {f'{below} or ' if below else ''}{above} rows"
         f"{', another number of microbatches,' if microbatches > 1 else ''} or another mesh"
     )
+
+
+def refuse_tracing(call: str) -> None:
+    """Refuse a call that changes the object it is of, within a function that JAX traces: what it kept would be no arrays.
+
+    Raises:
+      TypeError: naming the call, and the remedy.
+    """
+    if is_traced_around():
+        raise TypeError(_TRACED.format(f"{call} was called"))
+
+
+_TRACED = (
+    "{} inside a function that JAX transforms (jax.jit, jax.grad, jax.vmap, jax.lax.scan or another): a parallel model's calls "
+    "are compiled already, whole, so call them as they are, trainer.step(batch), in a Python loop; what you want compiled "
+    "around them belongs into the loss or the model"
+)
 
 
 def _check_positions(layout: BatchLayout, shapes: Mapping[str, tuple[int, ...]]) -> None:

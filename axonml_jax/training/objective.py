@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
+import flax.errors
 import jax
 
 from axonml_jax._types import LossFn, PyTree, named_leaves
@@ -70,7 +71,15 @@ class Objective:
     def _called(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         with self.inside():
             bound = self.model.bind(variables, key, self.mode)
-            loss = parse_loss(self.loss_fn(bound, batch), self.positions)
+            try:
+                found = self.loss_fn(bound, batch)
+            except flax.errors.ApplyScopeInvalidVariablesTypeError as error:
+                said = TypeError(
+                    "the loss gave module.apply something else than variables. A loss gets the model with its variables in it: "
+                    "call it, model(x), in the place of module.apply(variables, x)"
+                )
+                raise said.with_traceback(error.__traceback__) from None
+            loss = parse_loss(found, self.positions)
             return loss, self.model.state_of(bound)
 
     def differentiable(self, parts: Parts, frozen: PyTree) -> Callable:

@@ -36,7 +36,7 @@ from axonml_jax.training.state.named_state import state_leaves, state_of_leaves
 from axonml_jax.training.state.round_end import end_of_round, in_place_of_outer
 from axonml_jax.training.state.strategy_state import after_update, to_read
 from axonml_jax.training.state.train_state import TrainState
-from axonml_jax.training.typed_errors import explain_typed_scan
+from axonml_jax.training.typed_errors import explain_typed_scan, folding
 
 Metrics = dict[str, jax.Array]
 
@@ -83,6 +83,7 @@ class TrainStep:
         options = compiler_options(placement, mesh)
         self._compiled = Compiled(self._whole, mesh, accept, donate_argnums=0, compiler_options=options)
 
+    @folding
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Make one update.
 
@@ -110,11 +111,13 @@ class TrainStep:
         """Refuse a batch, of arrays or shapes, that a step cannot take (see `check_batch`)."""
         check_batch(self.placement.batch_layout, batch, self.placement.plan.microbatches)
 
+    @folding
     def trace(self, state: TrainState, batch: PyTree):
         """The step traced on arrays or shapes (`.jaxpr`, `.lower()`): what the ledger reads."""
         self.check(batch)
         return self._compiled.trace(state, self.placement.batch_layout.marked(batch))
 
+    @folding
     def lower(self, state: TrainState, batch: PyTree):
         """The step lowered on arrays or shapes (`.as_text()`, `.compile()`)."""
         self.check(batch)

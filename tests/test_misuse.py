@@ -1,0 +1,215 @@
+"""What is easily done wrong is answered by a sentence that helps, and by the line of the caller's own code."""
+
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from plan_models import BatchNormNet, linear, mean_loss, regression
+
+import axonml_jax as ax
+
+BATCH = regression(8)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return ax.make_mesh(data=2, devices=jax.devices()[:2])
+
+
+@pytest.fixture(scope="module")
+def trainer(mesh):
+    return ax.DDP(BatchNormNet(nnx.Rngs(0)), mesh).trainer(optax.sgd(0.1), mean_loss)
+
+
+TRACED = {
+    "a step": lambda t: jax.jit(t.step)(BATCH),
+    "a step of a batch from outside": lambda t: jax.jit(lambda: t.step(BATCH)["loss"])(),
+    "a scan of steps": lambda t: jax.lax.scan(lambda _, b: (0, t.step(b)["loss"]), 0, {"x": np.ones((2, 8, 5))}),
+    "the pure step": lambda t: jax.jit(t.train_step)(t.state, BATCH),
+    "an evaluation": lambda t: jax.jit(t.evaluate)(BATCH),
+    "a forward pass": lambda t: jax.jit(t.model)(BATCH["x"]),
+    "gradients": lambda t: jax.jit(lambda: t.model.value_and_grad(mean_loss)(BATCH))(),
+    "a gradient of a call": lambda t: jax.grad(lambda x: t.model(x).sum())(BATCH["x"]),
+}
+
+
+@pytest.mark.parametrize("what", TRACED)
+def test_calls_inside_functions_that_jax_traces_are_refused_and_break_nothing(trainer, what):
+    before = trainer.model.state_dict()
+    with pytest.raises(TypeError, match=r"inside a function that JAX transforms.*call them as they are, trainer\.step"):
+        TRACED[what](trainer)
+    assert all(np.array_equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
+def loader(mesh):
+    return ax.create_dataloader(np.ones((16, 5)), 8, mesh)
+
+
+def test_a_loader_in_the_place_of_a_batch_is_named(trainer, mesh):
+    for given, kind in (
+        (loader(mesh), "DataLoader"),
+        (iter([BATCH]), "list_iterator"),
+        ((b for b in [BATCH]), "generator"),
+    ):
+        for call in (trainer.step, trainer.evaluate, trainer.trace):
+            with pytest.raises(TypeError, match=f"a {kind} was given in the place of a batch: .*`for batch in loader"):
+                call(given)
+    with pytest.raises(TypeError, match=r"takes batches.*trainer\.evaluate takes one"):
+        trainer.validate(BATCH)
+    with pytest.raises(TypeError, match="takes batches"):
+        trainer.validate(np.ones((8, 5)))
+
+
+MODULE = linen.Dense(3, param_dtype=jnp.float64)
+VARIABLES = {"params": {"kernel": np.ones((5, 3)), "bias": np.zeros(3)}}
+APPLIED = {
+    "its apply": (
+        lambda model, x: model.apply(VARIABLES, x),
+        AttributeError,
+        r"\(Dense with.* no `apply`: call it, model\(x\)",
+    ),
+    "as variables": (
+        lambda model, x: MODULE.apply(model, x),
+        TypeError,
+        r"no mapping of variables: call it, model\(x\)",
+    ),
+    "as params": (
+        lambda model, x: MODULE.apply({"params": model}, x),
+        TypeError,
+        r"something else.*call it, model\(x\)",
+    ),
+    "an entry": (
+        lambda model, x: MODULE.apply(model["params"], x),
+        TypeError,
+        r"no mapping.*'params': call it, model\(x\)",
+    ),
+    "streams": (lambda model, x: model(x, rngs={"dropout": 0}), TypeError, r"leave rngs= out of model\(\.\.\.\)"),
+    "collections": (lambda model, x: model(x, mutable=["a"]), TypeError, r"leave mutable= out of model\(\.\.\.\)"),
+}
+
+
+@pytest.mark.parametrize("how", APPLIED)
+def test_a_linen_loss_that_applies_a_module_is_told_to_call_the_model(mesh, how):
+    call, kind, words = APPLIED[how]
+    loss = lambda model, batch: mean_loss(lambda x: call(model, x), batch)
+    trainer = ax.DDP(MODULE, mesh, params=VARIABLES).trainer(optax.sgd(0.1), loss)
+    with pytest.raises(kind, match=words) as caught:
+        trainer.step(BATCH)
+    assert "<lambda>" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def test_forgotten_simulated_devices_are_asked_after(monkeypatch):
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: one)
+    for degrees, needed in (({"data": 8}, 8), ({"fsdp": 4, "data": -1}, 4)):
+        with pytest.raises(ValueError, match=rf"does not fit 1 devices.*Did you forget ax.fake_devices\({needed}\)"):
+            ax.make_mesh(**degrees)
+    for options in ({"data": 8, "devices": one}, {"data": 1, "fsdp": 0}):
+        with pytest.raises(ValueError) as caught:
+            ax.make_mesh(**options)
+        assert "fake_devices" not in str(caught.value)
+
+
+UNREAD = {
+    "a module from outside": lambda model, batch: mean_loss(Two(), batch),
+    "a stopped gradient": lambda model, batch: mean_loss(lambda x: jax.lax.stop_gradient(model(x)), batch),
+}
+
+
+@pytest.mark.parametrize("strategy", ["overlapped", "no_sync"])
+@pytest.mark.parametrize("loss", UNREAD)
+def test_gradients_that_are_zero_everywhere_are_told_once(mesh, strategy, loss, caplog):
+    trainer = ax.DDP(Two(), mesh, sync_strategy=strategy).trainer(optax.sgd(0.1), UNREAD[loss])
+    trainer.step(BATCH), trainer.step(BATCH)
+    assert [
+        m for m in caplog.messages if "zero everywhere" in m and "Does the loss use the model" in m
+    ] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+def test_gradients_are_looked_at_in_the_first_step_only(trainer, caplog, monkeypatch):
+    from axonml_jax.facade import trainer as room
+
+    asked = []
+    monkeypatch.setattr(room, "_warn_of_no_gradients", asked.append)
+    fresh = trainer.model.trainer(optax.sgd(0.1), mean_loss)
+    norm = fresh.step(BATCH)["grad_norm"]
+    fresh.step(BATCH)
+    assert len(asked) == 1 and asked[0] is norm and not caplog.messages
+
+
+class Two(nnx.Module):
+    def __init__(self):
+        self.first, self.last = linear(5, 6, nnx.Rngs(0)), linear(6, 3, nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("facade", [ax.DDP, ax.FSDP])
+def test_a_changed_module_that_is_not_the_one_that_trains_is_told(mesh, facade, caplog):
+    module, mesh = Two(), ax.make_mesh(**{facade.__name__.lower().replace("ddp", "data"): 2}, devices=jax.devices()[:2])
+    model = facade(module, mesh)
+    nnx.jit(lambda module: module(BATCH["x"]))(module)  # other arrays of the same values
+    trainer = model.trainer(optax.sgd(0.1), mean_loss)
+    trainer.step(BATCH)
+    assert not caplog.messages
+    module.first.kernel[...] = jnp.zeros((5, 6))
+    trainer.step(BATCH)
+    assert not caplog.messages, "after the first step the two differ by training"
+    model = facade(module, mesh)
+    module.last.kernel[...] = 2 * module.last.kernel[...]
+    model.trainer(optax.sgd(0.1), mean_loss).step(BATCH)
+    assert "the Two that was given to the model was changed" in caplog.text and ": last/kernel. " in caplog.text
+    caplog.clear()
+    given = model.module
+    model.state_dict()
+    given = model.module
+    given.first.kernel[...] += 1
+    model(BATCH["x"])
+    (message,) = caplog.messages
+    assert "a module that model.module returned was changed" in message and ": first/kernel. " in message
+
+
+def loss_with_a_fault(model, batch):
+    return model(batch["x"]).no_such_thing()
+
+
+FOLDED = {
+    "step": lambda t: t.step(BATCH),
+    "evaluate": lambda t: t.evaluate(BATCH),
+    "validate": lambda t: t.validate([BATCH]),
+    "trace": lambda t: t.trace(BATCH),
+    "pure": lambda t: t.train_step(t.state, BATCH),
+    "gradients": lambda t: t.model.value_and_grad(loss_with_a_fault)(BATCH),
+}
+
+
+@pytest.mark.parametrize("call", FOLDED)
+@pytest.mark.parametrize("filtering", ["auto", "off"])
+def test_an_error_in_a_loss_has_no_frames_of_the_library_above_it(mesh, call, filtering):
+    trainer = ax.FSDP(Two(), ax.make_mesh(fsdp=2, devices=jax.devices()[:2])).trainer(optax.sgd(0.1), loss_with_a_fault)
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", filtering)
+    try:
+        with pytest.raises(AttributeError, match="no_such_thing") as caught:
+            FOLDED[call](trainer)
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    own = [frame for frame in frames if "axonml_jax/" in frame.filename and "/tests/" not in frame.filename]
+    assert bool(own) is (filtering == "off")
+    assert any(frame.name == "loss_with_a_fault" for frame in frames)
+    notes = [note for note in getattr(caught.value, "__notes__", ()) if note.startswith("axonml_jax has left")]
+    assert len(notes) == (filtering != "off")
+
+
+def test_an_error_of_the_library_itself_keeps_its_frames(trainer):
+    with pytest.raises(ValueError, match="multiple of 2") as caught:
+        trainer.step(regression(7))
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-1] == "check_batch" and "step" in names and "folded" not in names
