@@ -1,10 +1,10 @@
 """Whether a batch splits evenly over the ranks and microbatches of a plan."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.compat.around import is_traced_around
@@ -20,19 +20,7 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
         no leaf with a batch dim, or none with positions where an axis splits these.
     """
     degree, parts = layout.row_degree, layout.row_degree * microbatches
-    leaves = named_leaves(batch)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves.values()):
-        raise TypeError(_TRACED.format("this call got arrays that JAX traces"))
-    if (
-        "" in leaves
-        and isinstance(batch, Iterable)
-        and not hasattr(batch, "dtype")
-        and not isinstance(batch, str | bytes)
-    ):
-        raise TypeError(
-            f"a {type(batch).__name__} was given in the place of a batch: take batches out of it, `for batch in loader: "
-            "trainer.step(batch)`"
-        )
+    leaves = _leaves(batch)
     if texts := {name or "batch": kind for name, leaf in leaves.items() if (kind := _not_numeric(leaf))}:
         raise TypeError(f"the batch's leaves must be arrays of numbers, but some are not: {texts}; take them out")
     split = {name: np.shape(leaf) for name, leaf in leaves.items() if np.ndim(leaf)}
@@ -59,6 +47,23 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
         f"dim 0 must be a multiple of {parts}: use {f'{below} or ' if below else ''}{above} rows"
         f"{', another number of microbatches,' if microbatches > 1 else ''} or another mesh"
     )
+
+
+def _leaves(batch: PyTree) -> dict[str, Any]:
+    """A batch's leaves by path, if it is one."""
+    leaves = {} if isinstance(batch, Iterator) else named_leaves(batch)  # JAX would not flatten an iterator
+    if isinstance(batch, Iterator) or ("" in leaves and _is_loader(batch)):
+        raise TypeError(
+            f"a {type(batch).__name__} was given in the place of a batch: take batches out of it, `for batch in loader: "
+            "trainer.step(batch)`"
+        )
+    if any(isinstance(leaf, Tracer) for leaf in leaves.values()):
+        raise TypeError(_TRACED.format("this call got arrays that JAX traces"))
+    return leaves
+
+
+def _is_loader(leaf: Any) -> bool:
+    return isinstance(leaf, Iterable) and not hasattr(leaf, "dtype") and not isinstance(leaf, str | bytes)
 
 
 def refuse_tracing(call: str) -> None:
