@@ -204,7 +204,6 @@ class ParallelModel(SavedModel):
         """Switch the model to evaluation; returns itself."""
         return self.train(False)
 
-    @folding
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs on the global batch: dim 0 of every array argument is split over the batch axes.
 
@@ -216,7 +215,8 @@ class ParallelModel(SavedModel):
         self._refuse_tracing("the model")
         given = self._functional, self._placement, self.mesh, self._mode, self._accept
         program = self._program(("forward",), lambda: Forward(*given))
-        out, state = program(self.values, self._next_key(), args, kwargs)
+        with folding:
+            out, state = program(self.values, self._next_key(), args, kwargs)
         self.variables = replace(self.variables, state=state)
         return out
 
@@ -232,7 +232,6 @@ class ParallelModel(SavedModel):
           every value is each rank's own, stacked by rank along dim 0.
         """
 
-        @folding
         def f(batch: PyTree) -> Any:
             self._refuse_tracing("value_and_grad")
             sync = self._syncing
@@ -240,7 +239,8 @@ class ParallelModel(SavedModel):
             build = lambda: Differentiate(self._functional, self._placement, self.mesh, loss_fn, **options)
             # By identity: a callable need not be hashable, and the program keeps it alive.
             program = self._program(("grad", id(loss_fn), sync), build)
-            loss, metrics, grads, state = program(self.values, self._next_key(), batch)
+            with folding:
+                loss, metrics, grads, state = program(self.values, self._next_key(), batch)
             self.variables = replace(self.variables, state=state)
             return ((loss, metrics) if metrics else loss), self._outside(grads) if sync else grads
 

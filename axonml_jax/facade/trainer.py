@@ -216,7 +216,6 @@ class Trainer(Generic[M]):
         state, leaves = self.state, [arrays[name] for name in named_leaves(self.state)]
         self._continue(jax.tree.unflatten(jax.tree.structure(state), leaves), restored=True)
 
-    @folding
     def step(self, batch: PyTree) -> Metrics:
         """One update from the global batch.
 
@@ -232,9 +231,11 @@ class Trainer(Generic[M]):
             raise ValueError("this trainer knows no values: load the model before it is made, or restore a checkpoint")
         refuse_tracing("trainer.step")
         if self._compared != self.model.loads:
-            self._compare(batch)
+            with folding:
+                self._compare(batch)
         made, state = self._made, self.state
-        state, metrics = self.train_step(replace(state, variables=self.model.give_up()), batch)
+        with folding:
+            state, metrics = self.train_step(replace(state, variables=self.model.give_up()), batch)
         self._continue(state)
         self._made = None if made is None else made + 1
         if self._seen is None:
@@ -249,12 +250,11 @@ class Trainer(Generic[M]):
             check_first_step(self.train_step, self.state, batch, self.model._given)
         self._compared = self.model.loads
 
-    @folding
     def evaluate(self, batch: PyTree) -> Metrics:
         """The loss and metrics of a global batch in evaluation mode, in the microbatches of `accumulate`; changes nothing."""
-        return self._eval(self.model.values, batch)
+        with folding:
+            return self._eval(self.model.values, batch)
 
-    @folding
     def validate(self, batches: Iterable[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
         """The mean over batches, of these weights or of equal ones, of everything `evaluate` returns; callbacks hear of it.
 
@@ -271,7 +271,8 @@ class Trainer(Generic[M]):
             raise TypeError(
                 "trainer.validate takes batches, one after another: [batch], or a loader; trainer.evaluate takes one"
             )
-        found = mean_of([of(batch) for batch in batches], weights)
+        with folding:
+            found = mean_of([of(batch) for batch in batches], weights)
         self._tell("on_eval", metrics=found)
         return found
 
@@ -315,7 +316,6 @@ class Trainer(Generic[M]):
             )
         return self._steps[mode]
 
-    @folding
     def trace(self, batch: PyTree) -> Any:
         """The step traced for batches like this one (arrays or shapes); nothing runs. `ax.explain(trainer, batch)` reads it.
 
@@ -323,7 +323,8 @@ class Trainer(Generic[M]):
           TypeError, ValueError: for a batch that `step` would not take.
         """
         self.train_step.check(batch)
-        return self.train_step.trace(self.state, _shapes(batch))
+        with folding:
+            return self.train_step.trace(self.state, _shapes(batch))
 
     def compiled_memory(self) -> int | None:
         """Bytes per device that the compiled step plans: arguments, results beyond them, temporaries. None before a step."""

@@ -83,7 +83,6 @@ class TrainStep:
         options = compiler_options(placement, mesh)
         self._compiled = Compiled(self._whole, mesh, accept, donate_argnums=0, compiler_options=options)
 
-    @folding
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Make one update.
 
@@ -104,24 +103,24 @@ class TrainStep:
             )
         self.check(batch)
         bound_run_ahead(state.step)
-        with explain_typed_scan(self.placement.plan.check_vma):
+        with folding, explain_typed_scan(self.placement.plan.check_vma):
             return self._compiled(state, self.placement.batch_layout.place(batch, self.mesh))
 
     def check(self, batch: PyTree) -> None:
         """Refuse a batch, of arrays or shapes, that a step cannot take (see `check_batch`)."""
         check_batch(self.placement.batch_layout, batch, self.placement.plan.microbatches)
 
-    @folding
     def trace(self, state: TrainState, batch: PyTree):
         """The step traced on arrays or shapes (`.jaxpr`, `.lower()`): what the ledger reads."""
         self.check(batch)
-        return self._compiled.trace(state, self.placement.batch_layout.marked(batch))
+        with folding:
+            return self._compiled.trace(state, self.placement.batch_layout.marked(batch))
 
-    @folding
     def lower(self, state: TrainState, batch: PyTree):
         """The step lowered on arrays or shapes (`.as_text()`, `.compile()`)."""
         self.check(batch)
-        return self._compiled.lower(state, self.placement.batch_layout.marked(batch))
+        with folding:
+            return self._compiled.lower(state, self.placement.batch_layout.marked(batch))
 
     def state_leaves(self, state: TrainState) -> dict[str, Leaf]:
         """Everything in a state by a name that is the same under every plan; what checkpoints hold."""

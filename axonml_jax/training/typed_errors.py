@@ -1,19 +1,15 @@
 """What users read of errors in their models and losses: the scan that `check_vma=True` refuses, no frames of ours above it."""
 
-import functools
 import sysconfig
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 import flax
 import jax
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _INSIDE = tuple(str(Path(str(module.__file__)).parent) for module in (jax, flax))
 _OURS = str(Path(__file__).parents[1]) + "/"
@@ -21,34 +17,36 @@ _STANDARD = sysconfig.get_path("stdlib") + "/"
 _NOTE = "axonml_jax has left its own frames out above code that it called; JAX_TRACEBACK_FILTERING=off shows them."
 
 
-def folding(fun: Callable[P, R]) -> Callable[P, R]:
-    """The function, whose errors in code that it calls back, such as a loss, come without this library's frames above it.
+class _Folding:
+    """Within this context errors in code that is called back, such as a loss, lose this library's frames above it.
 
     As JAX's traceback filtering does, and switched off as that is (`jax_traceback_filtering`). Errors of the library itself
-    keep all their frames.
+    keep all their frames. It is no decorator, whose own frame would stand between a step and its loss.
     """
 
-    @functools.wraps(fun)
-    def folded(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return fun(*args, **kwargs)
-        except Exception as error:
-            if jax.config.jax_traceback_filtering != "off":  # pyright: ignore[reportAttributeAccessIssue]
-                _fold(error)
-            raise  # with the traceback that the error has now, to which this frame is not added
+    def __enter__(self) -> None:
+        pass
 
-    return folded
+    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
+        shown = jax.config.jax_traceback_filtering == "off"  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(error, Exception) and not shown:
+            _fold(error)
+
+
+folding = _Folding()
 
 
 def _fold(error: Exception) -> None:
-    frames = [each for each in _frames(error) if (each.tb_frame.f_code.co_name, _file(each)) != ("folded", __file__)]
+    frames = list(_frames(error))
     theirs = [i for i, each in enumerate(frames) if _is_theirs(_file(each))]
-    last, kept = theirs[-1] if theirs else -1, None
+    if not theirs:
+        return
+    last, kept = theirs[-1], None
     for i, each in reversed(list(enumerate(frames))):
         if i > last or not _file(each).startswith(_OURS):
             kept = types.TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
     error.__traceback__ = kept
-    if theirs and _NOTE not in getattr(error, "__notes__", ()):
+    if _NOTE not in getattr(error, "__notes__", ()):
         error.add_note(_NOTE)
 
 
