@@ -172,6 +172,25 @@ def test_an_owner_on_another_machine_is_watched(tmp_path, hurried, caplog):
     owner.release()
 
 
+def test_of_an_owner_that_cannot_be_seen_from_here_nobody_says_that_it_has_ended(tmp_path):
+    """A process of this number may well have ended here: it runs elsewhere."""
+    here, unseen = Owner.this_process(), tmp_path / f"step_00000009{saving.SAVING}"
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for changes, lives in (
+        ({}, True),
+        ({"pid": gone.pid}, False),
+        ({"pid": gone.pid, "machine": "another boot"}, None),
+    ):
+        assert dataclasses.replace(here, **changes).lives() is lives
+        record = written(saving.record_of(tmp_path / "step_00000009"), **changes)
+        assert ownership.in_use(record) is (lives is not False)
+        unseen.mkdir(exist_ok=True)
+        saving.tidy(tmp_path)
+        assert unseen.exists() is record.exists() is (lives is not False)
+    assert dataclasses.replace(here, pid=os.getppid(), started=None).lives() is None  # its number may be another's now
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"pid": 3}', '{"pid": -1}', "\x00" * 300])
 def test_a_record_that_cannot_be_read_is_watched_too(tmp_path, hurried, text):
     (tmp_path / "owner.json").write_text(text)

@@ -12,6 +12,7 @@ from axonml_jax.launch.processes.machines import connection
 from axonml_jax.launch.processes.machines.connection import Connection
 from axonml_jax.launch.processes.machines.start import Start
 from axonml_jax.launch.processes.supervise import Supervisor
+from axonml_jax.mesh.job.callers import readable
 from axonml_jax.mesh.job.sealed import Talk
 
 WORDS = r"the launcher of node 1 has said nothing for 1 s"
@@ -53,6 +54,12 @@ def test_a_line_is_silent_unless_the_other_end_beats_and_its_beats_are_no_messag
     time.sleep(0.1)
     other.beat()  # hears it, and keeps it
     assert not other.silent and other.messages() == [{"alarm": 1}, {"alarm": 2}]
+
+
+def test_a_line_without_a_seal_cuts_the_connection_and_says_nothing(pair):
+    one, other = pair
+    one._connection.sendall(b'{"alarm": 1}\n')
+    assert readable([other], 10) and other.messages() == [] and other.cut
 
 
 def test_who_stands_still_does_not_hold_up_who_beats(pair, monkeypatch):

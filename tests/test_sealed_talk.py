@@ -54,6 +54,43 @@ def test_of_a_line_not_a_byte_may_differ_and_none_shows_the_token():
         assert listener.opened(bytes(line)) is None
 
 
+def test_a_line_without_a_seal_is_no_line():
+    body = b'{"n": 1}'
+    for line in (body, b" " + body, b"0" * 64 + b" " + body, body + b" " + body, b""):
+        caller, listener = talking()
+        assert listener.opened(line + b"\n") is None
+        caller, listener = talking()
+        assert caller.opened(line + b"\n") is None
+    assert talking(token=b"")[1].opened(b" " + body) is None  # where everybody knows the token too
+
+
+def test_a_caller_whose_line_has_no_seal_is_hung_up_on_and_not_heard():
+    mine = lambda message: message == {"n": 1}
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listening = stack.enter_context(contextlib.closing(callers.Callers(server, b"hush", "weather", mine)))
+
+        def heard(line):
+            """What the listener hears of a caller that says this line, and whether it hangs up on it."""
+            here = stack.enter_context(socket.create_connection(server.getsockname()))
+            assert readable(listening.sources(), 10) and listening.pump() == []  # lets it in, and greets
+            talk = Talk(b"hush", "weather", calls=True)
+            here.sendall(talk.greeting)
+            assert talk.greeted(here.recv(4096))
+            here.sendall(line(talk))
+            found = []
+            while not found and readable(listening.sources(), 0.3):
+                found = listening.pump()
+            for connection, _, _ in found:
+                connection.close()
+            here.settimeout(10)
+            return [message for _, _, message in found], here.recv(1) == b""
+
+        assert heard(lambda talk: b'{"n": 1}\n') == ([], True)
+        assert heard(lambda talk: b" ".join([b"0" * 64, b'{"n": 1}\n'])) == ([], True)
+        assert heard(lambda talk: talk.sealed({"n": 1})) == ([{"n": 1}], True)
+
+
 @pytest.fixture
 def tapped():
     """A way to an address that keeps a copy of what the caller says: (address there) -> (port here, copies)."""

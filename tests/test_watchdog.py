@@ -4,6 +4,7 @@ import json
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 
 import axonml_jax as ax
 from axonml_jax.mesh.watch import watchdog as room
-from axonml_jax.mesh.watch.standstill import Said, standstill
+from axonml_jax.mesh.watch.standstill import Said, Standstill, standstill
 from axonml_jax.mesh.watch.where import compiles, where_is
 
 
@@ -126,6 +127,56 @@ def test_a_standstill_is_told_once_and_so_is_its_end(watched):
         assert re.match(
             r"it goes on after \d+ s without progress, at step 6; rank\(s\) \[1\] had been missing", heard[1]
         )
+
+
+def looks(dog, still):
+    """It looks, after so many seconds without progress."""
+    dog._looked = -1e9
+    dog._warn_of(still)
+
+
+def test_what_is_over_is_forgiven_and_the_next_standstill_is_told_anew(watched):
+    dog, _, heard = watched(OTHER)
+    dog._look = lambda: Standstill("stuck", (1,))
+    for told in (1, 3):
+        looks(dog, 1.0)
+        looks(dog, 2.0)
+        assert len(heard) == told and heard[-1] == "stuck"
+        dog.moved()
+        looks(dog, 0.0)
+        looks(dog, 0.0)
+        assert len(heard) == told + 1 and "goes on" in heard[-1] and heard[-1].endswith("rank(s) [1] had been missing")
+
+
+@pytest.mark.parametrize(
+    ("found", "still", "warns"),
+    [
+        (Standstill("stuck"), 1.9, False),  # less than twice the longest step so far
+        (Standstill("stuck"), 2.1, True),
+        (Standstill("stuck", alike="validating"), 99.0, False),
+        (Standstill("stuck", (1,)), 0.3, True),  # who is missing is, however long steps take
+        (Standstill("stuck", (1,)), 0.1, False),
+        (Standstill("stuck", (0,), speaker=1), 99.0, False),
+    ],
+)
+def test_only_what_no_step_and_no_common_work_explains_is_told(watched, found, still, warns):
+    dog, _, heard = watched(OTHER)
+    dog._look, dog._times.longest = (lambda: found), 1.0
+    looks(dog, still)
+    assert heard == ["stuck"] * warns
+
+
+def test_a_slow_rank_is_named_once_forgiven_after_two_windows_and_named_again(watched, monkeypatch):
+    dog, _, heard = watched(OTHER)
+    slow = SimpleNamespace(rank=1, text="rank 1 is slow", times=2.0)
+    forgiven = "rank 1 is no slower than the others any more"
+    seen = [slow, None, slow, slow, slow, None, slow, slow, None, None, None, slow, slow]
+    told = [0, 0, 0, 1, 0, 0, 0, 0, 0, forgiven, 0, 0, 1]
+    for found, wanted in zip(seen, told, strict=True):
+        monkeypatch.setattr(room, "stragglers", lambda paces, found=found: [found] if found else [])
+        heard.clear()
+        dog._judge({})
+        assert heard == ([] if not wanted else ["rank 1 is slow" if wanted == 1 else wanted])
 
 
 def test_what_all_do_alike_for_long_is_no_standstill(watched):
