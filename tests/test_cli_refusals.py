@@ -47,7 +47,7 @@ WRONG = {
         (("empty.yaml",), "empty.yaml holds no keys"),
         (("half.yaml",), "half.yaml is not YAML"),
         ((QUICKSTART, "--mesh.tensor", "2"), "mesh.tensor=2: 3 query heads do not divide over tensor=2"),
-        ((QUICKSTART, "--mesh.tensor", "2"), "use mesh.tensor 1, or other values of model.num_heads"),
+        ((QUICKSTART, "--mesh.tensor", "2"), "use mesh.tensor 1 or 3, or other values of model.num_heads"),
         ((QUICKSTART, "--mesh.tensor", "0"), "tensor=0: a degree is an int >= 1"),
         ((QUICKSTART, "--plan.comm_dtype", "foo"), "comm_dtype='foo' must be a floating dtype"),
         ((QUICKSTART, "--data.path", "none"), "no such folder: 'none'"),
@@ -55,7 +55,7 @@ WRONG = {
         ((QUICKSTART, *SHORT, "--output.dir", "it.py/runs"), "it.py is a file; give a folder"),
     ],
     "explain": [
-        ((QUICKSTART, "--mesh.tensor", "2"), "use mesh.tensor 1, or other values of model.num_heads"),
+        ((QUICKSTART, "--mesh.tensor", "2"), "use mesh.tensor 1 or 3, or other values of model.num_heads"),
         ((QUICKSTART, "--model.split", "grid", "--mesh.row", "2"), "use mesh.row 1 or 3, or other values of model.num_heads"),
         ((QUICKSTART, "--model.attention", "splash"), "attention='splash' does not apply here"),
         ((QUICKSTART, "--write-baseline", "none/baseline.json"), "none/baseline.json"),

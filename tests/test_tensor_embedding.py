@@ -66,6 +66,21 @@ def test_outside_a_mesh_they_are_flax_and_the_reference_loss():
     np.testing.assert_allclose(smooth[:3], -(soft * log_p).sum(-1)[:3], rtol=1e-12)
 
 
+def test_ids_of_padding_give_nan_and_negative_ones_count_from_the_last_word():
+    layer = VocabParallelEmbedding(7, 4, pads=True, rngs=nnx.Rngs(0))
+    ids, table = jnp.array([0, 6, 7, -1, -7, -8]), layer.embedding[...]
+    padded = jnp.pad(table, [(0, 1), (0, 0)])
+    got = on_mesh(lambda table, ids: layer_with(layer, table)(ids), 4, (P("tensor"), P()))(padded, ids)
+    np.testing.assert_array_equal(got, layer(ids))
+    assert np.isnan(got[2]).all() and np.isnan(got[5]).all()
+    joined = VocabParallelEmbedding(7, 4, pads=True, gather_output=True, rngs=nnx.Rngs(0))
+    logits = on_mesh(lambda table, x: layer_with(joined, table).attend(x), 4, (P("tensor"), P()))(padded, table)
+    np.testing.assert_allclose(logits, layer.attend(table), rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"\(7, 4\) does not divide into \(4, 1\) parts .*pads=True"):
+        plain = VocabParallelEmbedding(7, 4, rngs=nnx.Rngs(0))
+        on_mesh(lambda table, ids: layer_with(plain, table)(ids), 4, (P("tensor"), P()))(padded, ids)
+
+
 @pytest.mark.parametrize("vocabulary", [8, 1])
 def test_ids_that_no_rank_holds_give_nan_as_in_flax(vocabulary):
     layer = VocabParallelEmbedding(vocabulary, 4, rngs=nnx.Rngs(0))
@@ -89,15 +104,16 @@ def plain_losses(logits, targets, smoothing=0.0, ignore=None):
     return jnp.where(counted, -jnp.sum(soft * jax.nn.log_softmax(logits), axis=-1), 0)
 
 
-def losses_of(form, logits, targets, ignore=None, smoothing=0.0):
+def losses_of(form, logits, targets, ignore=None, smoothing=0.0, words=None):
     """Of logits as they are (this rank's), or as a chunked loss makes them of a table that is the identity."""
+    given = {"ignore_label": ignore, "words": words}
     if form == "whole":
-        return vocab_parallel_cross_entropy(logits, targets, label_smoothing=smoothing, ignore_label=ignore)
+        return vocab_parallel_cross_entropy(logits, targets, label_smoothing=smoothing, **given)
     table, ranks = jnp.eye(VOCABULARY), degree("tensor")
     if ranks > 1:
-        words = VOCABULARY // ranks
-        table = jax.lax.dynamic_slice_in_dim(table, jax.lax.axis_index("tensor") * words, words, 1)
-    return chunked_cross_entropy(logits, table, targets, chunk=2, words_dim=1, ignore_label=ignore)
+        own = VOCABULARY // ranks
+        table = jax.lax.dynamic_slice_in_dim(table, jax.lax.axis_index("tensor") * own, own, 1)
+    return chunked_cross_entropy(logits, table, targets, chunk=2, words_dim=1, **given)
 
 
 def values_and_gradients(cases, ranks, logits):
@@ -135,6 +151,29 @@ def test_losses_and_gradients_are_those_of_log_softmax_and_negative_targets_are_
         if "smoothing" not in options:
             np.testing.assert_allclose(total, losses.sum(), rtol=1e-12)
         assert weight == np.sum((targets >= 0) & (targets != options.get("ignore")))
+
+
+def test_what_stands_for_no_word_counts_for_nothing():
+    words, targets = 10, np.array([0, 9, -1, 5, 10, 3, 7, 11])  # of 12 places over 4 ranks the last two are padding
+    logits = jnp.where(jnp.arange(VOCABULARY) < words, normal(len(targets), VOCABULARY) * 5, 1e3)
+    cases = [("whole", targets, {"words": words, "smoothing": s}) for s in (0.0, 0.3)] + [
+        ("chunked", targets, {"words": words})
+    ]
+    for found, (_, _, options) in zip(values_and_gradients(cases, 4, logits), cases, strict=True):
+        smoothing, beyond = options.get("smoothing", 0.0), targets >= words
+
+        def plain(x, smoothing=smoothing):
+            soft = (1 - smoothing) * jax.nn.one_hot(targets, words) + smoothing / words
+            return jnp.where(targets >= 0, -jnp.sum(soft * jax.nn.log_softmax(x[:, :words]), axis=-1), 0)
+
+        losses, vjp = jax.vjp(plain, logits)
+        np.testing.assert_array_equal(np.isnan(found[0]), beyond)
+        np.testing.assert_allclose(found[0][~beyond], losses[~beyond], rtol=1e-12, atol=1e-14)
+        gradients = vjp(jnp.linspace(0.5, 2.0, len(targets)))[0]
+        np.testing.assert_allclose(found[1][~beyond], gradients[~beyond], rtol=1e-12, atol=1e-14)
+        assert not np.any(found[1][~beyond, words:])
+    with pytest.raises(ValueError, match=r"words=5 over 4 ranks are blocks of 2, not of 3"):
+        values_and_gradients([("whole", targets, {"words": 5})], 4, logits)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

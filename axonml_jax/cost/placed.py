@@ -94,8 +94,10 @@ class Placed:
     @cached_property
     def read(self) -> Many:
         """Elements of one that the model reads on a rank: whole but for what its own layers split."""
-        cuts = math.prod(self.setting.degrees[name] for name in self.layout.axes if name in self.setting.layer_axes)
-        return self.layout.size // cuts
+        within = self.setting.layer_axes
+        over = [[name for name in self.layout.axes_of(dim) if name in within] for dim in range(len(self.layout.shape))]
+        cuts = (math.prod(self.setting.degrees[name] for name in names) for names in over)
+        return math.prod(-(-size // cut) for size, cut in zip(self.layout.shape, cuts, strict=True))
 
     @cached_property
     def sharded(self) -> dict[AxisNames, AbstractStrategy]:

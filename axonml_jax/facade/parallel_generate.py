@@ -13,7 +13,7 @@ from axonml_jax.collectives.primitives import gather_whole
 from axonml_jax.facade.parallel_model import ParallelModel
 from axonml_jax.model.functional import Variables
 from axonml_jax.models.generation import generate as models
-from axonml_jax.models.generation.prompts import checked_prompts
+from axonml_jax.models.generation.prompts import checked_prompts, vocabulary
 from axonml_jax.models.generation.sampling import Sampling
 from axonml_jax.models.layers import VOCABULARY_AXES
 from axonml_jax.parallel.adapted import reading_adapted
@@ -141,14 +141,17 @@ class _Extend:
         heads = next((axis for axis in ("tensor", "row") if placement.degrees.get(axis, 1) > 1), None)
         padded = starts is not None or (caches is not None and caches[0].starts is not None)
         held = view.abstract_module.cache_specs(*(rows or (None,)), heads, *((True,) if padded else ()))
-        mode = forward_mode(placement, training=False)
+        mode, words = forward_mode(placement, training=False), vocabulary(view.abstract_module)
 
         def extend(read: Variables, tokens: jax.Array, caches: Any, starts: Any):
             with placement.inside(whole=placement.position_axes):
                 bound_model = view.bind(read, jax.random.key(0), mode)
                 logits, caches = models.extended(bound_model, tokens, caches, self.room, starts)
             axes = bound(VOCABULARY_AXES)
-            return (gather_whole(logits, axes, -1, invarying=True) if axes else logits), caches
+            logits = gather_whole(logits, axes, -1, invarying=True) if axes else logits
+            return (
+                logits if words in (None, logits.shape[-1]) else logits[..., :words]
+            ), caches  # padding is behind them
 
         def local(variables: Variables, tokens: jax.Array, caches: Any, starts: Any):
             call = partial(reading_float8, partial(reading_adapted, extend, view), mode.precision)

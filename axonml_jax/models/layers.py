@@ -104,7 +104,7 @@ def make_vocabulary(config: TransformerConfig, *, rngs) -> VocabParallelEmbeddin
     options |= _dtypes(config)
     if config.split == "grid":
         return _as_read(ParallelEmbedding(config.vocab_size, config.hidden_size, rngs=rngs, **options), config)
-    sequence = {"sequence_parallel": config.sequence_parallel}
+    sequence = {"sequence_parallel": config.sequence_parallel, "pads": True}
     table = VocabParallelEmbedding(config.vocab_size, config.hidden_size, rngs=rngs, **sequence, **options)
     return _as_read(table, config)
 
@@ -124,7 +124,7 @@ def make_head(config: TransformerConfig, *, rngs) -> ColumnParallelLinear | Para
     )
     if config.split == "grid":  # transposed: its output is split over col, as the tied table's is
         return ParallelLinear(*sizes, transpose=True, gather_output=False, rngs=rngs, **options)
-    return ColumnParallelLinear(*sizes, sequence_parallel=config.sequence_parallel, rngs=rngs, **options)
+    return ColumnParallelLinear(*sizes, sequence_parallel=config.sequence_parallel, pads=True, rngs=rngs, **options)
 
 
 def make_norm(config: TransformerConfig, *, rngs) -> ParallelRMSNorm | ParallelLayerNorm:

@@ -8,7 +8,7 @@ from axonml_jax.parallel.tensor.megatron.cross_entropy import vocab_parallel_cro
 
 
 def cross_entropy(
-    logits: jax.Array, targets: jax.Array, ignore: int = -1, *, axis: AxisNames = ()
+    logits: jax.Array, targets: jax.Array, ignore: int = -1, *, axis: AxisNames = (), words: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Summed cross entropy in nats, and the number of targets it covers; their quotient is the mean.
 
@@ -17,6 +17,7 @@ def cross_entropy(
       targets: integer [...], token ids below v. Positions of negative ones count for nothing.
       ignore: one more target that counts for nothing.
       axis: the mesh axes that split the logits where they are bound (`VOCABULARY_AXES` for the transformer); none: whole.
+      words: v where it leaves a remainder over `axis`, and the last ranks' logits end with padding; None: it leaves none.
 
     Returns:
       (total, weight): scalars in at least float32; the total is NaN where a target is v or more.
@@ -24,7 +25,7 @@ def cross_entropy(
     Raises:
       ValueError: a target is v or more, where values are known.
     """
-    losses = vocab_parallel_cross_entropy(logits, targets, axis, ignore_label=ignore)
+    losses = vocab_parallel_cross_entropy(logits, targets, axis, ignore_label=ignore, words=words)
     return jnp.sum(losses), jnp.sum(counted(targets, ignore), dtype=losses.dtype)
 
 

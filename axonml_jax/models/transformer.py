@@ -26,9 +26,11 @@ from axonml_jax.parallel.experts.parallel_moe import ParallelMoE
 from axonml_jax.parallel.experts.router_values import RouterValues
 from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
 from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
+from axonml_jax.parallel.tensor.bound_axes import bound
 from axonml_jax.parallel.tensor.latent.latent_cache import LatentCache
 from axonml_jax.parallel.tensor.megatron.attend import WHOLE, KVCache, Packed, places_after
 from axonml_jax.parallel.tensor.megatron.chunked_cross_entropy import chunked_cross_entropy
+from axonml_jax.parallel.tensor.megatron.cross_entropy import is_word, padded_words
 from axonml_jax.parallel.tensor.megatron.sequence import split_sequence
 from axonml_jax.parallel.tensor.megatron.softcap import capped
 from axonml_jax.parallel.tensor.products.ordered import Prefetch
@@ -126,13 +128,17 @@ class Transformer(nnx.Module):
 
         Returns:
           [b, s, v] (v vocabulary), in the compute dtype. Inside `shard_map` this rank's [b, s, v/n] where `tensor` or `col` is
-          bound: `cross_entropy(..., axis=VOCABULARY_AXES)` takes them so.
+          bound: `cross_entropy(..., axis=VOCABULARY_AXES)` takes them so. Where v leaves a remainder over `tensor` they are
+          [b, s, ceil(v/n)], and those that stand for no word are -inf.
 
         Raises:
           ValueError: the sequence is longer than `max_length`.
         """
         prefetch = Prefetch() if self.config.prefetch else None
         logits = self._logits(self._hidden(tokens, Packed(segment_ids, positions), prefetch)[0], prefetch)
+        axes = bound("tensor")
+        if (words := padded_words("Transformer", logits.shape[-1], axes, self.config.vocab_size)) is not None:
+            logits = jnp.where(is_word(logits.shape[-1], axes, words), logits, -jnp.inf)
         return logits if prefetch is None else prefetch.last(logits)
 
     def loss(
@@ -185,7 +191,8 @@ class Transformer(nnx.Module):
         else:
             logits = self._logits(x, prefetch)
             logits = logits if prefetch is None else prefetch.last(logits)
-            total, weight = cross_entropy(logits, targets, ignore, axis=VOCABULARY_AXES)
+            words = self.config.vocab_size
+            total, weight = cross_entropy(logits, targets, ignore, axis=VOCABULARY_AXES, words=words)
         if experts is None or routers is None or self.deterministic:
             return total, weight, routers
         extra = experts.load_balance * routers.load_balance.mean() + experts.z * routers.z.mean()
@@ -206,6 +213,7 @@ class Transformer(nnx.Module):
             sequence_parallel=self.split_sequence,
             ignore_label=ignore,
             softcap=self.config.logit_softcap,
+            words=self.config.vocab_size,
         )
         return jnp.sum(losses), jnp.sum(counted(targets, ignore), dtype=losses.dtype)
 

@@ -224,7 +224,7 @@ class Placement:
             math.prod(self.degrees[a] for a in layout.axes_of(d) if a in self.layer_axes)
             for d in range(len(layout.shape))
         ]
-        return tuple(size // count for size, count in zip(layout.shape, counts, strict=True))
+        return tuple(-(-size // count) for size, count in zip(layout.shape, counts, strict=True))
 
     def to_accumulate(self, grad: jax.Array, layout: Layout) -> jax.Array:
         """A gradient in the dtype in which it accumulates."""

@@ -282,5 +282,5 @@ def _nothing(asked: Question, illegal: Counter, dropped: Counter) -> str:
         f"no plan of {asked.model.num_params:,} parameters on {asked.num_devices} x {asked.hardware.name} with "
         f"{asked.global_batch} sequences of {asked.length} fits in {asked.memory / 2**30:.1f} GiB per device: "
         f"{'; '.join(reasons) or 'no mesh is legal'}. Use more devices, shorter sequences, another batch (a multiple of the "
-        "devices), offload=True, or a model whose sizes divide (vocab_size above all)"
+        "devices), offload=True, or a model whose sizes divide (heads and inner widths above all)"
     )

@@ -20,6 +20,7 @@ from axonml_jax.parallel.adapted import reading_adapted
 from axonml_jax.parallel.context.put_back import put_back
 from axonml_jax.parallel.float8.reading_float8 import reading_float8
 from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.tensor.specs import padded_sizes
 from axonml_jax.program.differing import SAME, differing
 from axonml_jax.program.program import read_program
 from axonml_jax.sharding.batch import BatchLayout
@@ -100,7 +101,7 @@ class Forward:
     def _whole(self, variables: Variables, key: jax.Array, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree]:
         placement, specs = self.placement, self.rest.specs(variables)
         arrays = placement.batch_layout.opened(arrays)
-        dims, inner = self._dims(variables, arrays, static)
+        dims, inner, sizes = self._dims(variables, arrays, static)
 
         def local(variables, key, arrays):
             key = shard_key(key, 0, placement.key_number())
@@ -114,7 +115,7 @@ class Forward:
             axes = split | ({dim: placement.batch_layout.rows} if dim >= 0 else {})
             return PartitionSpec(*(axes.get(i) for i in range(max(axes, default=-1) + 1)))
 
-        return jax.shard_map(
+        out, state = jax.shard_map(
             local,
             mesh=self.mesh,
             in_specs=(specs, PartitionSpec(), placement.batch_layout.specs(arrays)),
@@ -122,6 +123,7 @@ class Forward:
             axis_names=placement.manual_axes,
             check_vma=placement.plan.check_vma,
         )(variables, key, arrays)
+        return jax.tree.map(unpadded_dims, out, inner, sizes), state
 
     def _read_and_call(
         self, variables: Variables, key: jax.Array, arrays: Arrays, static: tuple, whole: tuple[str, ...] = ()
@@ -160,14 +162,15 @@ class Forward:
         adapted = functools.partial(reading_adapted, seen if alone else self.placement.rewritten(seen), self.model)
         return reading_float8(adapted, self.mode.precision, variables, key, arrays)
 
-    def _dims(self, variables: Variables, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree]:
-        """For every output the dim that grows with the batch, or -1, and the dims that are split otherwise, with their axes."""
+    def _dims(self, variables: Variables, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree, PyTree]:
+        """For every output the dim that grows with the batch, or -1, the dims that are split otherwise, with their axes, and
+        its shape on one device, of which split dims may be padded; () where that is not asked."""
         placement, key = self.placement, jax.random.key(0)
         parts, dims = self._batch_dims(variables, arrays, static)
         split = self._position_dims(parts, dims, variables, arrays, static)
         splitting = {axis: placement.degrees.get(axis, 1) for axis in SPLITTING if axis not in placement.left}
         if all(degree == 1 for degree in splitting.values()):
-            return dims, split
+            return dims, split, jax.tree.map(lambda _: (), dims)
 
         def alone(variables: Variables, arrays: Arrays):
             own = replace(self.mode, batch_norm_axes=())
@@ -188,7 +191,9 @@ class Forward:
             return seen[-1]
 
         whole = jax.eval_shape(alone, self.model.shapes, arrays)
-        return dims, split_dims(whole, parts, dims, split, splitting, typed)
+        padded = padded_sizes(self.model.abstract_module)
+        found = split_dims(whole, parts, dims, split, splitting, typed, padded)
+        return dims, found, jax.tree.map(lambda x: tuple(getattr(x, "shape", ())) if padded else (), whole)
 
     def _position_dims(
         self, parts: PyTree, dims: PyTree, variables: Variables, arrays: Arrays, static: tuple
@@ -271,6 +276,20 @@ class Forward:
             f"the model returned an array of shape {out.shape} and dtype {out.dtype} without a batch dim: it may differ from "
             "rank to rank and has no mean. Return it as a float, or call the model through a loss_fn"
         )
+
+
+def unpadded_dims(out: Any, split: Mapping[int, Any], shape: tuple[int, ...]) -> Any:
+    """An output without the padding of dims that ranks share unevenly.
+
+    Args:
+      out: as ranks' parts join.
+      split: its dims that are split, besides rows.
+      shape: on one device; () where nothing is padded.
+    """
+    for dim in split if shape else ():
+        if out.shape[dim] > shape[dim]:
+            out = jax.lax.slice_in_dim(out, 0, shape[dim], axis=dim)
+    return out
 
 
 def _growing_dim(small: Any, large: Any) -> int:

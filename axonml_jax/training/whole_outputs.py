@@ -19,6 +19,7 @@ def split_dims(
     known: PyTree,
     splitting: Mapping[str, int],
     typed: Callable[[], PyTree],
+    padded: Collection[int] = (),
 ) -> PyTree:
     """For every output `{dim: mesh axes}` of what is split besides rows.
 
@@ -29,6 +30,7 @@ def split_dims(
       known: `{dim: mesh axes}` of what is known already.
       splitting: the mesh axes that may split other dims, and their sizes.
       typed: the axes each output varies over; called only where sizes leave a choice.
+      padded: sizes of dims that ranks may share unevenly, with padding behind.
 
     Raises:
       ValueError: naming the outputs whose axis cannot be told.
@@ -41,7 +43,10 @@ def split_dims(
         for dim, (size, left) in enumerate(zip(getattr(full, "shape", ()), getattr(part, "shape", ()), strict=True)):
             if dim == batch_dim or dim in own or size == left:
                 continue
-            axes = [axis for axis, degree in splitting.items() if left * degree == size]
+            fits = lambda degree, size=size, left=left: (
+                left * degree == size or (size in padded and left == -(-size // degree))
+            )
+            axes = [axis for axis, degree in splitting.items() if fits(degree)]
             if len(axes) != 1:
                 axes = [axis for axis in axes if axis in _at(typed(), path)]
             if len(axes) != 1:

@@ -130,7 +130,7 @@ def problems(config: DecoderLike, degrees: Mapping[str, int], length: int) -> li
 
 def _tensor_problems(config: DecoderLike, own: Mapping[str, int], length: int) -> list[str]:
     ranks, kv = own["tensor"], config.attention_shape.kv_heads
-    sizes = {"query heads": config.num_heads, "inner features": config.mlp_size, "words": config.vocab_size}
+    sizes = {"query heads": config.num_heads, "inner features": config.mlp_size}  # words are padded
     if config.sequence_parallel:
         sizes["positions"] = length
     found = [f"{size} {what} do not divide over tensor={ranks}" for what, size in sizes.items() if size % ranks]

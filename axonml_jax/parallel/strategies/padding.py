@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from axonml_jax.collectives.primitives import axis_size
 from axonml_jax.mesh.axes import AxisNames
@@ -18,8 +19,17 @@ def cut(whole: jax.Array, layout: Layout, axis: AxisNames, dim: int | None) -> j
         return whole
     if not layout.shape:
         return whole[0]
-    size = layout.shape[dim] * axis_size(axis) // layout.parts[dim]
+    size = _read_size(layout, dim, axis_size(axis))
     return whole if whole.shape[dim] == size else jax.lax.slice_in_dim(whole, 0, size, axis=dim)
+
+
+def _read_size(layout: Layout, dim: int, ranks: int) -> int:
+    """The size of a dim that was gathered over so many ranks: of one that layers split too their part, with its padding.
+
+    Sizes are arrays where a layout stands for many meshes.
+    """
+    size, gathered = layout.shape[dim], layout.stored[dim] * ranks // layout.parts[dim]
+    return min(size, gathered) if isinstance(gathered, int) else np.minimum(size, gathered)
 
 
 def pad(grad: jax.Array, layout: Layout, axis: AxisNames, dim: int | None) -> jax.Array:
@@ -35,7 +45,7 @@ def pad(grad: jax.Array, layout: Layout, axis: AxisNames, dim: int | None) -> ja
 def padding_of(layout: Layout, dim: int, ranks: int) -> int:
     """How many elements of a leaf gathered along a dim are padding."""
     shard = layout.shard
-    size = layout.shape[dim] * ranks // layout.parts[dim] if layout.shape else 1
+    size = _read_size(layout, dim, ranks) if layout.shape else 1
     return math.prod(shard[:dim] + shard[dim + 1 :]) * (shard[dim] * ranks - size)
 
 

@@ -19,6 +19,8 @@ from axonml_jax.parallel.tensor.bound_axes import degree
 
 SPEC = "tensor_spec"
 UNITS = "tensor_units"
+PADS = "tensor_pads"
+"""On a parameter whose dims may leave a remainder: the last ranks' parts then end with zeros, which its layer knows."""
 WHOLE = "tensor_whole"
 """The whole shape, on a parameter that looks whole to all but its own layer (`whole_reads.py`)."""
 
@@ -42,9 +44,11 @@ class Units:
         return self.replicated and self.count < ranks and ranks % self.count == 0
 
 
-def metadata(spec: PartitionSpec, given: Mapping[str, Any] | None = None, units: Units | None = None) -> dict[str, Any]:
+def metadata(
+    spec: PartitionSpec, given: Mapping[str, Any] | None = None, units: Units | None = None, *, pads: bool = False
+) -> dict[str, Any]:
     """What to write on a parameter: its split, after what the user wrote."""
-    return {**(given or {}), SPEC: spec, **({} if units is None else {UNITS: units})}
+    return {**(given or {}), SPEC: spec, **({} if units is None else {UNITS: units}), **({PADS: True} if pads else {})}
 
 
 def tensor_specs(model: nnx.Module | None, axis_sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -69,12 +73,14 @@ def tensor_specs(model: nnx.Module | None, axis_sizes: Mapping[str, int]) -> dic
         spec = PartitionSpec(*[None] * stacked, *written.get(SPEC, PartitionSpec()))
         spec = split_of(spec, written.get(UNITS), axis_sizes)
         specs[path] = spec
+        if written.get(PADS):
+            continue
         offenders += _indivisible("/".join(map(str, path)), variable.shape, spec, written.get(UNITS), axis_sizes)
     if offenders:
         raise ValueError(
             "these parameters do not divide over the tensor axes of the mesh:\n"
             + "\n".join(offenders)
-            + "\nchange the sizes (a vocabulary may be padded) or the degrees of the mesh"
+            + "\nchange the sizes or the degrees of the mesh (of a table of words or its head: pads=True of the layer)"
         )
     return unflatten_dict(specs)
 
@@ -87,7 +93,21 @@ def split_of(spec: PartitionSpec, units: Units | None, axis_sizes: Mapping[str, 
     return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
 
 
-def check_shard(what: str, array: jax.Array, shape: Sequence[int], spec: PartitionSpec) -> None:
+def padded_sizes(model: nnx.Module | None) -> set[int]:
+    """The sizes of dims that may leave a remainder over the ranks that split them."""
+    if model is None:
+        return set()
+    found = [(each.shape, each.get_metadata()) for _, each in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    return {
+        size
+        for shape, written in found
+        if written.get(PADS)
+        for size, entry in zip(shape, written[SPEC], strict=False)
+        if entry
+    }
+
+
+def check_shard(what: str, array: jax.Array, shape: Sequence[int], spec: PartitionSpec, *, pads: bool = False) -> None:
     """Refuse a parameter that is not the shard its spec says (in a layer's call, where its axes are bound).
 
     Args:
@@ -95,17 +115,18 @@ def check_shard(what: str, array: jax.Array, shape: Sequence[int], spec: Partiti
       array: what the layer was given.
       shape: that of the whole parameter.
       spec: how it is split.
+      pads: whether dims may leave a remainder.
 
     Raises:
       ValueError: when a dim does not divide, or the parameter was not split.
     """
     parts = [degree(entry or ()) for entry in spec] + [1] * (len(shape) - len(spec))
     uneven = [dim for dim, (size, count) in enumerate(zip(shape, parts, strict=True)) if size % count]
-    expected = tuple(size // count for size, count in zip(shape, parts, strict=True))
-    if uneven:
+    expected = tuple(-(-size // count) for size, count in zip(shape, parts, strict=True))
+    if uneven and not pads:
         raise ValueError(
             f"{what} of shape {tuple(shape)} does not divide into {tuple(parts)} parts ({spec}): dims {uneven} leave a "
-            "remainder; change the sizes (a vocabulary may be padded) or the degrees of the mesh"
+            "remainder; change the sizes or the degrees of the mesh (of a table of words or its head: pads=True of the layer)"
         )
     if array.shape != expected:
         raise ValueError(

@@ -61,6 +61,7 @@ def column(axis: str, *, gather_output: bool) -> Change:
         "ring": False,
         "overlap": False,
         "units": None,
+        "pads": False,
     }
     how = GATHERS if gather_output else "columns, output stays split"
     return ColumnParallelLinear, attributes, {"kernel": PartitionSpec(None, axis), "bias": PartitionSpec(axis)}, how
@@ -88,7 +89,13 @@ def embed(layer: nnx.Embed, ground: SplitAxes) -> Change:
         attributes: dict[str, Any] = {**EASY, "grid": grid}
         return ParallelEmbedding, attributes, {"embedding": grid.weight()}, "3-D, whole output"
     _divide({"num_embeddings": (layer.num_embeddings, ground.ranks)})
-    attributes = {"axis": ground.axis, "sequence_parallel": False, "gather_output": True, "overlap": False}
+    attributes = {
+        "axis": ground.axis,
+        "sequence_parallel": False,
+        "gather_output": True,
+        "overlap": False,
+        "pads": False,
+    }
     return VocabParallelEmbedding, attributes, {"embedding": PartitionSpec(ground.axis, None)}, "rows of the table"
 
 

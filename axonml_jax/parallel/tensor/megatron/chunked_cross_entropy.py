@@ -17,7 +17,7 @@ from axonml_jax.collectives.varying import vary_like
 from axonml_jax.compat.barrier import together
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.parallel.tensor.bound_axes import bound, vary_alike
-from axonml_jax.parallel.tensor.megatron.cross_entropy import as_counted, refuse_beyond
+from axonml_jax.parallel.tensor.megatron.cross_entropy import as_counted, padded_words, refuse_beyond
 from axonml_jax.parallel.tensor.megatron.softcap import capped
 from axonml_jax.parallel.tensor.products.region import SEQUENCE_DIM
 from axonml_jax.parallel.tensor.whole.split_loss import Form, split_loss
@@ -34,6 +34,7 @@ def chunked_cross_entropy(
     sequence_parallel: bool = False,
     ignore_label: int | None = None,
     softcap: float | None = None,
+    words: int | None = None,
 ) -> jax.Array:
     """Cross entropy in nats of the logits `x @ table`: what `vocab_parallel_cross_entropy` makes of them, chunk by chunk.
 
@@ -48,6 +49,7 @@ def chunked_cross_entropy(
       sequence_parallel: x is this rank's part of the sequence.
       ignore_label: one more target to ignore so.
       softcap: holds the logits between -softcap and softcap by a hyperbolic tangent; None: nothing does.
+      words: v where it leaves a remainder, as of `vocab_parallel_cross_entropy`.
 
     Returns:
       [..., s], the same on every rank, in at least float32; logits are computed in it from x and table as they are. A target
@@ -65,21 +67,30 @@ def chunked_cross_entropy(
     if not axes:
         refuse_beyond("chunked_cross_entropy", targets, table.shape[words_dim], ignore_label)
     targets = as_counted(targets, ignore_label)
-    form = _form(axes, chunk, words_dim % 2, bool(axes) and sequence_parallel, targets.ndim, softcap)
+    words = padded_words("chunked_cross_entropy", table.shape[words_dim], axes, words)
+    form = _form(axes, chunk, words_dim % 2, bool(axes) and sequence_parallel, targets.ndim, softcap, words)
     return split_loss(form, table, x, targets)
 
 
 @cache
-def _form(axes: tuple[str, ...], chunk: int, words_dim: int, sequence: bool, ndim: int, softcap: float | None) -> Form:
+def _form(
+    axes: tuple[str, ...],
+    chunk: int,
+    words_dim: int,
+    sequence: bool,
+    ndim: int,
+    softcap: float | None,
+    words: int | None,
+) -> Form:
     def part(table: jax.Array, x: jax.Array, targets: jax.Array) -> jax.Array:
         if axes and not sequence:
             x = copy_to(x, axes)
-        layout = _Chunks(axes, min(chunk, table.shape[words_dim]), words_dim, sequence, softcap)
+        layout = _Chunks(axes, min(chunk, table.shape[words_dim]), words_dim, sequence, softcap, words)
         return _losses(layout, *vary_alike((x, table)), targets)
 
     return Form(
         name="chunked_cross_entropy",
-        options=(chunk, words_dim, sequence, softcap),
+        options=(chunk, words_dim, sequence, softcap, *(() if words is None else (words,))),
         subject="table",
         remedy="give the parameter of a layer that is split, or axis=()",
         axes=axes,
@@ -111,14 +122,23 @@ def _check(
 class _Chunks:
     """How a rank walks through its words. Compares by value, so that equal calls share a trace."""
 
-    def __init__(self, axes: tuple[str, ...], size: int, dim: int, sequence: bool, softcap: float | None):
+    def __init__(
+        self,
+        axes: tuple[str, ...],
+        size: int,
+        dim: int,
+        sequence: bool,
+        softcap: float | None,
+        words: int | None = None,
+    ):
         self.axes, self.size, self.dim, self.sequence, self.softcap = axes, size, dim, sequence, softcap
+        self.words = words
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Chunks) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
-        return hash((self.axes, self.size, self.dim, self.sequence, self.softcap))
+        return hash((self.axes, self.size, self.dim, self.sequence, self.softcap, self.words))
 
     def whole(self, x: jax.Array) -> jax.Array:
         """All positions, as rows."""
@@ -139,6 +159,13 @@ class _Chunks:
         """[m, h] and a chunk of the table -> [m, c], in at least float32."""
         numbers = (((1,), (1 - self.dim,)), ((), ()))
         return capped(jax.lax.dot_general(x, words, numbers, preferred_element_type=_wide(x)), self.softcap)
+
+    def without_padding(self, values: jax.Array, table: jax.Array, first: Any, instead: float) -> jax.Array:
+        """[m, c] of a chunk from its first word on, with something else in the place of what stands for no word."""
+        if self.words is None:
+            return values
+        own = axis_index(self.axes) * table.shape[self.dim] + first
+        return jnp.where(own + jnp.arange(values.shape[1]) < self.words, values, instead)
 
     def uncapped(self, grad: jax.Array, logits: jax.Array) -> jax.Array:
         """The gradient of capped logits [m, c] as that of those before."""
@@ -162,10 +189,13 @@ def _losses(chunks, x, table, targets):
 def _forward(chunks: _Chunks, x, table, targets):
     """The losses, and what the backward needs: softmax = exp(logits - normalizer), NaN where no word is the target."""
     rows = chunks.whole(x)
+    least = float(
+        jnp.finfo(_wide(x)).min
+    )  # not -inf: a chunk may be padding alone, and its highest be subtracted from itself
 
     def step(state, words, first):
         highest, total, chosen = state
-        logits = chunks.logits(rows, words)
+        logits = chunks.without_padding(chunks.logits(rows, words), table, first, least)
         new = jnp.maximum(highest, jnp.max(logits, axis=-1))
         total = total * jnp.exp(highest - new) + jnp.sum(jnp.exp(logits - new[:, None]), axis=-1)
         mine = chunks.is_target(targets, table, words, first)
@@ -176,7 +206,7 @@ def _forward(chunks: _Chunks, x, table, targets):
     if chunks.axes:
         own, highest = highest, max_over(highest, chunks.axes)
         total, chosen = sum_over(jnp.stack([total * jnp.exp(own - highest), chosen]), chunks.axes)
-    words = table.shape[chunks.dim] * (axis_size(chunks.axes) if chunks.axes else 1)
+    words = chunks.words or table.shape[chunks.dim] * (axis_size(chunks.axes) if chunks.axes else 1)
     normalizer = jnp.where(targets.reshape(-1) < words, highest + jnp.log(total), jnp.nan)
     losses = (normalizer - chosen).reshape(targets.shape)
     return jnp.where(targets < 0, 0, losses), (x, table, targets, normalizer)
@@ -193,7 +223,7 @@ def _backward(chunks: _Chunks, saved, ct):
         logits = chunks.logits(rows, words)
         softmax = jnp.exp(logits - normalizer[:, None])
         grad = (softmax - chunks.is_target(targets, table, words, first)) * scale
-        grad = chunks.uncapped(grad, logits).astype(rows.dtype)
+        grad = chunks.without_padding(chunks.uncapped(grad, logits), table, first, 0).astype(rows.dtype)
         back = jax.lax.dot_general(grad, words, (((1,), (chunks.dim,)), ((), ())), preferred_element_type=of_rows.dtype)
         pair = (rows, grad) if chunks.dim == 1 else (grad, rows)
         own = jax.lax.dot_general(*pair, (((0,), (0,)), ((), ()))).astype(of_table.dtype)

@@ -25,19 +25,21 @@ class ColumnParallelLinear(nnx.Linear):
 
     Args:
       in_features: size i of the input's last dim.
-      out_features: size o of the output's last dim; it must divide by the axis's n ranks.
+      out_features: size o of the output's last dim; it must divide by the axis's n ranks, or `pads`.
       use_bias: whether to add b.
       gather_output: True returns the whole output on every rank.
       sequence_parallel: the input is this rank's part [..., s/n, i] of the sequence.
       ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
       overlap: issue the reduction of x's gradient before the product of the kernel's, to run behind it; not with `ring`.
       axis: the mesh axis.
+      pads: o may leave a remainder: of ceil(o/n) columns on each rank those behind the last feature are zeros, and an output
+        that is left split ends with theirs. For an output layer over a vocabulary: give the loss `words=o`.
       units: parts of the output features that are not cut (attention heads); None: any cut will do.
       rngs: stream `params`.
       **options: those of `nnx.Linear`.
 
     Raises:
-      ValueError: in the call, when o does not divide; from the constructor, for `units` with `gather_output` and for
+      ValueError: in the call, when o does not divide; from the constructor, for `units` with `gather_output` or `pads` and for
         `ring` without sequence parallelism or with `overlap`.
 
     Communicates: see `column_outputs`; with `gather_output` one all-gather of y more.
@@ -54,6 +56,7 @@ class ColumnParallelLinear(nnx.Linear):
         ring: bool = False,
         overlap: bool = False,
         axis: str = "tensor",
+        pads: bool = False,
         units: Units | None = None,
         rngs: nnx.Rngs,
         **options: Unpack[LinearOptions],
@@ -61,12 +64,15 @@ class ColumnParallelLinear(nnx.Linear):
         check_ring("ColumnParallelLinear", ring, sequence_parallel, overlap)
         if units is not None and gather_output:
             raise ValueError("ColumnParallelLinear: units may be held by several ranks, so gather_output must be False")
-        options["kernel_metadata"] = metadata(PartitionSpec(None, axis), options.get("kernel_metadata"), units)
-        options["bias_metadata"] = metadata(PartitionSpec(axis), options.get("bias_metadata"), units)
+        if units is not None and pads:
+            raise ValueError("ColumnParallelLinear: units are not cut, so pads must be False")
+        kernel, bias = options.get("kernel_metadata"), options.get("bias_metadata")
+        options["kernel_metadata"] = metadata(PartitionSpec(None, axis), kernel, units, pads=pads)
+        options["bias_metadata"] = metadata(PartitionSpec(axis), bias, units, pads=pads)
         options.setdefault("dot_general", flat_dot_general)
         super().__init__(in_features, out_features, use_bias=use_bias, rngs=rngs, **options)
         self.gather_output, self.sequence_parallel, self.ring = gather_output, sequence_parallel, ring
-        self.overlap, self.axis, self.units = overlap, axis, units
+        self.overlap, self.axis, self.units, self.pads = overlap, axis, units, pads
 
     def __call__(self, x: jax.Array, out_sharding=None) -> jax.Array:
         """Apply the layer.
@@ -82,7 +88,9 @@ class ColumnParallelLinear(nnx.Linear):
         if not axes:
             return super().__call__(x, out_sharding)
         (y,) = column_outputs([self], x)
-        return gather_from(y, axes) if self.gather_output else left_split(self, y, self.axis)
+        if not self.gather_output:
+            return left_split(self, y, self.axis)
+        return gather_from(y, axes)[..., : self.out_features] if self.pads else gather_from(y, axes)
 
     def columns(self) -> tuple[jax.Array, jax.Array | None]:
         """The kernel and the bias that this rank multiplies with, each with the gradient its split asks for."""
@@ -90,7 +98,8 @@ class ColumnParallelLinear(nnx.Linear):
         if self.units is not None and self.units.whole_on(degree(self.axis)):
             return self._of_own_unit(kernel), None if bias is None else self._of_own_unit(bias)
         name = f"{type(self).__name__}({self.in_features}, {self.out_features})"
-        check_shard(f"{name} kernel", kernel, (self.in_features, self.out_features), PartitionSpec(None, self.axis))
+        whole = (self.in_features, self.out_features)
+        check_shard(f"{name} kernel", kernel, whole, PartitionSpec(None, self.axis), pads=self.pads)
         check_units(name, self.units, self.axis)
         return kernel, bias
 

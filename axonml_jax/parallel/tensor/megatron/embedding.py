@@ -23,10 +23,12 @@ class VocabParallelEmbedding(nnx.Embed):
     Where `axis` is not bound it is `nnx.Embed`.
 
     Args:
-      num_embeddings: v, the vocabulary; it must divide by the axis's n ranks (round it up, to a multiple of 128 say).
+      num_embeddings: v, the vocabulary; it must divide by the axis's n ranks, or `pads`.
       features: f.
       sequence_parallel: the result is this rank's part [..., s/n, f] of the sequence, and so is `attend`'s query.
       gather_output: `attend` returns all logits on every rank instead of this rank's.
+      pads: v may leave a remainder: of ceil(v/n) rows on each rank those behind the last word are zeros, which no id means. The
+        logits that `attend` leaves split then end with such that stand for no word: give the loss `words=v`.
       overlap: `attend` issues the reduction of the query's gradient before the product of the table's, to run behind it.
       axis: the mesh axis.
       rngs: stream `params`.
@@ -45,15 +47,17 @@ class VocabParallelEmbedding(nnx.Embed):
         *,
         sequence_parallel: bool = False,
         gather_output: bool = False,
+        pads: bool = False,
         overlap: bool = False,
         axis: str = "tensor",
         rngs: nnx.Rngs,
         **options: Unpack[EmbedOptions],
     ):
-        options["embedding_metadata"] = metadata(PartitionSpec(axis, None), options.get("embedding_metadata"))
+        given = options.get("embedding_metadata")
+        options["embedding_metadata"] = metadata(PartitionSpec(axis, None), given, pads=pads)
         super().__init__(num_embeddings, features, rngs=rngs, **options)
         self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
-        self.overlap, self.axis = overlap, axis
+        self.overlap, self.axis, self.pads = overlap, axis, pads
 
     def __call__(self, ids: jax.Array, out_sharding=None) -> jax.Array:
         """Look rows up.
@@ -72,7 +76,11 @@ class VocabParallelEmbedding(nnx.Embed):
         (table,) = self.promote_dtype((self._shard(),), dtype=self.dtype, inexact=False)
         if self.num_embeddings == 1:  # as nnx.Embed: every id means the one row
             ids = jnp.zeros_like(ids)
-        return left(own_rows(table, ids, axes), axes, sequence=self.sequence_parallel)
+        return left(
+            own_rows(table, ids, axes, self.num_embeddings if self.pads else None),
+            axes,
+            sequence=self.sequence_parallel,
+        )
 
     def attend(self, query: jax.Array, out_sharding=None) -> jax.Array:
         """Logits of every row by its product with the query: the tied output layer.
@@ -95,10 +103,13 @@ class VocabParallelEmbedding(nnx.Embed):
             return logits_of(query, table)
         split = {"sequence": self.sequence_parallel, "overlap": self.overlap}
         logits = entered(logits_of, query, table, axes, **split)
-        return gather_from(logits, axes) if self.gather_output else logits
+        if not self.gather_output:
+            return logits
+        return gather_from(logits, axes)[..., : self.num_embeddings] if self.pads else gather_from(logits, axes)
 
     def _shard(self) -> jax.Array:
         table = own_part(self.embedding)
         name = f"VocabParallelEmbedding({self.num_embeddings}, {self.features}) embedding"
-        check_shard(name, table, (self.num_embeddings, self.features), PartitionSpec(self.axis, None))
+        whole = (self.num_embeddings, self.features)
+        check_shard(name, table, whole, PartitionSpec(self.axis, None), pads=self.pads)
         return table
