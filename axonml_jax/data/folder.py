@@ -3,12 +3,11 @@
 What begins as no text does is passed over where text is asked for, and refused where it is the one file that was named.
 """
 
+import logging
 import os
 import stat
 from collections.abc import Collection, Sequence
 from pathlib import Path
-
-from axonml_jax.logging import logger
 
 _SHOWN = 10
 _HEAD = 8192
@@ -86,7 +85,7 @@ class Folder:
     def warn(self) -> None:
         """Log what was passed over."""
         if words := self.words():
-            logger.warning("%s", words)
+            logging.getLogger("axonml_jax").warning("%s", words)  # our own `logging` imports JAX, which --help need not
 
     def _walk(self, suffixes: tuple[str, ...], skipped: Collection[str], without: Path | None) -> None:
         def unlisted(error: OSError) -> None:
