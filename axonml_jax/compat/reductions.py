@@ -59,7 +59,8 @@ def _take_out(written: Any) -> None:
         if len(written.operands) != 1:
             return
         written = written.operands[0].owner
-    if written.name not in _REDUCING:
+    # Where nothing is reduced an argument comes back, whose owner is a block without a name.
+    if getattr(written, "name", None) not in _REDUCING:
         return
     for inner in list(written.regions[0].blocks[0]):
         if inner.operation.name in _CONSTRAINTS:

@@ -58,7 +58,7 @@ class _JaxBackend(Backend):
     @property
     def version(self) -> str:
         """The version of jaxlib, which holds the transport."""
-        return jaxlib.__version__
+        return jaxlib.__version__  # pyright: ignore[reportPrivateImportUsage]
 
     @property
     def devices(self) -> tuple:

@@ -116,7 +116,7 @@ class MockBackend(Backend):
     @property
     def version(self) -> str:
         """The version of jaxlib."""
-        return jaxlib.__version__
+        return jaxlib.__version__  # pyright: ignore[reportPrivateImportUsage]
 
     @property
     def devices(self) -> tuple:
