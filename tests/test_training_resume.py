@@ -1,5 +1,6 @@
 """A trainer's state restores a run bit for bit, and evaluation changes nothing."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from plan_models import CASES, BatchNormNet, DropoutMLP, mean_loss, regression, 
 import axonml_jax as ax
 from axonml_jax.sharding.place import to_host
 from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.training import step as step_module
 
 RANKS, BATCHES = 2, [regression(8, seed) for seed in range(3)]
 WAYS = {
@@ -96,8 +98,32 @@ def test_a_state_that_a_step_gave_up_is_refused(mesh):
     trainer.step(BATCHES[0])
     with pytest.raises(ValueError, match=r"step: given up by a later step \(keep a copy\)"):
         trainer.state = old
-    with pytest.raises(ValueError, match=r"given to an earlier step.*jax.tree.map\(jnp.copy, state\)"):
+    with pytest.raises(ValueError, match=r"this state was given to an earlier step.*jax.tree.map\(jnp.copy, state\)"):
         step(old, BATCHES[0])
+
+
+def test_parts_that_a_step_gave_up_are_named_where_they_are_given_again(mesh, monkeypatch):
+    """jax 0.10 ended the process; later it said which shape was deleted."""
+    trainer = ax.DDP(Net(), mesh).trainer(optax.adam(0.1), mean_loss)
+    held = trainer.state
+    trainer.step(BATCHES[0])
+    now = trainer.state
+    named = r"these arrays of the state were \({}.*\) given to an earlier step, which reused their memory: .*as they are now"
+    for part, name in (("variables", "variables/params/"), ("opt_state", "opt_state/0/")):
+        with pytest.raises(ValueError, match=named.format(name)):
+            trainer.train_step(replace(now, **{part: getattr(held, part)}), BATCHES[0])
+    trainer.model.variables = held.variables
+    with pytest.raises(ValueError, match=named.format("variables/params/")):
+        trainer.step(BATCHES[0])
+    trainer.model.variables = now.variables
+    copies = jax.tree.map(jnp.copy, trainer.model.variables)
+    looked, look = [], step_module._refuse_given_up
+    monkeypatch.setattr(step_module, "_refuse_given_up", lambda state: looked.append(look(state)))
+    trainer.step(BATCHES[0])
+    trainer.model.variables = copies
+    for batch in BATCHES[:3]:
+        trainer.step(batch)
+    assert len(looked) == 1  # not at every step
 
 
 @pytest.mark.parametrize("way", WAYS)

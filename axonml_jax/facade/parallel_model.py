@@ -47,7 +47,8 @@ class ParallelModel(SavedModel):
     Attributes:
       plan: the plan.
       mesh: the `jax.sharding.Mesh`.
-      variables: the model's arrays as they rest (see `Variables`); a trainer's next step gives these very arrays up.
+      variables: the model's arrays as they rest (see `Variables`); a trainer's next step gives these very arrays up,
+        and one that is held over it can be neither read nor stepped from; `jax.tree.map(jnp.copy, ...)` keeps one.
     """
 
     def __init__(

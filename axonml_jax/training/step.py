@@ -10,7 +10,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from axonml_jax._types import LossFn, PyTree
+from axonml_jax._types import LossFn, PyTree, named_leaves
 from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.cost.published.minimum import minimum_traffic
 from axonml_jax.mesh.fake_devices import bound_run_ahead
@@ -80,6 +80,7 @@ class TrainStep:
         self.norm_type, self.layer_norms = float(norm_type), layer_norms
         self._on_shards = OnShards.of(tx, placement)
         self.objective = objective_of(model, loss_fn, placement, training)
+        self._returned: tuple[int, ...] = ()  # parts of the last state, which are not looked through again
         options = compiler_options(placement, mesh)
         self._compiled = Compiled(self._whole, mesh, accept, donate_argnums=0, compiler_options=options)
 
@@ -94,17 +95,16 @@ class TrainStep:
           The new state, and metrics: `loss`, `grad_norm` (before clipping), and the loss function's own.
 
         Raises:
-          ValueError: when the batch does not divide, or when the state was given to an earlier step.
+          ValueError: when the batch does not divide, or when the state, or a part of it, was given to an earlier step.
         """
-        if is_deleted(state.step):
-            raise ValueError(
-                "this state was given to an earlier step, which reused its memory: go on from the state that step returned, "
-                "or give it a copy, jax.tree.map(jnp.copy, state)"
-            )
+        if is_deleted(state.step) or _parts(state) != self._returned:
+            _refuse_given_up(state)
         self.check(batch)
         bound_run_ahead(state.step)
         with folding, explain_typed_scan(self.placement.plan.check_vma):
-            return self._compiled(state, self.placement.batch_layout.place(batch, self.mesh))
+            state, metrics = self._compiled(state, self.placement.batch_layout.place(batch, self.mesh))
+        self._returned = _parts(state)
+        return state, metrics
 
     def check(self, batch: PyTree) -> None:
         """Refuse a batch, of arrays or shapes, that a step cannot take (see `check_batch`)."""
@@ -215,3 +215,20 @@ def objective_of(model: Functional, loss_fn: LossFn, placement: Placement, train
 def step_key(state: TrainState) -> jax.Array:
     """The randomness of the step that starts from `state`."""
     return jax.random.fold_in(state.key, state.step)
+
+
+def _parts(state: TrainState) -> tuple[int, ...]:
+    """Which objects a state is made of; a trainer puts the model's own variables into its state for every step."""
+    return id(state.variables), id(state.opt_state)
+
+
+def _refuse_given_up(state: TrainState) -> None:
+    """Before XLA gets it: jax 0.10 ends the process where a donated array is donated again on several CPU devices."""
+    leaves = named_leaves(state)
+    if gone := [name for name, leaf in leaves.items() if is_deleted(leaf)]:
+        shown = ", ".join(gone[:5]) + f" and {len(gone) - 5} more" * (len(gone) > 5)
+        what = "this state was" if len(gone) == len(leaves) else f"these arrays of the state were ({shown})"
+        raise ValueError(
+            f"{what} given to an earlier step, which reused their memory: go on from the state that step returned (of a "
+            "trainer, trainer.state and trainer.model.variables as they are now), or keep a copy, jax.tree.map(jnp.copy, state)"
+        )
