@@ -1,5 +1,7 @@
 """A mixture-of-experts layer on one device is what its router's definition says; what cannot be is refused."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -243,6 +245,20 @@ def test_all_products_agree_at_every_load(biased):
         first, *others = results(jnp.asarray(load, jnp.int32))
         for other in others:
             jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, atol=1e-12), first, other)
+
+
+def test_on_gpus_experts_multiply_in_few_shapes(monkeypatch):
+    """XLA:GPU tries kernels for every shape of a product: a layer and its gradient are built once per shape there."""
+    x, products = jax.ShapeDtypeStruct((2, 512, 64), jnp.float32), {}
+    for platform in ("cpu", "cuda"):
+        monkeypatch.setattr("axonml_jax.parallel.experts.dispatch.target_platform", lambda platform=platform: platform)
+        layer = nnx.eval_shape(lambda: ax.ParallelMoE(64, 128, 8, rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(layer)
+        loss = lambda state, x, graph=graph: nnx.merge(graph, state, copy=True)(x)[0].sum()
+        program = str(jax.make_jaxpr(jax.grad(loss))(state, x))
+        products[platform] = re.findall(r"(\w+\[[\d,]*\]) = dot_general\[", program)
+    assert len(products["cuda"]) <= 12 < 60 < len(products["cpu"])  # 3 and 6 products of a block; the router's
+    assert len(set(products["cuda"])) <= 8
 
 
 REFUSED = {

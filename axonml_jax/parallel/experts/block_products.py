@@ -1,8 +1,9 @@
-"""The experts' products on CPUs: expert after expert, in blocks of a few sizes.
+"""The experts' products where JAX's ragged product multiplies all rows with all experts: expert after expert, in blocks.
 
-XLA has no product of as many rows as a number says, and on CPUs JAX's ragged product multiplies all rows with all experts. Here
-a loop over the experts takes for each the smallest of a few static sizes that holds its rows; an expert with more takes the
-largest several times before.
+XLA has no product of as many rows as a number says. On CPUs a loop over the experts takes for each the smallest of a few
+static sizes that holds its rows; an expert with more takes the largest several times before. On GPUs, where XLA tries dozens of
+kernels for every shape of a product before a program runs, all blocks have one size, and an expert takes as many as hold its
+rows.
 """
 
 import functools
@@ -21,6 +22,10 @@ SHARES = (0.25, 0.5, 1, 1.25, 1.5, 2)
 """Sizes of blocks in parts of an expert's mean share of the rows."""
 FEW = 32
 """Rows on average under which there is one size: the products are cheap then, and compiling them is not."""
+SEVERAL_SIZES = ("cpu",)
+"""Platforms on which another shape of a product is cheap to compile."""
+TILE, LEAST = 128, 256
+"""On others: of what a block's size is a multiple, and how large it is at least, since smaller ones wait for the weights."""
 
 
 class Sorted(NamedTuple):
@@ -37,13 +42,17 @@ class Sorted(NamedTuple):
     counts: jax.Array
 
 
-def block_sizes(rows: int, expected: int, experts: int) -> tuple[int, ...]:
+def block_sizes(rows: int, expected: int, experts: int, platform: str = "cpu") -> tuple[int, ...]:
     """The sizes of blocks, growing, for so many rows, of which so many are expected to be filled.
 
     >>> block_sizes(640, 512, 8), block_sizes(80, 64, 8)
     ((16, 32, 64, 80, 96, 128), (16,))
+    >>> block_sizes(640, 512, 8, "cuda"), block_sizes(40_960, 32_768, 8, "cuda"), block_sizes(80, 64, 8, "cuda")
+    ((256,), (1024,), (80,))
     """
     mean, eights = max(1, -(-expected // experts)), lambda size: min(-(-int(size) // 8) * 8, -(-rows // 8) * 8)
+    if platform not in SEVERAL_SIZES:
+        return (eights(max(LEAST, -(-mean // (4 * TILE)) * TILE)),)
     if mean < FEW:
         return (eights(2 * mean),)
     return tuple(dict.fromkeys(eights(share * mean) for share in SHARES))
@@ -108,13 +117,15 @@ def _forward(activation: str, sizes: tuple[int, ...], rows, counts, weights: Exp
 
     def expert(e, kept):
         own, begin, count = _expert(weights, counts, e)
-        whole, rest = count // most, count - count // most * most
+        whole, rest = _cut(sizes, count)
 
         def step(state):
             at = begin + state[0] * most
             return state[0] + 1, _written(state[1], block(most, at, own), at)
 
         _, kept = jax.lax.while_loop(lambda state: state[0] < whole, step, (jnp.zeros_like(whole), kept))
+        if rest is None:
+            return kept
         at = begin + whole * most
         return _written(kept, _by_size(sizes, rest, lambda size: block(size, at, own)), at)
 
@@ -132,18 +143,22 @@ def _backward(activation: str, sizes: tuple[int, ...], kept: _Kept, grad: jax.Ar
     def expert(e, state):
         dx, dweights = state
         own, begin, count = _expert(weights, kept.counts, e)
-        whole, rest = count // most, count - count // most * most
+        whole, rest = _cut(sizes, count)
         at = begin + whole * most
-        last, made = _by_size(sizes, rest, lambda size: _padded_first(block(size, at, rest, own), most))
+        if rest is None:
+            last, made = None, _nothing(lambda: block(most, begin, count, own), count)[1]
+        else:
+            last, made = _by_size(sizes, rest, lambda size: _padded_first(block(size, at, rest, own), most))
 
         def step(state):
             i, dx, made = state
-            part, more = block(most, begin + i * most, most, own)
+            filled = count - i * most if rest is None else most
+            part, more = block(most, begin + i * most, filled, own)
             return i + 1, _written(dx, (part,), begin + i * most), jax.tree.map(jnp.add, made, more)
 
         _, dx, made = jax.lax.while_loop(lambda state: state[0] < whole, step, (jnp.zeros_like(whole), dx, made))
         put = lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, e, 0)
-        return _written(dx, (last,), at), jax.tree.map(put, dweights, made)
+        return dx if last is None else _written(dx, (last,), at), jax.tree.map(put, dweights, made)
 
     start = (jnp.zeros_like(grads),), jax.tree.map(jnp.zeros_like, weights)
     (dx,), dweights = jax.lax.fori_loop(0, kept.counts.size, expert, start)
@@ -179,10 +194,27 @@ def _expert(weights: ExpertWeights, counts: jax.Array, e) -> tuple[ExpertWeights
     return own, begin, jax.lax.dynamic_index_in_dim(counts, e, keepdims=False)
 
 
+def _cut(sizes: tuple[int, ...], count: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """How many blocks of the largest size an expert's rows take, and how many rows are left for a smaller one.
+
+    Where all blocks have one size the last one is like the others, whatever rows of the next expert it holds, which that
+    expert writes again: one copy of the products is compiled, not two.
+    """
+    if len(sizes) == 1:
+        return -(-count // sizes[0]), None
+    whole = count // sizes[-1]
+    return whole, count - whole * sizes[-1]
+
+
+def _nothing(make, like: jax.Array) -> Any:
+    """Zeros of what `make` returns, varying over the ranks as `like` does."""
+    shapes = jax.eval_shape(make)
+    return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), tuple(varying_axes(like))), shapes)
+
+
 def _by_size(sizes: tuple[int, ...], rows: jax.Array, make) -> Any:
     """`make` of the smallest size that holds so many rows; zeros for none."""
-    like = jax.eval_shape(lambda: make(sizes[-1]))
-    none = lambda: jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), tuple(varying_axes(rows))), like)
+    none = lambda: _nothing(lambda: make(sizes[-1]), rows)
     index = jnp.where(rows == 0, 0, 1 + jnp.searchsorted(jnp.asarray(sizes), rows, method="compare_all"))
     return jax.lax.switch(index, [none, *(functools.partial(make, size) for size in sizes)])
 

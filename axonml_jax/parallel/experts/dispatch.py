@@ -81,7 +81,7 @@ class Dispatch:
         slots = max(1, slots)
         rows = slots if name == "gather" else slots * ranks
         products = "ragged" if fast else "all" if rows * local * width <= LITTLE else "blocks"
-        return cls(name, ranks, experts, capacity, slots, products, block_sizes(rows, expected, local))
+        return cls(name, ranks, experts, capacity, slots, products, block_sizes(rows, expected, local, platform))
 
     @property
     def local(self) -> int:
