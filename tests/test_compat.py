@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax._src import compiler, core, xla_bridge
+from jax._src.lax import parallel
 from jax._src.lib import _jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -267,6 +268,13 @@ def test_jaxs_own_rule_still_ends_the_process():
     done = beside_the_partitioner("jax's")
     assert done.returncode == -signal.SIGABRT, "XLA compiles it now: compat/reductions.py is no longer needed"
     assert "Invalid binary instruction opcode copy" in done.stderr
+
+
+def test_a_sum_over_no_axis_is_lowered_as_its_operand():
+    """`vmap` leaves such sums behind; recomputed, their operand is a function's argument, which no operation made."""
+    empty = {"axes": (), "axis_index_groups": None}
+    for fun in (lambda x: parallel.psum_p.bind(x, **empty), lambda x: parallel.pmax_p.bind(jnp.sin(x), **empty)):
+        assert jax.jit(fun)(jnp.ones(2)).shape == (2,)
 
 
 def test_policies_of_one_function_are_equal_and_save_what_it_says():

@@ -17,6 +17,7 @@ REDUCTIONS = ("psum_p", "psum_invariant_p", "pmax_p", "pmin_p", "reduce_scatter_
 """Primitives that reduce, by which attribute of `jax._src.lax.parallel` holds them."""
 
 _REDUCING = frozenset(("stablehlo.all_reduce", "stablehlo.reduce_scatter"))
+_AFTERWARDS = frozenset(("sdy.sharding_constraint", "stablehlo.custom_call", "stablehlo.reshape"))
 _CONSTRAINTS = frozenset(("sdy.sharding_constraint", "stablehlo.custom_call"))  # Shardy's, and the older partitioner's
 
 
@@ -54,12 +55,13 @@ def _unconstrained(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _take_out(written: Any) -> None:
-    """Takes the constraints out of the computation of a reduction, after which JAX may constrain or reshape the result."""
-    while hasattr(written, "operands") and not len(written.regions):
-        if len(written.operands) != 1:
-            return
+    """Takes the constraints out of the computation of a reduction, after which JAX may constrain or reshape the result.
+
+    Args:
+      written: the operation that made a result; a sum over no axis returns its operand, which may be a block's argument.
+    """
+    while getattr(written, "name", None) in _AFTERWARDS and len(written.operands) == 1:
         written = written.operands[0].owner
-    # Where nothing is reduced an argument comes back, whose owner is a block without a name.
     if getattr(written, "name", None) not in _REDUCING:
         return
     for inner in list(written.regions[0].blocks[0]):
