@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from axonml_jax.collectives.varying import vary, varying_axes
 from axonml_jax.parallel.experts.expert_weights import ExpertWeights, activated
 from axonml_jax.parallel.experts.queues import from_zero
 from axonml_jax.parallel.experts.ragged_products import equal_products
 from axonml_jax.parallel.experts.spread import collect, no_gradient, spread
+from axonml_jax.program.recomputed import KEPT
 
 SHARES = (0.25, 0.5, 1, 1.25, 1.5, 2)
 """Sizes of blocks in parts of an expert's mean share of the rows."""
@@ -131,7 +133,10 @@ def _forward(activation: str, sizes: tuple[int, ...], rows, counts, weights: Exp
 
     inner = weights.up.shape[-1]
     start = (empty(rows.shape[1]), empty(inner), *([empty(inner)] if gated else []))
-    y, up, *gate = jax.lax.fori_loop(0, counts.size, expert, start)
+    made = jax.lax.fori_loop(0, counts.size, expert, start)
+    if len(sizes) == 1:  # JAX makes again what a loop of as many trips as data says returns, unless it has this name
+        made = checkpoint_name(made, KEPT)
+    y, up, *gate = made
     return y[: rows.shape[0]], _Kept(rows, gate[0] if gated else None, up, counts, weights)
 
 
