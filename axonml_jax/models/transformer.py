@@ -137,7 +137,7 @@ class Transformer(nnx.Module):
         prefetch = Prefetch() if self.config.prefetch else None
         logits = self._logits(self._hidden(tokens, Packed(segment_ids, positions), prefetch)[0], prefetch)
         axes = bound("tensor")
-        if (words := padded_words("Transformer", logits.shape[-1], axes, self.config.vocab_size)) is not None:
+        if axes and (words := padded_words("Transformer", logits.shape[-1], axes, self.config.vocab_size)) is not None:
             logits = jnp.where(is_word(logits.shape[-1], axes, words), logits, -jnp.inf)
         return logits if prefetch is None else prefetch.last(logits)
 
