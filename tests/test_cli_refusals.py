@@ -1,5 +1,6 @@
 """No refusal leaves the command line as a traceback, whatever raised it; a bug leaves it as nothing else."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ FILES = {
     "section.yaml": b"optimizer: {learning_rate: 1.0}",
     "half.yaml": b"name: [a",
     "it.py": b"",
+    "zero.yaml": b'name: "a\\0b"\nmodel: {vocab_size: 256, num_layers: 1, hidden_size: 8, num_heads: 1, max_length: 64}',
 }
+PIPES = ("pipe", "run/config.yaml")
+"""FIFOs, which whoever opens waits for a writer."""
 SMALL = ("gpt2-small", "--devices", "8", "--batch", "8")
 
 SHORT = ("--data.max_bytes", "20_000")
@@ -46,6 +50,14 @@ WRONG = {
         (("list.yaml",), "list.yaml holds no keys"),
         (("empty.yaml",), "empty.yaml holds no keys"),
         (("half.yaml",), "half.yaml is not YAML"),
+        (("pipe",), "pipe is a FIFO: give a configuration file"),
+        (("/dev/zero",), "/dev/zero is a device: give a configuration file"),
+        (("run",), "run is a folder: give a configuration file"),
+        (("zero.yaml",), "name='a\\x00b': holds '\\x00', which no name or path can"),
+        ((QUICKSTART, "--data.path", "a\0b"), "data.path='a\\x00b': holds"),
+        ((QUICKSTART, "--data.mixture", '{"a\\0b": 1.0}'), "data.mixture's keys='a\\x00b': holds"),
+        ((QUICKSTART, "--output.dir", "a\udc00b"), "output.dir='a\\udc00b': holds '\\udc00'"),
+        ((QUICKSTART, "--resume", "run"), "run/checkpoints has no checkpoints"),
         ((QUICKSTART, "--mesh.tensor", "2"), "mesh.tensor=2: 3 query heads do not divide over tensor=2"),
         ((QUICKSTART, "--mesh.tensor", "2"), "use mesh.tensor 1 or 3, or other values of model.num_heads"),
         ((QUICKSTART, "--mesh.tensor", "0"), "tensor=0: a degree is an int >= 1"),
@@ -63,6 +75,7 @@ WRONG = {
     ],
     "plan": [
         ((), "required"),
+        (("pipe", "--devices", "8"), "pipe is a FIFO: give a configuration file"),
         (("half.yaml", "--devices", "8"), "half.yaml is not YAML"),
         (("gpt2-smal", "--devices", "8"), "did you mean gpt2-small?"),
         (("it.py", "--devices", "8"), "For a model of your own, print(ax.explain(trainer, batch))"),
@@ -83,6 +96,7 @@ WRONG = {
     "devices": [(("--simulated", "0"), "must be at least 1"), (("--simulated", "few"), "invalid int value: 'few'")],
     "launch": [
         (("none.py",), "no such script: none.py"),
+        (("pipe",), "pipe is a FIFO, which every process would read: give a script"),
         (("--nnodes", "two", "it.py"), "--nnodes two: must be a positive number"),
         (("--log-dir", "it.py", "it.py"), "--log-dir it.py"),
         (("--master-addr", "nowhere.invalid", "--master-port", "3333", "it.py"), "cannot listen on nowhere.invalid:3333"),
@@ -104,6 +118,9 @@ def test_a_wrong_command_line_is_refused_in_one_message(command, flags, words, t
     monkeypatch.chdir(tmp_path)
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
+    for name in PIPES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name)
     assert main([command, *flags]) == 2
     out, err = capsys.readouterr()
     assert out == "" and words in err and "Traceback" not in err  # nothing is printed before what is cheap to check

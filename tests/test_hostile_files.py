@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import axonml_jax as ax
-from axonml_jax.launch.config.plain_yaml import NotYaml, plain_yaml
+from axonml_jax.launch.config.plain_yaml import NotYaml, plain_yaml, yaml_in
 from axonml_jax.launch.config.stretches import NEWEST, settings_at
 from axonml_jax.launch.job.records import read_records
 from axonml_jax.models.config import TransformerConfig
@@ -71,6 +71,19 @@ def test_the_configuration_of_a_run_that_is_resumed_is_read_as_carefully(tmp_pat
     assert settings_at(tmp_path, 5) == {"train": {"steps": 10}}
     path.write_text(f"train: {'[' * 10_000}")
     assert settings_at(tmp_path, 5) is None
+    path.unlink()
+    os.mkfifo(path)  # whoever opens it waits for a writer
+    assert settings_at(tmp_path, 5) is None
+    with pytest.raises(NotYaml, match="it is a FIFO, not a file"):
+        yaml_in(path)
+
+
+def test_no_more_is_read_of_a_file_than_a_configuration_has(tmp_path):
+    path = tmp_path / NEWEST
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a hole: reading it whole takes a terabyte
+    with pytest.raises(NotYaml, match="it is longer than 262,144 bytes"):
+        yaml_in(path)
 
 
 def test_anchors_that_repeat_little_are_taken():

@@ -18,7 +18,8 @@ _BEGINS = {
 }  # fmt: skip
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".br", ".zip")
 """Endings of names that compression adds."""
-_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+"""What a name may be beside a file and a folder."""
 
 
 class Folder:
@@ -113,7 +114,7 @@ class Folder:
             self._pass_over(file, "a dangling link" if file.is_symlink() else f"cannot be read: {error.strerror}")
             return
         if kind != stat.S_IFREG:
-            self._pass_over(file, _KINDS.get(kind, "not a regular file"))
+            self._pass_over(file, KINDS.get(kind, "not a regular file"))
         elif not self._text or (found := self._no_text(file)) is None:
             self.files.append(file)
         elif file == self.root:

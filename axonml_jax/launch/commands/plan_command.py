@@ -13,7 +13,7 @@ from axonml_jax.launch.commands.describe import kept_values
 from axonml_jax.launch.commands.estimate import drawn
 from axonml_jax.launch.commands.plan_flags import MEASURE
 from axonml_jax.launch.commands.writable import require_writable
-from axonml_jax.launch.config.nearest_file import shipped_config
+from axonml_jax.launch.config.nearest_file import not_a_file, shipped_config
 from axonml_jax.launch.config.read_config import as_dict, read_config
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.config.sections.mesh_config import ContextConfig, MeshConfig
@@ -145,7 +145,8 @@ def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerC
             "For a model of your own, print(ax.explain(trainer, batch)) counts what a plan sends, and "
             "trainer.compiled_memory() what it holds"
         )
-    if not Path(chosen.model).suffix and shipped_config(chosen.model) is None:
+    named = Path(chosen.model)
+    if not named.suffix and shipped_config(chosen.model) is None and not_a_file(named) is None:
         near = nearest(chosen.model, PRESETS)
         raise ValueError(
             f"model {chosen.model!r} is neither a configuration file nor one of {', '.join(PRESETS)}"

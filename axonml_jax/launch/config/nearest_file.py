@@ -1,8 +1,11 @@
-"""A file that is not there: the configuration of the package by that name, or the one beside it that was most likely meant."""
+"""A file that is not there: what stands in its place, the configuration of the package by that name, or the one meant."""
 
 import difflib
 import os
+import stat
 from pathlib import Path
+
+from axonml_jax.data.folder import KINDS
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 
@@ -17,6 +20,16 @@ def shipped_config(name: str) -> Path | None:
         return None
     found = (folder.joinpath(*parts[:-1], parts[-1].removesuffix(".yaml") + ".yaml") for folder in folders)
     return next((path for path in found if path.is_file()), None)
+
+
+def not_a_file(path: Path) -> str | None:
+    """What stands at a path in the place of a file, in words; None: a file, or nothing.
+
+    Opening a FIFO would wait for a writer.
+    """
+    if not path.exists() or path.is_file():
+        return None
+    return "a folder" if path.is_dir() else KINDS.get(stat.S_IFMT(path.stat().st_mode), "no regular file")
 
 
 def nearest_file(path: Path) -> Path | None:

@@ -1,8 +1,11 @@
 """YAML text as plain values: what would unfold without end, or of which a parser would silently take half, is refused."""
 
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+from axonml_jax.launch.config.nearest_file import not_a_file
 
 MOST_BYTES = 2**18
 """Longest text, of which PyYAML reads about 200 kB a second."""
@@ -10,6 +13,7 @@ MOST_BYTES = 2**18
 _MOST_VALUES = 20_000
 _DEEPEST = 50
 _LONGEST_NUMBER = 400
+_TOO_LONG = f"it is longer than {MOST_BYTES:,} bytes"
 
 
 class NotYaml(ValueError):
@@ -30,7 +34,7 @@ def plain_yaml(text: str) -> Any:
     {'train': {'steps': 10}}
     """
     if len(text.encode(errors="replace")) > MOST_BYTES:
-        raise NotYaml(f"it is longer than {MOST_BYTES:,} bytes")
+        raise NotYaml(_TOO_LONG)
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
@@ -42,6 +46,23 @@ def plain_yaml(text: str) -> Any:
         raise NotYaml(f"it is nested deeper than {_DEEPEST} levels") from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date or a number that is none
         raise NotYaml(" ".join(str(error).split())) from error
+
+
+def yaml_in(path: Path) -> Any:
+    """The value of a YAML file, of which no more is read than a configuration has.
+
+    Raises:
+      NotYaml: as by `plain_yaml`; when it is a FIFO, or something else that is no file.
+      UnicodeDecodeError: when it is no text.
+      OSError: when it cannot be read.
+    """
+    if kind := not_a_file(path):
+        raise NotYaml(f"it is {kind}, not a file")
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise NotYaml(_TOO_LONG)
+    return plain_yaml(content.decode("utf-8"))
 
 
 def _size(node: yaml.Node, sizes: dict[int, int], above: tuple[int, ...]) -> int:

@@ -14,9 +14,9 @@ import yaml
 from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace
 
 from axonml_jax.launch.config.choice import Choice, values_of
-from axonml_jax.launch.config.nearest_file import nearest_file, shipped_config
+from axonml_jax.launch.config.nearest_file import nearest_file, not_a_file, shipped_config
 from axonml_jax.launch.config.numbers import unusable
-from axonml_jax.launch.config.plain_yaml import plain_yaml
+from axonml_jax.launch.config.plain_yaml import yaml_in
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.config.sections.diloco_config import DiLoCoConfig
 from axonml_jax.launch.config.sections.finetune_config import LoraConfig
@@ -146,11 +146,15 @@ _OWN_MODEL = _OF_OWN_MODEL[0]
 
 def _keys_of(path: str) -> dict[str, Any]:
     """What a file gives, by key."""
+    if kind := not_a_file(Path(path)):
+        raise ConfigError(
+            f"{path} is {kind}: give a configuration file, or the name of one that comes with the package"
+        )
     if not Path(path).is_file():
         near = nearest_file(Path(path))
         raise ConfigError(f"no such configuration file: {path}" + (f"; did you mean {near}?" if near else ""))
     try:
-        content = plain_yaml(Path(path).read_text(encoding="utf-8"))
+        content = yaml_in(Path(path))
     except ValueError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     except OSError as error:
@@ -173,7 +177,7 @@ def _renamed(given: dict[str, Any], path: str) -> dict[str, Any]:
 
 def _by_our_names(path: str) -> str:
     """A file that the parser can read: itself, or, where it has other names for keys, its content with ours."""
-    content = plain_yaml(Path(path).read_text(encoding="utf-8"))
+    content = yaml_in(Path(path))
     others = {other: ours for other, ours in SAME_KEYS.items() if other in dict(_flat(content))}
     for other, ours in others.items():
         section, name = other.split(".")

@@ -8,7 +8,7 @@ from axonml_jax.checkpoint.manifest import manifests_in
 from axonml_jax.checkpoint.names import checkpoints_in, name_of
 from axonml_jax.checkpoint.places.copies import Copies
 from axonml_jax.checkpoint.places.object_store import ObjectStore
-from axonml_jax.launch.config.plain_yaml import plain_yaml
+from axonml_jax.launch.config.plain_yaml import yaml_in
 from axonml_jax.launch.config.stretches import NEWEST
 
 CHECKPOINT_FOLDER = "checkpoints"
@@ -18,7 +18,7 @@ CHECKPOINT_FOLDER = "checkpoints"
 def place_said(run: Path) -> str | None:
     """The URL of a run's checkpoints (`checkpoint.url`) by the configuration in its folder; None: they are in the folder."""
     try:
-        content = plain_yaml((run / NEWEST).read_text(encoding="utf-8"))
+        content = yaml_in(run / NEWEST)
         said = content["checkpoint"]["url"]  # pyright: ignore[reportIndexIssue, reportOptionalSubscript, reportCallIssue, reportArgumentType]
     except (OSError, ValueError, KeyError, TypeError):
         return None

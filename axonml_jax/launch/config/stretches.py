@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from axonml_jax.launch.config.plain_yaml import plain_yaml
+from axonml_jax.launch.config.plain_yaml import yaml_in
 from axonml_jax.launch.config.read_config import as_dict
 from axonml_jax.launch.config.run_config import RunConfig
 
@@ -25,7 +25,7 @@ def settings_at(folder: Path, step: int) -> dict[str, Any] | None:
     until = [number for number in _earlier(folder) if number >= step]
     path = _earlier(folder)[min(until)] if until else folder / NEWEST
     try:
-        content = plain_yaml(path.read_text(encoding="utf-8"))
+        content = yaml_in(path)
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from axonml_jax.checkpoint.keeping.failures import cause_of
+from axonml_jax.launch.config.nearest_file import not_a_file
 from axonml_jax.launch.config.read_config import as_dict
 from axonml_jax.launch.config.run_config import ConfigError, RunConfig
 from axonml_jax.launch.job.fit import Record
@@ -228,8 +229,10 @@ def read_records(path: Path) -> list[Record]:
     """The records of a file that `JsonLines` wrote; a last line that was cut off is left out.
 
     Raises:
-      ValueError: naming the first line that is none of a record.
+      ValueError: naming the first line that is none of a record, or what stands there and is no file.
     """
+    if kind := not_a_file(path):
+        raise ConfigError(f"{path} is {kind}, and records are kept in a file: remove it")
     found = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from axonml_jax.launch.config.nearest_file import nearest_file
+from axonml_jax.launch.config.nearest_file import nearest_file, not_a_file
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.processes.launch_flags import (
     ATTEMPT_PORTS,
@@ -217,6 +217,8 @@ def _missing_program(given: argparse.Namespace) -> list[str]:
         )
         return [] if found else [f"no module named {top!r} (looked in {os.getcwd()} and this Python's packages)"]
     path = Path(given.target)
+    if (kind := not_a_file(path)) and not path.is_dir():
+        return [f"{path} is {kind}, which every process would read: give a script"]
     if path.exists():
         return []
     near = nearest_file(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from axonml_jax.checkpoint.names import checkpoints_in
-from axonml_jax.launch.config.plain_yaml import plain_yaml
+from axonml_jax.launch.config.plain_yaml import yaml_in
 from axonml_jax.launch.config.run_checkpoints import CHECKPOINT_FOLDER
 from axonml_jax.launch.config.run_config import ConfigError
 from axonml_jax.launch.config.stretches import NEWEST
@@ -102,7 +102,7 @@ def _below(path: Path) -> Iterator[Found]:
 
 def _read(folder: Path) -> Found:
     try:
-        content = plain_yaml((folder / NEWEST).read_text("utf-8"))
+        content = yaml_in(folder / NEWEST)
         records = read_records(folder / RECORDS) if (folder / RECORDS).is_file() else []
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: cannot be read ({' '.join(str(error).split())})") from error
