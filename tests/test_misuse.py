@@ -64,6 +64,40 @@ def test_a_loader_in_the_place_of_a_batch_is_named(trainer, mesh):
         trainer.validate(np.ones((8, 5)))
 
 
+SHAPES = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
+
+
+def test_shapes_in_the_place_of_arrays_are_named_where_values_are_wanted(trainer):
+    for call in (trainer.step, trainer.evaluate, trainer.model.value_and_grad(mean_loss)):
+        with pytest.raises(
+            TypeError, match=r"shapes without values .*: scale, w, x, y\. Steps.*; trainer\.trace\(batch\)"
+        ):
+            call(SHAPES)
+    with pytest.raises(TypeError, match=r"shapes without values .*: x\. Steps"):
+        trainer.step(BATCH | {"x": SHAPES["x"]})
+    assert trainer.trace(SHAPES).jaxpr
+
+
+def notes_of(error):
+    """Ours; JAX adds one about its own frames."""
+    return [note for note in getattr(error, "__notes__", []) if "batches" in note]
+
+
+def test_batches_in_the_place_of_one_are_noted_where_the_loss_fails_on_them(trainer):
+    for given in ([BATCH, BATCH], (BATCH, BATCH), [BATCH["x"]] * 2):
+        with pytest.raises(TypeError) as caught:
+            trainer.step(given)
+        [note] = notes_of(caught.value)
+        kind = type(given).__name__
+        assert note.startswith(
+            f"the loss was given a {kind} of 2 parts of the same shapes. If these are batches: a step takes one"
+        )
+    for given in ((BATCH["x"], BATCH["y"]), (BATCH["x"], BATCH["x"]), [BATCH["x"], BATCH["y"]]):  # inputs and labels
+        with pytest.raises(TypeError) as caught:
+            trainer.step(given)
+        assert not notes_of(caught.value)
+
+
 MODULE = linen.Dense(3, param_dtype=jnp.float64)
 VARIABLES = {"params": {"kernel": np.ones((5, 3)), "bias": np.zeros(3)}}
 APPLIED = {

@@ -11,13 +11,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax._types import PyTree, path_name
+from axonml_jax._types import PyTree, named_leaves, path_name
 from axonml_jax.mesh.axes import batch_axes
 from axonml_jax.sharding.rank_order import InRankOrder, RankOrder
 from axonml_jax.sharding.sequence_order import Order, order_parts
 
 PositionDim = Callable[[str, tuple[int, ...]], int | None]
 """`dim(path, shape)`: the dim of a batch leaf that holds its positions; None: it has none."""
+
+_SHOWN = 5
 
 
 def second_dim(path: str, shape: tuple[int, ...]) -> int | None:
@@ -162,6 +164,9 @@ class BatchLayout:
         Returns:
           Global arrays, `marked`; each process has moved only the parts that its devices hold. None shares memory with an array
           of NumPy, which may be filled again at once; devices other than CPUs may still be reading it.
+
+        Raises:
+          TypeError: for shapes in the place of arrays.
         """
         # On CPU, JAX takes the memory of a NumPy array for its own (also with may_alias=False).
         own = np.array if mesh.devices.flat[0].platform == "cpu" else np.asarray
@@ -170,6 +175,8 @@ class BatchLayout:
             name = path_name(path)
             sharding, order = NamedSharding(mesh, self.spec(name, leaf, placed=True)), self._order(name, np.shape(leaf))
             if not isinstance(leaf, jax.Array):
+                if isinstance(leaf, jax.ShapeDtypeStruct):
+                    raise TypeError(_without_values(batch))
                 leaf = own(leaf) if jax.process_count() == 1 else np.asarray(leaf)
             elif order is None and leaf.sharding == sharding:
                 return leaf
@@ -224,6 +231,15 @@ class BatchLayout:
     def common_count(self, rows: PyTree, count: int) -> int:
         """The largest divisor of a number of microbatches into which one rank's rows divide evenly too."""
         return math.gcd(count, *(np.shape(x)[0] for x in jax.tree.leaves(rows) if np.ndim(x)))
+
+
+def _without_values(batch: PyTree) -> str:
+    shapes = [name or "batch" for name, leaf in named_leaves(batch).items() if isinstance(leaf, jax.ShapeDtypeStruct)]
+    more = f" and {len(shapes) - _SHOWN} more" * (len(shapes) > _SHOWN)
+    return (
+        f"these leaves of the batch are shapes without values (jax.ShapeDtypeStruct): {', '.join(shapes[:_SHOWN])}{more}. "
+        "Steps, evaluations and calls compute with arrays; trainer.trace(batch) and ax.explain(trainer, batch) take shapes"
+    )
 
 
 @functools.cache

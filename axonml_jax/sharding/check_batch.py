@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
@@ -64,6 +65,21 @@ def _leaves(batch: PyTree) -> dict[str, Any]:
 
 def _is_loader(leaf: Any) -> bool:
     return isinstance(leaf, Iterable) and not hasattr(leaf, "dtype") and not isinstance(leaf, str | bytes)
+
+
+def several_batches(batch: PyTree) -> str | None:
+    """What to say where a loss failed on what may be several batches in the place of one; None: no list of parts alike."""
+    if not isinstance(batch, list | tuple) or hasattr(batch, "_fields") or not batch:
+        return None
+    kinds = {(jax.tree.structure(part), *map(np.shape, jax.tree.leaves(part))) for part in batch}
+    arrays = jax.tree.structure(batch[0]) == jax.tree.structure(0)
+    if len(kinds) > 1 or (arrays and isinstance(batch, tuple)):  # (inputs, labels), it may be
+        return None
+    return (
+        f"the loss was given a {type(batch).__name__} of {len(batch)} parts of the same shapes. If these are batches: a step "
+        "takes one, whose rows are dim 0 of every leaf. Give them one after another, or joined, "
+        "jax.tree.map(lambda *parts: np.concatenate(parts), *batches), which accumulate= splits into microbatches"
+    )
 
 
 def refuse_tracing(call: str) -> None:

@@ -16,6 +16,7 @@ from axonml_jax.parallel.adapted import reading_adapted
 from axonml_jax.parallel.float8.reading_float8 import reading_float8
 from axonml_jax.program.nested import nested
 from axonml_jax.program.program import read_program
+from axonml_jax.sharding.check_batch import several_batches
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,10 @@ class Objective:
                     "call it, model(x), in the place of module.apply(variables, x)"
                 )
                 raise said.with_traceback(error.__traceback__) from None
+            except Exception as error:
+                if note := several_batches(batch):
+                    error.add_note(note)
+                raise
             loss = parse_loss(found, self.positions)
             return loss, self.model.state_of(bound)
 
