@@ -48,6 +48,15 @@ class LinenNet(linen.Module):
         return linen.Dense(1)(x)
 
 
+class Heads(linen.Module):
+    """Kernels of three dims without a bias, of which nothing else tells what they are multiplied as."""
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.DenseGeneral((2, 4), use_bias=False, name="query")(x)
+        return linen.DenseGeneral(1, axis=(-2, -1), use_bias=False, name="out")(jnp.tanh(x))
+
+
 class Words(nnx.Module):
     """Logits of bytes."""
 

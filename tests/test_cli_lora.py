@@ -106,6 +106,11 @@ def test_what_does_not_go_with_adapters_is_refused(tmp_path, capsys):
         "train", "--finetune.lora.rank=2", "--finetune.lora.base=int4"
     )
     assert "finetune.lora.stacked has no effect" in refused("train", '--finetune.lora.stacked=["up"]')
+    assert "finetune.lora.dims has no effect without rank" in refused("train", "--finetune.lora.dims={a: in out}")
+    wrong = refused("train", "--finetune.lora.rank=2", "--finetune.lora.dims={kernel: row out}")
+    assert "dims: 'row out' must be made of the words stack, in, out" in wrong
+    wrong = refused("train", "--finetune.lora.rank=2", "--finetune.lora.dims=[in]")
+    assert "must be a mapping such as {query/kernel: in out out}, or null" in wrong
     (tmp_path / "text.txt").write_text("a short text. " * 900)
     own = (f"--data.path={tmp_path / 'text.txt'}", f"--output.dir={tmp_path / 'runs'}", "--train.global_batch_size=8")
     said = refused("train", "--finetune.lora.rank=2", *own)

@@ -13,6 +13,7 @@ from own_parts import Net, Notes, columns, squares
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
+from axonml_jax.checkpoint.manifest import Manifest
 from axonml_jax.launch.commands.describe import _placed, check_own
 from axonml_jax.launch.config.read_config import as_dict, read_config
 from axonml_jax.launch.config.run_config import ConfigError
@@ -231,6 +232,23 @@ def test_layers_that_split_do_so_in_a_model_of_ones_own(write, tmp_path, capsys)
         assert main(["train", path, *ALLOWED]) == 0, capsys.readouterr().err
         losses.append([line["loss"] for line in recorded(folder / "run")])
     np.testing.assert_allclose(*losses, rtol=2e-5)
+
+
+def test_a_configuration_says_what_the_dims_of_kernels_with_adapters_are(write, tmp_path, capsys):
+    given = {"rank": 1, "targets": ["kernel"]}
+    changes = {"model": {"class_path": "own_parts.Heads"}, "mesh": {"fsdp": 8}, "checkpoint": {"every": 4}}
+    assert main(["train", write(finetune={"lora": given}, **changes), *ALLOWED]) == 2
+    assert "says which are its sides, such as dims={'query/kernel': 'in out out'}" in capsys.readouterr().err
+    dims = {"query/kernel": "in out out", "out/kernel": "in in out"}
+    assert main(["train", write(finetune={"lora": given | {"dims": dims}}, **changes), *ALLOWED]) == 0, (
+        capsys.readouterr().err
+    )
+    entries = Manifest.read(tmp_path / "runs" / "run" / "checkpoints" / "step_00000004").entries
+    adapters = {name.split("params/")[-1]: entry.shape for name, entry in entries.items() if "_lora_" in name}
+    assert adapters == {
+        "query/kernel_lora_a": (3, 1), "query/kernel_lora_b": (1, 2, 4),
+        "out/kernel_lora_a": (2, 4, 1), "out/kernel_lora_b": (1, 1),
+    }  # fmt: skip
 
 
 def test_data_with_a_length_is_divided_alike_everywhere(write):

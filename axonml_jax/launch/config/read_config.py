@@ -301,6 +301,7 @@ _WORDS: dict[Any, str] = {
     type(None): "null",
     dict[str, Any]: "a mapping such as {key: value}",
     dict[str, float]: "a mapping such as {path: 0.5}",
+    dict[str, str]: "a mapping such as {query/kernel: in out out}",
     tuple[str, ...]: "a list such as [text]",
     list[dict[str, Any]]: "a list of mappings",
 }

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from axonml_jax.launch.config.lowest import at_least
 
@@ -23,6 +23,8 @@ class LoraConfig:
       targets: regular expressions of the paths of the matrices that get adapters.
       stacked: of targets whose last two dims are a matrix and whose others number them; the transformer's stacks say so
         themselves.
+      dims: of targets of more than two dims, by regular expressions, what each dim is (stack, in, out), such as
+        {query/kernel: in out out}; most layers say it themselves.
       base: int8: the matrices that have adapters rest as int8 with a scale for every column; null: as they are.
     """
 
@@ -30,13 +32,14 @@ class LoraConfig:
     alpha: float | None = None
     targets: tuple[str, ...] = MATRICES
     stacked: tuple[str, ...] = ()
+    dims: dict[str, str] | None = None
     base: str | None = None
 
     def __post_init__(self):
         problems = []
         if self.rank is None:
             others = {"alpha": self.alpha is not None, "targets": self.targets != MATRICES}
-            others |= {"stacked": bool(self.stacked), "base": self.base is not None}
+            others |= {"stacked": bool(self.stacked), "dims": bool(self.dims), "base": self.base is not None}
             problems = [f"{name} has no effect without rank" for name, given in others.items() if given]
         elif self.alpha is not None and not 0 < self.alpha < math.inf:
             problems = [f"alpha={self.alpha}: must be positive"]
@@ -50,7 +53,8 @@ class LoraConfig:
 
         assert self.rank is not None
         alpha = self.alpha or self.rank
-        own = {"targets": self.targets, "stacked": self.stacked, "base": self.base}
+        own: dict[str, Any] = {"targets": self.targets, "stacked": self.stacked, "base": self.base}
+        own["dims"] = tuple((self.dims or {}).items())
         return Lora(rank=self.rank, alpha=alpha, seed=seed, **own)
 
 
