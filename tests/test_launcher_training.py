@@ -141,6 +141,15 @@ UNLIKE = {  # what a first step says of processes that differ in one thing; None
     "values of rows": r"batch's values of x is(.|\n)*A step takes the whole batch",
     "restored": "first values of variables/params/up/kernel is",
     "rounds": "first values of down/kernel is",
+    "gradients alike": None,
+    "gradients' seeds": r"begin this training alike:\n  the first values of down/kernel is",
+    "gradients' synchronized seeds": None,
+    "gradients' losses": r"the traced program is .* in process",
+    "gradients' rows": r"batch's values of x is(.|\n)*A step takes the whole batch",
+    "gradients' keys": r"the value of key is \[",
+    "gradients' rates": r"first update did not leave the processes' parameters alike:\n  device \d+ (.|\n)*A learning rate",
+    "gradients, not synchronized": r"first update did not leave the processes' parameters alike",
+    "gradients after a load": r"begin this training alike:\n  the first values of down/bias is",
     "independent": None,
 }
 

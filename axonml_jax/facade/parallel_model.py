@@ -34,7 +34,7 @@ from axonml_jax.training.differentiate import Differentiate, SyncStacked, equali
 from axonml_jax.training.forward import Forward
 from axonml_jax.training.optimizer.clip import Clip
 from axonml_jax.training.rest.choose import rest_of
-from axonml_jax.training.same_everywhere import checksums, still_own
+from axonml_jax.training.same_everywhere import check_first_gradients, check_first_update, checksums, still_own
 from axonml_jax.training.state.first_state import first_variables
 from axonml_jax.training.typed_errors import folding
 
@@ -88,6 +88,8 @@ class ParallelModel(SavedModel):
         self._key = jax.random.key(int(seed))
         self._mode: bool | None = None
         self._syncing, self._lent = True, False
+        self._compared: int | None = None  # the loads when processes compared what a loop of gradients begins with
+        self._updated: bool | None = False  # whether that loop's first update is still to be compared; None: to be made
         self._newest_trainer: Callable[[], Trainer | None] = lambda: None
 
     def __repr__(self) -> str:
@@ -136,6 +138,7 @@ class ParallelModel(SavedModel):
         """
         now = self._outside(self.variables.params)
         fitting = fitted(params, now, "set_parameters takes a tree like parameters() returns")
+        self._updated = True if self._updated is None else self._updated
         self._lent = True  # an array that is where it belongs already stays the caller's own
         self.variables = replace(self.variables, params=self._rest.inside(fitting, self.mesh))
 
@@ -230,7 +233,9 @@ class ParallelModel(SavedModel):
 
         Returns:
           `f(batch) -> (loss, grads)`, or `((loss, metrics), grads)` when `loss_fn` returns metrics. Within `no_sync()`
-          every value is each rank's own, stacked by rank along dim 0.
+          every value is each rank's own, stacked by rank along dim 0. The first call, and the first after a load, refuses
+          processes that do not begin alike, as a trainer's first step does, and the next one after `set_parameters` those that
+          this left with unlike parameters.
         """
 
         def f(batch: PyTree) -> Any:
@@ -240,12 +245,24 @@ class ParallelModel(SavedModel):
             build = lambda: Differentiate(self._functional, self._placement, self.mesh, loss_fn, **options)
             # By identity: a callable need not be hashable, and the program keeps it alive.
             program = self._program(("grad", id(loss_fn), sync), build)
+            variables, key = self.values, self._next_key()
             with folding:
-                loss, metrics, grads, state = program(self.values, self._next_key(), batch)
+                if jax.process_count() > 1:
+                    self._compare(program, variables, key, batch)
+                loss, metrics, grads, state = program(variables, key, batch)
             self.variables = replace(self.variables, state=state)
             return ((loss, metrics) if metrics else loss), self._outside(grads) if sync else grads
 
         return f
+
+    def _compare(self, program: Differentiate, variables: Variables, key: jax.Array, batch: PyTree) -> None:
+        """Do all processes begin alike, before a loop's first gradients and the first after a load? After its first update?"""
+        if self._compared != self.loads:
+            check_first_gradients(program, variables, key, batch, self._given)
+            self._compared, self._updated = self.loads, None
+        elif self._updated:
+            check_first_update(variables)
+            self._updated = False
 
     def _refuse_tracing(self, call: str) -> None:
         if jax.tree.leaves(self.variables.state):  # which the call would replace

@@ -1,6 +1,7 @@
 """Do all processes run the same thing? Asked before the first step; who differs is named instead of hanging in a collective.
 
-`check_same` compares what a program says; `check_first_step` all that a trainer's step depends on.
+`check_same` compares what a program says; `check_first_step` all that a trainer's step depends on, `check_first_gradients` and
+`check_first_update` as much of a loop of one's own.
 """
 
 import base64
@@ -10,7 +11,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ import numpy as np
 from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.compat.processes.coordination import coordinator_client, lost_processes
 from axonml_jax.mesh.world import World
+from axonml_jax.model.functional import Variables
+from axonml_jax.training.differentiate import Differentiate
 from axonml_jax.training.state.replicas import CompareReplicas
 from axonml_jax.training.state.train_state import TrainState
 from axonml_jax.training.step import TrainStep
@@ -78,12 +81,45 @@ def check_first_step(step: TrainStep, state: TrainState, batch: PyTree, given: M
       ValueError: in every process, with what differs and the processes on each side, and the remedy.
       TimeoutError: naming the processes that did not come.
     """
+    _check_first(step, state, lambda shapes: step.trace(state, shapes), batch, given)
+
+
+def check_first_gradients(
+    differentiate: Differentiate, variables: Variables, key: jax.Array, batch: PyTree, given: Mapping[str, str]
+) -> None:
+    """`check_first_step` of a loop of one's own, before its first gradients; of its optimizer nothing is known here."""
+    state = TrainState(step=None, variables=variables, opt_state=None, key=key)  # pyright: ignore[reportArgumentType]
+    _check_first(differentiate, state, lambda shapes: differentiate.trace(variables, key, shapes), batch, given)
+
+
+def check_first_update(variables: Variables) -> None:
+    """Compare what an update of one's own has made of parameters that several devices hold; all processes call it.
+
+    Raises:
+      ValueError: in every process, with the devices and arrays that differ, and the remedy.
+    """
+    state = TrainState(step=None, variables=variables, opt_state=None, key=None)  # pyright: ignore[reportArgumentType]
+    if unequal := CompareReplicas()(state):
+        found = "".join(f"\n  {each}" for each in unequal[:_SHOWN])
+        raise ValueError(
+            f"the first update did not leave the processes' parameters alike:{found}\nA learning rate or another constant of "
+            "the optimizer, or what was done with the gradients, is not the same: give every process the same"
+        )
+
+
+def _check_first(
+    step: TrainStep | Differentiate,
+    state: TrainState,
+    trace: Callable[[PyTree], Any],
+    batch: PyTree,
+    given: Mapping[str, str],
+) -> None:
     processes = tuple(sorted({device.process_index for device in step.mesh.devices.flat}))
     if len(processes) == 1:
         return
     _meetings[processes] += 1
     where = f"first step {processes} {_meetings[processes]}"
-    text = program_text(step, state, jax.tree.map(_shape, batch))
+    text = program_text(trace(jax.tree.map(_shape, batch)))
     # Within a round of DiLoCo ranks are independent, but begin as one.
     own = {} if step.placement.plan.independent and state.rounds is None else given
     placed = {f"the first values of {name}": f"{crc} (checksum)" for name, crc in own.items()}
@@ -124,12 +160,12 @@ def still_own(given: Mapping[str, str], resting: Mapping[str, Any]) -> dict[str,
 
 def program_hash(step: TrainStep, state: TrainState, batch: PyTree) -> str:
     """A digest of a training step as it is traced; nothing runs, and addresses of Python objects do not count."""
-    return _digest(program_text(step, state, batch))
+    return _digest(program_text(step.trace(state, batch)))
 
 
-def program_text(step: TrainStep, state: TrainState, batch: PyTree) -> str:
-    """A training step as it is traced, in the same words in every process, and checksums of the arrays that it closes over."""
-    jaxpr = step.trace(state, batch).jaxpr
+def program_text(traced: Any) -> str:
+    """A program as it is traced, in the same words in every process, and checksums of the arrays that it closes over."""
+    jaxpr = traced.jaxpr
     held = [f"closed over: {_checksum(x) if _is_whole_here(x) else type(x).__name__}" for x in jaxpr.consts]
     return "\n".join([_in_same_words(str(jaxpr)), *held])
 
@@ -194,7 +230,7 @@ def _refusal(found: Sequence[str]) -> str:
     return f"the processes do not begin this training alike:{lines}{more}\n{remedy}"
 
 
-def _of_plan(step: TrainStep) -> dict[str, str]:
+def _of_plan(step: TrainStep | Differentiate) -> dict[str, str]:
     mesh, plan = step.mesh, step.placement.plan
     return {"the plan": _in_same_words(f"{plan} on {dict(mesh.shape)}, devices {[d.id for d in mesh.devices.flat]}")}
 

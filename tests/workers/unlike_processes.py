@@ -80,8 +80,37 @@ def cases(rank, world):
         "values of rows": lambda: trainer().step({"x": BATCH["x"] + rank}),
         "restored": restored,
         "rounds": lambda: rounds(rank).step(BATCH),
+        "gradients alike": lambda: by_hand(),
+        "gradients' seeds": lambda: by_hand(seed=rank),
+        "gradients' synchronized seeds": lambda: by_hand(seed=rank, sync=True),
+        "gradients' losses": lambda: by_hand(loss=(squares, sizes)[rank]),
+        "gradients' rows": lambda: by_hand(batch={"x": BATCH["x"] + rank}),
+        "gradients' keys": lambda: by_hand(key=rank),
+        "gradients' rates": lambda: by_hand(rate=0.1 * (1 + rank)),
+        "gradients, not synchronized": lambda: by_hand(accumulate=True, rate=0.1 * (1 + rank)),
+        "gradients after a load": lambda: by_hand(later=rank),
         "independent": lambda: trainer(seed=rank, sync_strategy="no_sync").step(BATCH),
     }
+
+
+def by_hand(seed=0, loss=squares, batch=BATCH, key=0, rate=0.1, sync=False, accumulate=False, later=0):
+    """Three updates of a loop of one's own."""
+    model = ax.DDP(Net(seed), seed=key)
+    if sync:
+        model.sync_parameters()
+    gradients = model.value_and_grad(loss)
+    for step in range(3):
+        if accumulate:
+            with model.no_sync():
+                gradients(batch)
+                grads = model.sync_gradients(gradients(batch)[1])
+        else:
+            grads = gradients(batch)[1]
+        model.set_parameters(jax.tree.map(lambda p, g: p - rate * g, model.parameters(), grads))
+        if step == 1 and later:
+            model.load_state_dict({name: x + later for name, x in model.state_dict().items()})
+        elif step == 1:
+            model.load_state_dict(model.state_dict())
 
 
 def keyed(rank):
