@@ -21,7 +21,7 @@ from axonml_jax.parallel.context.method import Method
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.strategies.context import Context
 from axonml_jax.parallel.strategies.replicate import Replicate
-from axonml_jax.parallel.units.remat import Remat
+from axonml_jax.parallel.units.remat_policy import Remat
 from axonml_jax.sharding.sequence_order import Order
 
 AXIS = "context"

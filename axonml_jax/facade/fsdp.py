@@ -19,7 +19,7 @@ from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.offload import CPUOffload
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.strategies.sharding_strategy import ShardingStrategy
-from axonml_jax.parallel.units.remat import Remat
+from axonml_jax.parallel.units.remat_policy import Remat
 from axonml_jax.parallel.units.wrap import Wrap
 from axonml_jax.sharding.place import replicated
 from axonml_jax.synonyms import is_choice

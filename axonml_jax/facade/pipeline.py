@@ -23,7 +23,7 @@ from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
 from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.strategies.shard import Shard
-from axonml_jax.parallel.units.remat import Remat
+from axonml_jax.parallel.units.remat_policy import Remat
 
 
 class Pipeline(ParallelModel):

@@ -13,7 +13,7 @@ from axonml_jax.model.precision import Precision
 from axonml_jax.parallel.partition import PARTITIONED, Partition, Rules
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.strategies.replicate import Replicate
-from axonml_jax.parallel.units.remat import Remat
+from axonml_jax.parallel.units.remat_policy import Remat
 
 
 class TensorParallel(ParallelModel):

@@ -11,8 +11,7 @@ from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.model.batch_norm import synchronize_nnx
 from axonml_jax.model.definition_order import definition_order
 from axonml_jax.model.functional import Functional, Mode, Trainable, Variables, abstract, with_zeros
-from axonml_jax.model.lora.adapters import STACKED
-from axonml_jax.model.lora.sides import Sides, layer_sides
+from axonml_jax.model.lora.sides import STACKED, Sides, layer_sides
 from axonml_jax.model.precision import Precision
 from axonml_jax.model.state_joins import HOOK, Join, check_same_shapes, declared_joins, nnx_kinds, run_hooks, with_hooks
 from axonml_jax.model.trainable import merge, partition

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from axonml_jax.model.lora.adapters import STACKED
+from axonml_jax.model.lora.sides import STACKED
 from axonml_jax.parallel.tensor.specs import SPEC
 
 

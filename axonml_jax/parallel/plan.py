@@ -23,7 +23,7 @@ from axonml_jax.parallel.strategies.local_rounds import LocalRounds
 from axonml_jax.parallel.strategies.replicate import Replicate
 from axonml_jax.parallel.strategies.shard import Shard
 from axonml_jax.parallel.strategies.strategy import AbstractStrategy
-from axonml_jax.parallel.units.remat import Remat, checked_remat
+from axonml_jax.parallel.units.remat_policy import Remat, checked_remat
 from axonml_jax.sharding.batch import BatchLayout, second_dim
 from axonml_jax.sharding.sequence_order import Order
 from axonml_jax.synonyms import is_choice

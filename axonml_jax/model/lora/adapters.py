@@ -14,9 +14,6 @@ import jax.numpy as jnp
 from axonml_jax.model.lora.int8_base import END, KINDS
 from axonml_jax.model.lora.sides import Sides, bias_sides, said_sides
 
-STACKED = "stacked_dims"
-"""Metadata of a parameter: so many of its first dims number matrices, as layers of a stack or experts do."""
-
 ENDS = ("_lora_a", "_lora_b")
 """How the names of adapters end, behind that of their matrix."""
 

@@ -11,6 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+STACKED = "stacked_dims"
+"""Metadata of a parameter: so many of its first dims number matrices, as layers of a stack or experts do."""
+
 WORDS = {"stack": "s", "in": "i", "out": "o"}
 """What a dim may be called: it numbers matrices, is summed over by the product, or is one of its results."""
 

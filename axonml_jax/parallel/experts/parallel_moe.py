@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from axonml_jax.collectives.gradients.pairs import copy_to, gather_from
 from axonml_jax.collectives.primitives import axis_index, gather_whole
-from axonml_jax.model.lora.adapters import STACKED
+from axonml_jax.model.lora.sides import STACKED
 from axonml_jax.parallel.context.context_split import context_positions
 from axonml_jax.parallel.experts.dispatch import DISPATCHES, Dispatch, DispatchName, capacity_of
 from axonml_jax.parallel.experts.expert_weights import ACTIVATIONS, Activation, ExpertWeights

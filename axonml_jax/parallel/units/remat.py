@@ -1,34 +1,21 @@
 """Recomputing activations in the backward, unit by unit: less memory for more work (Chen et al. 2016)."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
-from axonml_jax._types import PyTree, is_one_of, named_leaves
+from axonml_jax._types import PyTree, named_leaves
 from axonml_jax.compat.checkpoint_policy import SaveWhere, require_policies
 from axonml_jax.model.functional import Functional
 from axonml_jax.parallel.units.gathered import Slices
 from axonml_jax.parallel.units.loop import UnitLoop
 from axonml_jax.parallel.units.parts import part_of
+from axonml_jax.parallel.units.remat_policy import Remat
 from axonml_jax.parallel.units.wrap import Wrap, units
 from axonml_jax.program.atoms import results_of
 from axonml_jax.program.recomputed import PRODUCT_PARTS, PRODUCTS, all_but_elementwise
 from axonml_jax.program.segments import cut
-
-Remat = Literal["full", "selective"] | None
-"""What the backward recomputes: nothing (in scans and pipelines, where it lies apart from its forward, what is elementwise);
-all of a unit from its inputs; or all but the results of weight multiplications, which are most of the work and a small part
-of the memory (Korthikanti et al. 2022)."""
-
-
-def checked_remat(remat: Any) -> str | None:
-    """What is wrong with a policy, or None."""
-    return (
-        None
-        if is_one_of(remat, (None, "full", "selective"))
-        else f"remat={remat!r} must be None, 'full' or 'selective'"
-    )
 
 
 def transform_of(remat: Remat, *, apart: bool = False) -> Callable[[Callable], Callable]:

@@ -25,7 +25,8 @@ from axonml_jax.parallel.pipeline.running.tick import Part, backward, forward
 from axonml_jax.parallel.pipeline.running.traced_line import Held, TracedLine, trace_line
 from axonml_jax.parallel.pipeline.schedules.tick_table import Table, Work, make_table
 from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
-from axonml_jax.parallel.units.remat import Remat, transform_of
+from axonml_jax.parallel.units.remat import transform_of
+from axonml_jax.parallel.units.remat_policy import Remat
 
 
 class PipelineResult(NamedTuple):
