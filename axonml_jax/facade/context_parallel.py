@@ -24,7 +24,7 @@ from axonml_jax.parallel.strategies.replicate import Replicate
 from axonml_jax.parallel.units.remat_policy import Remat
 from axonml_jax.sharding.sequence_order import Order
 
-AXIS = "context"
+CONTEXT = "context"
 
 
 class ContextParallel(ParallelModel):
@@ -118,9 +118,9 @@ def _mesh(given: Any, shard: bool) -> Mesh:
     if given is None or isinstance(given, World | ProcessGroup):
         devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else None
         return make_mesh(context=-1, devices=devices, **({"fsdp": 1} if shard else {}))
-    if AXIS not in mesh.axis_names:
+    if CONTEXT not in mesh.axis_names:
         raise ValueError(
-            f"ContextParallel splits sequences over the mesh axis {AXIS!r}, which {dict(mesh.shape)} lacks: use "
+            f"ContextParallel splits sequences over the mesh axis {CONTEXT!r}, which {dict(mesh.shape)} lacks: use "
             "ax.make_mesh(context=-1), ax.make_mesh(data=..., context=...), or leave the mesh out"
         )
     return mesh  # pyright: ignore[reportReturnType]  # ParallelModel refuses meshes without devices

@@ -4,9 +4,9 @@ A primitive without a rule is opaque: its results are kept for the backward, it 
 and nothing is known of the dims of its results. That is always right; a rule makes programs smaller or proves more.
 """
 
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from axonml_jax.compat.barrier import PRIMITIVE as BARRIER
 from axonml_jax.compat.operation import Operation
@@ -15,7 +15,7 @@ from axonml_jax.compat.waiting import PRIMITIVE as WAITING
 from axonml_jax.program.dims import DIMS, Follow, same
 from axonml_jax.program.program import Equation
 
-Kind = Literal[
+Kind = typing.Literal[
     "elementwise", "placing", "selecting", "random", "heavy", "call", "branch", "loop", "collective", "opaque"
 ]
 

@@ -18,7 +18,8 @@ from axonml_jax.sharding.layout import Layout
 from axonml_jax.sharding.stored import from_stored, to_stored
 from axonml_jax.training.state.strategy_state import keeping
 
-AXIS, STEPS, RATE = "checked", 3, 0.1
+AXIS = "checked"
+STEPS, RATE = 3, 0.1
 
 
 class _Small(nnx.Module):
