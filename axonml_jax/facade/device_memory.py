@@ -165,8 +165,8 @@ def _of_stages(placement: Placement, moments: int) -> FSDPMemoryStats:
 def _most(sizes: Sequence[int], places: Sequence[int]) -> int:
     """The largest sum of sizes at one place."""
     totals: dict[int, int] = {}
-    for size, place in zip(sizes, places, strict=True):
-        totals[place] = totals.get(place, 0) + size
+    for size, where in zip(sizes, places, strict=True):
+        totals[where] = totals.get(where, 0) + size
     return max(totals.values(), default=0)
 
 

@@ -147,16 +147,16 @@ def _search(
     """The exactly priced ways that fit, fastest first."""
     fitting, doubtful, lean = _Best(EXACTLY), _Best(DOUBTFUL), _Best(LEAN)
     meshes = _meshes(asked, axes, remats, offload, illegal)
-    for (degrees, ways), (seconds, held) in zip(meshes, quick(meshes, asked, offload), strict=True):
+    for (degrees, ways), (seconds, sizes) in zip(meshes, quick(meshes, asked, offload), strict=True):
         limit = MARGINS["pipe" in degrees] * asked.memory
-        dropped[_TOO_LARGE] += int((held > limit).sum())
+        dropped[_TOO_LARGE] += int((sizes > limit).sum())
         make = partial(_candidate, degrees, ways, offload, asked)
-        for best, among in ((fitting, held <= asked.memory), (doubtful, (held > asked.memory) & (held <= limit))):
-            for i in _fastest(np.flatnonzero(among), seconds, held):
+        for best, among in ((fitting, sizes <= asked.memory), (doubtful, (sizes > asked.memory) & (sizes <= limit))):
+            for i in _fastest(np.flatnonzero(among), seconds, sizes):
                 best.keep(float(seconds[i]), partial(make, i))
-        leanest = int(held.argmin())
-        if held[leanest] <= limit:
-            lean.keep(float(held[leanest]), partial(make, leanest))
+        leanest = int(sizes.argmin())
+        if sizes[leanest] <= limit:
+            lean.keep(float(sizes[leanest]), partial(make, leanest))
     return _exactly(asked, list(dict.fromkeys([*fitting.found, *doubtful.found, *lean.found])), dropped)
 
 

@@ -72,9 +72,9 @@ def as_dict(config: RunConfig) -> dict[str, Any]:
     """A configuration as plain values, as a YAML file holds it."""
     values = plain(asdict(config))
     for section, kind in _SECTIONS.items():
-        for field in fields(kind) if section else ():
-            if "section" in field.metadata:  # a section of its own already
-                values[section].pop(field.name, None)
+        for each in fields(kind) if section else ():
+            if "section" in each.metadata:  # a section of its own already
+                values[section].pop(each.name, None)
     return values
 
 
@@ -117,10 +117,10 @@ def settings() -> Iterator[tuple[str, Any, Any, str]]:
     """Every configuration key with its type, default (or `MISSING`) and help."""
     for section, cls in _SECTIONS.items():
         kinds, texts = typing.get_type_hints(cls), attribute_docs(cls)
-        for field in fields(cls):
-            key = f"{section}.{field.name}" if section else field.name
-            if key not in _SECTIONS and "section" not in field.metadata:
-                yield key, kinds[field.name], field.default, texts[field.name]
+        for each in fields(cls):
+            key = f"{section}.{each.name}" if section else each.name
+            if key not in _SECTIONS and "section" not in each.metadata:
+                yield key, kinds[each.name], each.default, texts[each.name]
         if section == "model":
             kinds, texts = typing.get_type_hints(OwnModel), attribute_docs(OwnModel)
             yield from ((f"model.{name}", kinds[name], MISSING, texts[name]) for name in kinds)
@@ -315,14 +315,14 @@ def _build(cls: type, values: Namespace, section: str = "") -> Any:
         kinds["model"] = OwnModel if own else TransformerConfig
         if not own and values["model"]["init_args"] is not None:
             problems.append("model.init_args has no effect without model.class_path")
-    for field in fields(cls):
-        if "section" in field.metadata:
+    for each in fields(cls):
+        if "section" in each.metadata:
             continue
-        value, key = values[field.name], f"{section}{field.name}"
+        value, key = values[each.name], f"{section}{each.name}"
         problems += unusable(key, value)
         try:
-            inside = is_dataclass(kinds[field.name])
-            arguments[field.name] = _build(kinds[field.name], value, f"{key}.") if inside else value
+            inside = is_dataclass(kinds[each.name])
+            arguments[each.name] = _build(kinds[each.name], value, f"{key}.") if inside else value
         except ValueError as error:
             problems.append(str(error))
     if problems:

@@ -124,7 +124,7 @@ def advise(
 
 
 def _time(seconds: float) -> str:
-    for unit, length, most in (("ms", 1e-3, 1.0), ("s", 1.0, 120.0), ("min", 60.0, 2 * HOUR), ("h", HOUR, 72 * HOUR)):
-        if seconds < most:
+    for unit, length, limit in (("ms", 1e-3, 1.0), ("s", 1.0, 120.0), ("min", 60.0, 2 * HOUR), ("h", HOUR, 72 * HOUR)):
+        if seconds < limit:
             return f"{seconds / length:,.3g} {unit}"
     return f"{seconds / (24 * HOUR):,.0f} days"

@@ -123,8 +123,8 @@ def chains(program: ShardedProgram) -> dict[int, Hashable]:
         made[number] = ("number", str(value.dtype), np.asarray(value).tobytes()) if one else ("array", number)
     for step in program.steps:
         key = (step.kind, *(made[number] for number in step.inputs))
-        for place, number in enumerate(step.outputs):
-            made[number] = ("step", number) if step.kind is None else known.setdefault((place, *key), len(known))
+        for output, number in enumerate(step.outputs):
+            made[number] = ("step", number) if step.kind is None else known.setdefault((output, *key), len(known))
     found: dict[int, list[Hashable]] = {}
     for number, owner in zip(program.outputs, program.owners[1], strict=True):
         if owner is not None:
