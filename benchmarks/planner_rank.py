@@ -55,7 +55,7 @@ def main():
     ax.fake_devices(DEVICES)
     from axonml_jax.models.config import TransformerConfig
     from axonml_jax.planner.legal import candidates
-    from axonml_jax.planner.measure import measure
+    from axonml_jax.planner.measure.this_machine import measure
     from axonml_jax.planner.search import exactly
 
     sizes = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "vocab_size": 256, "max_length": LENGTH}

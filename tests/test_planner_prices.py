@@ -15,7 +15,7 @@ from axonml_jax.ledger import memory_difference
 from axonml_jax.planner.assumptions import Assumptions
 from axonml_jax.planner.hardware import HARDWARE
 from axonml_jax.planner.legal import candidate, ways_on
-from axonml_jax.planner.measure import measure, steps
+from axonml_jax.planner.measure.this_machine import measure, steps
 from axonml_jax.planner.phases import flow_seconds, inner_product, phases
 from axonml_jax.planner.price import price
 from axonml_jax.planner.quick import quick

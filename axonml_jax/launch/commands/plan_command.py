@@ -178,7 +178,7 @@ def _long_enough(config: TransformerConfig, length: int) -> TransformerConfig:
 def _hardware(chosen: argparse.Namespace, model: TransformerConfig) -> Hardware:
     if chosen.hardware != MEASURE:
         return hardware(chosen.hardware)
-    from axonml_jax.planner.measure import measure
+    from axonml_jax.planner.measure.this_machine import measure
 
     found = measure(chosen.devices, model=model)
     print(f"measured  {found}\n")
