@@ -3,8 +3,6 @@
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-import jax
-
 PyTree = Any
 """A nest of dicts, lists, tuples and registered dataclasses with arrays as leaves."""
 
@@ -20,7 +18,8 @@ def is_array(x: Any) -> bool:
 def is_one_of(given: Any, choices: Iterable[Any]) -> bool:
     """Whether a value is one of some plain ones, whatever it is: an array, compared, is neither true nor false.
 
-    >>> is_one_of("full", (None, "full")), is_one_of(["full"], (None, "full")), is_one_of(jax.numpy.ones(3), (True, False))
+    >>> import jax.numpy as jnp
+    >>> is_one_of("full", (None, "full")), is_one_of(["full"], (None, "full")), is_one_of(jnp.ones(3), (True, False))
     (True, False, False)
     """
     return isinstance(given, Hashable) and given in tuple(choices)
@@ -29,9 +28,12 @@ def is_one_of(given: Any, choices: Iterable[Any]) -> bool:
 def path_name(path: tuple) -> str:
     """A key path as users write it: `blocks/0/attention/kernel`.
 
-    >>> path_name((jax.tree_util.DictKey("blocks"), jax.tree_util.SequenceKey(0)))
+    >>> from jax.tree_util import DictKey, SequenceKey
+    >>> path_name((DictKey("blocks"), SequenceKey(0)))
     'blocks/0'
     """
+    import jax  # what parses a command line is here before JAX is
+
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -44,6 +46,8 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     Raises:
       ValueError: when two leaves would have one name, as those of `{"a": {"b": x}, "a/b": y}`.
     """
+    import jax
+
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     named = {path_name(path): leaf for path, leaf in leaves}
     if len(named) < len(leaves):
@@ -52,6 +56,8 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
 
 
 def _twins(paths: list[tuple]) -> str:
+    import jax
+
     by_name: dict[str, list[str]] = {}
     for path in paths:
         by_name.setdefault(path_name(path), []).append(jax.tree_util.keystr(path))

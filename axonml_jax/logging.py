@@ -2,11 +2,14 @@
 
 import logging
 import random
+import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
+
+if TYPE_CHECKING:
+    import jax
 
 logger = logging.getLogger("axonml_jax")
 """The library's logger. With several processes (or ranks of `spawn`) a message starts with its rank, as `[2/8] `."""
@@ -18,7 +21,7 @@ def print0(*args: Any, **kwargs: Any) -> None:
         print(*args, **kwargs)
 
 
-def seed(n: int) -> jax.Array:
+def seed(n: int) -> "jax.Array":
     """Seed Python's and NumPy's generators, and give JAX's key: the same in every process.
 
     Args:
@@ -32,6 +35,8 @@ def seed(n: int) -> jax.Array:
     """
     if not 0 <= n < 2**32:
         raise ValueError(f"seed({n}): NumPy takes seeds from 0 to 2**32 - 1; choose one of those")
+    import jax
+
     random.seed(n)
     np.random.seed(n)
     return jax.random.key(n)
@@ -42,7 +47,9 @@ def _place() -> tuple[int, int]:
     thread = threading.current_thread()
     if hasattr(thread, "rank"):  # a rank of `spawn` (mesh/ranks/spawn.py)
         return thread.rank, thread.world_size  # pyright: ignore[reportAttributeAccessIssue]
-    return (jax.process_index(), jax.process_count()) if jax.distributed.is_initialized() else (0, 1)
+    if (jax := sys.modules.get("jax")) is None or not jax.distributed.is_initialized():
+        return 0, 1
+    return jax.process_index(), jax.process_count()
 
 
 def _prefix_rank(record: logging.LogRecord) -> bool:
