@@ -9,8 +9,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from axonml_jax.launch.commands.refusals import TRACEBACK, refusal, traceback_wanted
-from axonml_jax.mesh.job.leave import joined, leave_now
+from axonml_jax.cli.flags import TRACEBACK, refusal, traceback_wanted
+from axonml_jax.mesh.join import joined, leave_now
 
 COMMANDS = ("train", "eval", "generate", "runs", "explain", "plan", "launch", "schedule", "devices", "import", "export")
 OTHERS = {
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit status: 0; 2 for anything wrong with the arguments or the configuration, said in one message on stderr
-      (see launch/commands/refusals.py); 130 after Ctrl-C; 143 after SIGTERM (a training run is saved after either); 141
+      (see cli/flags.py); 130 after Ctrl-C; 143 after SIGTERM (a training run is saved after either); 141
       when the reader of its output is gone.
     """
     status = _status(list(sys.argv[1:] if argv is None else argv))
@@ -79,11 +79,11 @@ def _status(arguments: Sequence[str]) -> int:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["launch"]:
-        from axonml_jax.launch.processes.launcher import launch
+        from axonml_jax.launch.launcher import launch
 
         return launch(arguments[1:])
     if arguments[:1] == ["schedule"]:
-        from axonml_jax.launch.commands.schedule_command import schedule
+        from axonml_jax.cli.schedule import schedule
 
         return schedule(arguments[1:])
     if arguments[:1] == ["plan"]:
@@ -99,7 +99,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         _parser().print_help(sys.stderr)
         return USAGE_ERROR
     chosen = _parser().parse_args(arguments)
-    from axonml_jax.launch.commands.devices import devices
+    from axonml_jax.cli.devices import devices
 
     return devices(chosen.simulated)
 
@@ -108,8 +108,8 @@ def _refuse_unknown(first: Sequence[str]) -> None:
     """Name the command that was meant; a file alone says by its kind."""
     if not first or first[0].startswith("-") or first[0] in COMMANDS:
         return
-    from axonml_jax.launch.config.run_config import ConfigError
-    from axonml_jax.synonyms import nearest
+    from axonml_jax.base import nearest
+    from axonml_jax.config.config import ConfigError
 
     by_kind = {".py": "launch", ".yaml": "train", ".yml": "train"}.get(os.path.splitext(first[0])[1])
     near = f"{by_kind} {first[0]}" if by_kind else nearest(first[0], COMMANDS, OTHERS)
@@ -118,45 +118,45 @@ def _refuse_unknown(first: Sequence[str]) -> None:
 
 
 def _plan(arguments: Sequence[str]) -> int:
-    from axonml_jax.launch.commands.plan_flags import plan_parser
+    from axonml_jax.cli.flags import plan_parser
 
     chosen = plan_parser().parse_args(arguments)
     _importable(chosen.allow_imports)
-    from axonml_jax.launch.commands.plan_command import plan
+    from axonml_jax.cli.plan import plan
 
     return plan(chosen, arguments)
 
 
 def _weights(command: str, *arguments: str) -> int:
-    from axonml_jax.launch.commands.weights_flags import export_parser, import_parser
+    from axonml_jax.cli.flags import export_parser, import_parser
 
     chosen = (import_parser if command == "import" else export_parser)().parse_args(arguments)
     if command == "import":
-        from axonml_jax.launch.commands.import_command import import_weights
+        from axonml_jax.cli.files import import_weights
 
         return import_weights(chosen)
-    from axonml_jax.launch.commands.export_command import export_weights
+    from axonml_jax.cli.files import export_weights
 
     return export_weights(chosen)
 
 
 def _run(command: str, *arguments: str) -> int:
     # What follows is read by the configuration's own parser, made from the configuration's keys.
-    from axonml_jax.launch.config.own_flags import (
+    from axonml_jax.config.config import (
         Budget,
         Estimate,
         budget_parser,
         estimate_parser,
         help_of,
         imports_parser,
+        read_config,
         split_flags,
     )
-    from axonml_jax.launch.config.read_config import read_config
 
     parsers = [imports_parser(command), budget_parser(command), *([estimate_parser()] if command == "explain" else [])]
     [allowed, budget, *estimate], rest = split_flags(parsers, arguments)
     config = read_config(command, rest, help_of(parsers), _importable(allowed["allow_imports"]))
-    from axonml_jax.launch.commands import train_command as run
+    from axonml_jax.cli import train as run
 
     if command == "train":
         return run.train(config, Budget(**budget))
@@ -164,11 +164,11 @@ def _run(command: str, *arguments: str) -> int:
 
 
 def _saved(command: str, *arguments: str) -> int:
-    from axonml_jax.launch.commands.saved import saved_flags as flags
+    from axonml_jax.cli import flags
 
     if command == "runs":
         chosen = flags.runs_parser().parse_args(arguments)
-        from axonml_jax.launch.commands.saved.runs_command import runs
+        from axonml_jax.cli.saved import runs
 
         return runs(chosen)
     parser = flags.eval_parser() if command == "eval" else flags.generate_parser()
@@ -176,10 +176,10 @@ def _saved(command: str, *arguments: str) -> int:
     flags.refuse_misspelt(parser, rest)
     _importable(chosen.allow_imports)
     if command == "eval":
-        from axonml_jax.launch.commands.saved.eval_command import eval_run
+        from axonml_jax.cli.saved import eval_run
 
         return eval_run(chosen, rest)
-    from axonml_jax.launch.commands.saved.generate_command import generate_text
+    from axonml_jax.cli.saved import generate_text
 
     return generate_text(chosen, rest)
 

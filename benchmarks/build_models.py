@@ -9,10 +9,9 @@ import numpy as np
 from flax import linen, nnx
 
 import axonml_jax as ax
+from axonml_jax.layers.losses import vocab_parallel_cross_entropy
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.mlp import MLP
-from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.megatron.cross_entropy import vocab_parallel_cross_entropy
+from axonml_jax.models.transformer import MLP, Transformer
 
 
 class ConvBlock(nnx.Module):

@@ -20,9 +20,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import axonml_jax as ax
-from axonml_jax.ledger.compiled import collectives_in_compiled, device_peak
-from axonml_jax.ledger.compiled_schedule import moved, moved_table
-from axonml_jax.models.presets import preset
+from axonml_jax.ledger.compiled import collectives_in_compiled, device_peak, moved, moved_table
+from axonml_jax.models.config import preset
 from axonml_jax.planner.verify import abstract_step, topology_devices
 
 

@@ -12,12 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axonml_jax.compat.jaxpr import trace
+from axonml_jax.layers.losses import vocab_parallel_cross_entropy
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.megatron.cross_entropy import vocab_parallel_cross_entropy
-from axonml_jax.program.atoms import names_of
-from axonml_jax.program.dataflow import forward
-from axonml_jax.program.program import read_program
+from axonml_jax.program.program import forward, names_of, read_program
 
 
 class Block(nnx.Module):

@@ -46,11 +46,11 @@ def main() -> None:
 
 def run(steps: int, replicas: int, diloco: dict) -> tuple[dict[int, float], float]:
     """(validation loss by step, bytes per rank and step)."""
-    from axonml_jax.launch.commands.describe import price
-    from axonml_jax.launch.commands.train_command import train
-    from axonml_jax.launch.config.read_config import read_config
-    from axonml_jax.launch.job.records import read_records
-    from axonml_jax.launch.job.run_setup import lay_ground
+    from axonml_jax.cli.plan import price
+    from axonml_jax.cli.records import read_records
+    from axonml_jax.cli.run import lay_ground
+    from axonml_jax.cli.train import train
+    from axonml_jax.config.config import read_config
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         keys = {"devices.simulated": replicas, "train.steps": steps, "train.eval_every": max(50, steps // 6)}

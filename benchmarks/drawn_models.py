@@ -89,10 +89,9 @@ def transformer(options: dict[str, Any]) -> Subject:
     from flax import nnx
 
     import axonml_jax as ax
-    from axonml_jax.models.config import TransformerConfig
-    from axonml_jax.models.experts_config import ExpertsConfig
+    from axonml_jax.layers.options import LatentConfig
+    from axonml_jax.models.config import ExpertsConfig, TransformerConfig
     from axonml_jax.models.transformer import Transformer
-    from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
 
     kinds = {"experts": (ExpertsConfig, EXPERTS | {"num_experts": []}), "latent": (LatentConfig, LATENT)}
     given = {name: options[name] for name in kinds if isinstance(options.get(name), dict)}

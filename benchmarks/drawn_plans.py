@@ -169,7 +169,7 @@ def plan_of(case: dict[str, Any]) -> Any:
     from jax.sharding import PartitionSpec
 
     import axonml_jax as ax
-    from axonml_jax.parallel.partition import Partition
+    from axonml_jax.parallel.plan import Partition
 
     def strategy(kind, options):
         options = {name: value for name, value in options.items() if name != "kind"}

@@ -30,12 +30,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from paired import alternate, ratio
 
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.layers.dispatch import ExpertWeights, Sorted, activated, block_products, block_sizes
+from axonml_jax.layers.whole import tensor_specs
+from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.experts.block_products import Sorted, block_products, block_sizes
-from axonml_jax.parallel.experts.expert_weights import ExpertWeights, activated
-from axonml_jax.parallel.tensor.specs import tensor_specs
 
 EXPERTS, WIDTH, INNER = 8, 512, 1024
 CONFIG = TransformerConfig(

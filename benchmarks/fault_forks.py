@@ -25,9 +25,9 @@ from importlib import import_module
 from pathlib import Path
 
 IMPORTS = (
-    "flax.nnx", "optax", "orbax.checkpoint", "jax.experimental.multihost_utils", "axonml_jax.facade.parallelize",
-    "axonml_jax.checkpoint.memory.restore_newest", "axonml_jax.launch.job.fit", "axonml_jax.launch.job.records",
-    "axonml_jax.launch.processes.launcher", "axonml_jax.mesh.watch.watchdog",
+    "flax.nnx", "optax", "orbax.checkpoint", "jax.experimental.multihost_utils", "axonml_jax.facade.facades",
+    "axonml_jax.checkpoint.memory", "axonml_jax.cli.run", "axonml_jax.cli.records",
+    "axonml_jax.launch.launcher", "axonml_jax.mesh.watch",
 )  # fmt: skip
 ROOM = "FAULT_ROOM"
 """A long variable in whose place the command and the variables of a fork are written."""

@@ -19,13 +19,12 @@ from jax.sharding import AxisType, Mesh
 from paired import machine
 
 import axonml_jax as ax
-from axonml_jax.facade.device_memory import FSDPMemoryStats, estimate
-from axonml_jax.ledger.compiled import device_peak
-from axonml_jax.ledger.compiled_schedule import Moved, moved
-from axonml_jax.model.functionalize import functionalize
-from axonml_jax.parallel.bind import bind_plan
+from axonml_jax.ledger.compiled import Moved, device_peak, moved
+from axonml_jax.ledger.memory import FSDPMemoryStats, estimate
+from axonml_jax.model.lora import functionalize
+from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.planner.verify import topology_devices
-from axonml_jax.training.state.first_state import abstract_state, resting_shapes
+from axonml_jax.training.run_state import abstract_state, resting_shapes
 
 MIB = 2**20
 PLANS = {

@@ -19,7 +19,7 @@ from paired import alternate, machine, ratio, table, verdict
 from small_gpt import Stepping, optimizer
 
 import axonml_jax as ax
-from axonml_jax.compat.barrier import together
+from axonml_jax.compat.order import together
 
 SPLIT = PartitionSpec("fsdp")
 BAR = 1.02
@@ -107,7 +107,7 @@ def hand_written(model, mesh):
     step = jax.shard_map(local, mesh=mesh, in_specs=(specs, SPLIT), out_specs=(specs, PartitionSpec()), check_vma=False)
     state = jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     state = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(state)
-    old = jax.__version_info__ < (0, 11)  # as training/compiler.py says
+    old = jax.__version_info__ < (0, 11)  # as training/compile.py says
     options = {"xla_disable_hlo_passes": "cse_barrier_expander"} if old else None
     return state, jax.jit(step, donate_argnums=0, compiler_options=options)
 

@@ -38,7 +38,7 @@ def start():
     # Where XLA leaves out roundings to bf16 it does so in other places of another program, and near ties fall differently.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false"
     sys.path[:0] = [str(TESTS), str(Path(__file__).parent)]
-    from axonml_jax.mesh.fake_devices import fake_devices
+    from axonml_jax.mesh.simulate import fake_devices
 
     fake_devices(8)
     import jax
@@ -53,7 +53,7 @@ def start():
 def remember_runs():
     """Plans with one oracle run it once: Oracle.run returns what it returned to the plan before."""
     from axonml_jax.testing import equality
-    from axonml_jax.testing.oracle import Oracle
+    from axonml_jax.testing.equality import Oracle
 
     known = {}
 

@@ -20,9 +20,7 @@ from pathlib import Path
 
 from simulated_week import simulate
 
-from axonml_jax.planner.goodput.expected_goodput import HOUR, WEEK, best_steps, expected_goodput
-from axonml_jax.planner.goodput.failure_rates import FAILURE_RATES, failure_rate
-from axonml_jax.planner.goodput.recovery_ways import Recovery
+from axonml_jax.planner.hardware import FAILURE_RATES, HOUR, WEEK, Recovery, best_steps, expected_goodput, failure_rate
 
 DEVICES = tuple(2**power for power in range(3, 13))
 KILLED = 8
@@ -90,7 +88,7 @@ def table(given: argparse.Namespace) -> dict[str, list[float]]:
 
 def draw(found: dict[str, list[float]], given: argparse.Namespace) -> None:
     """Goodput lost, over devices and over intervals."""
-    from axonml_jax.ledger.predict.picture import new_figure, save
+    from axonml_jax.ledger.predict import new_figure, save
 
     figure = new_figure(9, 3.6)
     left, right = figure.subplots(1, 2, sharey=True)

@@ -14,7 +14,7 @@ from flax import nnx
 from small_gpt import Stepping, config, hand_written, make_batch, make_model, optimizer
 
 import axonml_jax as ax
-from axonml_jax.models.presets import preset
+from axonml_jax.models.config import preset
 from axonml_jax.models.transformer import Transformer
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16 FLOP/s; a chip that is not here has no MFU

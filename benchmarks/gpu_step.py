@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from paired import alternate, machine, ratio, table, verdict
 from small_gpt import Stepping, config, hand_written, loss_fn, make_batch, make_model, optimizer
 
-from axonml_jax.facade.ddp import DDP
-from axonml_jax.models.presets import preset
+from axonml_jax.facade.facades import DDP
+from axonml_jax.models.config import preset
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bf16 FLOP/s
 BAR = 1.02

@@ -23,7 +23,7 @@ def words_of(tree: Any) -> Iterator[str]:
 
 def _not_noise(tree: Any) -> dict[str, Any]:
     """Leaves by name, but for biases of keys: softmax does not see them, so their gradient is rounding and nothing else."""
-    from axonml_jax._types import named_leaves
+    from axonml_jax.base import named_leaves
 
     return {name: leaf for name, leaf in named_leaves(tree).items() if not name.endswith("key/bias")}
 
@@ -50,8 +50,8 @@ def hold(case: dict[str, Any], reached: list[str]) -> None:
       AssertionError: where they differ.
     """
     import axonml_jax as ax
-    from axonml_jax.facade.parallelize import parallelize
-    from axonml_jax.model.functionalize import functionalize
+    from axonml_jax.facade.facades import parallelize
+    from axonml_jax.model.lora import functionalize
     from axonml_jax.testing import equality
 
     case = dict(_with_junk(case))
@@ -115,8 +115,8 @@ def hold_diloco(case: dict[str, Any], reached: list[str]) -> None:
     from diloco_runs import INNER, LinenNet, Net, batches, loss_fn, reference
 
     import axonml_jax as ax
-    from axonml_jax.sharding.place import to_host
-    from axonml_jax.testing.trees_close import assert_trees_close
+    from axonml_jax.sharding.layout import to_host
+    from axonml_jax.testing.equality import assert_trees_close
 
     case = _with_junk(case)
     own = {name: value for name, value in case["plan"].items() if name != "precision"}

@@ -39,7 +39,7 @@ class Reader:
 
 def checkpoint(folder: Path):
     """A checkpoint's manifest and files, written without Orbax."""
-    from axonml_jax.checkpoint.manifest import Entry, Manifest, checksums
+    from axonml_jax.checkpoint.format import Entry, Manifest, checksums
 
     (folder / "it" / "arrays").mkdir(parents=True)
     (folder / "it" / "arrays" / "d").write_bytes(b"12345678")
@@ -53,7 +53,7 @@ def checkpoint(folder: Path):
 
 def read_checkpoint(folder: Path, prepared, draw: random.Random):
     """Some with a checksum that fits: what somebody has written who knows how."""
-    from axonml_jax.checkpoint.manifest import Manifest, _text_sum, damage
+    from axonml_jax.checkpoint.format import Manifest, _text_sum, damage
 
     text, content = prepared
     if draw.random() < 0.6:
@@ -116,13 +116,13 @@ def changed_yaml(prepared, draw: random.Random) -> bytes:
 
 
 def read_yaml(_: Path, prepared, draw: random.Random):
-    from axonml_jax.launch.config.plain_yaml import plain_yaml
+    from axonml_jax.config.config import plain_yaml
 
     plain_yaml(changed_yaml(prepared, draw).decode(errors="replace"))
 
 
 def read_configuration(folder: Path, prepared, draw: random.Random):
-    from axonml_jax.launch.config.read_config import read_config
+    from axonml_jax.config.config import read_config
 
     (folder / "it.yaml").write_bytes(changed_yaml(prepared, draw))
     read_config("train", [str(folder / "it.yaml")])
@@ -134,10 +134,8 @@ def listener(_: Path):
 
 def read_messages(_: Path, prepared, draw: random.Random):
     """A caller at a listening socket, and a launcher's peer, who say something else than they should."""
-    from axonml_jax.launch.processes.machines.connection import Connection
-    from axonml_jax.launch.processes.machines.news import is_answer, is_hello, is_news
-    from axonml_jax.mesh.job.callers import Callers
-    from axonml_jax.mesh.job.sealed import Talk
+    from axonml_jax.launch.machines import Connection, is_answer, is_hello, is_news
+    from axonml_jax.mesh.join import Callers, Talk
 
     token = draw.choice((b"", b"hush"))
     failure = {"rank": 1, "host": "a", "pid": 2, "returncode": -9, "seconds": 1.5, "lines": ["boom"]}
@@ -214,7 +212,7 @@ DTYPES = (
 
 def read_safetensors(folder: Path, prepared, draw: random.Random):
     import axonml_jax as ax
-    from axonml_jax.model.stored_arrays import StoredArrays
+    from axonml_jax.model.safetensors import StoredArrays
 
     whole, header, rest = prepared
     kind = draw.random()

@@ -14,7 +14,7 @@ from paired import machine, ratio
 from small_gpt import config, loss_fn, make_batch, make_model, optimizer
 
 import axonml_jax as ax
-from axonml_jax.training import compiler
+from axonml_jax.training import compile as compiler
 
 DEVICES = {"ddp": ("data", 1), "fsdp": ("fsdp", 2), "pipeline": ("pipe", 4)}
 

@@ -22,7 +22,7 @@ from matrix_tables import drawn
 from plan_tables import product
 
 import axonml_jax as ax
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 MODELS = {
     "llama": transformer.LLAMA,

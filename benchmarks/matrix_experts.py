@@ -18,8 +18,8 @@ from matrix_tables import drawn
 from plan_tables import product
 
 import axonml_jax as ax
-from axonml_jax.models.stack import Stack
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.models.transformer import Stack
+from axonml_jax.testing.equality import assert_equals_single_device
 
 OTHERS = ("data", "fsdp", "tensor", "context", "pipe")
 WAYS = {"rounds": {"dispatch": "rounds"}, "gather": {"dispatch": "gather"}, "capacity": {"capacity_factor": 0.8}}

@@ -30,12 +30,11 @@ def published(folder: Path):
     """Configurations of all families, and one model's weights."""
     from flax import nnx
 
-    from axonml_jax._types import named_leaves
-    from axonml_jax.models.config import TransformerConfig
+    from axonml_jax.base import named_leaves
+    from axonml_jax.models.config import PRESETS, TransformerConfig, preset
     from axonml_jax.models.families.known import description_of
-    from axonml_jax.models.huggingface import write_pretrained
-    from axonml_jax.models.presets import PRESETS, preset
     from axonml_jax.models.transformer import Transformer
+    from axonml_jax.models.weights import write_pretrained
 
     config = TransformerConfig(
         vocab_size=11, num_layers=2, hidden_size=8, num_heads=2, max_length=6, mlp_hidden_size=12
@@ -51,7 +50,7 @@ def published(folder: Path):
 
 
 def read_published(folder: Path, prepared, draw: random.Random):
-    from axonml_jax.models.huggingface import pretrained_config, read_pretrained
+    from axonml_jax.models.weights import pretrained_config, read_pretrained
 
     described = draw.choice(prepared)
     text = of_bytes(as_json(described), draw)
@@ -88,7 +87,7 @@ def tokenizer(_: Path):
 
 
 def read_tokenizer(folder: Path, prepared, draw: random.Random):
-    from axonml_jax.data.documents.tokenizer import load_tokenizer
+    from axonml_jax.data.documents import load_tokenizer
 
     text = of_bytes(as_json(prepared), draw)
     if draw.random() < 0.7:
@@ -104,7 +103,7 @@ def lines(_: Path):
 
 
 def read_lines(folder: Path, prepared, draw: random.Random):
-    from axonml_jax.data.sources.open_dataset import open_dataset
+    from axonml_jax.data.sources import open_dataset
 
     (folder / "it.jsonl").write_bytes(of_bytes(prepared, draw))
     found = open_dataset(folder / "it.jsonl", fields=draw.choice((None, ["text"])))
@@ -117,7 +116,7 @@ def records(_: Path):
 
 
 def read_records_of(folder: Path, prepared, draw: random.Random):
-    from axonml_jax.launch.job.records import read_records
+    from axonml_jax.cli.records import read_records
 
     (folder / "metrics.jsonl").write_bytes(of_bytes(prepared, draw))
     for record in read_records(folder / "metrics.jsonl"):
@@ -125,13 +124,13 @@ def read_records_of(folder: Path, prepared, draw: random.Random):
 
 
 def owner(_: Path):
-    from axonml_jax.checkpoint.owner import Owner
+    from axonml_jax.checkpoint.ownership import Owner
 
     return json.loads(Owner.this_process().text())
 
 
 def read_owner(_: Path, prepared, draw: random.Random):
-    from axonml_jax.checkpoint.owner import Owner
+    from axonml_jax.checkpoint.ownership import Owner
 
     text = of_bytes(as_json(prepared), draw).decode(errors="replace")
     if draw.random() < 0.7:
@@ -157,7 +156,7 @@ NUMBERS = ("-1", "0", "1.5", "99999999999999999999", "9" * 5000, " 1", "\u00b2",
 
 
 def read_variables(_: Path, prepared, draw: random.Random):
-    from axonml_jax.mesh.job.init import describe_launch
+    from axonml_jax.mesh.init import describe_launch
 
     environ = dict(draw.choice(VARIABLES))
     for name in draw.sample(sorted(environ), draw.choice((1, 1, 2))):
@@ -179,14 +178,14 @@ def objects(_: Path):
 
 
 def read_object(_: Path, prepared, draw: random.Random):
-    from axonml_jax.collectives.eager.object_bytes import NO_PICKLE, decoded, encoded
+    from axonml_jax.collectives.eager import NO_PICKLE, decoded, encoded
 
     decoded(of_bytes(encoded(prepared, {}), draw), {NO_PICKLE: "1"})
 
 
 def parsed_configurations(folder: Path):
     """The same, once one of them has been read, as that imports much."""
-    from axonml_jax.launch.config.read_config import read_config
+    from axonml_jax.config.config import read_config
 
     read_config("train", [str(ROOT / "configs" / "quickstart.yaml")])
     return configurations(folder)
@@ -194,7 +193,7 @@ def parsed_configurations(folder: Path):
 
 def refusals() -> tuple[type[BaseException], ...]:
     """How the command line refuses a configuration."""
-    from axonml_jax.launch.config.run_config import ConfigError
+    from axonml_jax.config.config import ConfigError
 
     return (ConfigError,)
 

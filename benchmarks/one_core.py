@@ -16,7 +16,7 @@ from paired import machine, table
 from ranks import run_ranks
 from small_gpt import LEARNING_RATE
 
-from axonml_jax.mesh.kept_memory import SWITCH
+from axonml_jax.mesh.simulate import SWITCH
 
 HERE = Path(__file__).parent
 

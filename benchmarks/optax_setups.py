@@ -25,7 +25,7 @@ def start():
     """Simulated devices, float64, compiling without LLVM's optimizations as the tests do."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, str(ROOT / "tests"))
-    from axonml_jax.mesh.fake_devices import fake_devices
+    from axonml_jax.mesh.simulate import fake_devices
 
     fake_devices(8)
     import jax
@@ -38,7 +38,7 @@ def compared(wanted, plan, make, **options):
     """ "equal", "DIFFERENT", or why a plan does not take an optimizer."""
     from optax_setups import under
 
-    from axonml_jax.testing.trees_close import assert_trees_close
+    from axonml_jax.testing.equality import assert_trees_close
 
     try:
         assert_trees_close(under(plan, make, **options), wanted, "parameters")

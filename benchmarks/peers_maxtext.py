@@ -23,7 +23,7 @@ def counting(compile):
         program = compile(self, *args, **kwargs)
         seconds, memory = time.perf_counter() - began, program.memory_analysis()
         if memory.argument_size_in_bytes > largest[0]:
-            from axonml_jax.ledger.compiled_schedule import moved
+            from axonml_jax.ledger.compiled import moved
 
             largest[0] = memory.argument_size_in_bytes
             found = moved(program).get("all")

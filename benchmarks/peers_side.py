@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from small_gpt import make_batch, optimizer
 
 import axonml_jax as ax
-from axonml_jax.ledger.compiled_schedule import moved
+from axonml_jax.ledger.compiled import moved
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 

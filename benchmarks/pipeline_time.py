@@ -16,8 +16,8 @@ import numpy as np
 from paired import alternate, machine
 from small_gpt import config, loss_fn, make_batch, make_model, optimizer
 
-from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
-from axonml_jax.parallel.pipeline.estimates.simulate import simulate
+from axonml_jax.pipeline.simulate import simulate
+from axonml_jax.pipeline.timetable import StageCosts
 
 ROWS = 2
 FEW, MANY = 4, 16

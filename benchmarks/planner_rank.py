@@ -24,7 +24,7 @@ def prepared(asked, one):
     import optax
     from flax import nnx
 
-    from axonml_jax.launch.job.text_task import loss_fn
+    from axonml_jax.cli.tasks import loss_fn
     from axonml_jax.models.transformer import Transformer
 
     found = one.candidate
@@ -54,9 +54,8 @@ def main():
     options = parser.parse_args()
     ax.fake_devices(DEVICES)
     from axonml_jax.models.config import TransformerConfig
-    from axonml_jax.planner.legal import candidates
-    from axonml_jax.planner.measure.this_machine import measure
-    from axonml_jax.planner.search import exactly
+    from axonml_jax.planner.search import candidates, exactly
+    from axonml_jax.planner.verify import measure
 
     sizes = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "vocab_size": 256, "max_length": LENGTH}
     model = TransformerConfig(**sizes, norm="layernorm", activation="gelu", position="learned", tie_embeddings=True)

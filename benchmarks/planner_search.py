@@ -14,11 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 import axonml_jax as ax
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.presets import preset
+from axonml_jax.models.config import TransformerConfig, preset
 from axonml_jax.planner.hardware import Hardware, hardware
-from axonml_jax.planner.legal import candidates
-from axonml_jax.planner.search import exactly, plan
+from axonml_jax.planner.search import candidates, exactly, plan
 
 SMALL = TransformerConfig(vocab_size=32000, num_layers=8, hidden_size=1024, num_heads=8, max_length=1024)
 

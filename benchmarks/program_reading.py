@@ -13,7 +13,7 @@ import re
 
 import numpy as np
 
-from axonml_jax.compat.stablehlo import parsed
+from axonml_jax.compat.jaxpr import parsed
 
 SKIPPED = {"channel_handle", "sym_name", "callee", "use_global_device_ids"}
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "collective_broadcast")

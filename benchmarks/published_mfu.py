@@ -19,12 +19,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import axonml_jax as ax
-from axonml_jax.ledger.predict.predict import predict
-from axonml_jax.ledger.predict.prediction import Prediction
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.presets import preset
-from axonml_jax.planner.assumptions import Assumptions
-from axonml_jax.planner.hardware import HARDWARE, Hardware
+from axonml_jax.ledger.predict import Prediction, predict
+from axonml_jax.models.config import TransformerConfig, preset
+from axonml_jax.planner.hardware import HARDWARE, Assumptions, Hardware
 from axonml_jax.planner.price import price
 
 ASSUMED = Assumptions().efficiency

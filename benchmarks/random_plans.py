@@ -5,7 +5,7 @@
 A case is drawn by its number alone. Every second one is a model (NNX or Linen: the tests' small ones, and the library's
 transformer), a mesh of simulated devices and a plan with its options, drawn without asking whether they go together; the others
 would work but for one bad input. *Equal*: loss, metrics, gradients, parameters and state of two updates are those of one device
-(`testing/tolerances.py`). *Refused*: a `ValueError` or `TypeError` raised by the library's own code that names what was given.
+(`testing/equality.py`). *Refused*: a `ValueError` or `TypeError` raised by the library's own code that names what was given.
 Anything else is a fault: another result, or another error. Records go to benchmarks/records/random_plans.jsonl, one line a
 case; running again continues. Prints a line per fault and the table; --write puts it into docs/reliability.md.
 """
@@ -52,7 +52,7 @@ def case_of(number: int, seed: int) -> dict[str, Any]:
 
 def start() -> Any:
     """Simulated devices, float64, compiling without LLVM's optimizations and once what is alike, as the tests do."""
-    from axonml_jax.mesh.fake_devices import fake_devices
+    from axonml_jax.mesh.simulate import fake_devices
 
     fake_devices(8)
     import jax
@@ -104,7 +104,7 @@ def _said(error: BaseException) -> str:
 
 def read(case: dict[str, Any]) -> None:
     """Read a configuration in which one key has this value."""
-    from axonml_jax.launch.config.read_config import read_config
+    from axonml_jax.config.config import read_config
 
     value = case["value"]
     text = value if isinstance(value, str) else json.dumps(value)

@@ -26,7 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from axonml_jax.launch.processes.launcher import free_port
+from axonml_jax.launch.launcher import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 KILLED_AFTER, STEPS = 27, 32

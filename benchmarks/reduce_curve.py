@@ -59,9 +59,9 @@ def main() -> None:
 
 def run(name: str, steps: int, seed: int) -> dict[str, float]:
     """Training loss of the last 50 steps and validation loss at the end."""
-    from axonml_jax.launch.commands.train_command import train
-    from axonml_jax.launch.config.read_config import read_config
-    from axonml_jax.launch.job.records import read_records
+    from axonml_jax.cli.records import read_records
+    from axonml_jax.cli.train import train
+    from axonml_jax.config.config import read_config
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         keys = {"train.seed": seed, "mesh.data": 1, "mesh.fsdp": 8, "train.steps": steps, "train.eval_every": steps}
@@ -85,8 +85,8 @@ def ring_of_bf16() -> Iterator[None]:
     import jax
     import jax.numpy as jnp
 
-    from axonml_jax.collectives.gradients.bucketed import parts_along
-    from axonml_jax.parallel.strategies import shard
+    from axonml_jax.collectives.gradients import parts_along
+    from axonml_jax.strategies import shard
 
     def ring(leaf, axis, dim):
         ranks = jax.lax.axis_size(axis)

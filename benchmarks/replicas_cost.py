@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.training.state.replicas import CompareReplicas
+from axonml_jax.training.run_state import CompareReplicas
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axonml_jax.mesh.fake_devices import bound_run_ahead, fake_devices
 from axonml_jax.mesh.shape import make_mesh
+from axonml_jax.mesh.simulate import bound_run_ahead, fake_devices
 
 WIDTH, DEPTH, ROWS = 64, 4, 16
 

@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from elastic_machines import LIMIT, QUICKSTART, ROOT, SMALL, Machine, Machines
 from written_table import written
 
-from axonml_jax.launch.job.records import read_records
-from axonml_jax.launch.processes.launcher import free_port
+from axonml_jax.cli.records import read_records
+from axonml_jax.launch.launcher import free_port
 
 RECORDS = ROOT / "benchmarks" / "records" / "shrunk_runs.jsonl"
 STEPS, BATCH, EVERY = 40, 24, 5

@@ -5,8 +5,7 @@ import math
 
 import numpy as np
 
-from axonml_jax.planner.goodput.expected_goodput import WEEK
-from axonml_jax.planner.goodput.recovery_ways import Recovery
+from axonml_jax.planner.hardware import WEEK, Recovery
 
 
 def simulate(

@@ -10,9 +10,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from axonml_jax.layers.losses import vocab_parallel_cross_entropy
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.megatron.cross_entropy import vocab_parallel_cross_entropy
 
 LEARNING_RATE = 1e-3
 

@@ -56,7 +56,7 @@ def changed_file(data: bytes, draw: random.Random) -> bytes:
 
 def read_parquet(folder: Path, prepared: list[bytes], draw: random.Random):
     """The first, the last and some other rows, of all columns or of two."""
-    from axonml_jax.data.sources.parquet_files import ParquetFiles
+    from axonml_jax.data.sources import ParquetFiles
 
     (folder / "it.parquet").write_bytes(changed_file(draw.choice(prepared), draw))
     found = ParquetFiles(folder / "it.parquet", fields=draw.choice([None, ["text", "id"]]))

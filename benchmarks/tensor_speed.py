@@ -17,12 +17,12 @@ from paired import alternate, machine, ratio, table, verdict
 from small_gpt import Stepping, config, hand_written, loss_fn, make_batch, make_model, optimizer
 
 import axonml_jax as ax
-from axonml_jax.ledger.predict.difference import memory_difference
-from axonml_jax.model.functionalize import functionalize
+from axonml_jax.ledger.predict import memory_difference
+from axonml_jax.model.lora import functionalize
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.parallel.bind import bind_plan
+from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.planner.verify import topology_devices
-from axonml_jax.training.state.first_state import abstract_state
+from axonml_jax.training.run_state import abstract_state
 from axonml_jax.training.step import TrainStep
 
 BAR, MEMORY_BAR = 1.05, 1.25

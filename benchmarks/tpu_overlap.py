@@ -17,14 +17,13 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 import axonml_jax as ax
-from axonml_jax.ledger.compiled_schedule import moved
-from axonml_jax.model.functionalize import functionalize
+from axonml_jax.ledger.compiled import moved
+from axonml_jax.model.lora import functionalize
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.lm_loss import cross_entropy
-from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.bind import bind_plan
+from axonml_jax.models.transformer import Transformer, cross_entropy
+from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.planner.verify import topology_devices
-from axonml_jax.training.state.first_state import abstract_state
+from axonml_jax.training.run_state import abstract_state
 
 OPTIONS = {"xla_enable_async_all_reduce": "true", "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true"}
 

@@ -23,8 +23,8 @@ from flax import nnx
 import axonml_jax as ax
 from axonml_jax.__main__ import main
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.huggingface import pretrained, pretrained_config, write_pretrained
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.models.weights import pretrained, pretrained_config, write_pretrained
 
 ax.fake_devices(4)
 here = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())

@@ -15,11 +15,9 @@ import optax
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.huggingface import pretrained, read_pretrained, write_pretrained
-from axonml_jax.models.lm_loss import cross_entropy
-from axonml_jax.models.presets import GPT2
-from axonml_jax.models.transformer import Transformer
+from axonml_jax.models.config import GPT2, TransformerConfig
+from axonml_jax.models.transformer import Transformer, cross_entropy
+from axonml_jax.models.weights import pretrained, read_pretrained, write_pretrained
 
 ax.fake_devices(4)
 

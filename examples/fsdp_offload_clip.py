@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.models.mlp import MLP
+from axonml_jax.models.transformer import MLP
 
 ax.fake_devices(4)  # simulated; leave it out on real devices
 

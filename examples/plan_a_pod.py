@@ -5,7 +5,7 @@ Shows: the search, the prediction of a chip's memory and traffic, and what is as
 """
 
 import axonml_jax as ax
-from axonml_jax.models.presets import preset
+from axonml_jax.models.config import preset
 
 model = preset("llama3-8b")
 answer = ax.plan(model, num_devices=512, hardware="v5p", global_batch=512)

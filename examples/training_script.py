@@ -17,11 +17,10 @@ import optax
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.data.text import ByteWindows, load_text
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.huggingface import write_pretrained
-from axonml_jax.models.presets import GPT2
+from axonml_jax.data.sources import ByteWindows, load_text
+from axonml_jax.models.config import GPT2, TransformerConfig
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.models.weights import write_pretrained
 
 LENGTH, BATCH = 64, 16
 CONFIG = TransformerConfig(**GPT2 | {"vocab_size": 256, "max_length": 128}, num_layers=2, hidden_size=64, num_heads=4)

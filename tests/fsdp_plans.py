@@ -5,7 +5,7 @@ from meshes import mesh_of
 from plan_models import CASES
 
 import axonml_jax as ax
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 FSDP = {
     "case": list(CASES),

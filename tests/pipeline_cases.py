@@ -2,13 +2,8 @@
 
 from collections.abc import Iterator
 
-from axonml_jax.parallel.pipeline.schedules.gpipe import GPipe
-from axonml_jax.parallel.pipeline.schedules.interleaved import Interleaved
-from axonml_jax.parallel.pipeline.schedules.one_f_one_b import OneFOneB
-from axonml_jax.parallel.pipeline.schedules.schedule import AbstractSchedule
-from axonml_jax.parallel.pipeline.schedules.tick_table import Table, Work
-from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
-from axonml_jax.parallel.pipeline.schedules.zero_bubble import ZeroBubble
+from axonml_jax.pipeline.schedules import AbstractSchedule, GPipe, Interleaved, OneFOneB, Table, Work, ZeroBubble
+from axonml_jax.pipeline.timetable import Timetable
 
 
 def one_chunk_schedules(ranks: int, microbatches: int) -> list[AbstractSchedule]:

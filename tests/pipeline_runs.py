@@ -9,13 +9,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from axonml_jax.collectives.primitives import axis_index, sum_over
-from axonml_jax.collectives.varying import vary
-from axonml_jax.parallel.pipeline.cutting.stage import Stage, StageOutput
-from axonml_jax.parallel.pipeline.resting.stage_buffers import StageBuffers, Stored
-from axonml_jax.parallel.pipeline.running.executor import run_pipeline
-from axonml_jax.parallel.pipeline.schedules.registry import make_schedule
-from axonml_jax.parallel.pipeline.schedules.tick_rows import make_timetable
+from axonml_jax.collectives.primitives import axis_index, sum_over, vary
+from axonml_jax.pipeline.cut import Stage, StageOutput
+from axonml_jax.pipeline.pack import StageBuffers, Stored
+from axonml_jax.pipeline.run import run_pipeline
+from axonml_jax.pipeline.schedules import make_schedule, make_timetable
 
 ROWS, LENGTH, VOCABULARY = 2, 3, 7
 # Many small programs that run once: what LLVM would gain is less than it takes.

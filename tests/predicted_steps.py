@@ -5,15 +5,14 @@ import optax
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.launch.job.text_task import loss_fn
-from axonml_jax.model.functionalize import functionalize
+from axonml_jax.cli.tasks import loss_fn
+from axonml_jax.layers.options import LatentConfig, RopeScaling
+from axonml_jax.layers.whole import tensor_specs
+from axonml_jax.model.lora import functionalize
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.bind import bind_plan
-from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
-from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
-from axonml_jax.parallel.tensor.specs import tensor_specs
-from axonml_jax.training.state.first_state import abstract_state
+from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.training.run_state import abstract_state
 
 GPT = {"norm": "layernorm", "activation": "gelu", "position": "learned", "tie_embeddings": True, "use_bias": True}
 LLAMA = {"num_kv_heads": 2}

@@ -8,12 +8,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from axonml_jax.collectives.gradients.pairs import reduce_from
-from axonml_jax.collectives.primitives import sum_over
-from axonml_jax.collectives.varying import vary
+from axonml_jax.collectives.gradients import reduce_from
+from axonml_jax.collectives.primitives import sum_over, vary
+from axonml_jax.layers.whole import tensor_specs
 from axonml_jax.mesh.axes import BATCH_AXES, as_axes
-from axonml_jax.parallel.tensor.specs import tensor_specs
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.testing.equality import assert_trees_close
 
 P = PartitionSpec
 WHOLE = P()

@@ -190,7 +190,7 @@ def sources() -> list[Path]:
 
 
 def test_only_one_file_tells_constants_from_variables():
-    # A jaxpr's Literal cannot be hashed: whoever looks for one in a table of variables asks program/atoms.py.
+    # A jaxpr's Literal cannot be hashed: whoever looks for one in a table of variables asks program/program.py.
     looking = [
         label(path)
         for path in modules()

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from attention_spellings import HEADS, LENGTH, SIZE, WIDTH, K, Q, V, X, dropped, gpt, mixed, normal, plain, scores
 
+from axonml_jax.attention.recognise import find_attention
+from axonml_jax.attention.rewrite import plain_attention, replaced
 from axonml_jax.compat.jaxpr import trace
-from axonml_jax.program.attention.plain_attention import plain_attention
-from axonml_jax.program.attention.recognise import find_attention
-from axonml_jax.program.attention.rewrite import replaced
 from axonml_jax.program.program import no_calls, read_program
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.testing.equality import assert_trees_close
 
 EXPERTS = normal(WIDTH, 5), normal(5, WIDTH, 7)
 

@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 from attention_spellings import FEW, HEADS, LENGTH, K, Q, V, alibi, bucketed, dpa, normal, plain, where
 
+from axonml_jax.attention.found import Band, Chunks, Digit, Prefix, arranged, joined, regrouped, sees, whole
+from axonml_jax.attention.masks import ALL, MaskLeaf, classified
+from axonml_jax.attention.recognise import find_attention
+from axonml_jax.attention.rewrite import replaced
 from axonml_jax.compat.jaxpr import trace
-from axonml_jax.program.attention.digits import Digit, arranged, joined, regrouped, whole
-from axonml_jax.program.attention.masks.mask_shapes import ALL, MaskLeaf, classified
-from axonml_jax.program.attention.masks.mask_terms import Band, Chunks, Prefix, sees
-from axonml_jax.program.attention.recognise import find_attention
-from axonml_jax.program.attention.rewrite import replaced
-from axonml_jax.program.elements import NotStatic, elements, number
-from axonml_jax.program.nested import nested
 from axonml_jax.program.program import read_program
+from axonml_jax.program.values import NotStatic, elements, nested, number
 
 lax = jax.lax
 

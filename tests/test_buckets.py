@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import axonml_jax as ax
-from axonml_jax.collectives.gradients.bucketed import all_reduce_leaves
-from axonml_jax.collectives.gradients.buckets import assign_buckets
+from axonml_jax.collectives.gradients import all_reduce_leaves, assign_buckets
 
 STRATEGIES = list(ax.GradSyncStrategy)
 

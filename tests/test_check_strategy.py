@@ -11,7 +11,7 @@ from plan_models import CASES
 from ring_strategy import RingShard
 
 import axonml_jax as ax
-from axonml_jax.parallel.strategies.in_layers import InLayers
+from axonml_jax.strategies.strategy import InLayers
 from axonml_jax.testing import check_strategy
 
 GOOD = {

@@ -13,9 +13,10 @@ import pytest
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.checkpoint import arrays, saving
+from axonml_jax.checkpoint import format as arrays
+from axonml_jax.checkpoint import saving
+from axonml_jax.checkpoint.format import describe, rebuilt
 from axonml_jax.checkpoint.ownership import FolderInUse
-from axonml_jax.checkpoint.team import describe, rebuilt
 
 
 class Weights(nnx.Module):
@@ -269,7 +270,7 @@ def test_orbax_itself_reads_the_arrays(tmp_path):
 
 
 def test_a_newer_format_is_refused_and_not_taken_for_damage(tmp_path, monkeypatch):
-    from axonml_jax.checkpoint import manifest
+    from axonml_jax.checkpoint import format as manifest
 
     monkeypatch.setattr(manifest, "FORMAT", 2)
     path = ax.save(tmp_path / "it", Weights(3))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import axonml_jax as ax
-from axonml_jax.checkpoint.manifest import Manifest, _text_sum
+from axonml_jax.checkpoint.format import Manifest, _text_sum
 
 LIKE = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.arange(4, dtype=jnp.int32)}
 

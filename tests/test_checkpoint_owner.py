@@ -18,8 +18,7 @@ from flax import nnx
 
 import axonml_jax as ax
 from axonml_jax.checkpoint import ownership, saving
-from axonml_jax.checkpoint.owner import Owner
-from axonml_jax.checkpoint.ownership import FolderInUse, Ownership
+from axonml_jax.checkpoint.ownership import FolderInUse, Owner, Ownership
 
 ELSEWHERE = {"host": "far-away", "machine": "another boot", "pid": 7, "since": "2026-11-22 09:30:00+00:00"}
 
@@ -273,7 +272,7 @@ def test_without_locks_the_last_to_write_has_it(tmp_path, hurried, monkeypatch):
 
 
 def parent():
-    from axonml_jax.checkpoint import owner
+    from axonml_jax.checkpoint import ownership as owner
 
     return owner._start_of(os.getppid())
 

@@ -8,8 +8,8 @@ import pytest
 from flax import linen, nnx
 
 import axonml_jax as ax
-from axonml_jax.checkpoint.contents import leaves_of
-from axonml_jax.sharding.place import to_host
+from axonml_jax.checkpoint.format import leaves_of
+from axonml_jax.sharding.layout import to_host
 
 ODD = 7  # of its dims none divides by 2, 3 or 8: everything is padded
 

@@ -8,7 +8,7 @@ from test_checkpoint_manager import Weights, three, value  # noqa: F401
 from test_memory_worlds import Meeting, Team
 
 import axonml_jax as ax
-from axonml_jax.checkpoint import arrays
+from axonml_jax.checkpoint import format as arrays
 
 
 def test_all_readers_take_the_next_where_one_of_them_finds_its_checkpoint_removed(three, monkeypatch):  # noqa: F811

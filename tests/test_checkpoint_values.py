@@ -14,10 +14,10 @@ from flax import nnx
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax.checkpoint import store
-from axonml_jax.checkpoint.manifest import Manifest
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.job.saves import Saves
+from axonml_jax.checkpoint import manager as store
+from axonml_jax.checkpoint.format import Manifest
+from axonml_jax.cli.run import Saves
+from axonml_jax.config.config import read_config
 
 
 class Weights(nnx.Module):

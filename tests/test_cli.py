@@ -17,8 +17,8 @@ from jax.profiler import ProfileData
 from workers.launch import hearing_ctrl_c
 
 from axonml_jax.__main__ import main
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.job.run_folder import new_folder
+from axonml_jax.cli.run import new_folder
+from axonml_jax.config.config import read_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 QUICKSTART = str(CONFIGS / "quickstart.yaml")

@@ -13,14 +13,12 @@ from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax._types import named_leaves
-from axonml_jax.launch.config.sections.finetune_config import LoraConfig
-from axonml_jax.model.functionalize import functionalize
-from axonml_jax.model.lora.lora_view import lora_functional
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
-from axonml_jax.models.huggingface import pretrained, pretrained_config, write_pretrained
+from axonml_jax.base import named_leaves
+from axonml_jax.config.sections import LoraConfig
+from axonml_jax.model.lora import functionalize, lora_functional
+from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.models.weights import pretrained, pretrained_config, write_pretrained
 
 pytest.importorskip("safetensors")
 

@@ -7,7 +7,7 @@ import pytest
 
 from axonml_jax import __main__ as command_line
 from axonml_jax.__main__ import main
-from axonml_jax.launch.commands.refusals import TRACEBACK, refusal
+from axonml_jax.cli.flags import TRACEBACK, refusal
 from axonml_jax.mesh.shape import MeshShape
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

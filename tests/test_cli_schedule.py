@@ -7,11 +7,9 @@ from xml.etree import ElementTree
 import pytest
 
 from axonml_jax.__main__ import main
-from axonml_jax.launch.commands.schedule_text import draw_events
-from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
-from axonml_jax.parallel.pipeline.estimates.events import Event, trace_orders
-from axonml_jax.parallel.pipeline.schedules.action import Action, parse_orders
-from axonml_jax.parallel.pipeline.schedules.registry import make_schedule
+from axonml_jax.cli.schedule import draw_events
+from axonml_jax.pipeline.schedules import make_schedule
+from axonml_jax.pipeline.timetable import Action, Event, StageCosts, parse_orders, trace_orders
 
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "guides" / "pictures"

@@ -11,13 +11,11 @@ from flax import nnx
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
-from axonml_jax.models.huggingface import read_pretrained, write_pretrained
-from axonml_jax.models.presets import GEMMA
+from axonml_jax.config.config import read_config
+from axonml_jax.layers.options import RopeScaling
+from axonml_jax.models.config import GEMMA, ExpertsConfig, TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
+from axonml_jax.models.weights import read_pretrained, write_pretrained
 
 pytest.importorskip("safetensors")
 

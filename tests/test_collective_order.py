@@ -7,12 +7,12 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.order import WAITING as PRIMITIVE
+from axonml_jax.compat.order import waiting
 from axonml_jax.compat.varying_types import cast_to_varying, varying_axes
-from axonml_jax.compat.waiting import PRIMITIVE, waiting
-from axonml_jax.program.on_cpu.collective_order import collectives_in_order
-from axonml_jax.program.program import read_program
-from axonml_jax.program.rules import rule_of
-from axonml_jax.training.compiler import Compiled
+from axonml_jax.program.on_cpu import collectives_in_order
+from axonml_jax.program.program import read_program, rule_of
+from axonml_jax.training.compile import Compiled
 
 SPLIT, WHOLE = PartitionSpec("x"), PartitionSpec()
 

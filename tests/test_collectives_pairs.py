@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from axonml_jax.collectives.gradients.pairs import copy_to, gather_from, reduce_from, split_to, zeros_like_varying
-from axonml_jax.collectives.varying import types_are_checked, vary, vary_like, varying_axes
+from axonml_jax.collectives.gradients import copy_to, gather_from, reduce_from, split_to, zeros_like_varying
+from axonml_jax.collectives.primitives import types_are_checked, vary, vary_like
+from axonml_jax.compat.varying_types import varying_axes
 
 MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
 WHOLE, SPLIT = PartitionSpec(), PartitionSpec("tensor")

@@ -19,15 +19,17 @@ from jax._src.lib import _jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 import axonml_jax as ax
-from axonml_jax.compat import around, jaxpr, random_bits, reductions, varying_types, versions
-from axonml_jax.compat.barrier import after, together
-from axonml_jax.compat.canaries import typed, waits
-from axonml_jax.compat.canaries.canary import Canary, CanaryError, expect
-from axonml_jax.compat.canaries.every import CANARIES
-from axonml_jax.compat.checkpoint_policy import SaveWhere
-from axonml_jax.model.functionalize import functionalize
-from axonml_jax.parallel.bind import bind_plan
-from axonml_jax.parallel.units.remat import transform_of
+from axonml_jax.compat import canaries as typed
+from axonml_jax.compat import canaries as waits
+from axonml_jax.compat import jaxpr, varying_types, versions
+from axonml_jax.compat import order as around
+from axonml_jax.compat import order as random_bits
+from axonml_jax.compat import order as reductions
+from axonml_jax.compat.canaries import CANARIES, Canary, CanaryError, expect
+from axonml_jax.compat.order import SaveWhere, after, together
+from axonml_jax.model.lora import functionalize
+from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.parallel.units import transform_of
 
 BY_NAME = {canary.name: canary for canary in CANARIES}
 PSUM, SCAN, VJP, CHECKPOINT, JIT = jax.lax.psum, jax.lax.scan, jax.vjp, jax.checkpoint, jax.jit
@@ -266,7 +268,7 @@ def test_bfloat16_is_summed_beside_an_axis_that_xla_partitions():
 @pytest.mark.slow
 def test_jaxs_own_rule_still_ends_the_process():
     done = beside_the_partitioner("jax's")
-    assert done.returncode == -signal.SIGABRT, "XLA compiles it now: compat/reductions.py is no longer needed"
+    assert done.returncode == -signal.SIGABRT, "XLA compiles it now: compat/order.py is no longer needed"
     assert "Invalid binary instruction opcode copy" in done.stderr
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from axonml_jax.launch.commands import compiled_programs
-from axonml_jax.launch.commands.compiled_programs import in_words, keep_compiled, kept_in
+from axonml_jax.cli import run as compiled_programs
+from axonml_jax.cli.run import compiled_in_words as in_words
+from axonml_jax.cli.run import keep_compiled, kept_in
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILES = """
 import jax
-from axonml_jax.launch.commands.compiled_programs import in_words, keep_compiled
+from axonml_jax.cli.run import in_words, keep_compiled
 
 keep_compiled("auto")
 events = []

@@ -8,15 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from axonml_jax.checkpoint.memory import complete_step
-from axonml_jax.checkpoint.memory.common_step import agree, steps_of
-from axonml_jax.checkpoint.memory.handed import MEMORY
-from axonml_jax.checkpoint.memory.members import Members
-from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
-from axonml_jax.checkpoint.memory.own_copies import OwnCopies
-from axonml_jax.checkpoint.memory.post import Post, own_addresses
-from axonml_jax.launch.processes.host_memory import HostMemory
-from axonml_jax.mesh.job.coordinator import ASKED
+from axonml_jax.checkpoint import memory as complete_step
+from axonml_jax.checkpoint.memory import Members, MemoryCopies, OwnCopies, Post, agree, own_addresses, steps_of
+from axonml_jax.launch.standby import HostMemory
+from axonml_jax.mesh.environment import MEMORY
+from axonml_jax.mesh.join import ASKED
 
 
 class Coordinator:

@@ -9,10 +9,17 @@ import pytest
 import yaml
 
 import axonml_jax as ax
-from axonml_jax.launch.config import nearest_file as nearest_file_module
-from axonml_jax.launch.config.read_config import as_dict, attribute_docs, config_parser, read_config, settings
-from axonml_jax.launch.config.run_config import ConfigError, RunConfig
-from axonml_jax.synonyms import SAME_KEYS
+from axonml_jax.base import SAME_KEYS
+from axonml_jax.config import config as nearest_file_module
+from axonml_jax.config.config import (
+    ConfigError,
+    RunConfig,
+    as_dict,
+    attribute_docs,
+    config_parser,
+    read_config,
+    settings,
+)
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MODEL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_length": 128}

@@ -11,11 +11,10 @@ from jax.sharding import AxisType, PartitionSpec
 from plan_tables import pairwise
 
 import axonml_jax as ax
-from axonml_jax.ledger import collectives_in
-from axonml_jax.parallel.context.ring_rounds import RingRounds
-from axonml_jax.parallel.context.visible import Visible
+from axonml_jax.layers.pieces import RingRounds, Visible
+from axonml_jax.ledger.count import collectives_in
 from axonml_jax.program.program import read_program
-from axonml_jax.sharding.sequence_order import sequence_order
+from axonml_jax.sharding.layout import sequence_order
 
 ROWS, SIZE = 2, 4
 TABLE = {

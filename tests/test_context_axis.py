@@ -13,8 +13,9 @@ from meshes import plain_mesh_of
 from position_models import WIDTH, WORDS, LinenWords, Words, batch_of, loss
 
 import axonml_jax as ax
-from axonml_jax.parallel.context.context_split import current_split
-from axonml_jax.testing import assert_equals_single_device, check_strategy
+from axonml_jax.strategies.strategy import current_split
+from axonml_jax.testing import check_strategy
+from axonml_jax.testing.equality import assert_equals_single_device
 
 LENGTH = 12
 

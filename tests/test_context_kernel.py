@@ -11,14 +11,15 @@ from attention_oracle import gradients_by_hand, seen_by, with_gradients
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import axonml_jax as ax
-from axonml_jax.ledger import collectives_in
-from axonml_jax.parallel.context.context_split import positions_of
-from axonml_jax.parallel.context.in_sequence import by_rank, in_sequence
-from axonml_jax.parallel.context.kernels import block_visits, by_kernel, splash_pieces
-from axonml_jax.parallel.context.visible import Visible
-from axonml_jax.parallel.tensor.megatron import fused_attention as fused
-from axonml_jax.parallel.tensor.megatron.softcap import Softcap
-from axonml_jax.sharding.sequence_order import sequence_order
+from axonml_jax.layers import context as by_kernel
+from axonml_jax.layers import context as splash_pieces
+from axonml_jax.layers import kernels as fused
+from axonml_jax.layers import pieces as block_visits
+from axonml_jax.layers.linear import Softcap
+from axonml_jax.layers.pieces import Visible, by_rank, in_sequence
+from axonml_jax.ledger.count import collectives_in
+from axonml_jax.sharding.layout import sequence_order
+from axonml_jax.strategies.strategy import positions_of
 
 PLACES, SIZE = 256, 128  # positions of a rank, two blocks of the kernel's here; the size of a head
 

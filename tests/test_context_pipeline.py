@@ -15,9 +15,9 @@ from meshes import mesh_of
 import axonml_jax as ax
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.ledger.compiled import collectives_in_compiled
-from axonml_jax.program.mapped_dims import mapped_dim
 from axonml_jax.program.program import read_program
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.program.values import mapped_dim
+from axonml_jax.testing.equality import assert_equals_single_device
 
 WORDS, WIDTH, HEADS, ROWS, LENGTH = 11, 8, 2, 8, 16
 F64 = {"param_dtype": jnp.float64, "dtype": jnp.float64}

@@ -11,9 +11,10 @@ from test_context_axis import LENGTH as POSITIONS
 from test_context_axis import Sequences, by_position
 
 import axonml_jax as ax
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.ledger import collectives_in, difference, predict
+from axonml_jax.config.config import ConfigError, read_config
+from axonml_jax.ledger import predict
+from axonml_jax.ledger.count import collectives_in
+from axonml_jax.ledger.predict import difference
 
 MODEL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_length": 128}
 ZERO = {"stage1": {"fsdp": ax.Shard(stage=1)}, "stage2": {"fsdp": ax.Shard(stage=2), "accumulate": 2}, "stage3": {}}

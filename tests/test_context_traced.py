@@ -10,8 +10,8 @@ from flax import nnx
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.ledger import collectives_in
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.ledger.count import collectives_in
+from axonml_jax.testing.equality import assert_equals_single_device
 
 WORDS, WIDTH, ROWS, LENGTH = 11, 16, 4, 16
 FLAX = {"param_dtype": jnp.float32, "dtype": jnp.float32}  # its softmax is in float32, whatever the model's dtype

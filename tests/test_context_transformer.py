@@ -7,11 +7,10 @@ import pytest
 from flax import nnx
 
 import axonml_jax as ax
+from axonml_jax.layers.options import LatentConfig, RopeScaling
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
-from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 WORDS, ROWS = 24, 8
 

@@ -12,16 +12,13 @@ from predicted_steps import GPT, LLAMA, config, step_of
 from ring_strategy import RingShard
 
 import axonml_jax as ax
-from axonml_jax.cost.passing import TickCounts
-from axonml_jax.cost.wire import KINDS, wire_elements
-from axonml_jax.facade.device_memory import estimate
+from axonml_jax.cost.base import TickCounts
+from axonml_jax.cost.decoder import KINDS, wire_elements
 from axonml_jax.ledger import predict
-from axonml_jax.parallel.pipeline.policy import Pipelined
-from axonml_jax.planner.hardware import Hardware
-from axonml_jax.planner.legal import candidate, legal_meshes, ways_on
-from axonml_jax.planner.quick import alike, candidates_of
-from axonml_jax.planner.search import exactly
-from axonml_jax.planner.searched_axes import FAMILIES
+from axonml_jax.ledger.memory import estimate
+from axonml_jax.pipeline.schedules import Pipelined
+from axonml_jax.planner.hardware import FAMILIES, Hardware
+from axonml_jax.planner.search import alike, candidate, candidates_of, exactly, legal_meshes, ways_on
 
 ROOMY = Hardware(name="roomy", flops=1e12, memory=2**40, memory_bandwidth=1e11, link=1e9, island=4, cross=1e8, torus=3)
 SCAN = {"scan_layers": True, "loss_chunk": 24}

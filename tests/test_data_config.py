@@ -12,15 +12,14 @@ import pytest
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax.data.documents.encoder import DocumentEncoder
-from axonml_jax.data.documents.tokenizer import load_tokenizer
-from axonml_jax.launch.commands.export_command import _with_tokenizer
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.config.sections.data_config import DataConfig
-from axonml_jax.launch.job import document_task, text_task
-from axonml_jax.launch.job.document_task import FilledUp, read_documents
-from axonml_jax.launch.job.text_task import load_data, read_data, read_text
-from axonml_jax.training.metrics import mean_of
+from axonml_jax.cli import tasks as document_task
+from axonml_jax.cli import tasks as text_task
+from axonml_jax.cli.files import _with_tokenizer
+from axonml_jax.cli.tasks import FilledUp, load_data, read_data, read_documents, read_text
+from axonml_jax.config.config import read_config
+from axonml_jax.config.sections import DataConfig
+from axonml_jax.data.documents import DocumentEncoder, load_tokenizer
+from axonml_jax.training.compile import mean_of
 
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
 SMALL = (
@@ -58,7 +57,7 @@ def test_completions_are_trained_on_and_validation_counts_every_target_once(tmp_
 
 def test_validation_is_the_mean_over_all_targets():
     """As if it were one batch: rows are filled up with empty ones, and batches count by their targets."""
-    from axonml_jax.data.documents.pack import pack
+    from axonml_jax.data.documents import pack
 
     rows = FilledUp([pack(["ab" * n for n in range(1, 9)], 8)], 3)
     assert len(rows) == 9 and len(rows._rows) == 8
@@ -143,7 +142,7 @@ def test_one_text_and_a_tokenizer_are_windows_of_tokens(tmp_path, monkeypatch):
         DataConfig(path=str(tmp_path), tokenizer=words, pack="windows", length=16)
     )  # of a folder, when asked for
     assert again.train.tolist() == [1, 2, 3] * 900 and again.fingerprint == found.fingerprint
-    monkeypatch.setattr(text_task, "_AT_ONCE", 50)
+    monkeypatch.setattr(text_task, "_WINDOW_BYTES", 50)
     assert read_data(config.data).fingerprint == found.fingerprint
     data = load_data(config, found, ax.make_mesh(data=8))
     assert (data.unit, data.bigram, data.sizes) == ("token", None, (2700, 300)) and data.valid_targets == [16 * 8] * 2

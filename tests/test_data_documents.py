@@ -10,11 +10,9 @@ from data_sources import documents
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.data.documents.best_fit import best_fit, cut
-from axonml_jax.data.documents.encoder import Document
-from axonml_jax.data.documents.packed import PackedDocuments
-from axonml_jax.launch.config.run_config import SampleConfig
-from axonml_jax.launch.job import text_task
+from axonml_jax.cli import tasks as text_task
+from axonml_jax.config.config import SampleConfig
+from axonml_jax.data.documents import Document, PackedDocuments, best_fit, cut
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 

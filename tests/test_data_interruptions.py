@@ -10,11 +10,8 @@ import pytest
 from data_sources import Counted, Numbers, Stateful, collected
 
 import axonml_jax as ax
-from axonml_jax.data.fetch import Fetch
-from axonml_jax.data.position import Batching
-from axonml_jax.data.streams.kinds import as_dataset
-from axonml_jax.data.streams.stream_feed import StreamFeed
-from axonml_jax.data.streams.stream_walk import Stream
+from axonml_jax.data.sampler import Batching, Fetch
+from axonml_jax.data.streams import Stream, StreamFeed, as_dataset
 
 BATCH, WORLDS = 12, (1, 2, 3, 4, 6, 12)
 

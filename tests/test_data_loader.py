@@ -15,9 +15,8 @@ from jax.sharding import Mesh
 
 import axonml_jax as ax
 from axonml_jax.data.loader import create_dataloader
-from axonml_jax.data.loading_error import LoadingError
-from axonml_jax.data.loading_error import named as naming
-from axonml_jax.data.order import epoch_order
+from axonml_jax.data.sampler import LoadingError, epoch_order
+from axonml_jax.data.sampler import named as naming
 
 MESHES = {
     "one device": {"data": 1},

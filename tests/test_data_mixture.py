@@ -11,7 +11,7 @@ import pytest
 from data_sources import Counted, Numbers
 
 import axonml_jax as ax
-from axonml_jax.data.mixture import Shares
+from axonml_jax.data.streams import Shares
 
 WEIGHTS = {"even": [1, 1], "thirds": [1, 1, 1], "floats": [0.1, 0.2, 0.7], "a rare one": [0.0003, 1.0], "one": [5]}
 

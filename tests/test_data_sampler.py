@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from axonml_jax.data.order import epoch_order
-from axonml_jax.data.sampler import DistributedSampler
+from axonml_jax.data.sampler import DistributedSampler, epoch_order
 
 SIZES = list(itertools.product((0, 1, 2, 3, 5, 8, 17, 24), (1, 2, 3, 8), (False, True)))
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from axonml_jax.data.text import ByteWindows, TextSplit, bigram_nats, load_text
-from axonml_jax.launch.config.run_config import DataConfig
-from axonml_jax.launch.job.text_task import read_text
+from axonml_jax.cli.tasks import read_text
+from axonml_jax.config.sections import DataConfig
+from axonml_jax.data.sources import ByteWindows, TextSplit, bigram_nats, load_text
 
 
 @pytest.fixture

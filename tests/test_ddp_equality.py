@@ -10,7 +10,7 @@ from plan_models import CASES, DropoutMLP, mean_loss, regression, weighted_loss
 from plan_tables import DDP, name, pairwise
 
 import axonml_jax as ax
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 # A model for each trap; benchmarks/full_matrix.py has them all.
 MODELS = ["dropout", "masked_batch_norm", "tied", "recurrent", "scanned", "linen_masked"]

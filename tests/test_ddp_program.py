@@ -10,10 +10,8 @@ import pytest
 from plan_models import CASES
 
 import axonml_jax as ax
-from axonml_jax.ledger.agreement import agreement
-from axonml_jax.ledger.entry import Loop
-from axonml_jax.ledger.lowered import collectives_in_lowered
-from axonml_jax.ledger.traced import collectives_in
+from axonml_jax.ledger.compiled import agreement, collectives_in_lowered
+from axonml_jax.ledger.count import Loop, collectives_in
 
 SMALL = 0.0003
 

@@ -7,10 +7,8 @@ import pytest
 import yaml
 
 from axonml_jax.__main__ import main
-from axonml_jax.launch.config.read_config import as_dict, read_config, settings
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.config.structure import Structure, is_structure
-from axonml_jax.launch.objects.make_optimizer import make_optimizer
+from axonml_jax.config.config import ConfigError, Structure, as_dict, is_structure, read_config, settings
+from axonml_jax.config.objects import make_optimizer
 
 MODEL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 8, "num_heads": 1, "max_length": 128}
 STRANGE = {"class_path": "strange_package.Thing", "init_args": {}}

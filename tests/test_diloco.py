@@ -10,12 +10,11 @@ from jax.sharding import PartitionSpec
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.ledger import collectives_in
-from axonml_jax.ledger.lowered import collectives_in_lowered
-from axonml_jax.parallel.strategies.packed_shards import BLOCK
-from axonml_jax.sharding.layout import Layout
-from axonml_jax.sharding.place import to_host
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.ledger.compiled import collectives_in_lowered
+from axonml_jax.ledger.count import collectives_in
+from axonml_jax.sharding.layout import Layout, to_host
+from axonml_jax.strategies.shard import BLOCK
+from axonml_jax.testing.equality import assert_trees_close
 
 
 def assert_is(trainer, losses, wanted):

@@ -14,10 +14,9 @@ from jax.sharding import Mesh, PartitionSpec
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.config.config import ConfigError, read_config
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.parallel.partition import Partition
+from axonml_jax.parallel.plan import Partition
 
 TINY = {"vocab_size": 16, "num_layers": 1, "hidden_size": 8, "num_heads": 2, "mlp_hidden_size": 8, "max_length": 8}
 QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"

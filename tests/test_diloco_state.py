@@ -9,11 +9,11 @@ from flax import nnx
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.launch.job.text_task import loss_fn as lm_loss
+from axonml_jax.cli.tasks import loss_fn as lm_loss
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.sharding.place import to_host
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.sharding.layout import to_host
+from axonml_jax.testing.equality import assert_trees_close
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def test_the_folders_in_the_architecture_are_those_of_the_package():
 
 
 def test_the_contract_in_the_architecture_is_the_strategys():
-    from axonml_jax.parallel.strategies.strategy import AbstractStrategy
+    from axonml_jax.strategies.strategy import AbstractStrategy
 
     text = (DOCS / "architecture.md").read_text("utf-8")
     table = re.search(r"\| Member \| Says \|(.*?)\n\n", text, re.DOTALL).group(1)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import axonml_jax as ax
-from axonml_jax.models.weights.element_on_host import _program, element_on_host
+from axonml_jax.models.weights import _program, element_on_host
 
 STACK = np.random.default_rng(0).normal(size=(8, 4, 64)).astype(np.float32)
 STACK[3, 0, :3] = -0.0, np.nan, np.inf

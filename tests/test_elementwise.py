@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from axonml_jax.compat.checkpoint_policy import SaveWhere
-from axonml_jax.parallel.tensor.megatron.attend import attend
-from axonml_jax.program.recomputed import all_but_elementwise
+from axonml_jax.compat.order import SaveWhere
+from axonml_jax.layers.attention import attend
+from axonml_jax.program.cut import all_but_elementwise
 
 redone = partial(jax.checkpoint, policy=SaveWhere(all_but_elementwise))
 

@@ -13,10 +13,10 @@ from own_parts import LinenNet, Net, Squares, columns, squares
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax.launch.commands.describe import kept_values
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.testing.trees_close import assert_trees_close
-from axonml_jax.training.moving_average import with_ema
+from axonml_jax.cli.plan import kept_values
+from axonml_jax.config.config import read_config
+from axonml_jax.testing.equality import assert_trees_close
+from axonml_jax.training.optimizer import with_ema
 
 BATCH = {name: jnp.asarray(array) for name, array in columns(16).items()}
 DECAY, STEPS = 0.7, 3

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.collectives.gradients.pairs import gather_from, split_to
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.collectives.gradients import gather_from, split_to
+from axonml_jax.testing.equality import assert_equals_single_device
 
 RANKS = 4
 SHAPES = [(0,), (0, 4), (4, 0)]

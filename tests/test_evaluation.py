@@ -10,7 +10,7 @@ from meshes import mesh_of
 from test_training_loss import Net, losses
 
 import axonml_jax as ax
-from axonml_jax.ledger import collectives_in
+from axonml_jax.ledger.count import collectives_in
 
 pytestmark = pytest.mark.usefixtures("compiled_for_users")
 

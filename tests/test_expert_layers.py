@@ -10,11 +10,17 @@ from expert_models import EXPERTS, F64, INNER, ROUTERS, WIDTH, make_moe
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.models.presets import preset
-from axonml_jax.parallel.experts.block_products import Sorted, block_products, little_products
-from axonml_jax.parallel.experts.dispatch import Dispatch, capacity_of
-from axonml_jax.parallel.experts.expert_weights import ExpertWeights, activated
-from axonml_jax.parallel.experts.ragged_products import ragged_products
+from axonml_jax.layers.dispatch import (
+    Dispatch,
+    ExpertWeights,
+    Sorted,
+    activated,
+    block_products,
+    capacity_of,
+    little_products,
+    ragged_products,
+)
+from axonml_jax.models.config import preset
 
 
 def tokens(rows=3, length=4, seed=0):
@@ -251,7 +257,7 @@ def test_on_gpus_experts_multiply_in_few_shapes(monkeypatch):
     """XLA:GPU tries kernels for every shape of a product: a layer and its gradient are built once per shape there."""
     x, products = jax.ShapeDtypeStruct((2, 512, 64), jnp.float32), {}
     for platform in ("cpu", "cuda"):
-        monkeypatch.setattr("axonml_jax.parallel.experts.dispatch.target_platform", lambda platform=platform: platform)
+        monkeypatch.setattr("axonml_jax.layers.dispatch.target_platform", lambda platform=platform: platform)
         layer = nnx.eval_shape(lambda: ax.ParallelMoE(64, 128, 8, rngs=nnx.Rngs(0)))
         graph, state = nnx.split(layer)
         loss = lambda state, x, graph=graph: nnx.merge(graph, state, copy=True)(x)[0].sum()

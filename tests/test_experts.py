@@ -13,10 +13,9 @@ from flax import nnx
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 PLANS = {
     "expert": ({"expert": 4}, {}),
@@ -116,7 +115,7 @@ def ragged_by_gathering(x, out, starts, sent, places, coming, *, axis_name):
 @pytest.mark.slow
 def test_filled_slots_alone_travel_and_are_exact(monkeypatch, name):
     """The ragged exchange that TPUs and GPUs have, in several rounds too, with its collective made of others."""
-    monkeypatch.setattr("axonml_jax.parallel.experts.dispatch.RAGGED_PLATFORMS", ("cpu",))
+    monkeypatch.setattr("axonml_jax.layers.dispatch.RAGGED_PLATFORMS", ("cpu",))
     monkeypatch.setattr("jax.lax.ragged_all_to_all", ragged_by_gathering)
     model = Net("softmax", layers=1, dispatch="ragged", router_bias=True)
     model = skewed(model) if name == "all to one" else model
@@ -126,7 +125,7 @@ def test_filled_slots_alone_travel_and_are_exact(monkeypatch, name):
 @pytest.mark.parametrize("check_vma", [False, True], ids=["untyped", "typed"])
 @pytest.mark.slow
 def test_blocks_of_products_run_in_rounds_too(monkeypatch, check_vma):
-    monkeypatch.setattr("axonml_jax.parallel.experts.dispatch.LITTLE", 0)
+    monkeypatch.setattr("axonml_jax.layers.dispatch.LITTLE", 0)
     model = skewed(Net("softmax", layers=1, dispatch="rounds", router_bias=True))
     assert_gradients_equal(model, {"expert": 2}, batch_of(4), plan=ax.Plan(check_vma=check_vma))
 

@@ -9,7 +9,7 @@ from flax import linen, nnx
 from plan_models import CASES, BatchNormNet, mean_loss, regression
 
 import axonml_jax as ax
-from axonml_jax.model.batch_norm import synchronize_linen, synchronize_nnx
+from axonml_jax.model.buffers import synchronize_linen, synchronize_nnx
 
 RANKS, ROWS = 2, 8
 OLD, NEW = 0.9, 0.1  # how much of the running averages stays, how much of a batch's statistics joins

@@ -8,7 +8,7 @@ from flax import linen, nnx
 from plan_models import CASES, F64, BatchNormNet, DropoutMLP, linear, mean_loss, regression
 
 import axonml_jax as ax
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.testing.equality import assert_trees_close
 
 BATCH = regression(8)
 X, Y = BATCH["x"], BATCH["y"]

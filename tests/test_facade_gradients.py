@@ -11,7 +11,7 @@ from flax import linen, nnx
 from plan_models import CASES, F64, TiedNet, mean_loss, regression, token_loss, tokens
 
 import axonml_jax as ax
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.testing.equality import assert_trees_close
 
 RANKS = 2
 

@@ -9,8 +9,8 @@ from flax import linen, nnx
 from plan_models import CASES, BatchNormNet, DropoutMLP, mean_loss, regression
 
 import axonml_jax as ax
-from axonml_jax.sharding.place import to_host
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.sharding.layout import to_host
+from axonml_jax.testing.equality import assert_trees_close
 
 RANKS, BATCH = 4, regression(8)
 KINDS = {"nnx": "batch_norm", "linen": "linen_batch_norm"}

@@ -12,12 +12,11 @@ import pytest
 
 import axonml_jax as ax
 from axonml_jax.checkpoint import saving
-from axonml_jax.checkpoint.keeping.failures import Failures, cause_of
-from axonml_jax.checkpoint.team import Team
-from axonml_jax.launch.job.fit import Record
-from axonml_jax.launch.job.records import Csv, JsonLines, Patient, read_records
-from axonml_jax.launch.processes.post_mortem import looks_like_a_consequence
-from axonml_jax.launch.processes.worker import Failure
+from axonml_jax.checkpoint.format import Team
+from axonml_jax.checkpoint.saving import Failures, cause_of
+from axonml_jax.cli.records import Csv, JsonLines, Patient, read_records
+from axonml_jax.cli.run import Record
+from axonml_jax.launch.workers import Failure, looks_like_a_consequence
 
 SIZE = 4 << 20
 STATE = {"w": jnp.zeros(200_000)}  # 0.8 MB
@@ -130,7 +129,7 @@ def test_what_cannot_be_removed_now_is_removed_before_the_next_save(disk, monkey
 
 
 def test_an_older_checkpoint_that_cannot_be_deleted_spoils_no_save(tmp_path, monkeypatch, caplog):
-    from axonml_jax.checkpoint.places import in_folder as room
+    from axonml_jax.checkpoint import places as room
 
     def fails(path):
         raise OSError(errno.EIO, "Input/output error")
@@ -205,7 +204,7 @@ def test_an_error_without_text_is_told_to_the_others_too(monkeypatch):
             return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
 
     client = Coordinator()
-    monkeypatch.setattr("axonml_jax.checkpoint.team.coordinator_client", lambda: client)
+    monkeypatch.setattr("axonml_jax.checkpoint.format.coordinator_client", lambda: client)
     team = Team()
     team.size = 2
     team.writes_as("step")
@@ -222,7 +221,7 @@ def test_a_process_that_ends_during_a_save_is_named_in_the_place_of_a_timeout(mo
 
         blocking_key_value_get = wait_at_barrier
 
-    monkeypatch.setattr("axonml_jax.checkpoint.team.coordinator_client", Deserted)
+    monkeypatch.setattr("axonml_jax.checkpoint.format.coordinator_client", Deserted)
     monkeypatch.setattr(saving, "coordinator_client", Deserted)
     team, gone = Team(), r"process\(es\) \[1\] ended or were lost "
     team.size, led = 2, saving.Saving.__new__(saving.Saving)

@@ -13,8 +13,8 @@ from fsdp_plans import mesh_of
 from plan_models import CASES
 
 import axonml_jax as ax
-from axonml_jax._types import named_leaves
-from axonml_jax.launch.config.sections.plan_config import PlanConfig
+from axonml_jax.base import named_leaves
+from axonml_jax.config.sections import PlanConfig
 
 FED_BACK = ax.Shard(stage=1, reduce_wire="int8-feedback")
 ROUNDED = ax.Shard(stage=1, reduce_wire="int8")

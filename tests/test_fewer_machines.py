@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from axonml_jax.launch.config import stretches
-from axonml_jax.launch.config.machines import Machines, for_world, machines_of
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.config import config as stretches
+from axonml_jax.config.config import ConfigError, Machines, for_world, machines_of, read_config
 
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
 DISK, HEADS = ("--checkpoint.every=5",), ("--model.num_heads=2",)

@@ -10,16 +10,23 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.config.sections.optim_config import OptimConfig
-from axonml_jax.launch.job import profile as trace
-from axonml_jax.launch.job.fit import Record, evaluate, fit
-from axonml_jax.launch.job.peaks import peak_flops
-from axonml_jax.launch.job.plot import plot_losses
-from axonml_jax.launch.job.progress import line, progress
-from axonml_jax.launch.job.records import Csv, JsonLines, TensorBoard, Wandb, read_records
-from axonml_jax.launch.objects.make_optimizer import learning_rate, make_optimizer
-from axonml_jax.training.metrics import Throughput
+from axonml_jax.cli import records as trace
+from axonml_jax.cli.records import (
+    Csv,
+    JsonLines,
+    TensorBoard,
+    Wandb,
+    line,
+    peak_flops,
+    plot_losses,
+    progress,
+    read_records,
+)
+from axonml_jax.cli.run import Record, evaluate, fit
+from axonml_jax.config.config import ConfigError
+from axonml_jax.config.objects import learning_rate, make_optimizer
+from axonml_jax.config.sections import OptimConfig
+from axonml_jax.training.compile import Throughput
 
 SPEED = Throughput(tokens_per_step=100, flops_per_token=10.0, num_devices=1, peak_flops=1e6)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from test_launcher_training import ROOT, SMALL, axonml
 
-from axonml_jax.mesh.watch import flight
-from axonml_jax.mesh.watch.flight import FlightRecord
+from axonml_jax.mesh import watch as flight
+from axonml_jax.mesh.watch import FlightRecord
 
 WORK = """
 import os, signal, sys

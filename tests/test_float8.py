@@ -13,15 +13,13 @@ from plan_models import CASES, Case
 from test_lora import SIZES, Plain
 
 import axonml_jax as ax
-from axonml_jax._types import named_leaves
-from axonml_jax.launch.config.sections.plan_config import PlanConfig
-from axonml_jax.model.functional import Mode, Variables
-from axonml_jax.model.functionalize import functionalize
+from axonml_jax.base import named_leaves
+from axonml_jax.config.sections import PlanConfig
+from axonml_jax.layers.float8 import ProductForm, float8_product, reading_float8, recorded_products
+from axonml_jax.model.lora import functionalize
+from axonml_jax.model.view import Mode, Variables
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.parallel.float8.float8_product import ProductForm, float8_product
-from axonml_jax.parallel.float8.reading_float8 import reading_float8, recorded_products
-from axonml_jax.testing import assert_equals_single_device
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.testing.equality import assert_equals_single_device, assert_trees_close
 
 FP8 = ax.Precision(products="fp8")
 ROWS = np.random.default_rng(1).normal(size=(16, 4))

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from axonml_jax.compat.residuals import vjp_without
-from axonml_jax.parallel.float8.float8_product import GRADIENTS, VALUES, ProductForm, float8_product, rounded
+from axonml_jax.compat.order import vjp_without
+from axonml_jax.layers.float8 import GRADIENTS, VALUES, ProductForm, float8_product, rounded
 
 
 def as_numpy(x, kind):

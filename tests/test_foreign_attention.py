@@ -14,12 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from foreign import FAMILIES, plain
 
+from axonml_jax.attention.recognise import find_attention
+from axonml_jax.attention.rewrite import plain_attention, replaced
 from axonml_jax.compat.jaxpr import trace
-from axonml_jax.program.attention.plain_attention import plain_attention
-from axonml_jax.program.attention.recognise import find_attention
-from axonml_jax.program.attention.rewrite import replaced
 from axonml_jax.program.program import read_program
-from axonml_jax.testing.trees_close import difference
+from axonml_jax.testing.equality import difference
 
 BY_NAME = {family.name: family for family in FAMILIES}
 PADDED, EACH = "keys where bool[8, 1, 1, 8] (batch, 1, 1, key)", "every key"

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from foreign import FAMILIES, cells
 
 import axonml_jax as ax
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 BY_NAME = {family.name: family for family in FAMILIES}
 

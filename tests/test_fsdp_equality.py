@@ -12,7 +12,7 @@ from plan_tables import name, pairwise
 from test_ddp_equality import OPTIMIZERS
 
 import axonml_jax as ax
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 # A model for each trap; benchmarks/full_matrix.py has them all.
 MODELS = ["dropout", "tied", "recurrent", "scanned", "linen_batch_norm"]

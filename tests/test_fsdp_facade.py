@@ -12,8 +12,8 @@ from meshes import mesh_of
 from plan_models import CASES, DropoutMLP, TiedNet, mean_loss, regression, tokens
 
 import axonml_jax as ax
-from axonml_jax.testing.trees_close import assert_trees_close
-from axonml_jax.training.finite.loss_scale import LossScale
+from axonml_jax.testing.equality import assert_trees_close
+from axonml_jax.training.state import LossScale
 
 RANKS = 3
 

@@ -13,14 +13,13 @@ from meshes import mesh_of
 from plan_models import CASES
 
 import axonml_jax as ax
-from axonml_jax.ledger.agreement import agreement
-from axonml_jax.ledger.lowered import collectives_in_lowered
-from axonml_jax.ledger.traced import collectives_in
-from axonml_jax.model.functional import Mode
-from axonml_jax.model.functionalize import functionalize
-from axonml_jax.parallel.bind import bind_plan
-from axonml_jax.parallel.fabric import Fabric
-from axonml_jax.training.state.first_state import abstract_state
+from axonml_jax.ledger.compiled import agreement, collectives_in_lowered
+from axonml_jax.ledger.count import collectives_in
+from axonml_jax.model.lora import functionalize
+from axonml_jax.model.view import Mode
+from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.strategies.strategy import Fabric
+from axonml_jax.training.run_state import abstract_state
 from axonml_jax.training.step import TrainStep
 
 pytestmark = pytest.mark.usefixtures("compiled_for_users")

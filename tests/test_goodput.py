@@ -11,11 +11,19 @@ import pytest
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax.models.presets import preset
-from axonml_jax.planner.goodput.expected_goodput import HOUR, WEEK, best_steps, daly_interval, expected_goodput
-from axonml_jax.planner.goodput.failure_rates import FAILURE_RATES, failure_rate
-from axonml_jax.planner.goodput.recovery_ways import Recovery
-from axonml_jax.planner.goodput.save_advice import SaveAssumptions, advise
+from axonml_jax.models.config import preset
+from axonml_jax.planner.hardware import (
+    FAILURE_RATES,
+    HOUR,
+    WEEK,
+    Recovery,
+    SaveAssumptions,
+    advise,
+    best_steps,
+    daly_interval,
+    expected_goodput,
+    failure_rate,
+)
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 

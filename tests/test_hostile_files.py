@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 
 import axonml_jax as ax
-from axonml_jax.launch.config.plain_yaml import NotYaml, plain_yaml, yaml_in
-from axonml_jax.launch.config.stretches import NEWEST, settings_at
-from axonml_jax.launch.job.records import read_records
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.cli.records import read_records
+from axonml_jax.config.config import NEWEST, NotYaml, plain_yaml, settings_at, yaml_in
+from axonml_jax.layers.options import LatentConfig, RopeScaling
+from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 from axonml_jax.models.families.known import config_of, described_in, description_of
-from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
-from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
 ROOT = Path(__file__).resolve().parents[1]
 

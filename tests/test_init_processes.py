@@ -13,14 +13,14 @@ import time
 import pytest
 from workers.strangers import SPOKEN, STRANGERS, stranger
 
-from axonml_jax.mesh.job.roll_call import roll_call
+from axonml_jax.mesh.join import roll_call
 
 JOB = """
 import dataclasses
 import jax
 import numpy as np
-from axonml_jax.logging import logger, print0
-from axonml_jax.mesh.job.init import init, shutdown
+from axonml_jax.base import logger, print0
+from axonml_jax.mesh.init import init, shutdown
 
 def total(x):
     return jax.lax.psum(x, "data")

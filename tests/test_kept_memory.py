@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from axonml_jax.mesh import kept_memory
+from axonml_jax.mesh import simulate as kept_memory
 
 STEPS = """
     import resource
@@ -37,7 +37,7 @@ BOUND = """
     print(before - resident())
 """
 STARTS = {
-    "simulated devices": "from axonml_jax.mesh.fake_devices import fake_devices; fake_devices(1)",
+    "simulated devices": "from axonml_jax.mesh.simulate import fake_devices; fake_devices(1)",
     "init": "import axonml_jax as ax; ax.init()",
     "a backend that has started already": "import jax; jax.devices(); import axonml_jax as ax; ax.init()",
     "not ours": "",

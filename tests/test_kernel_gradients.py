@@ -12,14 +12,13 @@ from meshes import mesh_of
 import axonml_jax as ax
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.varying_types import cast_to_varying
+from axonml_jax.layers.losses import vocab_parallel_cross_entropy
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.megatron.cross_entropy import vocab_parallel_cross_entropy
-from axonml_jax.program.on_cpu import kernel_gradients
-from axonml_jax.program.on_cpu.kernel_gradients import with_transposed_operands
-from axonml_jax.program.program import read_program
-from axonml_jax.program.run import run_program
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.program import on_cpu as kernel_gradients
+from axonml_jax.program.on_cpu import with_transposed_operands
+from axonml_jax.program.program import read_program, run_program
+from axonml_jax.testing.equality import assert_equals_single_device
 
 WHOLE, SPLIT = PartitionSpec(), PartitionSpec("x")
 

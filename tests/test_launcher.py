@@ -14,7 +14,7 @@ import pytest
 from workers.launch import hearing_ctrl_c
 
 from axonml_jax.__main__ import main
-from axonml_jax.launch.processes import supervise
+from axonml_jax.launch import workers as supervise
 
 TIME_LIMIT = 30
 

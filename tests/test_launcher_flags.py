@@ -6,13 +6,12 @@ import sys
 
 import pytest
 
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.processes import worker_environment as environment
-from axonml_jax.launch.processes.launch_options import read_options, streams_of
-from axonml_jax.launch.processes.post_mortem import report, root_cause, traceback_of
-from axonml_jax.launch.processes.worker import Failure
-from axonml_jax.mesh.job import coordinator
-from axonml_jax.mesh.job.environment import launch_environment
+from axonml_jax.config.config import ConfigError
+from axonml_jax.launch import workers as environment
+from axonml_jax.launch.options import read_options, streams_of
+from axonml_jax.launch.workers import Failure, report, root_cause, traceback_of
+from axonml_jax.mesh import join as coordinator
+from axonml_jax.mesh.environment import launch_environment
 
 
 @pytest.fixture

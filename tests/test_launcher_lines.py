@@ -8,12 +8,10 @@ import pytest
 from test_launcher_nodes import Silence
 from test_machines import Launchers, Left, starts, until
 
-from axonml_jax.launch.processes.machines import connection
-from axonml_jax.launch.processes.machines.connection import Connection
-from axonml_jax.launch.processes.machines.start import Start
-from axonml_jax.launch.processes.supervise import Supervisor
-from axonml_jax.mesh.job.callers import readable
-from axonml_jax.mesh.job.sealed import Talk
+from axonml_jax.launch import machines as connection
+from axonml_jax.launch.machines import Connection, Start
+from axonml_jax.launch.workers import Supervisor
+from axonml_jax.mesh.join import Talk, readable
 
 WORDS = r"the launcher of node 1 has said nothing for 1 s"
 
@@ -34,7 +32,7 @@ def pair():
 @pytest.fixture
 def job(monkeypatch):
     monkeypatch.setattr(connection, "SILENCE", 1.0)
-    monkeypatch.setattr("axonml_jax.launch.processes.machines.lines.SILENCE", 1.0)
+    monkeypatch.setattr("axonml_jax.launch.machines.SILENCE", 1.0)
     monkeypatch.setattr(connection, "_BEAT", 0.1)
     with contextlib.ExitStack() as stack:
         yield lambda *flags: Launchers(stack, *flags)

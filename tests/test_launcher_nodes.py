@@ -12,12 +12,11 @@ import pytest
 from workers.launch import free_port, hearing_ctrl_c
 from workers.strangers import SPOKEN, STRANGERS, stranger
 
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.processes.launch_options import read_options
-from axonml_jax.launch.processes.machines import nodes
-from axonml_jax.launch.processes.machines.news import is_news
-from axonml_jax.launch.processes.machines.nodes import Nodes
-from axonml_jax.mesh.job.sealed import TOKEN
+from axonml_jax.config.config import ConfigError
+from axonml_jax.launch import machines as nodes
+from axonml_jax.launch.machines import Nodes, is_news
+from axonml_jax.launch.options import read_options
+from axonml_jax.mesh.join import TOKEN
 
 TIME_LIMIT = 40
 WORK = """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from axonml_jax.launch.processes.leftovers import Guard
-from axonml_jax.launch.processes.ready.standby import go
+from axonml_jax.launch.leftovers import Guard
+from axonml_jax.launch.standby import go
 
 LIMIT = 120
 WORK = """
@@ -81,7 +81,7 @@ print(jax.config.jax_enable_x64, sys.argv, os.getpid(), os.environ["GIVEN"])
 def test_what_a_script_sets_before_it_imports_jax_counts_in_one_that_stood_by(given, tmp_path):
     (tmp_path / "work.py").write_text(SETS)
     stand_by = (
-        "from axonml_jax.launch.processes.ready import standby; standby.NEEDED = ('jax',)\n"
+        "from axonml_jax.launch import standby; standby.NEEDED = ('jax',)\n"
         "standby.stand_by('script', 'work.py', ['--lr', '1'])"
     )
     environ = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")} | given

@@ -15,8 +15,8 @@ import pytest
 from workers.launched_steps import ROWS, TX, loss_fn, model
 
 import axonml_jax as ax
-from axonml_jax.launch.job.records import read_records
-from axonml_jax.launch.job.run_setup import start_devices
+from axonml_jax.cli.records import read_records
+from axonml_jax.cli.run import start_devices
 from axonml_jax.training import same_everywhere
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,7 +103,7 @@ def test_train_on_two_processes_records_what_it_does_on_two_simulated_devices(tm
 
 DISAGREE = """
 import sys
-from axonml_jax.mesh.job.init import init
+from axonml_jax.mesh.init import init
 from axonml_jax.training.same_everywhere import check_same
 world = init(timeout=120)
 check_same("numbers", {"one": 1, "two": 2}, world)

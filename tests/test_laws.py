@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import axonml_jax.collectives.exchange as exchange
-import axonml_jax.collectives.gather as gather
-import axonml_jax.collectives.gradients.sync as sync
-import axonml_jax.collectives.reduce as reduce
-import axonml_jax.collectives.reduce_scatter as reduce_scatter
-import axonml_jax.collectives.scatter as scatter
-from axonml_jax.collectives.ops import ReduceOp
-from axonml_jax.mesh.group import ProcessGroup
+import axonml_jax.collectives.collectives as exchange
+import axonml_jax.collectives.collectives as gather
+import axonml_jax.collectives.collectives as reduce
+import axonml_jax.collectives.collectives as reduce_scatter
+import axonml_jax.collectives.collectives as scatter
+import axonml_jax.collectives.gradients as sync
+from axonml_jax.collectives.primitives import ReduceOp
+from axonml_jax.mesh.world import ProcessGroup
 
 TOLERANCE = 1e-9
 OPS = {

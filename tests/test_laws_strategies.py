@@ -13,14 +13,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from test_laws import mesh, quickly_compiled
 
-from axonml_jax.collectives.gradients.buckets import GradSyncStrategy
-from axonml_jax.parallel.strategies.diloco import DiLoCo
-from axonml_jax.parallel.strategies.in_layers import InLayers
-from axonml_jax.parallel.strategies.replicate import Replicate
-from axonml_jax.parallel.strategies.shard import Shard
-from axonml_jax.parallel.strategies.strategy import AbstractStrategy
-from axonml_jax.sharding.layout import Layout
-from axonml_jax.sharding.stored import to_stored
+from axonml_jax.collectives.gradients import GradSyncStrategy
+from axonml_jax.sharding.layout import Layout, to_stored
+from axonml_jax.strategies.diloco import DiLoCo
+from axonml_jax.strategies.replicate import Replicate
+from axonml_jax.strategies.shard import Shard
+from axonml_jax.strategies.strategy import AbstractStrategy, InLayers
 
 TOLERANCE = 1e-9
 # shape, and the dim that a layer splits over `tensor`. Few of the sizes divide.

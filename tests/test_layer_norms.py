@@ -9,7 +9,7 @@ from flax import nnx
 from own_parts import LinenNet, Net, Squares, columns, squares
 
 import axonml_jax as ax
-from axonml_jax.training.rest.layer_norms import layer_of
+from axonml_jax.training.rest import layer_of
 
 BATCH = {name: jnp.asarray(array) for name, array in columns(16).items()}
 PLANS = {

@@ -9,9 +9,10 @@ from predicted_steps import GEMMA, GPT, LENGTH, LLAMA, QWEN, config, step_of
 from ring_strategy import RingShard
 
 import axonml_jax as ax
-from axonml_jax.ledger import collectives_in, difference, memory_difference, predict
-from axonml_jax.planner.assumptions import Assumptions
-from axonml_jax.planner.hardware import hardware
+from axonml_jax.ledger import predict
+from axonml_jax.ledger.count import collectives_in
+from axonml_jax.ledger.predict import difference, memory_difference
+from axonml_jax.planner.hardware import Assumptions, hardware
 from axonml_jax.planner.price import price
 
 WHOLE = {"data": ax.Replicate(sync_strategy="synchronous")}

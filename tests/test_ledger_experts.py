@@ -10,17 +10,17 @@ from flax import nnx
 from predicted_steps import GPT, LATENT, LENGTH, LLAMA, config, step_of
 
 import axonml_jax as ax
-from axonml_jax._types import named_leaves
-from axonml_jax.cost.decoder.cuts import stages_of
-from axonml_jax.cost.decoder.decoder_weights import decoder_weights
-from axonml_jax.cost.decoder.routed_experts import RoutedExperts
-from axonml_jax.cost.flow import LATER
-from axonml_jax.ledger import collectives_in, difference, memory_difference, predict
-from axonml_jax.models.experts_config import ExpertsConfig
-from axonml_jax.models.presets import preset
+from axonml_jax.base import named_leaves
+from axonml_jax.cost.base import LATER
+from axonml_jax.cost.decoder import decoder_weights
+from axonml_jax.cost.flows import RoutedExperts, stages_of
+from axonml_jax.layers.dispatch import Dispatch, capacity_of
+from axonml_jax.ledger import predict
+from axonml_jax.ledger.count import collectives_in
+from axonml_jax.ledger.predict import difference, memory_difference
+from axonml_jax.models.config import ExpertsConfig, preset
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.experts.dispatch import Dispatch, capacity_of
-from axonml_jax.parallel.pipeline.cutting.assign import assign
+from axonml_jax.pipeline.pack import assign
 
 SCAN, SEQUENCE, FULL = {"scan_layers": True}, {"sequence_parallel": True}, {"remat": "full"}
 PIPE = ax.Pipelined(num_microbatches=4)
@@ -109,7 +109,7 @@ def test_predicted_traffic_is_that_of_the_traced_program(row):
 @pytest.mark.parametrize("row", RAGGED, ids=name)
 def test_of_a_ragged_exchange_the_trace_has_the_bounds_that_are_predicted(monkeypatch, row):
     """CPUs lower it and compile it not; which rows are filled is data, so both count all of them."""
-    monkeypatch.setattr("axonml_jax.parallel.experts.dispatch.RAGGED_PLATFORMS", ("cpu",))
+    monkeypatch.setattr("axonml_jax.layers.dispatch.RAGGED_PLATFORMS", ("cpu",))
     prediction, wrong = both(row)
     assert wrong == []
     kinds = {each.kind for each in prediction.traffic if each.label == "experts"}
@@ -128,7 +128,7 @@ def test_in_a_pipeline_a_trace_counts_idle_ticks_and_nothing_else_differs(row):
 
 
 def test_a_loop_over_experts_keeps_what_a_scan_would_redo(monkeypatch):
-    monkeypatch.setattr("axonml_jax.parallel.experts.dispatch.LITTLE", 0)
+    monkeypatch.setattr("axonml_jax.layers.dispatch.LITTLE", 0)
     assert both((GPT, BIASED, SCAN, {"data": 1, "fsdp": 4}, {}))[1] == []
 
 
@@ -156,7 +156,7 @@ def test_slots_that_carry_no_token_are_a_row_of_padding_and_later_rounds_in_no_s
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_a_dispatch_is_sized_as_the_layer_does(monkeypatch, platform):
-    monkeypatch.setattr("axonml_jax.parallel.experts.dispatch.target_platform", lambda: platform)
+    monkeypatch.setattr("axonml_jax.layers.dispatch.target_platform", lambda: platform)
     names = {"auto": None, "rounds": None, "gather": None, "capacity": 1.1}
     for asked, factor in names.items():
         for k, tokens in ((1, 1), (2, 7), (3, 640)):

@@ -10,17 +10,14 @@ from flax import nnx
 from predicted_steps import GEMMA, GPT, LLAMA, QWEN, config
 
 import axonml_jax as ax
-from axonml_jax._types import named_leaves
-from axonml_jax.cost.decoder.activations import fuses_attention
-from axonml_jax.cost.decoder.configuration import problems
-from axonml_jax.cost.decoder.decoder_weights import decoder_weights
-from axonml_jax.cost.published.axonn import GridDegrees, layer_volumes
-from axonml_jax.cost.published.states import FLOAT32_ADAM, zero
-from axonml_jax.ledger.predict.picture import in_bytes, sent_by_axes
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.presets import PRESETS, preset
+from axonml_jax.base import named_leaves
+from axonml_jax.cost.decoder import decoder_weights, problems
+from axonml_jax.cost.memory import fuses_attention
+from axonml_jax.cost.published import FLOAT32_ADAM, GridDegrees, layer_volumes, zero
+from axonml_jax.ledger.predict import in_bytes, sent_by_axes
+from axonml_jax.models.config import PRESETS, TransformerConfig, preset
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.pipeline.policy import Pipelined
+from axonml_jax.pipeline.schedules import Pipelined
 
 PUBLISHED = {
     "gpt2-small": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,

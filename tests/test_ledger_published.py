@@ -5,10 +5,17 @@ from fractions import Fraction
 
 import pytest
 
-from axonml_jax.cost.published.axonn import GridDegrees, layer_volumes, shared_bandwidth
-from axonml_jax.cost.published.layer_activations import layer_bytes
-from axonml_jax.cost.published.states import FLOAT32_ADAM, deepspeed, megatron, zero
-from axonml_jax.cost.wire import wire_elements
+from axonml_jax.cost.decoder import wire_elements
+from axonml_jax.cost.published import (
+    FLOAT32_ADAM,
+    GridDegrees,
+    deepspeed,
+    layer_bytes,
+    layer_volumes,
+    megatron,
+    shared_bandwidth,
+    zero,
+)
 
 # (parameters, ranks): GB under stages 1, 2 and 3, as printed; the 7.5B block is rounded, the others truncated.
 TABLE_1 = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from axonml_jax.ledger import moved
+from axonml_jax.ledger.compiled import moved
 
 HLO = """HloModule jit_step, is_scheduled=true
 

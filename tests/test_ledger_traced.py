@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from ledger_steps import BOTH, CASES, KINDS, MESH, SWAP, abstract_mesh, ddp_step, floats, on_mesh, zero3_step
 
-from axonml_jax.ledger import Branch, Loop, collectives_in
+from axonml_jax.ledger.count import Branch, Loop, collectives_in
 
 MODES = pytest.mark.parametrize("check_vma", [False, True])
 
@@ -244,7 +244,7 @@ def test_a_body_alone_needs_its_axis_sizes():
 
 
 def test_an_unknown_communicating_primitive_is_refused(monkeypatch):
-    from axonml_jax.program import rules
+    from axonml_jax.program import program as rules
 
     monkeypatch.delitem(rules.RULES, "pmax")
     with pytest.raises(ValueError, match="'pmax' names the mesh axes"):

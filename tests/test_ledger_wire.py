@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from axonml_jax.cost.wire import KINDS, wire_elements
-from axonml_jax.ledger.label import label_of
+from axonml_jax.cost.decoder import KINDS, wire_elements
+from axonml_jax.ledger.count import label_of
 
 
 def ring_all_gather(chunk: int, ranks: int) -> int:

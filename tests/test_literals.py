@@ -7,7 +7,7 @@ import pytest
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 CUT = {"num_microbatches": 2, "split": ("last",)}
 PLANS = {

@@ -13,12 +13,9 @@ from flax import nnx
 from scipy.special import log_softmax
 
 import axonml_jax as ax
-from axonml_jax.data.documents.tokenizer import ByteTokenizer
-from axonml_jax.facade import parallel_generate
-from axonml_jax.facade.harness.asked_generation import Asked, Continuation
-from axonml_jax.facade.harness.evaluated_model import EvaluatedModel
-from axonml_jax.facade.harness.lm_eval_model import _class
-from axonml_jax.facade.harness.token_scores import windows
+from axonml_jax.data.documents import ByteTokenizer
+from axonml_jax.facade import generate as parallel_generate
+from axonml_jax.facade.lm_eval import Asked, Continuation, EvaluatedModel, _class, windows
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 

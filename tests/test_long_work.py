@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from s3_stand_in import StandIn
 
-from axonml_jax.checkpoint.places import long_work
+from axonml_jax.checkpoint import format as long_work
 
 
 @pytest.mark.slow

@@ -12,12 +12,11 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax._types import named_leaves
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.base import named_leaves
+from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.partition import Partition
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.parallel.plan import Partition
+from axonml_jax.testing.equality import assert_equals_single_device
 
 SIZES = {"vocab_size": 16, "num_layers": 2, "hidden_size": 8, "num_heads": 4, "mlp_hidden_size": 12, "max_length": 8}
 PRODUCT = r"dot_general %\S+, %\S+.*?-> tensor<(\S+?)x(?:f32|f64)>"

@@ -12,11 +12,11 @@ from meshes import mesh_of
 from test_lora import PLANS, SIZES, adapted, loss, tokens, transformer
 
 import axonml_jax as ax
-from axonml_jax.model.lora.int8_base import dequantized, quantized
+from axonml_jax.model.lora import dequantized, quantized
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.huggingface import load_pretrained, write_pretrained
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.models.weights import load_pretrained, write_pretrained
+from axonml_jax.testing.equality import assert_equals_single_device
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])

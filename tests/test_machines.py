@@ -13,20 +13,15 @@ import pytest
 from test_launcher_nodes import HELLO, Silence
 from workers.launch import free_port
 
-from axonml_jax.checkpoint.memory.generation import Generation
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.processes import launcher
-from axonml_jax.launch.processes.host_memory import HostMemory
-from axonml_jax.launch.processes.launch_options import read_options
-from axonml_jax.launch.processes.machines import nodes
-from axonml_jax.launch.processes.machines.door import SUBJECT
-from axonml_jax.launch.processes.machines.membership import regrouped
-from axonml_jax.launch.processes.machines.nodes import Nodes
-from axonml_jax.launch.processes.machines.start import Over, Start
-from axonml_jax.launch.processes.supervise import Ended, Supervisor
-from axonml_jax.launch.processes.worker import Failure
-from axonml_jax.mesh.job.callers import readable
-from axonml_jax.mesh.job.sealed import Talk
+from axonml_jax.checkpoint.memory import Generation
+from axonml_jax.config.config import ConfigError
+from axonml_jax.launch import launcher
+from axonml_jax.launch import machines as nodes
+from axonml_jax.launch.machines import SUBJECT, Nodes, Over, Start, regrouped
+from axonml_jax.launch.options import read_options
+from axonml_jax.launch.standby import HostMemory
+from axonml_jax.launch.workers import Ended, Failure, Supervisor
+from axonml_jax.mesh.join import Talk, readable
 
 LIMIT = 20
 

@@ -15,20 +15,29 @@ from flax import nnx
 from test_launcher_nodes import ends, launchers  # noqa: F401
 
 import axonml_jax as ax
-from axonml_jax.checkpoint.memory.common_step import Agreed, agree, steps_of
-from axonml_jax.checkpoint.memory.generation import START, CopyIndex, DamagedCopy, Generation, holds
-from axonml_jax.checkpoint.memory.handed import MEMORY, Handed
-from axonml_jax.checkpoint.memory.held_parts import shard_name
-from axonml_jax.checkpoint.memory.members import Members, within_memory
-from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
-from axonml_jax.checkpoint.memory.own_copies import OwnCopies
-from axonml_jax.checkpoint.memory.partners import keepers
-from axonml_jax.checkpoint.memory.post import Box, Post, send
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.job.run_folder import RunFolder
-from axonml_jax.launch.processes.host_memory import HostMemory
-from axonml_jax.mesh.job.sealed import TOKEN
+from axonml_jax.checkpoint.memory import (
+    START,
+    Agreed,
+    Box,
+    CopyIndex,
+    DamagedCopy,
+    Generation,
+    Members,
+    MemoryCopies,
+    OwnCopies,
+    Post,
+    agree,
+    holds,
+    send,
+    shard_name,
+    steps_of,
+    within_memory,
+)
+from axonml_jax.cli.run import RunFolder
+from axonml_jax.config.config import ConfigError, read_config
+from axonml_jax.launch.standby import HostMemory
+from axonml_jax.mesh.environment import MEMORY, Handed, keepers
+from axonml_jax.mesh.join import TOKEN
 
 FIRST = ("w", ((0, 3),))
 
@@ -235,7 +244,7 @@ def test_without_a_launcher_that_restarts_or_with_too_little_memory_copies_are_r
     with pytest.raises(ConfigError, match=r"memory_every=2, spikes.factor=3.0: .* leave one of the two out"):
         RunFolder(read_config("train", [quickstart, "--checkpoint.memory_every=2", "--spikes.factor=3"]), {})
     run, _ = trainer_and_data("fsdp", 0)
-    monkeypatch.setattr("axonml_jax.checkpoint.memory.members.machine_memory", lambda: 1000)
+    monkeypatch.setattr("axonml_jax.checkpoint.memory.machine_memory", lambda: 1000)
     with HostMemory([1], 0) as memory:
         copies = MemoryCopies(2, {"NODE_RANK": "0", MEMORY: memory.of(0).text()})
         with pytest.raises(ValueError, match=r"GB of 1e-06 GB on node 0, more than 50%.*memory_every=null"):
@@ -264,7 +273,7 @@ def test_copies_that_are_too_much_after_a_restart_are_left_out(monkeypatch, capl
         copies = MemoryCopies(2, place)
         copies.look(run)
         taken = copies._known.bytes_on(0)
-        monkeypatch.setattr("axonml_jax.checkpoint.memory.members.machine_memory", lambda: int(2 * taken * size / 1.5))
+        monkeypatch.setattr("axonml_jax.checkpoint.memory.machine_memory", lambda: int(2 * taken * size / 1.5))
         with closing(MemoryCopies(2, {**place, "AXONML_JAX_RESTART_COUNT": "1"})) as copies:
             assert copies.look(run) is None and said in copies.bound
             trained(run, loader, range(1, 5), copies)

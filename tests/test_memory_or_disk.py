@@ -8,14 +8,12 @@ from types import SimpleNamespace
 import pytest
 from test_memory_copies import trained, trainer_and_data
 
-from axonml_jax.checkpoint.manifest import DamagedCheckpoint, Manifest
-from axonml_jax.checkpoint.memory.generation import START
-from axonml_jax.checkpoint.memory.handed import MEMORY
-from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
-from axonml_jax.checkpoint.memory.restore_newest import restore_newest
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.job.saves import Saves
-from axonml_jax.launch.processes.host_memory import HostMemory
+from axonml_jax.checkpoint.format import DamagedCheckpoint, Manifest
+from axonml_jax.checkpoint.memory import START, MemoryCopies, restore_newest
+from axonml_jax.cli.run import Saves
+from axonml_jax.config.config import read_config
+from axonml_jax.launch.standby import HostMemory
+from axonml_jax.mesh.environment import MEMORY
 
 
 class Disk:

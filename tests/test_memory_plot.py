@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import axonml_jax as ax
-from axonml_jax.facade.device_memory import MIB
+from axonml_jax.ledger.memory import MIB
 
 
 def stats(offload=ax.CPUOffload.NONE):

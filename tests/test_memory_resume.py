@@ -3,11 +3,11 @@
 import pytest
 from test_train_resume import arrays, losses, place, train, uninterrupted  # noqa: F401
 
-from axonml_jax.checkpoint.memory.handed import MEMORY
-from axonml_jax.launch.job.records import JsonLines
-from axonml_jax.launch.processes.host_memory import HostMemory
-from axonml_jax.launch.processes.leftovers import MARK
-from axonml_jax.launch.processes.worker_environment import RESTART_COUNT
+from axonml_jax.cli.records import JsonLines
+from axonml_jax.launch.leftovers import MARK
+from axonml_jax.launch.standby import HostMemory
+from axonml_jax.launch.workers import RESTART_COUNT
+from axonml_jax.mesh.environment import MEMORY
 
 
 @pytest.mark.slow

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from test_complete_step import Coordinator
 
-from axonml_jax.checkpoint.memory import complete_step, copy_exchange, refill
-from axonml_jax.checkpoint.memory.handed import MEMORY
-from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
-from axonml_jax.launch.processes.host_memory import HostMemory
+from axonml_jax.checkpoint import memory as complete_step
+from axonml_jax.checkpoint import memory as copy_exchange
+from axonml_jax.checkpoint import memory as refill
+from axonml_jax.checkpoint.memory import MemoryCopies
+from axonml_jax.launch.standby import HostMemory
+from axonml_jax.mesh.environment import MEMORY
 
 LIMIT = 60
 
@@ -203,7 +205,7 @@ def test_copies_that_are_too_much_after_a_restart_go_when_all_have_their_own(mac
         return copies._known.sizes[0]
 
     [size, _] = made.world("01", "ab", sizes)
-    monkeypatch.setattr("axonml_jax.checkpoint.memory.members.machine_memory", lambda: 6 * size)  # half: 3, of 4
+    monkeypatch.setattr("axonml_jax.checkpoint.memory.machine_memory", lambda: 6 * size)  # half: 3, of 4
 
     def alone(copies, shard, team):
         start = trains(6, 8)(copies, shard, team)

@@ -8,7 +8,7 @@ import pytest
 
 FRESH = {
     "fake_devices sizes the thread pool and the time limits": """
-        from axonml_jax.mesh.fake_devices import fake_devices
+        from axonml_jax.mesh.simulate import fake_devices
         fake_devices(12)
         import jax, os
         from axonml_jax.compat.versions import COLLECTIVES_HOLD_THREADS
@@ -21,7 +21,7 @@ FRESH = {
         import os
         os.environ["NPROC"] = "40"
         os.environ["XLA_FLAGS"] = "--xla_cpu_collective_timeout_seconds=77"
-        from axonml_jax.mesh.fake_devices import fake_devices
+        from axonml_jax.mesh.simulate import fake_devices
         fake_devices(2)
         import jax
         assert jax.device_count() == 2 and os.environ["NPROC"] == "40"
@@ -29,14 +29,14 @@ FRESH = {
         assert "--xla_cpu_collective_timeout_seconds=77" in os.environ["XLA_FLAGS"]
     """,
     "spawn starts the devices it needs": """
-        from axonml_jax.mesh.ranks.spawn import spawn
+        from axonml_jax.mesh.world import spawn
         assert spawn(lambda world: world.rank, 3) == [0, 1, 2]
         import jax
         assert jax.device_count() == 3
     """,
     "spawn starts no fewer devices than were asked for": """
-        from axonml_jax.mesh.fake_devices import fake_devices
-        from axonml_jax.mesh.ranks.spawn import spawn
+        from axonml_jax.mesh.simulate import fake_devices
+        from axonml_jax.mesh.world import spawn
         fake_devices(8)
         assert spawn(lambda world: world.world_size, 3) == [3, 3, 3]
         import jax
@@ -45,10 +45,10 @@ FRESH = {
     "in one of several processes fake_devices says what each gets": """
         import logging, os
         said = []
-        from axonml_jax.logging import logger
+        from axonml_jax.base import logger
         logger.addHandler(type("Said", (logging.Handler,), {"emit": lambda self, record: said.append(record.getMessage())})())
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "0"}
-        from axonml_jax.mesh.fake_devices import fake_devices
+        from axonml_jax.mesh.simulate import fake_devices
         fake_devices(3)
         assert "one of 2 processes that torchrun has launched, and each gets 3 simulated devices" in said[0]
         assert "of its own, 6 in all" in said[0]
@@ -61,8 +61,8 @@ FRESH = {
     "processes of one machine share its cores": """
         import os
         from axonml_jax.compat.versions import COLLECTIVES_HOLD_THREADS
-        from axonml_jax.mesh.fake_devices import fake_devices
-        from axonml_jax.mesh.pool_threads import pool_threads
+        from axonml_jax.mesh.simulate import fake_devices
+        from axonml_jax.mesh.simulate import pool_threads
         os.sched_getaffinity = lambda process: range(8)
         least = lambda devices, threads: str(max(threads, 2 * devices) if COLLECTIVES_HOLD_THREADS else threads)
         assert pool_threads(1, 2) == {"NPROC": least(1, 4)} and pool_threads(1, 16) == {"NPROC": least(1, 1)}
@@ -77,20 +77,20 @@ FRESH = {
         import os
         import jax
         from axonml_jax.compat.versions import COLLECTIVES_HOLD_THREADS
-        from axonml_jax.mesh.job import init
+        from axonml_jax.mesh import join
         os.sched_getaffinity = lambda process: range(8)
         jax.config.update("jax_platforms", "cpu")
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "8", "RANK": "1"}
         os.environ |= {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
         seen = []
-        init._join = lambda *given: seen.append(os.environ.get("NPROC"))
-        init.init()
+        join._join = lambda *given: seen.append(os.environ.get("NPROC"))
+        join.init()
         assert seen == ["2" if COLLECTIVES_HOLD_THREADS else "1"], seen
     """,
     "logging and launch variables start no devices": """
-        from axonml_jax.logging import logger, print0
-        from axonml_jax.compat.processes.platform import backend_started
-        import axonml_jax.mesh.job.init, axonml_jax.mesh.as_mesh
+        from axonml_jax.base import logger, print0
+        from axonml_jax.compat.processes import backend_started
+        import axonml_jax.mesh.init, axonml_jax.mesh.world
         print0("x"); logger.warning("y")
         assert not backend_started()
     """,

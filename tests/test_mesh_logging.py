@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from axonml_jax.logging import logger, print0, seed
-from axonml_jax.mesh.ranks.spawn import spawn
+from axonml_jax.base import logger, print0, seed
+from axonml_jax.mesh.world import spawn
 
 
 def test_print0_prints_once(capsys):

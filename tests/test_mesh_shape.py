@@ -10,8 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from axonml_jax.mesh.axes import AXES
-from axonml_jax.mesh.device_order import split_over_slices
-from axonml_jax.mesh.shape import MeshShape, make_mesh, nearest_degrees
+from axonml_jax.mesh.shape import MeshShape, make_mesh, nearest_degrees, split_over_slices
 
 RESOLVED = [
     ({"data": -1}, 8, {"data": 8}),

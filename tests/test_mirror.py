@@ -12,12 +12,11 @@ from test_train_resume import QUICKSTART, SMALL
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax.checkpoint.places import object_store
-from axonml_jax.checkpoint.places.object_store import ObjectStore
-from axonml_jax.launch.commands.train_command import train as run
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.job.records import read_records
+from axonml_jax.checkpoint import object_store
+from axonml_jax.checkpoint.object_store import ObjectStore
+from axonml_jax.cli.records import read_records
+from axonml_jax.cli.train import train as run
+from axonml_jax.config.config import ConfigError, read_config
 
 URL = "s3://bucket/run"
 
@@ -126,7 +125,7 @@ def test_where_all_stay_no_commit_is_read_to_choose(tmp_path, s3):
 def test_all_wait_for_the_last_copy_unless_one_has_failed(tmp_path, s3, monkeypatch):
     waits = []
     monkeypatch.setattr(
-        "axonml_jax.checkpoint.places.in_folder.decide_at_length", lambda team, what, act: waits.append(what) or act()
+        "axonml_jax.checkpoint.places.decide_at_length", lambda team, what, act: waits.append(what) or act()
     )
     with pytest.raises(KeyError), ax.CheckpointManager(tmp_path, every=1, mirror=URL) as manager:
         manager.save(1, Weights(1))

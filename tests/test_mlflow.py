@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from axonml_jax.__main__ import main
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.job.fit import Record
-from axonml_jax.launch.job.mlflow_run import MlflowRun, begin_mlflow, check_mlflow, mlflow_module
-from axonml_jax.logging import logger
+from axonml_jax.base import logger
+from axonml_jax.cli.records import MlflowRun, begin_mlflow, check_mlflow, mlflow_module
+from axonml_jax.cli.run import Record
+from axonml_jax.config.config import ConfigError
 
 SETTINGS = {"name": "run", "train": {"steps": 3}, "optim": {"groups": [{"paths": ["a"] * 300}]}}
 

@@ -9,9 +9,9 @@ from flax import nnx
 from test_models_transformer import TINY, count_abstract
 
 import axonml_jax as ax
-from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.layers.options import RopeScaling
+from axonml_jax.models.config import ExpertsConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,10 @@ from flax import nnx
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
-from axonml_jax.models.generation.generate import generate
-from axonml_jax.models.generation.sampling import Sampling
+from axonml_jax.layers.options import LatentConfig, RopeScaling
+from axonml_jax.models.config import ExpertsConfig, TransformerConfig
+from axonml_jax.models.generate import Sampling, generate
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
-from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
 
 LLAMA = TransformerConfig(
     vocab_size=16, num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2, max_length=16, param_dtype="float64"

@@ -13,20 +13,11 @@ import pytest
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.layers.options import LatentConfig, RopeScaling
+from axonml_jax.models.config import GEMMA, GPT2, ExpertsConfig, TransformerConfig, preset
 from axonml_jax.models.families.known import config_of, description_of
-from axonml_jax.models.huggingface import (
-    check_pretrained,
-    load_pretrained,
-    pretrained,
-    read_pretrained,
-    write_pretrained,
-)
-from axonml_jax.models.presets import GEMMA, GPT2, preset
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
-from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
+from axonml_jax.models.weights import check_pretrained, load_pretrained, pretrained, read_pretrained, write_pretrained
 
 SIZES = {"vocab_size": 11, "num_layers": 2, "hidden_size": 8, "num_heads": 2, "max_length": 6}
 CONFIGS = {

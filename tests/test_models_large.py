@@ -12,15 +12,12 @@ from flax import nnx
 from predicted_steps import step_of
 
 import axonml_jax as ax
-from axonml_jax.models.config import TransformerConfig, even_chunk
-from axonml_jax.models.generation.generate import generate
-from axonml_jax.models.lm_loss import cross_entropy
-from axonml_jax.models.presets import preset
-from axonml_jax.models.stack import stacked, unstacked
-from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.megatron import fused_attention as fused
-from axonml_jax.parallel.tensor.megatron.attend import attend
-from axonml_jax.parallel.tensor.megatron.chunked_cross_entropy import chunked_cross_entropy
+from axonml_jax.layers import kernels as fused
+from axonml_jax.layers.attention import attend
+from axonml_jax.layers.losses import chunked_cross_entropy
+from axonml_jax.models.config import TransformerConfig, even_chunk, preset
+from axonml_jax.models.generate import generate
+from axonml_jax.models.transformer import Transformer, cross_entropy, stacked, unstacked
 
 TINY = TransformerConfig(
     vocab_size=23, num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=1, max_length=6, param_dtype="float64"

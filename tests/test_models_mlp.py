@@ -7,10 +7,8 @@ import pytest
 from flax import nnx
 
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.generation.generate import generate
-from axonml_jax.models.lm_loss import cross_entropy
-from axonml_jax.models.mlp import MLP
-from axonml_jax.models.transformer import Transformer
+from axonml_jax.models.generate import generate
+from axonml_jax.models.transformer import MLP, Transformer, cross_entropy
 
 
 def test_mlp_is_linear_layers_with_an_activation_between_them():

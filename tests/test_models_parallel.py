@@ -11,14 +11,11 @@ from flax import nnx
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.launch.job.text_task import loss_fn
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
-from axonml_jax.models.mlp import MLP
-from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
-from axonml_jax.parallel.tensor.megatron.rope_scaling import RopeScaling
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.cli.tasks import loss_fn
+from axonml_jax.layers.options import LatentConfig, RopeScaling
+from axonml_jax.models.config import ExpertsConfig, TransformerConfig
+from axonml_jax.models.transformer import MLP, Transformer
+from axonml_jax.testing.equality import assert_equals_single_device
 
 LLAMA = TransformerConfig(
     vocab_size=16, num_layers=1, hidden_size=8, num_heads=4, num_kv_heads=2, max_length=8, mlp_hidden_size=16,

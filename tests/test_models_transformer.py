@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.config_problems import ACTIVATIONS, NORMS, POSITIONS
-from axonml_jax.models.presets import PRESETS, preset
+from axonml_jax.layers.attention import attend, rotate
+from axonml_jax.models.config import ACTIVATIONS, NORMS, POSITIONS, PRESETS, TransformerConfig, preset
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.megatron.attend import attend, rotate
 
 TINY = TransformerConfig(vocab_size=17, num_layers=2, hidden_size=16, num_heads=4, max_length=8)
 PUBLISHED = {

@@ -15,11 +15,9 @@ from meshes import mesh_of
 from workers.launch import launch
 
 import axonml_jax as ax
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
-from axonml_jax.models.huggingface import load_pretrained, pretrained_config, read_pretrained, write_pretrained
-from axonml_jax.models.presets import GEMMA, GPT2
+from axonml_jax.models.config import GEMMA, GPT2, ExpertsConfig, TransformerConfig
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.models.weights import load_pretrained, pretrained_config, read_pretrained, write_pretrained
 
 pytest.importorskip("safetensors")
 

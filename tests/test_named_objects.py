@@ -10,10 +10,9 @@ import pytest
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.launch.config.sections.optim_config import OptimConfig
-from axonml_jax.launch.objects.import_rules import import_problems, named_paths
-from axonml_jax.launch.objects.make_optimizer import make_optimizer, moments, require_members
-from axonml_jax.launch.objects.named_object import find, make
+from axonml_jax.config.config import import_problems, named_paths
+from axonml_jax.config.objects import find, make, make_optimizer, moments, require_members
+from axonml_jax.config.sections import OptimConfig
 
 PARAMS = {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}, "embed": jnp.ones((8, 3))}
 DECAY = {

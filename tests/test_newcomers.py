@@ -7,13 +7,11 @@ import pytest
 from test_launcher_nodes import Silence
 from test_machines import LIMIT, Launchers, starts, until
 
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.processes.launch_options import read_options
-from axonml_jax.launch.processes.machines import trial
-from axonml_jax.launch.processes.machines.nodes import Nodes
-from axonml_jax.launch.processes.machines.same_run import likeness
-from axonml_jax.launch.processes.machines.start import Start
-from axonml_jax.launch.processes.worker import Failure
+from axonml_jax.config.config import ConfigError
+from axonml_jax.launch import machines as trial
+from axonml_jax.launch.machines import Nodes, Start, likeness
+from axonml_jax.launch.options import read_options
+from axonml_jax.launch.workers import Failure
 
 FAILURE = Failure(0, "here", 1, 1, 1.0, ("ValueError: boom",))
 

@@ -12,12 +12,11 @@ import pytest
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.job.saves import Saves
-from axonml_jax.sharding.place import to_host
-from axonml_jax.training.finite.loss_scale import LossScale
-from axonml_jax.training.finite.nonfinite import NonFinite, skip_nonfinite
-from axonml_jax.training.state.train_state import TrainState
+from axonml_jax.cli.run import Saves
+from axonml_jax.config.config import read_config
+from axonml_jax.sharding.layout import to_host
+from axonml_jax.training.state import LossScale, NonFinite, TrainState
+from axonml_jax.training.update import skip_nonfinite
 
 GOOD = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 BAD = GOOD.copy()

@@ -11,11 +11,10 @@ import pytest
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.markup import lines, section, table
-from axonml_jax.models.presets import preset
-from axonml_jax.parallel.pipeline.schedules.registry import make_schedule
-from axonml_jax.parallel.pipeline.schedules.tick_rows import make_timetable
-from axonml_jax.parallel.plan_html import in_words
+from axonml_jax.base import lines, section, table
+from axonml_jax.models.config import preset
+from axonml_jax.parallel.plan import in_words
+from axonml_jax.pipeline.schedules import make_schedule, make_timetable
 
 VOID = {"br", "rect", "path"}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import axonml_jax as ax
-from axonml_jax.collectives.eager.object_bytes import NO_PICKLE, OnlyPickled, decoded, encoded
+from axonml_jax.collectives.eager import NO_PICKLE, OnlyPickled, decoded, encoded
 
 FORBIDDEN = {NO_PICKLE: "1"}
 PLAIN = [
@@ -99,7 +99,7 @@ def test_all_ranks_refuse_what_one_of_them_can_only_pickle(monkeypatch):
 
 
 def test_a_rank_that_forbids_pickles_reads_none_of_the_others(monkeypatch):
-    from axonml_jax.collectives.eager import objects
+    from axonml_jax.collectives import eager as objects
 
     monkeypatch.setattr(objects, "encoded", lambda obj: b"P" + pickle.dumps(obj))  # of a process without the switch
     monkeypatch.setenv(NO_PICKLE, "1")

@@ -11,12 +11,13 @@ from meshes import mesh_of
 from predicted_steps import GPT, LENGTH, LLAMA, config, step_of
 
 import axonml_jax as ax
-from axonml_jax.ledger import collectives_in, difference, predict
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.huggingface import load_pretrained, write_pretrained
-from axonml_jax.models.presets import preset
+from axonml_jax.ledger import predict
+from axonml_jax.ledger.count import collectives_in
+from axonml_jax.ledger.predict import difference
+from axonml_jax.models.config import TransformerConfig, preset
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.models.weights import load_pretrained, write_pretrained
+from axonml_jax.testing.equality import assert_equals_single_device
 
 SMALL = TransformerConfig(
     vocab_size=13, num_layers=1, hidden_size=8, num_heads=4, mlp_hidden_size=16, max_length=8, param_dtype="float64"

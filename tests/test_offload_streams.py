@@ -11,11 +11,11 @@ from meshes import mesh_of
 from plan_models import CASES
 
 import axonml_jax as ax
-from axonml_jax.parallel.loading import slices
-from axonml_jax.parallel.offload import CPUOffload
-from axonml_jax.sharding.memory import to_host_memory
-from axonml_jax.training.optimizer import streamed as room
-from axonml_jax.training.optimizer.apply import apply
+from axonml_jax.parallel.placement import slices
+from axonml_jax.parallel.plan import CPUOffload
+from axonml_jax.sharding.layout import to_host_memory
+from axonml_jax.training import update as room
+from axonml_jax.training.optimizer import apply
 
 ADAMW = optax.adamw(1e-2, weight_decay=0.1)
 MIXING = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))

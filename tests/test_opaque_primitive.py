@@ -12,8 +12,8 @@ from jax.interpreters import ad, mlir
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.program.rules import rule_of
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.program.program import rule_of
+from axonml_jax.testing.equality import assert_equals_single_device
 
 WIDTH = 4
 

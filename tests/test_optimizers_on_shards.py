@@ -16,17 +16,14 @@ from optax_setups import CLIP, RATE, SETUPS, Net, batches, on_one_device, under
 from plan_models import mean_loss
 
 import axonml_jax as ax
-from axonml_jax.model.functional import Variables
+from axonml_jax.model.view import Variables
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.bind import bind_plan
-from axonml_jax.sharding.layout import specs
-from axonml_jax.sharding.stored import from_stored, map_layouts, padded
-from axonml_jax.testing import assert_equals_single_device
-from axonml_jax.testing.trees_close import assert_trees_close
-from axonml_jax.training.optimizer.optimizer_name import written
-from axonml_jax.training.optimizer.owners import owners
-from axonml_jax.training.optimizer.sharded.on_shards import OnShards
+from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.sharding.layout import from_stored, map_layouts, padded, specs
+from axonml_jax.testing.equality import assert_equals_single_device, assert_trees_close
+from axonml_jax.training.on_shards import OnShards
+from axonml_jax.training.optimizer import owners, written
 
 SHARE = [
     ("FSDP", "clipping in the chain, adamw", {"check_vma": True}),

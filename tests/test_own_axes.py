@@ -12,7 +12,7 @@ from ring_strategy import RingShard
 
 import axonml_jax as ax
 from axonml_jax.ledger import predict
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 PLANS = {
     "replicated over an own axis": ({"data": 2, "island": 2}, {"axes": {"island": ax.Replicate()}}),

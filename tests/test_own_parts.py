@@ -13,14 +13,11 @@ from own_parts import Net, Notes, columns, squares
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax.checkpoint.manifest import Manifest
-from axonml_jax.launch.commands.describe import _placed, check_own
-from axonml_jax.launch.config.read_config import as_dict, read_config
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.job.run_setup import lay_ground
-from axonml_jax.launch.job.text_task import load_data
-from axonml_jax.launch.own.own_data import read_own
-from axonml_jax.launch.own.own_loss import logits_loss
+from axonml_jax.checkpoint.format import Manifest
+from axonml_jax.cli.plan import _placed, check_own
+from axonml_jax.cli.run import lay_ground
+from axonml_jax.cli.tasks import load_data, logits_loss, read_own
+from axonml_jax.config.config import ConfigError, as_dict, read_config
 
 NNX = {"class_path": "own_parts.Net", "init_args": {"width": 8}}
 LINEN = {"class_path": "own_parts.LinenNet", "init_args": {"width": 8}}

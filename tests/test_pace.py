@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from test_launcher_training import axonml
 
-from axonml_jax.mesh.watch.pace import Pace, mean_pace, stragglers
-from axonml_jax.mesh.watch.step_times import StepTimes
+from axonml_jax.mesh.watch import Pace, StepTimes, mean_pace, stragglers
 
 WORKER = str(Path(__file__).parent / "workers" / "watched_rank.py")
 
@@ -101,7 +100,7 @@ def test_time_counts_as_late_only_while_the_devices_have_nothing_to_do():
 
 STOPPED = """
 import threading, time
-from axonml_jax.mesh.watch.step_times import StepTimes
+from axonml_jax.mesh.watch import StepTimes
 
 class Result:
     ready = False

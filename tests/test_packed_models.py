@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 
 import axonml_jax as ax
+from axonml_jax.layers import kernels as fused
+from axonml_jax.layers.attention import attend
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.tensor.megatron import fused_attention as fused
-from axonml_jax.parallel.tensor.megatron.attend import attend
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 WORDS, LENGTH = 24, 32
 LLAMA = {"num_kv_heads": 2, "position": "rotary"}

@@ -12,13 +12,12 @@ from plan_models import linear, mean_loss, regression
 
 import axonml_jax as ax
 from axonml_jax.compat.jaxpr import trace
-from axonml_jax.parallel.pipeline.cutting.assign import assign
-from axonml_jax.parallel.pipeline.cutting.traced_stage import TracedStage
-from axonml_jax.parallel.pipeline.running.one_of import alike, one_of
+from axonml_jax.pipeline.cut import TracedStage
+from axonml_jax.pipeline.pack import assign
+from axonml_jax.pipeline.run import alike, one_of
 from axonml_jax.program.program import Program, no_calls, read_program
 from axonml_jax.sharding.layout import Layout
-from axonml_jax.training.optimizer.sharded.mixing import Mixing
-from axonml_jax.training.optimizer.sharded.read_update import read_update
+from axonml_jax.training.on_shards import Mixing, read_update
 
 
 def counting(tx: optax.GradientTransformation, calls: list) -> optax.GradientTransformation:

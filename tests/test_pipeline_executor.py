@@ -8,14 +8,13 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from pipeline_runs import VOCABULARY, Case, Outcome, batch_of, layouts, model, run, stacked, unsplit, width
 
-from axonml_jax.collectives.primitives import sum_over
-from axonml_jax.collectives.varying import vary
-from axonml_jax.parallel.pipeline.cutting.stage import Stage, StageOutput
-from axonml_jax.parallel.pipeline.resting.shared import without_copies
-from axonml_jax.parallel.pipeline.resting.stage_buffers import StageBuffers, Stored
-from axonml_jax.parallel.pipeline.running import executor, tick
-from axonml_jax.parallel.pipeline.schedules.registry import make_schedule
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.collectives.primitives import sum_over, vary
+from axonml_jax.pipeline import run as executor
+from axonml_jax.pipeline import run as tick
+from axonml_jax.pipeline.cut import Stage, StageOutput
+from axonml_jax.pipeline.pack import StageBuffers, Stored, without_copies
+from axonml_jax.pipeline.schedules import make_schedule
+from axonml_jax.testing.equality import assert_trees_close
 
 # Fewer microbatches than ranks up to four times as many; every schedule in both kinds of types.
 CASES = [

@@ -11,14 +11,13 @@ from pipeline_models import Head, Hidden, Language, chain
 from plan_models import F64, DropoutMLP, linear, mean_loss, regression, token_loss, tokens
 
 import axonml_jax as ax
-from axonml_jax.launch.job.text_task import loss_fn as text_loss
-from axonml_jax.ledger import collectives_in
+from axonml_jax.cli.tasks import loss_fn as text_loss
+from axonml_jax.ledger.count import collectives_in
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.pipeline.cutting.chain import LinenChain
-from axonml_jax.testing import assert_equals_single_device
-from axonml_jax.testing.trees_close import assert_trees_close
-from axonml_jax.training.state.first_state import abstract_state
+from axonml_jax.pipeline.pack import LinenChain
+from axonml_jax.testing.equality import assert_equals_single_device, assert_trees_close
+from axonml_jax.training.run_state import abstract_state
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pipeline_models import Language
 from plan_models import F64, linear, regression, token_loss, tokens
 
 import axonml_jax as ax
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 
 class Compact(linen.Module):

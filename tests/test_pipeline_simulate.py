@@ -8,16 +8,9 @@ from hypothesis import strategies as st
 from pipeline_cases import accepted, interleaved_schedules, one_chunk_schedules
 
 import axonml_jax as ax
-from axonml_jax.parallel.pipeline.estimates.costs import StageCosts
-from axonml_jax.parallel.pipeline.estimates.events import DeadlockError, trace_orders, trace_ticks
-from axonml_jax.parallel.pipeline.estimates.fastest import choose
-from axonml_jax.parallel.pipeline.estimates.simulate import simulate
-from axonml_jax.parallel.pipeline.schedules.action import Action, parse_orders
-from axonml_jax.parallel.pipeline.schedules.gpipe import GPipe
-from axonml_jax.parallel.pipeline.schedules.interleaved import Interleaved
-from axonml_jax.parallel.pipeline.schedules.one_f_one_b import OneFOneB
-from axonml_jax.parallel.pipeline.schedules.tick_rows import make_timetable
-from axonml_jax.parallel.pipeline.schedules.zero_bubble import ZeroBubble
+from axonml_jax.pipeline.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble, make_timetable
+from axonml_jax.pipeline.simulate import choose, simulate
+from axonml_jax.pipeline.timetable import Action, DeadlockError, StageCosts, parse_orders, trace_orders, trace_ticks
 
 UNEVEN = StageCosts(2, 3, 1)  # F = 2, I = 3, W = 1: whole numbers, so that times are exact
 PAIRS = [ax.PipelineSchedule.GPIPE, ax.PipelineSchedule.ONE_F_ONE_B]

@@ -8,15 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_cases import PaperExecutor, accepted, interleaved_schedules, one_chunk_schedules
 
-from axonml_jax.parallel.pipeline.schedules.draw import draw_grid
-from axonml_jax.parallel.pipeline.schedules.gpipe import GPipe
-from axonml_jax.parallel.pipeline.schedules.interleaved import Interleaved
-from axonml_jax.parallel.pipeline.schedules.one_f_one_b import OneFOneB
-from axonml_jax.parallel.pipeline.schedules.slots import colour
-from axonml_jax.parallel.pipeline.schedules.tick_rows import make_timetable
-from axonml_jax.parallel.pipeline.schedules.tick_table import make_table, turns
-from axonml_jax.parallel.pipeline.schedules.timetable import Timetable
-from axonml_jax.parallel.pipeline.schedules.zero_bubble import ZeroBubble
+from axonml_jax.pipeline.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble, make_table, make_timetable, turns
+from axonml_jax.pipeline.timetable import Timetable, colour, draw_grid
 
 
 def check_execution(timetable: Timetable) -> None:

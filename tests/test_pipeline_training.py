@@ -8,7 +8,7 @@ from pipeline_models import MODELS
 from plan_tables import name
 
 import axonml_jax as ax
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 TABLE = {
     "model": ["chain", "linen", "language"],

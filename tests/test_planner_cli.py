@@ -9,10 +9,10 @@ import pytest
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax.launch.commands.plan_command import config_text
-from axonml_jax.launch.config.memory_size import memory_size
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.models.presets import PRESETS, preset
+from axonml_jax.cli.plan import config_text
+from axonml_jax.config.config import read_config
+from axonml_jax.config.sections import memory_size
+from axonml_jax.models.config import PRESETS, preset
 
 PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 TINY = """

@@ -9,12 +9,15 @@ from test_planner_search import CPU, LONG, TINY, cheapest
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax.cost.flow import ATTENTION
-from axonml_jax.launch.commands.plan_command import config_text
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.ledger import agreement, collectives_in, collectives_in_lowered, difference
-from axonml_jax.planner.legal import ways_on
-from axonml_jax.planner.phases import flow_seconds
+from axonml_jax.cli.plan import config_text
+from axonml_jax.config.config import read_config
+from axonml_jax.cost.base import ATTENTION
+from axonml_jax.ledger import compiled as agreement
+from axonml_jax.ledger.compiled import collectives_in_lowered
+from axonml_jax.ledger.count import collectives_in
+from axonml_jax.ledger.predict import difference
+from axonml_jax.planner.price import flow_seconds
+from axonml_jax.planner.search import ways_on
 from axonml_jax.planner.verify import abstract_step
 
 FEW = replace(LONG, vocab_size=256, num_heads=4, num_kv_heads=4)  # heads, fewer than the ranks

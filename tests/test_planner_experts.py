@@ -10,16 +10,13 @@ from predicted_steps import LLAMA, config
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.ledger import collectives_in, difference
-from axonml_jax.models.experts_config import ExpertsConfig
-from axonml_jax.models.presets import preset
-from axonml_jax.planner.assumptions import Assumptions
-from axonml_jax.planner.hardware import Hardware
-from axonml_jax.planner.legal import candidate, candidates, legal_meshes, ways_on
-from axonml_jax.planner.phases import flow_seconds
-from axonml_jax.planner.quick import quick
-from axonml_jax.planner.search import exactly
+from axonml_jax.config.config import read_config
+from axonml_jax.ledger.count import collectives_in
+from axonml_jax.ledger.predict import difference
+from axonml_jax.models.config import ExpertsConfig, preset
+from axonml_jax.planner.hardware import Assumptions, Hardware
+from axonml_jax.planner.price import flow_seconds
+from axonml_jax.planner.search import candidate, candidates, exactly, legal_meshes, quick, ways_on
 from axonml_jax.planner.verify import abstract_step
 
 EXPERTS = ExpertsConfig(num_experts=8, top_k=2)

@@ -9,17 +9,12 @@ import pytest
 from predicted_steps import LLAMA, config
 
 import axonml_jax as ax
-from axonml_jax.cost.decoder.split_attention import SCORES
-from axonml_jax.cost.decoder.work import computed_pairs
-from axonml_jax.ledger import memory_difference
-from axonml_jax.planner.assumptions import Assumptions
-from axonml_jax.planner.hardware import HARDWARE
-from axonml_jax.planner.legal import candidate, ways_on
-from axonml_jax.planner.measure.this_machine import measure, steps
-from axonml_jax.planner.phases import flow_seconds, inner_product, phases
-from axonml_jax.planner.price import price
-from axonml_jax.planner.quick import quick
-from axonml_jax.planner.verify import abstract_step
+from axonml_jax.cost.flows import SCORES, computed_pairs
+from axonml_jax.ledger.predict import memory_difference
+from axonml_jax.planner.hardware import HARDWARE, Assumptions
+from axonml_jax.planner.price import flow_seconds, inner_product, phases, price
+from axonml_jax.planner.search import candidate, quick, ways_on
+from axonml_jax.planner.verify import abstract_step, measure, steps
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,12 @@ from predicted_steps import GPT, LLAMA, config
 from ring_strategy import RingShard
 
 import axonml_jax as ax
-from axonml_jax.ledger import collectives_in, difference, memory_difference
-from axonml_jax.models.presets import preset
-from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
-from axonml_jax.planner.assumptions import Assumptions
-from axonml_jax.planner.hardware import HARDWARE, Hardware, hardware
-from axonml_jax.planner.legal import candidate, candidates, divisors, legal_meshes, meshes, ways_on
-from axonml_jax.planner.quick import quick
-from axonml_jax.planner.search import exactly
+from axonml_jax.ledger.count import collectives_in
+from axonml_jax.ledger.predict import difference, memory_difference
+from axonml_jax.models.config import preset
+from axonml_jax.pipeline.schedules import PipelineSchedule
+from axonml_jax.planner.hardware import HARDWARE, Assumptions, Hardware, hardware
+from axonml_jax.planner.search import candidate, candidates, divisors, exactly, legal_meshes, meshes, quick, ways_on
 from axonml_jax.planner.verify import abstract_step
 
 SMALL = config(GPT, hidden_size=64, mlp_hidden_size=256, num_heads=4, num_layers=4, vocab_size=512, max_length=64)

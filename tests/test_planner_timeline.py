@@ -11,13 +11,10 @@ from predicted_steps import GPT, config
 
 import axonml_jax as ax
 from axonml_jax.__main__ import CLOSED_PIPE
-from axonml_jax.parallel.pipeline.schedules.schedule import PipelineSchedule
-from axonml_jax.planner.answer_picture import COLOURS, draw
-from axonml_jax.planner.assumptions import Assumptions
-from axonml_jax.planner.hardware import Hardware
-from axonml_jax.planner.phases import phases
-from axonml_jax.planner.price import price
-from axonml_jax.planner.timeline import timeline
+from axonml_jax.pipeline.schedules import PipelineSchedule
+from axonml_jax.planner.hardware import Assumptions, Hardware
+from axonml_jax.planner.price import phases, price, timeline
+from axonml_jax.planner.search import COLOURS, draw
 
 FAST = Hardware(
     name="fast", flops=1e12, memory=2**34, memory_bandwidth=1e11, link=1e11, island=64, cross=1e11, latency=1e-7

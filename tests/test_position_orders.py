@@ -13,12 +13,12 @@ from meshes import plain_mesh_of
 from position_models import WORDS, Positions, Words, batch_of, loss
 
 import axonml_jax as ax
-from axonml_jax._types import named_leaves
-from axonml_jax.ledger import collectives_in
-from axonml_jax.parallel.context.context_split import ContextSplit, current_split, split_by
-from axonml_jax.parallel.context.put_back import put_back
-from axonml_jax.sharding.check_batch import check_batch
-from axonml_jax.sharding.sequence_order import sequence_order
+from axonml_jax.base import named_leaves
+from axonml_jax.layers.context import put_back
+from axonml_jax.ledger.count import collectives_in
+from axonml_jax.sharding.batch import check_batch
+from axonml_jax.sharding.layout import sequence_order
+from axonml_jax.strategies.strategy import ContextSplit, current_split, split_by
 
 
 @dataclasses.dataclass(frozen=True)

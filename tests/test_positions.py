@@ -13,10 +13,9 @@ from meshes import plain_mesh_of
 from position_models import ROWS, WIDTH, LinenWords, Positions, Words, batch_of, loss
 
 import axonml_jax as ax
-from axonml_jax.parallel.partition import Partition
-from axonml_jax.sharding.batch import BatchLayout
-from axonml_jax.sharding.check_batch import check_batch
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.parallel.plan import Partition
+from axonml_jax.sharding.batch import BatchLayout, check_batch
+from axonml_jax.testing.equality import assert_equals_single_device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,25 @@ from jax.extend.core import Primitive
 
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.varying_types import CASTS
-from axonml_jax.program.atoms import values_of
-from axonml_jax.program.dataflow import made_by, through, with_gradient
-from axonml_jax.program.dims import DIMS
-from axonml_jax.program.program import all_calls, no_calls, read_program
-from axonml_jax.program.rules import RULES, follow, is_elementwise, is_light, is_redone, is_repeatable, rule_of
-from axonml_jax.program.run import run, run_program
+from axonml_jax.program.program import (
+    DIMS,
+    RULES,
+    all_calls,
+    follow,
+    is_elementwise,
+    is_light,
+    is_redone,
+    is_repeatable,
+    made_by,
+    no_calls,
+    read_program,
+    rule_of,
+    run,
+    run_program,
+    through,
+    values_of,
+    with_gradient,
+)
 
 lax = jax.lax
 

@@ -13,10 +13,10 @@ from own_parts import Net, columns, squares
 from rich.console import Console
 
 import axonml_jax as ax
-from axonml_jax.launch.job.fit import Record
-from axonml_jax.launch.job.progress import progress
+from axonml_jax.cli.records import progress
+from axonml_jax.cli.run import Record
+from axonml_jax.training import callbacks as progress_bar
 from axonml_jax.training.callbacks import TrainingEvent
-from axonml_jax.training.progress import progress_bar
 
 
 class Terminal(io.StringIO):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from plan_models import F64, linear, mean_loss, regression, weighted_loss
 
 import axonml_jax as ax
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 COUNT = int(os.environ.get("AXONML_RANDOM_PLANS", "20"))
 SETTINGS = dict(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import axonml_jax as ax
-from axonml_jax.checkpoint.keeping import read_back as room
+from axonml_jax.checkpoint import saving as room
 
 STATE = {"w": jnp.arange(4096.0)}
 

@@ -63,12 +63,11 @@ from attention_spellings import (
 )  # fmt: skip
 from flax import linen, nnx
 
+from axonml_jax.attention.recognise import find_attention
+from axonml_jax.attention.rewrite import plain_attention, replaced
 from axonml_jax.compat.jaxpr import trace
-from axonml_jax.program.attention.plain_attention import plain_attention
-from axonml_jax.program.attention.recognise import find_attention
-from axonml_jax.program.attention.rewrite import replaced
 from axonml_jax.program.program import read_program
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.testing.equality import assert_trees_close
 
 KEY = jax.random.key(3)
 IDS = "int64[2, 8] (batch, query) and int64[2, 8] (batch, key)"

@@ -11,7 +11,7 @@ from fsdp_plans import mesh_of
 from predicted_steps import LLAMA, config, step_of
 
 import axonml_jax as ax
-from axonml_jax.ledger.traced import collectives_in
+from axonml_jax.ledger.count import collectives_in
 
 PIPE = ax.Pipelined(num_microbatches=4)
 SCAN = {"scan_layers": True}

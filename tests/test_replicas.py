@@ -13,10 +13,9 @@ from flax import nnx
 from test_launcher_training import ROOT, SMALL, axonml
 
 import axonml_jax as ax
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.watched.replicas_compared import ReplicasCompared
-from axonml_jax.training.state.replicas import CompareReplicas, ReplicasDiffer, UnequalReplica, checksum, in_words
+from axonml_jax.cli.run import ReplicasCompared
+from axonml_jax.config.config import ConfigError, read_config
+from axonml_jax.training.run_state import CompareReplicas, ReplicasDiffer, UnequalReplica, checksum, in_words
 
 DTYPES = ("float32", "bfloat16", "float64", "int8", "uint32", "bool", "complex64")
 

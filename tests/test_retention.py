@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import axonml_jax as ax
-from axonml_jax.checkpoint import store
-from axonml_jax.checkpoint.keeping.retention import Retention, best_of, seconds_of
-from axonml_jax.checkpoint.manifest import Manifest
+from axonml_jax.checkpoint import manager as store
+from axonml_jax.checkpoint.format import Manifest
+from axonml_jax.checkpoint.retention import Retention, best_of, seconds_of
 
 DAY = 86_400.0
 YEAR = 365 * DAY

@@ -11,8 +11,7 @@ from flax import linen, nnx
 from flax.core import freeze
 
 import axonml_jax as ax
-from axonml_jax.model.stored_arrays import StoredArrays
-from axonml_jax.model.stored_shards import Pending, write_shards
+from axonml_jax.model.safetensors import Pending, StoredArrays, write_shards
 
 pytest.importorskip("safetensors")
 

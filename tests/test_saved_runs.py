@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from axonml_jax.__main__ import main
-from axonml_jax.data.documents.tokenizer import load_tokenizer
-from axonml_jax.launch.commands.saved.generate_command import Shown
-from axonml_jax.launch.commands.saved.runs_command import differences
-from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.cli.saved import Shown, differences
+from axonml_jax.config.config import ConfigError
+from axonml_jax.data.documents import load_tokenizer
 
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
 SMALL = (
@@ -136,13 +135,11 @@ class Led:
 
 
 def test_the_main_process_chooses_the_checkpoint_and_reads_the_prompts(place, said, monkeypatch):
-    folder = "axonml_jax.launch.commands.saved"
-    monkeypatch.setattr(f"{folder}.saved_run.Team", Led)
+    monkeypatch.setattr("axonml_jax.cli.saved.Team", Led)
     kept = str(place / "runs" / "quick" / "checkpoints" / "step_00000003")
     Led.said[:] = [kept]
     found = json.loads(said("eval", "runs/quick", "--json"))  # by itself it would take that of step 6
     np.testing.assert_allclose(found["loss"], recorded(place, "quick", 3)["valid_loss"], rtol=1e-5)
-    monkeypatch.setattr(f"{folder}.generate_command.Team", Led)
     monkeypatch.setattr("sys.stdin", None)
     Led.said[:] = [kept, None, "the ", "", "a", None]
     lines = said("generate", "runs/quick", "--length", "4", "--temperature", "0").splitlines()
@@ -195,7 +192,7 @@ def test_runs_are_listed_best_first_with_what_differs(place, said):
 
 
 def test_settings_that_only_some_runs_have_differ():
-    from axonml_jax.launch.commands.saved.runs_command import Found
+    from axonml_jax.cli.saved import Found
 
     runs = [Found(Path(), {"name": "a", "x.y": 1}, [], []), Found(Path(), {"name": "b", "x.y": 1, "z": 2}, [], [])]
     assert differences(runs) == {"z": [None, 2]}
@@ -277,7 +274,7 @@ def test_a_cut_off_character_at_the_end_is_written_as_such():
 
 
 def test_a_config_error_names_the_folder_whose_configuration_is_damaged(tmp_path):
-    from axonml_jax.launch.commands.saved.runs_command import _read
+    from axonml_jax.cli.saved import _read
 
     (tmp_path / "config.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -9,10 +9,8 @@ import threading
 
 import pytest
 
-from axonml_jax.mesh.job import callers
-from axonml_jax.mesh.job.callers import readable
-from axonml_jax.mesh.job.roll_call import roll_call
-from axonml_jax.mesh.job.sealed import Talk, greet, job_token
+from axonml_jax.mesh import join as callers
+from axonml_jax.mesh.join import Talk, greet, job_token, readable, roll_call
 
 
 def talking(token=b"hush", other=None, subjects=("weather", "weather")):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from axonml_jax.parallel.context.context_split import ContextSplit, current_split, positions_of, seen_whole, split_by
-from axonml_jax.sharding.sequence_order import ORDERS, causal_balance, order_parts, sequence_order
+from axonml_jax.sharding.layout import ORDERS, causal_balance, order_parts, sequence_order
+from axonml_jax.strategies.strategy import ContextSplit, current_split, positions_of, seen_whole, split_by
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axonml_jax.sharding.place import move
+from axonml_jax.sharding.layout import move
 
 
 def found(shared, call):

@@ -13,7 +13,7 @@ import pytest
 from workers.launch import free_port
 
 from axonml_jax.__main__ import main
-from axonml_jax.launch.job.records import read_records
+from axonml_jax.cli.records import read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, LIMIT = 60, 200

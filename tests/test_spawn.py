@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 import axonml_jax as ax
-from axonml_jax.mesh.group import ProcessGroup
-from axonml_jax.mesh.ranks import group_program as program_module
-from axonml_jax.mesh.ranks.spawn import spawn
-from axonml_jax.mesh.world import MockBackend
+from axonml_jax.mesh import ranks as program_module
+from axonml_jax.mesh.world import MockBackend, ProcessGroup, spawn
 
 
 def total(x):

@@ -7,10 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from axonml_jax.mesh.group import ProcessGroup
-from axonml_jax.mesh.ranks.rendezvous import PeerError
-from axonml_jax.mesh.ranks.spawn import spawn
-from axonml_jax.mesh.world import World
+from axonml_jax.mesh.ranks import PeerError
+from axonml_jax.mesh.world import ProcessGroup, World, spawn
 
 
 def total(x):

@@ -19,11 +19,10 @@ from test_train_resume import arrays
 import axonml_jax as ax
 from axonml_jax.__main__ import main
 from axonml_jax.checkpoint import saving
-from axonml_jax.data.order import epoch_order
+from axonml_jax.cli.records import read_records
+from axonml_jax.config.config import ConfigError, read_config
+from axonml_jax.data.sampler import epoch_order
 from axonml_jax.facade.trainer import Trainer
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.job.records import read_records
 
 SAMPLES, ROWS, STEPS = 128, 8, 12
 ORDER = epoch_order(SAMPLES, shuffle=True, seed=0, epoch=0).tolist()

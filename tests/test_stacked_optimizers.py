@@ -10,17 +10,15 @@ from flax import nnx
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax._types import named_leaves
-from axonml_jax.launch.commands.train_command import _trainer
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.config.sections.optim_config import OptimConfig
-from axonml_jax.launch.job.run_setup import lay_ground
-from axonml_jax.launch.objects.make_optimizer import make_optimizer
-from axonml_jax.model.functionalize import functionalize
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
-from axonml_jax.models.stack import Stack, stacked, unstacked
-from axonml_jax.models.transformer import Transformer
+from axonml_jax.base import named_leaves
+from axonml_jax.cli.run import lay_ground
+from axonml_jax.cli.train import _trainer
+from axonml_jax.config.config import read_config
+from axonml_jax.config.objects import make_optimizer
+from axonml_jax.config.sections import OptimConfig
+from axonml_jax.model.lora import functionalize
+from axonml_jax.models.config import ExpertsConfig, TransformerConfig
+from axonml_jax.models.transformer import Stack, Transformer, stacked, unstacked
 
 SIZES = {"vocab_size": 16, "num_layers": 2, "hidden_size": 8, "num_heads": 2, "mlp_hidden_size": 12, "max_length": 8}
 DECAYS = {"class_path": "optax.add_decayed_weights", "init_args": {"weight_decay": 0.5, "mask": {"matrices": True}}}

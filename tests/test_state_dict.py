@@ -7,7 +7,7 @@ import pytest
 from plan_models import CASES, regression
 
 import axonml_jax as ax
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.testing.equality import assert_trees_close
 
 RANKS, BATCH = 2, regression(8)
 WAYS = {

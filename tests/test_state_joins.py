@@ -14,7 +14,7 @@ from plan_models import F64, linear
 from state_models import LENGTH, TX, LinenNet, LinenRouter, Net, OneDevice, batch_of, loss_fn, named
 
 import axonml_jax as ax
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 STEPS = 3
 

@@ -6,12 +6,12 @@ import jax
 import pytest
 
 import axonml_jax as ax
-from axonml_jax.launch.commands.plan_flags import plan_parser
-from axonml_jax.launch.config.read_config import read_config
+from axonml_jax.cli.flags import plan_parser
+from axonml_jax.config.config import read_config
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.parallel.pipeline.policy import Pipelined
-from axonml_jax.parallel.strategies.replicate import Replicate
+from axonml_jax.pipeline.schedules import Pipelined
 from axonml_jax.planner.hardware import hardware
+from axonml_jax.strategies.replicate import Replicate
 
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
 

@@ -9,11 +9,9 @@ import pytest
 from flax import nnx
 from tensor_cases import EMBED, LINEAR, P, assert_equals_one_device, make_mesh, normal
 
-from axonml_jax.parallel.tensor.axonn.conv3d import ParallelConv
-from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
-from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
-from axonml_jax.parallel.tensor.products.ordered import Prefetch
-from axonml_jax.parallel.tensor.specs import tensor_specs
+from axonml_jax.layers.grid import ParallelConv, ParallelEmbedding, ParallelLinear
+from axonml_jax.layers.products import Prefetch
+from axonml_jax.layers.whole import tensor_specs
 
 GRIDS = {
     "1x1x1": dict(depth=1, row=1, col=1),

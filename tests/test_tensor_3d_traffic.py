@@ -8,11 +8,11 @@ from jax.extend.core import Literal
 from ledger_steps import abstract_mesh, floats
 from tensor_cases import P
 
-from axonml_jax.compat.operation import Operation
-from axonml_jax.ledger import collectives_in
-from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
-from axonml_jax.parallel.tensor.products.ordered import Prefetch
-from axonml_jax.parallel.tensor.specs import tensor_specs
+from axonml_jax.compat.jaxpr import Operation
+from axonml_jax.layers.grid import ParallelLinear
+from axonml_jax.layers.products import Prefetch
+from axonml_jax.layers.whole import tensor_specs
+from axonml_jax.ledger.count import collectives_in
 
 BF16 = jnp.bfloat16
 MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "novma"])

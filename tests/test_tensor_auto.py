@@ -12,7 +12,7 @@ from ledger_steps import abstract_mesh
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 F64 = {"param_dtype": jnp.float64}
 

@@ -11,8 +11,8 @@ from ledger_steps import abstract_mesh
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.parallel.tensor.auto.fused import own_of_blocks
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.layers.swap import own_of_blocks
+from axonml_jax.testing.equality import assert_equals_single_device
 
 F64 = {"param_dtype": jnp.float64}
 X = np.random.default_rng(0).normal(size=(4, 3, 8))

@@ -9,7 +9,7 @@ from flax import nnx
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.testing import assert_equals_single_device
+from axonml_jax.testing.equality import assert_equals_single_device
 
 F64 = {"param_dtype": jnp.float64}
 IDS = np.arange(8).reshape(2, 4) % 12

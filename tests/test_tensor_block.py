@@ -10,20 +10,19 @@ from flax import nnx
 from ledger_steps import abstract_mesh, floats
 from tensor_cases import EMBED, LINEAR, P, assert_equals_one_device, drawn, normal, on_one_device, step_on_mesh
 
-from axonml_jax.ledger import collectives_in
-from axonml_jax.parallel.tensor.megatron.attend import attend
-from axonml_jax.parallel.tensor.megatron.attention import TensorParallelAttention
-from axonml_jax.parallel.tensor.megatron.column import ColumnParallelLinear
-from axonml_jax.parallel.tensor.megatron.embedding import VocabParallelEmbedding
-from axonml_jax.parallel.tensor.megatron.parallel_mlp import ParallelMLP
-from axonml_jax.parallel.tensor.megatron.row import RowParallelLinear
-from axonml_jax.parallel.tensor.megatron.sequence import (
+from axonml_jax.layers.attention import TensorParallelAttention, attend
+from axonml_jax.layers.linear import (
+    ColumnParallelLinear,
     ParallelLayerNorm,
     ParallelRMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
     join_sequence,
     split_sequence,
 )
-from axonml_jax.parallel.tensor.specs import tensor_specs
+from axonml_jax.layers.pairs import ParallelMLP
+from axonml_jax.layers.whole import tensor_specs
+from axonml_jax.ledger.count import collectives_in
 
 
 class Block(nnx.Module):

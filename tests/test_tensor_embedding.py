@@ -8,12 +8,11 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 from tensor_cases import EMBED, LINEAR, WHOLE, P, assert_equals_one_device, make_mesh, normal
 
-from axonml_jax.ledger import collectives_in
-from axonml_jax.models.lm_loss import cross_entropy
-from axonml_jax.parallel.tensor.bound_axes import degree
-from axonml_jax.parallel.tensor.megatron.chunked_cross_entropy import chunked_cross_entropy
-from axonml_jax.parallel.tensor.megatron.cross_entropy import vocab_parallel_cross_entropy
-from axonml_jax.parallel.tensor.megatron.embedding import VocabParallelEmbedding
+from axonml_jax.collectives.primitives import degree
+from axonml_jax.layers.linear import VocabParallelEmbedding
+from axonml_jax.layers.losses import chunked_cross_entropy, vocab_parallel_cross_entropy
+from axonml_jax.ledger.count import collectives_in
+from axonml_jax.models.transformer import cross_entropy
 
 # (ranks, leading dims of the ids, label smoothing, check_vma)
 CASES = [(1, 1, 0.0, True), (2, 2, 0.1, True), (2, 1, 0.0, False), (4, 3, 0.0, True), (4, 2, 0.1, False)]

@@ -9,13 +9,11 @@ import pytest
 from flax import nnx
 from tensor_cases import LINEAR, P, assert_equals_one_device, make_mesh, normal, on_one_device
 
-from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
-from axonml_jax.parallel.tensor.latent.whole_linear import WholeLinear
-from axonml_jax.parallel.tensor.megatron.column import ColumnParallelLinear
-from axonml_jax.parallel.tensor.megatron.row import RowParallelLinear
-from axonml_jax.parallel.tensor.products.options import LinearOptions
-from axonml_jax.parallel.tensor.products.ring import ring_scattered
-from axonml_jax.parallel.tensor.specs import tensor_specs
+from axonml_jax.layers.grid import ParallelLinear
+from axonml_jax.layers.latent import WholeLinear
+from axonml_jax.layers.linear import ColumnParallelLinear, RowParallelLinear
+from axonml_jax.layers.products import LinearOptions, ring_scattered
+from axonml_jax.layers.whole import tensor_specs
 from axonml_jax.program.program import read_program
 
 LEADS = {1: (6,), 2: (2, 3), 3: (2, 1, 3)}

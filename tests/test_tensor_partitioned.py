@@ -12,11 +12,9 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.ledger.compiled import CompiledCollective
-from axonml_jax.ledger.partitioner import axes_of, result_bytes
-from axonml_jax.parallel.partition import Partition
-from axonml_jax.testing import assert_equals_single_device
-from axonml_jax.testing.tolerances import LOW_PRECISION
+from axonml_jax.ledger.compiled import CompiledCollective, axes_of, result_bytes
+from axonml_jax.parallel.plan import Partition
+from axonml_jax.testing.equality import LOW_PRECISION, assert_equals_single_device
 
 F64 = {"param_dtype": jnp.float64}
 X = np.random.default_rng(0).normal(size=(8, 8))

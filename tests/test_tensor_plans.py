@@ -8,8 +8,7 @@ from meshes import mesh_of
 from plan_models import F64, regression, tokens
 
 import axonml_jax as ax
-from axonml_jax.testing import assert_equals_single_device
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.testing.equality import assert_equals_single_device, assert_trees_close
 
 
 class Language(nnx.Module):

@@ -11,8 +11,8 @@ from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.compat.jaxpr import trace
-from axonml_jax.parallel.tensor.whole.marks import marked_program
-from axonml_jax.program.differing import differing
+from axonml_jax.layers.whole import marked_program
+from axonml_jax.program.values import differing
 
 F64 = {"param_dtype": jnp.float64}
 IDS = np.arange(8).reshape(2, 4) % 12

@@ -12,15 +12,12 @@ import yaml
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.config.run_config import ConfigError
-from axonml_jax.launch.job.fit import Record, fit
-from axonml_jax.launch.job.preemption import Preemption
-from axonml_jax.launch.job.records import JsonLines, read_records
-from axonml_jax.launch.job.run_folder import RunFolder, earlier_folder, new_folder
-from axonml_jax.launch.processes.leftovers import MARK
-from axonml_jax.launch.processes.worker_environment import RESTART_COUNT
-from axonml_jax.training.metrics import Throughput
+from axonml_jax.cli.records import JsonLines, read_records
+from axonml_jax.cli.run import Preemption, Record, RunFolder, earlier_folder, fit, new_folder
+from axonml_jax.config.config import ConfigError, read_config
+from axonml_jax.launch.leftovers import MARK
+from axonml_jax.launch.workers import RESTART_COUNT
+from axonml_jax.training.compile import Throughput
 
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
 SMALL = (

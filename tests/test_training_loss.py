@@ -12,7 +12,7 @@ from plan_models import linear
 
 import axonml_jax as ax
 from axonml_jax.model.loss import parse_loss
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.testing.equality import assert_trees_close
 
 RANKS = 2
 

@@ -10,10 +10,10 @@ from flax import nnx
 from plan_models import linear, regression
 
 import axonml_jax as ax
-from axonml_jax.model.functional import Variables
-from axonml_jax.parallel.bind import bind_plan
-from axonml_jax.testing.trees_close import assert_trees_close
-from axonml_jax.training.optimizer.checked_optimizer import checked_optimizer
+from axonml_jax.model.view import Variables
+from axonml_jax.parallel.placement import bind_plan
+from axonml_jax.testing.equality import assert_trees_close
+from axonml_jax.training.optimizer import checked_optimizer
 
 
 class Net(nnx.Module):

@@ -12,8 +12,8 @@ from flax import linen, nnx
 from plan_models import CASES, BatchNormNet, DropoutMLP, mean_loss, regression, weighted_loss
 
 import axonml_jax as ax
-from axonml_jax.sharding.place import to_host
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.sharding.layout import to_host
+from axonml_jax.testing.equality import assert_trees_close
 from axonml_jax.training import step as step_module
 
 RANKS, BATCHES = 2, [regression(8, seed) for seed in range(3)]

@@ -14,10 +14,9 @@ from test_train_resume import QUICKSTART, SMALL
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
-from axonml_jax.checkpoint.places.staging_folder import staging_of
-from axonml_jax.launch.commands.train_command import train as run
-from axonml_jax.launch.config.read_config import read_config
-from axonml_jax.launch.config.run_config import ConfigError
+from axonml_jax.checkpoint.places import staging_of
+from axonml_jax.cli.train import train as run
+from axonml_jax.config.config import ConfigError, read_config
 
 KILLED = """
 import sys

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import axonml_jax as ax
-from axonml_jax.mesh.watch import watchdog as room
-from axonml_jax.mesh.watch.standstill import Said, Standstill, standstill
-from axonml_jax.mesh.watch.where import compiles, where_is
+from axonml_jax.mesh import watch as room
+from axonml_jax.mesh.watch import Said, Standstill, compiles, standstill, where_is
 
 
 def said(count, begun, at="in train at run.py:1", doing="", marks=0):

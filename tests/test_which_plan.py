@@ -9,7 +9,7 @@ import pytest
 import axonml_jax as ax
 from axonml_jax.__main__ import main
 from axonml_jax.mesh.axes import AXES
-from axonml_jax.models.presets import preset
+from axonml_jax.models.config import preset
 
 PAGE = (Path(__file__).parents[1] / "docs" / "which-plan.md").read_text("utf-8")
 NAMES = {"GPT-2": "gpt2-small", "GPT-2 XL": "gpt2-xl", "Llama 3 8B": "llama3-8b", "Llama 3 70B": "llama3-70b"}

@@ -12,11 +12,11 @@ from flax import nnx
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.launch.config.sections.plan_config import PlanConfig
+from axonml_jax.config.sections import PlanConfig
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.strategies.packed_shards import BLOCK, packed, packed_sizes, round_trip, travels_packed
 from axonml_jax.sharding.layout import Layout
+from axonml_jax.strategies.shard import BLOCK, packed, packed_sizes, round_trip, travels_packed
 
 DRAWN = np.random.default_rng(0).normal(size=(3, 7, 41)).astype(np.float32)
 

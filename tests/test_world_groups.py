@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from axonml_jax.mesh.as_mesh import as_mesh
-from axonml_jax.mesh.backend import Backend, GlooBackend, TPUBackend
-from axonml_jax.mesh.fake_devices import bound_run_ahead, fake_devices, is_simulated
-from axonml_jax.mesh.group import ProcessGroup
-from axonml_jax.mesh.job.init import BACKENDS, init, shutdown
+from axonml_jax.mesh.init import BACKENDS, init, shutdown
 from axonml_jax.mesh.shape import make_mesh
-from axonml_jax.mesh.world import MockBackend, World
+from axonml_jax.mesh.simulate import bound_run_ahead, fake_devices, is_simulated
+from axonml_jax.mesh.world import Backend, GlooBackend, MockBackend, ProcessGroup, TPUBackend, World, as_mesh
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 

@@ -1,24 +1,231 @@
-"""One save: arrays copied to the host at once, written and committed behind the training's back."""
+"""Saving: staged, sealed, read back; which checkpoints stay, and what comes of a save that fails."""
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from axonml_jax.checkpoint import arrays
-from axonml_jax.checkpoint.keeping.read_back import read_back
-from axonml_jax.checkpoint.manifest import ARRAYS, Manifest, checksums, sync
-from axonml_jax.checkpoint.names import DAMAGED, REPLACED, SAVING
+from axonml_jax.base import logger
+from axonml_jax.checkpoint import format as arrays
+from axonml_jax.checkpoint.format import (
+    ARRAYS,
+    DAMAGED,
+    REPLACED,
+    SAVING,
+    DamagedCheckpoint,
+    Manifest,
+    Team,
+    checkpoints_in,
+    checksums,
+    damage,
+    describe,
+    lost_in_save,
+    manifests_in,
+    rebuilt,
+    sync,
+)
 from axonml_jax.checkpoint.ownership import OWNER, FolderInUse, Ownership, in_use
-from axonml_jax.checkpoint.team import Team, describe, lost_in_save, rebuilt
-from axonml_jax.compat.processes.coordination import coordinator_client
-from axonml_jax.logging import logger
-from axonml_jax.sharding.leaf import Leaf
+from axonml_jax.checkpoint.retention import best_of, require_count
+from axonml_jax.compat.processes import coordinator_client
+from axonml_jax.sharding.layout import Leaf
+
+# --------------------------------------------------------------------------------------------------
+# The checkpoints that a restore may take, in the order in which they are tried.
+# --------------------------------------------------------------------------------------------------
+
+
+def candidates(folder: Path, step: int | str | None, metric: str | None, mode: str) -> list[int]:
+    """Their steps: the one that is asked for, or all of a folder, the newest first.
+
+    Args:
+      folder: the checkpoints'.
+      step: which one; `"best"`: by the metric; None: any.
+      metric: what the best is chosen by; None: by nothing.
+      mode: `"min"` or `"max"`.
+
+    Raises:
+      FileNotFoundError: when the one that is asked for is not there.
+      ValueError: when the best is asked for and there is no metric.
+    """
+    if step == "best":
+        if metric is None:
+            raise ValueError('step="best" needs a metric: CheckpointManager(..., best="valid_loss")')
+        step = best_of(manifests_in(folder), metric, mode)
+        if step is None:
+            raise FileNotFoundError(f"no checkpoint in {folder} has the metric {metric}")
+    steps = list(checkpoints_in(folder))
+    if step is None:
+        return steps[::-1]
+    if step not in steps:
+        raise FileNotFoundError(f"{folder} has no checkpoint of step {step}; it has {steps}")
+    return [int(step)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Saves that fail while a run goes on: which causes may pass, how many in a row, and what is said of them.
+# --------------------------------------------------------------------------------------------------
+
+REMEDIES = {
+    errno.ENOSPC: "delete something there, or keep fewer checkpoints",
+    errno.EDQUOT: "the quota is used up: delete something of yours there, keep fewer checkpoints, or ask for more",
+    errno.EROFS: "it is mounted read-only, often by the system after an error of the disk: read its log (dmesg), mount it anew",
+    errno.EHOSTDOWN: "the object store is busy or cannot be reached: look at its state and at the network; until it answers, "
+    "checkpoints wait in that folder",
+    errno.EIO: "the disk, or the server that it is on, fails: read the system's log (dmesg), and save to another",
+}
+"""Causes that another try may find gone, and what to do against each."""
+
+
+class Failures:
+    """The saves that have failed, in all and since the last good one. All processes hear of the same ones.
+
+    Args:
+      folder: the checkpoints'.
+      steps: those that are good, in order.
+      most: that many in a row end the run; 1: the first does.
+
+    Attributes:
+      total: saves that failed and were passed over.
+      in_a_row: of them those since the last good one.
+    """
+
+    def __init__(self, folder: Path, steps: Callable[[], Sequence[int]], most: int):
+        require_count("max_failures", most, ": the first failure ends the run")
+        self.total = self.in_a_row = 0
+        self._folder, self._steps, self._most = folder, steps, most
+        self._last: OSError | None = None
+        self._said: set[int] = set()
+
+    def fatal(self, error: BaseException | None) -> bool:
+        """Whether there is an error, and one that ends the run at once."""
+        return error is not None and (self._most == 1 or cause_of(error) is None)
+
+    def take(self, error: OSError, tell: bool) -> None:
+        """Count a save that failed.
+
+        Args:
+          error: why.
+          tell: whether this process warns, once for each cause until a save is good again.
+
+        Raises:
+          OSError: the error itself where its cause may not pass, or where the first one ends the run; another one after
+            too many in a row.
+        """
+        cause = cause_of(error)
+        if cause is None or self._most == 1:
+            raise error
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+        if self.in_a_row >= self._most:
+            self._last = None
+            raise OSError(f"{self.in_a_row} saves in a row failed, the last: {error}\n{self._state(cause)}") from error
+        self._last = error
+        if tell and cause not in self._said:
+            logger.warning(
+                "%s\n%s. The run goes on and saves at the next step that is due; %d failures in a row end it",
+                *(error, self._state(cause), self._most),
+            )
+        self._said.add(cause)
+
+    def passed(self, tell: bool) -> None:
+        """After a good save."""
+        if self.in_a_row and tell:
+            logger.warning("%s: saved again, after %d that failed", self._folder, self.in_a_row)
+        self._last, self.in_a_row = None, 0
+        self._said.clear()
+
+    def tell(self) -> None:
+        """Raise the error of the newest save where it has failed: nothing comes after it that could pass it over."""
+        last, self._last = self._last, None
+        if last is not None:
+            raise last
+
+    def _state(self, cause: int) -> str:
+        """What is left, how much room there is, what to do."""
+        steps = self._steps()
+        kept = f"the last good checkpoint is that of step {steps[-1]}" if steps else "there is no good checkpoint yet"
+        return f"{kept}; {_room(self._folder)}: {REMEDIES[cause]}"
+
+
+def cause_of(error: BaseException) -> int | None:
+    """The number of the error that made a save fail, if another try may find it gone; else None.
+
+    It is read from the text, which is the same in every process, and which TensorStore's errors have too.
+
+    >>> cause_of(OSError(errno.ENOSPC, "No space left on device")) == errno.ENOSPC
+    True
+    >>> cause_of(ValueError("NOT_FOUND: Read-only file system [OS error 30: EROFS]")) == errno.EROFS
+    True
+    >>> cause_of(PermissionError(errno.EACCES, "Permission denied"))
+    """
+    text = str(error)
+    return next((n for n in REMEDIES if os.strerror(n) in text or f"[Errno {n}]" in text), None)
+
+
+def _room(folder: Path) -> str:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        usage = shutil.disk_usage(there)
+    except OSError as error:
+        return f"the file system of {folder} does not answer ({error.strerror})"
+    return f"{usage.free:,} of {usage.total:,} bytes are free for {folder}"
+
+
+# --------------------------------------------------------------------------------------------------
+# A checkpoint that was just written is read again from its disk before it counts.
+#
+# Checksums are made of what the system gives back right after the write, which is its page cache. So they find what
+# happens to files later, and not what the disk made of the write itself. That is what reading back finds.
+# --------------------------------------------------------------------------------------------------
+
+PAST_THE_CACHE = hasattr(os, "posix_fadvise")
+"""Whether this system can be asked to forget what it keeps of a file (Linux; not macOS)."""
+
+
+def read_back(folder: Path, manifest: Manifest) -> None:
+    """Compare all files of a checkpoint with its manifest, as its disk has them.
+
+    What it cannot find: what a disk's own cache, or a server behind a network's file system, answers without asking the
+    medium, and what was wrong before it was written. A file system in memory (tmpfs) has no disk to ask.
+
+    Args:
+      folder: the checkpoint, under whatever name.
+      manifest: what was written as its manifest.
+
+    Raises:
+      OSError: EIO, naming every file that is not what was written.
+    """
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        _forget(path)
+    try:
+        Manifest.read(folder)
+        lines = [f"  {line}" for line in damage(folder, manifest, manifest.files)]
+    except DamagedCheckpoint as error:
+        lines = str(error).splitlines()[1:]
+    if lines:
+        said = f"{folder} was written, and its disk gives something else back: try another disk"
+        raise OSError(errno.EIO, "\n".join([said, *lines]))
+
+
+def _forget(path: Path) -> None:
+    """Make sure that a file is on disk, and let the page cache drop it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)  # pages that are not on disk are not dropped
+        if PAST_THE_CACHE:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)
+
+
+# --------------------------------------------------------------------------------------------------
+# One save: arrays copied to the host at once, written and committed behind the training's back.
+# --------------------------------------------------------------------------------------------------
 
 _numbers = itertools.count()
 _AS_LONG_AS_IT_TAKES = 86_400.0  # every request of an object store has its own limit, and a dead process ends the wait

@@ -7,9 +7,9 @@ Gradients. The result of a reduction feeds every rank's own loss, and each rank'
 the sum of the losses over the ranks. So that this holds with `check_vma=True` as with False, every result is typed as
 varying over the group's axes, even where its value is the same on all ranks: a loss computed from it is then one loss
 per rank in both modes, and a result leaves `shard_map` under `out_specs` that name the axes. Where a value is to be
-typed as the same on all ranks, as in one step of training, use the pairs of `pairs.py` or the bare `primitives.py`.
+typed as the same on all ranks, as in one step of training, use the pairs of `gradients.py` or the bare `primitives.py`.
 """
 
-from axonml_jax.compat.reductions import reduce_without_constraints
+from axonml_jax.compat.order import reduce_without_constraints
 
 reduce_without_constraints()  # before any sum of bfloat16 beside an axis of XLA's partitioner is compiled on CPU

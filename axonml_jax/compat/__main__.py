@@ -11,8 +11,7 @@ from importlib.metadata import PackageNotFoundError, requires
 
 import jax
 
-from axonml_jax.compat.canaries.canary import CanaryError
-from axonml_jax.compat.canaries.every import CANARIES
+from axonml_jax.compat.canaries import CANARIES, CanaryError
 from axonml_jax.compat.versions import installed
 
 LIBRARIES = ("jax", "jaxlib", "flax")

@@ -1,11 +1,305 @@
-"""PyTorch's DistributedSampler: which samples one rank draws, for loops that load their own data."""
+"""Which samples a rank reads, in which order, and how they become a batch."""
 
-from collections.abc import Iterator, Sized
+import functools
+import operator
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.tree_util import keystr
 
-from axonml_jax.data.order import epoch_order, seed_offenders
+from axonml_jax.base import PyTree, named_leaves
+
+# --------------------------------------------------------------------------------------------------
+# From samples to batches: stacking them on the host, and placing rows on the mesh.
+# --------------------------------------------------------------------------------------------------
+
+
+def stack_samples(samples: Sequence) -> object:
+    """Stack samples of equal structure, leaf by leaf, along a new leading dim; the default `collate`.
+
+    Args:
+      samples: pytrees (dicts, tuples, lists, ...) whose leaves are numbers, NumPy arrays or anything with `__array__`,
+        such as CPU tensors of PyTorch.
+
+    Returns:
+      The same pytree of arrays [len(samples), ...].
+
+    Raises:
+      ValueError: structures or shapes differ between samples; lists every such leaf by path.
+    """
+    leaves, structure = jax.tree.flatten(samples[0])
+    columns = [leaves]
+    for i, sample in enumerate(samples[1:], start=1):
+        leaves, other = jax.tree.flatten(sample)
+        if other != structure:
+            raise ValueError(
+                f"samples of one batch differ in structure: {structure} and, {i} later, {other}. Give a collate"
+            )
+        columns.append(leaves)
+    stacked = [[np.asarray(leaf) for leaf in column] for column in zip(*columns, strict=True)]
+    paths = [keystr(path) or "the sample" for path, _ in jax.tree_util.tree_leaves_with_path(samples[0])]
+    ragged = [
+        f"{path}: {sorted({array.shape for array in arrays})}"
+        for path, arrays in zip(paths, stacked, strict=True)
+        if len({array.shape for array in arrays}) > 1
+    ]
+    if ragged:
+        raise ValueError(
+            f"samples of one batch differ in shape: {'; '.join(ragged)}. Pad them, or give a collate that does"
+        )
+    return jax.tree.unflatten(structure, [np.stack(arrays) for arrays in stacked])
+
+
+@dataclass(frozen=True)
+class OwnMemory:
+    """A collate whose arrays are copied, so that it may return the same ones again.
+
+    Attributes:
+      collate: samples -> pytree of arrays.
+    """
+
+    collate: Callable[[Sequence], Any]
+
+    def __call__(self, samples: Sequence) -> Any:
+        """The batch in memory of its own."""
+        return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), self.collate(samples))
+
+
+def local_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
+    """Which rows of the global batch the devices of this process hold: ascending indices, int64 [n]."""
+    slices = sharding.addressable_devices_indices_map((global_batch_size,)).values()
+    held = np.zeros(global_batch_size, bool)
+    for index in slices:
+        held[index] = True
+    return np.flatnonzero(held)
+
+
+def place_rows(batch, sharding: NamedSharding, global_batch_size: int, rows: np.ndarray):
+    """Make a host batch of this process's rows into global arrays; nothing crosses processes.
+
+    Args:
+      batch: pytree of arrays [len(rows), ...].
+      sharding: splits dim 0 over the batch axes.
+      global_batch_size: B.
+      rows: what `local_rows` says.
+
+    Returns:
+      The same pytree of `jax.Array` [B, ...].
+
+    Raises:
+      TypeError: leaves that no device can hold, such as strings; all by path.
+      ValueError: leaves whose leading dim is not the number of rows; all by path.
+    """
+    _check_leaves(batch, len(rows))
+    offset = {int(row): i for i, row in enumerate(rows)}
+
+    def place(leaf):
+        # What jax.numpy does to 64-bit values unless jax_enable_x64 is set, here without a warning per batch.
+        leaf = np.asarray(leaf)
+        leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
+
+        def local(index):
+            start, stop, _ = index[0].indices(global_batch_size)
+            return leaf[offset[start] : offset[start] + stop - start]
+
+        return jax.make_array_from_callback((global_batch_size, *leaf.shape[1:]), sharding, local)
+
+    return jax.tree.map(place, batch)
+
+
+def _check_leaves(batch, num_rows: int) -> None:
+    leaves = [(keystr(path) or "the batch", np.asarray(x)) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
+    numeric = (jnp.number, jnp.bool_)
+    foreign = [f"{at}: {x.dtype}" for at, x in leaves if not any(jnp.issubdtype(x.dtype, kind) for kind in numeric)]
+    if foreign:
+        raise TypeError(
+            f"devices cannot hold these leaves of the batch: {'; '.join(foreign)}. Drop or encode them in collate"
+        )
+    wrong = "; ".join(f"{at}: shape {x.shape}" for at, x in leaves if x.shape[:1] != (num_rows,))
+    if wrong:
+        raise ValueError(f"collate was given {num_rows} samples and must return arrays with as many rows, not {wrong}")
+
+
+# --------------------------------------------------------------------------------------------------
+# A dict of arrays as a dataset: sample i holds row i of each.
+# --------------------------------------------------------------------------------------------------
+
+
+class Columns:
+    """Samples whose values are the rows of arrays that lie side by side.
+
+    >>> columns = Columns({"x": np.arange(6).reshape(3, 2), "y": [7, 8, 9]})
+    >>> len(columns), columns[1]["x"].tolist(), int(columns[1]["y"])
+    (3, [2, 3], 8)
+
+    Args:
+      arrays: a dict, or a nest of dicts, of arrays [n, ...] on the host (NumPy's, memory-mapped ones too, or what becomes one).
+
+    Raises:
+      ValueError: the lengths differ, or there is none; lists every array by path.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any]):
+        self.arrays: PyTree = jax.tree.map(np.asarray, dict(arrays), is_leaf=lambda x: not isinstance(x, Mapping))
+        shapes = {name: array.shape for name, array in named_leaves(self.arrays).items()}
+        lengths = {shape[:1] for shape in shapes.values()}
+        if len(lengths) != 1 or () in lengths:
+            given = ", ".join(f"{name}: {shape[0] if shape else 'a scalar'}" for name, shape in shapes.items())
+            raise ValueError(
+                f"a dict of arrays must hold one row per sample in each, but their lengths are {given or 'none'}. "
+                "Give arrays of one length"
+            )
+        [(self._length,)] = lengths
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> PyTree:
+        """Row `index` of every array."""
+        return jax.tree.map(lambda array: array[index], self.arrays)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[PyTree]:
+        """Several samples by one copy of each array's rows (the protocol of PyTorch's fetcher)."""
+        rows = jax.tree.map(lambda array: array[np.asarray(indices)], self.arrays)
+        return [jax.tree.map(lambda array, i=i: array[i], rows) for i in range(len(indices))]
+
+
+# --------------------------------------------------------------------------------------------------
+# What went wrong where: the error of one sample, named by worker and sample.
+# --------------------------------------------------------------------------------------------------
+
+
+class LoadingError(RuntimeError):
+    """A sample that could not be read; the message names the worker, the sample and the error, and shows where it came from."""
+
+
+class named:  # used as a function
+    """Errors inside become a `LoadingError` that says what was read, and by which worker process; None: by this one.
+
+    A worker's own error may not pickle, so that its traceback travels as text. (No `contextmanager`: one takes an error whose
+    cause is a StopIteration for that, and lets it through, which ends whatever iterates.)
+    """
+
+    def __init__(self, what: Callable[[], str], worker: int | None):
+        self._what, self._worker = what, worker
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ends_a_worker = isinstance(error, SystemExit) and self._worker is not None
+        if not (isinstance(error, Exception) or ends_a_worker) or isinstance(error, LoadingError):
+            return  # in this process an exit ends the program
+        cause = f"{type(error).__name__}: {error}"
+        if self._worker is None:
+            raise LoadingError(f"reading {self._what()}: {cause}") from error
+        where = "".join(traceback.format_exception(error)).rstrip()
+        raise LoadingError(
+            f"worker {self._worker}, reading {self._what()}: {cause}\n\nin the worker:\n{where}"
+        ) from None
+
+
+def collated(collate: Callable[[Sequence], Any], samples: Sequence) -> Any:
+    """What a collate makes of samples; a StopIteration of it, which would end whatever iterates, becomes a `LoadingError`."""
+    try:
+        return collate(samples)
+    except StopIteration as error:
+        raise LoadingError(f"collate of {len(samples)} samples raised StopIteration: {error}") from error
+
+
+# --------------------------------------------------------------------------------------------------
+# The order of a dataset in one epoch: the same on every process, mesh and machine.
+# --------------------------------------------------------------------------------------------------
+
+
+def epoch_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> np.ndarray:
+    """Sample indices of one epoch, in global order: 0, 1, ... or a permutation drawn from (seed, epoch).
+
+    The permutation ranks raw Philox bits, a stream NumPy guarantees across versions (a Generator's methods may change).
+
+    Args:
+      num_samples: size n of the dataset.
+      shuffle: whether to permute.
+      seed: non-negative, below 2**64.
+      epoch: non-negative; every epoch has its own order.
+
+    Returns:
+      int64 [n].
+    """
+    if not shuffle:
+        return np.arange(num_samples)
+    bits = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(num_samples)
+    return np.argsort(bits, kind="stable")
+
+
+def seed_offenders(seed: int) -> list[str]:
+    """What is wrong with a seed, for the caller's error message."""
+    return [] if 0 <= seed < 2**64 else [f"seed={seed}: must be at least 0 and below 2**64"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Where a loader stands, counted in global samples, so that it means the same on every mesh and batch size.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Position:
+    """An epoch and the number of its samples already drawn, over all processes together."""
+
+    epoch: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How an epoch of n samples is cut into global batches of B.
+
+    Attributes:
+      num_samples: n.
+      batch_size: B.
+      drop_last: leave out the samples after the last whole batch, instead of filling it up from the epoch's start.
+    """
+
+    num_samples: int
+    batch_size: int
+    drop_last: bool
+
+    def left(self, samples: int = 0) -> int:
+        """Number of batches in an epoch of which `samples` are drawn already."""
+        whole, rest = divmod(max(self.num_samples - samples, 0), self.batch_size)
+        return whole if self.drop_last or not rest else whole + 1
+
+    def advance(self, start: Position, num_batches: int) -> Position:
+        """The position `num_batches` after `start`. The end of an epoch is the start of the next."""
+        left = self.left(start.samples)
+        if num_batches < left:
+            return Position(start.epoch, start.samples + num_batches * self.batch_size)
+        epochs, batches = divmod(num_batches - left, self.left())
+        return Position(start.epoch + 1 + epochs, batches * self.batch_size)
+
+    def until(self, start: Position, num_epochs: int) -> int:
+        """Number of batches from `start` to the end of the last of `num_epochs`."""
+        if start.epoch >= num_epochs:
+            return 0
+        return self.left(start.samples) + (num_epochs - start.epoch - 1) * self.left()
+
+    def places(self, position: Position) -> np.ndarray:
+        """Places in the epoch's order of the batch at `position`: int64 [B], wrapping round at the end."""
+        return (position.samples + np.arange(self.batch_size)) % self.num_samples
+
+
+# --------------------------------------------------------------------------------------------------
+# PyTorch's DistributedSampler: which samples one rank draws, for loops that load their own data.
+# --------------------------------------------------------------------------------------------------
 
 
 class DistributedSampler:
@@ -89,3 +383,97 @@ def _length(dataset_or_n: Sized | int) -> int:
         kind = type(dataset_or_n).__name__
         raise TypeError(f"DistributedSampler needs a dataset with a length, or the length itself; {kind} has none")
     return len(dataset_or_n)
+
+
+# --------------------------------------------------------------------------------------------------
+# Batches of a dataset with random access: this process's rows of the batch at a position.
+# --------------------------------------------------------------------------------------------------
+
+
+class MapDataset(Protocol):
+    """What a dataset must have.
+
+    Used when they are there too: `__getitems__(indices) -> list` (PyTorch's protocol); `fingerprint`, a string that tells
+    this content from any other, which checkpoints keep; and `order_of(epoch, places, *, shuffle, seed) -> indices`, an order of
+    its own, of epochs as long as the dataset.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """This process's rows of every batch of a dataset.
+
+    Attributes:
+      dataset: the samples.
+      batching: how an epoch of them is cut.
+      rows: which rows of a batch are this process's.
+      shuffle, seed: see `epoch_order`.
+      collate: samples -> pytree of arrays.
+    """
+
+    dataset: MapDataset
+    batching: Batching
+    rows: np.ndarray
+    shuffle: bool
+    seed: int
+    collate: Callable[[Sequence], Any]
+
+    @property
+    def batch_size(self) -> int:
+        """B, over all processes."""
+        return self.batching.batch_size
+
+    def first(self, epoch: int = 0) -> Position:
+        """The position at the beginning of an epoch."""
+        return Position(epoch)
+
+    def batch(self, start: Position, index: int, num_epochs: int | None, worker: int | None) -> tuple[Any, Any]:
+        """The batch `index` after a position, and the position after it; (None, None) after the last epoch."""
+        if num_epochs is not None and index >= self.batching.until(start, num_epochs):
+            return None, None
+        indices = self.indices(position := self.batching.advance(start, index))
+        many = getattr(self.dataset, "__getitems__", None)
+        if many is not None:
+            with named(lambda: f"samples {indices} of epoch {position.epoch}", worker):
+                samples = many(indices)
+        else:
+            samples = []
+            with named(lambda: f"sample {indices[len(samples)]} of epoch {position.epoch}", worker):
+                for i in indices:
+                    samples.append(self.dataset[i])
+        return collated(self.collate, samples), self.batching.advance(start, index + 1)
+
+    def indices(self, position: Position) -> list[int]:
+        """Of this process's rows of the batch at a position."""
+        places = self.batching.places(position)[self.rows]
+        if (own := getattr(self.dataset, "order_of", None)) is not None:
+            return own(position.epoch, places, shuffle=self.shuffle, seed=self.seed).tolist()
+        return _cached_order(self.batching.num_samples, self.shuffle, self.seed, position.epoch)[places].tolist()
+
+    def identity(self) -> dict[str, int | bool | str]:
+        """What gives a position its meaning."""
+        content = getattr(self.dataset, "fingerprint", None)
+        known = {} if content is None else {"fingerprint": str(content)}
+        return {"num_samples": self.batching.num_samples, "shuffle": self.shuffle, "seed": self.seed} | known
+
+    def position(self, state: dict[str, Any]) -> Position:
+        """A saved position, checked."""
+        position = Position(operator.index(state["epoch"]), operator.index(state["samples"]))
+        total = self.batching.num_samples
+        if position.epoch < 0 or not 0 <= position.samples <= total:
+            raise ValueError(f"load_state_dict: {position} is no position among {total} samples")
+        # A last part smaller than this loader's batch is its end of the epoch.
+        return position if self.batching.left(position.samples) else Position(position.epoch + 1)
+
+    def batches_per_epoch(self) -> int:
+        """How many there are."""
+        return self.batching.left()
+
+
+@functools.lru_cache(maxsize=2)
+def _cached_order(num_samples: int, shuffle: bool, seed: int, epoch: int) -> np.ndarray:
+    return epoch_order(num_samples, shuffle=shuffle, seed=seed, epoch=epoch)

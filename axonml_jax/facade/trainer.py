@@ -1,36 +1,359 @@
-"""A model, an optimizer and a loss as one object to call `step` on."""
+"""`ParallelModel` and `Trainer`: they keep the state, take the steps, save and load."""
 
+import abc
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
+from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
+from jax.sharding import Mesh
 
-from axonml_jax._types import LossFn, PyTree, named_leaves
-from axonml_jax.facade.accepting import accepting
-from axonml_jax.facade.saved_model import SavedModel
-from axonml_jax.facade.state_dict import fitted
-from axonml_jax.logging import logger
-from axonml_jax.model.functional import Variables
-from axonml_jax.sharding.check_batch import refuse_tracing
-from axonml_jax.sharding.leaf import Leaf
-from axonml_jax.sharding.place import place, to_host
+from axonml_jax.base import LossFn, PyTree, logger, named_leaves
+from axonml_jax.checkpoint.format import MODEL
+from axonml_jax.layers.adapters import layer_specs
+from axonml_jax.ledger.memory import accepting, would_hang
+from axonml_jax.mesh.shape import make_mesh
+from axonml_jax.mesh.world import ProcessGroup, as_mesh
+from axonml_jax.model.lora import LoraModel, functionalize
+from axonml_jax.model.view import Functional, Trainable, Variables, named_variables
+from axonml_jax.parallel.placement import Placement, bind_plan
+from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.units import check_units
+from axonml_jax.pipeline.pack import Assignment, Chain, LinenChain, assign, by_prefix, stage_of_modules
+from axonml_jax.pipeline.schedules import Pipelined
+from axonml_jax.sharding.batch import refuse_tracing
+from axonml_jax.sharding.layout import Leaf, cast, copies, is_deleted, place, to_host
+from axonml_jax.strategies.strategy import units
 from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
-from axonml_jax.training.evaluate import EvalStep
-from axonml_jax.training.metrics import as_floats, mean_of
-from axonml_jax.training.optimizer.checked_optimizer import averaging
-from axonml_jax.training.same_everywhere import check_first_step, checksums
-from axonml_jax.training.state.first_state import first_guard, init_state
-from axonml_jax.training.state.learning_rate import injected_rate
-from axonml_jax.training.state.named_state import averaged_variables, with_new_average
-from axonml_jax.training.state.train_state import TrainState
+from axonml_jax.training.compile import as_floats, folding, mean_of
+from axonml_jax.training.evaluate import Differentiate, EvalStep, Forward, SyncStacked, equalize, hooks_program
+from axonml_jax.training.optimizer import averaging
+from axonml_jax.training.rest import Rest
+from axonml_jax.training.run_state import (
+    averaged_variables,
+    first_guard,
+    first_variables,
+    init_state,
+    variable_leaves,
+    variables_of,
+    with_new_average,
+)
+from axonml_jax.training.same_everywhere import (
+    check_first_gradients,
+    check_first_step,
+    check_first_update,
+    checksums,
+    still_own,
+)
+from axonml_jax.training.staged import rest_of
+from axonml_jax.training.state import TrainState, injected_rate
 from axonml_jax.training.step import Metrics, TrainStep
-from axonml_jax.training.typed_errors import folding
+from axonml_jax.training.update import Clip
+
+# --------------------------------------------------------------------------------------------------
+# What trainers and checkpoints know of a parallel model, and the programs that it keeps.
+# --------------------------------------------------------------------------------------------------
+
+
+class Handed:
+    """An NNX module that a user holds beside a parallel model, which has copies of its arrays and does not see it change.
+
+    Args:
+      module: given to the model, or made by it.
+      what: it is, in words.
+    """
+
+    def __init__(self, module: nnx.Module, what: str):
+        self._module, self._what = weakref.ref(module), what
+        self._known = {name: id(leaf) for name, leaf in _param_leaves(module).items()}
+
+    def tell(self, variables: Variables) -> None:
+        """Warn of parameters that were changed in the module, where this process sees that the model has other values."""
+        if (module := self._module()) is None:
+            return
+        own = named_leaves(variables.params) | named_leaves(variables.frozen)
+        new = {name: leaf for name, leaf in _param_leaves(module).items() if id(leaf) != self._known.get(name)}
+        if names := [name for name, leaf in new.items() if name in own and _differ(leaf, own[name])]:
+            logger.warning(
+                "%s was changed, but what trains are the parallel model's own copies, which stay as they are: %s. Change them "
+                "by model.set_parameters(...) or model.load_state_dict(...), or the module before it is given to the model",
+                *(self._what, ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")),
+            )
+
+
+def _param_leaves(module: nnx.Module) -> dict[str, Any]:
+    return named_leaves(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+
+
+def _differ(new: Any, own: Any) -> bool:
+    """Whether a whole array has other values than the first part here of one of its shape; False where that is not seen."""
+    if not isinstance(new, jax.Array) or not new.is_fully_addressable or new.shape != own.shape:
+        return False
+    part = own.addressable_shards[0]
+    return np.asarray(new[part.index]).astype(own.dtype).tobytes() != np.asarray(part.data).tobytes()
+
+
+class SavedModel(abc.ABC):
+    """The part of a parallel model that gives its arrays away and takes them back.
+
+    Attributes:
+      loads: how often its parameters were loaded; a trainer's moving average then begins anew.
+    """
+
+    _functional: Functional
+    _placement: Placement
+    _rest: Rest
+    _key: jax.Array
+    _mode: bool | None
+    mesh: Mesh
+    variables: Variables
+
+    def __init__(self):
+        self._programs: dict[Any, Any] = {}
+        self._calls = 0
+        self.loads = 0
+        self._given: dict[str, str] = {}
+        self._hollow: Variables | None = None
+        self._handed: list[Handed] = []
+
+    @property
+    def stacked_dims(self) -> Mapping[str, int]:
+        """How many first dims of a parameter number layers (of a stack) or experts, by path: what is left is one layer's own.
+
+        A mask of matrices asks it: `np.ndim(leaf) - model.stacked_dims.get(path, 0) > 1`.
+        """
+        return self._functional.stacked_dims
+
+    @property
+    def hollow(self) -> bool:
+        """Whether the model was given as shapes and nothing was loaded yet: its arrays are zeros."""
+        return self.variables is self._hollow
+
+    @property
+    def values(self) -> Variables:
+        """The variables, to be computed with.
+
+        Raises:
+          ValueError: when the model was given as shapes and has none yet.
+        """
+        if self.hollow:
+            raise ValueError(
+                "the model was given as shapes and has no values yet: load_state_dict, load_pretrained, or restore a "
+                "checkpoint first"
+            )
+        while self._handed:  # until the next use of the model
+            self._handed.pop().tell(self.variables)
+        return self.variables
+
+    @abc.abstractmethod
+    def give_up(self) -> Variables:
+        """The variables, to be donated."""
+
+    def checkpoint_leaves(self) -> dict[str, Leaf]:
+        """The variables, named as in `state_dict` behind `model/`."""
+        return variable_leaves(self._functional, self.variables, self._rest)
+
+    def take_leaves(self, arrays: Mapping[str, Any]) -> None:
+        """Replace the variables by arrays that rest as those of `checkpoint_leaves` do."""
+        self.variables = variables_of(self._functional, self.variables, arrays, self._rest)
+        self.loads, self._given = self.loads + 1, {}
+
+    def _program(self, key: tuple, build: Callable[[], Any]) -> Any:
+        key = (*key, self._mode)
+        if key not in self._programs:
+            self._programs[key] = build()
+        return self._programs[key]
+
+    @cached_property
+    def _accept(self) -> Callable[[Any], None] | None:
+        """What may refuse a compiled program of the model."""
+        return would_hang(self._placement, self.mesh)
+
+    def _next_key(self) -> jax.Array:
+        key = place(jax.random.fold_in(self._key, self._calls), jax.sharding.PartitionSpec(), self.mesh)
+        self._calls += 1
+        return key
+
+
+class AveragedParams:
+    """A model's trained parameters alone, by the names that a checkpoint has below `AVERAGE`: restore them with `part=`.
+
+    Args:
+      model: takes them.
+    """
+
+    def __init__(self, model: SavedModel):
+        self._model, view = model, model._functional
+        self._names = {name: MODEL + view.param_prefix + name for name in named_leaves(view.shapes.params)}
+
+    def checkpoint_leaves(self) -> dict[str, Leaf]:
+        """The parameters."""
+        leaves = self._model.checkpoint_leaves()
+        return {name: leaves[whole] for name, whole in self._names.items()}
+
+    def take_leaves(self, arrays: Mapping[str, Any]) -> None:
+        """Replace the parameters; all else stays."""
+        kept = {name: leaf.array for name, leaf in self._model.checkpoint_leaves().items()}
+        self._model.take_leaves(kept | {whole: arrays[name] for name, whole in self._names.items()})
+
+
+# --------------------------------------------------------------------------------------------------
+# How the parameters of the model a user gives are assigned to stages.
+# --------------------------------------------------------------------------------------------------
+
+
+def stage_assigner(model: Any, view: Functional, policy: Pipelined) -> Callable[[Mapping[str, Any], int], Assignment]:
+    """What `bind_plan` asks for the stages of a model's parameters.
+
+    Args:
+      model: what the user gave, of which only a chain says more than its view.
+      view: its view, which knows in what order it was written.
+      policy: the plan's.
+    """
+
+    model = model.model if isinstance(model, LoraModel) else model
+
+    def assigned(shapes: Mapping[str, Any], num_stages: int) -> Assignment:
+        if isinstance(model, (Chain, LinenChain)):
+            return _of_chain(model, shapes, num_stages, policy)
+        order = view.order
+        known = order is not None and all(name in order for name in shapes)
+        if not known and policy.split is None and num_stages > 1:
+            _warn_of_names(shapes)
+        return assign(shapes, num_stages, split=policy.split, order=order if known else None)
+
+    return assigned
+
+
+def _warn_of_names(shapes: Mapping[str, Any]) -> None:
+    """Say that nothing but names tells in which order blocks of several kinds run, where there are some."""
+    kinds = dict.fromkeys(path.rstrip("0123456789") for path in units(list(shapes), None, {}))
+    if len(kinds) > 1:
+        warnings.warn(
+            f"stages follow the names of {', '.join(f'{kind}*' for kind in kinds)}: in which order these are called is not "
+            "known, as parameters that pass jax.jit or jax.tree.map are sorted. What a stage reads of another's is sent in "
+            "every step. Give params= what module.init returned, or a function that calls it (params=lambda: module.init(key, "
+            "example)), or say where stages begin (split=)",
+            stacklevel=2,
+        )
+
+
+def _of_chain(chain: Chain | LinenChain, shapes: Mapping[str, Any], num_stages: int, policy: Pipelined) -> Assignment:
+    given = len(chain.groups)
+    if policy.split is not None:
+        raise ValueError(
+            f"split={policy.split!r} says where stages begin, and so do the modules given one by one: give one"
+        )
+    if given != num_stages:
+        ranks = num_stages // policy.chunks
+        raise ValueError(
+            f"{given} stages were given for {ranks} ranks x {policy.chunks} chunks = {num_stages}: give that many, or a mesh "
+            f"and chunks whose product is {given}"
+        )
+    return by_prefix(list(shapes), chain.prefixes(), stage_of_modules(chain))
+
+
+# --------------------------------------------------------------------------------------------------
+# A model's variables as a flat dict of whole arrays by path name, and back; fitting given trees to those we hold.
+# --------------------------------------------------------------------------------------------------
+
+
+def state_dict(model: Functional, variables: Variables) -> dict[str, Any]:
+    """Whole NumPy arrays by path name, parameters first."""
+    host = to_host(variables)
+    return named_variables(model, host)
+
+
+def load_state_dict(
+    model: Functional, variables: Variables, values: dict[str, Any], *, strict: bool
+) -> tuple[Variables, list[str], list[str]]:
+    """New whole variables from values by path name; nothing is changed in place.
+
+    Returns:
+      (variables, missing names, unexpected names).
+
+    Raises:
+      TypeError: when values are no mapping.
+      ValueError: listing every name whose shape differs, floats for integers such as a base in int8, and, when strict, every
+        missing and unexpected one.
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"load_state_dict takes arrays by path name, as state_dict() returns them, not a {type(values).__name__}"
+        )
+    wanted = named_variables(model, variables)
+    missing = [name for name in wanted if name not in values]
+    unexpected = [name for name in values if name not in wanted]
+    wrong = _wrong_shapes(values, wanted) + _floats_for_integers(values, wanted)
+    problems = wrong + (_unmatched(missing, unexpected) if strict else [])
+    if problems:
+        remedy = "; strict=False loads what matches" if strict and not wrong else ""
+        raise ValueError(
+            "load_state_dict: the given values do not fit the model" + remedy + ":\n" + "\n".join(problems)
+        )
+    return _replaced(model, variables, values), missing, unexpected
+
+
+def _replaced(model: Functional, variables: Variables, values: dict[str, Any]) -> Variables:
+    def swap(tree: PyTree, prefix: str) -> PyTree:
+        leaves = [values.get(prefix + name, leaf) for name, leaf in named_leaves(tree).items()]
+        old = jax.tree.leaves(tree)
+        typed = [new if new is leaf else cast(new, leaf.dtype) for new, leaf in zip(leaves, old, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(tree), typed)
+
+    prefix = model.param_prefix
+    return Variables(swap(variables.params, prefix), swap(variables.frozen, prefix), swap(variables.state, ""))
+
+
+def fitted(given: PyTree, held: PyTree, rule: str) -> PyTree:
+    """A given tree in the structure and dtypes of the one we hold; leaves are matched by path name.
+
+    Raises:
+      ValueError: the rule, and every leaf that is missing, unexpected, of another shape or deleted.
+    """
+    values, wanted = named_leaves(given), named_leaves(held)
+    missing, unexpected = [n for n in wanted if n not in values], [n for n in values if n not in wanted]
+    gone = [f"  {n}: given up by a later step (keep a copy)" for n, x in values.items() if is_deleted(x)]
+    if problems := _wrong_shapes(values, wanted) + _unmatched(missing, unexpected) + gone:
+        raise ValueError(rule + "; this one does not fit:\n" + "\n".join(problems))
+    return jax.tree.unflatten(jax.tree.structure(held), [cast(values[n], leaf.dtype) for n, leaf in wanted.items()])
+
+
+def _wrong_shapes(values: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    none = {n: values[n] for n in wanted if n in values and _is_none(values[n])}
+    shapes = {n: (np.shape(values[n]), np.shape(x)) for n, x in wanted.items() if n in values and n not in none}
+    lines = [f"  {n}: {got!r:.40} is no array, needed shape {np.shape(wanted[n])}" for n, got in none.items()]
+    return lines + [f"  {n}: shape {got}, needed {need}" for n, (got, need) in shapes.items() if got != need]
+
+
+def _is_none(value: Any) -> bool:
+    return value is None or isinstance(value, (str, bytes))
+
+
+def _floats_for_integers(values: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    dtypes = {n: (Leaf(values[n]).dtype, x.dtype) for n, x in wanted.items() if n in values and not _is_none(values[n])}
+    wrong = lambda got, need: jnp.issubdtype(got, jnp.floating) and jnp.issubdtype(need, jnp.integer)
+    return [f"  {n}: {got.name}, needed {need.name}" for n, (got, need) in dtypes.items() if wrong(got, need)]
+
+
+def _unmatched(missing: list[str], unexpected: list[str]) -> list[str]:
+    return [f"  {n}: missing" for n in missing] + [f"  {n}: unexpected" for n in unexpected]
+
+
+# --------------------------------------------------------------------------------------------------
+# A model, an optimizer and a loss as one object to call `step` on.
+# --------------------------------------------------------------------------------------------------
 
 M = TypeVar("M", bound=SavedModel)
 
@@ -350,3 +673,317 @@ def _warn_of_no_gradients(norm: jax.Array) -> None:
             "the gradients of the first step are zero everywhere, so parameters stay as they are. Does the loss use the model "
             "that it is given? One that calls a module or variables from outside reads constants; so does jax.lax.stop_gradient"
         )
+
+
+# --------------------------------------------------------------------------------------------------
+# A model on a mesh under a plan: what `parallelize` returns and every facade is.
+# --------------------------------------------------------------------------------------------------
+
+
+class ParallelModel(SavedModel):
+    """A Flax model whose parameters live on a mesh as a plan says.
+
+    Its variables are the only state it holds; trainers read and replace them.
+
+    Attributes:
+      plan: the plan.
+      mesh: the `jax.sharding.Mesh`.
+      variables: the model's arrays as they rest (see `Variables`); a trainer's next step gives these very arrays up,
+        and one that is held over it can be neither read nor stepped from; `jax.tree.map(jnp.copy, ...)` keeps one.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        mesh: Any = None,
+        plan: Plan | None = None,
+        *,
+        params: PyTree | None = None,
+        trainable: Trainable = None,
+        seed: int = 0,
+    ):
+        super().__init__()
+        if not isinstance(plan := plan or Plan(), Plan):
+            raise TypeError(f"plan={plan!r} must be an ax.Plan, or None for data parallelism")
+        if not isinstance(seed, Integral):
+            raise TypeError(f"seed={seed!r} must be a whole number")
+        if mesh is None and plan.mesh is not None:
+            mesh = make_mesh(devices=None, **plan.mesh.degrees)
+        mesh = as_mesh(mesh, own=plan.axes)
+        if not isinstance(mesh, Mesh):
+            raise TypeError(f"a model lives on devices, but {mesh} has none: give a jax.sharding.Mesh")
+        self.mesh = mesh
+        view, whole = functionalize(model, params, trainable)
+        split, stacks = layer_specs(view, self.mesh.shape), view.stacked_dims
+        stages = None if plan.pipe is None else stage_assigner(model, view, plan.pipe)
+        self._functional, self._placement = view, bind_plan(plan.for_model(view), whole, mesh, split, stages, stacks)
+        self._rest = rest_of(self._placement)
+        check_units(self._placement, self._functional)
+        self._functional.state_joins()  # refused before anything is allocated
+        self._placement.check_model(self._functional)
+        self.variables: Variables = first_variables(self._functional, whole, self._rest, self.mesh)
+        self._hollow = self.variables if self._functional.hollow else None
+        # Of a model without values there is nothing to compare, and what is loaded into it is compared then.
+        self._given = {} if self._functional.hollow else checksums(named_variables(view, whole))
+        self._remembered(model, f"the {type(model).__name__} that was given to the model")
+        self._key = jax.random.key(int(seed))
+        self._mode: bool | None = None
+        self._syncing, self._lent = True, False
+        self._compared: int | None = None  # the loads when processes compared what a loop of gradients begins with
+        self._updated: bool | None = False  # whether that loop's first update is still to be compared; None: to be made
+        self._newest_trainer: Callable[[], Trainer | None] = lambda: None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(mesh={dict(self.mesh.shape)}, plan={self.plan})"
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_(f"ax.{type(self).__name__}", self.mesh.shape)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with every default decided."""
+        return self._placement.plan
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The ranks among which the batch is split."""
+        return ProcessGroup(self.mesh, axes=self._placement.batch_axes)
+
+    # Reading and writing the model
+
+    @property
+    def module(self) -> Any:
+        """The Flax module with the current, whole parameters (a new one; changing it changes nothing here).
+
+        Where ranks keep parameters of their own, the first rank's.
+        """
+        self._lent = True
+        return self._remembered(self._functional.module(self.whole()), "a module that model.module returned")
+
+    def _remembered(self, module: Any, what: str) -> Any:
+        """The module; if it is changed before the model is used again, that is said (see `Handed`)."""
+        if isinstance(module, nnx.Module):
+            self._handed.append(Handed(module, what))
+        return module
+
+    def parameters(self) -> PyTree:
+        """The trained parameters as a nest of dicts, sharded as they rest; under NO_SYNC stacked by model along dim 0."""
+        self._lent = True
+        return self._outside(self.values.params)
+
+    def set_parameters(self, params: PyTree) -> None:
+        """Replace the trained parameters, for instance by `optax.apply_updates(model.parameters(), updates)`.
+
+        Raises:
+          ValueError: listing every missing, unexpected and mismatched parameter, before anything is changed.
+        """
+        now = self._outside(self.variables.params)
+        fitting = fitted(params, now, "set_parameters takes a tree like parameters() returns")
+        self._updated = True if self._updated is None else self._updated
+        self._lent = True  # an array that is where it belongs already stays the caller's own
+        self.variables = replace(self.variables, params=self._rest.inside(fitting, self.mesh))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All variables, whole, as NumPy arrays by path name (every process must call it)."""
+        return state_dict(self._functional, self.whole())
+
+    def load_state_dict(self, values: dict[str, Any], *, strict: bool = True) -> tuple[list[str], list[str]]:
+        """Replace variables by path name, on every rank alike.
+
+        Args:
+          values: whole arrays by path name, as `state_dict` returns them.
+          strict: refuse missing and unexpected names.
+
+        Returns:
+          (missing, unexpected) names; both empty with `strict`.
+
+        Raises:
+          ValueError: listing every missing, unexpected and mismatched name, before anything is changed.
+        """
+        now = self._rest.whole(self.variables, self.mesh)
+        whole, missing, unexpected = load_state_dict(self._functional, now, values, strict=strict)
+        self.variables, self.loads = self._rest.place(whole, self.mesh), self.loads + 1
+        taken = {name: value for name, value in values.items() if name not in unexpected}
+        self._given = {**self._given, **checksums(taken)}
+        return missing, unexpected
+
+    def sync_parameters(self) -> None:
+        """Give every rank the first rank's parameters and buffers, bit for bit.
+
+        A trainer's first step refuses processes that began with other values unless this was called before. Of parameters that
+        are split over processes each has had its own part from the beginning: load whole values in their place
+        (`load_state_dict`).
+        """
+        self.variables = equalize(self.variables, self._placement, self.mesh)
+        self._given = still_own(self._given, named_variables(self._functional, self.variables)) if self._given else {}
+
+    def after_update(self) -> None:
+        """Run every module's own `after_update` once, where you update parameters yourself; a trainer's step does it."""
+        program = self._program(("hooks",), lambda: hooks_program(self._functional, self._placement, self.mesh))
+        self.variables = replace(self.variables, state=program(self.variables.state))
+
+    def give_up(self) -> Variables:
+        """The variables, to be donated: copies where the user may hold the arrays themselves."""
+        if self._lent:
+            self.variables = copies(self.values)
+            self._lent = False
+        return self.values
+
+    def whole(self) -> Variables:
+        """The variables without padding; where ranks keep their own, the first rank's."""
+        return self._rest.whole(self.values, self.mesh)
+
+    # Mode
+
+    @property
+    def is_training(self) -> bool:
+        """False after `eval()`, True otherwise."""
+        return self._mode is not False
+
+    def train(self, mode: bool = True) -> "ParallelModel":
+        """Switch the model to training, as its own `train()` does; returns itself."""
+        self._mode = mode
+        return self
+
+    def eval(self) -> "ParallelModel":
+        """Switch the model to evaluation; returns itself."""
+        return self.train(False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs on the global batch: dim 0 of every array argument is split over the batch axes.
+
+        In training mode dropout is active and running averages are updated, as in PyTorch.
+
+        Raises:
+          ValueError: when the batch does not divide.
+        """
+        self._refuse_tracing("the model")
+        given = self._functional, self._placement, self.mesh, self._mode, self._accept
+        program = self._program(("forward",), lambda: Forward(*given))
+        with folding:
+            out, state = program(self.values, self._next_key(), args, kwargs)
+        self.variables = replace(self.variables, state=state)
+        return out
+
+    def value_and_grad(self, loss_fn: LossFn) -> Callable[[PyTree], Any]:
+        """A function of the global batch that returns the loss and synchronized gradients.
+
+        Args:
+          loss_fn: `loss_fn(model, batch) -> loss` or `(loss, metrics)`; the loss a mean over the examples it is given or
+            an `ax.WeightedMean`.
+
+        Returns:
+          `f(batch) -> (loss, grads)`, or `((loss, metrics), grads)` when `loss_fn` returns metrics. Within `no_sync()`
+          every value is each rank's own, stacked by rank along dim 0. The first call, and the first after a load, refuses
+          processes that do not begin alike, as a trainer's first step does, and the next one after `set_parameters` those that
+          this left with unlike parameters.
+        """
+
+        def f(batch: PyTree) -> Any:
+            self._refuse_tracing("value_and_grad")
+            sync = self._syncing
+            options: dict[str, Any] = {"training": self._mode, "sync": sync, "accept": self._accept}
+            build = lambda: Differentiate(self._functional, self._placement, self.mesh, loss_fn, **options)
+            # By identity: a callable need not be hashable, and the program keeps it alive.
+            program = self._program(("grad", id(loss_fn), sync), build)
+            variables, key = self.values, self._next_key()
+            with folding:
+                if jax.process_count() > 1:
+                    self._compare(program, variables, key, batch)
+                loss, metrics, grads, state = program(variables, key, batch)
+            self.variables = replace(self.variables, state=state)
+            return ((loss, metrics) if metrics else loss), self._outside(grads) if sync else grads
+
+        return f
+
+    def _compare(self, program: Differentiate, variables: Variables, key: jax.Array, batch: PyTree) -> None:
+        """Do all processes begin alike, before a loop's first gradients and the first after a load? After its first update?"""
+        if self._compared != self.loads:
+            check_first_gradients(program, variables, key, batch, self._given)
+            self._compared, self._updated = self.loads, None
+        elif self._updated:
+            check_first_update(variables)
+            self._updated = False
+
+    def _refuse_tracing(self, call: str) -> None:
+        if jax.tree.leaves(self.variables.state):  # which the call would replace
+            refuse_tracing(call)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this context `value_and_grad` returns each rank's own gradients and communicates none of them."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def sync_gradients(self, grads: PyTree) -> PyTree:
+        """The mean over ranks of gradients that `value_and_grad` returned within `no_sync()`.
+
+        Raises:
+          ValueError: listing every leaf that is no stacked gradient of this model.
+        """
+        return self._outside(self._program(("sync",), lambda: SyncStacked(self._placement, self.mesh))(grads))
+
+    def clip_grad_norm(
+        self, grads: PyTree, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> tuple[PyTree, jax.Array]:
+        """Scale gradients so that their norm over all parameters and ranks is at most `max_norm`.
+
+        Args:
+          grads: what `value_and_grad` or `sync_gradients` returned.
+          max_norm, norm_type: positive numbers; the type may be `math.inf`.
+          error_if_nonfinite: raise when the norm is not finite.
+
+        Returns:
+          (clipped gradients, norm before clipping).
+
+        Raises:
+          ValueError: for numbers that are not positive, or a norm that is not finite.
+        """
+        if not (isinstance(max_norm, Real) and max_norm > 0 and isinstance(norm_type, Real) and norm_type > 0):
+            raise ValueError(f"{max_norm=} and {norm_type=} must be positive numbers")
+        program = self._program(("clip", norm_type), lambda: Clip(self._rest, self.mesh, float(norm_type)))
+        clipped, norm = program(grads, max_norm)
+        if error_if_nonfinite and not bool(jax.numpy.all(jax.numpy.isfinite(norm))):
+            raise ValueError(f"the {norm_type}-norm of the gradients is {norm}: they are left as they were")
+        return clipped if self.plan.pipe else self._outside(clipped), norm
+
+    def _outside(self, params: PyTree) -> PyTree:
+        """Parameters or gradients as users see them: without padding."""
+        return self._rest.outside(params, self.mesh)
+
+    def trainer(
+        self,
+        tx: optax.GradientTransformation,
+        loss_fn: LossFn,
+        *,
+        accumulate: int | None = None,
+        max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        max_nonfinite: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        ema: float | None = None,
+        layer_norms: bool = False,
+    ) -> Trainer[Self]:
+        """A fused, donated training step around this model.
+
+        Args:
+          tx: the optimizer.
+          loss_fn: see `value_and_grad`.
+          accumulate: microbatches per update and rank; None takes the plan's.
+          max_grad_norm, norm_type: clip gradients to this global norm; its type is 1, 2 or `math.inf`.
+          max_nonfinite: skip updates whose loss or gradients are not finite; after that many in a row, all. None: never.
+          callbacks: told of steps, validations, checkpoints and the end (see `ax.Callback`).
+          layer_norms: measure the norms of gradients and parameters layer by layer too.
+          ema: keep an exponential moving average of the parameters with this decay (see `Trainer.averaged`).
+
+        Raises:
+          TypeError, ValueError: when the optimizer cannot run under the plan.
+        """
+        options = {"accumulate": accumulate, "max_grad_norm": max_grad_norm, "norm_type": norm_type}
+        options |= {"layer_norms": layer_norms}
+        trainer = Trainer(self, tx, loss_fn, max_nonfinite=max_nonfinite, callbacks=callbacks, ema=ema, **options)
+        self._newest_trainer = weakref.ref(trainer)
+        return trainer

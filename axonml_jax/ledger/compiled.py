@@ -1,13 +1,26 @@
-"""Where a compiled program's collectives stand: kinds and loops of optimized HLO.
+"""Collectives read from a lowered or compiled program, and how well they agree with what was counted."""
 
-Placement only. XLA merges, splits and replaces collectives and may change their dtype, so bytes and launches are
-counted on the trace and on StableHLO (`traced`, `lowered`).
-"""
-
+import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from axonml_jax.compat.jaxpr import parsed
+from axonml_jax.cost.decoder import KINDS as WIRE_KINDS
+from axonml_jax.cost.decoder import Amount, exact, wire_elements
+from axonml_jax.ledger.count import Branch, Collective, Loop, aligned, number
+
+# --------------------------------------------------------------------------------------------------
+# Where a compiled program's collectives stand: kinds and loops of optimized HLO.
+#
+# Placement only. XLA merges, splits and replaces collectives and may change their dtype, so bytes and launches are
+# counted on the trace and on StableHLO (`traced`, `lowered`).
+# --------------------------------------------------------------------------------------------------
 
 KINDS: dict[str, str] = {
     "all-reduce": "all_reduce",
@@ -143,3 +156,594 @@ def callees(line: str) -> list[str]:
     """The computations that an instruction calls."""
     lists = [name.strip().lstrip("%") for group in _CALLEE_LISTS.findall(line) for name in group.split(",")]
     return [*_CALLEES.findall(line), *lists]
+
+
+# --------------------------------------------------------------------------------------------------
+# Hold a traced count against a lowered one, launch by launch.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Difference:
+    """One kind of launch that the two programs hold a different number of times."""
+
+    kind: str
+    dtype: str
+    elements: int
+    group_size: int
+    in_loop: bool
+    traced: int
+    lowered: int
+
+    def __str__(self) -> str:
+        where = "in a loop" if self.in_loop else "outside loops"
+        group = f" over {self.group_size} ranks" if self.group_size else ""
+        what = f"{self.kind} of {self.dtype}[{self.elements}]{group}, {where}"
+        return f"{what}: traced {self.traced}, lowered {self.lowered}"
+
+
+def agreement(traced: Iterable[Collective], lowered: Iterable[Collective]) -> list[Difference]:
+    """Every difference between a traced program's collectives and its lowered program's; empty when they agree.
+
+    Compared are launches as the program text holds them: a call on a tree is one launch per leaf, a loop's body is one
+    text (or as many as `unroll` makes), every branch counts.
+
+    Args:
+      traced: from `collectives_in`.
+      lowered: from `collectives_in_lowered`, of the same step and arguments.
+
+    Returns:
+      A sorted list of `Difference`.
+    """
+    ours, theirs = Counter(_launches(traced)), Counter(_launches(lowered))
+    return sorted(
+        Difference(*launch, traced=ours[launch], lowered=theirs[launch])
+        for launch in ours.keys() | theirs.keys()
+        if ours[launch] != theirs[launch]
+    )
+
+
+def _launches(entries: Iterable[Collective]) -> Iterator[tuple[str, str, int, int, bool]]:
+    for entry in entries:
+        group = 0 if entry.kind == "permute" else entry.group_size
+        for in_loop, copies in _copies(entry.loops).items():
+            for elements in entry.leaf_elements:
+                for _ in range(copies):
+                    yield entry.kind, entry.dtype, elements, group, in_loop
+
+
+def _copies(loops: Iterable[Loop]) -> Counter[bool]:
+    """How often a collective's text stands inside and outside loops once its enclosing loops are lowered."""
+    copies: Counter[bool] = Counter({False: 1})
+    for loop in loops:
+        inside, outside = _loop_copies(loop)
+        total = copies[True] + copies[False]
+        copies = Counter({True: total * inside + copies[True] * outside, False: copies[False] * outside})
+    return copies
+
+
+def _loop_copies(loop: Loop) -> tuple[int, int]:
+    """Copies of a loop's body inside the lowered while loop, and beside it (what `lax.scan(unroll=)` leaves over)."""
+    if loop.trips is None:
+        return 1, 0
+    if loop.unroll == 1:
+        return min(1, loop.trips), 0
+    trips, rest = divmod(loop.trips, loop.unroll) if loop.unroll else (0, loop.trips)
+    if trips == 1 and rest == 0:
+        return 0, loop.trips
+    return (loop.unroll if trips else 0), rest
+
+
+# --------------------------------------------------------------------------------------------------
+# Count the collectives of a lowered program (StableHLO): what JAX hands to the compiler, before XLA touches it.
+# --------------------------------------------------------------------------------------------------
+
+_KINDS: dict[str, str] = {
+    "stablehlo.all_reduce": "all_reduce",
+    "stablehlo.all_gather": "all_gather",
+    "stablehlo.reduce_scatter": "reduce_scatter",
+    "stablehlo.all_to_all": "all_to_all",
+    "stablehlo.collective_permute": "permute",
+    "stablehlo.collective_broadcast": "broadcast",
+}
+_Path = tuple[Loop | Branch, ...]
+_REDUCTIONS = {"stablehlo.add": "sum", "stablehlo.maximum": "max", "stablehlo.minimum": "min"}
+_DTYPES = {"i1": "bool", "bf16": "bfloat16", "complex<f32>": "complex64", "complex<f64>": "complex128"}
+
+
+def collectives_in_lowered(program: Any) -> tuple[Collective, ...]:
+    """Every collective of a lowered program, in program order.
+
+    A function called from two places counts at both. Trip counts are not read, so every loop is a `Loop(trips=None)`;
+    names of axes are not either, because older JAX does not write them.
+
+    Args:
+      program: StableHLO as text, or anything whose `as_text()` gives it (`jax.jit(f).lower(...)`).
+
+    Returns:
+      A tuple of `Collective`; a permute's group size is 0, which its text does not tell.
+    """
+    text = program if isinstance(program, str) else program.as_text()
+    module = parsed(text)  # alive while it is read
+    return tuple(_LoweredReader(module).read())
+
+
+class _LoweredReader:
+    """One module with its functions and meshes by name."""
+
+    def __init__(self, module: Any) -> None:
+        operations = [operation.operation for operation in module.body]
+        self.functions = {_symbol(op): op for op in operations if op.name == "func.func"}
+        self.meshes = {
+            _symbol(op): _mesh_sizes(str(op.attributes["mesh"])) for op in operations if op.name == "sdy.mesh"
+        }
+
+    def read(self) -> Iterator[Collective]:
+        yield from self._regions(self.functions["main"], ())
+
+    def _regions(self, op: Any, path: _Path) -> Iterator[Collective]:
+        """The collectives inside an operation, one more step down the path if it is a loop or a conditional."""
+        for index, region in enumerate(op.regions):
+            inside = path
+            if op.name == "stablehlo.while":
+                inside = (*path, Loop())
+            elif op.name in ("stablehlo.case", "stablehlo.if"):
+                inside = (*path, Branch(index, len(op.regions)))
+            for block in region:
+                for inner in block:
+                    yield from self._operation(inner.operation, inside)
+
+    def _operation(self, op: Any, path: _Path) -> Iterator[Collective]:
+        kind = _kind(op)
+        if kind:
+            yield self._collective(op, kind, path)
+        elif op.name == "func.call":
+            yield from self._regions(self.functions[str(op.attributes["callee"]).removeprefix("@").strip('"')], path)
+        else:
+            yield from self._regions(op, path)
+
+    def _collective(self, op: Any, kind: str, path: _Path) -> Collective:
+        arrays = op.results if kind == "all_gather" else op.operands
+        arrays = list(arrays)[:1] if kind == "ragged_all_to_all" else list(arrays)
+        types = [_tensor(str(value.type)) for value in arrays]
+        return Collective(
+            kind=kind,
+            op=_reduction(op) if kind in ("all_reduce", "reduce_scatter") else "",
+            group_size=self._group_size(op, kind),
+            dtype=types[0][0],
+            itemsize=np.dtype(types[0][0]).itemsize,
+            leaf_elements=tuple(elements for _, elements in types),
+            path=path,
+        )
+
+    def _group_size(self, op: Any, kind: str) -> int:
+        """Ranks per group, from explicit groups (one row each, short rows padded) or from mesh axes."""
+        if kind == "permute":
+            return 0
+        text = str(op.attributes["backend_config" if kind == "ragged_all_to_all" else "replica_groups"])
+        axes = re.search(r"mesh = @(\w+), axes = \[(.*)\]", text)
+        if axes:
+            sizes = self.meshes[axes.group(1)]
+            return math.prod(sizes[name] for name in re.findall(r'name = "([^"]+)"', axes.group(2)))
+        return int(re.findall(r"tensor<\d+x(\d+)xi64>", text)[-1])
+
+
+def _symbol(op: Any) -> str:
+    return str(op.attributes["sym_name"]).strip('"')
+
+
+def _mesh_sizes(text: str) -> dict[str, int]:
+    return {name: int(size) for name, size in re.findall(r'"([^"]+)"=(\d+)', text)}
+
+
+def _kind(op: Any) -> str:
+    if op.name == "stablehlo.custom_call" and "ragged_all_to_all" in str(op.attributes["call_target_name"]):
+        return "ragged_all_to_all"
+    return _KINDS.get(op.name, "")
+
+
+def _reduction(op: Any) -> str:
+    """What a reduction's region computes, or an empty string for anything but a sum, maximum or minimum."""
+    names = [inner.operation.name for inner in op.regions[0].blocks[0]]
+    return next((_REDUCTIONS[name] for name in names if name in _REDUCTIONS), "")
+
+
+def _tensor(text: str) -> tuple[str, int]:
+    """Numpy's name and the number of elements of a `tensor<2x8xf32>`."""
+    body = text.removeprefix("tensor<").removesuffix(">")
+    dims = re.match(r"(?:\d+x)*", body)
+    assert dims is not None
+    return _dtype_name(body[dims.end() :]), math.prod(int(dim) for dim in dims.group().split("x") if dim)
+
+
+def _dtype_name(text: str) -> str:
+    if text in _DTYPES:
+        return _DTYPES[text]
+    if text.startswith("f8"):
+        return "float8_" + text[2:].lower()
+    return re.sub(r"^(ui|i|f)(\d+)$", lambda m: {"ui": "uint", "i": "int", "f": "float"}[m[1]] + m[2], text)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a compiled program's schedule moves, times the trips of its loops, and how much of it runs behind compute.
+#
+# `compiled` says which collectives there are; this room reads the order of instructions, which XLA:TPU and XLA:GPU fix
+# when they compile. XLA:TPU hides a collective as a fusion that starts it, others that carry it beside their own work,
+# and one that ends it.
+# --------------------------------------------------------------------------------------------------
+
+_LINE = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
+_SHAPE = re.compile(r"\b(pred|[suf]\d+|bf16|f8\w+)\[([\d,]*)\]")
+_MESH = re.compile(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}")
+_IOTA_SIZE = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
+_LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
+_TRIPS = re.compile(r'"?known_trip_count"?:\{"?n"?:"?(\d+)')
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_WORK = ("convolution", "dot")
+_STARTS, _ENDS = "async-collective-start", "async-collective-done"
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Collectives of one kind in a step.
+
+    Attributes:
+      kind: one of `wire.KINDS`, or "all".
+      count: executions, those in loops times their trips.
+      size: bytes that one rank sends for them, by the formulas of rings.
+      hidden: bytes of those with a matrix product, or a kernel, scheduled between their start and their end.
+    """
+
+    kind: str
+    count: int
+    size: float
+    hidden: float
+
+    @property
+    def share(self) -> float:
+        """The part of the bytes that runs behind compute."""
+        return self.hidden / self.size if self.size else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.count:,} executions, {self.size:,.0f} bytes, {self.share:.0%} behind compute"
+
+
+class _Instruction(NamedTuple):
+    name: str
+    result: str
+    op: str
+    rest: str
+
+
+def moved(program: Any, kinds: Sequence[str] = WIRE_KINDS) -> dict[str, Moved]:
+    """What a scheduled program moves, by kind, and under "all" the sum.
+
+    A loop whose number of trips cannot be read counts once.
+
+    Args:
+      program: optimized HLO as text, or anything whose `as_text()` gives it.
+      kinds: which kinds.
+
+    Raises:
+      ValueError: when the text holds no entry computation.
+    """
+    text = program if isinstance(program, str) else program.as_text()
+    bodies, entry = computations_of(text)
+    found: dict[str, list[float]] = {}
+    for kind, trips, size, hidden in _ScheduleReader(bodies).walk(entry, 1):
+        if kind in kinds:
+            for name in (kind, "all"):
+                total = found.setdefault(name, [0, 0.0, 0.0])
+                total[0] += trips
+                total[1] += trips * size
+                total[2] += trips * size * hidden
+    return {name: Moved(name, int(count), size, hidden) for name, (count, size, hidden) in sorted(found.items())}
+
+
+def moved_table(found: Mapping[str, Moved]) -> str:
+    """The same as lines of text."""
+    rows = [[each.kind, f"{each.count:,}", f"{each.size / 2**20:,.1f}", f"{each.share:.0%}"] for each in found.values()]
+    return aligned(["moved by the schedule", "executions", "MiB per chip", "behind compute"], rows, left=1)
+
+
+class _ScheduleReader:
+    """Walks computations in the order of the schedule."""
+
+    def __init__(self, bodies: Mapping[str, list[str]]):
+        self.lines = bodies
+        self.bodies: dict[str, list[_Instruction]] = {}
+        self.works: dict[str, bool] = {}
+
+    def walk(self, name: str, trips: int) -> Iterator[tuple[str, int, float, bool]]:
+        """(kind, trips, bytes, whether it is hidden) of every collective that runs."""
+        body = self._body(name)
+        for i, each in enumerate(body):
+            if each.op == "while":
+                more = trips * self._trips(each)
+                for callee in callees(each.rest):
+                    yield from self.walk(callee, more)
+            elif each.op == "fusion":
+                inside = self._in_fusion(each)
+                starts = each.name.startswith(_STARTS)
+                yield from ((kind, trips, size, starts and self._covered(body, i)) for kind, size in inside)
+            elif (kind := KINDS.get(each.op.removesuffix("-start"))) is not None:
+                hidden = each.op.endswith("-start") and self._covered(body, i)
+                yield kind, trips, _bytes(kind, each), hidden
+            elif each.op in ("conditional", "call", "async-start"):
+                for callee in callees(each.rest):
+                    yield from self.walk(callee, trips)
+
+    def _trips(self, loop: _Instruction) -> int:
+        """How often a loop runs: as the program says, or as its condition `i < n` does, of a scan's i from 0."""
+        if known := _TRIPS.search(loop.rest):
+            return int(known[1])
+        condition = _CONDITION.search(loop.rest)
+        body = self._body(condition[1]) if condition else []
+        bounds = {each.name: each.rest.split(")")[0] for each in body if each.op == "constant"}
+        compares = [each.rest for each in body if each.op == "compare" and "direction=LT" in each.rest]
+        read = [
+            bounds[name]
+            for rest in compares
+            for name in re.findall(r"%([\w.\-]+)", rest.split(")")[0])
+            if name in bounds
+        ]
+        return int(read[0]) if len(read) == 1 and read[0].isdigit() else 1
+
+    def _in_fusion(self, fusion: _Instruction) -> list[tuple[str, float]]:
+        """The collectives that a fusion starts or runs. Every carrier of a hidden one holds a copy, which does not count."""
+        inner = [each for callee in callees(fusion.rest) for each in self._body(callee)]
+        found = [(KINDS[each.op], each) for each in inner if each.op in KINDS]
+        carried = lambda each: "chain_id=" in each.rest and not fusion.name.startswith(_STARTS)
+        # An all-reduce of which a fusion keeps a slice is a reduce-scatter.
+        scattered = "all-reduce-scatter" in fusion.name or "all-reduce-scatter" in fusion.rest.split("metadata")[0]
+        named = lambda kind: "reduce_scatter" if scattered and kind == "all_reduce" else kind
+        return [(named(kind), _bytes(kind, each, named(kind))) for kind, each in found if not carried(each)]
+
+    def _covered(self, body: Sequence[_Instruction], start: int) -> bool:
+        """Whether there is work between an instruction that starts something and the one that ends it."""
+        name = body[start].name
+        for each in body[start + 1 :]:
+            if _ends(each, name):
+                return False
+            if self._computes(each):
+                return True
+        return False
+
+    def _computes(self, each: _Instruction) -> bool:
+        if each.op in _WORK or (each.op == "custom-call" and "tpu_custom_call" in each.rest):
+            return True
+        return any(self._works(callee) for callee in callees(each.rest))
+
+    def _works(self, name: str) -> bool:
+        if name not in self.works:
+            self.works[name] = False
+            self.works[name] = any(self._computes(each) for each in self._body(name))
+        return self.works[name]
+
+    def _body(self, name: str) -> list[_Instruction]:
+        if name not in self.bodies:
+            matches = (_LINE.match(line) for line in self.lines.get(name, ()))
+            self.bodies[name] = [_Instruction(*match.groups()) for match in matches if match]
+        return self.bodies[name]
+
+
+def _ends(each: _Instruction, start: str) -> bool:
+    """A done has the start's number in its own name, or reads it."""
+    if not (each.op.endswith("-done") or each.name.startswith(_ENDS)):
+        return False
+    same_number = each.name.startswith(_ENDS) and each.name.removeprefix(_ENDS) == start.removeprefix(_STARTS)
+    return same_number or bool(re.search(rf"%?{re.escape(start)}(?![\w.])", each.rest))
+
+
+def _bytes(kind: str, each: _Instruction, sent: str = "") -> float:
+    """What one rank sends in one execution."""
+    result = result_of_start(kind, each.result) if each.op.endswith("-start") else each.result
+    size = sum(_itemsize(name) * _elements(dims) for name, dims in _SHAPE.findall(result))
+    ranks = _group_size(each.rest)
+    whole = size * ranks if kind == "reduce_scatter" else size
+    return float(wire_elements(sent or kind, whole, ranks))
+
+
+def _group_size(rest: str) -> int:
+    """How many ranks take part; two where the program does not say, as of a permute."""
+    if match := _MESH.search(rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        product = 1
+        for axis in re.findall(r"'(\w+)'", match[2]):
+            product *= int(sizes[axis])
+        return product
+    if match := _IOTA_SIZE.search(rest):
+        return int(match[1])
+    match = _LISTED.search(rest)
+    return match[1].count(",") + 1 if match else 2
+
+
+def _itemsize(name: str) -> int:
+    return 1 if name == "pred" or name.startswith("f8") else int(re.sub(r"\D", "", name)) // 8
+
+
+def _elements(dims: str) -> int:
+    product = 1
+    for dim in filter(None, dims.split(",")):
+        product *= int(dim)
+    return product
+
+
+# --------------------------------------------------------------------------------------------------
+# What XLA's partitioner sends along an axis that was left to it: counted in the compiled program, the only place it
+# shows.
+# --------------------------------------------------------------------------------------------------
+
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+_IOTA_GROUPS = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_NAMED = re.compile(r"mesh\[(.*?)\]\s*\{(.*?)\}")
+
+
+@dataclass(frozen=True)
+class PartitionedTraffic:
+    """The collectives of one compiled step along the partitioner's axis.
+
+    Attributes:
+      axis: the mesh axis.
+      ranks: its size.
+      entries: (kind, result type, whether in a loop) -> how many there are. What a loop holds runs once per trip.
+    """
+
+    axis: str
+    ranks: int
+    entries: Mapping[tuple[str, str, bool], int]
+
+    @property
+    def bytes(self) -> Amount:
+        """Bytes that one rank sends on a ring per step, what is in loops counted once."""
+        sent = (self._sent(kind, result) * count for (kind, result, _), count in self.entries.items())
+        return exact(sum(sent))
+
+    def _sent(self, kind: str, result: str) -> Amount:
+        # A reduce-scatter's result is one part of what it takes.
+        factor = self.ranks if kind == "reduce_scatter" else 1
+        return wire_elements(kind, factor * result_bytes(result), self.ranks)
+
+    def __str__(self) -> str:
+        header = ["label", "collective", "axes", "result", "where", "count", "bytes/rank"]
+        rows = []
+        for (kind, result, loop), count in self.entries.items():
+            where, sent = "in a loop" if loop else "once", number(exact(self._sent(kind, result) * count))
+            rows.append(["partitioner", kind, f"{self.axis} ({self.ranks})", result, where, str(count), sent])
+        note = "chosen by XLA's partitioner, read from the compiled program"
+        return f"{aligned(header, rows, left=5)}\n{self.axis}: {number(self.bytes)} bytes per rank, {note}"
+
+
+def partitioned_traffic(compiled: Any, degrees: Mapping[str, int], axis: str) -> PartitionedTraffic:
+    """The collectives of a compiled program that move data along one axis.
+
+    Args:
+      compiled: optimized HLO, or what gives it (`jax.jit(f).lower(...).compile()`).
+      degrees: size of every mesh axis, in the mesh's order.
+      axis: which one.
+    """
+    found = Counter(
+        (each.kind, re.sub(r"\{.*?\}", "", each.result), each.in_loop)
+        for each in collectives_in_compiled(compiled)
+        if axis in axes_of(each, degrees)
+    )
+    return PartitionedTraffic(
+        axis, degrees[axis], dict(sorted(found.items(), key=lambda item: -result_bytes(item[0][1])))
+    )
+
+
+def axes_of(collective: CompiledCollective, degrees: Mapping[str, int]) -> set[str]:
+    """The mesh axes along which the members of a group differ."""
+    if named := _NAMED.search(collective.groups):
+        return set(re.findall(r"\w+", named.group(2)))
+    coordinates = np.stack(np.unravel_index(np.arange(math.prod(degrees.values())), tuple(degrees.values())), axis=1)
+    moved = set()
+    for group in _groups(collective.groups) or [np.arange(len(coordinates))]:
+        members = coordinates[group]
+        moved |= {name for i, name in enumerate(degrees) if len(set(members[:, i])) > 1}
+    return moved
+
+
+def _groups(text: str) -> list[np.ndarray]:
+    if iota := _IOTA_GROUPS.search(text):
+        shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        ids = np.arange(math.prod(dims or ())).reshape(dims or ())
+        return list((ids.transpose(order) if order else ids).reshape(shape or ()))
+    return [np.array([int(n) for n in group.split(",")]) for group in re.findall(r"\{([\d,]+)\}", text)]
+
+
+def result_bytes(result: str) -> int:
+    """Bytes of a result type as HLO writes it."""
+    return sum(
+        _kind_itemsize(kind) * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in _ARRAY.findall(result)
+    )
+
+
+def _kind_itemsize(kind: str) -> int:
+    if kind == "pred":
+        return 1
+    bits = re.search(r"\d+", kind)
+    return max(1, int(bits.group()) // 8) if bits else jnp.dtype(jnp.float32).itemsize
+
+
+# --------------------------------------------------------------------------------------------------
+# What a compiled step sends along an axis that splits positions and is left to the partitioner: attention, sums, the
+# rest.
+# --------------------------------------------------------------------------------------------------
+
+_DIMS = re.compile(r"\b(?:pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+
+
+@dataclass(frozen=True)
+class PositionTraffic:
+    """The collectives of one compiled step along such an axis.
+
+    Attributes:
+      axis: the mesh axis.
+      ranks: its size.
+      attention: those of the attention that was recognised.
+      sums: those that add up gradients, losses and statistics.
+      others: the rest: what the model's code does across positions besides.
+    """
+
+    axis: str
+    ranks: int
+    attention: tuple[CompiledCollective, ...]
+    sums: tuple[CompiledCollective, ...]
+    others: tuple[CompiledCollective, ...]
+
+    def bytes(self, some: Collection[CompiledCollective]) -> Amount:
+        """Bytes that one rank sends for some of them on a ring per step, what is in loops counted once."""
+        return exact(sum(map(self._sent, some)))
+
+    def _sent(self, each: CompiledCollective) -> Amount:
+        # A reduce-scatter's result is one part of what it takes.
+        factor = self.ranks if each.kind == "reduce_scatter" else 1
+        return wire_elements(each.kind, factor * result_bytes(each.result), self.ranks)
+
+    def __str__(self) -> str:
+        header, rows = ["what", "collective", "where", "place", "bytes/rank"], []
+        for what in ("attention", "sums", "others"):
+            for each in sorted(getattr(self, what), key=self._sent, reverse=True):
+                where = "in a loop" if each.in_loop else "once"
+                rows.append([what, each.kind, where, place(each), number(exact(self._sent(each)))])
+        return aligned(header, rows, left=4)
+
+
+def place(collective: CompiledCollective) -> str:
+    """The operation that a collective comes from, and the scopes in which the model's code has it."""
+    parts = [
+        part for part in re.split(r"[/:]", collective.place) if part and not part.startswith(("jit(", "shard_map"))
+    ]
+    return "/".join(parts[-3:]) or "unknown"
+
+
+def position_traffic(
+    compiled: Any, degrees: Mapping[str, int], axis: str, *, scope: str, parameters: Collection[int]
+) -> PositionTraffic:
+    """The collectives of a compiled step along one axis.
+
+    Args:
+      compiled: optimized HLO, or what gives it.
+      degrees: size of every mesh axis, in the mesh's order.
+      axis: which one.
+      scope: the name scope of the attention that was recognised.
+      parameters: elements of each parameter as a rank reads it: sums of so many are those of gradients.
+    """
+    found: dict[str, list[CompiledCollective]] = {"attention": [], "sums": [], "others": []}
+    for each in collectives_in_compiled(compiled):
+        if axis in axes_of(each, degrees):
+            kind = (
+                "attention" if scope in each.place else "sums" if _is_sum(each, parameters, degrees[axis]) else "others"
+            )
+            found[kind].append(each)
+    return PositionTraffic(axis, degrees[axis], *(tuple(some) for some in found.values()))
+
+
+def _is_sum(collective: CompiledCollective, parameters: Collection[int], ranks: int) -> bool:
+    """Whether everything that a reduction adds up has as many elements as a parameter, or is at most a vector."""
+    if collective.kind not in ("all_reduce", "reduce_scatter"):
+        return False
+    factor = ranks if collective.kind == "reduce_scatter" else 1
+    shapes = [[int(n) for n in dims.split(",") if n] for dims in _DIMS.findall(collective.result)]
+    return all(len(shape) <= 1 or factor * math.prod(shape) in parameters for shape in shapes)

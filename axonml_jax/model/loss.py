@@ -1,12 +1,18 @@
-"""What a user's `loss_fn` may return, and the one form the training step works with."""
+"""What a loss function may return, and the precision that it is computed in."""
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from axonml_jax._types import named_leaves
+from axonml_jax.base import PyTree, is_one_of, meant, named_leaves
+
+# --------------------------------------------------------------------------------------------------
+# What a user's `loss_fn` may return, and the one form the training step works with.
+# --------------------------------------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
@@ -122,3 +128,166 @@ def _scalar(value: Any, what: str) -> jax.Array:
             "the examples it is given, or ax.WeightedMean(total, weight)"
         )
     return array
+
+
+# --------------------------------------------------------------------------------------------------
+# In which dtype parameters rest, the model computes, gradients travel, and outputs return.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """A mixed-precision policy; None leaves that dtype as it is.
+
+    Attributes:
+      param: parameters and optimizer state between steps.
+      compute: parameters as the model reads them, and the floating arguments of the model's call.
+      reduce: gradients while they are reduced over ranks, and accumulated where `accumulate` does not say otherwise.
+      accumulate: gradients while they are summed over microbatches and from one reduction to the next; None: as `reduce`.
+      output: floating results of the model's call (and so the loss).
+      products: "fp8": operands of products by parameters are rounded to 8-bit floats, by scales of the moment, forward and
+        backward (`layers/float8.py`); sums and results stay in the compute dtype. None: they are not.
+      products_kept: regular expressions, searched in path names, of parameters whose products are not rounded. Those of the
+        last layer, of what chooses (routers), of experts and of convolutions are not in any case.
+
+    The same idea as PyTorch FSDP's `MixedPrecision` and jmp's `Policy`.
+
+    >>> Precision.of("bf16").compute
+    'bfloat16'
+    """
+
+    param: str | None = None
+    compute: str | None = None
+    reduce: str | None = None
+    accumulate: str | None = None
+    output: str | None = None
+    products: Literal["fp8"] | None = None
+    products_kept: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        problems = list(self._products_problems())
+        for field in ("param", "compute", "reduce", "accumulate", "output"):
+            value = getattr(self, field)
+            if value is None:
+                continue
+            try:
+                name = jnp.dtype(meant("dtype", value)).name
+            except (TypeError, ValueError):
+                problems.append(f"{field}={value!r} is not a dtype")
+                continue
+            if not jnp.issubdtype(jnp.dtype(name), jnp.floating):
+                problems.append(f"{field}={name} is not a floating dtype")
+            object.__setattr__(self, field, name)
+        if problems:
+            raise ValueError(f"Precision: {'; '.join(problems)}; give names such as 'float32' or 'bfloat16', or None")
+
+    def _products_problems(self) -> Iterator[str]:
+        """What is wrong with the rounding of products; patterns become a tuple."""
+        given = (self.products_kept,) if isinstance(self.products_kept, str) else self.products_kept
+        if not isinstance(given, list | tuple):
+            yield f"products_kept={given!r} must be regular expressions, in a tuple"
+            return
+        kept = tuple(given)
+        object.__setattr__(self, "products_kept", kept)
+        if not is_one_of(self.products, (None, "fp8")):
+            yield f"products={self.products!r} must be 'fp8' or None"
+        if kept and self.products is None:
+            yield f"products_kept={list(kept)} has no effect without products='fp8'"
+        for pattern in kept:
+            try:
+                re.compile(pattern)
+            except (TypeError, re.error) as error:
+                yield f"products_kept: {pattern!r} is no regular expression ({error})"
+
+    def check_parameters(self, names: Collection[str]) -> None:
+        """Refuse patterns that match no parameter.
+
+        Args:
+          names: the path names of a model's parameters.
+
+        Raises:
+          ValueError: naming every such pattern.
+        """
+        idle = [each for each in self.products_kept if not any(re.search(each, name) for name in names)]
+        if idle:
+            some = sorted(names)
+            raise ValueError(
+                f"products_kept: {', '.join(map(repr, idle))} match no parameter; there are {', '.join(some[:8])}"
+                f"{', ...' if len(some) > 8 else ''}"
+            )
+
+    @staticmethod
+    def of(policy: "Precision | str | None") -> "Precision":
+        """A policy from itself, from None (change nothing), or from the name of a common one.
+
+        `"float32"`: everything in float32. `"bf16"`: compute in bfloat16, in which gradients travel too; they accumulate in
+        float32, and the rest is in float32 (docs/adr/0022), as PyTorch's FSDP2 does with `param_dtype=bfloat16` and no
+        `reduce_dtype`. `"bf16-reduce-float32"`: as "bf16", with gradients reduced in float32. `"bf16-reduce"`: they accumulate
+        in bfloat16 too: sums of 8 bits of precision, as MaxText's. `"fp16"`: compute in float16, the rest in float32; a
+        trainer's step then scales its loss (see `training/state.py`), which `value_and_grad` does not. `"fp8"`:
+        as "bf16", with products by parameters of operands that are rounded to 8 bits.
+
+        Raises:
+          ValueError: for any other name.
+        """
+        if isinstance(policy, Precision):
+            return policy
+        if policy is None:
+            return Precision()
+        if not is_one_of(name := meant("precision", policy, _NAMED), _NAMED):
+            raise ValueError(f"precision {policy!r} is not known: give one of {sorted(_NAMED)} or an ax.Precision(...)")
+        return _NAMED[name]
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients may vanish in the compute dtype's range, so that a training step must scale its loss."""
+        return self.compute == "float16"
+
+    def cast_param(self, tree: PyTree) -> PyTree:
+        """Floating leaves of `tree` in the `param` dtype."""
+        return cast_floating(tree, self.param)
+
+    def cast_compute(self, tree: PyTree) -> PyTree:
+        """Floating leaves of `tree` in the `compute` dtype."""
+        return cast_floating(tree, self.compute)
+
+    def cast_output(self, tree: PyTree) -> PyTree:
+        """Floating leaves of `tree` in the `output` dtype."""
+        return cast_floating(tree, self.output)
+
+    def read_dtype(self, param_dtype) -> Any:
+        """The dtype in which the model reads a parameter of `param_dtype`, and in which it is gathered."""
+        floating = jnp.issubdtype(param_dtype, jnp.floating)
+        return jnp.dtype(self.compute if self.compute and floating else param_dtype)
+
+    def reduce_dtype(self, param_dtype) -> Any:
+        """The dtype in which the gradient of a parameter of `param_dtype` is reduced over ranks."""
+        return jnp.dtype(self.reduce or param_dtype)
+
+    def accumulate_dtype(self, param_dtype) -> Any:
+        """The dtype in which it accumulates."""
+        return jnp.dtype(self.accumulate or self.reduce or param_dtype)
+
+
+def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
+    """Every floating leaf of `tree` in `dtype`; other leaves, and everything when dtype is None, as they are."""
+    if dtype is None:
+        return tree
+
+    def cast(x):
+        if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating):
+            return x.astype(dtype)
+        return x
+
+    return jax.tree.map(cast, tree)
+
+
+_BF16 = Precision(param="float32", compute="bfloat16", reduce="bfloat16", accumulate="float32", output="float32")
+_NAMED = {
+    "float32": Precision(param="float32", compute="float32", reduce="float32", output="float32"),
+    "bf16": _BF16,
+    "bf16-reduce": replace(_BF16, accumulate=None),
+    "bf16-reduce-float32": replace(_BF16, reduce="float32", accumulate=None),
+    "fp8": replace(_BF16, products="fp8"),
+    "fp16": Precision(param="float32", compute="float16", reduce="float32", output="float32"),
+}

@@ -1,18 +1,24 @@
-"""Arrays by name in `safetensors` files, the format in which weights are published, with names mapped on the way."""
+"""Arrays in safetensors files: read by name and part, written in shards."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from axonml_jax.model.named import named_arrays
+from axonml_jax.model.view import named_arrays
+
+# --------------------------------------------------------------------------------------------------
+# Arrays by name in `safetensors` files, the format in which weights are published, with names mapped on the way.
+# --------------------------------------------------------------------------------------------------
 
 Rename = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str | None] | None
 """Exact names by name, (regular expression, replacement) pairs applied in order, or a function (None leaves the array out)."""
@@ -231,3 +237,196 @@ def _some(files: Iterable[Path], path: Path) -> list[Path]:
     if not (found := sorted(file for file in files if file.is_file())):  # opening a FIFO would wait for a writer
         raise FileNotFoundError(f"no safetensors file at {path}")
     return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Arrays in `safetensors` files, of which only those parts are read that are asked for.
+# --------------------------------------------------------------------------------------------------
+
+
+class StoredArrays(Mapping[str, "StoredArray"]):
+    """The arrays of some files by name; nothing is read but their names, shapes and dtypes.
+
+    Args:
+      path: a file, the index of several (`model.safetensors.index.json`), or a folder with either.
+      prefixes: what names may begin with, which is left out.
+
+    Attributes:
+      bytes_read: so many bytes of arrays have been read.
+
+    Raises:
+      ImportError: without the package safetensors.
+      FileNotFoundError: when there is no such file.
+      ValueError: saying what is wrong with a file, or for a name that two have; naming arrays of floats in 8 bits and fewer.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, prefixes: tuple[str, ...] = ()):
+        require_safetensors(str(path))
+        self.bytes_read = 0
+        self._arrays: dict[str, StoredArray] = {}
+        for file in safetensors_files(Path(path)):
+            with opened_safetensors(file) as opened:
+                kinds = {name: opened.get_slice(name).get_dtype() for name in list(opened.keys())}
+                shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in kinds}
+            if narrow := [f"{name}: {kind}" for name, kind in kinds.items() if kind.startswith(("F8_", "F6_", "F4"))]:
+                more = f" and {len(narrow) - 5} more" * (len(narrow) > 5)
+                raise ValueError(
+                    f"{file} has weights in few bits, which mean nothing without scales that are not read here: "
+                    f"{', '.join(narrow[:5])}{more}; give files of bfloat16, into which their publisher's tools convert them"
+                )
+            for name, shape in shapes.items():
+                short = next((name.removeprefix(each) for each in prefixes if name.startswith(each)), name)
+                if short in self._arrays:
+                    raise ValueError(f"{file} has {name}, as has {self._arrays[short].file}: which is meant?")
+                self._arrays[short] = StoredArray(self, file, name, shape)
+
+    def __getitem__(self, name: str) -> "StoredArray":
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """One array.
+
+    Attributes:
+      counts: whose `bytes_read` grows with what is read.
+      file: where it is.
+      name: in the file.
+      shape: its shape.
+    """
+
+    counts: StoredArrays
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A part, from where to where in each dim.
+
+        The file is opened for this alone: what is read of one that stays open counts as memory of the process.
+        """
+        with opened_safetensors(self.file) as opened:
+            if 0 in self.shape or not self.shape:  # of which the package slices nothing
+                found = np.asarray(opened.get_tensor(self.name)[index])
+            else:
+                whole: Any = opened.get_slice(self.name)
+                found = np.asarray(whole[index])
+        self.counts.bytes_read += found.nbytes
+        return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing arrays into `safetensors` files of a bounded size, one after the other: one of them is in memory at a time.
+# --------------------------------------------------------------------------------------------------
+
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "int16": "I16",
+    "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An array that is to be written.
+
+    Attributes:
+      name: in the file.
+      shape: its shape.
+      dtype: name of its dtype.
+      make: makes it, when its turn has come.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    make: Callable[[], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+def write_shards(
+    folder: Path, arrays: Sequence[Pending], *, most: int, metadata: Mapping[str, str], writes: bool = True
+) -> list[str]:
+    """Write arrays into `model.safetensors`, or, where they are more than `most` bytes, into several files with an index.
+
+    Args:
+      folder: where to.
+      arrays: in this order. A larger one than `most` gets a file of its own.
+      most: bytes of arrays in a file.
+      metadata: strings to keep in each file.
+      writes: whether this process writes. Another one only makes the arrays, as all must do that have a part in that.
+
+    Returns:
+      The names of the files.
+
+    Raises:
+      ValueError: for a dtype that the files do not hold, or when the folder has other files of arrays, which would be read too.
+    """
+    if wrong := [f"{each.name}: {each.dtype}" for each in arrays if each.dtype not in _NAMES]:
+        raise ValueError(f"safetensors files hold {', '.join(_NAMES)}, not {'; '.join(wrong)}")
+    shards = list(_shards(arrays, most))
+    count = len(shards)
+    names = [ONE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    kept = {*names, *([INDEX] if count > 1 else [])}
+    kept |= {f"{name}.saving" for name in kept}  # what a killed export has left is written again
+    if writes and (others := sorted(p.name for p in folder.glob("*.safetensors*") if p.name not in kept)):
+        raise ValueError(
+            f"{folder} has other arrays, which readers would take too: remove {', '.join(others)}, or give another folder"
+        )
+    for name, shard in zip(names, shards, strict=True):
+        _write(folder / name if writes else None, shard, metadata)
+    if writes and count > 1:
+        places = {each.name: name for name, shard in zip(names, shards, strict=True) for each in shard}
+        content = {"metadata": {"total_size": sum(each.size for each in arrays)}, "weight_map": places}
+        with written_whole(folder / INDEX) as temporary:
+            temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return names
+
+
+def _shards(arrays: Sequence[Pending], most: int) -> Iterator[list[Pending]]:
+    shard: list[Pending] = []
+    for each in arrays:
+        if shard and sum(other.size for other in shard) + each.size > most:
+            yield shard
+            shard = []
+        shard.append(each)
+    yield shard
+
+
+def _write(path: Path | None, arrays: Sequence[Pending], metadata: Mapping[str, str]) -> None:
+    """One file, which appears under its name when it is whole; without a path the arrays are only made."""
+    if path is None:
+        for each in arrays:
+            each.make()
+        return
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
+    for each in arrays:
+        header[each.name] = {
+            "dtype": _NAMES[each.dtype],
+            "shape": each.shape,
+            "data_offsets": [start, start + each.size],
+        }
+        start += each.size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with written_whole(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for each in arrays:
+            _append(file, each)
+
+
+def _append(file: BinaryIO, array: Pending) -> None:
+    value = np.asarray(array.make(), dtype=jnp.dtype(array.dtype), order="C")
+    assert value.shape == array.shape, (array.name, value.shape, array.shape)
+    file.write(value.reshape(-1).view(np.uint8).data)

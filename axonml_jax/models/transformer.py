@@ -1,39 +1,382 @@
-"""A decoder-only transformer covering the Llama family and GPT-2, the same definition for one device and for every plan."""
+"""A decoder-only transformer, its stack of layers, and an MLP."""
 
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from axonml_jax.collectives.primitives import axis_size
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.layers import (
-    VOCABULARY_AXES,
-    make_attention,
-    make_dropout,
-    make_head,
-    make_mlp,
-    make_norm,
-    make_positions,
-    make_vocabulary,
+from axonml_jax.collectives.primitives import axis_size, bound
+from axonml_jax.layers.attention import WHOLE, KVCache, Packed, TensorParallelAttention, places_after
+from axonml_jax.layers.experts import MOST_LOADS, ParallelMoE, RouterValues
+from axonml_jax.layers.grid import ROW_COL_DEPTH, ParallelEmbedding, ParallelLinear
+from axonml_jax.layers.latent import LatentAttention, LatentCache
+from axonml_jax.layers.linear import (
+    ColumnParallelLinear,
+    ParallelDropout,
+    ParallelLayerNorm,
+    ParallelRMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    capped,
+    split_sequence,
 )
-from axonml_jax.models.lm_loss import counted, cross_entropy
-from axonml_jax.models.stack import Stack
-from axonml_jax.parallel.context.context_split import context_positions, current_split
-from axonml_jax.parallel.experts.parallel_moe import ParallelMoE
-from axonml_jax.parallel.experts.router_values import RouterValues
-from axonml_jax.parallel.tensor.axonn.embedding3d import ParallelEmbedding
-from axonml_jax.parallel.tensor.axonn.linear3d import ParallelLinear
-from axonml_jax.parallel.tensor.bound_axes import bound
-from axonml_jax.parallel.tensor.latent.latent_cache import LatentCache
-from axonml_jax.parallel.tensor.megatron.attend import WHOLE, KVCache, Packed, places_after
-from axonml_jax.parallel.tensor.megatron.chunked_cross_entropy import chunked_cross_entropy
-from axonml_jax.parallel.tensor.megatron.cross_entropy import is_word, padded_words
-from axonml_jax.parallel.tensor.megatron.sequence import split_sequence
-from axonml_jax.parallel.tensor.megatron.softcap import capped
-from axonml_jax.parallel.tensor.products.ordered import Prefetch
+from axonml_jax.layers.losses import chunked_cross_entropy, is_word, padded_words, vocab_parallel_cross_entropy
+from axonml_jax.layers.options import LatentConfig
+from axonml_jax.layers.pairs import PairAxes, ParallelMLP
+from axonml_jax.layers.products import Prefetch
+from axonml_jax.layers.whole import SPEC
+from axonml_jax.mesh.axes import AxisNames
+from axonml_jax.model.loss import WeightedMean
+from axonml_jax.model.view import STACKED
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.strategies.strategy import context_positions, current_split
+
+# --------------------------------------------------------------------------------------------------
+# The layers every part of the transformer is built from, made as its configuration says.
+# --------------------------------------------------------------------------------------------------
+
+INIT_STD = 0.02
+"""Standard deviation of initial weights, as in GPT-2 and Llama."""
+
+VOCABULARY_AXES = ("col", "tensor")
+"""The mesh axes over which a transformer's logits are split, whichever of them is bound."""
+
+
+def make_attention(config: TransformerConfig, block: int, *, rngs) -> TensorParallelAttention | LatentAttention:
+    """Causal self-attention of a block."""
+    if config.latent is not None:
+        return _make_latent_attention(config, config.latent, rngs=rngs)
+    inner: dict[str, Any] = _inner(config) | {"use_bias": config.use_bias or config.qkv_bias}
+    theta, scaling = config.rope_of(block)
+    return TensorParallelAttention(
+        config.hidden_size,
+        config.num_heads,
+        config.kv_heads,
+        head_size=config.head_size,
+        rope_theta=theta if config.position == "rotary" else None,
+        rope_scaling=scaling,
+        qk_norm=config.norm_eps if config.qk_norm else None,
+        qk_centered=config.qk_norm and config.zero_centered_norm,
+        window=config.window_of(block),
+        sinks=config.sinks,
+        scale=None if config.query_scalar is None else config.query_scalar**-0.5,
+        softcap=config.attention_softcap,
+        out_bias=config.use_bias,
+        dropout=config.dropout,
+        kernel=config.attention,
+        **inner,
+        rngs=rngs,
+    )
+
+
+def _make_latent_attention(config: TransformerConfig, latent: LatentConfig, *, rngs) -> LatentAttention:
+    inner = _inner(config)
+    return LatentAttention(
+        config.hidden_size,
+        config.num_heads,
+        latent=latent,
+        rope_theta=config.rope_theta,
+        rope_scaling=config.rope_scaling,
+        dropout=config.dropout,
+        kernel=config.attention,
+        **{name: inner[name] for name in ("out_init", "sequence_parallel", "overlap")},
+        **_linear(config),
+        rngs=rngs,
+    )
+
+
+def make_mlp(config: TransformerConfig, block: int, *, rngs) -> ParallelMLP | ParallelMoE:
+    """The feed-forward part of a block: dense, or a mixture of experts."""
+    if config.has_experts(block):
+        return _make_experts(config, rngs=rngs)
+    activation: Any = config.activation
+    return ParallelMLP(config.hidden_size, config.mlp_size, activation=activation, **_inner(config), rngs=rngs)
+
+
+def _make_experts(config: TransformerConfig, *, rngs) -> ParallelMoE:
+    experts, inner = config.experts, _inner(config)
+    assert experts is not None
+    activation: Any = experts.activation or config.activation
+    return ParallelMoE(
+        config.hidden_size,
+        experts.inner_size or config.mlp_size,
+        experts.num_experts,
+        router=experts.make_router(),
+        activation=activation,
+        use_bias=config.use_bias,
+        router_bias=experts.router_bias,
+        shared_size=experts.shared_size,
+        capacity_factor=experts.capacity_factor,
+        dispatch=experts.dispatch,
+        sequence_parallel=config.sequence_parallel,
+        out_init=inner["out_init"],
+        rngs=rngs,
+        **_linear(config),
+    )
+
+
+def make_vocabulary(config: TransformerConfig, *, rngs) -> VocabParallelEmbedding | ParallelEmbedding:
+    """The table of token embeddings, whose rows are split."""
+    options: dict[str, Any] = {"embedding_init": nnx.initializers.normal(INIT_STD), "overlap": config.overlap}
+    options |= _dtypes(config)
+    if config.split == "grid":
+        return _as_read(ParallelEmbedding(config.vocab_size, config.hidden_size, rngs=rngs, **options), config)
+    sequence = {"sequence_parallel": config.sequence_parallel, "pads": True}
+    table = VocabParallelEmbedding(config.vocab_size, config.hidden_size, rngs=rngs, **sequence, **options)
+    return _as_read(table, config)
+
+
+def make_positions(config: TransformerConfig, *, rngs) -> nnx.Embed:
+    """The table of positions, whole on every rank."""
+    init = nnx.initializers.normal(INIT_STD)
+    table = nnx.Embed(config.max_length, config.hidden_size, embedding_init=init, rngs=rngs, **_dtypes(config))
+    return _as_read(table, config)
+
+
+def make_head(config: TransformerConfig, *, rngs) -> ColumnParallelLinear | ParallelLinear:
+    """The output layer, whose logits are split over the vocabulary."""
+    sizes, options = (
+        (config.hidden_size, config.vocab_size),
+        {"use_bias": False, "overlap": config.overlap, **_linear(config)},
+    )
+    if config.split == "grid":  # transposed: its output is split over col, as the tied table's is
+        return ParallelLinear(*sizes, transpose=True, gather_output=False, rngs=rngs, **options)
+    return ColumnParallelLinear(*sizes, sequence_parallel=config.sequence_parallel, pads=True, rngs=rngs, **options)
+
+
+def make_norm(config: TransformerConfig, *, rngs) -> ParallelRMSNorm | ParallelLayerNorm:
+    """The norm over `hidden_size`; its statistics are computed in at least float32."""
+    kind = {"epsilon": config.norm_eps, "sequence_parallel": config.sequence_parallel, **_dtypes(config), "rngs": rngs}
+    if config.norm == "rmsnorm":
+        return ParallelRMSNorm(config.hidden_size, centered=config.zero_centered_norm, **kind)
+    return ParallelLayerNorm(config.hidden_size, use_bias=config.use_bias, **kind)
+
+
+def make_dropout(config: TransformerConfig, *, rngs) -> ParallelDropout:
+    """Dropout of [b, s, h] at the configured rate; without dropout it keeps no random state."""
+    axis = "tensor" if config.sequence_parallel else ()
+    return ParallelDropout(config.dropout, dim=-2, axis=axis, positions=True, rngs=rngs if config.dropout else None)
+
+
+def _inner(config: TransformerConfig) -> dict[str, Any]:
+    """Of both halves of a block. What writes into the residual stream starts smaller by sqrt(2 * num_layers) (GPT-2)."""
+    axis: PairAxes = "tensor" if config.split == "tensor" else ROW_COL_DEPTH
+    return {
+        "use_bias": config.use_bias,
+        "out_init": nnx.initializers.normal(INIT_STD / (2 * config.num_layers) ** 0.5),
+        "sequence_parallel": config.sequence_parallel,
+        "ring": config.ring,
+        "overlap": config.overlap,
+        "axis": axis,
+        **_linear(config),
+    }
+
+
+def _linear(config: TransformerConfig) -> dict[str, Any]:
+    return {"kernel_init": nnx.initializers.normal(INIT_STD), **_dtypes(config)}
+
+
+def _dtypes(config: TransformerConfig) -> dict[str, Any]:
+    return {"dtype": config.dtype, "param_dtype": config.param_dtype}
+
+
+def _as_read(table: Any, config: TransformerConfig) -> Any:
+    """A table that computes in the dtype in which it is read; nnx.Embed keeps that of its parameters.
+
+    With parameters in float32 read in bfloat16 all activations would be float32 otherwise, and every product after them.
+    """
+    table.dtype = config.dtype
+    return table
+
+
+# --------------------------------------------------------------------------------------------------
+# The language-model loss as a sum and a weight, so that it stays exact over ranks and microbatches of unequal size.
+# --------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, ignore: int = -1, *, axis: AxisNames = (), words: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Summed cross entropy in nats, and the number of targets it covers; their quotient is the mean.
+
+    Args:
+      logits: [..., v] (v vocabulary), or this rank's [..., v/n].
+      targets: integer [...], token ids below v. Positions of negative ones count for nothing.
+      ignore: one more target that counts for nothing.
+      axis: the mesh axes that split the logits where they are bound (`VOCABULARY_AXES` for the transformer); none: whole.
+      words: v where it leaves a remainder over `axis`, and the last ranks' logits end with padding; None: it leaves none.
+
+    Returns:
+      (total, weight): scalars in at least float32; the total is NaN where a target is v or more.
+
+    Raises:
+      ValueError: a target is v or more, where values are known.
+    """
+    losses = vocab_parallel_cross_entropy(logits, targets, axis, ignore_label=ignore, words=words)
+    return jnp.sum(losses), jnp.sum(counted(targets, ignore), dtype=losses.dtype)
+
+
+def counted(targets: jax.Array, ignore: int = -1) -> jax.Array:
+    """Which targets count for something: neither negative nor `ignore`; booleans of their shape."""
+    known = targets >= 0
+    return known if ignore < 0 else known & (targets != ignore)
+
+
+# --------------------------------------------------------------------------------------------------
+# A plain multi-layer perceptron, the same definition for one device and for every plan.
+# --------------------------------------------------------------------------------------------------
+
+
+class MLP(nnx.Module):
+    """A multi-layer perceptron: linear layers with an activation between them (none after the last).
+
+    Layers are column- and row-parallel in pairs over `tensor`, where that is bound; one that is left over is whole on every
+    rank.
+
+    >>> MLP([784, 128, 10], rngs=nnx.Rngs(0))(jax.numpy.ones((32, 784))).shape
+    (32, 10)
+
+    Args:
+      sizes: width of the input, of every hidden layer and of the output.
+      activation: element-wise function.
+      rngs: stream `params`.
+
+    Raises:
+      ValueError: fewer than two sizes, or a size below 1.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, activation: Callable = jax.nn.relu, rngs: nnx.Rngs):
+        if len(sizes) < 2 or min(sizes) < 1:
+            raise ValueError(f"MLP sizes {list(sizes)}: give at least an input and an output width, each at least 1")
+        self.activation = activation
+        widths = list(pairwise(sizes))
+        kinds: list[type[nnx.Linear]] = [ColumnParallelLinear, RowParallelLinear] * (len(widths) // 2)
+        kinds += [nnx.Linear] * (len(widths) % 2)
+        self.layers = nnx.List([kind(*width, rngs=rngs) for kind, width in zip(kinds, widths, strict=True)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., sizes[0]] -> [..., sizes[-1]]."""
+        *hidden, last = self.layers
+        for layer in hidden:
+            x = self.activation(layer(x))
+        return last(x)
+
+
+# --------------------------------------------------------------------------------------------------
+# What routers did, as metrics of a step.
+# --------------------------------------------------------------------------------------------------
+
+
+def router_metrics(routers: RouterValues) -> dict[str, WeightedMean]:
+    """Metrics for `loss_fn` to return, means over the layers with experts.
+
+    Args:
+      routers: of L layers, stacked along dim 0 (`Transformer.loss_and_routers`).
+
+    Returns:
+      By name: `experts/load_balance`, `experts/z`, `experts/entropy` (nats), `experts/dropped` (a share), `experts/rounds`,
+      `experts/busiest` (the fullest expert's tokens over the mean), and for up to 64 experts `experts/load/0`, ..., each one's
+      share of all choices.
+    """
+    counts = routers.counts.astype(routers.entropy.dtype)
+    loads = counts / jnp.maximum(counts.sum(1, keepdims=True), 1)
+    experts = loads.shape[1]
+    found = {name: getattr(routers, name).mean() for name in ("load_balance", "z", "entropy", "dropped", "rounds")}
+    found["busiest"] = experts * loads.max(1).mean()
+    if experts <= MOST_LOADS:
+        found |= {f"load/{e}": loads[:, e].mean() for e in range(experts)}
+    return {f"experts/{name}": WeightedMean(value, 1.0) for name, value in found.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# `Stack`: equal layers whose parameters lie along a first dim, run in one loop.
+# --------------------------------------------------------------------------------------------------
+
+
+class Stack(nnx.Module):
+    """`layers` of one kind, one after the other, as a scan: traced and compiled once, however many they are.
+
+    Its parameters are those of one layer with the layers along dim 0, under the names of a layer's own.
+
+    Args:
+      make: a function of `rngs` that makes a layer without random state.
+      count: how many layers.
+      rngs: stream `params`.
+    """
+
+    def __init__(self, make: Callable[..., nnx.Module], count: int, *, rngs: nnx.Rngs):
+        keys = jax.random.split(rngs.params(), count)
+        layer = nnx.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
+        for _, variable in nnx.iter_graph(layer):
+            if not isinstance(variable, nnx.Param):
+                continue
+            written = variable.get_metadata()
+            variable.set_metadata(**{STACKED: written.get(STACKED, 0) + 1})
+            if (spec := written.get(SPEC)) is not None:
+                variable.set_metadata(**{SPEC: PartitionSpec(None, *spec)})
+        self.count, self.layer = count, layer
+
+    def __call__(self, x: jax.Array, **same: Any) -> tuple[jax.Array, Any]:
+        """x through all layers, which return it and something besides: (x, the layers' others along dim 0).
+
+        Args:
+          x: what goes through.
+          **same: what every layer is given besides.
+        """
+        graph, params, state = nnx.split(self.layer, nnx.Param, ...)
+
+        def step(x: jax.Array, own: Any):
+            layer = nnx.merge(graph, *own)
+            x, more = layer(x, **same)
+            return x, (more, nnx.state(layer, nnx.Not(nnx.Param)))
+
+        x, (more, state) = jax.lax.scan(step, x, (params, state))
+        nnx.update(self.layer, state)
+        return x, more
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        """The layers, each with its slice of the parameters."""
+        graph, state = nnx.split(self.layer)
+        for i in range(self.count):
+            yield nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state))
+
+
+def stacked(values: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Arrays of numbered layers (`blocks/0/norm/scale`) as a stack of so many holds them (`blocks/layer/norm/scale`)."""
+    found = {}
+    for name, value in values.items():
+        parts = re.fullmatch(r"blocks/(\d+)/(.*)", name)
+        if parts is None:
+            found[name] = value
+        elif parts[1] == "0":
+            found[f"blocks/layer/{parts[2]}"] = np.stack([values[f"blocks/{i}/{parts[2]}"] for i in range(count)])
+    return found
+
+
+def unstacked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `stacked`."""
+    found = {}
+    for name, value in values.items():
+        if name.startswith("blocks/layer/"):
+            found |= {name.replace("/layer/", f"/{i}/", 1): part for i, part in enumerate(np.asarray(value))}
+        else:
+            found[name] = value
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# A decoder-only transformer covering the Llama family and GPT-2, the same definition for one device and for every plan.
+# --------------------------------------------------------------------------------------------------
 
 Cache = KVCache | LatentCache
 """What a block keeps of the positions that it has seen."""

@@ -1,31 +1,186 @@
-"""A plan bound to a mesh and a model: where each parameter lives, and how a step reads and reduces it."""
+"""`Placement`: a plan on a mesh, for one model: where each leaf lives, how it is read, what is summed."""
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
-from axonml_jax._types import PyTree
-from axonml_jax.collectives.gradients.buckets import assign_buckets
-from axonml_jax.collectives.gradients.pairs import own_slice
-from axonml_jax.collectives.joined_ranks import joined_over
-from axonml_jax.collectives.primitives import axis_index, gather_whole
-from axonml_jax.mesh.axes import AxisNames, as_axes, flat_axes
-from axonml_jax.model.functional import Functional
-from axonml_jax.model.precision import cast_floating
-from axonml_jax.parallel.context.context_split import seen_whole
-from axonml_jax.parallel.pipeline.resting.staging import Staging
-from axonml_jax.parallel.plan import Plan
-from axonml_jax.parallel.strategies.strategy import AbstractStrategy
-from axonml_jax.parallel.units.wrap import Wrap
+from axonml_jax.base import PyTree, named_leaves, path_name
+from axonml_jax.collectives.gradients import assign_buckets, own_slice
+from axonml_jax.collectives.primitives import axis_index, gather_whole, joined_over
+from axonml_jax.compat.canaries import require_types
+from axonml_jax.compat.order import after
+from axonml_jax.compat.varying_types import varying_axes
+from axonml_jax.mesh.axes import LAYER_AXES, AxisNames, as_axes, flat_axes
+from axonml_jax.model.loss import cast_floating
+from axonml_jax.model.view import Functional, Variables, merge
+from axonml_jax.parallel.plan import PARTITIONED, CPUOffload, Partition, Plan
+from axonml_jax.pipeline.pack import Assignment, Staging
+from axonml_jax.pipeline.pack import assign as by_names
+from axonml_jax.pipeline.schedules import AXIS
 from axonml_jax.sharding.batch import BatchLayout
-from axonml_jax.sharding.layout import Layout, is_layout
-from axonml_jax.sharding.memory import to_device_memory
-from axonml_jax.sharding.stored import from_stored, to_stored
+from axonml_jax.sharding.layout import Layout, from_stored, is_layout, movable, to_device_memory, to_stored
+from axonml_jax.strategies.replicate import Replicate
+from axonml_jax.strategies.strategy import AbstractStrategy, Fabric, Wrap, seen_whole
+
+# --------------------------------------------------------------------------------------------------
+# What of a plan fits a mesh: axes that would do the same work are refused.
+# --------------------------------------------------------------------------------------------------
+
+
+def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, PartitionSpec]) -> None:
+    """Refuse axes along which all ranks would do the same work."""
+    used = {axis for spec in in_layers.values() for entry in spec for axis in as_axes(entry or ())}
+    known = [name for axis in plan.strategies for name in as_axes(axis) if name not in LAYER_AXES or name in used]
+    known += [AXIS] * (plan.pipe is not None)
+    if plan.pipe is not None and AXIS not in degrees:
+        raise ValueError(
+            f"the plan is pipelined, but the mesh {dict(degrees)} has no axis {AXIS!r} for the stages: use "
+            "ax.make_mesh(pipe=..., data=...), or a plan with pipe=None"
+        )
+    if plan.pipe is None and degrees.get(AXIS, 1) > 1:
+        raise ValueError(
+            f"the mesh has {AXIS}={degrees[AXIS]}, and the plan says nothing about stages: give it "
+            "pipe=ax.Pipelined(num_microbatches=..., schedule=...), use ax.Pipeline, or a mesh without this axis"
+        )
+    left = _check_left(plan, degrees)
+    _check_rounds(plan, degrees, left=bool(left))
+    _check_partition(plan, degrees)
+    _check_strategies(plan, degrees)
+    unknown = {axis: size for axis, size in degrees.items() if axis not in known and size > 1}
+    if unknown:
+        raise ValueError(
+            f"mesh axes {unknown} have no strategy in the plan, which knows {known}: their devices would all do the "
+            "same work. Give the mesh these devices on one of the plan's axes, or build the model with layers that split over "
+            "them (ax.ColumnParallelLinear, ax.ParallelLinear, ...), or swap its own by ax.auto_parallelize, whose report says "
+            "why each was left"
+        )
+
+
+def _check_left(plan: Plan, degrees: Mapping[str, int]) -> list[AxisNames]:
+    """The axes left to the partitioner; refuse what they do not go with."""
+    left = [
+        axis for axis, each in plan.on(degrees).items() if each.left_to_partitioner and degrees[as_axes(axis)[0]] > 1
+    ]
+    if left and plan.check_vma:
+        raise ValueError(
+            f"{', '.join(map(str, left))} is left to XLA's partitioner, since the model's code sees whole sequences, and "
+            "JAX has no gradient of attention across ranks in there with types that are checked: leave out check_vma=True, "
+            "or write the model for its rank's positions (ax.context_attention, ax.context_positions; splits_positions = True)"
+        )
+    return left
+
+
+def _check_rounds(plan: Plan, degrees: Mapping[str, int], *, left: bool) -> None:
+    """Refuse rounds without an axis of replicas, and what is not written for a rank's own parameters."""
+    for axis, rounds in plan.rounds.items():
+        name = type(rounds).__name__
+        if missing := [each for each in as_axes(axis) if each not in degrees]:
+            raise ValueError(
+                f"{name} has its replicas along {', '.join(missing)}, which the mesh {dict(degrees)} lacks: use "
+                f"ax.make_mesh({missing[0]}=..., ...), or another strategy"
+            )
+        if left:
+            raise ValueError(
+                f"{name}: the model's code sees whole sequences, which leaves the axis of positions to XLA's partitioner, and "
+                "the end of a round runs on what a rank holds: write the model for its rank's positions "
+                "(ax.context_attention, splits_positions = True), or use a mesh without this axis"
+            )
+
+
+def _check_partition(plan: Plan, degrees: Mapping[str, int]) -> None:
+    """Refuse what does not go with axes that path rules leave to the partitioner."""
+    if plan.partition is None:
+        return
+    layout = plan.batch_layout(degrees)
+    if plan.check_vma and all(degrees[axis] == 1 for axis in layout.axes):
+        raise ValueError(
+            f"partition= leaves all axes of {dict(degrees)} that have ranks to XLA's partitioner, which does not accept what "
+            "JAX's types write where no other axis splits the batch: leave out check_vma=True, or give data ranks"
+        )
+    if along := [axis for axis, _ in layout.positions if degrees[axis] > 1]:
+        raise ValueError(
+            f"{', '.join(along)} splits positions, and partition= leaves an axis to XLA's partitioner, whose outputs are not "
+            "known to be whole there: use layers that split themselves (ax.ColumnParallelLinear, ax.auto_parallelize), or no "
+            "axis that splits positions"
+        )
+
+
+def _check_strategies(plan: Plan, degrees: Mapping[str, int]) -> None:
+    """Refuse strategies that do not go together, or whose options would have no effect."""
+    sharded = {
+        axis: strategy
+        for axis, strategy in plan.on(degrees).items()
+        if strategy.role.parameters == "sharded" and any(degrees[name] > 1 for name in as_axes(axis))
+    }
+    if len(sharded) > 1:
+        together = tuple(name for axis in sharded for name in as_axes(axis))
+        raise ValueError(
+            f"the axes {', '.join(map(str, sharded))} each shard parameters at rest, by {list(sharded.values())}: one strategy "
+            f"must own them together, ax.Plan(axes={{{together}: ...}}), or all but one replicate (ax.Replicate())"
+        )
+    reducer = plan.reducer(degrees)
+    asked = lambda strategy: (strategy.bucket_bytes, strategy.overlaps)
+    idle = {
+        axis: strategy
+        for axis, strategy in plan.on(degrees).items()
+        if strategy.role.reduces == "step" and asked(strategy) not in (asked(reducer), asked(Replicate()))
+    }
+    if idle:
+        raise ValueError(
+            f"buckets and overlap are those of one strategy of a plan, here {reducer!r}; what these say of them would have no "
+            f"effect: {idle}. Say it there"
+        )
+    _check_feedback(plan, degrees)
+    acting = [strategy for strategy in plan.on(degrees).values() if strategy.acts_between_steps]
+    if acting and (plan.pipe is not None or plan.offload is not CPUOffload.NONE):
+        raise ValueError(
+            f"{', '.join(map(repr, acting))} acts on parameters between steps (init_state, after_update), which a pipeline's "
+            "buffers and what rests in host memory do not give it: use a plan without pipe and without offload, or another "
+            "strategy"
+        )
+
+
+def _check_feedback(plan: Plan, degrees: Mapping[str, int]) -> None:
+    """Refuse to feed back what sums leave out where a rank has no whole gradient of its own, once a step and in one unit."""
+    there = plan.on(degrees)
+    if not (fed := {axis: each for axis, each in there.items() if each.feeds_back}):
+        return
+    roles = {axis: each.role for axis, each in there.items() if any(degrees[name] > 1 for name in as_axes(axis))}
+    reducing = [axis for axis in reversed(roles) if roles[axis].reduces in ("step", "microbatch")]
+    reducing.sort(key=lambda axis: roles[axis].parameters != "sharded")
+    wrong = {
+        "a pipeline, whose stages' gradients lie in buffers": plan.pipe is not None,
+        "what rests in host memory": plan.offload is not CPUOffload.NONE,
+        "rounds, and ranks that train models of their own": bool(plan.rounds)
+        or any(role.reduces == "never" for role in roles.values()),
+        "axes that are left to XLA's partitioner": bool(plan.left(degrees)),
+        "float16, whose loss scale changes": plan.precision.scales_loss,
+        "an axis over which layers split parameters and the batch too": any(
+            role.parameters == "layers" and role.batch is not None for role in roles.values()
+        ),
+        "a strategy that reduces after every microbatch": any(each.role.reduces != "step" for each in fed.values()),
+        "another axis whose gradients are summed before": bool(reducing) and reducing[0] not in fed,
+        "a second strategy that does the same": len(fed) > 1,
+    }
+    if why := [name for name, found in wrong.items() if found]:
+        raise ValueError(
+            f"{', '.join(map(repr, fed.values()))} adds what its sums leave out of a rank's gradients to the next step's, and "
+            f"does not go with {'; nor with '.join(why)}: leave that out, or use a strategy without feedback (reduce='int8')"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# A plan bound to a mesh and a model: where each parameter lives, and how a step reads and reduces it.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -298,3 +453,203 @@ class Placement:
         for axis in layout.axes:
             part = own_slice(part, axis, layout.dim_of(axis) or 0)
         return part
+
+
+# --------------------------------------------------------------------------------------------------
+# Loading what rests in host memory when it is needed, inside a compiled program.
+#
+# XLA:TPU copies arguments that rest in host memory to the device when the program starts, whatever barrier stands
+# before the `device_put`. It cannot copy slices before it knows where they begin: so they begin at a zero that comes
+# out of a barrier.
+# --------------------------------------------------------------------------------------------------
+
+TILE_ROWS: dict[int, int] = {1: 1024, 2: 8}
+"""Rows of an array of so many dims at which one of XLA:TPU's tiles begins."""
+
+
+def moment(values: PyTree) -> jax.Array:
+    """An int32 zero that is not there before these values are, wherever they rest."""
+    waited = [x for x in jax.tree.leaves(values) if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)]
+    return after(jnp.int32(0), waited)
+
+
+def load(leaf: jax.Array, at: jax.Array) -> jax.Array:
+    """An array in host memory moved to device memory, not before the moment `at`.
+
+    An array whose rows do not fill two of the chip's tiles is moved when XLA likes.
+    """
+    if not movable(leaf) or varying_axes(at) - varying_axes(leaf):
+        return to_device_memory(leaf)
+    rows, half = leaf.shape[0], leaf.shape[0] // 2
+    if half == 0 or (half * 2 != rows and leaf.ndim < 3) or half % TILE_ROWS.get(leaf.ndim, 1):
+        return to_device_memory(leaf)
+    parts = [jax.lax.dynamic_slice_in_dim(leaf, at + i * half, size) for i, size in enumerate((half, rows - half))]
+    return jnp.concatenate(to_device_memory(parts))
+
+
+@functools.cache
+def slices(shape: tuple[int, ...], itemsize: int, size: int) -> int:
+    """The least number of equal slices along dim 0 of which none is over `size` bytes and all begin with a tile.
+
+    As many as there can be where all are over it.
+
+    Args:
+      shape: of an array.
+      itemsize: bytes of an element.
+      size: bytes of a slice.
+    """
+    elements, tile = math.prod(shape), TILE_ROWS.get(len(shape), 1)
+    if not shape or elements * itemsize <= size or shape[0] % tile:
+        return 1
+    tiles = shape[0] // tile
+    small = [n for n in range(1, math.isqrt(tiles) + 1) if tiles % n == 0]
+    counts = sorted({*small, *(tiles // n for n in small)})
+    return next((n for n in counts if elements // n * itemsize <= size), counts[-1])
+
+
+# --------------------------------------------------------------------------------------------------
+# What a training step sees of a plan whose ranks train parameters of their own for rounds of steps.
+# --------------------------------------------------------------------------------------------------
+
+
+def in_round(placement: Placement) -> Placement:
+    """The placement of a step within a round, in which nothing is reduced along the axis of the replicas.
+
+    Its `agreed` is the one given, by which the outer parameters rest and the model is evaluated. Without rounds, or of a
+    placement that is in one already: itself.
+    """
+    within = placement.plan.within_round()
+    return placement if within is placement.plan else replace(placement, plan=within, agreed=placement)
+
+
+# --------------------------------------------------------------------------------------------------
+# A placement that leaves axes to XLA's partitioner: those that a plan's path rules name, or what splits positions.
+# --------------------------------------------------------------------------------------------------
+
+
+def by_rules(
+    partition: Partition, variables: Variables, degrees: Mapping[str, int], in_layers: Mapping[str, Any]
+) -> dict[str, PartitionSpec]:
+    """The splits that a plan's rules ask for, by path name.
+
+    Raises:
+      ValueError: for a mesh with other axes than data and those of the rules, a model whose layers split themselves, and rules
+        that do not fit.
+    """
+    split = [name for name, spec in in_layers.items() if any(spec)]
+    if split:
+        raise ValueError(
+            f"rules split models whose layers do not split themselves, but these do: {', '.join(split[:8])}"
+        )
+    there = {axis: size for axis, size in degrees.items() if size > 1 and axis != "data"}
+    if unnamed := {axis: size for axis, size in there.items() if axis in PARTITIONED and axis not in partition.axes}:
+        raise ValueError(
+            f"the mesh has {unnamed}, and no rule names {' or '.join(unnamed)}: these devices would all do the same work. Give "
+            "a rule that splits parameters over it, or a mesh without it"
+        )
+    if others := {axis: size for axis, size in there.items() if axis not in PARTITIONED}:
+        raise ValueError(
+            f"with path rules the mesh has data, tensor and expert, but this one has {others} too: build the model with "
+            "parallel layers, or swap its layers by ax.auto_parallelize"
+        )
+    return partition.specs(merge(variables.params, variables.frozen), degrees)
+
+
+def left_to_partitioner(placement: Placement, axes: Collection[str]) -> Placement:
+    """A placement that leaves axes to the partitioner: leaves look whole along them inside a step, and rest as they did."""
+
+    def whole(layout: Layout) -> Layout:
+        entries = [tuple(axis for axis in as_axes(entry or ()) if axis not in axes) for entry in layout.spec]
+        spec = PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+        parts = [math.prod(placement.degrees[axis] for axis in entry) for entry in entries]
+        parts += [1] * (len(layout.stored) - len(parts))
+        return replace(layout, spec=spec, parts=tuple(parts))
+
+    seen = (jax.tree.map(whole, tree, is_leaf=is_layout) for tree in (placement.params, placement.frozen))
+    params, frozen = seen
+    resting = replace(placement, left=frozenset(axes))
+    return replace(resting, params=params, frozen=frozen, at_rest=resting)
+
+
+# --------------------------------------------------------------------------------------------------
+# Binding a plan to a mesh and a model: every default decided, a layout for every parameter, and what cannot be refused.
+# --------------------------------------------------------------------------------------------------
+
+
+def bind_plan(
+    plan: Plan,
+    variables: Variables,
+    mesh: Mesh,
+    split: PyTree | None = None,
+    assign: Callable[[Mapping[str, Any], int], Assignment] | None = None,
+    stacks: Mapping[str, int] = MappingProxyType({}),
+) -> Placement:
+    """Bind a plan to a mesh and a model's variables (shapes suffice).
+
+    Args:
+      plan: the plan.
+      variables: the model's.
+      mesh: where.
+      split: how the model's own layers split its parameters: a nest of PartitionSpecs (`tensor_specs`); None: not at all.
+      assign: of a pipelined plan: the stages of parameters, from their shapes by path and the number of stages; None: by
+        their names.
+      stacks: how many first dims of parameters number layers or experts, by path (`Functional.stacked_dims`).
+
+    Raises:
+      ValueError: when the plan's degrees are not the mesh's, or when the mesh has axes the plan gives no meaning to.
+      CanaryError: when the JAX that is installed tells varying types in another way than the library reads them.
+    """
+    degrees = dict(mesh.shape)
+    if plan.mesh is not None and (wanted := plan.mesh.resolve(mesh.size).degrees) != {
+        **dict.fromkeys(wanted, 1),
+        **{axis: size for axis, size in degrees.items() if size > 1 or axis in wanted},
+    }:
+        raise ValueError(f"the plan asks for degrees {dict(wanted)} but the mesh has {degrees}: give one or the other")
+    in_layers = named_leaves(split)
+    if plan.partition is not None:
+        in_layers = by_rules(plan.partition, variables, degrees, in_layers)
+    check_axes(plan, degrees, in_layers)
+    alone = any(strategy.role.reduces == "never" for strategy in plan.on(degrees).values())
+    if alone and plan.precision.scales_loss:
+        raise ValueError(
+            "sync_strategy=NO_SYNC with float16 would need a loss scale per rank: use bf16, or synchronize"
+        )
+    plan = plan.decided(Fabric.of(list(mesh.devices.flat)), degrees)
+    strategies = plan.on(degrees)
+    require_types(plan.check_vma)
+
+    def layout(path: tuple, like: jax.ShapeDtypeStruct) -> Layout:
+        leaf = Layout.whole(like, stacks.get(path_name(path), 0))
+        for dim, entry in enumerate(in_layers.get(path_name(path), PartitionSpec())):
+            for axis in as_axes(entry or ()):
+                leaf = leaf.on(axis, dim, degrees[axis]) if degrees[axis] > 1 else leaf
+        for axis, strategy in strategies.items():
+            leaf = strategy.spec(leaf, axis, math.prod(degrees[name] for name in as_axes(axis)))
+        return leaf
+
+    def lay_out(tree: PyTree) -> PyTree:
+        resting = jax.eval_shape(plan.precision.cast_param, tree)
+        return jax.tree_util.tree_map_with_path(layout, resting)
+
+    placement = Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
+    if left := _left(plan, degrees):
+        placement = left_to_partitioner(placement, left)
+    if plan.pipe is None:
+        return placement
+    shapes = named_leaves(variables.params) | named_leaves(variables.frozen)
+    return replace(placement, stages=_staged(placement, shapes, assign))
+
+
+def _left(plan: Plan, degrees: Mapping[str, int]) -> frozenset[str]:
+    """The axes left to the partitioner; of a pipeline, and with rounds, none of one rank: their program is that without it."""
+    left = plan.left(degrees)
+    return frozenset(axis for axis in left if degrees[axis] > 1) if plan.pipe or plan.rounds else left
+
+
+def _staged(placement: Placement, shapes: Mapping[str, Any], assign: Callable | None) -> Staging:
+    plan, degrees = placement.plan, placement.degrees
+    assert plan.pipe is not None
+    plan.pipe.timetable(degrees[AXIS], plan.microbatches)  # refuses what the schedule does not take
+    count = plan.pipe.num_stages(degrees[AXIS])
+    found = by_names(shapes, count, split=plan.pipe.split) if assign is None else assign(shapes, count)
+    return Staging.of(plan.pipe, found, placement.params, placement.frozen, degrees)

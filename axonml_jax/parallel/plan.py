@@ -1,32 +1,341 @@
-"""Everything that decides how a step runs, as one frozen value."""
+"""`Plan`: strategies on axes and the options of a step, as data that is checked, compared and printed."""
 
+import enum
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral
-from typing import Literal
+from typing import Any, Literal
 
-from axonml_jax._types import is_one_of, named_leaves
-from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, AxisNames, as_axes
+from jax.sharding import PartitionSpec
+
+from axonml_jax.base import PyTree, is_choice, is_one_of, lines, member, named_leaves, section, table
+from axonml_jax.layers.adapters import specs_beside
+from axonml_jax.mesh.axes import AXES, BATCH_AXES, LAYER_AXES, AxisNames, as_axes
 from axonml_jax.mesh.shape import MeshShape
-from axonml_jax.model.functional import Functional
-from axonml_jax.model.precision import Precision
-from axonml_jax.parallel.fabric import Fabric
-from axonml_jax.parallel.offload import CPUOffload
-from axonml_jax.parallel.partition import Partition
-from axonml_jax.parallel.pipeline.policy import Pipelined
-from axonml_jax.parallel.plan_axes import PlanAxes, axes_problems, inwards
-from axonml_jax.parallel.plan_html import plan_html
-from axonml_jax.parallel.strategies.context import Context
-from axonml_jax.parallel.strategies.in_layers import InLayers
-from axonml_jax.parallel.strategies.local_rounds import LocalRounds
-from axonml_jax.parallel.strategies.replicate import Replicate
-from axonml_jax.parallel.strategies.shard import Shard
-from axonml_jax.parallel.strategies.strategy import AbstractStrategy
-from axonml_jax.parallel.units.remat_policy import Remat, checked_remat
+from axonml_jax.model.lora import Adapter
+from axonml_jax.model.loss import Precision
+from axonml_jax.model.view import Functional
+from axonml_jax.parallel.context import Context
+from axonml_jax.pipeline.schedules import AXIS, Pipelined
 from axonml_jax.sharding.batch import BatchLayout, second_dim
-from axonml_jax.sharding.sequence_order import Order
-from axonml_jax.synonyms import is_choice
+from axonml_jax.sharding.layout import Order
+from axonml_jax.strategies.replicate import Replicate
+from axonml_jax.strategies.shard import Shard
+from axonml_jax.strategies.strategy import AbstractStrategy, Fabric, InLayers, LocalRounds
+
+# --------------------------------------------------------------------------------------------------
+# What rests in host memory between its uses, by JAX's memory kinds.
+# --------------------------------------------------------------------------------------------------
+
+
+class CPUOffload(enum.Enum):
+    """What is kept in host memory (names as in AxonML; PyTorch's `CPUOffload(offload_params=True)` is FULL).
+
+    NONE: nothing. PARAMS: parameters. OPTIMIZER_STATES: the optimizer's state. FULL: both, and gradients once they are
+    reduced. Results are the same; the device holds less, and every step moves what was offloaded to it and back.
+    """
+
+    NONE = "none"
+    PARAMS = "params"
+    OPTIMIZER_STATES = "optimizer_states"
+    FULL = "full"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "CPUOffload | None":
+        return member(cls, "offload", value)
+
+    @property
+    def params(self) -> bool:
+        """Whether parameters rest on the host."""
+        return self in (CPUOffload.PARAMS, CPUOffload.FULL)
+
+    @property
+    def optimizer(self) -> bool:
+        """Whether the optimizer's state rests on the host."""
+        return self in (CPUOffload.OPTIMIZER_STATES, CPUOffload.FULL)
+
+    @property
+    def gradients(self) -> bool:
+        """Whether reduced gradients go to the host."""
+        return self is CPUOffload.FULL
+
+
+# --------------------------------------------------------------------------------------------------
+# Path rules that split the parameters of any model over axes whose communication XLA's partitioner chooses.
+# --------------------------------------------------------------------------------------------------
+
+PARTITIONED = ("tensor", "expert")
+"""The axes that rules may name. Along `expert` rows of the batch are split too."""
+
+Rules = Mapping[str, PartitionSpec] | Iterable[tuple[str, PartitionSpec]]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Rules by path name; the first that matches a parameter's whole name says how it is split.
+
+    Adapters (`ax.lora`) are split as the sides of their matrices are; rules name the model's own parameters.
+
+    Attributes:
+      rules: (regular expression, PartitionSpec over `tensor` and `expert`) in order.
+      adapters: of a model's matrices, by path (see `for_model`).
+    """
+
+    rules: tuple[tuple[str, PartitionSpec], ...]
+    adapters: tuple[tuple[str, Adapter], ...] = field(default=(), repr=False)
+
+    @staticmethod
+    def of(rules: Rules) -> "Partition":
+        """From a mapping or from pairs.
+
+        Raises:
+          TypeError, ValueError: listing every rule that is none.
+        """
+        pairs: Any = tuple(rules.items() if isinstance(rules, Mapping) else (tuple(rule) for rule in rules))
+        wrong = [problem for rule in pairs if (problem := _wrong(rule))]
+        if wrong or not pairs:
+            raise ValueError(
+                "rules are pairs of a regular expression of parameter names and a PartitionSpec over 'tensor' and 'expert', "
+                'such as (r".*/up/kernel", P(None, "tensor")): ' + ("; ".join(wrong) or "none was given")
+            )
+        return Partition(pairs)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes that the rules name, all of which a step leaves to the partitioner; `tensor` where they name none."""
+        return frozenset(
+            axis for _, spec in self.rules for entry in spec for axis in as_axes(entry or ())
+        ) or frozenset(PARTITIONED[:1])
+
+    def for_model(self, model: Functional) -> "Partition":
+        """The rules, which know the model's adapters."""
+        return replace(self, adapters=tuple(model.adapters.items()))
+
+    def specs(self, variables: PyTree, degrees: Mapping[str, int]) -> dict[str, PartitionSpec]:
+        """How each parameter is split, by path name.
+
+        Args:
+          variables: shapes of all parameters.
+          degrees: size of every mesh axis.
+
+        Raises:
+          ValueError: listing every parameter that no rule matches or whose dims do not divide, and every rule that is the
+            first to match none (which another one hides, or which has a typing error).
+        """
+        added = {name for _, adapter in self.adapters for name in adapter.added}
+        leaves = {name: leaf for name, leaf in named_leaves(variables).items() if name not in added}
+        chosen = {name: next((rule for rule in self.rules if re.fullmatch(rule[0], name)), None) for name in leaves}
+        problems = [
+            f"  {name} {tuple(leaves[name].shape)}: no rule matches it" for name, r in chosen.items() if r is None
+        ]
+        used = set(chosen.values())
+        problems += [f"  rule {rule[0]!r}: {self._unused(rule, leaves)}" for rule in self.rules if rule not in used]
+        for name, rule in chosen.items():
+            if rule is not None and (problem := _indivisible(leaves[name].shape, rule[1], degrees)):
+                problems.append(f"  {name}: {problem}")
+        if problems:
+            raise ValueError(
+                "the rules do not fit the model's parameters:\n"
+                + "\n".join(problems)
+                + '\n(".*" as the last rule, with '
+                "PartitionSpec(), keeps the rest whole on every rank)"
+            )
+        own = {name: rule[1] for name, rule in chosen.items() if rule is not None}
+        beside = (specs_beside(own[name], adapter) for name, adapter in self.adapters)
+        return own | {name: spec for specs in beside for name, spec in specs.items()}
+
+    def _unused(self, rule: tuple[str, PartitionSpec], names: Iterable[str]) -> str:
+        hidden = [name for name in names if re.fullmatch(rule[0], name)]
+        if not hidden:
+            return "matches no parameter"
+        first = next(earlier for earlier, _ in self.rules if re.fullmatch(earlier, hidden[0]))
+        return f"every parameter it matches ({', '.join(hidden[:3])}) is taken by an earlier rule, {first!r}"
+
+
+def _wrong(rule: Any) -> str | None:
+    if len(rule) != 2 or not isinstance(rule[0], str) or not isinstance(rule[1], PartitionSpec):
+        return f"{rule!r} is no such pair"
+    try:
+        re.compile(rule[0])
+    except re.error as error:
+        return f"{rule[0]!r} is no regular expression ({error})"
+    others = {axis for entry in rule[1] for axis in as_axes(entry or ())} - {*PARTITIONED}
+    return f"{rule[0]!r} names the axes {sorted(others)}, which are not left to the partitioner" if others else None
+
+
+def _indivisible(shape: tuple[int, ...], spec: PartitionSpec, degrees: Mapping[str, int]) -> str | None:
+    if len(spec) > len(shape):
+        return f"{spec} has more entries than its shape {tuple(shape)} has dims"
+    ranks = lambda entry: math.prod(degrees.get(axis, 1) for axis in as_axes(entry or ()))
+    wrong = {dim: entry for dim, entry in enumerate(spec) if shape[dim] % ranks(entry)}
+    over = " and ".join(dict.fromkeys(f"{axis}={degrees[axis]}" for entry in wrong.values() for axis in as_axes(entry)))
+    return f"dims {[*wrong]} of {tuple(shape)} do not divide over {over} ({spec})" if wrong else None
+
+
+# --------------------------------------------------------------------------------------------------
+# The strategies of mesh axes that a plan has no name of its own for, as an immutable mapping.
+# --------------------------------------------------------------------------------------------------
+
+
+class PlanAxes(Mapping[AxisNames, AbstractStrategy]):
+    """Strategies by axis name, or by the tuple of names of the axes that one strategy owns together; hashable.
+
+    >>> from axonml_jax.strategies.replicate import Replicate
+    >>> PlanAxes({"island": Replicate()}) == {"island": Replicate()}
+    True
+    """
+
+    def __init__(self, strategies: Mapping[AxisNames, AbstractStrategy]):
+        self._items = {key if isinstance(key, str) else tuple(key): value for key, value in strategies.items()}
+
+    def __getitem__(self, axis: AxisNames) -> AbstractStrategy:
+        return self._items[axis if isinstance(axis, str) else tuple(axis)]
+
+    def __iter__(self) -> Iterator[AxisNames]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+def axes_problems(axes: Any) -> list[str]:
+    """What is wrong with a plan's `axes`."""
+    if not isinstance(axes, Mapping):
+        return [f"axes={axes!r} must be a mapping of axis names (or tuples of them) to strategies"]
+    keys = [key for key in axes if not _is_key(key)]
+    names = [name for key in axes if key not in keys for name in as_axes(key)]
+    problems = [f"axes: {key!r} must be an axis name, or a tuple of them" for key in keys]
+    problems += [f"axes: {name!r} has two strategies: give it one" for name in {n for n in names if names.count(n) > 1}]
+    problems += [
+        f"axes: {name!r} is split by the model's own layers, which bring their strategy: leave it out"
+        for name in names
+        if name in LAYER_AXES
+    ]
+    return problems + [
+        f"axes: {axis!r} has {strategy!r}, which must be an ax.AbstractStrategy"
+        for axis, strategy in axes.items()
+        if not isinstance(strategy, AbstractStrategy) and axis != "pipe"
+    ]
+
+
+def _is_key(key: Any) -> bool:
+    return (isinstance(key, str) and bool(key)) or (
+        isinstance(key, tuple) and bool(key) and all(isinstance(name, str) and name for name in key)
+    )
+
+
+def inwards(
+    strategies: Mapping[AxisNames, AbstractStrategy], mesh_axes: tuple[str, ...]
+) -> dict[AxisNames, AbstractStrategy]:
+    """Those strategies whose axes a mesh has, from the outermost axis inwards.
+
+    The library's axes come in their canonical order. An axis of the user's own comes right behind the library's axis that
+    stands before it in the mesh.
+
+    Args:
+      strategies: by axis, or by several.
+      mesh_axes: the names of the mesh's axes, in its order.
+
+    Raises:
+      ValueError: when the mesh has some but not all axes of one strategy.
+    """
+
+    def place(key: AxisNames) -> tuple[float, int]:
+        first = as_axes(key)[0]
+        position = mesh_axes.index(first)
+        if first in AXES:
+            return AXES.index(first), position
+        before = [AXES.index(name) for name in mesh_axes[:position] if name in AXES]
+        return (before[-1] if before else -1) + 0.5, position
+
+    missing = {key: [name for name in as_axes(key) if name not in mesh_axes] for key in strategies}
+    if torn := {key: names for key, names in missing.items() if names and len(names) < len(as_axes(key))}:
+        raise ValueError(
+            f"one strategy owns the axes {', '.join(map(str, torn))} together, but the mesh {mesh_axes} lacks "
+            f"{sorted({name for names in torn.values() for name in names})}: give the mesh these axes (of degree 1 if need be)"
+        )
+    there = [key for key, names in missing.items() if not names]
+    return {key: strategies[key] for key in sorted(there, key=place)}
+
+
+# --------------------------------------------------------------------------------------------------
+# A plan as HTML, for notebooks: what is chosen, what is left at its default, and the pipeline's timetable.
+# --------------------------------------------------------------------------------------------------
+
+
+def plan_html(plan: Any, title: str, degrees: Mapping[str, int] | None) -> str:
+    """The fields of a plan, those that are chosen before those that are not.
+
+    Args:
+      plan: an `ax.Plan`.
+      title: above the table.
+      degrees: of the mesh that it runs on; None: those of the plan's own mesh, if it has one.
+    """
+    own = None if plan.mesh is None else plan.mesh.degrees
+    degrees = own if degrees is None else degrees
+    chosen = {name for name, _ in _chosen(plan)}
+    names = sorted((each.name for each in fields(plan) if each.name != "mesh"), key=lambda name: name not in chosen)
+    cells = [[name, in_words(getattr(plan, name))] for name in names]
+    quiet = [row for row, name in enumerate(names) if name not in chosen]
+    mesh = "any mesh" if degrees is None else " x ".join(f"{axis} {ranks}" for axis, ranks in degrees.items() if ranks)
+    parts = [lines(f"on {mesh or 'one device'}"), table(["field", "value"], cells, left=2, quiet=quiet)]
+    if plan.pipe is not None and AXIS in (degrees or {}):
+        parts.append(plan.pipe.timetable((degrees or {})[AXIS], plan.microbatches)._repr_html_())
+    return section(title, *parts)
+
+
+def in_words(value: Any) -> str:
+    """A value of a plan as one would write it, without what is a default.
+
+    >>> from axonml_jax.strategies.shard import Shard
+    >>> in_words(Shard(stage=2)), in_words(Shard()), in_words(None)
+    ('Shard(stage=2)', 'Shard()', 'None')
+    """
+    if isinstance(value, enum.Enum):
+        return repr(value.value)
+    if not is_dataclass(value):
+        return repr(value)
+    return f"{type(value).__name__}({', '.join(f'{name}={in_words(one)}' for name, one in _chosen(value))})"
+
+
+def _chosen(value: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of a dataclass that are not at their defaults."""
+    for each in fields(value):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if each.repr and (found := getattr(value, each.name)) != default:
+            yield each.name, found
+
+
+# --------------------------------------------------------------------------------------------------
+# What a plan says of recomputation: `Remat`; `parallel/units.py` does it.
+# --------------------------------------------------------------------------------------------------
+
+Remat = Literal["full", "selective"] | None
+"""What the backward recomputes: nothing (in scans and pipelines, where it lies apart from its forward, what is elementwise);
+all of a unit from its inputs; or all but the results of weight multiplications, which are most of the work and a small part
+of the memory (Korthikanti et al. 2022)."""
+
+
+def checked_remat(remat: Any) -> str | None:
+    """What is wrong with a policy, or None."""
+    return (
+        None
+        if is_one_of(remat, (None, "full", "selective"))
+        else f"remat={remat!r} must be None, 'full' or 'selective'"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Everything that decides how a step runs, as one frozen value.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

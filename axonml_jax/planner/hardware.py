@@ -1,12 +1,18 @@
-"""What accelerators can do, as published: a table of figures with the source of each."""
+"""Hardware in numbers, assumptions, and goodput: failures, recovery, how often to save."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 
-from axonml_jax.cost.amounts import Many, either, least, most, varies
-from axonml_jax.synonyms import meant
+from axonml_jax.base import meant
+from axonml_jax.cost.decoder import Many, either, least, most, varies
+from axonml_jax.mesh.axes import AXES
+
+# --------------------------------------------------------------------------------------------------
+# What accelerators can do, as published: a table of figures with the source of each.
+# --------------------------------------------------------------------------------------------------
 
 GB, TERA = 1e9, 1e12
 _BOOK = "How to Scale Your Model (Austin et al. 2025), chapter 2, table of TPU figures"
@@ -163,3 +169,452 @@ def hardware(name: "str | Hardware") -> Hardware:
             "or give ax.Hardware (on the command line: measure)"
         )
     return HARDWARE[known]
+
+
+# --------------------------------------------------------------------------------------------------
+# `Recovery`: what one way of getting a job back after a failure takes, part by part, and what its copies cost.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """One way of recovery. Times are seconds, sizes bytes of one device, bandwidths bytes per second of one device.
+
+    Copies of the state are made as the training goes on: a copy stops it for `blocked` seconds and can be returned to
+    `commit` seconds after it began. A failure before that goes back to the copy before.
+
+    Attributes:
+      name: what it is called.
+      notice: from a failure until it is known.
+      replace: until a machine takes the place of the failed one; 0: a spare one waits.
+      start: until all processes run and have found each other.
+      compile: until their programs are compiled, or read from where they were kept.
+      size: bytes of the state of one device.
+      read: at which a device reads its state back.
+      write: at which a device's copy is written behind the training's back; infinite: it is there when the training goes on.
+      blocked: for which a copy stops the training.
+      shrinks: whether the replicas of the model that live go on in the step that failed, without a copy, and are joined by the
+        failed one when its machine is replaced. Else everybody waits for that machine and returns to the last copy.
+    """
+
+    name: str
+    notice: float = 0.0
+    replace: float = 0.0
+    start: float = 0.0
+    compile: float = 0.0
+    size: float = 0.0
+    read: float = float("inf")
+    write: float = float("inf")
+    blocked: float = 0.0
+    shrinks: bool = False
+
+    def __post_init__(self):
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, float | int)}
+        wrong = {name: value for name, value in numbers.items() if not value >= 0}
+        wrong |= {name: getattr(self, name) for name in ("read", "write") if not getattr(self, name) > 0}
+        if wrong:
+            raise ValueError(f"Recovery {self.name!r}: {wrong}: seconds and bytes are 0 or more, bandwidths above 0")
+
+    @property
+    def restore(self) -> float:
+        """Seconds to read the state back."""
+        return self.size / self.read
+
+    @property
+    def commit(self) -> float:
+        """Seconds from the beginning of a copy until it can be returned to."""
+        return self.blocked + self.size / self.write
+
+    @property
+    def pause(self) -> float:
+        """Seconds from a failure until the training goes on."""
+        if self.shrinks:
+            return self.notice + self.compile
+        return self.notice + self.replace + self.start + self.compile + self.restore
+
+    @property
+    def growing(self) -> float:
+        """Seconds for which everybody waits when a replica joins again."""
+        return self.start + self.compile + self.restore if self.shrinks else 0.0
+
+
+# --------------------------------------------------------------------------------------------------
+# How often devices fail, as published: interruptions of a training over the device-hours in which they were counted.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureRate:
+    """How often the devices of one cluster interrupt a job.
+
+    Attributes:
+      name: what it is called.
+      events: interruptions that were counted.
+      device_hours: in which they were.
+      counted: what counts as one.
+      source: where both are from.
+    """
+
+    name: str
+    events: float
+    device_hours: float
+    counted: str
+    source: str
+
+    @property
+    def per_device_hour(self) -> float:
+        """Interruptions of a job for each of its devices and each hour."""
+        return self.events / self.device_hours
+
+
+def _of_nodes(name: str, per_thousand_node_days: float) -> FailureRate:
+    return FailureRate(
+        name=name, events=per_thousand_node_days, device_hours=1000 * 24 * 8,
+        counted="failures of infrastructure that ended a job, per thousand days of a node of 8 A100",
+        source="Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters (HPCA 2025)",
+    )  # fmt: skip
+
+
+FAILURE_RATES: dict[str, FailureRate] = {
+    each.name: each
+    for each in (
+        FailureRate(
+            name="llama3", events=419, device_hours=54 * 24 * 16384,
+            counted="unexpected interruptions of one training in 54 days on 16,384 H100",
+            source="Grattafiori et al., The Llama 3 Herd of Models (2024), section 3.3.4",
+        ),
+        _of_nodes("rsc-1", 6.50),
+        _of_nodes("rsc-2", 2.34),
+        FailureRate(
+            name="opt-175b", events=35 + 70, device_hours=2 * 30 * 24 * 992,
+            counted="restarts for hardware in 2 months on 992 A100, manual (at least 35) and automatic (estimated 70 and more)",
+            source="Zhang et al., OPT: Open Pre-trained Transformer Language Models (2022), section 2.5",
+        ),
+        FailureRate(
+            name="tpu-v4", events=0.0008, device_hours=24 * 4,
+            counted="machines of 4 chips that fail, 0.08% a day; links and switches left out",
+            source="Zu et al., Resiliency at Scale: Managing Google's TPUv4 Supercomputer (NSDI 2024), section 5.2",
+        ),
+    )
+}  # fmt: skip
+"""Name -> rate. None of them says how failures of one moment hang together: they are taken to come one by one."""
+
+
+def failure_rate(given: "str | float") -> float:
+    """Interruptions per device-hour, by the name of a published cluster or as a number.
+
+    >>> f"{failure_rate('llama3'):.2e}"
+    '1.97e-05'
+    >>> failure_rate("1e-4")
+    0.0001
+
+    Raises:
+      ValueError: for another name, or a number below 0.
+    """
+    if isinstance(given, str) and given.lower() in FAILURE_RATES:
+        return FAILURE_RATES[given.lower()].per_device_hour
+    try:
+        rate = float(given)
+    except ValueError:
+        rate = float("nan")
+    if not 0 <= rate < float("inf"):
+        raise ValueError(
+            f"{given!r} is no failure rate: give failures per device-hour (0 or more), or one of {', '.join(FAILURE_RATES)}"
+        )
+    return rate
+
+
+# --------------------------------------------------------------------------------------------------
+# The mesh axes of which the planner tries every degree. Nothing here imports JAX.
+# --------------------------------------------------------------------------------------------------
+
+FAMILIES: tuple[tuple[str, ...], ...] = (
+    ("data", "pipe", "fsdp", "expert", "context", "tensor"),
+    ("data", "pipe", "fsdp", "depth", "row", "col"),
+)
+"""Mesh axes that go together: layers are split Megatron's way or AxoNN's. Experts go with the former."""
+
+SHORTEST = 1024
+"""Positions of a rank of `context` at least: shorter parts are not tried."""
+
+SEARCHED = tuple(axis for axis in AXES if any(axis in family for family in FAMILIES))
+"""The mesh axes of which legal plans are enumerated."""
+
+
+# --------------------------------------------------------------------------------------------------
+# What the cost model assumes beside the hardware's figures, stated once.
+# --------------------------------------------------------------------------------------------------
+
+_NO_SHARES = ("host_bandwidth", "imbalance")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """Assumptions of the time that a plan takes.
+
+    Attributes:
+      efficiency: share of the peak FLOP/s that products reach while nothing is waited for.
+      overlap: share of the compute time behind which gathers of parameters and reductions of gradients can hide.
+      layer_overlap: the same of what the layers send themselves; 0, as a product waits for its input.
+      blocks: of the efficiency, what attention reaches that reads positions of other ranks: it is computed block by block,
+        where TPUs and GPUs have kernels for the positions of one rank. Not measured.
+      imbalance: tokens of the busiest rank's experts over the mean, by which their products take longer; a round of a dispatch
+        has slots for 1.25. Not measured.
+      memory_margin: share of a device's memory that a plan may fill; the rest is for fragmentation and the runtime.
+      host_bandwidth: bytes per second between a device and its host's memory.
+    """
+
+    efficiency: float = 0.5
+    overlap: float = 0.7
+    layer_overlap: float = 0.0
+    blocks: float = 0.5
+    imbalance: float = 1.25
+    memory_margin: float = 0.9
+    host_bandwidth: float = 16e9
+
+    @classmethod
+    def on(cls, hardware: Hardware, efficiency: float | None = None, **given: float) -> "Assumptions":
+        """The defaults, but for what is given, with the efficiency that hardware reached which was measured with a model.
+
+        On CPUs nothing overlaps: XLA:CPU begins no collective before it needs the result.
+        """
+        known = cls.efficiency if hardware.reached is None else hardware.reached
+        hidden = {"overlap": 0.0} if hardware.platform == "cpu" else {}
+        return cls(efficiency=known if efficiency is None else efficiency, **(hidden | given))
+
+    def __post_init__(self):
+        wrong = {name: value for name, value in vars(self).items() if not value >= 0 or value != value}
+        wrong |= {name: value for name, value in vars(self).items() if name not in _NO_SHARES and value > 1}
+        if wrong or self.imbalance < 1 or not self.efficiency or not self.blocks or not self.host_bandwidth:
+            raise ValueError(
+                f"Assumptions: {wrong or vars(self)}: shares lie between 0 and 1, and efficiency and blocks above 0; imbalance "
+                "is at least 1"
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# Expected goodput in closed form, and the interval between copies that makes it largest.
+#
+# Goodput is training that is kept over wall time: 1 is a job that neither fails nor makes copies. With failures that
+# come one by one at a rate of 1/M per second (M: the job's mean time between failures), an interval of t seconds of
+# training between two copies, d seconds for which a copy stops the training, c seconds from its beginning until it can
+# be returned to, and R seconds from a failure until the training goes on (a failure in them begins them anew):
+#
+#     goodput = t / M * exp(-(R + c - d) / M) / (exp((t + d) / M) - 1)
+#
+# That is Daly's run time, M exp(R / M) (exp((t + d) / M) - 1) / t (A higher order estimate of the optimum checkpoint
+# interval for restart dumps, 2006), with copies that go on behind the training's back. Copies do not overlap: where t +
+# d < c the training waits for the copy before, and d is c - t. Young's (1974) is the first term of the best interval,
+# sqrt(2 d M).
+# --------------------------------------------------------------------------------------------------
+
+HOUR = 3600.0
+WEEK = 7 * 24 * HOUR
+
+
+def expected_goodput(way: Recovery, *, rate: float, interval: float, replicas: int = 1) -> float:
+    """Training kept over wall time, in the long run.
+
+    Of replicas that go on without the failed one each is there for 1 / (1 + rate / replicas * replace) of the time, and fails
+    and joins again equally often, so that all wait for (exp(rate * growing) - 1) of the time for one to join. What is lost of
+    training is then a part of the step, which is the interval.
+
+    Args:
+      way: of recovery.
+      rate: failures of the whole job per second.
+      interval: seconds of training between two copies; of a way that shrinks those of a step.
+      replicas: of the model; more than 1 for a way that shrinks.
+
+    >>> saves = Recovery(name="disk", blocked=300, start=600)
+    >>> f"{expected_goodput(saves, rate=1 / (24 * HOUR), interval=7020):.4f}"
+    '0.9126'
+
+    Raises:
+      ValueError: for an interval or a rate that is none, or a way that shrinks to nothing.
+    """
+    if not (interval > 0 and 0 <= rate < math.inf):
+        raise ValueError(f"interval={interval}, rate={rate}: the interval is above 0, the rate 0 or more and finite")
+    there = 1.0
+    if way.shrinks:
+        if replicas < 2:
+            raise ValueError(f"{way.name}: replicas={replicas}: a job shrinks to the replicas that live, of at least 2")
+        there = 1 / (1 + rate / replicas * way.replace)
+    blocked = 0.0 if way.shrinks else max(way.blocked, way.commit - interval)
+    if rate == 0:
+        return interval / (interval + blocked)
+    rate, behind = rate * there, 0.0 if way.shrinks else way.commit - blocked
+    joining = max(0.0, 1 - math.expm1(min(rate * way.growing, 1.0)))
+    kept = (
+        rate * interval * math.exp(-rate * (way.pause + behind)) / math.expm1(min(rate * (interval + blocked), 700.0))
+    )
+    return there * joining * kept
+
+
+def daly_interval(blocked: float, mtbf: float) -> float:
+    """Daly's higher-order estimate of the best seconds of training between two copies.
+
+    sqrt(2 d M) (1 + 1/3 sqrt(d / 2M) + 1/9 d / 2M) - d for d < 2M, else M.
+
+    >>> [f"{daly_interval(5, minutes):.3g}" for minutes in (24 * 60, 6 * 60, 15)]  # the paper's figures 3 to 5, in minutes
+    ['117', '56.7', '9.14']
+
+    Args:
+      blocked: seconds for which a copy stops the training, d.
+      mtbf: mean seconds between failures of the job, M.
+    """
+    if blocked >= 2 * mtbf:
+        return mtbf
+    share = blocked / (2 * mtbf)
+    return math.sqrt(2 * blocked * mtbf) * (1 + math.sqrt(share) / 3 + share / 9) - blocked
+
+
+def best_steps(way: Recovery, *, rate: float, step: float, most: int) -> int:
+    """Steps between two copies that make the expected goodput largest.
+
+    Daly's interval, or the shortest in which a copy is done before the next if that is longer, in whole steps.
+
+    Args:
+      way: of recovery; one that shrinks needs none.
+      rate: failures of the whole job per second.
+      step: seconds of a step.
+      most: steps of the run: what a job that never fails saves after.
+
+    Raises:
+      ValueError: for a way that shrinks, or steps that are none.
+    """
+    if way.shrinks or not step > 0 or most < 1:
+        raise ValueError(
+            f"{way.name}: step={step}, most={most}: a way with copies, a step above 0 s, at least one step"
+        )
+    if rate == 0:
+        return most
+    wanted = max(daly_interval(way.blocked, 1 / rate), way.commit - way.blocked) / step
+    near = {min(max(round_(wanted), 1), most) for round_ in (math.floor, math.ceil)}
+    return max(sorted(near), key=lambda steps: expected_goodput(way, rate=rate, interval=steps * step))
+
+
+# --------------------------------------------------------------------------------------------------
+# `SaveAdvice`: how often a planned job should save, and what goodput it may then expect; `SaveAssumptions`: of what.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveAssumptions:
+    """What is assumed of failures, and of a job that is started again from its checkpoint.
+
+    Attributes:
+      failures_per_device_hour: interruptions of the job for each of its devices and each hour; by default those of Llama 3's
+        training, the largest of those published.
+      mtbf: hours between two failures of the whole job, in the place of the former; None: as that says.
+      checkpoint_bandwidth: bytes per second that each device writes and reads of a checkpoint while all do. The default is what
+        Llama 3's storage sustained, 2 TB/s, over the 16,384 devices of the job (Grattafiori et al. 2024, section 3.3.1).
+      restart_seconds: from a failure until a step of the job started again could begin, but for reading the state: noticing,
+        another machine, processes, compiled programs. Assumed.
+      save_seconds: for which an asynchronous save stops the training beside copying the state to the host: measured in
+        docs/reliability.md for 256 MiB.
+    """
+
+    failures_per_device_hour: float = FAILURE_RATES["llama3"].per_device_hour
+    mtbf: float | None = None
+    checkpoint_bandwidth: float = 2e12 / 16384
+    restart_seconds: float = 300.0
+    save_seconds: float = 0.04
+
+    def __post_init__(self):
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        wrong = {name: value for name, value in given.items() if not 0 <= value < float("inf")}
+        wrong |= {name: given[name] for name in ("mtbf", "checkpoint_bandwidth") if given.get(name) == 0}
+        if wrong:
+            raise ValueError(
+                f"SaveAssumptions: {wrong}: rates and seconds are 0 or more and finite, mtbf and checkpoint_bandwidth above 0"
+            )
+
+    def rate(self, num_devices: int) -> float:
+        """Failures of a job per second.
+
+        Args:
+          num_devices: of the job.
+        """
+        hourly = self.failures_per_device_hour * num_devices if self.mtbf is None else 1 / self.mtbf
+        return hourly / HOUR
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveAdvice:
+    """How often to save.
+
+    Attributes:
+      steps: of training between two checkpoints.
+      seconds: that they take.
+      goodput: training that is then kept over wall time, in the long run.
+      mtbf: hours between two failures of the job; infinite: it never fails.
+      size: bytes of a device's part of a checkpoint.
+      blocked: seconds for which a save stops the training.
+      commit: seconds from its beginning until it is whole on disk.
+      pause: seconds from a failure until the training goes on.
+      assumed: what all this follows from.
+    """
+
+    steps: int
+    seconds: float
+    goodput: float
+    mtbf: float
+    size: float
+    blocked: float
+    commit: float
+    pause: float
+    assumed: SaveAssumptions
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values; without failures `mtbf` is None."""
+        return asdict(self) | {"mtbf": self.mtbf if self.mtbf != float("inf") else None}
+
+    def __str__(self) -> str:
+        if self.mtbf == float("inf"):
+            return "a job that never fails needs no checkpoint but its last"
+        given = self.assumed
+        of_devices = f" ({given.failures_per_device_hour:.2e} per device-hour)" if given.mtbf is None else ""
+        lines = (
+            f"save every {self.steps:,} steps ({_time(self.seconds)}): expected goodput {self.goodput:.2%}",
+            f"  assumed: a failure every {_time(self.mtbf * HOUR)}{of_devices}, {given.checkpoint_bandwidth / 1e6:,.0f} MB/s "
+            f"of checkpoint per device, {_time(given.restart_seconds)} to restart",
+            f"  a save of {self.size / 2**30:.2f} GiB per device stops the training for {_time(self.blocked)} and is whole "
+            f"after {_time(self.commit)}; a failure stops it for {_time(self.pause)}",
+        )
+        return "\n".join(lines)
+
+
+def advise(
+    size: float, step: float, num_devices: int, host_bandwidth: float, assumed: SaveAssumptions | None = None
+) -> SaveAdvice:
+    """How often a job should save that is started again from its checkpoint after each failure.
+
+    A save stops the training while the state is copied to the host, is written behind its back, and the next one waits for it
+    (`ax.CheckpointManager`). Of state that several devices hold each is taken to write all: an upper bound.
+
+    Args:
+      size: bytes of parameters and optimizer state that a device rests with.
+      step: seconds of a step.
+      num_devices: of the job.
+      host_bandwidth: bytes per second between a device and its host's memory.
+      assumed: of failures and restarts.
+    """
+    assumed = assumed or SaveAssumptions()
+    way = Recovery(
+        name="restart from disk", start=assumed.restart_seconds, size=size, read=assumed.checkpoint_bandwidth,
+        write=assumed.checkpoint_bandwidth, blocked=assumed.save_seconds + size / host_bandwidth,
+    )  # fmt: skip
+    rate = assumed.rate(num_devices)
+    steps = best_steps(way, rate=rate, step=step, most=max(1, round(WEEK / step)))
+    return SaveAdvice(
+        steps=steps, seconds=steps * step, goodput=expected_goodput(way, rate=rate, interval=steps * step),
+        mtbf=1 / rate / HOUR if rate else float("inf"), size=size, blocked=way.blocked, commit=way.commit, pause=way.pause,
+        assumed=assumed,
+    )  # fmt: skip
+
+
+def _time(seconds: float) -> str:
+    for unit, length, limit in (("ms", 1e-3, 1.0), ("s", 1.0, 120.0), ("min", 60.0, 2 * HOUR), ("h", HOUR, 72 * HOUR)):
+        if seconds < limit:
+            return f"{seconds / length:,.3g} {unit}"
+    return f"{seconds / (24 * HOUR):,.0f} days"

@@ -1,13 +1,283 @@
-"""The time of a step, from a prediction and a kind of hardware: compute, what the network adds, bubble and update."""
+"""The price of a plan: phases of a step on a line of time."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
-from axonml_jax.cost.amounts import Many
-from axonml_jax.planner.assumptions import Assumptions
-from axonml_jax.planner.hardware import Hardware
-from axonml_jax.planner.phases import Predicted, network_by_axes, phases
+import numpy as np
+
+from axonml_jax.cost.base import ATTENTION, GRADIENTS, LATER, ONCE, PARAMETERS, Flow
+from axonml_jax.cost.decoder import Many, divided, either, least, varies
+from axonml_jax.cost.memory import Memory
+from axonml_jax.layers.kernels import kernel_of
+from axonml_jax.ledger.count import aligned
+from axonml_jax.ledger.predict import Prediction
+from axonml_jax.mesh.axes import AXES, LAYER_AXES
+from axonml_jax.pipeline.schedules import AXIS as PIPE
+from axonml_jax.pipeline.timetable import Timetable, tick_times, trace_ticks
+from axonml_jax.planner.hardware import Assumptions, Hardware
+
+# --------------------------------------------------------------------------------------------------
+# A step as phases: what runs, what is sent meanwhile, and how much of the sending nothing hides.
+# --------------------------------------------------------------------------------------------------
+
+JOINED_BYTES = 32 * 2**20
+"""What one launch of parameters or gradients carries at most, in the cost model, but for CPUs."""
+
+RAGGED = "ragged_all_to_all"
+"""The collective whose wire bytes are an upper bound."""
+
+START, FORWARD, BACKWARD, TICKS, END = "start", "forward", "backward", "ticks", "end"
+"""A step's parts: what comes before the first microbatch, its passes or a pipeline's ticks, and what comes after the last."""
+
+
+class Predicted(Protocol):
+    """What is asked of a step that is priced: a `Prediction`, or arrays of many candidates (see `planner/search.py`)."""
+
+    @property
+    def degrees(self) -> Mapping[str, Many]:
+        """Of the mesh."""
+        ...
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether stages lie along a pipeline."""
+        ...
+
+    @property
+    def microbatches(self) -> Many:
+        """Of one update."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Of one update."""
+        ...
+
+    @property
+    def flops_per_token(self) -> int:
+        """Of forward and backward."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """Blocks of the model."""
+        ...
+
+    @property
+    def recomputed_flops_per_token(self) -> Many:
+        """What recomputation adds."""
+        ...
+
+    @property
+    def masked_flops_per_token(self) -> Many:
+        """Of forward and backward, what attention leaves out, as masks hide it."""
+        ...
+
+    @property
+    def attention_again(self) -> Many:
+        """How often attention's forward is computed again."""
+        ...
+
+    @property
+    def blockwise_flops_per_token(self) -> Many:
+        """Of forward and backward, those of attention in blocks that XLA computes."""
+        ...
+
+    @property
+    def expert_flops_per_token(self) -> Many:
+        """Of all those, of experts."""
+        ...
+
+    @property
+    def expert_padding(self) -> Many:
+        """Rows that these multiply on a rank, over those of its share of tokens; 0: as many as others send."""
+        ...
+
+    @property
+    def causal_balance(self) -> Many:
+        """What the busiest rank computes of it, over the mean."""
+        ...
+
+    @property
+    def traffic(self) -> Sequence[Flow]:
+        """What is sent."""
+        ...
+
+    @property
+    def memory(self) -> Memory:
+        """What is held."""
+        ...
+
+    @property
+    def bubble(self) -> Many:
+        """Idle time over useful time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """One flow while a phase runs once.
+
+    Attributes:
+      axes: mesh axes, joined by commas.
+      name: what it moves: parameters, gradients, layers, ...
+      kind: "weights" hides behind `overlap` of the phase's compute, "layers" behind `layer_overlap`, "passing" (permutes: a
+        pipeline's end a tick, a ring's lie between products) behind nothing.
+      seconds: on the network.
+    """
+
+    axes: str
+    name: str
+    kind: str
+    seconds: Many
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A stretch of a step.
+
+    Attributes:
+      name: forward, backward or end; of a pipeline start, ticks (all of them) or end.
+      times: how often it runs in a step.
+      compute: seconds of products of one run.
+      every: what each run sends.
+      once: what only one of the runs sends besides: a forward the first, a backward the last.
+      assumptions: say what hides.
+    """
+
+    name: str
+    times: Many
+    compute: Many
+    every: tuple[Sending, ...]
+    once: tuple[Sending, ...]
+    assumptions: Assumptions
+
+    @property
+    def exposed(self) -> Many:
+        """Seconds of all runs that nothing hides."""
+        return (self.times - 1) * self.waits(self.every) + self.waits((*self.every, *self.once))
+
+    def waits(self, sent: tuple[Sending, ...]) -> Many:
+        """Seconds that one run takes longer for sending this."""
+        given = self.assumptions
+        weights, layers, passing = (
+            sum(each.seconds for each in sent if each.kind == kind) for kind in ("weights", "layers", "passing")
+        )
+        hidden = least(weights, given.overlap * self.compute) + least(layers, given.layer_overlap * self.compute)
+        return weights + layers + passing - hidden
+
+
+def phases(found: Predicted, hardware: Hardware, given: Assumptions) -> tuple[Phase, ...]:
+    """The phases of a predicted step, in order.
+
+    Without a pipeline every microbatch has a forward and a backward, which take one and two thirds of the products and the
+    backward what is recomputed; what a measured block takes besides comes with every microbatch. What a step sends once
+    hides behind one microbatch alone: gathers behind the first forward, reductions behind the last backward. A pipeline's
+    ticks are one phase, before and after which its rank sends what it sends once, behind nothing.
+    """
+    devices = math.prod(found.degrees.values())
+    seconds = lambda flops: found.tokens * flops / devices / (hardware.flops * given.efficiency)
+    slower = found.causal_balance / (given.blocks if kernel_of(hardware.platform) else 1)
+    attention = (slower - 1) * found.blockwise_flops_per_token - found.masked_flops_per_token
+    fuller = either(found.expert_padding > 0, found.expert_padding, given.imbalance)
+    products = seconds(found.flops_per_token + attention + (fuller - 1) * found.expert_flops_per_token)
+    again = seconds(found.recomputed_flops_per_token + found.attention_again * attention / 3)
+    fixed = hardware.block_seconds * found.layers / found.degrees.get(PIPE, 1) * found.microbatches
+    products, again = products + fixed, again + fixed * found.recomputed_flops_per_token / found.flops_per_token
+    if found.pipelined:
+        runs = {START: (1, 0.0), TICKS: (1, products + again), END: (1, 0.0)}
+    else:
+        times = found.microbatches
+        runs = {
+            FORWARD: (times, products / 3 / times),
+            BACKWARD: (times, (products * 2 / 3 + again) / times),
+            END: (1, 0.0),
+        }
+    every: dict[str, list[Sending]] = {name: [] for name in runs}
+    once: dict[str, list[Sending]] = {name: [] for name in runs}
+    for flow in sorted((flow for flow in found.traffic if flow.where != LATER), key=_place):
+        name = _phase_of(flow, runs)
+        times = runs[name][0]
+        sent = flow_seconds(flow, found.degrees, hardware)
+        single = flow.where == ONCE and (varies(times) or times > 1)
+        own = Sending(",".join(flow.axes), flow.label or "layers", _kind(flow), sent if single else sent / times)
+        (once if single else every)[name].append(own)
+    return tuple(
+        Phase(
+            name=name, times=times, compute=compute, every=tuple(every[name]), once=tuple(once[name]), assumptions=given
+        )
+        for name, (times, compute) in runs.items()
+    )
+
+
+def _place(flow: Flow) -> int:
+    """Parameters are sent before what is computed with them, gradients after it."""
+    return {PARAMETERS: 0, GRADIENTS: 2}.get(flow.label, 1)
+
+
+def _phase_of(flow: Flow, runs: Mapping[str, object]) -> str:
+    if flow.work in runs:
+        return flow.work
+    if flow.where == ONCE:
+        return START if flow.work == FORWARD else END
+    return TICKS
+
+
+def _kind(flow: Flow) -> str:
+    if flow.label in (GRADIENTS, PARAMETERS) and not set(flow.axes) & set(LAYER_AXES):  # else a layer waits for its own
+        return "weights"
+    return "passing" if flow.kind == "permute" and flow.label != ATTENTION else "layers"
+
+
+def network_by_axes(run: tuple[Phase, ...]) -> dict[str, Many]:
+    """Seconds on the network by mesh axes, hidden or not."""
+    found: dict[str, Many] = {}
+    for times, each in _sendings(run):
+        found[each.axes] = found.get(each.axes, 0.0) + times * each.seconds
+    return found
+
+
+def _sendings(run: tuple[Phase, ...]) -> Iterator[tuple[Many, Sending]]:
+    for phase in run:
+        yield from ((phase.times, each) for each in phase.every)
+        yield from ((1, each) for each in phase.once)
+
+
+def flow_seconds(flow: Flow, degrees: Mapping[str, Many], hardware: Hardware) -> Many:
+    """Seconds that a flow keeps the network busy in a step, on its slowest axis."""
+    inner = inner_product(degrees, flow.axes) * flow.apart
+    arrays = flow.launches
+    if flow.label in (GRADIENTS, PARAMETERS) and hardware.platform != "cpu":  # XLA joins neighbours, but not on CPUs
+        arrays = -divided(-flow.elements * flow.itemsize, JOINED_BYTES)
+    delays = flow.times * hardware.delay(flow.group_size, inner) * arrays / flow.every
+    sent = flow.wire_bytes
+    if flow.kind == RAGGED:  # filled slots alone travel, those that stay here not
+        filled = flow.itemsize * (flow.elements - flow.padding)
+        sent = flow.times * filled * (flow.group_size - 1) / flow.group_size
+    sent = sent if varies(sent) else float(sent)
+    speed = hardware.bandwidth(flow.group_size, inner, layers=_kind(flow) != "weights")
+    seconds = sent / speed + delays
+    return either(flow.group_size > 1, seconds, 0.0)
+
+
+def inner_product(degrees: Mapping[str, Many], axes: Sequence[str]) -> Many:
+    """Product of the degrees of the other axes inside the outermost of some: how far apart a group of ranks over these lies.
+
+    >>> inner_product({"data": 2, "fsdp": 4, "context": 8, "tensor": 2}, ("fsdp", "context"))
+    2
+    """
+    outermost = axes[0]
+    if outermost not in AXES:  # one of the user's own: nobody says what lies inside it
+        return 1
+    inside = AXES[AXES.index(outermost) + 1 :]
+    return math.prod(degrees.get(name, 1) for name in inside if name not in axes)
+
+
+# --------------------------------------------------------------------------------------------------
+# The time of a step, from a prediction and a kind of hardware: compute, what the network adds, bubble and update.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,3 +350,178 @@ def price(found: Predicted, hardware: Hardware, assumptions: Assumptions | None 
         tokens=found.tokens,
         ideal=found.tokens * found.flops_per_token / math.prod(found.degrees.values()) / hardware.flops,
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# A predicted step on a line of time: what every device computes, what it sends meanwhile, and where it waits.
+# --------------------------------------------------------------------------------------------------
+
+COLUMNS = 64
+"""Characters of a printed lane."""
+
+HARDLY = 0.02
+"""A printed part that is taken for less is shown as idle."""
+
+WORDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+"""What a pipeline's slots are called (see `pipeline/schedules.py`)."""
+
+
+class Span(NamedTuple):
+    """Something that takes from `start` to `end`, in seconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One line: a device's work ("compute", or a pipeline's "rank 0", ...), or the network along mesh axes ("fsdp", ...).
+
+    Attributes:
+      name: of the lane.
+      spans: in order of time, none over another. Work is forward, backward, update or host; what is sent has the names of the
+        ledger's labels.
+    """
+
+    name: str
+    spans: tuple[Span, ...]
+
+    @property
+    def busy(self) -> float:
+        """Seconds taken."""
+        return sum(span.end - span.start for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step as the cost model has it: it ends when the step's price says.
+
+    The network carries one thing at a time, each as soon as its phase begins; what nothing hides makes the phase longer, by
+    the same in every run of it. Within a phase the order is not modelled.
+
+    Attributes:
+      lanes: work first, then the network.
+      seconds: of the step.
+    """
+
+    lanes: tuple[Lane, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Lanes by name, with their spans: what, and from when to when in seconds."""
+        return {lane.name: [list(span) for span in lane.spans] for lane in self.lanes}
+
+    def __str__(self) -> str:
+        rows = [
+            [lane.name, f"{1e3 * lane.busy:,.2f}", f"{lane.busy / self.seconds:.0%}", self._strip(lane)]
+            for lane in self.lanes
+        ]
+        shown = sorted({span.name for lane in self.lanes for span in lane.spans})
+        legend = ", ".join(f"{name[0].upper()} {name}" for name in shown)
+        header = ["lane", "busy ms", "of the step", f"{1e3 * self.seconds:,.2f} ms".ljust(COLUMNS)]
+        return f"{aligned(header, rows, left=1)}\n{legend}; small letters: less than half of the time"
+
+    def _strip(self, lane: Lane) -> str:
+        """A character per part of the step: what takes most of it."""
+        parts: list[dict[str, float]] = [{} for _ in range(COLUMNS)]
+        wide = self.seconds / COLUMNS
+        for name, start, end in lane.spans:
+            for i in range(int(start / wide), min(COLUMNS, math.ceil(end / wide))):
+                part = min(end, (i + 1) * wide) - max(start, i * wide)
+                parts[i][name] = parts[i].get(name, 0.0) + part
+        return "".join(self._letter(part, wide) for part in parts)
+
+    def _letter(self, part: dict[str, float], wide: float) -> str:
+        taken = sum(part.values()) / wide
+        if taken < HARDLY:
+            return "."
+        first = max(part, key=part.__getitem__)[0]
+        return first.upper() if taken >= 0.5 else first
+
+
+def timeline(found: Prediction, hardware: Hardware, assumptions: Assumptions | None = None) -> Timeline:
+    """A predicted step on a line of time.
+
+    Args:
+      found: what the plan holds, sends and computes.
+      hardware: on what.
+      assumptions: how well; None: the defaults.
+
+    Returns:
+      A `Timeline`; `print` it, or draw it with `Answer.save_picture`.
+    """
+    given = assumptions or Assumptions.on(hardware)
+    cost, run = price(found, hardware, given), phases(found, hardware, given)
+    work = {f"rank {rank}": [] for rank in range(found.timetable.num_ranks)} if found.timetable else {"compute": []}
+    drawing = _Drawing(work, {}, 0.0, 0.0)
+    if found.timetable is None:
+        drawing.microbatches(run[:-1])
+    else:
+        drawing.alone(run[0])
+        drawing.ticks(run[1], found, found.timetable, hardware.idle(found.bubble))
+    drawing.alone(run[-1])
+    drawing.both("host", cost.host)
+    drawing.both("update", cost.update)
+    lanes = {name: spans for name, spans in (drawing.work | drawing.network).items() if spans}
+    return Timeline(tuple(Lane(name, tuple(spans)) for name, spans in lanes.items()), cost.time)
+
+
+@dataclass
+class _Drawing:
+    """Lanes while they are drawn: up to when work and network are taken."""
+
+    work: dict[str, list[Span]]
+    network: dict[str, list[Span]]
+    clock: float
+    sent: float
+
+    def send(self, sendings: tuple[Sending, ...], share: float = 1.0) -> None:
+        """Put a share of these on the network, from now on or when it is free."""
+        self.sent = max(self.sent, self.clock)
+        for each in sendings:
+            end = self.sent + share * each.seconds
+            self.network.setdefault(each.axes, []).append(Span(each.name, self.sent, end))
+            self.sent = end
+
+    def alone(self, phase: Phase) -> None:
+        """A phase without compute."""
+        self.send(phase.every)
+        self.clock += phase.exposed
+
+    def both(self, name: str, seconds: float) -> None:
+        """All devices do one thing."""
+        if seconds:
+            for spans in self.work.values():
+                spans.append(Span(name, self.clock, self.clock + seconds))
+        self.clock += seconds
+
+    def microbatches(self, run: tuple[Phase, ...]) -> None:
+        """Forward and backward of every microbatch; what a step sends once goes with the first or the last."""
+        times = run[0].times
+        for i in range(times):
+            for phase in run:
+                special = i == (0 if phase is run[0] else times - 1)
+                sendings = (*phase.every, *phase.once) if special else phase.every
+                self.send(sendings)
+                self.both(phase.name, phase.compute)
+                self.clock += phase.waits(sendings)
+
+    def ticks(self, phase: Phase, found: Prediction, timetable: Timetable, bubble: float) -> None:
+        """The ticks of a pipeline, each longer by its part of what nothing hides."""
+        assert found.stage_costs is not None
+        _, ends = tick_times(timetable, found.stage_costs)
+        useful = phase.compute * (1 + bubble) / float(ends[-1])  # seconds of one unit of the stages' costs
+        wait = phase.exposed / len(ends)
+        begins = np.concatenate([[0.0], ends[:-1]])
+        for rank, events in enumerate(trace_ticks(timetable, found.stage_costs)):
+            for event in events:
+                tick = int(np.searchsorted(begins, (event.start + event.end) / 2, side="right")) - 1
+                shift = self.clock + tick * wait
+                span = Span(WORDS[event.action.work], shift + useful * event.start, shift + useful * event.end)
+                self.work[f"rank {rank}"].append(span)
+        start = self.clock
+        for tick, begin in enumerate(begins):
+            self.clock = start + useful * float(begin) + tick * wait
+            self.send(phase.every, 1 / len(ends))
+        self.clock = start + useful * float(ends[-1]) + phase.exposed

@@ -1,28 +1,990 @@
-"""`plan`: the best way to run a model on a number of devices, with the runners-up, the reasons and the sensitivity."""
+"""Every legal plan for a number of devices, priced, and the answer."""
 
 import heapq
+import itertools
+import json
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from axonml_jax.ledger.predict.predict import predict
-from axonml_jax.model.precision import Precision
+from axonml_jax.cost.base import (
+    Flow,
+    Placed,
+    Run,
+    Setting,
+    ShardCounts,
+    TickCounts,
+    Weights,
+    grouped,
+    joined,
+    split_by_layers,
+    splitting,
+)
+from axonml_jax.cost.decoder import Many, decoder_weights, divided, problems, varies
+from axonml_jax.cost.flows import SplitAttention, expert_flops, recomputed_flops, stage_costs, stages_of
+from axonml_jax.cost.memory import Memory, Step, attention_work, compute_dtype, flows, held
+from axonml_jax.ledger.count import aligned
+from axonml_jax.ledger.predict import Prediction, new_figure, panels, predict, put_title, save
+from axonml_jax.mesh.axes import AXES, LAYER_AXES, batch_axes
+from axonml_jax.mesh.shape import MeshShape
+from axonml_jax.model.loss import Precision
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.parallel.offload import CPUOffload
-from axonml_jax.parallel.strategies.strategy import AbstractStrategy
-from axonml_jax.planner.answer import Answer, Priced
-from axonml_jax.planner.assumptions import Assumptions
-from axonml_jax.planner.candidate import Candidate, Question
-from axonml_jax.planner.goodput.save_advice import SaveAssumptions
-from axonml_jax.planner.hardware import Hardware, hardware
-from axonml_jax.planner.legal import REMATS, Way, candidate, legal_meshes, stage_of, ways_on
-from axonml_jax.planner.price import price
-from axonml_jax.planner.quick import quick
-from axonml_jax.planner.searched_axes import SEARCHED
+from axonml_jax.parallel.context import Context
+from axonml_jax.parallel.plan import CPUOffload, Plan
+from axonml_jax.pipeline.schedules import Pipelined, PipelineSchedule
+from axonml_jax.planner.hardware import (
+    FAMILIES,
+    SEARCHED,
+    SHORTEST,
+    Assumptions,
+    Hardware,
+    SaveAdvice,
+    SaveAssumptions,
+    advise,
+    hardware,
+)
+from axonml_jax.planner.price import Price, Timeline, price, timeline
+from axonml_jax.sharding.layout import Layout, order_parts
+from axonml_jax.strategies.replicate import Replicate
+from axonml_jax.strategies.shard import Shard
+from axonml_jax.strategies.strategy import AbstractStrategy, Fabric, Method, unsplittable
+
+# --------------------------------------------------------------------------------------------------
+# A priced plan as a picture: its memory and traffic, and its step on a line of time.
+# --------------------------------------------------------------------------------------------------
+
+COLOURS: dict[str, str] = {
+    "forward": "#7fb0e3",
+    "backward": "#2f6fb2",
+    "update": "#6b6b6b",
+    "host": "#a0a0a0",
+    "parameters": "#eebb66",
+    "gradients": "#c0632d",
+    "layers": "#85c788",
+    "activations": "#86cdb6",
+    "cotangents": "#247660",
+}
+"""Of a lane's parts, by name: compute in blues, what is sent in warm and green colours."""
+
+OTHER = "#c9a9d6"
+"""Of a part with any other name."""
+
+
+def draw(
+    prediction: Prediction, timeline: Timeline, path: str | Path, *, model: str = "", budget: float | None = None
+) -> None:
+    """Draw memory and traffic, and below them a lane for every line of the timeline.
+
+    Args:
+      prediction: what the plan holds and sends.
+      timeline: its step.
+      path: where; the suffix chooses the format (.svg, .png, .pdf).
+      model: its name, for the title.
+      budget: bytes that a device may use, drawn as a line.
+
+    Raises:
+      ModuleNotFoundError: without matplotlib, which the `plots` extra installs.
+    """
+    lanes = 1.1 + 0.28 * len(timeline.lanes)
+    figure = new_figure(9, 4.2 + lanes)
+    put_title(figure, prediction, model)
+    above, below = figure.subfigures(2, 1, height_ratios=(4, lanes))
+    panels(above, prediction, budget)
+    _lanes(below.subplots(), timeline)
+    save(figure, path)
+
+
+def _lanes(axes: Any, timeline: Timeline) -> None:
+    seen, shortest = set(), timeline.seconds / 700  # about a pixel: what is shorter stays visible
+    for row, lane in enumerate(timeline.lanes):
+        for name in dict.fromkeys(span.name for span in lane.spans):
+            mine = [span for span in lane.spans if span.name == name]
+            spans = [(1e3 * span.start, 1e3 * max(span.end - span.start, shortest)) for span in mine]
+            label = None if name in seen else name
+            axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=COLOURS.get(name, OTHER), linewidth=0, label=label)
+            seen.add(name)
+    axes.set(
+        title="one step, as the cost model has it", xlabel="ms", xlim=(0, 1e3 * timeline.seconds),
+        yticks=range(len(timeline.lanes)), yticklabels=[lane.name for lane in timeline.lanes],
+    )  # fmt: skip
+    axes.invert_yaxis()
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+# --------------------------------------------------------------------------------------------------
+# `Candidate`: one way to run a model on a number of devices, of which a planner makes many; `Question`: what it is
+# asked.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Everything that the planner decides.
+
+    Attributes:
+      degrees: of the mesh, every axis with more than one rank.
+      stage: of ZeRO along `fsdp`; 0 without it. Of another strategy the stage that reads and reduces when it does.
+      strategy: another one along `fsdp`; None: `ax.Shard` of the stage.
+      method: how attention reads positions of other ranks; None without `context`.
+      shared: whether parameters rest sharded over `context` too.
+      dispatch: how tokens reach experts on other ranks; None: as the model says.
+      microbatches: per update and rank.
+      remat: what the backward recomputes.
+      sequence_parallel: with `tensor`.
+      schedule: of the pipeline; None without `pipe`.
+      chunks: stages per rank.
+      offload: what rests in host memory.
+    """
+
+    degrees: tuple[tuple[str, int], ...]
+    stage: int = 0
+    microbatches: int = 1
+    remat: str | None = None
+    sequence_parallel: bool = False
+    schedule: PipelineSchedule | None = None
+    chunks: int = 1
+    offload: CPUOffload = CPUOffload.NONE
+    strategy: AbstractStrategy | None = None
+    method: Method | None = None
+    shared: bool = False
+    dispatch: str | None = None
+
+    def degree(self, axis: str) -> int:
+        """Ranks of a mesh axis."""
+        return dict(self.degrees).get(axis, 1)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The degrees, `data` always among them, and `fsdp` where parameters rest over it and `context`."""
+        there = {"data": 1, **({"fsdp": 1} if self.shared else {}), **dict(self.degrees)}
+        return {axis: there[axis] for axis in AXES if axis in there}
+
+    def plan(self, precision: Any = None) -> Plan:
+        """The plan to hand to `ax.parallelize`."""
+        pipe = None
+        if self.schedule is not None:
+            pipe = Pipelined(schedule=self.schedule, num_microbatches=self.microbatches, chunks=self.chunks)
+        return Plan(
+            mesh=MeshShape(**self.mesh),
+            fsdp=self.strategy or (Shard(stage=self.stage) if self.stage else Replicate()),
+            context=Context() if self.method is None else Context(method=self.method, shard=self.shared),
+            pipe=pipe,
+            precision=precision,
+            accumulate=1 if pipe else self.microbatches,
+            remat=self.remat,  # pyright: ignore[reportArgumentType]
+            offload=self.offload,
+        )
+
+    def model(self, config: TransformerConfig) -> TransformerConfig:
+        """The model with its layers split as this candidate needs."""
+        grid = any(axis in ("row", "col", "depth") for axis, _ in self.degrees)
+        chosen: dict[str, Any] = {"split": "grid" if grid else "tensor", "sequence_parallel": self.sequence_parallel}
+        if self.dispatch is not None and config.experts is not None:
+            dispatch: Any = self.dispatch
+            chosen["experts"] = replace(config.experts, dispatch=dispatch)
+        # A pipeline cuts between blocks, and a scan has no place between them.
+        return replace(config, scan_layers=config.scan_layers and self.schedule is None, **chosen)
+
+    def __str__(self) -> str:
+        words = [" x ".join(f"{axis} {ranks}" for axis, ranks in self.degrees) or "one device"]
+        if self.stage:
+            over = " over fsdp*context" if self.shared else ""
+            words.append((self.strategy or Shard(stage=self.stage)).in_words("fsdp") + over)
+        if self.method is not None:
+            own = self.method if isinstance(self.method, str) else f"ulysses of {self.method[0]} x {self.method[1]}"
+            words.append(f"attention by {own}")
+        words += [f"tokens by {self.dispatch}"] if self.dispatch else []
+        if self.schedule is not None:
+            words.append(f"{self.schedule.value}{f' x {self.chunks} chunks' if self.chunks > 1 else ''}")
+        words.append(f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}")
+        words += ["sequence parallel"] if self.sequence_parallel else []
+        words += [f"{self.remat} recomputation"] if self.remat else []
+        words += [f"offload {self.offload.value}"] if self.offload.value != "none" else []
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+      model: the transformer.
+      num_devices: how many.
+      hardware: of which kind.
+      global_batch: sequences per update.
+      length: of a sequence.
+      moments: optimizer values per parameter.
+      precision: the policy's name, or a `Precision`.
+      compute: the dtype that activations have.
+      assumptions: of the cost model.
+      memory: bytes that a plan may fill on a device.
+      strategy: one of the user's own along `fsdp`; None: the stages of ZeRO.
+      saves: what is assumed of failures, restarts and checkpoints.
+      documents: whether rows hold several documents.
+    """
+
+    model: TransformerConfig
+    num_devices: int
+    hardware: Hardware
+    global_batch: int
+    length: int
+    moments: int
+    precision: Any
+    compute: str | None
+    assumptions: Assumptions
+    memory: float
+    strategy: AbstractStrategy | None = None
+    saves: SaveAssumptions = SaveAssumptions()
+    documents: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that activations have."""
+        model: Any = self.model
+        return compute_dtype(model, self.compute)
+
+
+# --------------------------------------------------------------------------------------------------
+# `Answer`: the plan that was chosen, those that come next, and why the others were dropped.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A candidate with its prediction and its price."""
+
+    candidate: Candidate
+    prediction: Prediction
+    price: Price
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the planner found.
+
+    Attributes:
+      asked: the question.
+      best: the fastest that fits.
+      runners_up: the next ones, fastest first.
+      illegal: how many meshes were refused, by reason.
+      dropped: how many ways were dropped, by reason.
+      sensitivity: for every assumption that may be wrong (how much longer the best step then takes, what would then be best).
+    """
+
+    asked: Question
+    best: Priced
+    runners_up: tuple[Priced, ...]
+    illegal: Mapping[str, int]
+    dropped: Mapping[str, int]
+    sensitivity: Mapping[str, tuple[float, str]]
+
+    @property
+    def plan(self) -> Plan:
+        """The best plan; it has its mesh's degrees."""
+        return self.best.candidate.plan(self.asked.precision)
+
+    @property
+    def model(self) -> TransformerConfig:
+        """The model with its layers split as the best plan needs."""
+        return self.best.candidate.model(self.asked.model)
+
+    @property
+    def prediction(self) -> Prediction:
+        """What the best plan holds and sends."""
+        return self.best.prediction
+
+    @property
+    def timeline(self) -> Timeline:
+        """The best plan's step on a line of time."""
+        return timeline(self.prediction, self.asked.hardware, self.asked.assumptions)
+
+    @property
+    def saving(self) -> SaveAdvice:
+        """How often the best plan's job should save, and the goodput that it may then expect."""
+        asked = self.asked
+        return saving_of(self.prediction, self.best.price, asked.num_devices, asked.assumptions, asked.saves)
+
+    def save_picture(self, path: Any, *, model: str = "") -> None:
+        """Draw the best plan's memory, traffic and timeline; needs the `plots` extra.
+
+        Args:
+          path: of the file; its suffix chooses the format (.svg, .png, .pdf).
+          model: its name, for the title.
+
+        Raises:
+          ModuleNotFoundError: without matplotlib.
+        """
+        draw(self.prediction, self.timeline, path, model=model, budget=self.asked.memory)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "devices": self.asked.num_devices,
+            "hardware": self.asked.hardware.name,
+            "best": _plain(self.best) | {"timeline": self.timeline.to_dict(), "saving": self.saving.to_dict()},
+            "runners_up": [_plain(one) for one in self.runners_up],
+            "illegal": dict(self.illegal),
+            "dropped": dict(self.dropped),
+            "sensitivity": {name: {"time": ratio, "best": best} for name, (ratio, best) in self.sensitivity.items()},
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        asked, best = self.asked, self.best.price
+        head = (
+            f"{asked.model.num_params:,} parameters, {asked.global_batch:,} sequences of {asked.length:,} on "
+            f"{asked.num_devices:,} x {asked.hardware.name} ({asked.memory / 2**30:.1f} GiB each may be filled)"
+        )
+        rows = [_row(one) for one in (self.best, *self.runners_up)]
+        table = aligned(["plan", "ms/step", "MFU", "GiB", "exposed ms", "bubble ms"], rows, left=1)
+        parts = {"compute": best.compute, "bubble": best.bubble, "network not hidden": best.exposed}
+        parts |= {"update": best.update, "host": best.host}
+        times = "; ".join(f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in parts.items() if seconds)
+        why = [
+            f"  {name}: {ratio:.2f} times as long; best then: {then}"
+            for name, (ratio, then) in self.sensitivity.items()
+        ]
+        reasons = [f"  {count:,} x {reason}" for reason, count in {**self.illegal, **self.dropped}.items() if count]
+        chosen = f"best: {self.best.candidate}\n{times}; {best.tokens_per_second:,.0f} tokens per second"
+        return "\n\n".join(
+            [head, chosen, str(self.saving), table]
+            + ["if\n" + "\n".join(why)] * bool(why)
+            + ["dropped\n" + "\n".join(reasons)] * bool(reasons)
+        )
+
+
+def saving_of(
+    found: Prediction, price: Price, num_devices: int, given: Assumptions, saves: SaveAssumptions
+) -> SaveAdvice:
+    """How often the job of a priced prediction should save: with all that a device rests with, after steps of that price."""
+    size: Any = found.memory.parameters + found.memory.optimizer
+    seconds: Any = price.time
+    return advise(size, seconds, num_devices, given.host_bandwidth, saves)
+
+
+def _row(one: Priced) -> list[str]:
+    price = one.price
+    return [
+        str(one.candidate),
+        f"{1e3 * price.time:,.1f}",
+        f"{price.mfu:.1%}",
+        f"{price.memory / 2**30:.1f}",
+        f"{1e3 * price.exposed:,.1f}",
+        f"{1e3 * price.bubble:,.1f}",
+    ]
+
+
+def _plain(one: Priced) -> dict[str, Any]:
+    price = one.price
+    return {
+        "plan": str(one.candidate),
+        "mesh": one.candidate.mesh,
+        "seconds": price.time,
+        "compute": price.compute,
+        "bubble": price.bubble,
+        "exposed": price.exposed,
+        "update": price.update,
+        "host": price.host,
+        "network": dict(price.network),
+        "mfu": price.mfu,
+        "memory": price.memory,
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Every legal way to run a model on a number of devices.
+# --------------------------------------------------------------------------------------------------
+
+GRID = ("depth", "row", "col")
+REMATS = (None, "selective", "full")
+
+
+@lru_cache(maxsize=64)
+def divisors(number: int) -> tuple[int, ...]:
+    """Every divisor, ascending.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def meshes(num_devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+    """Every way to give each axis a degree so that the product is the number of devices."""
+    if len(axes) == 1:
+        yield {axes[0]: num_devices}
+        return
+    for degree in divisors(num_devices):
+        for rest in meshes(num_devices // degree, axes[1:]):
+            yield {axes[0]: degree, **rest}
+
+
+def legal_meshes(
+    model: TransformerConfig,
+    num_devices: int,
+    *,
+    global_batch: int,
+    length: int,
+    axes: tuple[str, ...] = SEARCHED,
+    shortest: int = SHORTEST,
+    illegal: Counter | None = None,
+) -> Iterator[dict[str, int]]:
+    """Every mesh (degrees above one) on which the model can run.
+
+    Args:
+      model: the transformer.
+      num_devices: all of them are used.
+      global_batch: sequences per update.
+      length: of a sequence.
+      axes: mesh axes that may have more than one rank.
+      shortest: positions of a rank at least.
+      illegal: counts why meshes were refused, where given.
+    """
+    seen = set()
+    for family in FAMILIES:
+        if not (allowed := tuple(axis for axis in family if axis in axes and _goes_with(model, axis))):
+            continue
+        for mesh in meshes(num_devices, allowed):
+            degrees = {axis: mesh[axis] for axis in AXES if mesh.get(axis, 1) > 1}
+            if (key := tuple(degrees.items())) in seen:
+                continue
+            seen.add(key)
+            if not (reason := _refused(model, degrees, global_batch, length, shortest)):
+                yield degrees
+            elif illegal is not None:
+                illegal[reason] += 1
+
+
+def candidates(
+    model: TransformerConfig,
+    num_devices: int,
+    *,
+    global_batch: int,
+    length: int,
+    axes: tuple[str, ...] = SEARCHED,
+    shortest: int = SHORTEST,
+    offload: CPUOffload = CPUOffload.NONE,
+) -> Iterator[Candidate]:
+    """Every legal way to run on every legal mesh (see `legal_meshes` for the arguments)."""
+    for degrees in legal_meshes(
+        model, num_devices, global_batch=global_batch, length=length, axes=axes, shortest=shortest
+    ):
+        if offload is CPUOffload.NONE or "pipe" not in degrees:
+            for way in ways_on(model, degrees, global_batch, length):
+                yield candidate(degrees, way, offload)
+
+
+class Way(NamedTuple):
+    """How to run on a mesh that is given; see `Candidate`."""
+
+    stage: int
+    sequence_parallel: bool
+    remat: str | None
+    schedule: PipelineSchedule | None
+    chunks: int
+    microbatches: int
+    method: Method | None = None
+    shared: bool = False
+    dispatch: str | None = None
+
+
+def candidate(
+    degrees: Mapping[str, int],
+    way: Way,
+    offload: CPUOffload = CPUOffload.NONE,
+    strategy: AbstractStrategy | None = None,
+) -> Candidate:
+    """A way on a mesh, with a strategy of the user's own along `fsdp` or without."""
+    return Candidate(degrees=tuple(degrees.items()), offload=offload, strategy=strategy, **way._asdict())
+
+
+def stage_of(strategy: AbstractStrategy) -> int:
+    """The stage of ZeRO that reads and reduces when a strategy does.
+
+    Raises:
+      ValueError: for one that does not shard parameters at rest over an axis that splits rows.
+    """
+    role = strategy.role
+    if role.parameters != "sharded" or role.batch != "rows" or role.reduces not in ("step", "microbatch"):
+        raise ValueError(
+            f"strategies: {strategy!r} has the {role}; the planner puts strategies along fsdp that shard parameters at rest "
+            "and split rows"
+        )
+    return 3 if role.reads == "use" else 2 if role.reduces == "microbatch" else 1
+
+
+def ways_on(
+    model: TransformerConfig,
+    degrees: dict[str, int],
+    global_batch: int,
+    length: int,
+    remats: tuple[str | None, ...] = REMATS,
+) -> tuple[Way, ...]:
+    """Every way to run on a mesh, with these kinds of recomputation; the same object for meshes that allow the same."""
+    rows = global_batch // math.prod(degrees[axis] for axis in batch_axes(degrees))
+    tensor, context = degrees.get("tensor", 1), degrees.get("context", 1)
+    splits = tensor > 1 and length // context % tensor == 0
+    stages = [(stage, context > 1) for stage in (1, 2, 3)] if "fsdp" in degrees or context > 1 else []
+    stages += [(0, False)] if "fsdp" not in degrees else []
+    carried = tuple(itertools.product(_methods(model, context, tensor), _dispatches(model, degrees.get("expert", 1))))
+    return _ways(model.num_layers, tuple(stages), splits, carried, degrees.get("pipe", 1), rows, remats)
+
+
+def _dispatches(model: TransformerConfig, ranks: int) -> tuple[str | None, ...]:
+    """How tokens may reach their experts: as the model says, or, where it leaves that open, the other way too."""
+    experts = model.experts
+    if experts is None or ranks == 1 or experts.dispatch != "auto" or experts.capacity_factor is not None:
+        return (None,)
+    return None, "rounds" if ranks <= experts.top_k else "gather"
+
+
+def _goes_with(model: TransformerConfig, axis: str) -> bool:
+    """Whether a model can be split over an axis at all."""
+    if axis in GRID:
+        return model.experts is None and model.latent is None
+    if axis == "context":
+        return model.attention != "xla"  # which reads a rank's own positions
+    return model.experts is not None or axis != "expert"
+
+
+def _methods(model: TransformerConfig, context: int, tensor: int) -> tuple[Method | None, ...]:
+    """By which attention may read positions of other ranks: with U ranks that split heads, for every U that can."""
+    if context == 1:
+        return (None,)
+    heads = model.num_heads // tensor, max(1, model.attention_shape.kv_heads // tensor)
+    able = [count for count in divisors(context)[1:] if not unsplittable(count, *heads)]
+    if model.attention == "cudnn":  # a kernel of whole sequences
+        return ("ulysses",) if context in able else ()
+    whole: list[Method] = ["gather", "ulysses"] if context in able else ["gather"]
+    found = whole + [(count, "gather") for count in able if count < context]
+    if model.window is None:  # how far a ring goes with a window is not priced
+        found += ["ring", *((count, "ring") for count in able if count < context)]
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _ways(
+    num_layers: int, stages: tuple[tuple[int, bool], ...], splits: bool,
+    carried: tuple[tuple[Method | None, str | None], ...], pipe: int, rows: int, remats: tuple[str | None, ...],
+) -> tuple[Way, ...]:  # fmt: skip
+    orders = list(_orders(num_layers, pipe, rows))
+    return tuple(
+        Way(stage, split, remat, *order, method, shared, dispatch)
+        for stage, shared in stages
+        for split in ((False, True) if splits else (False,))
+        for method, dispatch in carried
+        for remat in remats
+        for order in orders
+    )
+
+
+def _refused(model: TransformerConfig, degrees: dict[str, int], global_batch: int, length: int, shortest: int) -> str:
+    """Why a mesh does not go with a model; empty when it does."""
+    grid = any(axis in degrees for axis in GRID)
+    if grid and model.loss_chunk:
+        return "a loss of chunks of words does not go with the grid"
+    split: Any = replace(model, split="grid" if grid else "tensor", sequence_parallel=False)
+    if model.experts is not None and model.experts.num_experts % degrees.get("expert", 1):
+        return "experts do not divide over their ranks"
+    if problems(split, degrees, length):
+        return f"layers do not divide over {'the grid' if grid else 'tensor'}"
+    if degrees.get("pipe", 1) > model.num_layers:
+        return "fewer blocks than pipeline ranks"
+    if global_batch % math.prod(degrees[axis] for axis in batch_axes(degrees)):
+        return "the batch does not divide over its shards"
+    if (context := degrees.get("context", 1)) > 1 and length % order_parts("zigzag", context):
+        return "positions do not divide over twice the ranks of context"
+    if context > 1 and length // context < shortest:
+        return f"fewer than {shortest:,} positions on a rank of context"
+    return ""
+
+
+def _orders(num_layers: int, pipe: int, rows: int) -> Iterator[tuple[PipelineSchedule | None, int, int]]:
+    """(schedule, chunks, microbatches)."""
+    for count in divisors(rows):
+        if pipe == 1:
+            yield None, 1, count
+        elif count > 1:
+            yield PipelineSchedule.GPIPE, 1, count
+            yield PipelineSchedule.ONE_F_ONE_B, 1, count
+            for chunks in (2, 4):
+                if pipe * chunks <= num_layers:
+                    yield PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, chunks, count
+
+
+# --------------------------------------------------------------------------------------------------
+# `Resting`: where a decoder's weights rest on many meshes, found once for all that split them alike.
+# --------------------------------------------------------------------------------------------------
+
+
+class Placing(NamedTuple):
+    """The weights of a way on a mesh.
+
+    Attributes:
+      layouts: of all.
+      form: a number that those share whose layouts are split over the same axes, and whose stacks are along dim 0 or not; along
+        which dims else changes no size.
+      model: its configuration, with its layers split so.
+      plan: with every default decided; how often anything runs is not in it.
+      strategies: a number that plans with the same strategies share.
+    """
+
+    layouts: Sequence[Layout]
+    form: int
+    model: Any
+    plan: Plan
+    strategies: int
+
+
+class Resting:
+    """Layouts of a model's weights, by the axes that split them; they rest alike in all of ZeRO's stages."""
+
+    def __init__(self, asked: Question):
+        self.asked, self.fabric = asked, Fabric(devices=asked.num_devices, torus=asked.hardware.torus)
+        self._models: dict[Any, Any] = {}
+        self._plans: dict[Any, tuple[Plan, int]] = {}
+        self._split: dict[Any, list[tuple[Any, Layout]]] = {}
+        self._layouts: dict[Any, tuple[list[Layout], int]] = {}
+        self._numbers: dict[Any, int] = {}
+
+    def placing(self, degrees: Mapping[str, int], way: Way) -> Placing:
+        """Where weights rest on a mesh.
+
+        Args:
+          degrees: of the mesh, above 1.
+          way: of which the stage, attention's method, sequence parallelism and whether there is a schedule decide.
+        """
+        model = self._model(degrees, way)
+        plan, strategies = self._plan(degrees, way)
+        there = candidate(degrees, way).mesh.items()
+        own = tuple((axis, ranks) for axis, ranks in there if axis not in ("data", "pipe"))
+        if (key := (own, model.scan_layers, way.shared)) not in self._layouts:
+            self._layouts[key] = self._placed(model, plan, dict(own))
+        return Placing(*self._layouts[key], model, plan, strategies)
+
+    def _number(self, value: Any) -> int:
+        return self._numbers.setdefault(value, len(self._numbers))
+
+    def _model(self, degrees: Mapping[str, int], way: Way) -> Any:
+        key = (any(axis in degrees for axis in ("row", "col", "depth")), way.sequence_parallel, way.schedule is None)
+        key += (way.dispatch,)
+        if key not in self._models:
+            self._models[key] = Candidate(degrees=tuple(degrees.items()), **way._asdict()).model(self.asked.model)
+        return self._models[key]
+
+    def _plan(self, degrees: Mapping[str, int], way: Way) -> tuple[Plan, int]:
+        ranks = {axis: degrees.get(axis, 1) for axis in ("fsdp", "context")}
+        chosen = {"stage": way.stage, "method": way.method, "shared": way.shared}
+        if (key := (*ranks.values(), *chosen.values())) not in self._plans:
+            found = Candidate(degrees=tuple(ranks.items()), strategy=self.asked.strategy, **chosen)
+            plan = found.plan(self.asked.precision).decided(self.fabric, ranks)
+            # A strategy of the user's own may send in as many parts as there are ranks: those are a number for it.
+            own = None if self.asked.strategy is None else ranks["fsdp"]
+            self._plans[key] = plan, self._number((plan.fsdp, plan.context, own))
+        return self._plans[key]
+
+    def _placed(self, model: Any, plan: Plan, own: dict[str, int]) -> tuple[list[Layout], int]:
+        """The layouts, and the number of their form."""
+        layers = tuple((axis, ranks) for axis, ranks in own.items() if axis in LAYER_AXES)
+        if (key := (layers, model.split, model.scan_layers)) not in self._split:
+            param, weights = plan.precision.param, decoder_weights(model, own)
+            split = [((each.shape, each.splits, each.layers), split_by_layers(each, param, own)) for each in weights]
+            self._split[key] = split
+        found: dict[Any, Layout] = {}
+        setting = Setting.of(plan, own)
+        for same, layout in self._split[key]:
+            if same not in found:
+                for axis, strategy in setting.strategies.items():
+                    layout = strategy.spec(layout, axis, setting.ranks(axis))
+                found[same] = layout
+        forms = {
+            same: (*sorted(layout.axes), same[2] > 1 and bool(layout.axes_of(0))) for same, layout in found.items()
+        }
+        order = [same for same, _ in self._split[key]]
+        return [found[same] for same in order], self._number(tuple(forms[same] for same in order))
+
+
+def weights_together(placings: Sequence[Placing], meshes: Sequence[Mapping[str, int]], repeats: np.ndarray) -> Weights:
+    """The weights of placings of one form under the same strategies, with an entry for every candidate.
+
+    Args:
+      placings: by mesh.
+      meshes: their degrees.
+      repeats: candidates of every mesh.
+    """
+    first, once = placings[0], np.ones(len(meshes), int)
+    degrees = {axis: spread([mesh[axis] for mesh in meshes], once, int) for axis in meshes[0]}
+    setting = Setting.of(first.plan, degrees)
+    layouts: dict[int, Layout] = {}  # weights of one shape that are split alike share theirs
+    for same in zip(*(each.layouts for each in placings), strict=True):
+        if id(same[0]) not in layouts:
+            layouts[id(same[0])] = _together(same, once)
+    weights = zip(decoder_weights(first.model, meshes[0]), first.layouts, strict=True)
+    found = grouped([Placed(weight, layouts[id(layout)], setting) for weight, layout in weights])
+    return found.sizes(lambda size: np.repeat(size.astype(float), repeats) if varies(size) else size)
+
+
+def _together(layouts: Sequence[Layout], once: np.ndarray) -> Layout:
+    """Layouts of one form as one, whose sizes are arrays."""
+    own = layouts[0]
+    stored, parts = (
+        tuple(spread(sizes, once, int) for sizes in zip(*values, strict=True))
+        for values in ([each.stored for each in layouts], [each.parts for each in layouts])
+    )
+    return Layout(own.shape, own.dtype, own.spec, stored, parts, own.stack_dims)
+
+
+def spread(values: Sequence[Any], repeats: np.ndarray, kind: type = float) -> Any:
+    """One value per mesh as one per candidate; where all are equal, the number."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    return np.repeat(np.array(values, kind), repeats)
+
+
+# --------------------------------------------------------------------------------------------------
+# A first price of every way to run, many meshes at once: flows and memory are the ledger's own lists, with arrays in
+# them.
+# --------------------------------------------------------------------------------------------------
+
+Meshes = Sequence[tuple[dict[str, int], tuple[Way, ...]]]
+"""Degrees, and the ways to run on them."""
+
+AT_ONCE = 2**15
+"""Candidates that are priced together: their arrays stay in a core's cache."""
+
+
+def quick(
+    meshes: Meshes, asked: Question, offload: CPUOffload = CPUOffload.NONE
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(seconds, bytes) of the ways on every mesh.
+
+    Ways of one discrete choice, on all meshes over which weights rest alike, have one list of flows and one of what is held,
+    whose sizes and counts are arrays. Bytes are the ledger's (see `TickCounts.foreseen` for pipelines), and seconds those of
+    the ledger's price but for a pipeline's bubble.
+    """
+    found = [(np.zeros(len(ways)), np.zeros(len(ways))) for _, ways in meshes]
+    for together in alike(meshes, asked):
+        many = candidates_of(together, asked, offload)
+        total = sum(len(each.columns.at) for each in together)
+        seconds = np.broadcast_to(price(many, asked.hardware, asked.assumptions).time, total)
+        memory, start = np.broadcast_to(many.memory.total, total), 0
+        for each in together:
+            end = start + len(each.columns.at)
+            for own, of_all in zip(found[each.number], (seconds, memory), strict=True):
+                own[each.columns.at] = of_all[start:end]
+            start = end
+    return found
+
+
+class WayColumns:
+    """Ways that are one discrete choice: alike in ZeRO's stage and its axes, sequence parallelism and how tokens travel.
+
+    Attributes:
+      way: the first.
+      at: where they are among all ways of their mesh.
+      choice: what they have in common.
+      microbatches: per update and rank.
+      full, selective: 1 where that is recomputed.
+      chunks, gpipe: of a pipeline.
+      cuts: kinds of (chunks, recomputation).
+      cut: of which kind each is.
+    """
+
+    def __init__(self, ways: tuple[Way, ...], at: list[int]):
+        own = [ways[i] for i in at]
+        column = lambda values: np.array(list(values), float)
+        self.way, self.at = own[0], np.array(at)
+        self.choice = choice_of(self.way)
+        self.microbatches, self.chunks = column(way.microbatches for way in own), column(way.chunks for way in own)
+        self.full = column(way.remat == "full" for way in own)
+        self.selective = column(way.remat == "selective" for way in own)
+        self.gpipe = column(way.schedule is PipelineSchedule.GPIPE for way in own)
+        self.cuts = sorted({(way.chunks, way.remat or "") for way in own})
+        self.cut = np.array([self.cuts.index((way.chunks, way.remat or "")) for way in own])
+
+
+def choice_of(way: Way) -> tuple:
+    """What decides on the list of a way's flows, but for the mesh."""
+    return way.stage, way.shared, way.sequence_parallel, way.method, way.dispatch
+
+
+def choices(ways: tuple[Way, ...]) -> tuple[WayColumns, ...]:
+    """The ways of a mesh by discrete choice."""
+    found: dict[tuple, list[int]] = {}
+    for i, way in enumerate(ways):
+        found.setdefault(choice_of(way), []).append(i)
+    return tuple(WayColumns(ways, at) for at in found.values())
+
+
+def _cut_columns(model: TransformerConfig, pipe: int, columns: WayColumns, length: int) -> np.ndarray:
+    """What `_cut` says of every way; [values, ways]."""
+    return np.array([_cut(model, pipe, *key, length) for key in columns.cuts]).T[:, columns.cut]
+
+
+@lru_cache(maxsize=4096)
+def _cut(model: TransformerConfig, pipe: int, chunks: int, remat: str, length: int) -> tuple[float, ...]:
+    """Of a cut into pipe x chunks stages: the slowest stages' part of all work, the longest stage's blocks, routers passed.
+
+    Then the blocks of the first rank, of the fullest between, and of the last, and those of them that have experts.
+    """
+    decoder: Any = model
+    policy = Pipelined(schedule=PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, num_microbatches=pipe, chunks=chunks)
+    if chunks == 1:
+        policy = Pipelined(num_microbatches=pipe)
+    stages = stages_of(decoder, Plan(pipe=policy), {"pipe": pipe})
+    run = Run(roles={}, microbatches=1, full=int(remat == "full"), selective=int(remat == "selective"))
+    costs = stage_costs(decoder, stages.blocks, stages.experts, run, length).tables(len(stages.blocks))
+    work = np.add(costs["F"], costs["B"]).reshape(chunks, pipe)
+    first, *between, last = ((parts.blocks, parts.experts) for parts in stages.ranks)
+    blocks, experts = zip(first, (between or [(0, 0)])[0], last, strict=True)
+    slowest = float(work.max(axis=1).sum() / work.sum())
+    return slowest, max(stages.blocks), stages.routers_passed, *blocks, *experts
+
+
+@dataclass(frozen=True, slots=True)
+class DiscreteChoice:
+    """The ways of one discrete choice on one mesh.
+
+    Attributes:
+      number: of the mesh.
+      degrees: of the mesh, `data` among them.
+      columns: the ways.
+      placing: the weights.
+      cuts: how a pipeline cuts the model (see `_cut_columns`); None without one.
+    """
+
+    number: int
+    degrees: dict[str, int]
+    columns: WayColumns
+    placing: Placing
+    cuts: np.ndarray | None
+
+
+def alike(meshes: Meshes, asked: Question) -> Iterator[list[DiscreteChoice]]:
+    """Choices that make one list, at most so many candidates together."""
+    resting, lists, cuts = Resting(asked), {}, {}
+    same = {id(ways): choices(ways) for ways in {id(ways): ways for _, ways in meshes}.values()}
+    for number, (given, ways) in enumerate(meshes):
+        for columns in same[id(ways)]:
+            degrees = candidate(given, columns.way).mesh
+            placing = resting.placing(given, columns.way)
+            kind = (*columns.choice, tuple(degrees), placing.form, placing.strategies)
+            if (pipe := given.get("pipe")) and (pipe, columns) not in cuts:
+                cuts[pipe, columns] = _cut_columns(asked.model, pipe, columns, asked.length)
+            lists.setdefault(kind, []).append(
+                DiscreteChoice(number, degrees, columns, placing, cuts.get((pipe, columns)))
+            )
+    for together in lists.values():
+        starts = np.cumsum([len(each.columns.at) for each in together]) // AT_ONCE
+        for batch in np.unique(starts):
+            yield [together[i] for i in np.flatnonzero(starts == batch)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """What a price is made of (see `Predicted`), for many ways to run at once."""
+
+    degrees: Mapping[str, Many]
+    pipelined: bool
+    microbatches: Many
+    tokens: int
+    layers: int
+    flops_per_token: int
+    recomputed_flops_per_token: Many
+    masked_flops_per_token: Many
+    attention_again: Many
+    blockwise_flops_per_token: Many
+    expert_flops_per_token: Many
+    expert_padding: Many
+    causal_balance: Many
+    traffic: Sequence[Flow]
+    memory: Memory
+    bubble: Many
+
+
+def candidates_of(
+    together: Sequence[DiscreteChoice], asked: Question, offload: CPUOffload = CPUOffload.NONE
+) -> Candidates:
+    """The candidates of choices that make one list: the one after the other."""
+    step, slowest = _step(together, asked)
+    run, tokens = step.run, asked.global_batch * asked.length
+    masked, blockwise = attention_work(step)
+    return Candidates(
+        degrees=step.degrees,
+        pipelined=run.pipelined,
+        microbatches=run.microbatches,
+        tokens=tokens,
+        layers=asked.model.num_layers,
+        flops_per_token=asked.model.flops_per_token(asked.length),
+        recomputed_flops_per_token=recomputed_flops(step.model, run, asked.length),
+        masked_flops_per_token=masked,
+        attention_again=run.recomputes,
+        blockwise_flops_per_token=blockwise,
+        expert_flops_per_token=expert_flops(step.model, run),
+        expert_padding=0.0 if step.experts is None else step.experts.padded,
+        causal_balance=1.0 if step.attention is None else step.attention.balance,
+        traffic=joined(flows(step)),
+        memory=held(step, moments=asked.moments, offload=offload, in_ticks=False),
+        bubble=_bubble(step, slowest) if run.pipelined else 0.0,
+    )
+
+
+def _step(together: Sequence[DiscreteChoice], asked: Question) -> tuple[Step, Many]:
+    """The step of all these candidates, and the slowest stages' part of all work."""
+    repeats, placings = np.array([len(each.columns.at) for each in together]), [each.placing for each in together]
+    column = lambda name: np.concatenate([getattr(each.columns, name) for each in together])
+    meshes = [each.degrees for each in together]
+    degrees = {axis: spread([mesh[axis] for mesh in meshes], repeats) for axis in meshes[0]}
+    weights, plan = weights_together(placings, meshes, repeats), placings[0].plan
+    roles = {axis: strategy.role for axis, strategy in plan.on(degrees).items()}
+    often = {name: column(name) for name in ("microbatches", "full", "selective")}
+    run = Run(roles=roles, pipelined="pipe" in degrees, **often)
+    shards = math.prod(degrees[axis] for axis in splitting(roles, "rows"))
+    layers, chunks = asked.model.num_layers, column("chunks")
+    slowest, longest, passed, ticks = 1.0, layers, 0, None
+    ranks = [ShardCounts(layers, 1, 1, layers, sum(map(asked.model.has_experts, range(layers))))]
+    if run.pipelined:
+        slowest, longest, passed, *cuts = np.concatenate(
+            [each.cuts for each in together if each.cuts is not None], axis=1
+        )
+        passed = passed if asked.model.experts is not None else 0
+        each = zip(cuts[:3], ((1, 0), (0, 0), (0, 1)), cuts[3:], strict=True)
+        ranks = [ShardCounts(own, *ends, layers, experts) for own, ends, experts in each]
+        ticks = TickCounts.foreseen(column("gpipe") > 0, degrees["pipe"], run.microbatches, chunks)
+    step = Step(
+        model=placings[0].model, degrees=degrees, run=run, weights=weights, ranks=ranks,
+        rows=divided(asked.global_batch, shards), length=asked.length, compute=asked.dtype, ticks=ticks,
+        stage_blocks=longest, chunks=chunks, attention=SplitAttention.of(plan, placings[0].model, degrees, asked.length),
+        platform=asked.hardware.platform, routers_passed=passed, documents=asked.documents,
+    )  # fmt: skip
+    return step, slowest
+
+
+def _bubble(step: Step, slowest: Many) -> Many:
+    """Idle time over useful time, had all ticks of a chunk its slowest stage's length.
+
+    The first and the last ticks fill and drain; where microbatches do not come in groups of the ranks, a chunk waits for the
+    rest of a group.
+    """
+    ranks, count, chunks = step.degrees["pipe"], step.run.microbatches, step.chunks
+    missing = ranks * (1 + divided(count - 1, ranks)) - count
+    idle = (ranks - 1 + (chunks - 1) * missing) / (ranks * chunks)
+    return (count * slowest + idle) * ranks / count - 1
+
+
+# --------------------------------------------------------------------------------------------------
+# `plan`: the best way to run a model on a number of devices, with the runners-up, the reasons and the sensitivity.
+# --------------------------------------------------------------------------------------------------
 
 EXACTLY, DOUBTFUL, LEAN = 48, 24, 8
 """How many ways the ledger prices exactly: the fastest that fit by the first price, of those that it finds slightly too

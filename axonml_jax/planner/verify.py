@@ -1,13 +1,14 @@
-"""A plan's real training step compiled for TPU chips that need not be here, or for CPUs: memory and collectives beside what is
-predicted."""
+"""This machine's own devices measured, and a plan's price held against real steps."""
 
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
+from statistics import median
 from typing import Any
 
 import jax
@@ -15,29 +16,36 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax._types import PyTree
-from axonml_jax.ledger.compiled import collectives_in_compiled, device_peak
-from axonml_jax.ledger.compiled_schedule import Moved, moved, moved_table
-from axonml_jax.ledger.predict.difference import MemoryDifference, difference, memory_difference
-from axonml_jax.ledger.predict.predict import predict
-from axonml_jax.ledger.predict.prediction import Prediction
-from axonml_jax.ledger.table import aligned
-from axonml_jax.ledger.traced import collectives_in
+from axonml_jax.base import PyTree
+from axonml_jax.collectives.primitives import sum_over
+from axonml_jax.compat.processes import backend_started
+from axonml_jax.layers.kernels import target_platform
+from axonml_jax.layers.whole import tensor_specs
+from axonml_jax.ledger.compiled import Moved, collectives_in_compiled, device_peak, moved, moved_table
+from axonml_jax.ledger.count import aligned, collectives_in
+from axonml_jax.ledger.predict import MemoryDifference, Prediction, difference, memory_difference, predict
 from axonml_jax.mesh.axes import AXES
-from axonml_jax.mesh.fake_devices import fake_devices
-from axonml_jax.model.functionalize import functionalize
+from axonml_jax.mesh.shape import make_mesh
+from axonml_jax.mesh.simulate import fake_devices
+from axonml_jax.model.lora import functionalize
 from axonml_jax.model.loss import WeightedMean
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.router_metrics import router_metrics
-from axonml_jax.models.transformer import Transformer
-from axonml_jax.parallel.bind import bind_plan
+from axonml_jax.models.transformer import Transformer, router_metrics
+from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.parallel.tensor.specs import tensor_specs
-from axonml_jax.planner.answer import Answer
-from axonml_jax.training.state.first_state import abstract_state, resting_shapes
+from axonml_jax.planner.hardware import Assumptions, Hardware
+from axonml_jax.planner.price import price
+from axonml_jax.planner.search import Answer, Candidate, legal_meshes
+from axonml_jax.strategies.strategy import Fabric
+from axonml_jax.training.run_state import abstract_state, resting_shapes
 from axonml_jax.training.step import TrainStep
+
+# --------------------------------------------------------------------------------------------------
+# A plan's real training step compiled for TPU chips that need not be here, or for CPUs: memory and collectives beside
+# what is predicted.
+# --------------------------------------------------------------------------------------------------
 
 CPU = "cpu"
 """The topology of as many simulated devices of this machine as a plan has."""
@@ -212,3 +220,275 @@ def _loss(model: Any, batch: PyTree) -> WeightedMean | tuple[WeightedMean, dict[
     total, weight, routers = model.loss_and_routers(**batch)
     loss = WeightedMean(total, weight)
     return loss if routers is None else (loss, router_metrics(routers))
+
+
+# --------------------------------------------------------------------------------------------------
+# What a few real steps of a model show of this machine: fixed times, the share of the peak reached, how fast layers
+# send.
+# --------------------------------------------------------------------------------------------------
+
+MANY = 4
+"""Sequences of a device, in one microbatch or as many."""
+
+SHORT, LONG, BLOCKS = 8, 512, 4
+"""Positions of short sequences, the most of long ones, and the most blocks of the model whose steps are measured."""
+
+ROUNDS, LEAST_ROUNDS, PATIENCE = 21, 3, 20.0
+"""Steps of each kind, and how many there are at least where all of them would take more than the seconds of patience."""
+
+WITHIN = 2.0
+"""Seconds that a step may take at the speed of products."""
+
+
+def from_steps(devices: list[Any], model: TransformerConfig, here: Hardware, precision: str | None) -> Hardware:
+    """The hardware with what steps of the model show beside products and sums.
+
+    Three steps over `data`, of the model with at most `BLOCKS` blocks: MANY short sequences of a device in one microbatch, in
+    MANY, and MANY long ones in one. What MANY - 1 microbatches more take is what blocks take however few tokens they have; what
+    long sequences take longer, over their FLOPs, is the speed of products; the rest of the first comes with every step. Where
+    the model's layers divide over `tensor`, a step over it shows how fast the layers' own collectives are there, with
+    everything that its ranks compute alike, if they are slower than the link.
+
+    Args:
+      devices: all of them take part.
+      model: without experts.
+      here: what was measured of products, memory and sums.
+      precision: of the steps, as of `ax.Plan`.
+
+    Returns:
+      `here` with `block_seconds`, `step_seconds`, `reached` and `layer_link`; as it is where a step would take more than
+      `WITHIN` seconds at the speed of products, or fill more than a device's memory.
+    """
+    blocks, most = min(BLOCKS, model.num_layers), min(LONG, model.max_length)
+    probed = replace(model, num_layers=blocks)
+    tiny = replace(probed, attention="auto")  # no kernel takes so few positions
+    short, data = min(SHORT, most), {"data": len(devices)}
+    probe = partial(_Probe, devices=devices, precision=precision)
+    probes = [
+        probe(model=tiny, length=short, degrees=data),
+        probe(model=tiny, length=short, degrees=data, microbatches=MANY),
+        probe(model=probed, length=most, degrees=data),
+    ]
+    if split := _widest_split(probed, len(devices), most):
+        probes.append(probe(model=probed, length=most, degrees=split))
+    if any(each.is_too_much(here) for each in probes):
+        return here
+    few, parts, full, *of_split = _in_turns([each.prepared() for each in probes])
+    more = probes[2].flops(here) - probes[0].flops(here)
+    reached = min(more / max(full - few, 1e-9) / here.flops, 1.0)
+    found = replace(here, reached=reached, block_seconds=max(parts - few, 0.0) / (MANY - 1) / blocks)
+    found = replace(found, step_seconds=max(few - probes[0].seconds(found), 0.0))
+    for seconds in of_split:
+        found = replace(found, layer_link=found.link * min(1.0, _share(probes[-1], seconds, found)))
+    return replace(found, step_seconds=found.step_seconds * model.num_layers / blocks)
+
+
+def _share(probe: "_Probe", seconds: float, here: Hardware) -> float:
+    """The link's speed in a step that took some seconds, over the one that `here` has."""
+    known = probe.seconds(replace(here, layer_link=math.inf))
+    return (probe.seconds(here) - known) / max(seconds - known, 1e-9)
+
+
+def _widest_split(model: TransformerConfig, devices: int, length: int) -> dict[str, int]:
+    """The mesh of these devices with most ranks of `tensor` that the model's layers divide over; none without any."""
+    meshes = legal_meshes(model, devices, global_batch=MANY * devices, length=length, axes=("data", "tensor"))
+    widest = max(meshes, key=lambda degrees: degrees.get("tensor", 1))
+    return widest if "tensor" in widest else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Probe:
+    """A step of a model.
+
+    Attributes:
+      devices: all of them take part.
+      model: the transformer.
+      length: of a sequence.
+      degrees: of the mesh.
+      precision: as of `ax.Plan`.
+      microbatches: of a device's MANY sequences.
+    """
+
+    devices: list[Any]
+    model: TransformerConfig
+    length: int
+    degrees: dict[str, int]
+    precision: str | None
+    microbatches: int = 1
+
+    @property
+    def candidate(self) -> Candidate:
+        """As the planner has it."""
+        return Candidate(degrees=tuple(self.degrees.items()), microbatches=self.microbatches)
+
+    @property
+    def _way(self) -> tuple[Plan, Any]:
+        return self.candidate.plan(self.precision), self.candidate.model(self.model)
+
+    @property
+    def batch(self) -> int:
+        """Sequences of the step."""
+        return MANY * len(self.devices)
+
+    def predicted(self, here: Hardware) -> Prediction:
+        """What it holds, sends and computes."""
+        plan, model = self._way
+        return predict(
+            plan, model, self.candidate.mesh, global_batch=self.batch, length=self.length, platform=here.platform
+        )
+
+    def flops(self, here: Hardware) -> float:
+        """Of a device."""
+        found = self.predicted(here)
+        return found.tokens * found.flops_per_token / len(self.devices)
+
+    def seconds(self, here: Hardware) -> float:
+        """Its price."""
+        return float(price(self.predicted(here), here, Assumptions.on(here)).time)
+
+    def is_too_much(self, here: Hardware) -> bool:
+        """Whether it takes too long, or fills more than a device's memory."""
+        held = self.predicted(here).memory.total
+        return self.flops(here) / here.flops > WITHIN or held > Assumptions.memory_margin * here.memory
+
+    def prepared(self) -> Callable[[], None]:
+        """The step, compiled and taken twice. Values are zeros, which take as long as others."""
+        mesh = make_mesh(devices=self.devices, **self.candidate.mesh)
+        plan, model = self._way
+        step, shapes, batch = abstract_step(plan, model, mesh, self.batch, self.length)
+        state, batch = jax.tree.map(_zeros, shapes), jax.tree.map(_zeros, batch)
+
+        def take() -> None:
+            nonlocal state
+            state, metrics = step(state, batch)
+            jax.block_until_ready((state, metrics))
+
+        for _ in range(2):
+            take()
+        return take
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.device_put(jax.random.key(0), like.sharding)
+    return jnp.zeros(like.shape, like.dtype, device=like.sharding)
+
+
+def _in_turns(steps: list[Callable[[], None]]) -> list[float]:
+    """Median seconds of each; a round takes one step of each, so that what the machine does meanwhile falls on all."""
+    times: list[list[float]] = [[] for _ in steps]
+    began = time.perf_counter()
+    for done in range(ROUNDS):
+        if done >= LEAST_ROUNDS and time.perf_counter() - began > PATIENCE:
+            break
+        for step, mine in zip(steps, times, strict=True):
+            started = time.perf_counter()
+            step()
+            mine.append(time.perf_counter() - started)
+    return [median(mine) for mine in times]
+
+
+# --------------------------------------------------------------------------------------------------
+# What this machine's own devices do: products, memory, collectives, and with a model its steps, measured.
+# --------------------------------------------------------------------------------------------------
+
+UNKNOWN_MEMORY = 2.0**40
+
+CHAIN = 16
+"""Sums that follow each other where one is measured, as in a step: the first waits for devices that have just begun."""
+
+
+def measure(
+    num_devices: int | None = None,
+    *,
+    model: TransformerConfig | None = None,
+    size: int = 512,
+    elements: int = 2**20,
+    dtype: str = "float32",
+) -> Hardware:
+    """Measure with every device at work at once, as in a step: devices that share cores or links are priced so.
+
+    Args:
+      num_devices: the first so many of JAX's devices; None: all. More than there are: simulated CPU devices are started,
+        where JAX has not.
+      model: some of its steps are measured too (see `from_steps`); None, and for a model with experts: none.
+      size: of the square matrices that are multiplied.
+      elements: of the array that is summed over the devices.
+      dtype: of both.
+
+    Raises:
+      ValueError: when there are fewer devices.
+    """
+    devices = _devices(num_devices)
+    mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+    flops = 2 * size**3 * 8 / _seconds(mesh, _products, (len(devices), size, size), dtype)
+    single = Mesh(devices[:1], ("data",), axis_types=(AxisType.Auto,))
+    alone = 2 * size**3 * 8 / _seconds(single, _products, (1, size, size), dtype)
+    moved = 2 * elements * jnp.dtype(dtype).itemsize  # read and written
+    bandwidth = moved / _seconds(mesh, lambda x: x * 2 + 1, (len(devices), elements), dtype)
+    ranks = len(devices)
+    usual = lambda body, width: _seconds(mesh, body, (ranks, width), dtype, rounds=21, of=median)
+    call = usual(lambda x: x, 8)
+    small, large = (max(usual(_summed, width) - call, 0.0) / CHAIN for width in (8, elements))
+    latency = small / max(1.0, math.log2(ranks))  # as `Hardware.delay` takes it: of two devices
+    wire = 2 * elements * jnp.dtype(dtype).itemsize * (ranks - 1) / ranks
+    link = wire / max(large - small, 1e-9) if ranks > 1 else UNKNOWN_MEMORY
+    stats = devices[0].memory_stats() or {}
+    here = Hardware(
+        name=f"{devices[0].device_kind} (measured)",
+        flops=flops,
+        memory=float(stats.get("bytes_limit", UNKNOWN_MEMORY)),
+        memory_bandwidth=bandwidth,
+        link=link,
+        island=max(ranks, 1),
+        cross=link,
+        platform=target_platform(),
+        torus=Fabric.of(devices).torus,
+        latency=latency,
+        cross_latency=latency,
+        alone=max(alone / flops, 1.0),
+        sources=dict.fromkeys(("flops", "memory_bandwidth", "link", "island", "cross"), "measured"),
+    )
+    if model is None or model.experts is not None:
+        return here
+    return from_steps(devices, model, here, "bf16" if dtype == "bfloat16" else None)
+
+
+def _devices(num_devices: int | None) -> list[Any]:
+    from axonml_jax.mesh.simulate import fake_devices
+
+    if num_devices is not None and jax.config.jax_platforms == "cpu" and not backend_started():
+        fake_devices(num_devices)
+    devices = jax.devices()[:num_devices]
+    if num_devices is not None and len(devices) < num_devices:
+        raise ValueError(f"--hardware measure: {num_devices} devices are asked for, this machine has {len(devices)}")
+    return devices
+
+
+def _products(x: jax.Array) -> jax.Array:
+    y = x[0]
+    for _ in range(8):
+        y = y @ x[0]
+    return y[None]
+
+
+def _summed(x: jax.Array) -> jax.Array:
+    for _ in range(CHAIN):
+        x = sum_over(x, ("data",)) * 0.5
+    return x
+
+
+def _seconds(
+    mesh: Mesh, body: Callable, shape: tuple[int, ...], dtype: str, rounds: int = 5, of: Callable = min
+) -> float:
+    """The shortest, or another, of a few runs of a body on every device at once."""
+    spec = PartitionSpec("data")
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    x = jax.device_put(jnp.full(shape, 1e-3, dtype), NamedSharding(mesh, spec))
+    jax.block_until_ready(run(x))
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        jax.block_until_ready(run(x))
+        times.append(time.perf_counter() - started)
+    return of(times)

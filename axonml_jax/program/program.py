@@ -1,18 +1,191 @@
-"""`Program`: a traced function as a list of equations over numbered values, so that it can be analysed, cut and run in pieces.
-
-It is the library's only representation of a traced function. What `jit` wraps stands in the place of the call, unless whoever
-reads the program wants the call kept; bodies of loops, branches and other calls are programs of their own, read when asked for.
-"""
+"""Traced programs as values: equations, one table of rules for primitives, dataflow, one interpreter."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+import typing
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
-from axonml_jax.compat.jaxpr import Literal, opened
-from axonml_jax.compat.operation import Operation
-from axonml_jax.program.atoms import Atom, names_of
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.base import PyTree
+from axonml_jax.compat.jaxpr import Literal, Operation, opened, trace
+from axonml_jax.compat.order import BARRIER, WAITING
+from axonml_jax.compat.varying_types import CASTS
+
+# --------------------------------------------------------------------------------------------------
+# Atoms: what an equation reads and a program returns, each the name of a value or a constant written into the program.
+#
+# A program (`program.py`) names its values by numbers. A constant has no name and cannot be hashed, so it is never a
+# key: every table and set of values is asked here, wherever an atom may be a constant.
+# --------------------------------------------------------------------------------------------------
+
+Atom = Any
+"""A number, or a constant with a `val` and an `aval`."""
+
+T = TypeVar("T")
+
+
+def is_constant(atom: Atom) -> bool:
+    """Whether an atom is a constant."""
+    return isinstance(atom, Literal)
+
+
+def names_of(atoms: Iterable[Atom]) -> tuple[Any, ...]:
+    """The atoms that are names, in order."""
+    return tuple([atom for atom in atoms if not isinstance(atom, Literal)])
+
+
+def among(atom: Atom, some: Collection[Hashable]) -> bool:
+    """Whether an atom names one of some values; a constant names none."""
+    return not is_constant(atom) and atom in some
+
+
+def entry_of(atom: Atom, table: Mapping[Any, T], otherwise: T) -> T:
+    """What a table says about the value that an atom names; `otherwise` for those that it lacks, and for constants."""
+    return otherwise if is_constant(atom) else table.get(atom, otherwise)
+
+
+def value_of(atom: Atom, env: Mapping[Any, Any]) -> Any:
+    """The value that an equation reads: the one of that name, or the constant."""
+    return atom.val if is_constant(atom) else env[atom]
+
+
+def values_of(atoms: Iterable[Atom], env: Mapping[Any, Any]) -> list[Any]:
+    """The value of each atom."""
+    return [value_of(atom, env) for atom in atoms]
+
+
+def result_of(atom: Atom, env: Mapping[Any, Any]) -> Any:
+    """The value that a program returns: an array always, of the dtype that was traced."""
+    return jnp.asarray(atom.val, atom.aval.dtype) if is_constant(atom) else env[atom]
+
+
+def results_of(atoms: Iterable[Atom], env: Mapping[Any, Any]) -> list[Any]:
+    """The result of each atom."""
+    return [result_of(atom, env) for atom in atoms]
+
+
+def aval_of(atom: Atom, avals: Mapping[Any, Any]) -> Any:
+    """The abstract value of an atom."""
+    return atom.aval if is_constant(atom) else avals[atom]
+
+
+# --------------------------------------------------------------------------------------------------
+# How the dims of an operation's results follow those of its operands, primitive by primitive: for `program/program.py`.
+#
+# A rule `follow(op, k, dim, parts)` names the dim of every result of which part p (of `parts` equal parts behind each
+# other) is made, of operand k, of part p of `dim` alone; None: there is none, or it is not known. All but a reshape's
+# dims go on index by index, whatever the parts.
+# --------------------------------------------------------------------------------------------------
+
+Follow = Callable[[Operation, int, int, int], int | None]
+
+
+def same(op: Operation, k: int, dim: int, parts: int) -> int | None:
+    """Elementwise: the same dim, where the operand is not spread over it. Bits cast to another width have other dims."""
+    given, made = op.given[k].shape, op.made[0].shape
+    return dim if len(given) == len(made) and given[dim] == made[dim] else None
+
+
+def _broadcast(op: Operation, k: int, dim: int, parts: int) -> int | None:
+    to = op.options["broadcast_dimensions"][dim]
+    return to if op.given[0].shape[dim] == op.options["shape"][to] else None
+
+
+def _transpose(op: Operation, k: int, dim: int, parts: int) -> int | None:
+    return tuple(op.options["permutation"]).index(dim)
+
+
+def _reshape(op: Operation, k: int, dim: int, parts: int) -> int | None:
+    """A dim goes on where one of the new shape begins with it, and divides too."""
+    old, new = op.given[0].shape, op.made[0].shape
+    before = math.prod(old[:dim])
+    begins = [j for j, size in enumerate(new) if size > 1 and math.prod(new[:j]) == before]
+    return begins[0] if begins and new[begins[0]] % parts == 0 and op.options["dimensions"] is None else None
+
+
+def _without(name: str) -> Follow:
+    """Dims named by an option go."""
+
+    def follow(op: Operation, k: int, dim: int, parts: int) -> int | None:
+        gone = op.options[name]
+        gone = {d % op.given[0].ndim for d in (gone if isinstance(gone, (tuple, list)) else (gone,))}
+        return None if dim in gone else dim - sum(d < dim for d in gone)
+
+    return follow
+
+
+def _beside(name: str) -> Follow:
+    """Something happens along the dims named by an option; all others go on."""
+
+    def follow(op: Operation, k: int, dim: int, parts: int) -> int | None:
+        along = op.options[name]
+        along = {d % op.given[0].ndim for d in (along if isinstance(along, (tuple, list)) else (along,))}
+        return None if dim in along else dim
+
+    return follow
+
+
+def _whole(op: Operation, k: int, dim: int, parts: int) -> int | None:
+    """What is taken whole goes on."""
+    return dim if k == 0 and op.given[0].shape[dim] == op.made[0].shape[dim] else None
+
+
+def _updated(op: Operation, k: int, dim: int, parts: int) -> int | None:
+    """What is written whole goes on, of the array and of what is written into it."""
+    return dim if k < 2 and op.given[0].shape[dim] == op.given[1].shape[dim] else None
+
+
+def _pad(op: Operation, k: int, dim: int, parts: int) -> int | None:
+    return dim if k == 0 and tuple(op.options["padding_config"][dim]) == (0, 0, 0) else None
+
+
+def _product(op: Operation, k: int, dim: int, parts: int) -> int | None:
+    """Paired dims come first, then the left operand's own, then the right one's."""
+    contracted, batched = op.contraction
+    if k > 1 or dim in contracted[k]:
+        return None
+    if dim in batched[k]:
+        return batched[k].index(dim)
+    free = [[d for d in range(op.given[i].ndim) if d not in (*contracted[i], *batched[i])] for i in (0, 1)]
+    return len(batched[k]) + (len(free[0]) if k else 0) + free[k].index(dim)
+
+
+DIMS: Mapping[str, Follow] = {
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _beside("dimension"),
+    "dot_general": _product,
+    "dynamic_slice": _whole,
+    "dynamic_update_slice": _updated,
+    "name": same,
+    "pad": _pad,
+    "reshape": _reshape,
+    "rev": _beside("dimensions"),
+    "slice": _whole,
+    "sort": _beside("dimension"),
+    "split": _beside("axis"),
+    "squeeze": _without("dimensions"),
+    "transpose": _transpose,
+    "unstack": _without("axis"),
+    **{name: _beside("axis") for name in ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")},
+    **{f"reduce_{name}": _without("axes") for name in ("and", "max", "min", "or", "prod", "sum", "xor")},
+    **{name: _without("axes") for name in ("argmax", "argmin")},
+}
+"""Of primitives that are not elementwise."""
+
+
+# --------------------------------------------------------------------------------------------------
+# `Program`: a traced function as a list of equations over numbered values, so that it can be analysed, cut and run in
+# pieces.
+#
+# It is the library's only representation of a traced function. What `jit` wraps stands in the place of the call, unless
+# whoever reads the program wants the call kept; bodies of loops, branches and other calls are programs of their own,
+# read when asked for.
+# --------------------------------------------------------------------------------------------------
 
 Opens = Callable[[Operation, Sequence[Atom]], bool]
 """`opens(operation, inputs)`: whether the body of a call stands in its place."""
@@ -150,3 +323,412 @@ class _Reader:
                 self.equations.append(Equation(op, op.name, given, made, self.opens))
             env.update(zip(op.results, made, strict=True))
         return [var if isinstance(var, Literal) else env[var] for var in parts.outputs]
+
+
+# --------------------------------------------------------------------------------------------------
+# What is known of the values of a program, forward from its inputs; and which equations make some values, backward.
+# --------------------------------------------------------------------------------------------------
+
+M = TypeVar("M")
+
+FlowRule = Callable[[Equation, list[M]], Sequence[M]]
+"""`rule(equation, operands) -> results`: what is known of an equation's results, of what is known of its operands."""
+
+Join = Callable[[M, M], M]
+"""What is known of a value that is one or the other. Growing with it must come to an end."""
+
+
+def forward(program: Program, given: Iterable[M], rule: FlowRule[M], nothing: M) -> dict[int, M]:
+    """What is known of every numbered value.
+
+    Args:
+      program: the program.
+      given: of its inputs.
+      rule: called with each equation in order.
+      nothing: what is known of constants.
+    """
+    table = dict(zip(program.inputs, given, strict=True))
+    for equation in program.equations:
+        operands = [entry_of(atom, table, nothing) for atom in equation.inputs]
+        table.update(zip(equation.outputs, rule(equation, operands), strict=True))
+    return table
+
+
+def results(program: Program, given: Iterable[M], rule: FlowRule[M], nothing: M) -> list[M]:
+    """What is known of a program's results; see `forward`."""
+    table = forward(program, given, rule, nothing)
+    return [entry_of(atom, table, nothing) for atom in program.outputs]
+
+
+def through(equation: Equation, operands: list[M], rule: FlowRule[M], join: Join[M], nothing: M) -> list[M] | None:
+    """The same through an equation's inner programs: calls, branches, and loops until what is known of the carry stays.
+
+    Args:
+      equation: any.
+      operands: what is known of what it reads.
+      rule: for the equations inside, which may be called with each of them several times.
+      join: of what branches or trips say.
+      nothing: of constants.
+
+    Returns:
+      What is known of its results; None: it has no inner program, or one of which it is not known what it is for. What a
+      condition or an index depends on is joined into everything that depends on it.
+    """
+    if equation.called is not None:
+        return results(equation.called, operands, rule, nothing)
+    if (scan := equation.op.scan) is not None:
+        consts, rest = operands[: scan.num_consts], operands[scan.num_consts :]
+        return _trips(equation.body, consts, rest, scan.num_carry, rule, join, nothing)
+    if equation.op.loop is not None:
+        return _while(equation, operands, rule, join, nothing)
+    if equation.branches:
+        index, *given = operands
+        cases = [results(branch, given, rule, nothing) for branch in equation.branches]
+        return [_all(join, [index, *each]) for each in zip(*cases, strict=True)]
+    return None
+
+
+def _trips(
+    body: Any, consts: list[M], rest: list[M], num_carry: int, rule: FlowRule[M], join: Join[M], nothing: M
+) -> list[M]:
+    while True:
+        made = results(body, [*consts, *rest], rule, nothing)
+        carry = [join(old, new) for old, new in zip(rest[:num_carry], made[:num_carry], strict=True)]
+        if carry == rest[:num_carry]:
+            return [*carry, *made[num_carry:]]
+        rest = [*carry, *rest[num_carry:]]
+
+
+def _while(equation: Equation, operands: list[M], rule: FlowRule[M], join: Join[M], nothing: M) -> list[M]:
+    loop = equation.op.loop
+    assert loop is not None and equation.condition is not None
+    split = loop.num_condition_consts, loop.num_condition_consts + loop.num_body_consts
+    of_condition, consts, carry = operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :]
+    while True:
+        made = _trips(equation.body, consts, carry, len(carry), rule, join, nothing)
+        (ends,) = results(equation.condition, [*of_condition, *made], rule, nothing)
+        grown = [join(each, ends) for each in made]
+        if grown == carry:
+            return grown
+        carry = grown
+
+
+def _all(join: Join[M], known: Sequence[M]) -> M:
+    first, *others = known
+    for other in others:
+        first = join(first, other)
+    return first
+
+
+def with_gradient(program: Program, start: Iterable[int]) -> frozenset[int]:
+    """The floating values that depend on the given inputs, they included."""
+    given = frozenset(start)
+    floats = lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact)
+    known = [number in given and floats(program.avals[number]) for number in program.inputs]
+    rule = lambda equation, operands: [any(operands) and floats(aval) for aval in equation.op.made]
+    return frozenset(number for number, does in forward(program, known, rule, False).items() if does)
+
+
+def made_by(equations: Sequence[Equation], wanted: Iterable[Atom], given: Container[int] = ()) -> list[Equation]:
+    """The equations, in order, that make the wanted values, or what these are made of; `given` values are there already."""
+    needed, found = {number for number in names_of(wanted) if number not in given}, []
+    for equation in reversed(equations):
+        if needed.intersection(equation.outputs):
+            found.append(equation)
+            needed.update(number for number in equation.read if number not in given)
+    return found[::-1]
+
+
+def reads(program: Program) -> Mapping[int, int]:
+    """How often each value is read, by equations and as a result; results count once."""
+    counts: dict[int, int] = dict.fromkeys(names_of(program.outputs), 1)
+    for equation in program.equations:
+        for number in equation.read:
+            counts[number] = counts.get(number, 0) + 1
+    return counts
+
+
+# --------------------------------------------------------------------------------------------------
+# What is known of JAX's primitives: the library's one table of them.
+#
+# A primitive without a rule is opaque: its results are kept for the backward, it is not done twice, no program is cut
+# through it, and nothing is known of the dims of its results. That is always right; a rule makes programs smaller or
+# proves more.
+# --------------------------------------------------------------------------------------------------
+
+Kind = typing.Literal[
+    "elementwise", "placing", "selecting", "random", "heavy", "call", "branch", "loop", "collective", "opaque"
+]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is known of a primitive.
+
+    Attributes:
+      kind: "elementwise": every element of its result is made of the like elements of its operands; "placing": it copies or
+        moves elements; "selecting": it goes over its operands once, as slices, lookups and sums do; "random": it makes random
+        bits of keys; "heavy": products, sorts, factorizations; "call", "branch", "loop": what its inner programs do;
+        "collective": ranks exchange values, or a rank learns its index; "opaque": nothing is known.
+      compares: it is a comparison.
+      costly: it is a long series for each element, and its results are kept.
+      casts: it changes JAX's varying type of a value, names mesh axes, and sends nothing.
+      total: how it joins the elements that it reduces: "sum", "max" or "min"; "" for all others.
+      passes: each of its results is the operand in the same place.
+      sends: of a collective, what it does (a kind of `ledger.Collective`) and how it reduces; None: it sends nothing.
+      follow: how dims of results follow those of operands (`program/program.py`); None: not known.
+    """
+
+    kind: Kind
+    compares: bool = False
+    costly: bool = False
+    casts: bool = False
+    total: str = ""
+    passes: bool = False
+    sends: tuple[str, str] | None = None
+    follow: Follow | None = None
+
+    @property
+    def joins(self) -> bool:
+        """Whether a collective's result is the same on all ranks of its axes."""
+        return self.sends is not None and self.sends[0] in ("all_reduce", "all_gather")
+
+
+OPAQUE = Rule("opaque")
+
+_ELEMENTWISE = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp clz complex conj
+convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma
+log log1p log2 logistic max min mul mulhi neg nextafter not one_minus_square or population_count pow real
+reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+square stop_gradient sub tan tanh xor
+"""
+_SERIES = "bessel_i0e bessel_i1e igamma igammac polygamma regularized_incomplete_beta zeta"
+_COMPARING = "eq ge gt le lt ne"
+_PLACING = "broadcast_in_dim concatenate iota name reshape rev split squeeze stack tile transpose unstack"
+_SELECTING = """
+argmax argmin cumlogsumexp cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice gather
+layout_constraint pad reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_window
+reduce_window_max reduce_window_min reduce_window_sum reduce_xor reshard scatter scatter-add scatter-max scatter-min
+scatter-mul scatter-sub select_and_gather_add select_and_scatter select_and_scatter_add sharding_constraint slice
+with_memory_space_constraint
+"""
+_RANDOM = """
+iota_2x32_shape philox2x32 philox4x32 random_bits random_clone random_fold_in random_gamma random_seed random_split
+random_unwrap random_wrap rng_bit_generator threefry2x32 threefry4x32
+"""
+_HEAVY = """
+approx_top_k cholesky conv_general_dilated dot_general eig eigh fft geqrf householder_product lu qr ragged_dot_general
+scaled_dot sort svd top_k triangular_solve tridiagonal_solve
+"""
+_CALLS = "closed_call custom_jvp_call custom_vjp_call jit remat2"
+
+_TOTALS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min"}
+
+_SENDS: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), ("all_reduce", "sum")),
+    **dict.fromkeys(("pmax", "unreduced_pmax"), ("all_reduce", "max")),
+    **dict.fromkeys(("pmin", "unreduced_pmin"), ("all_reduce", "min")),
+    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), ("all_gather", "")),
+    **dict.fromkeys(("reduce_scatter", "unreduced_reduce_scatter"), ("reduce_scatter", "sum")),
+    "all_to_all": ("all_to_all", ""),
+    "ragged_all_to_all": ("ragged_all_to_all", ""),
+    "ppermute": ("permute", ""),
+    **dict.fromkeys(("pbroadcast", "pbroadcast_dynamic"), ("broadcast", "")),
+}
+
+
+def _table() -> Iterable[tuple[str, Rule]]:
+    for name in _ELEMENTWISE.split():
+        yield name, Rule("elementwise", follow=same)
+    for name in _SERIES.split():
+        yield name, Rule("elementwise", costly=True, follow=same)
+    for name in _COMPARING.split():
+        yield name, Rule("elementwise", compares=True, follow=same)
+    for name in CASTS:
+        yield name, Rule("elementwise", casts=True, follow=same)
+    kinds: Mapping[Kind, str] = {
+        "placing": _PLACING,
+        "selecting": _SELECTING,
+        "random": _RANDOM,
+        "heavy": _HEAVY,
+        "call": _CALLS,
+        "branch": "cond",
+        "loop": "scan while",
+    }
+    for kind, names in kinds.items():
+        for name in names.split():
+            yield name, Rule(kind, total=_TOTALS.get(name, ""), follow=DIMS.get(name))
+    for name, sends in _SENDS.items():
+        yield name, Rule("collective", sends=sends)
+    yield "axis_index", Rule("collective")
+    yield BARRIER, Rule("selecting", passes=True)
+    yield WAITING, Rule("selecting")
+
+
+RULES: Mapping[str, Rule] = dict(_table())
+"""By the primitive's name; names of all supported versions of JAX stand beside each other."""
+
+
+def rule_of(name: str) -> Rule:
+    """The rule of a primitive; asynchronous collectives have that of the collective, and what waits for one passes it on."""
+    if (found := RULES.get(name)) is not None:
+        return found
+    base, done = RULES.get(name.removesuffix("_start")), RULES.get(name.removesuffix("_done"))
+    if done is not None and done.sends is not None:
+        return replace(done, sends=None, passes=True)
+    return base if base is not None and base.sends is not None else OPAQUE
+
+
+def is_elementwise(name: str) -> bool:
+    """Whether a primitive treats every element alike."""
+    return rule_of(name).kind == "elementwise"
+
+
+def is_redone(name: str) -> bool:
+    """Whether a primitive is so cheap that its results are made again rather than kept: elementwise, or merely placing."""
+    rule = rule_of(name)
+    return rule.kind in ("elementwise", "placing") and not rule.costly
+
+
+def is_light(op: Operation) -> bool:
+    """Whether it may be done twice for nothing: it goes over its operands once, makes no random bits and has no effect."""
+    return rule_of(op.name).kind in ("elementwise", "placing", "selecting") and not op.has_effects
+
+
+def is_repeatable(equation: Equation) -> bool:
+    """Whether it may be done again on each of several ranks: it is light or makes random bits, all that it calls included."""
+    kind = rule_of(equation.name).kind
+    if equation.op.has_effects:
+        return False
+    if kind in ("call", "branch"):
+        return all(is_repeatable(inner) for body in equation.bodies for inner in body.equations)
+    return kind == "random" or is_light(equation.op)
+
+
+def follow(op: Operation, k: int, dim: int, parts: int) -> int | None:
+    """The dim of every result that follows `dim` of operand k, cut into `parts` equal parts; None: none does."""
+    rule = rule_of(op.name)
+    return None if rule.follow is None else rule.follow(op, k, dim, parts)
+
+
+# --------------------------------------------------------------------------------------------------
+# Running a program equation by equation; whoever runs it may do something else in the place of some equations.
+# --------------------------------------------------------------------------------------------------
+
+At = Callable[[Equation, list[Any]], Sequence[Any] | None]
+"""`at(equation, operands) -> results`: what is done in an equation's place; None: the equation is run."""
+
+RunBody = Callable[[Program, Sequence[Any]], Sequence[Any]]
+"""`run_body(program, values) -> results`."""
+
+
+def run_program(program: Program, values: Sequence[Any], at: At | None = None) -> list[Any]:
+    """The results of a program of `values`.
+
+    Args:
+      program: the program.
+      values: of its inputs; anything that `at` understands.
+      at: what is done at an equation.
+    """
+    env = dict(program.constants)
+    env.update(zip(program.inputs, values, strict=True))
+    run(program.equations, env, at)
+    return results_of(program.outputs, env)
+
+
+def run(equations: Iterable[Equation], env: MutableMapping[int, Any], at: At | None = None) -> None:
+    """Run equations on the values in `env`, adding what they make."""
+    for equation in equations:
+        operands = values_of(equation.inputs, env)
+        made = at(equation, operands) if at is not None else None
+        if made is None:
+            made = equation.op.bind(operands)
+        env.update(zip(equation.outputs, made, strict=True))
+
+
+def run_traced(
+    fun: Callable[..., PyTree], run_body: RunBody, *args: PyTree, read: Callable[[Any], Program] = read_program
+) -> PyTree:
+    """`fun(*args)`, whose arrays are those that its program gives when somebody runs it in his own way.
+
+    Args:
+      fun: returns a pytree; leaves that are no arrays are handed through.
+      run_body: runs the program of `fun` on the leaves of `args`.
+      *args: pytrees of arrays.
+      read: the program of a traced function.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    seen: dict[str, Any] = {}
+
+    def arrays_of(*leaves: Any) -> list[jax.Array]:
+        out, seen["treedef"] = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
+        seen["fixed"] = [None if isinstance(leaf, jax.Array) else leaf for leaf in out]
+        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
+
+    arrays = iter(run_body(read(trace(arrays_of, *leaves).jaxpr), leaves))
+    return seen["treedef"].unflatten([next(arrays) if leaf is None else leaf for leaf in seen["fixed"]])
+
+
+def run_bodies(equation: Equation, values: Sequence[Any], run_body: RunBody) -> list[Any] | None:
+    """Run a loop, conditional, plain call or checkpointed call with something else done in the place of its bodies.
+
+    Args:
+      equation: any.
+      values: its operands.
+      run_body: runs a body; loops and branches trace it anew.
+
+    Returns:
+      The results; None: it has no body, or one that must stay as it is (derivatives of its own, a `shard_map`, branches for
+      platforms).
+    """
+    pairs = zip(values, equation.op.given, strict=True)
+    values = [x if isinstance(x, jax.Array) else jax.numpy.asarray(x, aval.dtype) for x, aval in pairs]
+    if equation.called is not None and not equation.name.startswith("custom_") and equation.op.checkpointed is None:
+        return list(run_body(equation.called, values))
+    if equation.op.checkpointed is not None:
+        with equation.op.scope():
+            return _run_checkpointed(equation, values, run_body)
+    if equation.branches and not equation.op.chooses_by_platform:
+        index, *given = values
+        branches = [lambda branch=branch: list(run_body(branch, given)) for branch in equation.branches]
+        with equation.op.scope():
+            return list(jax.lax.switch(index, branches))
+    if (scan := equation.op.scan) is not None:
+        consts, carry = list(values[: scan.num_consts]), list(values[scan.num_consts : scan.first_scanned])
+
+        def trip(carry: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
+            made = list(run_body(_known(equation.body), [*consts, *carry, *sliced]))
+            return made[: scan.num_carry], made[scan.num_carry :]
+
+        with equation.op.scope():
+            carry, ys = jax.lax.scan(trip, carry, list(values[scan.first_scanned :]), **scan.options)
+        return [*carry, *ys]
+    if (loop := equation.op.loop) is not None:
+        split = loop.num_condition_consts, loop.num_condition_consts + loop.num_body_consts
+        of_condition, consts = values[: split[0]], values[split[0] : split[1]]
+        with equation.op.scope():
+            return list(
+                jax.lax.while_loop(
+                    lambda carry: run_body(_known(equation.condition), [*of_condition, *carry])[0],
+                    lambda carry: list(run_body(_known(equation.body), [*consts, *carry])),
+                    list(values[split[1] :]),
+                )
+            )
+    return None
+
+
+def _run_checkpointed(equation: Equation, values: Sequence[Any], run_body: RunBody) -> list[Any]:
+    """A call under `jax.checkpoint` with another body; one of a backward keeps its barrier."""
+    checkpointed = equation.op.checkpointed
+    assert checkpointed is not None
+    call = jax.checkpoint(lambda *given: run_body(_known(equation.body), given), **checkpointed.options)
+    if not checkpointed.in_backward:
+        return list(call(*values))
+    again = lambda made, given: made.op.bind_in_backward(given) if made.op.checkpointed is not None else None
+    return run_program(read_program(trace(call, *values).jaxpr), values, again)
+
+
+def _known(program: Program | None) -> Program:
+    assert program is not None
+    return program

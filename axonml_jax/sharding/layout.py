@@ -1,14 +1,22 @@
-"""Where one array lives between steps: its whole shape, the shape it is stored in, and the spec that splits that."""
+"""Layouts: how one array is padded, split and ordered over a mesh, and how it is placed."""
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax._types import PyTree
+from axonml_jax.base import PyTree
 from axonml_jax.mesh.axes import AxisNames, as_axes
+
+# --------------------------------------------------------------------------------------------------
+# Where one array lives between steps: its whole shape, the shape it is stored in, and the spec that splits that.
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -124,3 +132,367 @@ def specs(layouts: PyTree) -> PyTree:
 def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
     """A NamedSharding on `mesh` for every PartitionSpec of a tree."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+# --------------------------------------------------------------------------------------------------
+# Moving arrays between device and host memory, inside and outside compiled programs.
+# --------------------------------------------------------------------------------------------------
+
+HOST = "pinned_host"
+"""The memory kind of what is offloaded."""
+
+
+def movable(leaf: Any) -> bool:
+    """Whether a leaf is worth moving; a scalar that changed its memory kind would only force a recompile."""
+    return leaf.ndim > 0 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def to_host_memory(tree: PyTree, when: bool = True) -> PyTree:
+    """Inside a compiled program: arrays moved to host memory, if `when`."""
+    return _moved(tree, jax.memory.Space.Host) if when else tree
+
+
+def to_device_memory(tree: PyTree, when: bool = True) -> PyTree:
+    """Inside a compiled program: arrays moved to device memory, if `when`."""
+    return _moved(tree, jax.memory.Space.Device) if when else tree
+
+
+def offloaded(tree: PyTree, when: bool = True) -> PyTree:
+    """Outside: arrays in host memory, each sharded as it is, if `when`."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or not movable(leaf) or not isinstance(leaf.sharding, NamedSharding):
+            return leaf
+        return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST))
+
+    return jax.tree.map(move, tree) if when else tree
+
+
+def _moved(tree: PyTree, space: Any) -> PyTree:
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, space) if movable(leaf) else leaf, tree)
+
+
+# --------------------------------------------------------------------------------------------------
+# Placing whole arrays on a mesh in their layout, and getting whole arrays back.
+# --------------------------------------------------------------------------------------------------
+
+
+def place(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
+    """Copies of whole arrays (the same in every process), each device holding what `specs` says.
+
+    The result never shares memory with `tree`, so that it may be donated.
+    """
+    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    # Moving alone may alias: the part that lands on the device where an array is already can be that array's buffer.
+    return copies(jax.tree.map(move, tree, shardings))
+
+
+def move(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """A whole array (the same in every process) on a sharding; itself or sharing its memory where nothing has to move."""
+    if isinstance(leaf, Tracer):  # under `jax.eval_shape`: there is nothing to move
+        return leaf
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return jax.jit(_copy, out_shardings=sharding)(leaf)
+    if jax.process_count() == 1:
+        return jax.device_put(_on_host(leaf, sharding), sharding)
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = move(jax.random.key_data(leaf), NamedSharding(sharding.mesh, PartitionSpec()))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _on_host(leaf: Any, sharding: NamedSharding) -> Any:
+    """An array of one CPU device as NumPy sees it, in the same memory: JAX would compile a program that slices it."""
+    if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) or leaf.weak_type:
+        return leaf  # NumPy has neither keys nor weak types
+    (device, *others) = leaf.sharding.device_set
+    splits = not sharding.is_fully_replicated
+    return np.asarray(leaf) if splits and not others and device.platform == "cpu" else leaf
+
+
+def copies(tree: PyTree) -> PyTree:
+    """The same arrays in memory of their own, each where it is."""
+    return jax.jit(_copy)(tree)
+
+
+def _copy(tree: PyTree) -> PyTree:
+    return jax.tree.map(jax.numpy.copy, tree)
+
+
+def cast(leaf: Any, dtype: Any) -> Any:
+    """An array in `dtype`: a host array stays on the host, a JAX array where it is; typed keys as they are."""
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+        return leaf
+    return jax.numpy.astype(leaf, dtype) if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
+
+
+def is_deleted(x: Any) -> bool:
+    """Whether x is an array whose buffers were donated. Using one can end the process (jax 0.10 on several CPU devices)."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
+
+
+def replicated(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Copies of arrays, whole on every device of `mesh`."""
+    return place(tree, jax.tree.map(lambda _: PartitionSpec(), tree), mesh)
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """Whole arrays in this process's memory as NumPy arrays (typed keys as keys of their own); every process must call it."""
+
+    def fetch(leaf):
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(fetch(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+            leaf = jax.jit(_copy, out_shardings=NamedSharding(leaf.sharding.mesh, PartitionSpec()))(leaf)  # pyright: ignore
+        return np.asarray(leaf) if leaf.is_fully_addressable else np.asarray(leaf.addressable_data(0))
+
+    return jax.tree.map(fetch, tree)
+
+
+# --------------------------------------------------------------------------------------------------
+# In which order ranks hold the positions of a sequence.
+# --------------------------------------------------------------------------------------------------
+
+Order = Literal["contiguous", "zigzag", "striped"]
+
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+
+def sequence_order(order: Order, length: int, ranks: int) -> np.ndarray:
+    """The global positions of a sequence in rank-major order: rank r holds those from r * length / ranks on.
+
+    "contiguous" gives every rank one part. Under causal attention the last rank then has the most work: 2 - 1/ranks times the
+    mean. "zigzag" cuts the sequence into 2 * ranks chunks and gives rank r the chunks r and 2 * ranks - 1 - r, which balances
+    causal attention exactly (the head-and-tail order of ring-flash-attention and of PyTorch's `context_parallel`). "striped"
+    gives rank r the positions r, r + ranks, r + 2 * ranks, ... (Brandon et al. 2023).
+
+    Args:
+      order: one of these.
+      length: positions of the whole sequence.
+      ranks: how many ranks share it.
+
+    Returns:
+      int32 [length], a permutation: entry i is the position that stands at place i.
+
+    Raises:
+      ValueError: for an unknown order, or a length that does not divide into the order's parts.
+
+    >>> sequence_order("zigzag", 8, 2)
+    array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
+    >>> sequence_order("striped", 6, 2)
+    array([0, 2, 4, 1, 3, 5], dtype=int32)
+    """
+    parts = order_parts(order, ranks)
+    if length % parts:
+        raise ValueError(
+            f"{length} positions do not divide into the {parts} parts of order={order!r} over {ranks} ranks: pad the sequence "
+            f"to {-(-length // parts) * parts} with positions of weight 0"
+        )
+    positions = np.arange(length, dtype=np.int32)
+    if order == "striped":
+        return positions.reshape(-1, ranks).T.reshape(-1)
+    if order == "zigzag":
+        chunks = positions.reshape(2 * ranks, -1)
+        return np.stack([chunks[:ranks], chunks[ranks:][::-1]], axis=1).reshape(-1)
+    return positions
+
+
+def causal_balance(order: Order, length: int, ranks: int) -> float:
+    """How uneven causal attention is: pairs of positions that the busiest rank computes, over the mean of all ranks.
+
+    Contiguous it grows to 2 - 1/ranks, striped it is just above 1, and zigzag exactly 1.
+
+    Args:
+      order, length, ranks: as of `sequence_order`.
+
+    >>> [round(causal_balance(order, 4096, 4), 3) for order in ORDERS]
+    [1.75, 1.0, 1.001]
+    """
+    own = length / ranks
+    if order == "contiguous":
+        return (2 * length - own + 1) / (length + 1)
+    return ranks * (own + 1) / (length + 1) if order == "striped" else 1.0
+
+
+def order_parts(order: Order, ranks: int) -> int:
+    """What the length of a sequence must be a multiple of.
+
+    Raises:
+      ValueError: for an unknown order.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r} must be one of {', '.join(ORDERS)}")
+    return 2 * ranks if order == "zigzag" else ranks
+
+
+# --------------------------------------------------------------------------------------------------
+# Between an array as the model knows it and the form in which its layout stores it: padding, invisible outside.
+# --------------------------------------------------------------------------------------------------
+
+
+def to_stored(x: Any, layout: Layout) -> Any:
+    """A whole array [*layout.shape] -> [*layout.stored], zeros behind the last element of every padded dim."""
+    if x.shape == layout.stored:
+        return x
+    x = x if len(layout.stored) == x.ndim else jnp.reshape(x, (*x.shape, 1))
+    return jnp.pad(x, [(0, more - n) for n, more in zip(x.shape, layout.stored, strict=True)])
+
+
+def from_stored(x: Any, layout: Layout) -> Any:
+    """A stored array -> the whole one. The inverse of `to_stored`."""
+    if x.shape == layout.shape:
+        return x
+    kept = [slice(n) for n in layout.shape] + [slice(1)] * (x.ndim - len(layout.shape))
+    return jnp.reshape(x[tuple(kept)], layout.shape)
+
+
+def map_layouts(change, tree: PyTree, layouts: PyTree) -> PyTree:
+    """`change(leaf, layout)` of every leaf."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(map(change, leaves, jax.tree.leaves(layouts, is_leaf=is_layout)))
+
+
+def unpadded(tree: PyTree, layouts: PyTree, mesh: Mesh) -> PyTree:
+    """Stored global arrays as whole ones: a leaf without padding is the same array, a padded one a copy on every device."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def change(leaf: Any, layout: Layout) -> Any:
+        if layout.stored == layout.shape:
+            return leaf
+        return jax.jit(from_stored, static_argnums=1, out_shardings=everywhere)(leaf, layout)
+
+    return map_layouts(change, tree, layouts)
+
+
+def padded(tree: PyTree, layouts: PyTree) -> PyTree:
+    """Whole arrays in the shapes in which they are stored. The inverse of `unpadded`, before placing."""
+    return map_layouts(to_stored, tree, layouts)
+
+
+# --------------------------------------------------------------------------------------------------
+# Batches whose positions stand in the order in which ranks hold them.
+# --------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class InRankOrder:
+    """A batch whose positions stand as ranks hold them.
+
+    Only `BatchLayout.place` makes one, and a step's program takes nothing else: no batch is reordered twice, or not at all.
+
+    Attributes:
+      batch: its leaves.
+    """
+
+    batch: PyTree
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """How the positions of one leaf are reordered, so that every rank's part of the dim holds those of the rank.
+
+    Attributes:
+      dim: holds positions.
+      order: see `sequence_order`.
+      ranks: that share them.
+
+    >>> RankOrder(0, "zigzag", 2)(np.arange(8))
+    array([0, 1, 6, 7, 2, 3, 4, 5])
+    """
+
+    dim: int
+    order: Order
+    ranks: int
+
+    def __call__(self, x: Any) -> Any:
+        """The leaf reordered: a NumPy array where one is given, else a JAX array."""
+        xp = np if isinstance(x, np.ndarray) else jnp
+        dim, before, after = self.dim, x.shape[: self.dim], x.shape[self.dim + 1 :]
+        if self.order == "striped":
+            stripes = x.reshape(*before, -1, self.ranks, *after)
+            return xp.swapaxes(stripes, dim, dim + 1).reshape(x.shape)
+        if self.order == "zigzag":
+            halves = x.reshape(*before, 2, self.ranks, x.shape[dim] // (2 * self.ranks), *after)
+            heads, tails = xp.take(halves, 0, axis=dim), xp.flip(xp.take(halves, 1, axis=dim), axis=dim)
+            return xp.stack([heads, tails], axis=dim + 1).reshape(x.shape)
+        return x
+
+
+# --------------------------------------------------------------------------------------------------
+# A leaf of something that is saved: the array as it rests, and how that stores the whole one.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array under a name that does not depend on the plan.
+
+    Attributes:
+      array: as it rests: a `jax.Array`, a NumPy array, a Python number, or only the shape and dtype of one.
+      layout: how it stores the whole array; None where it is the whole array.
+      low_rank: where the model reads W + scale A B in the place of this array W: A, B and scale.
+      column_scales: of int8 that stands for floats: what 1 stands for in every column.
+      entries: what its first dim numbers, where that is no dim of the array that is meant; else empty.
+    """
+
+    array: Any
+    layout: Layout | None = None
+    low_rank: "tuple[Leaf, Leaf, float] | None" = None
+    column_scales: "Leaf | None" = None
+    entries: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole array's shape."""
+        return tuple(self.layout.shape) if self.layout is not None else tuple(np.shape(self.array))
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype; a typed key's own."""
+        return self.array.dtype if hasattr(self.array, "dtype") else np.asarray(self.array).dtype
+
+    @property
+    def padded(self) -> bool:
+        """Whether the array rests in another shape than the whole one's."""
+        return self.shape != tuple(np.shape(self.array))
+
+    def whole(self) -> Any:
+        """The whole array, split over devices as far as its dims divide."""
+        if not self.padded:
+            return self.array
+        assert self.layout is not None
+        sharding = self.array.sharding
+        spec = dividing(self.layout.shape, self.layout.axes, sharding.mesh)
+        target = NamedSharding(sharding.mesh, spec)
+        array = jax.device_put(self.array, NamedSharding(sharding.mesh, sharding.spec))  # out of host memory
+        return jax.jit(from_stored, static_argnums=1, out_shardings=target)(array, self.layout)
+
+
+@runtime_checkable
+class Checkpointable(Protocol):
+    """What checkpoints keep: an object that gives its arrays by name, and takes them back."""
+
+    def checkpoint_leaves(self) -> dict[str, Leaf]:
+        """Every array by a name that is the same under every plan."""
+        ...
+
+    def take_leaves(self, arrays: Mapping[str, Any]) -> None:
+        """Go on from arrays by name, in the shapes and on the devices of `checkpoint_leaves`."""
+        ...
+
+
+def dividing(shape: Sequence[int], axes: Iterable[str], mesh: Mesh) -> PartitionSpec:
+    """A spec that splits an array without padding over as many of some mesh axes as its dims divide by, in their order."""
+    entries: list[tuple[str, ...]] = [()] * len(shape)
+    left = list(shape)
+    for axis in axes:
+        size = mesh.shape[axis]
+        dim = next((dim for dim, n in enumerate(left) if n and n % size == 0), None)
+        if dim is not None:
+            left[dim] //= size
+            entries[dim] = (*entries[dim], axis)
+    return PartitionSpec(*(entry or None for entry in entries))

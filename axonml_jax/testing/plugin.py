@@ -15,7 +15,7 @@ def pytest_configure(config: pytest.Config) -> None:
     given = config.getoption("--fake-devices")
     count = given if given is not None else int(config.getini("fake_devices") or 0)
     if count:
-        from axonml_jax.mesh.fake_devices import fake_devices
+        from axonml_jax.mesh.simulate import fake_devices
 
         fake_devices(count)
 
@@ -43,6 +43,6 @@ def fake_mesh(request: pytest.FixtureRequest):
 def fake_group(fake_mesh):
     """The group of all ranks of `fake_mesh` that split the batch."""
     from axonml_jax.mesh.axes import batch_axes
-    from axonml_jax.mesh.group import ProcessGroup
+    from axonml_jax.mesh.world import ProcessGroup
 
     return ProcessGroup(fake_mesh, axes=batch_axes(fake_mesh.axis_names))

@@ -1,22 +1,228 @@
-"""Evaluation: the loss and metrics of a global batch, without gradients or changes."""
+"""Forward and evaluation: outputs made whole, gradients by hand."""
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
-from axonml_jax._types import LossFn, PyTree
-from axonml_jax.mesh.fake_devices import bound_run_ahead
-from axonml_jax.model.functional import Functional, Variables
+from axonml_jax.base import LossFn, PyTree, is_array, named_leaves, path_name
+from axonml_jax.collectives.primitives import sum_over
+from axonml_jax.compat.canaries import require_types
+from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.varying_types import varying_axes
+from axonml_jax.layers.adapters import reading_adapted
+from axonml_jax.layers.context import put_back
+from axonml_jax.layers.float8 import reading_float8
+from axonml_jax.layers.whole import padded_sizes
+from axonml_jax.mesh.axes import as_axes
+from axonml_jax.mesh.simulate import bound_run_ahead
+from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.sharding.check_batch import check_batch
-from axonml_jax.training.compiler import Compiled, compiler_options
-from axonml_jax.training.gradients import means
-from axonml_jax.training.objective import shard_key
-from axonml_jax.training.rest.choose import rest_of
-from axonml_jax.training.step import objective_of
-from axonml_jax.training.typed_errors import explain_typed_scan
+from axonml_jax.program.program import read_program
+from axonml_jax.program.values import SAME, differing
+from axonml_jax.sharding.batch import BatchLayout, check_batch
+from axonml_jax.sharding.layout import is_layout, to_device_memory, to_host_memory
+from axonml_jax.training.compile import Compiled, compiler_options, explain_typed_scan, refuse_moved, shard_key
+from axonml_jax.training.gradients import gradients, means
+from axonml_jax.training.rest import stacked
+from axonml_jax.training.staged import rest_of
+from axonml_jax.training.state import each_ranks_specs
+from axonml_jax.training.step import forward_mode, objective_of
+from axonml_jax.training.update import first_ranks, sync_buffers
+
+# --------------------------------------------------------------------------------------------------
+# PyTorch-style pieces of a step: gradients alone, and their synchronization alone.
+# --------------------------------------------------------------------------------------------------
+
+
+class Differentiate:
+    """`differentiate(variables, key, batch) -> (loss, metrics, grads, state)` of the global batch, compiled once per shape.
+
+    With `sync=False` loss, metrics and gradients are each rank's own, stacked by rank along dim 0. `accept` may refuse a
+    program (see `Compiled`).
+    """
+
+    def __init__(
+        self,
+        model: Functional,
+        placement: Placement,
+        mesh: Mesh,
+        loss_fn: LossFn,
+        *,
+        training: bool | None,
+        sync: bool,
+        accept: Callable[[Any], None] | None = None,
+    ):
+        self.model, self.placement, self.rest, self.mesh, self.sync = model, placement, rest_of(placement), mesh, sync
+        if not sync:
+            _refuse_unstackable(placement)
+        self.objective = objective_of(model, loss_fn, placement, training)
+        self._compiled = Compiled(self._whole, mesh, accept, compiler_options=compiler_options(placement, mesh))
+
+    def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, dict, PyTree, PyTree]:
+        """Differentiate; `key` is the step's randomness."""
+        self._check(batch)
+        with explain_typed_scan(self.placement.plan.check_vma):
+            return bound_run_ahead(self._compiled(variables, key, self.placement.batch_layout.place(batch, self.mesh)))
+
+    def _check(self, batch: PyTree) -> None:
+        check_batch(self.placement.batch_layout, batch, self.placement.plan.microbatches)
+
+    def trace(self, variables: Variables, key: jax.Array, batch: PyTree):
+        """The program traced on arrays or shapes: what the ledger reads."""
+        self._check(batch)
+        return self._compiled.trace(variables, key, self.placement.batch_layout.marked(batch))
+
+    def _whole(self, variables: Variables, key: jax.Array, batch: PyTree):
+        placement, rest = self.placement, self.rest
+        batch = placement.batch_layout.opened(batch)
+        specs, own = rest.specs(variables), lambda: (placement.batch_layout.by_rank, each_ranks_specs(placement))
+        means, grads = (rest.means, specs.params) if self.sync else own()
+        return jax.shard_map(
+            self._local,
+            mesh=self.mesh,
+            in_specs=(specs, PartitionSpec(), placement.batch_layout.specs(batch)),
+            out_specs=(means, means, grads, specs.state),
+            axis_names=placement.manual_axes,
+            check_vma=placement.plan.check_vma,
+        )(variables, key, batch)
+
+    def _local(self, variables: Variables, key: jax.Array, batch: PyTree):
+        placement, rest = self.placement, self.rest
+        variables = rest.enter(variables)
+        result = gradients(self.objective, placement, variables, key, batch, sync=self.sync)
+        state = sync_buffers(variables.state, result.state, placement, self.model)
+        state = rest.leave(Variables(variables.params, variables.frozen, state)).state
+        grads = to_host_memory(result.grads, placement.plan.offload.gradients)
+        own = (result.loss, result.metrics, grads)
+        return (*(rest.kept(own) if self.sync else stacked(own, placement.batch_axes)), state)
+
+
+def _refuse_unstackable(placement: Placement) -> None:
+    if placement.stages is not None:
+        raise ValueError(
+            "no_sync() gives every rank's own whole gradients, but along a pipeline ranks share one model: accumulate inside "
+            "the step instead (accumulate=, or more microbatches)"
+        )
+    if placement.position_axes:
+        raise ValueError(
+            f"no_sync() gives the gradients of every rank's own loss, but along {', '.join(placement.position_axes)} ranks "
+            "have parts of the same sequences, whose losses are one: accumulate inside the step instead (accumulate=)"
+        )
+    each_ranks_specs(placement)
+
+
+class SyncStacked:
+    """`sync(grads) -> grads`: the mean over ranks of gradients stacked by rank, as the plan's strategies reduce them.
+
+    The result is as parameters rest: without the leading dim, or, where ranks keep parameters of their own, with equal
+    entries along it.
+    """
+
+    def __init__(self, placement: Placement, mesh: Mesh):
+        self.placement, self._compiled = placement, _sync_program(placement, mesh)
+
+    def __call__(self, grads: PyTree) -> PyTree:
+        """Synchronize.
+
+        Raises:
+          ValueError: listing every leaf that is missing, unexpected, or not stacked by rank.
+        """
+        layouts, degree = self.placement.params, self.placement.batch_degree
+        wanted = {
+            path_name(path): (degree, *layout.shape)
+            for path, layout in jax.tree_util.tree_leaves_with_path(layouts, is_leaf=is_layout)
+        }
+        given = {name: jnp.shape(leaf) for name, leaf in named_leaves(grads).items()}
+        names = [*wanted, *(name for name in given if name not in wanted)]
+        wrong = [
+            f"  {name}: {given.get(name, 'missing')}, needed {wanted.get(name, 'nothing')}"
+            for name in names
+            if given.get(name) != wanted.get(name)
+        ]
+        if wrong:
+            raise ValueError(
+                f"sync_gradients takes each rank's own gradients, stacked along dim 0 of size {degree}, as value_and_grad "
+                "returns them within no_sync(); these are not:\n" + "\n".join(wrong)
+            )
+        return bound_run_ahead(self._compiled(grads))
+
+
+def _sync_program(placement: Placement, mesh: Mesh) -> Any:
+    syncing = replace(placement, plan=placement.plan.reducing())
+    if syncing.own_axes:
+        raise ValueError(
+            f"along {', '.join(syncing.own_axes)} the plan's strategies never reduce gradients, and their `reducing()` gives "
+            "none that does: sync_gradients has nothing to join them by"
+        )
+    layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
+
+    def local(grads):
+        leaves, treedef = jax.tree.flatten(grads)
+        means = [leaf[0] / placement.batch_degree for leaf in leaves]
+        return rest.kept(treedef.unflatten(syncing.sync_buckets(means, layouts)))
+
+    given, rest = each_ranks_specs(placement), rest_of(placement)
+    specs = rest.specs(Variables(placement.params, {}, {})).params
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(given,),
+            out_specs=specs,
+            axis_names=placement.manual_axes,
+            check_vma=placement.plan.check_vma,
+        )
+    )
+
+
+def hooks_program(model: Functional, placement: Placement, mesh: Mesh) -> Callable[[PyTree], PyTree]:
+    """`run(state) -> state`: every module's `after_update` runs once, for those who update parameters themselves."""
+
+    def local(state: PyTree) -> PyTree:
+        rest = rest_of(placement)
+        own = rest.enter(Variables({}, {}, state))
+        return rest.leave(replace(own, state=model.after_update(own.state))).state
+
+    def run(state: PyTree) -> PyTree:
+        specs = rest_of(placement).buffer_specs(state)
+        manual = placement.manual_axes
+        return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, axis_names=manual)(state)
+
+    return jax.jit(run)
+
+
+def equalize(variables: Variables, placement: Placement, mesh: Mesh) -> Variables:
+    """The first rank's variables on every rank that holds the same part of them, bit for bit (`sync_parameters`)."""
+    rest = rest_of(placement)
+    specs = rest.specs(variables)
+    state = jax.tree.map(lambda _: PartitionSpec(), variables.state)
+    resting = replace(specs, state=state)
+
+    def first(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        split = {axis for entry in spec for axis in as_axes(entry or ())} - set(placement.own_axes)
+        axes = tuple(axis for axis in placement.batch_axes if axis not in split)
+        return first_ranks(x, axes) if axes else x
+
+    def local(variables: Variables) -> Variables:
+        own = to_device_memory(rest.enter(variables), placement.plan.offload.params)
+        return rest.leave(jax.tree.map(first, own, resting))
+
+    manual = placement.manual_axes
+    call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, axis_names=manual, check_vma=False)
+    synced = jax.jit(call)(variables)
+    where = jax.tree.map(lambda leaf: leaf.sharding, variables)
+    return jax.device_put(synced, where)  # what rests on the host goes back there
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation: the loss and metrics of a global batch, without gradients or changes.
+# --------------------------------------------------------------------------------------------------
 
 
 class EvalStep:
@@ -61,3 +267,377 @@ class EvalStep:
         loss = self.rest.loss(self.objective, variables, key, batch)
         mean, metrics, _ = means(jax.tree.map(lambda x: x[None], loss), placement, 1, True)
         return self.rest.kept({**metrics, "loss": mean})
+
+
+# --------------------------------------------------------------------------------------------------
+# Outputs that are split on a rank: positions, or what a model's own layers leave split; along which dims and mesh axes.
+# --------------------------------------------------------------------------------------------------
+
+SPLITTING = ("row", "col", "tensor")
+"""The axes along which layers may leave outputs split; `depth` splits the batch."""
+
+
+def split_dims(
+    whole: PyTree,
+    parts: PyTree,
+    batch_dims: PyTree,
+    known: PyTree,
+    splitting: Mapping[str, int],
+    typed: Callable[[], PyTree],
+    padded: Collection[int] = (),
+) -> PyTree:
+    """For every output `{dim: mesh axes}` of what is split besides rows.
+
+    Args:
+      whole: the outputs' shapes on one device.
+      parts: those on one rank.
+      batch_dims: the dim of each that grows with the batch, or -1.
+      known: `{dim: mesh axes}` of what is known already.
+      splitting: the mesh axes that may split other dims, and their sizes.
+      typed: the axes each output varies over; called only where sizes leave a choice.
+      padded: sizes of dims that ranks may share unevenly, with padding behind.
+
+    Raises:
+      ValueError: naming the outputs whose axis cannot be told.
+    """
+    splitting = {axis: degree for axis, degree in splitting.items() if degree > 1}
+    unclear: list[str] = []
+
+    def of(path: tuple, full: Any, part: Any, batch_dim: int, own: dict) -> dict[int, tuple[str, ...]]:
+        found = dict(own)
+        for dim, (size, left) in enumerate(zip(getattr(full, "shape", ()), getattr(part, "shape", ()), strict=True)):
+            if dim == batch_dim or dim in own or size == left:
+                continue
+            fits = lambda degree, size=size, left=left: (
+                left * degree == size or (size in padded and left == -(-size // degree))
+            )
+            axes = [axis for axis, degree in splitting.items() if fits(degree)]
+            if len(axes) != 1:
+                axes = [axis for axis in axes if axis in _at(typed(), path)]
+            if len(axes) != 1:
+                unclear.append(f"  {path_name(path) or 'output'}: {left} of {size} along dim {dim}")
+            found[dim] = tuple(axes)
+        return found
+
+    dims = jax.tree_util.tree_map_with_path(of, whole, parts, batch_dims, known)
+    if unclear:
+        raise ValueError(
+            "these outputs are split on a rank, and it cannot be told over which mesh axis "
+            f"({splitting}):\n"
+            + "\n".join(unclear)
+            + "\ngather them in the model (for features: gather_output=True of its last layer)"
+        )
+    return dims
+
+
+def longer_dims(known: dict, small: Any, large: Any, axis: str) -> dict[int, tuple[str, ...]]:
+    """The dims of an output that are longer where ranks have all positions of an axis, added to what is known of them."""
+    sizes = zip(getattr(small, "shape", ()), getattr(large, "shape", ()), strict=True)
+    return {dim: (*known.get(dim, ()), axis) for dim, (a, b) in enumerate(sizes) if a != b}
+
+
+def refuse_partial(differs: Mapping[str, frozenset[str]], split: PyTree, along: Collection[str]) -> None:
+    """Refuse outputs that ranks make of their own positions and that have no positions themselves, such as a mean over them.
+
+    Args:
+      differs: over which axes each output may differ, by its path.
+      split: `{dim: mesh axes}` of each output.
+      along: the axes that split positions.
+
+    Raises:
+      ValueError: naming them.
+    """
+    taken = {name: set(sum(dims.values(), ())) for name, dims in _named(split).items()}
+    wrong = {name: sorted(axes & set(along) - taken.get(name, set())) for name, axes in differs.items()}
+    if wrong := {name or "output": axes for name, axes in wrong.items() if axes}:
+        raise ValueError(
+            f"these outputs have no positions, but every rank makes its own of the positions that it has: {wrong} (output: "
+            "axes). Join them over the axis in the model (jax.lax.psum), or return one per position"
+        )
+
+
+def _named(split: PyTree) -> dict[str, dict[int, tuple[str, ...]]]:
+    is_dims = lambda x: isinstance(x, dict) and all(isinstance(key, int) for key in x)
+    return {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(split, is_leaf=is_dims)}
+
+
+def varying(outputs: PyTree) -> PyTree:
+    """The axes that each output is typed as varying over (inside `shard_map` with `check_vma=True`)."""
+    return jax.tree.map(lambda x: varying_axes(x) if isinstance(x, jax.Array) else frozenset(), outputs)
+
+
+def _at(tree: PyTree, path: tuple) -> frozenset[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, frozenset))
+    return next(leaf for where, leaf in leaves if where == path)
+
+
+# --------------------------------------------------------------------------------------------------
+# The model's own call on a global batch, under any plan.
+# --------------------------------------------------------------------------------------------------
+
+Arrays = Mapping[str, Any]
+"""A call's arrays by their paths: an argument's number or name, then the path in it."""
+
+
+def parameter_names(model: Any) -> list[str]:
+    """What a model's `__call__` calls its positional arguments; nothing where it takes any number."""
+    try:
+        parameters = inspect.signature(type(model).__call__).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [each.name for each in parameters if each.kind in plain][1:]
+
+
+def unique(names: list[str]) -> list[str]:
+    """Names of which no two are the same: a later one has its number behind it."""
+    taken: set[str] = set()
+    for i, name in enumerate(names):
+        names[i] = f"{name}#{i}" if name in taken else name
+        taken.add(name)
+    return names
+
+
+class Forward:
+    """`forward(variables, key, args, kwargs) -> (outputs, state)`: dim 0 of every array argument is the global batch.
+
+    Outputs keep the batch dim that grows with the batch, wherever it is. Dims that are split on a rank are whole outside:
+    positions, where an axis splits them, in the sequence's order, and what layers leave split, such as logits over the
+    vocabulary. Floating outputs without a batch dim are averaged over ranks. `accept` may refuse a program (see `Compiled`).
+    """
+
+    def __init__(
+        self,
+        model: Functional,
+        placement: Placement,
+        mesh: Mesh,
+        training: bool | None,
+        accept: Callable[[Any], None] | None = None,
+    ):
+        self.model, self.placement, self.rest, self.mesh = model, placement, rest_of(placement), mesh
+        self.mode = forward_mode(placement, training)
+        options = compiler_options(placement, mesh)
+        self._compiled = Compiled(self._whole, mesh, accept, static_argnames="static", compiler_options=options)
+        self._parameters = parameter_names(model.module(model.shapes))
+
+    def __call__(self, variables: Variables, key: jax.Array, args: tuple, kwargs: dict) -> tuple[PyTree, PyTree]:
+        """Run the model; arguments that are no arrays (flags, strings) are passed as they are."""
+        leaves, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        names = unique([self._name(path) for path, _ in leaves])
+        arrays = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True) if is_array(leaf)}
+        check_batch(self.placement.batch_layout, arrays)
+        rest = [(name, None if name in arrays else leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
+        static = (treedef, tuple(rest))
+        with explain_typed_scan(self.placement.plan.check_vma):
+            return bound_run_ahead(
+                self._compiled(variables, key, self.placement.batch_layout.place(arrays, self.mesh), static=static)
+            )
+
+    def _name(self, path: tuple) -> str:
+        """The path of an argument's leaf; a positional one has the name that the model's `__call__` gives it."""
+        own = path[1:]
+        if path[0].idx == 0 and own[0].idx < len(self._parameters):
+            return path_name((jax.tree_util.DictKey(self._parameters[own[0].idx]), *own[1:]))
+        return path_name(own)
+
+    def _whole(self, variables: Variables, key: jax.Array, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree]:
+        placement, specs = self.placement, self.rest.specs(variables)
+        arrays = placement.batch_layout.opened(arrays)
+        dims, inner, sizes = self._dims(variables, arrays, static)
+
+        def local(variables, key, arrays):
+            key = shard_key(key, 0, placement.key_number())
+            variables = self.rest.enter(variables)
+            out, state = self._read_and_call(variables, key, arrays, static)
+            out = jax.tree.map(self._finish, out, dims, inner)
+            state = sync_buffers(variables.state, state, placement, self.model)
+            return out, self.rest.leave(Variables(variables.params, variables.frozen, state)).state
+
+        def out_spec(dim: int, split: dict):
+            axes = split | ({dim: placement.batch_layout.rows} if dim >= 0 else {})
+            return PartitionSpec(*(axes.get(i) for i in range(max(axes, default=-1) + 1)))
+
+        out, state = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(specs, PartitionSpec(), placement.batch_layout.specs(arrays)),
+            out_specs=(jax.tree.map(out_spec, dims, inner), specs.state),
+            axis_names=placement.manual_axes,
+            check_vma=placement.plan.check_vma,
+        )(variables, key, arrays)
+        return jax.tree.map(unpadded_dims, out, inner, sizes), state
+
+    def _read_and_call(
+        self, variables: Variables, key: jax.Array, arrays: Arrays, static: tuple, whole: tuple[str, ...] = ()
+    ) -> tuple[Any, PyTree]:
+        def call(read: Variables, key: jax.Array, arrays: Arrays):
+            return self._call(read, key, arrays, static, whole=whole)
+
+        return self.rest.read(call, self.model, variables, key, arrays)
+
+    def _call(
+        self,
+        variables: Variables,
+        key: jax.Array,
+        arrays: Arrays,
+        static: tuple,
+        mode: Mode | None = None,
+        whole: tuple[str, ...] = (),
+        alone: bool = False,
+    ) -> tuple[Any, PyTree]:
+        treedef, rest = static
+
+        def call(variables: Variables, key: jax.Array, arrays: Arrays) -> tuple[Any, PyTree]:
+            leaves = [arrays.get(name, value) for name, value in rest]
+            args, kwargs = treedef.unflatten(leaves)
+            with self.placement.inside(whole):
+                bound = self.model.bind(variables, key, mode or self.mode)
+                return bound(*args, **kwargs), self.model.state_of(bound)
+
+        def checked(variables: Variables, key: jax.Array, arrays: Arrays) -> tuple[Any, PyTree]:
+            out, state = call(variables, key, arrays)
+            again = lambda state: call(replace(variables, state=state), key, arrays)[1]
+            refuse_moved(self.model, variables.state, state, again)
+            return out, state
+
+        seen = checked if (mode or self.mode).training is False else call
+        adapted = functools.partial(reading_adapted, seen if alone else self.placement.rewritten(seen), self.model)
+        return reading_float8(adapted, self.mode.precision, variables, key, arrays)
+
+    def _dims(self, variables: Variables, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree, PyTree]:
+        """For every output the dim that grows with the batch, or -1, the dims that are split otherwise, with their axes, and
+        its shape on one device, of which split dims may be padded; () where that is not asked."""
+        placement, key = self.placement, jax.random.key(0)
+        parts, dims = self._batch_dims(variables, arrays, static)
+        split = self._position_dims(parts, dims, variables, arrays, static)
+        splitting = {axis: placement.degrees.get(axis, 1) for axis in SPLITTING if axis not in placement.left}
+        if all(degree == 1 for degree in splitting.values()):
+            return dims, split, jax.tree.map(lambda _: (), dims)
+
+        def alone(variables: Variables, arrays: Arrays):
+            own = replace(self.mode, batch_norm_axes=())
+            return self._call(variables, key, arrays, static, own, alone=True)[0]
+
+        @functools.cache
+        def typed() -> PyTree:
+            seen = []
+            require_types(True)
+
+            def local(variables: Variables, arrays: Arrays):
+                own = self.rest.enter(variables)
+                seen.append(varying(self._read_and_call(own, key, arrays, static)[0]))
+
+            specs = (self.rest.specs(variables), placement.batch_layout.specs(arrays))
+            call = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=None, check_vma=True)
+            jax.eval_shape(call, variables, arrays)
+            return seen[-1]
+
+        whole = jax.eval_shape(alone, self.model.shapes, arrays)
+        padded = padded_sizes(self.model.abstract_module)
+        found = split_dims(whole, parts, dims, split, splitting, typed, padded)
+        return dims, found, jax.tree.map(lambda x: tuple(getattr(x, "shape", ())) if padded else (), whole)
+
+    def _position_dims(
+        self, parts: PyTree, dims: PyTree, variables: Variables, arrays: Arrays, static: tuple
+    ) -> PyTree:
+        """For every output `{dim: axes}` of the positions that are split: those dims that are longer where ranks have all."""
+        placement, layout = self.placement, self.placement.batch_layout
+        split = jax.tree.map(lambda _: {}, dims)
+        for axis in placement.position_axes:
+            others = tuple(each for each in layout.positions if each[0] != axis)
+            longer = self._outputs(variables, arrays, static, replace(layout, positions=others))
+            split = jax.tree.map(
+                lambda own, small, large, axis=axis: own | longer_dims(own, small, large, axis),
+                split,
+                parts,
+                longer,
+                is_leaf=lambda x: isinstance(x, dict) and all(isinstance(key, int) for key in x),
+            )
+        if placement.position_axes:
+            refuse_partial(self._made_of_parts(variables, arrays, static), split, placement.position_axes)
+        return split
+
+    def _made_of_parts(self, variables: Variables, arrays: Arrays, static: tuple) -> dict[str, frozenset[str]]:
+        """Over which axes each output may differ, by its path, for what the model reads the same on all ranks."""
+        layout, found = self.placement.batch_layout, {}
+        axes = {name: frozenset(sum(layout.split(name, x.shape).values(), ())) for name, x in arrays.items()}
+
+        def probed(read: Variables, key: jax.Array, arrays: Arrays) -> tuple[Any, PyTree]:
+            out, state = self._call(read, key, arrays, static)
+            named = named_leaves(out)
+            flat = lambda read, key, arrays: jax.tree.leaves(self._call(read, key, arrays, static)[0])
+            program = read_program(trace(flat, read, key, arrays).jaxpr)
+            given = [SAME] * len(jax.tree.leaves((read, key))) + jax.tree.leaves(
+                {name: axes[name] for name in arrays}, is_leaf=lambda x: isinstance(x, frozenset)
+            )
+            found.update(zip(named, differing(program, given, lambda *_: None), strict=True))
+            return out, state
+
+        def local(variables: Variables, arrays: Arrays) -> PyTree:
+            return self.rest.read(probed, self.model, self.rest.enter(variables), jax.random.key(0), arrays)[0]
+
+        self._shapes(local, variables, arrays, layout)
+        return found
+
+    def _batch_dims(self, variables: Variables, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree]:
+        """One rank's outputs, and for each the dim that grows with the batch, or -1: seen by tracing two batch sizes."""
+        more = lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype) if x.ndim else x
+        layout = self.placement.batch_layout
+        small = self._outputs(variables, arrays, static, layout)
+        large = self._outputs(variables, {name: more(x) for name, x in arrays.items()}, static, layout)
+        return small, jax.tree.map(_growing_dim, small, large)
+
+    def _outputs(self, variables: Variables, arrays: Arrays, static: tuple, layout: BatchLayout) -> PyTree:
+        """One rank's outputs, of a batch that is split so."""
+        along = {axis for axis, _ in layout.positions}
+        whole = tuple(axis for axis in self.placement.position_axes if axis not in along)
+
+        def local(variables: Variables, arrays: Arrays) -> PyTree:
+            return self._read_and_call(self.rest.enter(variables), jax.random.key(0), arrays, static, whole)[0]
+
+        return self._shapes(local, variables, arrays, layout)
+
+    def _shapes(self, local: Callable, variables: Variables, arrays: Arrays, layout: BatchLayout) -> PyTree:
+        # Unchecked and said to be replicated, so that the shapes seen are those of one rank.
+        options = {"axis_names": self.placement.manual_axes, "check_vma": False}
+        specs = (self.rest.specs(variables), layout.specs(arrays))
+        call = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), **options)
+        return jax.eval_shape(call, variables, arrays)
+
+    def _finish(self, out: Any, dim: int, split: dict) -> Any:
+        taken, orders = {axis for axes in split.values() for axis in axes}, dict(self.placement.batch_layout.orders)
+        for along, axes in split.items():
+            for axis in orders.keys() & set(axes):
+                out = put_back(out, along, axis, orders[axis])
+        axes = tuple(axis for axis in self.placement.batch_axes if axis not in taken)
+        if dim >= 0 or not axes or not isinstance(out, jax.Array):  # a number that is no array is the same everywhere
+            return out
+        if jnp.issubdtype(out.dtype, jnp.floating):
+            return sum_over(out, axes) / self.placement.ranks(axes)
+        raise ValueError(
+            f"the model returned an array of shape {out.shape} and dtype {out.dtype} without a batch dim: it may differ from "
+            "rank to rank and has no mean. Return it as a float, or call the model through a loss_fn"
+        )
+
+
+def unpadded_dims(out: Any, split: Mapping[int, Any], shape: tuple[int, ...]) -> Any:
+    """An output without the padding of dims that ranks share unevenly.
+
+    Args:
+      out: as ranks' parts join.
+      split: its dims that are split, besides rows.
+      shape: on one device; () where nothing is padded.
+    """
+    for dim in split if shape else ():
+        if out.shape[dim] > shape[dim]:
+            out = jax.lax.slice_in_dim(out, 0, shape[dim], axis=dim)
+    return out
+
+
+def _growing_dim(small: Any, large: Any) -> int:
+    dims = [i for i, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b]
+    if len(dims) > 1:
+        raise ValueError(
+            f"the model returned an array with several batch dims (shape {small.shape}): return one per batch dim"
+        )
+    return dims[0] if dims else -1

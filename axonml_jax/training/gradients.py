@@ -1,21 +1,209 @@
-"""Gradients of a step, whole or accumulated over microbatches: gather, differentiate, sync."""
+"""Gradients of a step: all parameters at once or unit by unit, accumulated, summed over ranks."""
 
-from typing import NamedTuple
+import abc
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from axonml_jax._types import PyTree
-from axonml_jax.collectives.gradients.bucketed import all_reduce_leaves
-from axonml_jax.model.functional import Variables
+from axonml_jax.base import PyTree
+from axonml_jax.collectives.gradients import all_reduce_leaves
+from axonml_jax.collectives.primitives import vary, vary_like
+from axonml_jax.compat.jaxpr import trace
+from axonml_jax.mesh.axes import AxisNames, flat_axes
 from axonml_jax.model.loss import Loss
+from axonml_jax.model.view import Variables
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.training.engine.at_once import AtOnce
-from axonml_jax.training.engine.by_unit import ByUnit
-from axonml_jax.training.engine.engine import GradientEngine
-from axonml_jax.training.engine.pipelined import ByStage
-from axonml_jax.training.finite.loss_scale import unscaled
-from axonml_jax.training.objective import Objective, Parts
-from axonml_jax.training.rest.choose import rest_of
+from axonml_jax.parallel.units import Replayed, overlapped, recomputed
+from axonml_jax.sharding.layout import is_layout, to_device_memory
+from axonml_jax.training.compile import Differentiated, GradientEngine, Objective, Parts, shard_key
+from axonml_jax.training.pipelined import ByStage
+from axonml_jax.training.staged import rest_of
+from axonml_jax.training.state import unscaled
+
+# --------------------------------------------------------------------------------------------------
+# Gradients summed over microbatches: what accumulates, and which reduction waits for the last one.
+# --------------------------------------------------------------------------------------------------
+
+OneMicrobatch = Callable[
+    [PyTree, jax.Array, PyTree, Collection[AxisNames] | None, Any],
+    tuple[list[jax.Array], Any, PyTree, list[jax.Array] | None],
+]
+"""`run(state, key, batch, axes, accumulated) -> (gradients by leaf, loss, state, left out)` of one microbatch on one rank.
+
+Gradients are in the dtype in which they accumulate, synchronized over `axes` (None: all). `accumulated`, or None, are
+gradients synchronized over the plan's inner axes that join before the rest of the reduction. What sums of the last
+microbatch lack is left out; None: nothing is fed back.
+"""
+
+
+class OneByOne(GradientEngine):
+    """One microbatch after the other.
+
+    What is synchronized after every microbatch (ZeRO-2 and 3) accumulates as shards. The rest is reduced once: where
+    reductions overlap the backward, the last microbatch is peeled off the loop, and its hooks add what accumulated.
+    """
+
+    @abc.abstractmethod
+    def one(self, variables: Variables) -> OneMicrobatch:
+        """What differentiates one microbatch."""
+
+    def differentiate(self, variables: Variables, key: jax.Array, batch: PyTree) -> Differentiated:
+        """Accumulate."""
+        placement = self.placement
+        rank = placement.key_number()
+        keys = [shard_key(key, a, rank) for a in range(placement.plan.microbatches)]
+        grads, losses, state, left = self._accumulated(self.one(variables), variables.state, keys, batch)
+        tree = lambda leaves: jax.tree.unflatten(jax.tree.structure(variables.params), leaves)
+        return Differentiated(tree(grads), losses, state, None if left is None else tree(left))
+
+    def _accumulated(self, run: OneMicrobatch, state: PyTree, keys: list, batch: PyTree):
+        placement, sync = self.placement, self.sync
+        inner = placement.inner_axes if sync else ()
+        outer = [axis for axis in placement.axes if axis not in inner] if sync else []
+        feedback, left = self.feedback, None if self.left_out is None else jax.tree.leaves(self.left_out)
+        if len(keys) == 1:
+            grads, loss, state, left = run(state, keys[0], batch, None if sync else (), left)
+            return grads, jax.tree.map(lambda x: x[None], loss), state, left
+        batches = placement.batch_layout.microbatches(batch, len(keys))
+        waits = [axis for axis in flat_axes(outer) if axis in placement.batch_axes and placement.ranks(axis) > 1]
+        if not (placement.reducer.overlaps and waits):
+            grads, losses, state = self._loop(run, state, keys, batches, inner, left)
+            layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
+            left = None if feedback is None else feedback.left_out(grads, layouts)
+            return placement.sync_buckets(grads, layouts, axes=outer) if outer else grads, losses, state, left
+        head, last = jax.tree.map(lambda x: x[:-1], batches), jax.tree.map(lambda x: x[-1], batches)
+        grads, losses, state = self._loop(run, state, keys[:-1], head, inner, left)
+        grads, loss, state, left = run(state, keys[-1], last, None, grads)
+        return grads, jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), losses, loss), state, left
+
+    def _loop(
+        self, run: OneMicrobatch, state: PyTree, keys: list, batches: PyTree, inner: tuple[AxisNames, ...], first: Any
+    ):
+        """`first`: what gradients begin with; None: zeros."""
+        placement = self.placement
+        layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
+        reduced = flat_axes(inner)
+        left = [axis for axis in placement.batch_axes if axis not in reduced]
+        axes = [(*left, *layout.axes) for layout in layouts]
+        shapes = [layout.shard if inner else placement.read_shape(layout) for layout in layouts]
+        kinds = [placement.plan.precision.accumulate_dtype(layout.dtype) for layout in layouts]
+        if first is None:
+            first = map(jnp.zeros, shapes, kinds)
+        first = [vary(each, own) for each, own in zip(first, axes, strict=True)]
+        if placement.plan.check_vma:
+            state = _typed_carry(run, state, keys[0], jax.tree.map(lambda x: x[0], batches), inner)
+
+        def body(carry, xs):
+            grads, state = carry
+            key, batch = xs
+            more, loss, state, _ = run(state, key, batch, inner, None)
+            more = [vary(m.astype(g.dtype), own) for g, m, own in zip(grads, more, axes, strict=True)]
+            return ([g + m for g, m in zip(grads, more, strict=True)], state), loss
+
+        (grads, state), losses = jax.lax.scan(body, (first, state), (jnp.stack(keys), batches))
+        return grads, losses, state
+
+
+def _typed_carry(run: OneMicrobatch, state: PyTree, key: jax.Array, batch: PyTree, inner: Any) -> PyTree:
+    """The state typed as varying over what it will vary over after a microbatch, so that a scan may carry it."""
+    leaves, treedef = jax.tree.flatten(state)
+    for _ in leaves:
+        traced = trace(lambda s: jax.tree.leaves(run(treedef.unflatten(s), key, batch, inner, None)[2]), leaves)
+        wider = [vary_like(leaf, aval) for leaf, aval in zip(leaves, traced.made, strict=True)]
+        if all(new is old for new, old in zip(wider, leaves, strict=True)):
+            break
+        leaves = wider
+    return treedef.unflatten(leaves)
+
+
+# --------------------------------------------------------------------------------------------------
+# DDP and ZeRO-1 and 2: parameters are read once for all microbatches, gradients reduced during or after the backward.
+# --------------------------------------------------------------------------------------------------
+
+
+class AtOnce(OneByOne):
+    """All parameters are read at the start of the step, or each bucket where it is first used."""
+
+    def one(self, variables: Variables) -> OneMicrobatch:
+        """See `OneMicrobatch`."""
+        placement = self.placement
+        frozen = placement.read_tree(variables.frozen, placement.frozen)
+        overlaps = self.sync and placement.reducer.overlaps
+        # With one microbatch each bucket is gathered where it is first used.
+        once = overlaps and placement.plan.accumulate == 1
+        read = None if once else placement.read_tree(variables.params, placement.params)
+        return _Once(self, variables.params, frozen, read, overlaps)
+
+
+class _Once:
+    def __init__(self, engine: AtOnce, params: PyTree, frozen: PyTree, read: PyTree | None, overlaps: bool):
+        self.placement, self.params, self.read, self.overlaps = engine.placement, params, read, overlaps
+        self.model, self.whole_loss = engine.objective.model, engine.objective.differentiable(engine.parts, frozen)
+        self.layouts = jax.tree.leaves(self.placement.params, is_leaf=is_layout)
+        self.feedback = engine.feedback
+
+    def __call__(
+        self, state: PyTree, key: jax.Array, batch: PyTree, axes: Collection[AxisNames] | None, accumulated: Any
+    ) -> tuple[list[jax.Array], Any, PyTree, list[jax.Array] | None]:
+        if self.overlaps and axes != ():
+            return self._overlapped(state, key, batch, axes, accumulated)
+        loss = self._loss(self.read, (state, key, batch))
+        (_, (loss, state)), grads = jax.value_and_grad(loss, has_aux=True)(self.read, state, key, batch)
+        leaves, left = jax.tree.leaves(grads), None
+        if axes == ():
+            return list(map(self.placement.to_accumulate, leaves, self.layouts)), loss, state, None
+        if self.feedback is not None:
+            wholes = zip(map(self.placement.to_accumulate, leaves, self.layouts), accumulated, strict=True)
+            leaves = [grad + more for grad, more in wholes]
+            left = self.feedback.left_out(leaves, self.layouts)
+        return self.placement.sync_buckets(leaves, self.layouts, axes), loss, state, left
+
+    def _overlapped(self, state, key, batch, axes, accumulated):
+        args, placement = (state, key, batch), self.placement
+        seen = placement.read_tree(self.params, placement.params) if self.read is None else self.read
+        hooked = overlapped(self._loss(seen, args), placement, self.params, self.read, args, axes, self.feedback)
+        leaves, treedef = jax.tree.flatten(to_device_memory(self.params, placement.plan.offload.params))
+        reduced = placement.axes if axes is None else axes
+        unreduced = [axis for axis in placement.batch_axes if axis not in flat_axes(reduced)]
+        carriers = vary(treedef.unflatten(map(placement.to_accumulate, leaves, self.layouts)), unreduced)
+        more = None if accumulated is None else treedef.unflatten(accumulated)
+        if self.feedback is None:
+            (_, (loss, state)), grads = jax.value_and_grad(hooked, has_aux=True)(carriers, more, *args)
+            return jax.tree.leaves(grads), loss, state, None
+        both = jax.value_and_grad(hooked, argnums=(0, 1), has_aux=True)
+        (_, (loss, state)), (grads, left) = both(carriers, more, *args)
+        return jax.tree.leaves(grads), loss, state, jax.tree.leaves(left)
+
+    def _loss(self, read: PyTree, args: tuple) -> Callable:
+        wrap, remat = self.placement.wrap, self.placement.plan.remat
+        return recomputed(self.whole_loss, self.model, wrap, remat, read, args)
+
+
+# --------------------------------------------------------------------------------------------------
+# ZeRO-3: each unit's parameters are gathered when they are used, in the forward and again in the backward.
+# --------------------------------------------------------------------------------------------------
+
+
+class ByUnit(OneByOne):
+    """Nothing is whole but the units at work and those gathered ahead."""
+
+    def one(self, variables: Variables) -> OneMicrobatch:
+        """See `OneMicrobatch`."""
+        loss = self.objective.differentiable_with_frozen(self.parts)
+        replayed, given = Replayed(self.placement, self.objective.model), (variables.params, variables.frozen)
+
+        def run(state, key, batch, axes, accumulated):
+            (loss_, state), grads = replayed.value_and_grad(loss, *given, (state, key, batch), axes, accumulated)
+            return grads, loss_, state, None
+
+        return run
+
+
+# --------------------------------------------------------------------------------------------------
+# Gradients of a step, whole or accumulated over microbatches: gather, differentiate, sync.
+# --------------------------------------------------------------------------------------------------
 
 
 class Gradients(NamedTuple):

@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from axonml_jax._types import PyTree, named_leaves
-from axonml_jax.compat.processes.coordination import coordinator_client, lost_processes
+from axonml_jax.base import PyTree, named_leaves
+from axonml_jax.compat.processes import coordinator_client, lost_processes
 from axonml_jax.mesh.world import World
-from axonml_jax.model.functional import Variables
-from axonml_jax.training.differentiate import Differentiate
-from axonml_jax.training.state.replicas import CompareReplicas
-from axonml_jax.training.state.train_state import TrainState
+from axonml_jax.model.view import Variables
+from axonml_jax.training.evaluate import Differentiate
+from axonml_jax.training.run_state import CompareReplicas
+from axonml_jax.training.state import TrainState
 from axonml_jax.training.step import TrainStep
 
 TIMEOUT = 600.0

@@ -10,33 +10,30 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from axonml_jax._types import LossFn, PyTree, named_leaves
+from axonml_jax.base import LossFn, PyTree, named_leaves
 from axonml_jax.collectives.primitives import sum_over
-from axonml_jax.cost.published.minimum import minimum_traffic
-from axonml_jax.mesh.fake_devices import bound_run_ahead
-from axonml_jax.model.functional import Functional, Mode, Variables
-from axonml_jax.parallel.in_round import in_round
-from axonml_jax.parallel.placement import Placement
-from axonml_jax.sharding.check_batch import check_batch
-from axonml_jax.sharding.leaf import Leaf
-from axonml_jax.sharding.memory import to_device_memory, to_host_memory
-from axonml_jax.sharding.place import is_deleted
-from axonml_jax.training.buffers import sync_buffers
-from axonml_jax.training.compiler import Compiled, compiler_options
-from axonml_jax.training.finite.nonfinite import check_limit, skip_nonfinite
+from axonml_jax.cost.published import minimum_traffic
+from axonml_jax.mesh.simulate import bound_run_ahead
+from axonml_jax.model.view import Functional, Mode, Variables
+from axonml_jax.parallel.placement import Placement, in_round
+from axonml_jax.sharding.batch import check_batch
+from axonml_jax.sharding.layout import Leaf, is_deleted, to_device_memory, to_host_memory
+from axonml_jax.training.compile import (
+    Compiled,
+    Objective,
+    clipped,
+    compiler_options,
+    explain_typed_scan,
+    folding,
+    norm,
+)
 from axonml_jax.training.gradients import gradients
-from axonml_jax.training.objective import Objective
-from axonml_jax.training.optimizer.norm import clipped, norm
-from axonml_jax.training.optimizer.sharded.on_shards import OnShards
-from axonml_jax.training.optimizer.streamed import streamed
-from axonml_jax.training.rest.choose import rest_of
-from axonml_jax.training.rest.layer_norms import layer_norms
-from axonml_jax.training.rest.rest import single, stacked
-from axonml_jax.training.state.named_state import state_leaves, state_of_leaves
-from axonml_jax.training.state.round_end import end_of_round, in_place_of_outer
-from axonml_jax.training.state.strategy_state import after_update, to_read
-from axonml_jax.training.state.train_state import TrainState
-from axonml_jax.training.typed_errors import explain_typed_scan, folding
+from axonml_jax.training.on_shards import OnShards
+from axonml_jax.training.rest import layer_norms, single, stacked
+from axonml_jax.training.run_state import end_of_round, in_place_of_outer, state_leaves, state_of_leaves
+from axonml_jax.training.staged import rest_of
+from axonml_jax.training.state import TrainState, after_update, to_read
+from axonml_jax.training.update import check_limit, skip_nonfinite, streamed, sync_buffers
 
 Metrics = dict[str, jax.Array]
 

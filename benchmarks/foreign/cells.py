@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.testing.tolerances import FLOAT32, FLOAT64, LOW_PRECISION
+from axonml_jax.testing.equality import FLOAT32, FLOAT64, LOW_PRECISION
 
 from . import plain
 from .family import Family, Made

@@ -22,7 +22,7 @@ Under `context` Tunix's Llama 3, which has no dropout, is also held to one devic
 4 ranks by every method, without leave to send anything but attention's: `tests/test_foreign_models.py`, where `google-tunix` is
 installed.
 
-Equal means: losses, gradient norms, every parameter and buffer after three steps agree, per leaf, to `testing/tolerances.py`:
+Equal means: losses, gradient norms, every parameter and buffer after three steps agree, per leaf, to `testing/equality.py`:
 float64 where the model computes in it throughout (1e-9), float32's tolerance (1e-5 of the leaf's largest value) where it casts
 to float32 itself (Llama, Qwen, Mamba-2, U-Net, transformer in transformer). In bf16 the one device casts alike, and losses,
 norms and parameters agree to 5e-2, and all updates together point the same way (cosine at least 0.95); XLA rounds to bf16

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import axonml_jax as ax
-from axonml_jax.models.presets import preset
+from axonml_jax.models.config import preset
 
 PAGE = Path(__file__).resolve().parents[1] / "which-plan.md"
 BLOCK = re.compile(r"(<!-- chosen: begin[^\n]*\n).*?(<!-- chosen: end -->)", re.DOTALL)

@@ -5,9 +5,8 @@
 
 from pathlib import Path
 
-from axonml_jax.parallel.context.ring_rounds import RingRounds
-from axonml_jax.parallel.context.visible import Visible
-from axonml_jax.sharding.sequence_order import ORDERS, causal_balance, order_parts, sequence_order
+from axonml_jax.layers.pieces import RingRounds, Visible
+from axonml_jax.sharding.layout import ORDERS, causal_balance, order_parts, sequence_order
 
 FILE = Path(__file__).resolve().parents[1] / "guides" / "pictures" / "context.svg"
 RANKS, TOKENS, CELL = 4, 16, 30

@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 import axonml_jax as ax
-from axonml_jax.cost.flow import ONCE
-from axonml_jax.cost.small_flows import LOSS_VALUES
+from axonml_jax.cost.base import LOSS_VALUES, ONCE
 from axonml_jax.models.config import TransformerConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "training-step.md"

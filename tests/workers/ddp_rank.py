@@ -21,7 +21,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from plan_models import BatchNormNet, DropoutMLP, mean_loss, regression, weighted_loss
 
 import axonml_jax as ax
-from axonml_jax.sharding.place import to_host
+from axonml_jax.sharding.layout import to_host
 
 STEPS, ROWS = 5, 12
 BATCHES = [regression(ROWS, seed) for seed in range(STEPS)]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import axonml_jax as ax
-from axonml_jax.collectives.eager.join import JoinStopped
+from axonml_jax.collectives.eager import JoinStopped
 
 CASES = {}
 REDUCTIONS = {

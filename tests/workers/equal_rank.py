@@ -18,15 +18,14 @@ import optax
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.launch.job.text_task import loss_fn
-from axonml_jax.mesh.job.environment import launch_environment
-from axonml_jax.model.functionalize import functionalize
-from axonml_jax.model.precision import Precision
+from axonml_jax.cli.tasks import loss_fn
+from axonml_jax.mesh.environment import launch_environment
+from axonml_jax.model.lora import functionalize
+from axonml_jax.model.loss import Precision
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.sharding.place import to_host
-from axonml_jax.testing.oracle import Oracle, OracleParts
-from axonml_jax.testing.trees_close import assert_trees_close
+from axonml_jax.sharding.layout import to_host
+from axonml_jax.testing.equality import Oracle, OracleParts, assert_trees_close
 
 STEPS, ROWS = 2, 4
 TX = optax.adamw(1e-2)

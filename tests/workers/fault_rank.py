@@ -28,17 +28,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fault_actions import EndingRows, die, fill, jump, limit_files, only_reading, use_up_memory, wake_later
 
 import axonml_jax as ax
+from axonml_jax.checkpoint import memory as own_copies
+from axonml_jax.checkpoint import places as in_folder
 from axonml_jax.checkpoint import saving
-from axonml_jax.checkpoint.keeping import failures
-from axonml_jax.checkpoint.memory import own_copies
-from axonml_jax.checkpoint.memory.memory_copies import MemoryCopies
-from axonml_jax.checkpoint.memory.restore_newest import restore_newest
-from axonml_jax.checkpoint.places import in_folder
-from axonml_jax.launch.job.fit import Record
-from axonml_jax.launch.job.preemption import Preemption
-from axonml_jax.launch.job.records import JsonLines
-from axonml_jax.sharding.place import to_host
-from axonml_jax.training.metrics import as_floats
+from axonml_jax.checkpoint import saving as failures
+from axonml_jax.checkpoint.memory import MemoryCopies, restore_newest
+from axonml_jax.cli.records import JsonLines
+from axonml_jax.cli.run import Preemption, Record
+from axonml_jax.sharding.layout import to_host
+from axonml_jax.training.compile import as_floats
 from axonml_jax.training.same_everywhere import check_same
 
 STEPS, EVERY, ROWS, BATCH = 12, 3, 96, 12

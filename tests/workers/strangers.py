@@ -4,7 +4,7 @@ import contextlib
 import socket
 import time
 
-from axonml_jax.mesh.job.sealed import greet
+from axonml_jax.mesh.join import greet
 
 GREETING = b"axonml-jax " + b"0" * 32 + b"\n"
 STRANGERS = (

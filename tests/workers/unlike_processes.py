@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.sharding.place import to_host
+from axonml_jax.sharding.layout import to_host
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
 

@@ -8,8 +8,8 @@ import sys
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.models.huggingface import load_pretrained, pretrained_config, write_pretrained
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.models.weights import load_pretrained, pretrained_config, write_pretrained
 
 
 def main(port, num_processes, process_id, folder, out):

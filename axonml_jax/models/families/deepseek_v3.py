@@ -3,13 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.layers.options import LatentConfig
+from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 from axonml_jax.models.families import llama
-from axonml_jax.models.families.array_place import Place
-from axonml_jax.models.families.family import Described, Family, Places, other_than, quantized
-from axonml_jax.models.families.rope import rope_problems
-from axonml_jax.parallel.tensor.latent.latent_config import LatentConfig
+from axonml_jax.models.families.family import Described, Family, Place, Places, other_than, quantized, rope_problems
 
 _FINE = {
     "hidden_act": ("silu",),

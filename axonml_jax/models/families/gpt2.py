@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.families.array_place import Place
-from axonml_jax.models.families.family import Described, Family, Places, has_only, other_than
+from axonml_jax.models.families.family import Described, Family, Place, Places, has_only, other_than
 
 _NORMS = {"ln_1": "attention_norm", "ln_2": "mlp_norm"}
 _LINEAR = {"attn.c_proj": "attention/out", "mlp.c_fc": "mlp/up", "mlp.c_proj": "mlp/down"}

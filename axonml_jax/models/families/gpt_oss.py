@@ -3,13 +3,20 @@
 from collections.abc import Iterator
 from typing import Any
 
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 from axonml_jax.models.families import llama
-from axonml_jax.models.families.array_place import Place
-from axonml_jax.models.families.family import Described, Family, Places, other_than, quantized
-from axonml_jax.models.families.rope import rope_problems
-from axonml_jax.models.families.windows import window_description, window_problems, window_settings
+from axonml_jax.models.families.family import (
+    Described,
+    Family,
+    Place,
+    Places,
+    other_than,
+    quantized,
+    rope_problems,
+    window_description,
+    window_problems,
+    window_settings,
+)
 
 _FINE = {"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}
 _YARN = {

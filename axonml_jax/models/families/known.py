@@ -6,9 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.families import deepseek_v3, gpt2, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from axonml_jax.models.families import (
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from axonml_jax.models.families.family import OFF, Described, Family
-from axonml_jax.models.families.gemma import gemma2, gemma3
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY

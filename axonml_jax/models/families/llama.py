@@ -4,9 +4,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.families.array_place import Place
-from axonml_jax.models.families.family import Described, Family, Places, has_only, other_than
-from axonml_jax.models.families.rope import rope_description, rope_problems, rope_settings
+from axonml_jax.models.families.family import (
+    Described,
+    Family,
+    Place,
+    Places,
+    has_only,
+    other_than,
+    rope_description,
+    rope_problems,
+    rope_settings,
+)
 
 _NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 _FOUR_NORMS = {

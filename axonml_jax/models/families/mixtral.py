@@ -3,13 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 from axonml_jax.models.families import llama
-from axonml_jax.models.families.array_place import Place
-from axonml_jax.models.families.family import Described, Family, Places, other_than
+from axonml_jax.models.families.family import Described, Family, Place, Places, other_than, rope_problems
 from axonml_jax.models.families.qwen3_moe import plain_softmax
-from axonml_jax.models.families.rope import rope_problems
 
 _EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
 _FINE = {"hidden_act": ("silu",), "attention_bias": (False,), "router_jitter_noise": (0.0, 0)}

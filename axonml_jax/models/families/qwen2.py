@@ -5,9 +5,15 @@ from typing import Any
 
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.families import llama
-from axonml_jax.models.families.family import Described, Family, other_than
-from axonml_jax.models.families.rope import rope_problems
-from axonml_jax.models.families.windows import window_description, window_problems, window_settings
+from axonml_jax.models.families.family import (
+    Described,
+    Family,
+    other_than,
+    rope_problems,
+    window_description,
+    window_problems,
+    window_settings,
+)
 
 
 def _problems(described: Described) -> Iterator[str]:

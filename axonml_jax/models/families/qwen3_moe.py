@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.experts_config import ExpertsConfig
+from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 from axonml_jax.models.families import llama
-from axonml_jax.models.families.array_place import Place
-from axonml_jax.models.families.family import Described, Family, Places, other_than
+from axonml_jax.models.families.family import Described, Family, Place, Places, other_than
 from axonml_jax.models.families.qwen3 import qwen3_problems, qwen3_settings
 
 

@@ -1,0 +1,476 @@
+"""What every floor uses: types of trees and names of leaves, checks of fields, logging, tables, and synonyms of options."""
+
+import difflib
+import enum
+import functools
+import logging
+import math
+import numbers
+import random
+import sys
+import threading
+import typing
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import jax
+
+
+# --------------------------------------------------------------------------------------------------
+# Names for the trees that travel through the library, and how a place in one is written.
+# --------------------------------------------------------------------------------------------------
+
+PyTree = Any
+"""A nest of dicts, lists, tuples and registered dataclasses with arrays as leaves."""
+
+LossFn = Callable[[Any, Any], Any]
+"""`loss_fn(model, batch) -> loss` or `(loss, metrics)`."""
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf has a shape and a dtype: numbers, flags and strings have not."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def is_one_of(given: Any, choices: Iterable[Any]) -> bool:
+    """Whether a value is one of some plain ones, whatever it is: an array, compared, is neither true nor false.
+
+    >>> import jax.numpy as jnp
+    >>> is_one_of("full", (None, "full")), is_one_of(["full"], (None, "full")), is_one_of(jnp.ones(3), (True, False))
+    (True, False, False)
+    """
+    return isinstance(given, Hashable) and given in tuple(choices)
+
+
+def path_name(path: tuple) -> str:
+    """A key path as users write it: `blocks/0/attention/kernel`.
+
+    >>> from jax.tree_util import DictKey, SequenceKey
+    >>> path_name((DictKey("blocks"), SequenceKey(0)))
+    'blocks/0'
+    """
+    import jax  # what parses a command line is here before JAX is
+
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree: PyTree) -> dict[str, Any]:
+    """Every leaf of `tree` by its path, in tree order.
+
+    >>> named_leaves({"b": 2, "a": {"c": 1}})
+    {'a/c': 1, 'b': 2}
+
+    Raises:
+      ValueError: when two leaves would have one name, as those of `{"a": {"b": x}, "a/b": y}`.
+    """
+    import jax
+
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    named = {path_name(path): leaf for path, leaf in leaves}
+    if len(named) < len(leaves):
+        raise ValueError(_twins([path for path, _ in leaves]))
+    return named
+
+
+def _twins(paths: list[tuple]) -> str:
+    import jax
+
+    by_name: dict[str, list[str]] = {}
+    for path in paths:
+        by_name.setdefault(path_name(path), []).append(jax.tree_util.keystr(path))
+    lines = [f"  {name}: {' and '.join(found)}" for name, found in by_name.items() if len(found) > 1]
+    return (
+        "\n".join(["leaves of a tree share a name, by which they cannot be told apart:", *lines])
+        + "\nrename one of them"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether a value's numbers, flags and choices are what its class says: no type checker has seen what a file holds.
+# --------------------------------------------------------------------------------------------------
+
+_COUNTED = 2**31
+_WORDS = {int: f"a whole number below {_COUNTED:,}", float: "a finite number", bool: "true or false"}
+
+
+def wrong_types(config: Any) -> Iterator[str]:
+    """A line for every number and flag that is none, and for every choice that there is not.
+
+    Args:
+      config: a dataclass.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass
+    ... class Sizes:
+    ...     width: int | None = None
+    ...     kind: typing.Literal["plain", "gated"] = "plain"
+    >>> list(wrong_types(Sizes(width=3, kind="plain")))
+    []
+    >>> print(*wrong_types(Sizes(width=True, kind="gelu")), sep="\\n")
+    width=True: must be a whole number below 2,147,483,648, or None
+    kind='gelu': must be one of plain, gated
+    """
+    for name, kinds in _kinds(type(config)).items():
+        value = getattr(config, name)
+        if not any(_fits(value, kind) for kind in kinds):
+            words = [_WORDS[kind] for kind in kinds if kind in _WORDS]
+            words += [f"one of {', '.join(map(str, chosen))}" for chosen in map(_choices, kinds) if chosen]
+            yield f"{name}={value!r:.60}: must be {', or '.join(words)}{', or None' * (type(None) in kinds)}"
+
+
+@functools.cache
+def _kinds(cls: type) -> dict[str, tuple[Any, ...]]:
+    hints = typing.get_type_hints(cls).items()
+    found = {name: (kind,) if _choices(kind) else typing.get_args(kind) or (kind,) for name, kind in hints}
+    return {name: kinds for name, kinds in found.items() if any(each in _WORDS or _choices(each) for each in kinds)}
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if chosen := _choices(kind):
+        return isinstance(value, str) and value in chosen
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, numbers.Integral) and abs(int(value)) < _COUNTED
+    if kind is float:
+        return isinstance(value, numbers.Real) and _is_finite(value)
+    return isinstance(value, kind)
+
+
+def _is_finite(value: numbers.Real) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:  # a whole number without end
+        return False
+
+
+# --------------------------------------------------------------------------------------------------
+# Messages that know their rank: a logger that prefixes it, printing once, and one seed for everything.
+# --------------------------------------------------------------------------------------------------
+
+logger = logging.getLogger("axonml_jax")
+"""The library's logger. With several processes (or ranks of `spawn`) a message starts with its rank, as `[2/8] `."""
+
+
+def print0(*args: Any, **kwargs: Any) -> None:
+    """`print` in the main process only (under `spawn`: in rank 0 only)."""
+    if _place()[0] == 0:
+        print(*args, **kwargs)
+
+
+def seed(n: int) -> "jax.Array":
+    """Seed Python's and NumPy's generators, and give JAX's key: the same in every process.
+
+    Args:
+      n: an int from 0 to 2**32 - 1.
+
+    Returns:
+      `jax.random.key(n)`. Split or fold in a rank's index where ranks should differ.
+
+    Raises:
+      ValueError: when n is out of range.
+    """
+    if not 0 <= n < 2**32:
+        raise ValueError(f"seed({n}): NumPy takes seeds from 0 to 2**32 - 1; choose one of those")
+    import jax
+
+    random.seed(n)
+    np.random.seed(n)
+    return jax.random.key(n)
+
+
+def _place() -> tuple[int, int]:
+    """Which process this is, and of how many; asking must not start JAX's devices in a process that is alone."""
+    thread = threading.current_thread()
+    if hasattr(thread, "rank"):  # a rank of `spawn` (mesh/world.py)
+        return thread.rank, thread.world_size  # pyright: ignore[reportAttributeAccessIssue]
+    if (jax := sys.modules.get("jax")) is None or not jax.distributed.is_initialized():
+        return 0, 1
+    return jax.process_index(), jax.process_count()
+
+
+def _prefix_rank(record: logging.LogRecord) -> bool:
+    index, count = _place()
+    if count > 1:
+        record.msg = f"[{index}/{count}] {record.msg}"
+    return True
+
+
+logger.addFilter(_prefix_rank)
+
+
+# --------------------------------------------------------------------------------------------------
+# Small pieces of HTML for notebooks: escaped, without scripts and style sheets, in the colours of the page around them.
+# --------------------------------------------------------------------------------------------------
+
+_RULE = "border-bottom:1px solid #8886"
+_BAR = "#3f83c9"
+_BAR_PIXELS = 96
+
+
+def section(title: str, *parts: str) -> str:
+    """A title, escaped here, above parts that are HTML already; what is too wide for the page scrolls.
+
+    >>> section("a < b", "<p>so</p>")
+    '<div style="overflow-x:auto"><div><b>a &lt; b</b></div><p>so</p></div>'
+    """
+    head = f"<div><b>{escape(title)}</b></div>" if title else ""
+    return f'<div style="overflow-x:auto">{head}{"".join(parts)}</div>'
+
+
+def lines(text: str) -> str:
+    """Text as a block whose lines stay lines.
+
+    >>> lines("1 < 2\\n3")
+    '<div style="margin:4px 0">1 &lt; 2<br>3</div>'
+    """
+    return f'<div style="margin:4px 0">{"<br>".join(map(escape, text.splitlines()))}</div>'
+
+
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: int,
+    *,
+    shares: Sequence[float] = (),
+    quiet: Collection[int] = (),
+) -> str:
+    """A table whose first `left` columns are flush left and the others flush right.
+
+    Args:
+      header: names of the columns.
+      rows: cells, escaped here.
+      left: number of columns that hold words.
+      shares: of every row a number from 0 to 1, drawn as a bar behind it; none are drawn when empty.
+      quiet: rows that are written faintly.
+    """
+    head = "".join(_cell("th", name, index < left) for index, name in enumerate(header)) + "<th></th>" * bool(shares)
+    bars = [f"<td>{_bar(share)}</td>" for share in shares] or [""] * len(rows)
+    body = [
+        f"<tr{_FAINT * (number in quiet)}>{''.join(_cell('td', cell, i < left) for i, cell in enumerate(row))}{bar}</tr>"
+        for number, (row, bar) in enumerate(zip(rows, bars, strict=True))
+    ]
+    return (
+        '<table style="border-collapse:collapse;margin:6px 0">'
+        f'<thead><tr style="{_RULE}">{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
+    )
+
+
+_FAINT = ' style="opacity:0.55"'
+
+
+def _cell(tag: str, text: str, words: bool) -> str:
+    side = "left" if words else "right"
+    return f'<{tag} style="text-align:{side};padding:2px 8px">{escape(text)}</{tag}>'
+
+
+def _bar(share: float) -> str:
+    wide = round(_BAR_PIXELS * min(max(share, 0.0), 1.0))
+    return f'<div style="width:{wide}px;height:0.7em;background:{_BAR}"></div>'
+
+
+# --------------------------------------------------------------------------------------------------
+# What others call our names: one table, for the choices where another name means one thing, and for the hints
+# elsewhere.
+#
+# A choice (an axis, a precision, a strategy, a schedule, a dtype) is taken by any of its names, however it is spelt:
+# `HYBRID_SHARD` is `hybrid_shard`. A keyword or a key of a configuration has one name, the same in both, and a refusal
+# says which; `SAME_KEYS` are taken all the same.
+# --------------------------------------------------------------------------------------------------
+
+AXES: dict[str, str] = {
+    "dp": "data",
+    "ddp": "data",
+    "batch": "data",
+    "replica": "data",
+    "dp_replicate": "data",
+    "pp": "pipe",
+    "pipeline": "pipe",
+    "stage": "pipe",
+    "zero": "fsdp",
+    "dp_shard": "fsdp",
+    "cp": "context",
+    "context_parallel": "context",
+    "seq": "context",
+    "sequence": "context",
+    "ep": "expert",
+    "expert_parallel": "expert",
+    "experts": "expert",
+    "tp": "tensor",
+    "mp": "tensor",
+    "model": "tensor",
+}
+"""Axes of a mesh."""
+
+CHOICES: dict[str, dict[str, str]] = {
+    "dtype": {
+        "fp64": "float64",
+        "f64": "float64",
+        "fp32": "float32",
+        "f32": "float32",
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "f16": "float16",
+        "half": "float16",
+    },
+    "precision": {
+        "fp32": "float32",
+        "f32": "float32",
+        "bfloat16": "bf16",
+        "bf16_mixed": "bf16",
+        "float16": "fp16",
+        "f16": "fp16",
+        "half": "fp16",
+        "fp16_mixed": "fp16",
+        "float8": "fp8",
+    },
+    "sharding_strategy": {
+        "zero3": "full_shard",
+        "zero_3": "full_shard",
+        "zero2": "shard_grad_op",
+        "zero_2": "shard_grad_op",
+        "zero1": "shard_optimizer",
+        "zero_1": "shard_optimizer",
+        "zero0": "no_shard",
+        "hsdp": "hybrid_shard",
+    },
+    "schedule": {
+        "one_f_one_b": "1f1b",
+        "interleaved1f1b": "interleaved",
+        "interleaved_1f1b": "interleaved",
+        "interleaved_one_f_one_b": "interleaved",
+        "zb": "zero-bubble",
+    },
+    "hardware": {"v5litepod": "v5e", "v5_lite": "v5e", "trillium": "v6e"},
+}
+"""Values by the setting that takes them; spelt as `_plain` does."""
+
+KEYS: dict[str, str] = {
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "bs": "global_batch_size",
+    "batch_size": "global_batch_size",
+    "batch": "global_batch_size",
+    "grad_clip": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "warmup": "warmup_steps",
+    "optimizer": "name",
+    "seq_len": "length",
+    "sequence_length": "length",
+    "context_length": "max_length",
+    "grad_accum": "accumulate",
+    "dtype": "precision",
+    "gradient_accumulation_steps": "accumulate",
+    "zero_stage": "sharding_strategy",
+    "strategy": "sharding_strategy",
+    "n_layer": "num_layers",
+    "n_layers": "num_layers",
+    "num_hidden_layers": "num_layers",
+    "n_embd": "hidden_size",
+    "d_model": "hidden_size",
+    "n_head": "num_heads",
+    "n_heads": "num_heads",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "mlp_hidden_size",
+    "activation_checkpointing": "remat",
+}
+"""Keys of a configuration by the last part of their name."""
+
+SAME_KEYS: dict[str, str] = {
+    "pipeline.microbatches": "pipeline.num_microbatches",
+    "plan.cpu_offload": "plan.offload",
+    "plan.mixed_precision": "plan.precision",
+    "plan.reduce_wire": "plan.reduce",
+    "plan.wire": "plan.gather",
+}
+"""Keys of a configuration by other names that Python has for them, or that they had: taken as what they are."""
+
+SECTIONS: dict[str, str] = {
+    "optimizer": "optim",
+    "parallelism": "mesh",
+    "dataset": "data",
+    "training": "train",
+    "trainer": "train",
+    "logging": "output",
+    "generation": "sample",
+    "checkpoints": "checkpoint",
+    "checkpointing": "checkpoint",
+}
+"""Sections of a configuration."""
+
+NO_AXIS: dict[str, str] = {
+    "sp": "sequence parallelism lies along 'tensor': give that axis, and sequence_parallel=True to the layers; whole models "
+    "split sequences along 'context'",
+}
+"""What people look for as an axis and what there is in its place."""
+
+Kind = TypeVar("Kind", bound=enum.Enum)
+
+
+def meant(setting: str, given: Any, choices: Iterable[str] = ()) -> Any:
+    """The choice that a name means.
+
+    Args:
+      setting: which row of `CHOICES` knows the other names.
+      given: a name, however it is spelt; anything but text is given back.
+      choices: ours; none: whatever the table says.
+
+    Returns:
+      One of `choices`, or `given` where it is none of them.
+
+    >>> meant("sharding_strategy", "ShardingStrategy.HYBRID_SHARD", ["hybrid_shard"]), meant("dtype", "bf16")
+    ('hybrid_shard', 'bfloat16')
+    """
+    if not isinstance(given, str):
+        return given
+    ours = {_plain(choice): choice for choice in choices}
+    plain = _plain(given)
+    found = CHOICES.get(setting, {}).get(plain, given)
+    return ours.get(plain, found if not ours or found in ours.values() else given)
+
+
+def member(kind: type[Kind], setting: str, given: Any) -> Kind | None:
+    """For `_missing_` of an Enum: the member that a name means, or None."""
+    if not isinstance(given, Hashable):
+        return None
+    by_value = {each.value: each for each in kind}
+    by_name = {_plain(each.name): each for each in kind}
+    found = by_value.get(meant(setting, given, by_value))
+    return by_name.get(_plain(given)) if found is None and isinstance(given, str) else found
+
+
+def is_choice(kind: type[enum.Enum], given: Any) -> bool:
+    """Whether a member, its name or its value is given."""
+    try:
+        kind(given)
+    except ValueError:
+        return False
+    return True
+
+
+def nearest(given: str, known: Iterable[str], *tables: dict[str, str], cutoff: float = 0.6) -> str | None:
+    """The known name that was most likely meant: by a table where it says, else by its letters.
+
+    >>> nearest("lr", ["steps", "learning_rate"], KEYS), nearest("stpes", ["steps"], KEYS)
+    ('learning_rate', 'steps')
+    """
+    known, plain = list(known), _plain(given)
+    for table in tables:
+        if table.get(plain) in known:
+            return table[plain]
+    return next(iter(difflib.get_close_matches(given, known, n=1, cutoff=cutoff)), None)
+
+
+def _plain(name: str) -> str:
+    """A name without its class, in small letters, with underscores."""
+    return name.strip().rpartition(".")[2].lower().replace("-", "_").replace(" ", "_")

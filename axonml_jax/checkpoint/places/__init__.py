@@ -1,1 +1,0 @@
-"""Object stores, and the copies of a run's checkpoints that are kept there."""

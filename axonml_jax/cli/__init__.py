@@ -1,0 +1,1 @@
+"""The command line: training runs, and the commands of `axonml-jax`."""

@@ -1,0 +1,337 @@
+"""Flags that several commands share, and how refusals are printed."""
+
+import argparse
+import difflib
+import dis
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from axonml_jax.base import AXES as SYNONYMS
+from axonml_jax.base import meant
+from axonml_jax.config.config import ConfigError, add_imports
+from axonml_jax.config.sections import memory_size
+from axonml_jax.models.config import PRESETS
+from axonml_jax.planner.hardware import FAILURE_RATES, HARDWARE, SEARCHED, Assumptions, SaveAssumptions, failure_rate
+
+# --------------------------------------------------------------------------------------------------
+# Telling what the user can mend from a bug: a refusal is one message on the command line, a bug keeps its traceback.
+#
+# The library's own rule decides: what it finds wrong with what it was given it says by a `raise` statement, with the
+# remedy, and what it gets wrong itself ends in an `assert` or in somebody else's line of code.
+# --------------------------------------------------------------------------------------------------
+
+TRACEBACK = "AXONML_JAX_TRACEBACK"
+"""Set it to 1 to see where a refusal was raised."""
+
+_OURS = str(Path(__file__).resolve().parents[1]) + os.sep
+_KINDS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+
+
+def refusal(error: BaseException) -> str | None:
+    """What to tell the user of an exception; None where it is a bug, whose traceback somebody must see.
+
+    Args:
+      error: as it was caught.
+
+    Returns:
+      The message of an exception that a `raise` statement of this package has raised, or the path and the reason of a file
+      that the system did not give.
+
+    >>> try:
+    ...     int("two")
+    ... except ValueError as error:
+    ...     refusal(error) is None
+    True
+    """
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    if not isinstance(error, _KINDS) or not _raised_here(error):
+        return None
+    return str(getattr(error, "strerror", None) or error)
+
+
+def traceback_wanted() -> bool:
+    """Whether the user asks for the traceback of a refusal too."""
+    return os.environ.get(TRACEBACK, "") not in ("", "0")
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether the innermost line is a `raise` statement of this package; a call that failed inside of C code is none."""
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    if step is None or not step.tb_frame.f_code.co_filename.startswith(_OURS):
+        return False
+    return dis.opname[step.tb_frame.f_code.co_code[step.tb_lasti]] == "RAISE_VARARGS"
+
+
+# --------------------------------------------------------------------------------------------------
+# The flags of `axonml-jax import` and `axonml-jax export`.
+# --------------------------------------------------------------------------------------------------
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def import_parser() -> argparse.ArgumentParser:
+    """The parser of `import`."""
+    parser = argparse.ArgumentParser(
+        prog="axonml-jax import",
+        description="Make a folder to train from of a model that Hugging Face's save_pretrained wrote. Nothing is downloaded.",
+        epilog="axonml-jax import Llama-3.2-1B runs/llama && axonml-jax train runs/llama/config.yaml",
+    )
+    parser.add_argument("source", type=Path, metavar="HF_FOLDER", help="with config.json and safetensors files")
+    parser.add_argument("target", type=Path, metavar="RUN_FOLDER", help="new: gets config.yaml and weights/")
+    return parser
+
+
+def export_parser() -> argparse.ArgumentParser:
+    """The parser of `export`."""
+    parser = argparse.ArgumentParser(
+        prog="axonml-jax export",
+        description="Write the model of a checkpoint as Hugging Face's from_pretrained reads it.",
+        epilog="axonml-jax export runs/llama-2 Llama-mine --dtype bfloat16",
+    )
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="one of a run of axonml-jax train, or the run's folder: its newest",
+    )
+    parser.add_argument("target", type=Path, metavar="HF_FOLDER", help="new: gets config.json and safetensors files")
+    add_imports(parser)
+    parser.add_argument("--ema", action="store_true", help="write the moving average of the parameters (ema.decay)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the arrays (default: the model's)")
+    parser.add_argument(
+        "--shard-size", type=memory_size, default=5e9, metavar="SIZE", help="of a file at most (default: 5GB)"
+    )
+    return parser
+
+
+# --------------------------------------------------------------------------------------------------
+# Files and folders that a command is going to write, looked at before it computes anything.
+# --------------------------------------------------------------------------------------------------
+
+_PICTURES = (".svg", ".png", ".pdf")
+
+
+def require_writable(files: Mapping[str, Path | None]) -> None:
+    """Refuse files that cannot be written where they shall go.
+
+    Args:
+      files: by the flag that names them; None is not written. A `--picture` must have the ending of one.
+
+    Raises:
+      ValueError: with everything that is wrong.
+    """
+    problems = []
+    for flag, path in files.items():
+        if path is None:
+            continue
+        if path.is_dir():
+            problems.append(f"{flag} {path}: is a folder; give a file in it")
+        elif not path.parent.is_dir():
+            problems.append(f"{flag} {path}: there is no folder {path.parent}; make it, or give another place")
+        elif flag == "--picture" and path.suffix.lower() not in _PICTURES:
+            problems.append(f"{flag} {path}: the ending chooses the format; give one of {', '.join(_PICTURES)}")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def require_folder(setting: str, folder: Path) -> None:
+    """Refuse a folder that can be neither used nor made.
+
+    Args:
+      setting: that names it.
+      folder: the whole path will be made.
+
+    Raises:
+      ValueError: when something else is there, or the folder that it would be in is not the user's to write.
+    """
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise ValueError(f"{setting}={folder}: {there} is a file; give a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{setting}={folder}: {there} may not be written to; give another folder")
+
+
+# --------------------------------------------------------------------------------------------------
+# The flags of `axonml-jax plan`.
+# --------------------------------------------------------------------------------------------------
+
+MEASURE = "measure"
+"""The hardware that means the devices of this machine."""
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    """The parser."""
+    parser = argparse.ArgumentParser(
+        prog="axonml-jax plan",
+        description="Find the fastest plan that fits, on paper: no devices are needed.",
+        epilog="axonml-jax plan llama3-8b --devices 512 --hardware v5p --batch 1024",
+    )
+    parser.add_argument("model", help=f"a configuration file, or {', '.join(PRESETS)}")
+    parser.add_argument("--devices", type=int, required=True, metavar="N")
+    names = ", ".join(HARDWARE)
+    parser.add_argument(
+        "--hardware", default="v5p", help=f"{names}, or {MEASURE}: this machine's devices (default: v5p)"
+    )
+    parser.add_argument("--batch", type=int, metavar="B", help="sequences per update (default: the configuration's)")
+    parser.add_argument(
+        "--length", type=int, metavar="S", help="of a sequence (default: the configuration's or the longest)"
+    )
+    precisions = ("float32", "bf16", "bf16-reduce", "bf16-reduce-float32", "fp16")
+    parser.add_argument(
+        "--precision", choices=precisions, type=lambda name: meant("precision", name, precisions),
+        help="dtypes (default: the configuration's, or bf16)",
+    )  # fmt: skip
+    parser.add_argument("--max-memory", type=memory_size, metavar="SIZE", help="bytes of a device to use, as in 14GiB")
+    named = lambda axis: SYNONYMS.get(axis.lower(), axis)
+    parser.add_argument(
+        "--axes", nargs="+", choices=SEARCHED, type=named, default=SEARCHED, help="mesh axes to take (default: all)"
+    )
+    parser.add_argument(
+        "--remat", nargs="+", choices=["none", "selective", "full"], default=["none", "selective", "full"],
+        help="kinds of recomputation to consider (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--as-written", action="store_true", help="take the configuration's own mesh and plan instead of searching"
+    )
+    parser.add_argument(
+        "--offload", action="store_true", help="optimizer states may rest on the host if nothing fits else"
+    )
+    _add_assumptions(parser)
+    _add_outputs(parser)
+    add_imports(parser)
+    return parser
+
+
+def _add_assumptions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--efficiency",
+        type=float,
+        metavar="X",
+        help=f"of the peak FLOP/s; as measured, or {Assumptions.efficiency}",
+    )
+    parser.add_argument(
+        "--overlap", type=float, default=Assumptions.overlap, metavar="X", help="share of compute that hides traffic"
+    )
+
+    saves = SaveAssumptions()
+    failing = parser.add_mutually_exclusive_group()
+    failing.add_argument(
+        "--failures-per-device-hour", type=_failures, default=saves.failures_per_device_hour, metavar="X",
+        help=f"interruptions of a job, as a number or as published: {', '.join(FAILURE_RATES)} (default: llama3)",
+    )  # fmt: skip
+    failing.add_argument("--mtbf", type=float, metavar="HOURS", help="between two failures of the whole job, instead")
+    parser.add_argument(
+        "--checkpoint-bandwidth", type=memory_size, default=saves.checkpoint_bandwidth, metavar="SIZE",
+        help=f"of a checkpoint per second and device (default: {saves.checkpoint_bandwidth / 1e6:.0f}MB)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--restart-seconds", type=float, default=saves.restart_seconds, metavar="S",
+        help="from a failure until the job is back, but for reading its checkpoint (default: %(default)s)",
+    )  # fmt: skip
+
+
+def _failures(text: str) -> float:
+    try:
+        return failure_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--ledger", action="store_true", help="print the best plan's memory, traffic and timeline too")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the best plan's memory, traffic and timeline"
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write a configuration that `axonml-jax train` runs")
+    parser.add_argument(
+        "--verify",
+        metavar="TOPOLOGY",
+        help="compile the step for TPU chips that need not be here, as v5p:8x8x8; cpu: for simulated devices",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The flags of `axonml-jax eval`, `generate` and `runs`.
+# --------------------------------------------------------------------------------------------------
+
+_KEYS = "Keys of the run's configuration may be given too, such as --mesh.fsdp 4 or --devices.simulated 1."
+
+
+def generate_parser() -> argparse.ArgumentParser:
+    """The parser of `generate`."""
+    parser = _of_run("generate", "Continue a prompt with a trained run; without a prompt, what is piped in or typed.")
+    parser.add_argument("--prompt", metavar="TEXT", help="how the text begins")
+    parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds the prompt")
+    parser.add_argument("--length", type=int, default=200, metavar="N", help="tokens to write at most (default: 200)")
+    parser.add_argument("--count", type=int, default=1, metavar="N", help="texts to write (default: 1)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="divides the logits; 0: the most likely (default: 0.8)",
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw among the K most likely tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw among the most likely tokens that make up P")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be given again")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
+    return parser
+
+
+def eval_parser() -> argparse.ArgumentParser:
+    """The parser of `eval`."""
+    parser = _of_run("eval", "Loss, perplexity and speed of a checkpoint, on the run's validation part or other text.")
+    parser.add_argument("--split", choices=("valid", "train"), default="valid", help="of the text (default: valid)")
+    parser.add_argument("--batches", type=int, metavar="N", help="take so many batches (default: all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def refuse_misspelt(parser: argparse.ArgumentParser, rest: Sequence[str]) -> None:
+    """Name the flag of a command that was meant, before what is left is taken for keys of a configuration.
+
+    Raises:
+      ConfigError: for a flag without a section that is nearly one of the command's.
+    """
+    own = [flag for action in parser._actions for flag in action.option_strings]
+    for given in (
+        word.partition("=")[0] for word in rest if word.startswith("--") and "." not in word.partition("=")[0]
+    ):
+        if near := difflib.get_close_matches(given, own, n=1, cutoff=0.8):
+            raise ConfigError(f"unknown flag {given}: did you mean {near[0]}?")
+
+
+def runs_parser() -> argparse.ArgumentParser:
+    """The parser of `runs`."""
+    parser = argparse.ArgumentParser(
+        prog="axonml-jax runs", description="List runs, or compare some: their steps, losses, speeds and settings."
+    )
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="folders of runs, or folders that hold some (default: runs)"
+    )
+    parser.add_argument(
+        "--metric", default="valid_loss", metavar="NAME", help="drawn and sorted by (default: valid_loss)"
+    )
+    parser.add_argument(
+        "--highest", action="store_true", help="the highest value of the metric is the best, not the lowest"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the metric of all runs against the step")
+    parser.add_argument("--differences", action="store_true", help="list the settings in which the runs differ")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    return parser
+
+
+def _of_run(command: str, says: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"axonml-jax {command}", description=says, epilog=_KEYS, allow_abbrev=False)
+    parser.add_argument(
+        "run", metavar="RUN", help="the folder of a run, such as runs/quickstart, or one of its checkpoints"
+    )
+    parser.add_argument("--step", metavar="STEP", help="a checkpoint's number, last or best (default: last)")
+    parser.add_argument("--ema", action="store_true", help="take the moving average of the parameters (ema.decay)")
+    add_imports(parser)
+    return parser

@@ -1,0 +1,809 @@
+"""What a run writes down: records, curves, progress, profiles, MLflow."""
+
+import csv
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from axonml_jax.base import PyTree, logger, print0
+from axonml_jax.checkpoint.saving import cause_of
+from axonml_jax.cli.run import CHECKPOINT_FOLDER, Record, RunSetup
+from axonml_jax.cli.tasks import TextData, write_samples
+from axonml_jax.config.config import ConfigError, RunConfig, as_dict, examples_until, not_a_file
+from axonml_jax.config.sections import OwnModel
+from axonml_jax.facade.trainer import ParallelModel
+from axonml_jax.training.callbacks import OneLine, rewrites
+from axonml_jax.training.compile import Throughput
+
+# --------------------------------------------------------------------------------------------------
+# Records in a run of MLflow.
+# --------------------------------------------------------------------------------------------------
+
+AT_ONCE = {"metrics": 1000, "params": 100}
+"""What MLflow takes in one request."""
+LONGEST = 500
+"""Characters of a parameter's value that every version of MLflow takes."""
+
+_ID = "mlflow.id"
+_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "diverged": "FAILED"}
+
+
+class MlflowRun:
+    """Logs to the run of MLflow that `begin_mlflow` has begun, and ends it as the training ends. A context.
+
+    What MLflow does not take is told once, in a warning, and the training goes on without it; at its end MLflow is asked once
+    more, so that a run does not stay RUNNING there for ever.
+
+    Args:
+      folder: the run's, in which its id is kept.
+      reason: how a training that raises nothing has ended: "finished", "stopped" or "diverged".
+    """
+
+    def __init__(self, folder: Path, reason: Callable[[], str]):
+        self._mlflow = mlflow_module()
+        self._client, self._id = self._mlflow.MlflowClient(), _kept(folder)
+        self._reason, self._lost = reason, False
+
+    def __enter__(self) -> "MlflowRun":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception):
+        killed = kind is not None and issubclass(kind, KeyboardInterrupt)
+        status = _STATUS["stopped" if killed else "diverged"] if kind is not None else _STATUS[self._reason()]
+        try:
+            self._client.set_terminated(self._id, status=status)
+        except self._mlflow.MlflowException as error:
+            logger.warning(
+                "output.mlflow: MLflow did not take the end of run %s, which stays RUNNING there though it is %s: %s. Say it "
+                "there by mlflow.MlflowClient().set_terminated(%r, status=%r)",
+                self._id,
+                status,
+                _said(error),
+                self._id,
+                status,
+            )
+
+    def write(self, record: Record) -> None:
+        """Log every metric at its step, until MLflow fails once: it has tried for minutes by then, and would every time."""
+        if self._lost:
+            return
+        now, metric = round(1000 * time.time()), self._mlflow.entities.Metric
+        values = [metric(_name(name), value, now, record.step) for name, value in record.metrics.items()]
+        try:
+            _log(self._client, self._id, "metrics", values)
+        except self._mlflow.MlflowException as error:
+            self._lost = True
+            logger.warning(
+                "output.mlflow: MLflow took a record no more, and gets none but the end of run %s: %s. The training goes on, "
+                "and all records are in metrics.jsonl",
+                self._id,
+                _said(error),
+            )
+
+
+def check_mlflow(experiment: str, folder: Path | None) -> None:
+    """Look whether MLflow answers, and knows the run to go on with. Nothing is written.
+
+    Args:
+      experiment: where the run is listed.
+      folder: of the run to go on with; None for a new one.
+
+    Raises:
+      ConfigError: where it does not.
+    """
+    mlflow = mlflow_module()
+    try:
+        client = mlflow.MlflowClient()
+        if known := folder and _kept(folder):
+            client.get_run(known)
+        else:
+            client.get_experiment_by_name(experiment)
+    except mlflow.MlflowException as error:
+        raise _refused(experiment, folder, error) from error
+
+
+def begin_mlflow(experiment: str, folder: Path, settings: Mapping[str, Any]) -> None:
+    """Begin a run of MLflow, of this run's name, with its configuration as parameters; a resumed run goes on with its own.
+
+    Args:
+      experiment: where the run is listed; made when there is none of this name. The server, or the place on this machine, is
+        that of `MLFLOW_TRACKING_URI`.
+      folder: the run's, in which its id is kept.
+      settings: the configuration.
+
+    Raises:
+      ConfigError: where MLflow does not do it.
+    """
+    mlflow = mlflow_module()
+    try:
+        client = mlflow.MlflowClient()
+        if known := _kept(folder):
+            client.update_run(known, status="RUNNING")
+            return
+        found = client.get_experiment_by_name(experiment)
+        number = client.create_experiment(experiment) if found is None else found.experiment_id
+        made = client.create_run(number, run_name=folder.name).info.run_id
+        (folder / _ID).write_text(made, encoding="utf-8")
+        _log(client, made, "params", [mlflow.entities.Param(*pair) for pair in _flat(settings)])
+    except mlflow.MlflowException as error:
+        raise _refused(experiment, folder, error) from error
+
+
+def mlflow_module() -> Any:
+    """The package.
+
+    Raises:
+      ConfigError: where it is not installed, saying what to do.
+    """
+    try:
+        import mlflow  # pyright: ignore[reportMissingImports]
+        import mlflow.entities  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(
+            "output.mlflow: mlflow is not installed; pip install 'axonml-jax[mlflow]', or leave it off"
+        ) from error
+    return mlflow
+
+
+def _kept(folder: Path) -> str:
+    """The id of a folder's run of MLflow; empty where it has none."""
+    return (folder / _ID).read_text("utf-8").strip() if (folder / _ID).exists() else ""
+
+
+def _refused(experiment: str, folder: Path | None, error: Exception) -> ConfigError:
+    known = f", whose run {id_} is kept in {folder / _ID}" if folder and (id_ := _kept(folder)) else ""
+    return ConfigError(
+        f"output.mlflow={experiment}{known}: MLflow fails: {_said(error)}. Look at MLFLOW_TRACKING_URI"
+        + (", delete that file to begin another run," if known else "")
+        + " or leave output.mlflow off"
+    )
+
+
+def _said(error: Exception) -> str:
+    """What MLflow says, without the name and password that an address may hold.
+
+    >>> _said(ValueError("no answer from http://me:hush@host:5000/api"))
+    'no answer from http://***@host:5000/api'
+    """
+    return re.sub(r"://[^/\s@]+@", "://***@", str(error))
+
+
+def _log(client: Any, run: str, kind: str, values: list[Any]) -> None:
+    for start in range(0, len(values), AT_ONCE[kind]):
+        client.log_batch(run, **{kind: values[start : start + AT_ONCE[kind]]})
+
+
+def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys and values in words.
+
+    >>> list(_flat({"train": {"steps": 3, "seed": None}, "name": "a"}))
+    [('train.steps', '3'), ('train.seed', 'None'), ('name', 'a')]
+    """
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield _name(f"{before}{key}"), str(value)[:LONGEST]
+
+
+def _name(name: str) -> str:
+    """A name that MLflow takes.
+
+    >>> _name("grad_norm/blocks/0"), _name("top@5")
+    ('grad_norm/blocks/0', 'top_5')
+    """
+    return re.sub(r"[^\w\-. /]", "_", name)
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss curve, and the loads of experts, as pictures.
+# --------------------------------------------------------------------------------------------------
+
+
+def plot_losses(
+    records: Sequence[Record],
+    path: Path,
+    *,
+    title: str,
+    unit: str = "loss (nats per byte)",
+    baseline: float | None = None,
+) -> str | None:
+    """Draw training and validation loss against the step.
+
+    Args:
+      records: what a run recorded.
+      path: the PNG to write.
+      title: above the curves.
+      unit: what the loss is called.
+      baseline: a loss to compare with, drawn as a line.
+
+    Returns:
+      None, or why there is no picture.
+    """
+    if (figure := _figure()) is None:
+        return f"no loss curve: {_MISSING}"
+    axes = figure.add_subplot()
+    axes.plot(*_series(records, "loss"), color="#9db8d9", linewidth=1.2, label="training batch")
+    axes.plot(*_series(records, "valid_loss"), "o-", color="#1f4e8c", markersize=4, label="validation")
+    if baseline is not None:
+        axes.axhline(baseline, color="#b5482a", linestyle="--", linewidth=1, label=f"bigram model ({baseline:.2f})")
+    axes.set(title=title, xlabel="step", ylabel=unit)
+    _finish(figure, axes, path)
+    return None
+
+
+def plot_expert_loads(records: Sequence[Record], path: Path, *, title: str) -> str | None:
+    """Draw each expert's share of all choices against the step.
+
+    Args:
+      records: what a run recorded.
+      path: the PNG to write.
+      title: above the curves.
+
+    Returns:
+      None, or why there is no picture.
+    """
+    names = [name for name in (records[0].metrics if records else ()) if name.startswith("experts/load/")]
+    if not names:
+        return "no picture of the experts' loads: of so many they are not recorded one by one"
+    if (figure := _figure()) is None:
+        return f"no picture of the experts' loads: {_MISSING}"
+    axes = figure.add_subplot()
+    for name in names:
+        axes.plot(*_series(records, name), linewidth=1, label=name.rpartition("/")[2])
+    axes.axhline(1 / len(names), color="#444444", linestyle="--", linewidth=1, label="even")
+    axes.set(title=title, xlabel="step", ylabel="share of all choices", ylim=(0, None))
+    _finish(figure, axes, path, columns=-(-len(names) // 16) + 1)
+    return None
+
+
+def plot_runs(runs: Mapping[str, Sequence[Record]], path: Path, *, metric: str) -> str | None:
+    """Draw a metric of several runs against the step.
+
+    Args:
+      runs: what each recorded, by its name.
+      path: the picture to write; its suffix chooses the format.
+      metric: its name.
+
+    Returns:
+      None, or why there is no picture.
+    """
+    if (figure := _figure()) is None:
+        return _MISSING
+    axes = figure.add_subplot()
+    for name, records in runs.items():
+        steps, values = _series(records, metric)
+        if steps:
+            axes.plot(steps, values, "o-" if len(steps) < 50 else "-", markersize=3, linewidth=1.2, label=name)
+    axes.set(xlabel="step", ylabel=metric)
+    _finish(figure, axes, path)
+    return None
+
+
+_MISSING = "matplotlib is not installed (pip install 'axonml-jax[plots]')"
+
+
+def _figure() -> Any:
+    """An empty figure, or None without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _finish(figure: Any, axes: Any, path: Path, columns: int = 1) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, ncols=columns)
+    figure.savefig(path, dpi=150)
+
+
+def _series(records: Sequence[Record], name: str) -> tuple[list[int], list[float]]:
+    found = [(record.step, record.metrics[name]) for record in records if name in record.metrics]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+# --------------------------------------------------------------------------------------------------
+# A run's speeds, and the peak FLOP/s of accelerators, for MFU.
+# --------------------------------------------------------------------------------------------------
+
+# Dense bfloat16, from the makers' data sheets. Kinds as `jax.Device.device_kind` spells them. The PCIe and NVL cards of
+# the H100 are slower than the SXM module and left out rather than flattered.
+_PEAKS = {
+    r"TPU v4": 275e12,
+    r"TPU v5 ?(lite|e)": 197e12,
+    r"TPU v5p?": 459e12,
+    r"TPU v6 ?(lite|e)": 918e12,
+    r"NVIDIA A100.*": 312e12,
+    r"NVIDIA H100(?!.*(PCIe|NVL)).*": 989e12,
+    r"NVIDIA H200(?!.*NVL).*": 989e12,
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak bfloat16 FLOP/s of one device, or None where it is not known (every CPU).
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
+    (989000000000000.0, None)
+    """
+    return next((peak for kind, peak in _PEAKS.items() if re.fullmatch(kind, device_kind, re.IGNORECASE)), None)
+
+
+def throughput(config: RunConfig, ground: RunSetup, folder: Path | None = None, start: int = 0) -> Throughput:
+    """What turns the durations of a run's steps into its speeds.
+
+    Args:
+      config: of the run.
+      ground: what it stands on.
+      folder: of the run, which says of what batches the steps before were made; None: of none like these.
+      start: how many steps there were.
+    """
+    rows, model, length = config.train.global_batch_size, config.model, config.data.length
+    kind, own = ground.mesh.devices.flat[0].device_kind, ground.own is not None
+    adapters = config.finetune.lora.rank is not None  # fewer, as no gradient of the base is made
+    drawn = examples_until(folder, start) if folder is not None and start else None
+    return Throughput(
+        tokens_per_step=rows if own else rows * length,
+        flops_per_token=None if own or adapters or isinstance(model, OwnModel) else model.flops_per_token(length),
+        num_devices=ground.mesh.size,
+        peak_flops=peak_flops(kind),
+        unit="examples" if own else "tokens",
+        before=0 if drawn is None else (drawn - start * rows) * (1 if own else length),
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# A profiler trace of a few steps.
+# --------------------------------------------------------------------------------------------------
+
+FIRST, COUNT = 3, 5
+"""The steps traced: past compilation, and few enough to open in a browser."""
+
+
+def traced(batches: Iterator[PyTree], folder: Path, wait: Callable[[], object]) -> Iterator[PyTree]:
+    """The same batches; while the third to seventh are in use, `jax.profiler` writes a trace, in which each is a `step`.
+
+    Args:
+      batches: what a training loop draws from.
+      folder: where the trace goes (docs/guides/profiling.md says how to read it).
+      wait: returns when the steps so far are done.
+    """
+    running = False
+    try:
+        for number, batch in enumerate(batches, start=1):
+            if number == FIRST + COUNT:
+                running = _stop(wait)
+            if number == FIRST:
+                wait()
+                jax.profiler.start_trace(folder)
+                running = True
+            with jax.profiler.StepTraceAnnotation("step", step_num=number):
+                yield batch
+    finally:
+        if running:
+            _stop(wait)
+
+
+def _stop(wait: Callable[[], object]) -> bool:
+    wait()
+    jax.profiler.stop_trace()
+    return False
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run shows while it trains: a live bar on a terminal, one line in a notebook, plain lines anywhere else.
+# --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress(steps: int, console: Console | None = None) -> Iterator[Callable[[Record], None]]:
+    """A display for the records of a run of `steps` updates.
+
+    Args:
+      steps: where it ends.
+      console: where it shows; None: standard output.
+    """
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        if rewrites(console.file):  # pyright: ignore[reportArgumentType]  # rich's IO[str] is a text stream
+            yield from _in_notebook(steps, OneLine(console.file))  # pyright: ignore[reportArgumentType]
+        else:
+            yield lambda record: print(line(record, steps), file=console.file, flush=True)
+        return
+    columns = [BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[shown]}")]
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("training", total=steps, shown="compiling ...")
+
+        def show(record: Record) -> None:
+            bar.update(task, completed=record.step, shown="  ".join(cells(record)))
+            if "valid_loss" in record.metrics:
+                console.print(line(record, steps), soft_wrap=True, highlight=False)
+
+        yield show
+
+
+def _in_notebook(steps: int, shown: OneLine) -> Iterator[Callable[[Record], None]]:
+    """One line that is written over; validations stay."""
+
+    def show(record: Record) -> None:
+        if "valid_loss" in record.metrics:
+            shown.keep(line(record, steps))
+        else:
+            shown.show(line(record, steps))
+
+    yield show
+    shown.end()
+
+
+def line(record: Record, steps: int) -> str:
+    """A record as one line of text.
+
+    >>> line(Record(10, {"loss": 2.5, "learning_rate": 3e-4, "step_time": 0.2, "tokens_per_second": 40_960.0}), 300)
+    'step  10/300  loss 2.5000  lr 3.00e-04  40,960 tokens/s  200 ms/step  ETA 0:00:58'
+    """
+    left = round((steps - record.step) * record.metrics.get("step_time", 0))
+    more = [f"ETA {timedelta(seconds=left)}"] if left else []
+    more += [f"validation loss {record.metrics['valid_loss']:.4f}"] if "valid_loss" in record.metrics else []
+    return "  ".join([f"step {record.step:>{len(str(steps))}}/{steps}", *cells(record), *more])
+
+
+def cells(record: Record) -> list[str]:
+    """The measurements of a record in words; those it lacks are left out."""
+    texts = {
+        "loss": lambda value: f"loss {value:.4f}",
+        "grad_norm": lambda value: f"norm {value:.2f}",
+        "learning_rate": lambda value: f"lr {value:.2e}",
+        "experts/busiest": lambda value: f"busiest expert {value:.2f}x",
+        "experts/dropped": lambda value: f"dropped {value:.1%}" if value else "",
+        "tokens_per_second": lambda value: f"{value:,.0f} tokens/s",
+        "examples_per_second": lambda value: f"{value:,.0f} examples/s",
+        "step_time": lambda value: f"{1000 * value:,.0f} ms/step",
+        "mfu": lambda value: f"MFU {value:.1%}",
+        "compile_time": lambda value: f"compiled in {value:.1f} s",
+    }
+    return [said for name, text in texts.items() if name in record.metrics and (said := text(record.metrics[name]))]
+
+
+# --------------------------------------------------------------------------------------------------
+# Where records go: a file of JSON lines, and a table, TensorBoard or Weights & Biases if wanted (MLflow:
+# mlflow_run.py).
+# --------------------------------------------------------------------------------------------------
+
+
+class Recorder(Protocol):
+    """Takes records until it is closed."""
+
+    def write(self, record: Record) -> None:
+        """Take a record."""
+        ...
+
+    def close(self) -> None:
+        """Take no more."""
+        ...
+
+
+class JsonLines:
+    """One JSON object a line: `{"step": 10, "loss": 2.5, ...}`. A line has left this process when `write` returns.
+
+    Args:
+      path: the file.
+      start: keep the records up to this step, drop the others (a killed run's, after its last checkpoint).
+    """
+
+    def __init__(self, path: Path, start: int = 0):
+        kept = [record for record in read_records(path) if record.step <= start] if path.exists() else []
+        new = path.with_name(path.name + ".new")
+        new.write_text("".join(map(_line, kept)), encoding="utf-8")
+        new.replace(path)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, record: Record) -> None:
+        """Append a record: all of it, or nothing."""
+        rest, end = _line(record).encode(), os.fstat(self._file.fileno()).st_size
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(end)
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files for TensorBoard.
+
+    Args:
+      folder: where they go.
+      start: hide what was written there for later steps.
+    """
+
+    def __init__(self, folder: Path, start: int = 0):
+        self._writer = tensorboard_writer()(str(folder), purge_step=start + 1)
+
+    def write(self, record: Record) -> None:
+        """Add every metric as a scalar."""
+        for name, value in record.metrics.items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        self._writer.close()
+
+
+class Csv:
+    """A table with a column for every metric, for spreadsheets; a metric that comes later gets a column then.
+
+    Args:
+      path: the file.
+      start: keep the rows up to this step, drop the others.
+    """
+
+    def __init__(self, path: Path, start: int = 0):
+        self._path, self._torn = path, False
+        self._rows: list[dict[str, Any]] = []
+        if start and path.exists():
+            with path.open(encoding="utf-8", newline="") as file:
+                lines = file.readlines()
+            whole = (
+                lines if lines and lines[-1].endswith("\n") else lines[:-1]
+            )  # a killed run's last row may be cut off
+            self._rows = [row for row in csv.DictReader(whole) if int(row["step"]) <= start]
+        self._columns = list(dict.fromkeys(["step", *(name for row in self._rows for name in row)]))
+        self._write_all()
+
+    def write(self, record: Record) -> None:
+        """Append a row."""
+        row = {"step": record.step, **record.metrics}
+        self._rows.append(row)
+        new = [name for name in row if name not in self._columns]
+        try:
+            if new or self._torn:
+                self._columns += new
+                self._write_all()
+            else:
+                with self._path.open("a", encoding="utf-8", newline="") as file:
+                    csv.DictWriter(file, self._columns).writerow(row)
+        except OSError:
+            self._rows.pop()
+            self._torn = True  # its last row may be cut off
+            raise
+
+    def close(self) -> None:
+        """Everything is written already."""
+
+    def _write_all(self) -> None:
+        new = self._path.with_name(self._path.name + ".new")
+        with new.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(self._rows)
+        new.replace(self._path)
+        self._torn = False
+
+
+class Patient:
+    """Records that a full, read-only or failing disk does not take are kept until it does, with one warning.
+
+    Args:
+      recorder: writes them; it takes a record whole, or not at all.
+    """
+
+    def __init__(self, recorder: "JsonLines | Csv"):
+        self._recorder = recorder
+        self._kept: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        """Take a record, and write what is kept."""
+        self._kept.append(record)
+        try:
+            while self._kept:
+                self._recorder.write(self._kept[0])
+                del self._kept[0]
+        except OSError as error:
+            if cause_of(error) is None:
+                raise
+            if len(self._kept) == 1:
+                logger.warning("a record could not be written, and is kept until it can: %s", error)
+
+    def close(self) -> None:
+        """Close the file; what the disk has never taken is lost, and said."""
+        if self._kept:
+            logger.warning("%d records could not be written, from step %d on", len(self._kept), self._kept[0].step)
+        self._recorder.close()
+
+
+def patient(recorder: JsonLines | Csv, failures: int) -> Recorder:
+    """A recorder that waits for its disk, in a run that may go on after failures (`checkpoint.max_failures`)."""
+    return Patient(recorder) if failures > 1 else recorder
+
+
+class Wandb:
+    """A run of Weights & Biases, of this run's name and configuration; a resumed run goes on with it.
+
+    Args:
+      folder: the run's, in which its files and its id are kept.
+      settings: the configuration.
+      project: where the run is listed; the mode is that of `WANDB_MODE`.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], project: str):
+        kept = folder / "wandb.id"
+        known = kept.read_text("utf-8").strip() if kept.exists() else None
+        self._run = wandb_module().init(
+            project=project,
+            name=folder.name,
+            dir=str(folder),
+            config=settings,
+            id=known,
+            resume="allow" if known else None,
+        )
+        kept.write_text(self._run.id, encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Log every metric at its step."""
+        self._run.log(record.metrics, step=record.step)
+
+    def close(self) -> None:
+        """Finish the run and send what is left."""
+        self._run.finish()
+
+
+def files(config: RunConfig, folder: Path | None, start: int) -> Iterator[Recorder]:
+    """Those in the run's folder, from a step on; none without a folder."""
+    if folder is not None:
+        yield patient(JsonLines(folder / "metrics.jsonl", start), config.checkpoint.max_failures)
+    if folder is not None and config.output.tensorboard:
+        yield TensorBoard(folder / "tensorboard", start)
+    if folder is not None and config.output.csv:
+        yield patient(Csv(folder / "metrics.csv", start), config.checkpoint.max_failures)
+
+
+def services(
+    config: RunConfig, folder: Path | None, reason: Callable[[], str]
+) -> Iterator[AbstractContextManager[Wandb | MlflowRun]]:
+    """Runs elsewhere, each ended once, as the training ends: one that goes back before a spike has not ended.
+
+    Args:
+      config: the run's.
+      folder: the run's; None: this process writes nothing.
+      reason: how the training has ended, when it has.
+    """
+    if folder is not None and config.output.wandb:
+        yield closing(Wandb(folder, as_dict(config), config.output.wandb))
+    if folder is not None and config.output.mlflow:
+        yield MlflowRun(folder, reason)
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a file that `JsonLines` wrote; a last line that was cut off is left out.
+
+    Raises:
+      ValueError: naming the first line that is none of a record, or what stands there and is no file.
+    """
+    if kind := not_a_file(path):
+        raise ConfigError(f"{path} is {kind}, and records are kept in a file: remove it")
+    found = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+            if not all(isinstance(value, int | float) for value in (row["step"], *row.values())):
+                raise TypeError("a value is no number")
+            found.append(Record(row.pop("step"), row))
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number} is no record: {line[:60]!r}") from error
+    return found
+
+
+def wandb_module() -> Any:
+    """The package.
+
+    Raises:
+      ConfigError: where it is not installed, or nobody is logged in and it is not offline, saying what to do.
+    """
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError("output.wandb: wandb is not installed; pip install wandb, or leave it off") from error
+    offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
+    if not offline and wandb.api.api_key is None:
+        raise ConfigError("output.wandb: nobody is logged in; run `wandb login`, or set WANDB_MODE=offline")
+    return wandb
+
+
+def _line(record: Record) -> str:
+    return json.dumps({"step": record.step, **record.metrics}) + "\n"
+
+
+def tensorboard_writer() -> Any:
+    """The class that writes event files.
+
+    Raises:
+      ConfigError: where it is not installed, saying what to do.
+    """
+    try:
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(
+            "output.tensorboard: tensorboardX is not installed; pip install 'axonml-jax[tensorboard]', or leave it off"
+        ) from error
+    return SummaryWriter
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run says of its data before it begins, and of its outcome at the end.
+# --------------------------------------------------------------------------------------------------
+
+
+def about(config: RunConfig, data: TextData) -> str:
+    """What is trained and validated on."""
+    if data.unit == "sample":
+        trained, valid = (f"{size:,} samples" if size else "unknown" for size in data.sizes)
+        seen = "nothing" if data.valid is None else valid
+        return f"{'data':<10} {config.data.class_path}: {trained} to train on, {seen} to validate on"
+    assert data.valid_targets is not None
+    source = config.data.path or ", ".join(config.data.mixture or ()) or "the standard library of this Python"
+    trained, valid = data.sizes
+    epochs = config.train.steps / len(data.train)
+    return (
+        f"{'data':<10} {source}: {trained:,} {data.unit}s to train on ({epochs:.2g} epochs), {valid:,} to validate on, "
+        f"of which {sum(data.valid_targets):,} are used"
+    )
+
+
+def report(config: RunConfig, data: TextData, records: list[Record], folder: Path | None) -> None:
+    """The last validation beside the bigram model, and where the files are."""
+    last = next((record for record in reversed(records) if "valid_loss" in record.metrics), None)
+    if last is not None:
+        loss = last.metrics["valid_loss"]
+        over = f", over {sum(data.valid_targets):,} {data.unit}s" if data.valid_targets else ""
+        print0(f"\nvalidation loss {loss:.4f}{data.loss_unit} after step {last.step}{over}")
+        if data.bigram is not None:
+            below = f"{abs(data.bigram - loss):.4f} {'below' if loss < data.bigram else 'above'}"
+            print0(f"bigram model    {data.bigram:.4f} on the same bytes: the transformer is {below} it")
+    if folder is None or not records:
+        return
+    files = "metrics.jsonl, config.yaml"
+    if config.output.plot:
+        unit = f"loss ({data.loss_unit[1:]})" if data.loss_unit else "loss"
+        note = plot_losses(records, folder / "loss.png", title=config.name, unit=unit, baseline=data.bigram)
+        files += ", loss.png" if note is None else f" ({note})"
+        if config.experts.num_experts:
+            note = plot_expert_loads(records, folder / "experts.png", title=f"{config.name}: load of each expert")
+            files += ", experts.png" if note is None else f" ({note})"
+    files += ", checkpoints" * (folder / CHECKPOINT_FOLDER).exists()
+    files += ", metrics.csv" * config.output.csv + ", wandb" * (config.output.wandb is not None)
+    files += ", mlflow.id" * (config.output.mlflow is not None)
+    files += ", tensorboard" * config.output.tensorboard + ", trace" * (folder / "trace").exists()
+    print0(f"files           {folder}: {files}")
+
+
+def print_samples(config: RunConfig, model: ParallelModel) -> None:
+    """What the transformer writes, where it was trained on text; every process must call this."""
+    if not config.sample.count or config.own:
+        return
+    section, data = config.sample, config.data
+    texts = write_samples(model, section, data.length, config.train.seed, data.tokenizer, data.end)
+    for number, text in enumerate(texts, start=1):
+        print0(f"\n--- sample {number} " + "-" * 60)
+        print0(text)

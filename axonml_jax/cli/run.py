@@ -1,0 +1,1199 @@
+"""A training run: its set-up and folder, the loop, saves, resuming, preemption, and what is watched."""
+
+import hashlib
+import json
+import math
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from axonml_jax.base import PyTree, logger, print0
+from axonml_jax.checkpoint.format import DamagedCheckpoint, Manifest, Team, checkpoints_in, manifests_in, name_of
+from axonml_jax.checkpoint.manager import CheckpointManager, manifest_of, save
+from axonml_jax.checkpoint.memory import MemoryCopies, restore_newest
+from axonml_jax.checkpoint.object_store import ObjectStore, lie_apart
+from axonml_jax.checkpoint.places import Copies, is_url
+from axonml_jax.checkpoint.retention import Retention, best_of
+from axonml_jax.cli.flags import refusal
+from axonml_jax.cli.tasks import OwnSplit, TextData, read_own
+from axonml_jax.config import config as stretches
+from axonml_jax.config.config import MACHINES, NEWEST, ConfigError, RunConfig, as_dict, for_world, machines_of, yaml_in
+from axonml_jax.config.sections import OwnModel
+from axonml_jax.data.loader import DataLoader
+from axonml_jax.facade.trainer import Trainer
+from axonml_jax.launch.leftovers import MARK
+from axonml_jax.launch.workers import RESTART_COUNT
+from axonml_jax.ledger.count import collectives_in
+from axonml_jax.mesh.environment import launch_environment
+from axonml_jax.mesh.init import init
+from axonml_jax.mesh.shape import make_mesh
+from axonml_jax.mesh.simulate import fake_devices
+from axonml_jax.mesh.watch import FlightRecord, Watchdog
+from axonml_jax.mesh.world import World
+from axonml_jax.models.weights import check_pretrained
+from axonml_jax.parallel.plan import Plan
+from axonml_jax.sharding.batch import check_batch
+from axonml_jax.sharding.layout import replicated, to_host
+from axonml_jax.training.compile import Throughput, as_floats, mean_of
+from axonml_jax.training.run_state import CompareReplicas, ReplicasDiffer, first_guard, in_words
+from axonml_jax.training.state import TrainState
+
+# --------------------------------------------------------------------------------------------------
+# Where the checkpoints of a run are, which its configuration says: in its folder, or at a URL.
+# --------------------------------------------------------------------------------------------------
+
+CHECKPOINT_FOLDER = "checkpoints"
+"""Where in a run's folder the checkpoints are, unless they are at a URL."""
+
+
+def place_said(run: Path) -> str | None:
+    """The URL of a run's checkpoints (`checkpoint.url`) by the configuration in its folder; None: they are in the folder."""
+    try:
+        content = yaml_in(run / NEWEST)
+        said = content["checkpoint"]["url"]  # pyright: ignore[reportIndexIssue, reportOptionalSubscript, reportCallIssue, reportArgumentType]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return said if isinstance(said, str) else None
+
+
+def checkpoints_of(run: Path) -> Mapping[int, Path | str]:
+    """Every checkpoint of a run by step, in order: a folder, or a URL.
+
+    Raises:
+      OSError: when a store does not answer, after all tries.
+    """
+    if (url := place_said(run)) is None:
+        return checkpoints_in(run / CHECKPOINT_FOLDER)
+    return {step: f"{url.rstrip('/')}/{name_of(step)}" for step in copies_at(url).steps}
+
+
+def best_checkpoint(run: Path, metric: str) -> int | None:
+    """The step of a run's best checkpoint by a metric, the lowest; None where none has it."""
+    url = place_said(run)
+    return best_of(manifests_in(run / CHECKPOINT_FOLDER) if url is None else copies_at(url).said(), metric, "min")
+
+
+def copies_at(url: str) -> Copies:
+    """What an object store has under a URL, to read."""
+    return Copies(ObjectStore(url), Retention(keep=None))
+
+
+# --------------------------------------------------------------------------------------------------
+# The loop: draw a batch, make a step, measure, validate; what happens with the records is up to the caller.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was measured at a step.
+
+    Attributes:
+      step: number of updates made so far.
+      metrics: by name: `loss`, `grad_norm` and the loss function's own of this step's batch, `learning_rate` of the last
+        update where it is known, `tokens` (or `examples`) seen since the run began, `wall_time` (seconds since it began, those
+        of the process before a resumption included), speeds since the record before (`compile_time` instead for the first
+        step), `valid_*` after a validation, and `slow_rank` with `slow_rank_times` while one holds up the others.
+    """
+
+    step: int
+    metrics: dict[str, float]
+
+
+def fit(
+    trainer: Trainer,
+    batches: Iterator[PyTree],
+    *,
+    steps: int,
+    throughput: Throughput,
+    validate: Callable[[], dict[str, float]] | None = None,
+    validate_every: int | None = None,
+    log_every: int = 10,
+    learning_rate: Callable[[int], Any] | None = None,
+    start: int = 0,
+    elapsed: float = 0.0,
+    watchdog: Watchdog | None = None,
+    seen: Callable[[int, jax.Array], None] | None = None,
+    after: Callable[[int, dict[str, float]], bool] | None = None,
+) -> Iterator[Record]:
+    """Train for `steps` updates, yielding a record after the first, every `log_every`-th, every validated and the last.
+
+    Between records nothing waits for the devices. Stop iterating, and the training stops.
+
+    Args:
+      trainer: makes the steps.
+      batches: global batches, at least `steps` of them.
+      steps: number of updates.
+      throughput: turns durations into speeds.
+      validate: metrics of the model as it is now; its time counts in no speed.
+      validate_every: validate after every this many steps, besides the last; None only after the last.
+      log_every: steps between records.
+      learning_rate: the optimizer's schedule, of the number of updates made before; None: it is not known.
+      start: updates made already; the records of a resumed run are those it would have had uninterrupted.
+      elapsed: seconds that the run had taken until then.
+      watchdog: told of every step, and of validations and what `after` does.
+      seen: called with the number of every step and its loss on the devices, before `after`.
+      after: called after every step with its number and the metrics of its record (none where it has no record); true
+        stops the training. In a process alone it is called when the validation fails too, before that is raised.
+    """
+    before, clock = start, time.perf_counter()
+    began = clock - elapsed
+    doing = (lambda what: nullcontext()) if watchdog is None else watchdog.doing
+    batches = batches if watchdog is None else watchdog.drawing(batches)
+    for step, batch in zip(range(start + 1, steps + 1), batches, strict=False):
+        measured, first, metrics = trainer.step(batch), step == start + 1, {}
+        if watchdog is not None:
+            watchdog.began(step, measured["loss"])
+        if seen is not None:
+            seen(step, measured["loss"])
+        due = step == steps or (validate_every is not None and step % validate_every == 0)
+        if due or step == 1 or step % log_every == 0:
+            metrics = as_floats(measured)
+            seconds = time.perf_counter() - clock
+            if learning_rate is not None:
+                metrics["learning_rate"] = float(learning_rate(max(step - int(metrics.get("skipped", 0)) - 1, 0)))
+            metrics |= {throughput.unit: throughput.total(step), "wall_time": time.perf_counter() - began}
+            metrics |= {"compile_time": seconds} if first else throughput.of(num_steps=step - before, seconds=seconds)
+            try:
+                with doing("validating"):
+                    valid = validate() if due and validate else {}
+            except Exception:
+                # What was trained is kept. Other processes may be in the validation's collectives: they could not save with us.
+                if after is not None and jax.process_count() == 1:
+                    after(step, metrics)
+                raise
+            metrics |= {f"valid_{name}": value for name, value in valid.items()}
+            metrics |= {} if watchdog is None else watchdog.slowest()
+            yield Record(step, metrics)
+            before, clock = step, time.perf_counter()
+        elif first:  # compiling counts in no speed
+            jax.block_until_ready(measured)
+            before, clock = step, time.perf_counter()
+        with doing("saving"):
+            if after is not None and after(step, metrics):
+                return
+
+
+def evaluate(trainer: Trainer, batches: Iterator[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
+    """The mean over batches, of these weights or of equal ones, of everything `trainer.evaluate` returns."""
+    return mean_of([as_floats(trainer.evaluate(batch)) for batch in batches], weights)
+
+
+# --------------------------------------------------------------------------------------------------
+# SIGTERM and Ctrl-C as a question, asked between two steps and answered alike by all processes.
+# --------------------------------------------------------------------------------------------------
+
+_SAID = b"\naxonml_jax: Ctrl-C: the run stops after this step and is saved, if it saves at all; Ctrl-C again ends it at once\n"
+
+
+class Preemption:
+    """While entered, neither SIGTERM nor the first Ctrl-C ends this process: they ask the run to stop after a step.
+
+    Among several processes JAX's coordinator agrees on the step: a signal to one of them is enough.
+
+    Attributes:
+      asked: whether the run was asked to stop.
+      interrupted: whether it was Ctrl-C, in this process.
+    """
+
+    def __init__(self):
+        self.asked = self.interrupted = False
+        self._alone = jax.process_count() == 1
+        self._before = {}
+
+    def __enter__(self) -> "Preemption":
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        # With several processes JAX has a handler of its own, in C++, that tells the coordinator; one in Python would hide it.
+        if self._alone:
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._note)
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *exception):
+        for number, handler in self._before.items():
+            if handler is not None:  # None: C code had set it, and Python cannot put it back
+                signal.signal(number, handler)
+
+    def stop_after(self, step: int) -> bool:
+        """Whether to stop after this step; the same in all processes. Every one must ask after every step."""
+        if not self._alone:
+            from jax.experimental import multihost_utils
+
+            self.asked = self.asked or multihost_utils.reached_preemption_sync_point(step)
+        return self.asked
+
+    def _note(self, number, frame):
+        self.asked = True
+
+    def _interrupt(self, number, frame):
+        self.interrupted = True
+        # The next one needs no Python, which may be waiting for a device.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, _SAID)
+        if self._alone:
+            self.asked = True
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+# --------------------------------------------------------------------------------------------------
+# Compiled programs that outlive their process: JAX's persistent cache, in a folder that is bounded and that the user
+# sees.
+# --------------------------------------------------------------------------------------------------
+
+AUTO = "auto"
+"""Stands for the folder of this user's caches."""
+
+MOST = 4 * 2**30
+"""Bytes that the folder may hold when a run starts; those whose last use is the longest ago go first."""
+
+_LEAST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+
+
+def keep_compiled(folder: str | None) -> None:
+    """Have JAX look for compiled programs in a folder, and leave there what it compiles.
+
+    Small programs too, unlike JAX by itself: making a model and its state compiles dozens of them, for seconds together. A
+    folder that JAX was given already (`JAX_COMPILATION_CACHE_DIR`), what it shall leave out
+    (`JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS`), and the switch `JAX_ENABLE_COMPILATION_CACHE`, hold.
+
+    Args:
+      folder: which; "auto": `axonml_jax/compiled` in the user's caches (`XDG_CACHE_HOME`), and none where it cannot be
+        written; None: JAX's own setting.
+
+    Raises:
+      ValueError: when the given folder cannot be written, or others may write into it: a program is code that runs.
+    """
+    if folder is None or not jax.config.jax_enable_compilation_cache or kept_in() is not None:
+        return
+    path = _caches() if folder == AUTO else Path(folder).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(f"{path} is not writable")
+        if why := shared_with(path):
+            raise _Shared(f"{why}, and a program is code that runs")
+        _trim(path)
+    except OSError as error:
+        if folder != AUTO:
+            remedy = f"; give a folder that can be written, or null{_Shared.remedy * isinstance(error, _Shared)}"
+            raise ValueError(f"output.compiled={folder}: {error}{remedy}") from error
+        if isinstance(error, _Shared):
+            logger.warning("compiled programs are not kept in %s: %s%s", path, error, _Shared.remedy)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    if _LEAST not in os.environ:
+        jax.config.update(_LEAST.lower(), 0)
+
+
+def kept_in() -> Path | None:
+    """The folder in which JAX keeps compiled programs; None: nowhere."""
+    folder = jax.config.jax_compilation_cache_dir
+    return Path(folder) if folder and jax.config.jax_enable_compilation_cache else None
+
+
+def compiled_in_words() -> str:
+    """Where compiled programs are kept, and how many are there."""
+    folder = kept_in()
+    if folder is None:
+        return "programs are compiled anew by every run"
+    sizes = [about.st_size for _, about in _programs(folder)]
+    return f"programs are kept in {folder}: {len(sizes)} there, {sum(sizes) / 1e6:,.1f} MB"
+
+
+class _Shared(OSError):
+    """A folder that others may write."""
+
+    remedy = "; chmod go-w it. JAX_COMPILATION_CACHE_DIR takes a folder as it is"
+
+
+def shared_with(folder: Path) -> str | None:
+    """Who else may put files into a folder, in words; None: only this user and root.
+
+    Folders above it count too: whoever may write one of these, unless its sticky bit is set, may put another in this one's
+    place. What their groups may write is left out, as many users are alone in theirs.
+    """
+    inner, *above = (folder.resolve(), *folder.resolve().parents)
+    about = inner.stat()
+    if about.st_uid not in (os.geteuid(), 0):
+        return f"{inner} belongs to user {about.st_uid}"
+    if about.st_mode & 0o022:
+        return f"others may write {inner} (mode {stat.S_IMODE(about.st_mode):04o})"
+    for each in above:
+        about = each.stat()
+        if about.st_uid not in (os.geteuid(), 0):
+            return f"{each} above it belongs to user {about.st_uid}"
+        if about.st_mode & 0o002 and not about.st_mode & stat.S_ISVTX:
+            return f"others may write {each} above it (mode {stat.S_IMODE(about.st_mode):04o})"
+    return None
+
+
+def _caches() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axonml_jax" / "compiled"
+
+
+def _programs(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """The programs in a folder, but for those that another process removes meanwhile."""
+    for path in folder.glob("*-cache"):
+        with suppress(FileNotFoundError):
+            yield path, path.stat()
+
+
+def _trim(folder: Path) -> None:
+    """Remove the programs whose last use is the longest ago, until the others fit; other processes may do the same."""
+    found = sorted((about.st_atime, about.st_size, path) for path, about in _programs(folder))
+    over = sum(size for _, size, _ in found) - MOST
+    for _, size, path in found:
+        if over <= 0:
+            break
+        path.unlink(missing_ok=True)
+        over -= size
+
+
+# --------------------------------------------------------------------------------------------------
+# Loss spikes: a run goes back to the checkpoint before, and on past the batches that made it, as PaLM's did.
+#
+# What is a spike depends on the losses alone, and where a run goes back to on the steps at which it saves: a run that
+# is interrupted anywhere finds the same spikes and goes the same way. Losses are read where the host waits for the
+# devices anyway.
+# --------------------------------------------------------------------------------------------------
+
+_ABOUT = "spikes"
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A loss that is far above those before it.
+
+    Attributes:
+      step: that made it.
+      loss: of that step.
+      usual: the median of those before; None: it was not finite before there were enough.
+      position: of the data, after that step's batch.
+    """
+
+    step: int
+    loss: float
+    usual: float | None
+    position: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        usual = "" if self.usual is None else f", the median before it {self.usual:.4g}"
+        return f"the loss of step {self.step} was {self.loss:.4g}{usual}"
+
+
+class Spikes:
+    """Told of every step; asked before anything is saved.
+
+    Args:
+      config: of the run; the section `spikes` says what is one.
+      trainer: the run.
+      loader: its training data.
+      manager: of its checkpoints; where there is none yet, the first state is saved, so that there is one to go back to.
+      about: what the checkpoint says that the run goes on from.
+
+    Attributes:
+      found: a spike that the run has not gone back for yet.
+      diverged: why the run has stopped, where it has gone back too often, else None.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        loader: DataLoader,
+        manager: CheckpointManager,
+        about: Mapping[str, Any],
+    ):
+        self._rule, self._every = config.spikes, config.checkpoint.every
+        self._skips_nonfinite = config.train.max_nonfinite is not None
+        self._trainer, self._loader, self._manager = trainer, loader, manager
+        self._pending: list[tuple[int, jax.Array, dict[str, Any]]] = []
+        self._losses: deque[float] = deque(maxlen=self._rule.window)
+        self._rollbacks = self._skipped = 0
+        self.found: Spike | None = None
+        self.diverged: str | None = None
+        self._go_on(about)
+        if trainer.step_number == 0:
+            manager.save(0, trainer, data=loader, about=self.about(), force=True)
+
+    def about(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this."""
+        return {_ABOUT: {"losses": list(self._losses), "rollbacks": self._rollbacks, "skipped": self._skipped}}
+
+    def _go_on(self, about: Mapping[str, Any]) -> None:
+        """Take what a checkpoint has kept, where it has kept it: of a run that did not look for spikes there is nothing."""
+        kept = about.get(_ABOUT, {})
+        self._losses.clear()
+        self._losses.extend(kept.get("losses", ()))
+        self._rollbacks = max(self._rollbacks, kept.get("rollbacks", 0))
+        self._skipped = max(self._skipped, kept.get("skipped", 0))
+
+    def metrics(self) -> dict[str, float]:
+        """How often the run has gone back, and how many batches it has left out."""
+        return {"rollbacks": self._rollbacks, "skipped_batches": self._skipped}
+
+    def seen(self, step: int, loss: jax.Array) -> None:
+        """A step has been made; nothing waits for its loss here."""
+        self._pending.append((step, loss, self._loader.state_dict()))
+
+    def good(self) -> bool:
+        """Read the losses since the last time; whether none is a spike. All processes read the same ones."""
+        for step, loss, position in self._pending:
+            value = as_floats({"loss": loss})["loss"]
+            usual = median(self._losses) if len(self._losses) == self._rule.window else None
+            if self._is_spike(value, usual):
+                self.found = Spike(step, value, usual, position)
+                break
+            if math.isfinite(value):
+                self._losses.append(value)
+        self._pending.clear()
+        if self.found is not None and self._rollbacks == self._rule.limit:
+            self.diverged = f"stopped: {self.found}, and the run has gone back {self._rollbacks} times (spikes.limit)"
+        return self.found is None
+
+    def _is_spike(self, value: float, usual: float | None) -> bool:
+        if not math.isfinite(value):
+            return not self._skips_nonfinite
+        assert self._rule.factor is not None
+        return usual is not None and 0 < self._rule.factor * usual < value
+
+    def roll_back(self) -> int:
+        """Go back to the last checkpoint before the spike that a run saves by itself, and past the spike in the data.
+
+        Returns:
+          The updates that are made now.
+        """
+        spike, self.found = self.found, None
+        assert spike is not None and self._every is not None
+        self._manager.settle()
+        every = self._every
+        before = lambda: max((s for s in self._manager.steps if s < spike.step and s % every == 0), default=None)
+        step = Team().decide("find the checkpoint before the spike", before)
+        if step is None:
+            raise RuntimeError(f"{spike}, and {self._manager.place} has no checkpoint of before to go back to")
+        restored = self._manager.restore(self._trainer, step=step)
+        assert restored is not None
+        self._go_on(restored.about)
+        self._loader.load_state_dict(dict(spike.position))
+        with closing(iter(self._loader)) as batches:  # pyright: ignore[reportArgumentType]
+            drawn = sum(1 for _ in islice(batches, self._rule.skip))
+        self._rollbacks, self._skipped = self._rollbacks + 1, self._skipped + spike.step - step + drawn
+        print0(
+            f"{spike}: back to step {step}, and on with other data: {spike.step - step + drawn} batches are left out "
+            f"(rollback {self._rollbacks} of {self._rule.limit})",
+            flush=True,
+        )
+        return step
+
+
+# --------------------------------------------------------------------------------------------------
+# Replicas compared every so many steps of a run, before anything is saved.
+# --------------------------------------------------------------------------------------------------
+
+
+class ReplicasCompared:
+    """Called after every step by `fit`: compares if it is time, then does what comes after a step.
+
+    Args:
+      config: `train.compare_replicas` says how often, `train.replicas_differ` what happens then.
+      trainer: the run.
+      after: what comes then; not after a step whose replicas differ, if they stop the run.
+      last: whether the run is saved after a step as it ends there, which is compared too; None: not.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        after: Callable[[int, dict[str, float]], bool],
+        last: Callable[[int], bool] | None = None,
+    ):
+        self._every, self._stops = config.train.compare_replicas, config.train.replicas_differ == "stop"
+        self._trainer, self._after, self._compare = trainer, after, CompareReplicas()
+        self._told, self._last = set[int](), last
+
+    def __call__(self, step: int, metrics: dict[str, float]) -> bool:
+        """Compare if it is time.
+
+        Returns:
+          Whether to stop, as `after` says.
+
+        Raises:
+          ReplicasDiffer: in every process, naming the devices and the arrays.
+        """
+        if self._every is not None and (step % self._every == 0 or (self._last is not None and self._last(step))):
+            found = self._compare(self._trainer.state)
+            if found and self._stops:
+                raise ReplicasDiffer(in_words(found, step))
+            if jax.process_index() == 0 and {each.device for each in found} - self._told:
+                logger.warning("%s", in_words(found, step))
+            self._told |= {each.device for each in found}
+        return self._after(step, metrics)
+
+
+# --------------------------------------------------------------------------------------------------
+# The folder of a run: a new one, or that of the run to go on with, of which this job is the only writer.
+# --------------------------------------------------------------------------------------------------
+
+_LAUNCH = "launch.txt"
+
+
+class RunFolder:
+    """Finds and claims the folder to go on with, as soon as it is made; a new one is made by `make`. A context.
+
+    All processes make the same calls; the main one decides.
+
+    Args:
+      config: of the run.
+      environ: the launcher's variables.
+
+    Attributes:
+      resumed: whether there is a folder to go on with.
+      memory: copies of the state in memory; None: the run makes none.
+
+    Raises:
+      ConfigError: when the folder to resume has no checkpoints, or has them elsewhere than `checkpoint.url` says; when nothing
+        would outlive copies in memory; when a new run would be copied over, or go on from, another one's copies.
+      FolderInUse: naming the process that writes it.
+    """
+
+    def __init__(self, config: RunConfig, environ: Mapping[str, str] = os.environ):
+        every = config.checkpoint.memory_every
+        if every is not None and config.spikes.factor is not None:
+            raise ConfigError(
+                f"checkpoint.memory_every={every}, spikes.factor={config.spikes.factor}: a copy in memory may be of a step "
+                "after a spike that nobody has seen yet; leave one of the two out"
+            )
+        try:
+            self.memory = None if every is None else MemoryCopies(every, environ)
+        except ValueError as error:
+            raise ConfigError(f"checkpoint.memory_every={every}: {error}") from error
+        self._config, self._environ, self._team = config, environ, Team()
+        found = self._team.decide("find the run to go on with", partial(earlier_folder, config, environ))
+        self.resumed = found is not None
+        if found is not None:
+            self._team.decide(
+                "look where its checkpoints are", lambda: _require_same_place(Path(found), config.checkpoint.url)
+            )
+        self.mirrored = config.checkpoint.store is not None and self._team.decide(
+            "look for checkpoints in an object store", partial(_has_copies, config, found)
+        )
+        self._manager: CheckpointManager | None = None
+        self._path: Path | None = None
+        if found is not None:
+            self._claim(found)
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *exception):
+        if self.memory is not None:
+            self.memory.close(together=exception[0] is None)
+            print0(f"\nmemory          {self.memory.cost}")
+        if self._manager is not None:
+            self._manager.__exit__(*exception)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes into it: the main one."""
+        return self._team.leads
+
+    def begins(self) -> bool:
+        """Whether there is no checkpoint to go on from: a run that is restarted before its first one begins anew."""
+        here = self.resumed and self._team.decide("look for checkpoints", partial(_has_checkpoints, self.path))
+        return not (here or self.mirrored)
+
+    @property
+    def left_copies(self) -> bool:
+        """Whether the processes of an attempt before may have left copies in memory."""
+        return self.memory is not None and self._environ.get(RESTART_COUNT, "0") != "0"
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        assert self._path is not None, "make it first"
+        return self._path
+
+    @property
+    def manager(self) -> CheckpointManager:
+        """Of its checkpoints."""
+        assert self._manager is not None, "make the folder first"
+        return self._manager
+
+    def make(self) -> None:
+        """Make a new folder, unless there is one to go on with."""
+        if self._manager is None:
+            self._claim(self._team.decide("make the run's folder", partial(new_folder, self._config)))
+
+    def _claim(self, path: str) -> None:
+        section, folder = self._config.checkpoint, Path(path)
+        manager = CheckpointManager(
+            section.url or folder / CHECKPOINT_FOLDER,
+            every=section.every,
+            keep=section.keep,
+            keep_every=section.keep_every,
+            keep_for=section.keep_for,
+            best="valid_loss" if section.best else None,
+            verify=section.verify,
+            max_failures=section.max_failures,
+            mirror=section.mirror,
+            staging=section.staging,
+            asynchronous=section.asynchronous,
+        )
+        try:
+            manager.claim()
+        except BaseException:
+            manager.close()
+            raise
+        self._manager, self._path = manager, folder
+        if self.leads and (launch := self._environ.get(MARK)):
+            (folder / _LAUNCH).write_text(launch, encoding="utf-8")
+
+
+def unchanged(environ: Mapping[str, str]) -> bool:
+    """Whether this is a restart of the same run on the same machines: what its step sends has been said, and took a trace."""
+    return environ.get(RESTART_COUNT, "0") != "0" and MACHINES not in environ
+
+
+def earlier_folder(config: RunConfig, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The folder of the run to go on with, None for a new run. Nothing is written.
+
+    Args:
+      config: `resume` decides: null means a new run; `auto` the newest of this name that has checkpoints, if there is one;
+        anything else is the folder itself. Workers that their launcher has restarted take that of the attempt before.
+      environ: the launcher's variables.
+
+    Raises:
+      ConfigError: when the folder to resume has no checkpoints.
+    """
+    restarted = environ.get(RESTART_COUNT, "0") != "0"
+    folder = _before_restart(config, environ.get(MARK, "")) if restarted else None
+    if folder is None and config.resume is not None:
+        folder = _newest_with_checkpoints(config) if config.resume == "auto" else _asked_for(config.resume)
+    return None if folder is None else str(folder)
+
+
+def new_folder(config: RunConfig) -> str:
+    """The run's name, or its name with the number after the highest, so that numbers tell the age."""
+    root = Path(config.output.dir)
+    root.mkdir(parents=True, exist_ok=True)
+    while True:
+        taken = _of_this_name(config)
+        folder = root / (f"{config.name}-{max(taken) + 1}" if taken else config.name)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue  # another run of this name has begun at the same moment
+        return str(folder)
+
+
+def _of_this_name(config: RunConfig) -> dict[int, Path]:
+    """The folders of all runs of this name by number, the newest first."""
+    root = Path(config.output.dir)
+    numbered = ((_number(config, path), path) for path in (root.iterdir() if root.is_dir() else ()))
+    return dict(sorted(((number, path) for number, path in numbered if number is not None), reverse=True))
+
+
+def _number(config: RunConfig, folder: Path) -> int | None:
+    """Which run of this name is in a folder; None: one of another name."""
+    rest = folder.name.removeprefix(config.name)
+    if folder.name.startswith(config.name) and (not rest or (rest[0] == "-" and rest[1:].isdecimal())):
+        return int(rest[1:] or 1)
+    return None
+
+
+def _before_restart(config: RunConfig, launch: str) -> Path | None:
+    marked = ((folder, folder / _LAUNCH) for folder in _of_this_name(config).values())
+    return next((folder for folder, mark in marked if mark.is_file() and mark.read_text("utf-8") == launch), None)
+
+
+def _newest_with_checkpoints(config: RunConfig) -> Path | None:
+    return next((folder for folder in _of_this_name(config).values() if _has_checkpoints(folder)), None)
+
+
+def _asked_for(resume: str) -> Path:
+    if not _has_checkpoints(folder := Path(resume)):
+        raise ConfigError(
+            f"resume={resume}: {place_said(folder) or folder / CHECKPOINT_FOLDER} has no checkpoints; give the folder of a "
+            "run, or auto"
+        )
+    return folder
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    return bool(checkpoints_of(folder))
+
+
+def _has_copies(config: RunConfig, resumed: str | None) -> bool:
+    """Whether an object store has checkpoints to go on from."""
+    section, url = config.checkpoint, config.checkpoint.store
+    assert url is not None
+    key = f"checkpoint.{'mirror' if section.url is None else 'url'}={url}"
+    if section.mirror is not None:
+        folder = Path(resumed or Path(config.output.dir, config.name), CHECKPOINT_FOLDER)
+        lie_apart(ObjectStore(url), folder, f"{key} and {folder}, the folder of the checkpoints", "give another URL")
+    copies = copies_at(url)
+    steps = copies.steps
+    if steps and resumed is None and config.resume is None:
+        raise ConfigError(
+            f"{key} has {'copies of ' * (section.url is None)}a run's checkpoints, the newest of step {steps[-1]}: go on with "
+            "that run by resume=auto, or give another URL"
+        )
+    newest = copies.newest if steps and resumed is None else None
+    if newest is not None and not is_url(newest.folder) and _number(config, Path(newest.folder).parent) is None:
+        raise ConfigError(
+            f"{key} has copies of the run in {Path(newest.folder).parent}, whose name is not {config.name}: give another URL, "
+            "or go on with that run under its own name"
+        )
+    return bool(steps)
+
+
+def _require_same_place(folder: Path, url: str | None) -> None:
+    """Refuse to go on with a run whose checkpoints are not where they would be looked for."""
+    said = place_said(folder)
+    if (folder / NEWEST).is_file() and said != url:
+        raise ConfigError(
+            f"the checkpoints of {folder} are {f'at {said}' if said else 'in it'}, and checkpoint.url={url or 'null'} looks "
+            f"{f'at {url}' if url else 'there'}: set checkpoint.url={said or 'null'}, or begin a new run without resume"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Devices, mesh and plan of a run, checked before anything is allocated.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """What a run stands on.
+
+    Attributes:
+      world: the processes and their devices.
+      mesh: where the model lives.
+      plan: how its step runs.
+      batch: shapes of a global batch.
+      own: the data, where it is one's own.
+    """
+
+    world: World
+    mesh: Mesh
+    plan: Plan
+    batch: PyTree
+    own: OwnSplit | None = None
+
+    @property
+    def device_words(self) -> str:
+        """The mesh's devices in words."""
+        device = self.mesh.devices.flat[0]
+        simulated = "simulated " if device.platform == "cpu" and self.mesh.size > self.world.num_processes else ""
+        processes = f" in {self.world.num_processes} processes" if self.world.num_processes > 1 else ""
+        return f"{self.mesh.size} {simulated}{device.device_kind} device{'s' * (self.mesh.size > 1)}{processes}"
+
+
+def lay_ground(config: RunConfig) -> RunSetup:
+    """Start the devices, and check that mesh and batch fit them. Call it before anything touches a JAX device.
+
+    Raises:
+      ValueError: for degrees whose product is not the number of devices, a batch that does not divide, or a folder of compiled
+        programs that cannot be written.
+    """
+    keep_compiled(config.output.compiled)  # JAX asks for the folder once, when it compiles for the first time
+    world = start_devices(config.devices.simulated)
+    try:
+        mesh = make_mesh(devices=None, **config.degrees)
+    except ValueError as error:
+        raise ValueError(f"mesh: {error}") from error
+    own = None if config.data.class_path is None else read_own(config.data, config.train.global_batch_size)
+    batch, plan = _of_tokens(config) if own is None else own.batch, config.build_plan()
+    ground = RunSetup(world, mesh, plan, batch, own)
+    # In which order ranks hold positions a model of one's own decides, which is made later: see `check_own`.
+    any_order = replace(plan, context=replace(config.context, order="contiguous").build())
+    check_sizes(config, ground, any_order if isinstance(config.model, OwnModel) else plan)
+    return ground
+
+
+def on_machines(config: RunConfig, environ: Mapping[str, str] = os.environ) -> RunConfig:
+    """A run's configuration for the machines that are there, where they may come and go. Starts the devices.
+
+    Raises:
+      ConfigError: with everything for which the run could not go on with another number of machines.
+    """
+    found = machines_of(environ)
+    if found is None:
+        return config
+    keep_compiled(config.output.compiled)
+    machines, now = found
+    here = for_world(config, machines, now, start_devices(config.devices.simulated).world_size)
+    size, accumulate = here.train.global_batch_size, here.plan.accumulate
+    print0(f"machines   {now} of {machines.largest}: train.global_batch_size={size}, plan.accumulate={accumulate}")
+    return here
+
+
+def check_sizes(config: RunConfig, ground: RunSetup, plan: Plan) -> None:
+    """Refuse a batch that does not split over the mesh as a plan says.
+
+    Raises:
+      ValueError: naming the configuration's sizes and the nearest that do.
+    """
+    length = "" if ground.own is not None else f", data.length={config.data.length}"
+    try:
+        check_batch(plan.batch_layout(dict(ground.mesh.shape)), ground.batch, plan.microbatches)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"train.global_batch_size={config.train.global_batch_size}{length}: {error}") from error
+
+
+def _of_tokens(config: RunConfig) -> PyTree:
+    """Shapes of a batch of text or documents."""
+    rows = jax.ShapeDtypeStruct((config.train.global_batch_size, config.data.length), np.int32)
+    of_documents = {"segment_ids": rows, "positions": rows} if config.data.documents else {}
+    return {"tokens": rows, "targets": rows, **of_documents}
+
+
+def start_devices(simulated: int | None) -> World:
+    """The world of simulated CPU devices, or of those that JAX finds.
+
+    Raises:
+      ValueError: for simulated devices in one of several launched processes, or a platform that JAX does not have.
+    """
+    if simulated is not None:
+        launched = launch_environment(os.environ)
+        if launched is not None and launched.num_processes > 1:
+            raise ValueError(
+                f"devices.simulated={simulated}: this is one of {launched.num_processes} launched processes, and simulated "
+                "devices are all in one; add --devices.simulated null to use the processes' own devices, or start "
+                "axonml-jax train without a launcher"
+            )
+        fake_devices(simulated)
+    try:
+        return init()
+    except RuntimeError as error:
+        if "Unable to initialize backend" not in str(error):
+            raise
+        raise ValueError(f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: {error}") from error
+
+
+def all_or_refuse(*attempts: Callable[[], Any]) -> list[Any]:
+    """The results of all attempts.
+
+    Raises:
+      ConfigError: with every attempt's refusal (see refusals.py).
+    """
+    results, problems = [], {}
+    for attempt in attempts:
+        try:
+            results.append(attempt())
+        except Exception as error:
+            if (said := refusal(error)) is None:
+                raise
+            problems[said] = error
+    if problems:
+        raise ConfigError("\n".join(problems)) from next(iter(problems.values()))
+    return results
+
+
+def check_weights(config: RunConfig) -> None:
+    """Look whether the weights that a new run starts from are of its model, and whether adapters have some to adapt.
+
+    Raises:
+      ConfigError: when they are not, or are missing.
+    """
+    if (
+        config.finetune.lora.rank is not None
+        and config.train.weights is None
+        and not isinstance(config.model, OwnModel)
+    ):
+        raise ConfigError(
+            f"finetune.lora.rank={config.finetune.lora.rank}: adapters alone train, and without train.weights the transformer "
+            "that they adapt is random. Give train.weights, a folder of Hugging Face weights (axonml-jax export writes one of "
+            "a run of yours), or go on with a run that has adapters: --resume FOLDER"
+        )
+    try:
+        if config.train.weights is not None:
+            check_pretrained(config.transformer_for("train.weights"), config.train.weights)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"train.weights: {error}") from error
+
+
+# --------------------------------------------------------------------------------------------------
+# What happens between two steps of `train`: checkpoints, stopping when asked to, stopping when updates are not finite.
+# --------------------------------------------------------------------------------------------------
+
+NONFINITE = "nonfinite"
+"""Where in a run's folder the step is saved from which updates were not finite."""
+
+
+class Saves:
+    """Called after every step by `fit`.
+
+    Args:
+      manager: None saves nothing.
+      trainer: the run.
+      loader: its training data, whose position is saved too.
+      config: `train.steps` is saved in any case; `train.max_nonfinite` stops the run.
+      preemption: asked after every step.
+      inspection: where to save the first of too many updates in a row that were not finite.
+      spikes: asked before anything is saved whether the loss has spiked; None: nobody looks.
+      memory: copies of the state in memory; None: there are none.
+
+    Attributes:
+      stopped: the step after which SIGTERM or Ctrl-C has stopped the run, else None.
+      diverged: why the run was stopped when its updates were not finite, else None.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager | None,
+        trainer: Trainer,
+        loader: DataLoader,
+        config: RunConfig,
+        preemption: Preemption,
+        inspection: Path,
+        spikes: Spikes | None = None,
+        memory: MemoryCopies | None = None,
+    ):
+        self._manager, self._trainer, self._loader = manager, trainer, loader
+        if manager is not None:
+            manifest_of(trainer, {}, data=loader)  # what a save would refuse, before the first step
+        self._steps, self._preemption, self._inspection = config.train.steps, preemption, inspection
+        self._limit, self._spikes, self._memory = config.train.max_nonfinite, spikes, memory
+        self._most = config.checkpoint.max_failures
+        self._positions: deque[tuple[int, dict[str, Any]]] = deque(
+            maxlen=config.train.log_every + (self._limit or 0) + 2
+        )
+        self._asked = -1
+        self.stopped: int | None = None
+        self.diverged: str | None = None
+
+    def __call__(self, step: int, metrics: dict[str, float]) -> bool:
+        """Save if it is time.
+
+        Args:
+          step: updates made.
+          metrics: of the step's record, empty where it has none.
+
+        Returns:
+          Whether to stop.
+        """
+        last = self.ends_after(step)
+        due = self._manager is not None and (last or self._manager.due(step))
+        self._positions.append((step, self._loader.state_dict()))
+        if self._spikes is not None and (due or metrics) and not self._spikes.good():
+            self.diverged = self._spikes.diverged
+            return True  # what is here now is not to be kept
+        # Only where the host waits for the step anyway is it asked how the step went.
+        in_a_row = self._in_a_row() if due or metrics else 0
+        if self._memory is not None and step < self._steps:  # before a disk is waited for, or fails
+            self._memory.keep(step, self._trainer, data=self._loader, now=self.stopped is not None)
+        if self._limit is not None and in_a_row >= self._limit:
+            self._save_for_inspection()
+        elif self._manager is not None:
+            # In the middle of a row of skipped updates there is nothing new to save, unless this is the end.
+            if last or not in_a_row:
+                about = None if self._spikes is None else self._spikes.about()
+                self._manager.save(step, self._trainer, data=self._loader, metrics=metrics, about=about, force=last)
+            self._manager.check()
+        return self.stopped is not None or self.diverged is not None
+
+    def ends_after(self, step: int) -> bool:
+        """Whether this step is saved in any case, as the run ends here; the same in all processes, and asked by all."""
+        if self._asked != step and self._preemption.stop_after(step):
+            self.stopped = step
+        self._asked = step
+        return step == self._steps or self.stopped is not None
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether the training has ended to go on from the checkpoint before a spike."""
+        return self._spikes is not None and self._spikes.found is not None and not (self.stopped or self.diverged)
+
+    @property
+    def reason(self) -> str:
+        """How the training has ended, where it is over: "finished", "stopped" or "diverged"."""
+        return "diverged" if self.diverged else "finished" if self.stopped is None else "stopped"
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """For records: how many saves of this process have failed and were passed over, where any may."""
+        return {} if self._manager is None or self._most == 1 else {"failed_saves": self._manager.failed_saves}
+
+    def _in_a_row(self) -> int:
+        guard = self._trainer.state.guard
+        return 0 if guard is None else int(np.max(to_host(guard.in_a_row)))
+
+    def _save_for_inspection(self) -> None:
+        """The state before the first bad update, which it still is, and the position of that update's batch."""
+        state, mesh = self._trainer.state, self._trainer.model.mesh
+        assert state.guard is not None and self._limit is not None
+        counts = to_host(state.guard)
+        halted = np.flatnonzero(counts.in_a_row >= self._limit)
+        since = int(np.ravel(counts.since)[halted[0]])
+        if np.ndim(counts.since):
+            return self._save_replicas(state, halted, since)
+        guard = first_guard(self._trainer.train_step.rest, mesh)
+        self._inspect(replace(state, step=replicated(state.guard.since, mesh), guard=guard), since)
+        self.diverged = (
+            f"stopped: {self._limit} updates in a row were not finite, the first after step {since}. The run as it was "
+            f"before that one is saved for inspection in {self._inspection}: restore it, and the next step repeats it"
+        )
+
+    def _save_replicas(self, state: TrainState, halted: np.ndarray, since: int) -> None:
+        """Where each rank trains by itself, the others have gone on: the state as it is now."""
+        guard = first_guard(self._trainer.train_step.rest, self._trainer.model.mesh)
+        self._inspect(replace(state, guard=guard), self._positions[-1][0])
+        self.diverged = (
+            f"stopped: {self._limit} updates in a row of replica {', '.join(map(str, halted))} were not finite, the first "
+            f"after step {since}. The run as it is now is saved for inspection in {self._inspection}: this replica is as it "
+            "was before that update, the others have gone on"
+        )
+
+    def _inspect(self, state: TrainState, step: int) -> None:
+        # From the newest: after a rollback there may be two, and the first is of before it.
+        position = next((saved for at, saved in reversed(self._positions) if at == step), None)
+        self._inspection.parent.mkdir(parents=True, exist_ok=True)
+        loader = None if position is None else _Position(position)
+        save(self._inspection, state, step=self._trainer.train_step, data=loader, replace=True)
+
+
+class _Position:
+    """A loader's position of some steps ago."""
+
+    def __init__(self, position: dict[str, Any]):
+        self._position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._position
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = state
+
+
+# --------------------------------------------------------------------------------------------------
+# Going on with a run: from its last good checkpoint, saying what is other than it was.
+# --------------------------------------------------------------------------------------------------
+
+
+def begin(folder: RunFolder, config: RunConfig, trainer: Trainer, data: TextData) -> tuple[int, dict[str, Any]]:
+    """Go on from the last good checkpoint, if there is one, and note in the folder what it is trained with from here on.
+
+    Returns:
+      Updates made, and what the checkpoint says about itself.
+
+    Raises:
+      ConfigError: when none is good, or when it is of another model, optimizer or text.
+    """
+    start, about = 0, {}
+    try:
+        restored, place = _restored(folder, trainer, data)
+    except (DamagedCheckpoint, ValueError) as error:
+        raise ConfigError(f"resume: {error}") from error
+    if restored is not None:
+        start, about = int(trainer.state.step), dict(restored.about)
+        _tell(folder, config, trainer, restored, start, place)
+    if start < config.train.steps and folder.leads:
+        stretches.begin(folder.path, config, start)
+    return start, about
+
+
+def _restored(folder: RunFolder, trainer: Trainer, data: TextData) -> tuple[Manifest | None, str]:
+    """What the trainer goes on from now, and where that was: in memory, unless a newer one on disk is good."""
+    if folder.memory is not None:
+        found, here = restore_newest(folder.memory, folder.manager, trainer, of=str(folder.path), data=data.train)
+        print0(f"memory     {folder.memory.bound}")
+        return found, "memory" if here else folder.manager.place
+    restored = folder.manager.restore(trainer, data=data.train) if folder.resumed or folder.mirrored else None
+    return restored, folder.manager.place
+
+
+def _tell(folder: RunFolder, config: RunConfig, trainer: Trainer, restored: Manifest, start: int, place: str) -> None:
+    print0(f"resumed after step {start}, from {place}")
+    if folder.leads and (lines := list(_other(folder, config, trainer, restored, start))):
+        print0("other settings than those that made this step:", *(f"  {line}" for line in lines), sep="\n")
+    steps = config.train.steps
+    if start > steps:
+        print0(f"train.steps={steps} asks for fewer steps than the {start} that are done: nothing is trained")
+    elif start == steps:
+        print0(f"all steps of train.steps={steps} are done: nothing is trained")
+    print0("", flush=True)
+
+
+def _other(folder: RunFolder, config: RunConfig, trainer: Trainer, restored: Manifest, start: int) -> Iterator[str]:
+    mesh = dict(trainer.model.mesh.shape)
+    was = restored.about.get("mesh", mesh)
+    if isinstance(was, dict) and was != mesh:
+        yield f"mesh: {_degrees(was)}, now {_degrees(mesh)}"
+    before = stretches.settings_at(folder.path, start)
+    if before is None:
+        yield f"unknown, as {folder.path / stretches.NEWEST} cannot be read"
+    else:
+        yield from stretches.differences(before, config)
+
+
+def _degrees(mesh: dict[str, int]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+# --------------------------------------------------------------------------------------------------
+# The watchdog of a run, and what its flight records say of the run: its configuration's hash, and its step's
+# collectives.
+# --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def run_watchdog(config: RunConfig, ground: RunSetup, trainer: Trainer, folder: Path) -> Iterator[Watchdog]:
+    """Watch a run; if it dies, its processes leave their records in its folder.
+
+    Args:
+      config: of the run; says after how long.
+      ground: what it stands on.
+      trainer: whose steps are watched.
+      folder: of the run.
+    """
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trainer.state)
+    collectives = lambda: in_order(lambda: trainer.train_step.trace(state, ground.batch))
+    about = {"configuration": configuration_hash(config), "mesh": dict(ground.mesh.shape)}
+    with (
+        FlightRecord(folder, about=about, collectives=collectives) as record,
+        Watchdog(config.train.stuck_timeout, warning=config.train.stuck_warning, record=record) as watchdog,
+    ):
+        yield watchdog
+
+
+def configuration_hash(config: RunConfig) -> str:
+    """A digest of all settings; those of processes that were started alike are equal."""
+    return hashlib.sha256(json.dumps(as_dict(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def in_order(trace: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The collectives of a traced step in the order of its program, as plain values: `bytes` are those of the whole arrays."""
+    return [
+        {
+            "kind": each.kind,
+            "op": each.op,
+            "axes": list(each.axes),
+            "ranks": each.group_size,
+            "arrays": each.leaves,
+            "dtype": each.dtype,
+            "bytes": each.itemsize * each.elements,
+            "where": each.where,
+            "moves": each.label,
+        }
+        for each in collectives_in(trace().jaxpr)
+    ]

@@ -1,1 +1,0 @@
-"""What only eager ranks do: send to one another, exchange objects, join unequal batches."""

@@ -1,1 +1,0 @@
-"""What the library relies on, each with a small program that tries it; `python -m axonml_jax.compat` runs all."""

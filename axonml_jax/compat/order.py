@@ -1,0 +1,410 @@
+"""What JAX promises too little about: barriers, waiting, residuals, checkpoint policies, random bits, reductions on CPU."""
+
+import os
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax._src.config import trace_context
+from jax._src.core import trace_state_clean
+from jax._src.lax import parallel
+from jax.extend.core import Primitive, get_opaque_trace_state
+from jax.extend.random import threefry_2x32
+from jax.interpreters import ad, mlir
+from jax.sharding import Mesh
+
+from axonml_jax.compat.varying_types import varying_axes
+from axonml_jax.compat.versions import BARRIERS_JOIN_TYPES
+
+# --------------------------------------------------------------------------------------------------
+# What surrounds the code that is being traced: its trace, JAX's settings, the mesh axes that are bound, the platform.
+# --------------------------------------------------------------------------------------------------
+
+
+def current_trace() -> Any:
+    """The trace that this code runs in: equal to another exactly where values of one may be used in the other.
+
+    Inside `jax.checkpoint`, a scan's body or another traced function it differs from what is around them.
+    """
+    return get_opaque_trace_state()
+
+
+def is_traced_around() -> bool:
+    """Whether a function of JAX's (`jit`, `grad`, `vmap`, `scan`) is tracing this code: what it makes may be no arrays."""
+    return not trace_state_clean()
+
+
+def trace_settings() -> Hashable:
+    """JAX's settings that a traced program depends on, such as `jax.default_matmul_precision`, in this thread, as one value.
+
+    `jax.jit` traces anew where they differ; so must whoever keeps what was traced.
+    """
+    return trace_context()
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes over which the code being traced runs inside `shard_map`: those that varying types are about.
+
+    Axes that `shard_map` leaves to the partitioner are none of them, nor is an axis that only `vmap` names.
+    """
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def platform_around(mesh: Mesh | None = None) -> str:
+    """What is compiled for, as devices name it ("cpu", "gpu", "tpu").
+
+    Args:
+      mesh: where the program will run; None: the mesh around this code, if any, else the default backend.
+    """
+    around = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
+    device = None if around.empty else around.abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+# --------------------------------------------------------------------------------------------------
+# Order without data flow: values that are there only when others are, and that no compiler pass may merge or hoist
+# across.
+#
+# A barrier changes no value. XLA's schedulers and its search for common subexpressions respect it, on CPU with
+# `versions.CPU_BARRIER_OPTIONS`.
+#
+# Types. Since jax 0.11 a barrier leaves varying types as they are (`check_vma=True`). Before, it types every result as
+# varying over whatever any operand varies over (`versions.BARRIERS_JOIN_TYPES`): type operands alike first, or compare
+# `varying_axes` of what comes back.
+# --------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+BARRIER = "optimization_barrier"
+"""The name of its equations."""
+
+
+def together(values: T) -> T:
+    """The same values, none of which is there before all are.
+
+    Args:
+      values: a pytree of arrays without typed random keys, which have no barrier.
+    """
+    return jax.lax.optimization_barrier(values)
+
+
+def together_as_typed(values: Sequence[Any]) -> list[Any]:
+    """`together` of arrays that may vary over different axes, each of which keeps its type.
+
+    Where a barrier types all of its results alike (before jax 0.11) there is one for each type.
+    """
+    if not BARRIERS_JOIN_TYPES:
+        return list(together(list(values)))
+    found: list[Any] = list(values)
+    for axes in {varying_axes(value): None for value in values}:
+        own = [i for i, value in enumerate(values) if varying_axes(value) == axes]
+        for i, value in zip(own, together([values[i] for i in own]), strict=True):
+            found[i] = value
+    return found
+
+
+def after(value: T, others: Any) -> T:
+    """`value`, not there before `others` are; these stay in the program for it, even if nothing else reads them.
+
+    Args:
+      value: a pytree of arrays without typed random keys.
+      others: another one.
+    """
+    return jax.lax.optimization_barrier((value, others))[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# Which results `jax.checkpoint` keeps, decided by a function that is asked about every operation.
+#
+# JAX documents policies that go by names and is retiring callables, whose protocol is `policy(prim, *avals, **params)`.
+# They are the only way to what lies inside custom gradients, where no name can be given. Under `jax_remat3` JAX asks
+# about products and little else, and recomputes all the rest, collectives too: a canary sings.
+# --------------------------------------------------------------------------------------------------
+
+
+def require_policies() -> None:
+    """Refuse a policy of this kind where JAX does not ask it about every operation.
+
+    Raises:
+      ValueError: with the remedy.
+    """
+    if jax.config.jax_remat3:
+        raise ValueError(
+            "jax_remat3 is on: jax.checkpoint then asks its policy about products alone and recomputes all the rest, so that a "
+            "scan or a pipeline would send twice and do most work twice. Set JAX_REMAT3=0, or "
+            "jax.config.update('jax_remat3', False)"
+        )
+
+
+class Saveable(NamedTuple):
+    """A result that may be saved for the backward: the operation under `jax.checkpoint` that makes it.
+
+    Attributes:
+      primitive: its primitive's name.
+      operands: abstract values (shape, dtype), one per operand.
+      params: its static parameters by JAX's names.
+    """
+
+    primitive: str
+    operands: tuple[Any, ...]
+    params: Mapping[str, Any]
+
+    @property
+    def given_name(self) -> str | None:
+        """The name that `checkpoint_name` gave to its operand; None for every other operation."""
+        return self.params["name"] if self.primitive == "name" else None
+
+    @property
+    def fft_type(self) -> jax.lax.FftType | None:
+        """Of a Fourier transform; None for every other operation."""
+        return self.params["fft_type"] if self.primitive == "fft" else None
+
+
+@dataclass(frozen=True)
+class SaveWhere:
+    """A policy for `jax.checkpoint(policy=...)`: a result is kept for the backward where `saves(result)`, else made again.
+
+    Equal ones compare equal, so that equal calls share a trace.
+
+    Args:
+      saves: a function of a `Saveable`.
+    """
+
+    saves: Callable[[Saveable], bool]
+
+    def __call__(self, prim: Any, *avals: Any, **params: Any) -> bool:
+        """JAX's protocol."""
+        return self.saves(Saveable(prim.name, avals, params))
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether a thread traces or compiles, told by the files that its calls are in.
+# --------------------------------------------------------------------------------------------------
+
+_FOLDER = os.path.join(os.path.dirname(jax.__file__), "_src")
+_FILES = tuple(
+    os.path.join(_FOLDER, *name.split("/"))
+    for name in ("compiler.py", "interpreters/partial_eval.py", "interpreters/mlir.py")
+)
+
+
+def is_compiling(files: Iterable[str]) -> bool:
+    """Whether one of the files of a thread's calls is one in which JAX traces a program, lowers it or has XLA compile it.
+
+    While a compiled program runs, none of them is among the calls.
+    """
+    return any(file in _FILES for file in files)
+
+
+# --------------------------------------------------------------------------------------------------
+# Random bits of single elements: what `jax.random` draws for an element of an array, without drawing the array.
+# --------------------------------------------------------------------------------------------------
+
+
+def can_draw_elements(key: jax.Array) -> bool:
+    """Whether `bernoulli_at` knows this key's generator: threefry, of which bits of an element depend on its index alone."""
+    threefry = not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or "threefry" in str(jax.random.key_impl(key))
+    return threefry and jax.config.jax_threefry_partitionable
+
+
+def bernoulli_at(key: jax.Array, rate: float, high: jax.Array, low: jax.Array) -> jax.Array:
+    """`jax.random.bernoulli(key, rate, shape).ravel()[index]` for elements of given indices.
+
+    Args:
+      key: one key, typed or of two uint32.
+      rate: the probability of True.
+      high, low: uint32 [...], the upper and the lower half of each index in the flat array.
+
+    Returns:
+      bool [...].
+    """
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    counts = jnp.concatenate([high.reshape(-1), low.reshape(-1)])
+    first, second = jnp.split(threefry_2x32(data, counts), 2)
+    probability = jnp.asarray(rate, jnp.result_type(float))
+    if probability.dtype.itemsize == 8:
+        bits = (first.astype(jnp.uint64) << 32) | second.astype(jnp.uint64)
+    else:
+        bits = first ^ second
+    return (_uniform(bits, probability.dtype) < probability).reshape(low.shape)
+
+
+def _uniform(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Bits as numbers from 0 to 1, as `jax.random.uniform` makes them: their upper ones are a mantissa."""
+    info = jnp.finfo(dtype)
+    one = jax.lax.bitcast_convert_type(jnp.ones((), dtype), bits.dtype)
+    mantissa = jax.lax.shift_right_logical(bits, jnp.asarray(info.bits - info.nmant, bits.dtype))
+    return jax.lax.bitcast_convert_type(mantissa | one, dtype) - jnp.ones((), dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# `jax.vjp` split in two: a forward that keeps activations but no weights, and a backward that is handed weights again.
+#
+# This is the trick under ZeRO-3 and the pipeline (docs/adr/0006): the backward re-reads weights without recomputing the
+# forward. `jax.vjp` returns a pytree whose leaves are its residuals; those that *are* a value the caller can provide
+# again are dropped by identity and put back by position. JAX promises neither that pytree nor the identity. Where a
+# weight came back as another object it would be kept, whole, from forward to backward: right results, and ZeRO-3's
+# memory lost. With `check_vma=True` identity holds only for weights that are cast to varying first.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a forward leaves for its backward.
+
+    Attributes:
+      residuals: the arrays kept.
+      treedef: the structure of the vjp function, over all its residuals.
+      places: for every residual where it is: (True, index among the values provided again) or (False, index among the kept).
+    """
+
+    residuals: list[jax.Array]
+    treedef: Any
+    places: tuple[tuple[bool, int], ...]
+
+    def restore(self, provided: Sequence[Any]) -> Callable:
+        """The vjp function, with `provided` (in the order of the forward's) in the place of what was dropped."""
+        return self.treedef.unflatten([(provided if again else self.residuals)[i] for again, i in self.places])
+
+
+def vjp_without(fun: Callable, args: Sequence[Any], provided: Sequence[Any]) -> tuple[Any, Any, Saved]:
+    """`jax.vjp(fun, *args, has_aux=True)`, keeping no residual that is one of `provided`, and no array twice.
+
+    Args:
+      fun: a function of `args` that returns (outputs, what has no gradient).
+      args: what to differentiate for.
+      provided: values used by `fun` (arguments or closed over) that the backward will have again, such as gathered weights.
+
+    Returns:
+      Both results of `fun`, and what to keep; `saved.restore(provided_again)(cotangents)` gives the cotangents of `args`.
+    """
+    out, vjp, aux = jax.vjp(fun, *args, has_aux=True)
+    leaves, treedef = jax.tree.flatten(vjp)
+    place = {id(value): (True, i) for i, value in enumerate(provided)}
+    kept: list[Any] = []
+    for leaf in leaves:
+        if id(leaf) not in place:
+            place[id(leaf)] = (False, len(kept))
+            kept.append(leaf)
+    return out, aux, Saved(kept, treedef, tuple(place[id(leaf)] for leaf in leaves))
+
+
+# --------------------------------------------------------------------------------------------------
+# Order that XLA:CPU keeps when it runs a program: a value that is computed from others, although they do not change it.
+#
+# XLA:CPU runs what is independent at the same time, and what it compiled knows barriers no more: only reading another
+# operation's result makes an operation wait for it. Collectives start in the program's order, but a loop with
+# collectives inside counts as started with its first one. So a collective that is independent of an earlier loop meets
+# the loop's own ones on other devices: wrong numbers, a hang, or an abort, in jax 0.10 to 0.12 (`program/on_cpu.py` is
+# the remedy).
+# --------------------------------------------------------------------------------------------------
+
+WAITING = "wait_for"
+"""The name of its equations."""
+
+
+def can_wait(value: Any) -> bool:
+    """Whether `waiting` takes an array: it has elements, which are numbers or truth values (typed random keys are not)."""
+    return value.size > 0 and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+
+
+def waiting(value: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
+    """`value`, bit for bit and of the same type, which XLA:CPU makes when it has made `others`, for one more pass over it.
+
+    Args:
+      value: any array that `can_wait`.
+      others: arrays that can; one element of each is read.
+    """
+    return _wait_for.bind(value, *others)
+
+
+def _selected(value: jax.Array, *others: jax.Array) -> jax.Array:
+    """`value`, chosen by a condition that always holds, which no compiler pass knows."""
+    total = sum((_bits(other) for other in others), jnp.uint32(0))
+    even = (total * (total + 1)) & 1 == 0  # one of two neighbours is
+    return jnp.where(even, value, ~value if value.dtype == bool else value + jnp.ones((), value.dtype))
+
+
+def _bits(value: jax.Array) -> jax.Array:
+    """The first element of an array as some integer."""
+    first = jax.lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())
+    if jnp.iscomplexobj(first):
+        first = first.real
+    if jnp.issubdtype(first.dtype, jnp.inexact):
+        first = jax.lax.bitcast_convert_type(first, jnp.dtype(f"uint{8 * first.dtype.itemsize}"))
+    return first.astype(jnp.uint32)
+
+
+_wait_for = Primitive(WAITING)
+_wait_for.def_impl(_selected)
+_wait_for.def_abstract_eval(lambda value, *others: value)
+ad.primitive_jvps[_wait_for] = lambda primals, tangents: (_wait_for.bind(*primals), tangents[0])
+mlir.register_lowering(_wait_for, mlir.lower_fun(_selected, multiple_results=False))
+
+
+# --------------------------------------------------------------------------------------------------
+# Reductions over ranks beside axes that XLA partitions, lowered in a form that XLA:CPU compiles in bfloat16.
+#
+# XLA:CPU reduces bfloat16 over ranks in float32, for which it rewrites the reduction's computation of two scalars, an
+# addition or a maximum. Where `shard_map` leaves axes of the mesh to the partitioner, JAX writes a sharding constraint
+# into this computation, on a scalar, and XLA ends the process ("Invalid binary instruction opcode copy", jax 0.10 to
+# 0.12). Without the constraint the computation is the one that JAX writes where every axis is manual.
+# --------------------------------------------------------------------------------------------------
+
+REDUCTIONS = ("psum_p", "psum_invariant_p", "pmax_p", "pmin_p", "reduce_scatter_p")
+"""Primitives that reduce, by which attribute of `jax._src.lax.parallel` holds them."""
+
+_REDUCING = frozenset(("stablehlo.all_reduce", "stablehlo.reduce_scatter"))
+_AFTERWARDS = frozenset(("sdy.sharding_constraint", "stablehlo.custom_call", "stablehlo.reshape"))
+_CONSTRAINTS = frozenset(("sdy.sharding_constraint", "stablehlo.custom_call"))  # Shardy's, and the older partitioner's
+
+
+def reduce_without_constraints() -> None:
+    """Have JAX lower reductions over ranks without sharding constraints on the two scalars that they reduce.
+
+    It holds in the whole process, for the user's own reductions and those of gradients too; once is enough, and again changes
+    nothing. Programs for other platforms are lowered as ever.
+    """
+    for name in REDUCTIONS:
+        primitive = getattr(parallel, name)
+        rule = _rule_of(primitive)
+        if not hasattr(rule, "axonml_jax_own"):
+            mlir.register_lowering(primitive, _unconstrained(rule))
+
+
+def _rule_of(primitive: Any) -> Callable[..., Any]:
+    from jax._src.interpreters.mlir import _lowerings
+
+    return _lowerings[primitive].rule
+
+
+def _unconstrained(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule that lowers as `rule`, JAX's own, and takes constraints out of what it wrote."""
+
+    def lowered(ctx: Any, *args: Any, **params: Any) -> Any:
+        results = rule(ctx, *args, **params)
+        if "cpu" in ctx.module_context.platforms:
+            for result in jax.tree.leaves(results):
+                _take_out(result.owner)
+        return results
+
+    lowered.axonml_jax_own = rule  # pyright: ignore[reportFunctionMemberAccess]
+    return lowered
+
+
+def _take_out(written: Any) -> None:
+    """Takes the constraints out of the computation of a reduction, after which JAX may constrain or reshape the result.
+
+    Args:
+      written: the operation that made a result; a sum over no axis returns its operand, which may be a block's argument.
+    """
+    while getattr(written, "name", None) in _AFTERWARDS and len(written.operands) == 1:
+        written = written.operands[0].owner
+    if getattr(written, "name", None) not in _REDUCING:
+        return
+    for inner in list(written.regions[0].blocks[0]):
+        if inner.operation.name in _CONSTRAINTS:
+            inner.operation.results[0].replace_all_uses_with(inner.operation.operands[0])
+            inner.operation.erase()

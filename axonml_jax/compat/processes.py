@@ -1,0 +1,139 @@
+"""Processes at JAX's edge: the coordination service, compiled programs that are kept, the platform."""
+
+import functools
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from types import FunctionType, SimpleNamespace
+from typing import Any, Protocol
+
+# --------------------------------------------------------------------------------------------------
+# JAX's connection to the coordinator of a job of several processes: its key-value store and its barriers.
+# --------------------------------------------------------------------------------------------------
+
+# "Task 1 heartbeat timeout" of jax 0.12, "/job:jax_worker/replica:0/task:1" before it.
+_TASK = re.compile(r"\b[Tt]ask[ :](\d+)")
+
+
+class CoordinatorClient(Protocol):
+    """What the library uses of it. Whatever fails raises `jax.errors.JaxRuntimeError`; times are in milliseconds."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        """Set a key that nobody has set, or any."""
+        ...
+
+    def key_value_increment(self, key: str, increment: int) -> int:
+        """Add to a key's number, 0 at first; the sum."""
+        ...
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """All whole keys under a folder (`key` ends with a slash), with their values."""
+        ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        """Wait until a key is set; its value."""
+        ...
+
+    def key_value_delete(self, key: str) -> None:
+        """Forget a key, or the folder of that name."""
+        ...
+
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int] | None = None) -> None:
+        """Wait until the processes, or all, have come here; a name is good for one barrier."""
+        ...
+
+
+def lost_processes(error: BaseException) -> list[int]:
+    """The processes that JAX names when it fails because some have gone; none where it names nobody, as at a timeout.
+
+    >>> lost_processes(RuntimeError("UNAVAILABLE: Task 1 heartbeat timeout. This indicates that the remote task has failed"))
+    [1]
+    """
+    text = str(error)
+    return sorted({int(number) for number in _TASK.findall(text)}) if "heartbeat" in text or "task has" in text else []
+
+
+def coordinator_client() -> CoordinatorClient:
+    """This process's connection."""
+    # jax.distributed has no public handle to its key-value store and barriers; Orbax reads the same attribute.
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    assert client is not None, "several processes without jax.distributed"
+    return client
+
+
+# --------------------------------------------------------------------------------------------------
+# Compiled programs on the CPU that every process of a job keeps, where JAX has process 0 alone keep them.
+# --------------------------------------------------------------------------------------------------
+
+
+def keep_in_every_process() -> None:
+    """Have JAX's persistent cache take what any process compiles for the CPU, not what process 0 compiles alone.
+
+    JAX lets process 0 write, for all. But the key of a program on the CPU holds which devices are the process's own, so the
+    others never find what process 0 has written, and compile everything anew whenever they start. On other platforms, where
+    keys agree, process 0 goes on to write alone.
+    """
+    from jax._src import compiler
+
+    if not isinstance(compiler._cache_write, _Write):
+        compiler._cache_write = _Write(compiler._cache_write)
+
+
+class _Write:
+    """JAX's function that writes a program, and the same for a process that takes itself for process 0."""
+
+    def __init__(self, usual: Callable):
+        assert isinstance(usual, FunctionType)
+        first = SimpleNamespace(global_state=SimpleNamespace(process_id=0))
+        self._usual, self._takes = usual, inspect.signature(usual)
+        self._as_first = FunctionType(usual.__code__, usual.__globals__ | {"distributed": first}, usual.__name__)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return self._takes
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        backend = self._takes.bind(*args, **options).arguments["backend"]
+        write = self._as_first if backend.platform == "cpu" else self._usual
+        write(*args, **options)
+
+
+# --------------------------------------------------------------------------------------------------
+# How JAX starts its devices: whether it has, and where gloo, which connects CPU processes, listens.
+# --------------------------------------------------------------------------------------------------
+
+
+def backend_started() -> bool:
+    """Whether JAX has started a backend, which fixes the devices of this process."""
+    # JAX has no public way to ask without starting one.
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def only_cpu() -> bool:
+    """Whether JAX will start on CPUs: its options say so, or no accelerator's plugin is installed."""
+    import jax  # the launcher reads this file and must not wait for JAX
+
+    if jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        return jax.config.jax_platforms.split(",")[0] == "cpu"  # pyright: ignore[reportAttributeAccessIssue]
+    found = (importlib.util.find_spec(name) for name in ("libtpu", "jax_plugins"))
+    return not any(found) and not entry_points(group="jax_plugins")
+
+
+def let_gloo_listen_on(**where: str) -> None:
+    """Choose where gloo listens. Call it before JAX's devices start; the last call counts.
+
+    Args:
+      **where: `interface`, a network interface's name, or `hostname`, an address of this machine.
+    """
+    # JAX has no public option for it: its CPU client calls this function with the coordinator's client only.
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    make = _jax.make_gloo_tcp_collectives
+    make = make.func if isinstance(make, functools.partial) else make
+    _jax.make_gloo_tcp_collectives = functools.partial(make, **where)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,635 @@
+"""What a rank holds: parameters, gradients, optimizer state, activations; and the cost of a step."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from axonml_jax.cost.base import (
+    Flow,
+    Group,
+    Placed,
+    Run,
+    Setting,
+    ShardCounts,
+    TickCounts,
+    Weights,
+    grouped,
+    passing,
+    rests_at,
+    small_flows,
+    splitting,
+    weight_flows,
+)
+from axonml_jax.cost.decoder import (
+    DecoderLike,
+    Many,
+    decoder_weights,
+    divided,
+    either,
+    expert_blocks,
+    inward_products,
+    layer_degrees,
+    least,
+    most,
+)
+from axonml_jax.cost.flows import (
+    Layers,
+    RoutedExperts,
+    SplitAttention,
+    attention_flows,
+    computed_pairs,
+    expert_flows,
+    layer_flows,
+    pair_flops,
+    router_metrics,
+    router_values,
+)
+from axonml_jax.layers.kernels import PLATFORMS, kernel_of, shape_obstacles, worth_blocks
+from axonml_jax.layers.pieces import block_for
+from axonml_jax.parallel.plan import CPUOffload, Plan
+from axonml_jax.pipeline.schedules import AXIS
+
+# --------------------------------------------------------------------------------------------------
+# Activation bytes of a decoder: what a block keeps for its backward, and what loss and head need at their fullest.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """Bytes on one rank for one microbatch.
+
+    Attributes:
+      kept: what one block keeps until its backward.
+      rebuilt: what one block holds while it is recomputed (0 where nothing is).
+      boundary: the activation between two blocks.
+      head: logits, their gradient and what the loss makes of them, at their fullest.
+      others: what attention holds of other ranks' positions while it computes, and of their gradients, or experts of a round.
+    """
+
+    kept: Many
+    rebuilt: Many
+    boundary: Many
+    head: Many
+    others: Many = 0
+
+
+def block_activations(
+    config: DecoderLike,
+    degrees: Mapping[str, Many],
+    tokens: Many,
+    length: int,
+    compute: str,
+    run: Run,
+    platform: str | None = None,
+    attention: SplitAttention | None = None,
+    experts: RoutedExperts | None = None,
+    *,
+    apart: bool,
+    documents: bool = False,
+) -> BlockActivations:
+    """What XLA keeps of the reference transformer, written as the tensors it is made of.
+
+    Per token, with h features, f inner ones, a heads of d, k key and value heads, s positions: the attention's weights in
+    float32 and as read, a*s each (with a fused kernel one number per head instead); query, key, value and the mixed heads, and
+    what norms of queries and keys keep; the inner features before and after their activation; the residual stream and the
+    norms' inputs. Splitting over `tensor` divides what is inside a layer; sequence parallelism the rest too.
+
+    Args:
+      config: the model.
+      degrees: of the mesh.
+      tokens: of one microbatch on one rank, whole sequences.
+      length: of a sequence.
+      compute: name of the activations' dtype.
+      run: says what the backward recomputes.
+      platform: what is compiled for, "tpu", "cuda" or "cpu"; None: no kernel of attention is counted on.
+      attention: where it reads positions of other ranks: block by block, or by a kernel where ranks split heads alone.
+      experts: in the place of dense feed-forward parts.
+      apart: whether the backward is in another loop than the forward, which then keeps products alone, all of them.
+      documents: whether rows hold several documents.
+    """
+    inside, outside = _cuts(config, degrees)
+    size, wide, itemsize = config.hidden_size, 4, jnp.dtype(compute).itemsize
+    shape = config.attention_shape
+    boundary = divided(tokens * size * itemsize, outside)
+    latents = sum(scale.size for scale in shape.scales if not scale.of_heads)
+    fused = attention is not None or fuses_attention(config, length, compute, platform, documents)
+    # Attention weights as the softmax leaves and as it is read; of capped scores the tangent too.
+    of_scores = (wide if config.attention_softcap is None else 2 * wide) + itemsize
+    within = (
+        config.num_heads * (wide if fused else length * of_scores)
+        + (shape.queries + shape.keys_and_values + shape.mixed) * itemsize
+    )
+    within = within + (_head_norms(config, wide, itemsize) if config.qk_norm else 0)
+    # Beside the block's input; what the norms make is in float32, and twice where rsqrt and scale are one factor.
+    normed = size * wide * (1 if config.zero_centered_norm else 2)
+    between = 3 * size * itemsize + 2 * normed + (2 * (size * itemsize + normed) if config.post_norms else 0)
+    products, feed = shape.opened * itemsize, _feed(config, tokens, inside, itemsize, experts)
+    whole = boundary + divided(tokens * within, inside) + divided(tokens * between, outside) + feed.whole
+    whole += divided(tokens * (shape.pressed * itemsize + latents * (2 * wide + itemsize)), outside)
+    # Of what is between the layers: both closing products, and with biases the first of them before its bias.
+    closing = size * itemsize * (3 if config.use_bias else 2)
+    selective = boundary + divided(tokens * products, inside) + divided(tokens * closing, outside) + feed.products
+    selective += divided(tokens * shape.pressed * itemsize, outside)
+    scores = config.num_heads * (wide if fused else length * wide) + shape.mixed * itemsize  # and the mixed heads
+    plain = selective + feed.routed + divided(tokens * scores, inside) if apart else whole
+    kept = (1 - run.recomputes) * plain + run.full * boundary + run.selective * selective
+    words = divided(config.vocab_size, _vocabulary_cut(config, degrees))
+    words = least(config.words_at_once or words, words)
+    rebuilt = whole if apart else run.recomputes * whole
+    kernel = kernel_computes(config, length, compute, platform, documents, attention)
+    others = 0 if attention is None else attention.held(tokens, itemsize, platform, kernel)
+    others = most(others, 0 if experts is None else experts.held(itemsize))
+    return BlockActivations(kept, rebuilt, boundary, tokens * words * (2 * wide + itemsize), others)
+
+
+def _head_norms(config: DecoderLike, wide: int, itemsize: int) -> int:
+    """Of a token's norms of queries and keys, in float32: as they enter and leave, the factor, and two numbers of each head.
+
+    Where rsqrt and scale are one factor it is as large as they are; with biases what enters is kept before them too.
+    """
+    shape, wides = config.attention_shape, 3 if config.zero_centered_norm else 4
+    return (shape.heads + shape.kv_heads) * (
+        shape.query_size * (wides * wide + (itemsize if config.use_bias else 0)) + 2 * wide
+    )
+
+
+class _Feed(NamedTuple):
+    """Bytes of a block's feed-forward part; of several kinds the mean.
+
+    Attributes:
+      whole: what its backward reads.
+      products: its dense products alone.
+      routed: what is kept of experts where elementwise work is redone.
+    """
+
+    whole: Many
+    products: Many
+    routed: Many = 0
+
+
+def _feed(
+    config: DecoderLike, tokens: Many, inside: Many, itemsize: int, experts: RoutedExperts | None
+) -> _Feed:  # fmt: skip
+    gated = inward_products(config) == 2
+    dense = lambda inner, each: divided(tokens * inner * each * itemsize, inside)
+    own = _Feed(dense(config.mlp_size, 5 if gated else 3), dense(config.mlp_size, 2 if gated else 1))
+    if experts is None or config.experts is None:
+        return own
+    shared = config.experts.shared_size
+    routed = _Feed(
+        experts.kept(itemsize) + dense(shared, 5 if experts.gates else 3),
+        dense(shared, 2 if experts.gates else 1),
+        experts.kept(itemsize, redone=True),
+    )
+    blocks, total = sum(expert_blocks(config)), config.num_layers
+    return _Feed(*(divided(a * blocks + b * (total - blocks), total) for a, b in zip(routed, own, strict=True)))
+
+
+def fuses_attention(
+    config: DecoderLike, length: int, compute: str, platform: str | None, documents: bool = False
+) -> bool:  # fmt: skip
+    """Whether attention holds no scores of all positions, on a platform (None: no kernel is counted on)."""
+    if kernel_computes(config, length, compute, platform, documents):
+        return True
+    if config.attention == "auto":
+        return not config.dropout and worth_blocks(platform, length, length)
+    return config.attention == "blocks"
+
+
+def kernel_computes(
+    config: DecoderLike,
+    length: int,
+    compute: str,
+    platform: str | None,
+    documents: bool = False,
+    attention: SplitAttention | None = None,
+) -> Many:
+    """Whether a platform's kernel computes attention, of whole sequences or of positions split over ranks."""
+    kernel = kernel_of(platform) if config.attention == "auto" else config.attention
+    if kernel not in PLATFORMS or not _kernel_applies(
+        config, kernel, length, compute, documents, attention is not None
+    ):
+        return False
+    return attention is None or attention.computed_by(kernel)
+
+
+def _kernel_applies(config: DecoderLike, kernel: str, length: int, compute: str, documents: bool, apart: bool) -> bool:
+    refused = config.window is not None or config.attention_softcap is not None or documents
+    if config.dropout or (config.sinks and not (apart and kernel == "splash")) or (kernel == "cudnn" and refused):
+        return False
+    shape = config.attention_shape
+    return shape.query_size == shape.value_size and not any(
+        shape_obstacles(kernel, compute, length, length, shape.query_size)
+    )
+
+
+def _cuts(config: DecoderLike, degrees: Mapping[str, Many]) -> tuple[Many, Many]:
+    """Into how many parts what is inside a layer is split, and what is between them."""
+    own = layer_degrees(config, degrees)
+    if config.split == "grid":
+        return own["row"], 1
+    return own["tensor"], own["tensor"] if config.sequence_parallel else 1
+
+
+def _vocabulary_cut(config: DecoderLike, degrees: Mapping[str, Many]) -> Many:
+    own = layer_degrees(config, degrees)
+    return own["col"] if config.split == "grid" else own["tensor"]
+
+
+def compute_dtype(config: DecoderLike, compute: str | None) -> str:
+    """Name of the activations' dtype, where a policy asks for `compute`."""
+    return jnp.dtype(compute or config.dtype or config.param_dtype).name
+
+
+# --------------------------------------------------------------------------------------------------
+# `Memory`: bytes per device by kind, on the rank that holds most; and the items of it that weights and activations
+# need.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device. The first two and the batch rest between steps; the others come and go.
+
+    Each is a number for one plan, or an array for many candidates at once.
+
+    Attributes:
+      parameters: resting parameters, padding left out.
+      optimizer: its state, padding left out; with rounds a replica's own parameters and the outer momentum too, and what sums
+        of gradients leave out where that is fed back.
+      gradients: at their fullest.
+      activations: kept for the backward, and the head's and loss's at their fullest.
+      gathered: whole parameters beside resting ones, and unreduced gradients of a unit.
+      pipeline: buffers of a pipeline's activations and cotangents on their way, slots for idle ticks, and what one tick of a
+        stage holds beside the slots.
+      joining: at the end of a round (`ax.DiLoCo`): a replica's parameters after the step, their differences from the outer ones
+        and the sums of these. It comes after the backward, so its fullest moment is another one.
+      padding: zeros that make leaves divide, in parameters and optimizer.
+      batch: the rank's rows.
+      host: bytes of all these that rest in host memory instead.
+    """
+
+    parameters: Many = 0
+    optimizer: Many = 0
+    gradients: Many = 0
+    activations: Many = 0
+    gathered: Many = 0
+    pipeline: Many = 0
+    joining: Many = 0
+    padding: Many = 0
+    batch: Many = 0
+    host: Many = 0
+
+    @property
+    def arguments(self) -> Many:
+        """What a compiled step takes: everything that rests, in device or host memory."""
+        return self.parameters + self.optimizer + self.padding + self.batch
+
+    @property
+    def temporaries(self) -> Many:
+        """What a step needs more, at its fullest moment.
+
+        Gradients grow while activations go: the fullest moment is the beginning of the backward or its end. A pipeline
+        accumulates gradients while others of its microbatches are under way: it holds both.
+        """
+        both = self.activations + self.pipeline + self.gradients
+        backward = either(self.pipeline > 0, both, most(self.activations, self.gradients)) + self.gathered
+        return most(backward, self.joining)
+
+    @property
+    def total(self) -> Many:
+        """Bytes on the device at the fullest moment."""
+        return self.arguments + self.temporaries - self.host
+
+    def by_kind(self) -> dict[str, int]:
+        """Every kind that is not zero."""
+        return {field.name: size for field in fields(self) if (size := getattr(self, field.name))}
+
+
+class Rests(NamedTuple):
+    """Bytes of parameters that rest on a rank: of all, of trained ones, and of the padding of both, which is in neither."""
+
+    parameters: Many
+    trained: Many
+    padding: Many
+    trained_padding: Many
+
+
+def rests(weights: Weights, parts: ShardCounts) -> Rests:
+    """What of a model rests on a rank."""
+    total = lambda own: sum(resting(group, parts) * own(group) for group in weights.groups)
+    return Rests(
+        total(lambda group: group.rest_bytes),
+        total(lambda group: group.rest_bytes * group.trained),
+        total(lambda group: group.padding_bytes),
+        total(lambda group: group.padding_bytes * group.trained),
+    )
+
+
+def gradients(weights: Weights, parts: ShardCounts, run: Run) -> Many:
+    """Of what rests on a rank, at their fullest: what is reduced at the end of a step accumulates whole."""
+    total = 0
+    for group in weights.groups:
+        if group.trained:
+            whole = (run.microbatches > 1) & (run.rounds(group.sharded).reductions == 1)
+            total = total + resting(group, parts) * either(whole, group.sum_bytes, group.shard_sum_bytes)
+    return total
+
+
+def left_out(weights: Weights, parts: ShardCounts) -> Many:
+    """What sums of gradients leave out of a rank's, and feed back: as large as all of its whole gradients."""
+    return sum(resting(group, parts) * group.left_bytes * group.trained for group in weights.groups)
+
+
+def states(weights: Weights, parts: ShardCounts, run: Run, moments: int) -> dict[str, Many]:
+    """Parameters, optimizer, gradients and padding that one rank rests with."""
+    own, moments = rests(weights, parts), moments + run.copies
+    return {
+        "parameters": own.parameters,
+        "optimizer": moments * own.trained + left_out(weights, parts),
+        "gradients": gradients(weights, parts, run),
+        "joining": run.joining * (own.trained + own.trained_padding),
+        "padding": own.padding + moments * own.trained_padding,
+    }
+
+
+def resting(group: Group, parts: ShardCounts) -> Many:
+    """How many of each rest on a rank: what both ends of a pipeline read rests on the first."""
+    number = parts.number(group.place, group.count)
+    return number * parts.first if group.place == "both ends" else number
+
+
+def gathered(weights: Weights, parts: ShardCounts, run: Run) -> Many:
+    """Whole parameters beside the shards: all of them, or those of units that are read at their use and one's gradients."""
+    axis = next((group.sharded for group in weights.groups if group.sharded is not None), None)
+    if axis is None:
+        return 0
+    whole = sum(parts.number(group.place, group.count) * group.read_bytes for group in weights.groups)
+    return either(run.rounds(axis).at_use > 0, weights.unit_bytes, whole)
+
+
+def read_by_stages(weights: Weights, parts: ShardCounts, chunks: Many, in_ticks: bool) -> Many:
+    """What a pipeline's rank reads beside what rests: all of its stages, or those that it is busy with and one's gradients.
+
+    Weights that are read as they rest are read where they are.
+    """
+    numbers = [parts.number(group.place, group.count) for group in weights.groups]
+    here = list(zip(weights.groups, numbers, strict=True))
+    elsewhere = any(group.place == "both ends" for group in weights.groups)
+    copied = most(0, *(either(number > 0, 1, 0) for group, number in here if elsewhere or not group.as_they_rest))
+    reads = sum(number * group.read_bytes for group, number in here)
+    sums = sum(number * group.sum_bytes * group.trained for group, number in here)
+    return copied * (divided(whole_of_stages(reads, sums), chunks) if in_ticks else reads)
+
+
+def whole_of_stages(reads: Many, sums: Many) -> Many:
+    """Of stages that are gathered in a pipeline's ticks: a forward's and a backward's are whole, and one's gradients."""
+    return 2 * reads + sums
+
+
+def memory(
+    weights: Weights, ranks: Sequence[ShardCounts], run: Run, *, activations: Many, pipeline: Many, whole: Many, moments: int,
+    batch: Many, offload: CPUOffload,
+) -> Memory:  # fmt: skip
+    """Memory of the rank that holds most; a pipeline's ranks all allocate what the fullest needs.
+
+    Args:
+      weights: of the model.
+      ranks: what each rank of a pipeline has of it.
+      run: how a step runs.
+      activations, pipeline: as of `Memory`.
+      whole: what is whole beside what rests.
+      moments: optimizer values per parameter.
+      batch: bytes of a rank's rows.
+      offload: what rests on the host.
+    """
+    each = [states(weights, parts, run, moments) for parts in ranks]
+    held = {kind: most(*(own[kind] for own in each)) for kind in each[0]}
+    return Memory(
+        **held, activations=activations, gathered=whole, pipeline=pipeline, batch=batch, host=on_host(held, offload)
+    )
+
+
+def on_host(held: Mapping[str, Many], offload: CPUOffload) -> Many:
+    """Bytes of parameters, optimizer and gradients that rest in host memory."""
+    away = {"parameters": offload.params, "optimizer": offload.optimizer, "gradients": offload.gradients}
+    return sum(size * away.get(kind, False) for kind, size in held.items())
+
+
+def of_blocks(blocks: Many, block: BlockActivations) -> Many:
+    """Activations of a rank's blocks, and the head's or of a block that is recomputed and reads other ranks' positions."""
+    return blocks * block.kept + most(block.head, block.rebuilt + block.others)
+
+
+def of_ticks(blocks: Many, ticks: TickCounts, block: BlockActivations) -> tuple[Many, Many]:
+    """Slots of a pipeline, and what passes between ranks and through one tick.
+
+    A stage is recomputed as a whole: what enters it is kept, and of its blocks what the policy keeps, but not what enters them.
+    """
+    slot = blocks * (block.kept - block.boundary) + block.boundary
+    tick = blocks * either(block.rebuilt > 0, block.rebuilt, block.kept) + block.head + block.others
+    return ticks.slots * slot, slot + tick + (ticks.arriving + 2) * block.boundary
+
+
+def batch_bytes(rows: Many, positions: Many, documents: bool) -> Many:
+    """Tokens and targets of a rank's part of the batch, int32; of rows of several documents which is where, and places too."""
+    return (4 if documents else 2) * 4 * rows * positions
+
+
+# --------------------------------------------------------------------------------------------------
+# `Step`: a training step on paper, or many of one kind at once; what it sends is one list, what it holds one sum.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step is made of. What is a `Many` may be an array with an entry for every candidate.
+
+    Attributes:
+      model: a decoder's configuration, with its layers split as the mesh needs.
+      degrees: of the mesh.
+      run: how often it does what it does.
+      weights: where they rest.
+      ranks: what those ranks of a pipeline have that may have most of something.
+      rows: sequences of a rank, whole or in part.
+      length: of a sequence, over all ranks that share its positions.
+      compute: name of the activations' dtype.
+      ticks: of a pipeline; None: there is none.
+      stage_blocks: blocks of the longest stage.
+      chunks: stages per rank.
+      attention: where it reads positions of other ranks.
+      platform: what is compiled for (see `block_activations`).
+      routers_passed: routers whose values reach a pipeline's last stage from others.
+      documents: whether rows hold several documents.
+    """
+
+    model: DecoderLike
+    degrees: Mapping[str, Many]
+    run: Run
+    weights: Weights
+    ranks: Sequence[ShardCounts]
+    rows: Many
+    length: int
+    compute: str
+    ticks: TickCounts | None = None
+    stage_blocks: Many = 0
+    chunks: Many = 1
+    attention: SplitAttention | None = None
+    platform: str | None = None
+    routers_passed: Many = 0
+    documents: bool = False
+
+    @property
+    def experts(self) -> RoutedExperts | None:
+        """How tokens reach experts; None: the model has none."""
+        return RoutedExperts.of(self.model, self.degrees, self.tokens, self.platform)
+
+    @property
+    def tokens(self) -> Many:
+        """Of a rank's microbatch."""
+        return divided(self.rows, self.run.microbatches) * self.positions
+
+    @property
+    def positions(self) -> Many:
+        """Of a sequence on a rank."""
+        return divided(self.length, math.prod(self.degrees[axis] for axis in splitting(self.run.roles, "positions")))
+
+    @property
+    def fullest(self) -> ShardCounts:
+        """What the rank has that reads most of its own, whose traffic is told; the first of several."""
+        chosen, *others = self.ranks
+
+        def reads(parts: ShardCounts) -> Many:
+            """What both ends read lives on the first stage; the last has a copy, whose gradient it sends there."""
+            own = lambda place, count: parts.number(place, count) * (parts.first if place == "both ends" else 1)
+            return sum(own(each.place, each.count) * each.read for each in self.weights.groups)
+
+        least = reads(chosen) if others else 0
+        for parts in others:
+            here = reads(parts)
+            chosen, least = chosen.instead(here > least, parts), most(least, here)
+        return chosen
+
+    @property
+    def layers(self) -> Layers:
+        """Those of the fullest rank."""
+        return Layers(
+            config=self.model, degrees=self.degrees, tokens=self.tokens, length=self.length,
+            dtype=self.model.dtype or self.weights.groups[0].read_dtype, parts=self.fullest, run=self.run,
+            passed=router_values(self.model, self.routers_passed),
+        )  # fmt: skip
+
+
+def attention_work(step: Step) -> tuple[Many, Many]:
+    """FLOPs of a token that attention leaves out as masks hide them, and those that it computes in blocks, not by a kernel.
+
+    Einsums leave nothing out; kernels and blocks do, tile by tile.
+    """
+    model, apart = step.model, step.attention
+    sizes = (step.length, step.compute, step.platform, step.documents)
+    if apart is not None:
+        tile = apart.span(step.platform)
+    elif fuses_attention(model, *sizes):
+        tile = block_for(step.platform or "")
+    else:
+        return 0.0, 0.0
+    every, computed = pair_flops(model, step.length), computed_pairs(model, step.length, tile)
+    return (1 - computed) * every, either(kernel_computes(model, *sizes, apart), 0.0, computed * every)
+
+
+def attention_problems(step: Step) -> list[str]:
+    """Why the attention that a model names cannot run; nothing where it leaves the choice open."""
+    model, apart, asked = step.model, step.attention, step.model.attention
+    if asked in ("auto", "blocks"):
+        return []
+    if asked not in PLATFORMS:
+        split = f"attention={asked!r} reads keys of a rank's own positions, and context splits them"
+        return [] if apart is None else [f"{split}: set it to auto"]
+    found = []
+    if apart is not None and asked == "cudnn" and apart.groups > 1:
+        found.append(
+            f"attention={asked!r} wants whole sequences of some heads: give context method='ulysses', or leave auto"
+        )
+    if step.platform not in (None, PLATFORMS[asked]):
+        found.append(
+            f"attention={asked!r} is a kernel for {PLATFORMS[asked]}, and this is for {step.platform}: leave auto"
+        )
+    elif not found and not kernel_computes(model, step.length, step.compute, step.platform, step.documents, apart):
+        found.append(f"attention={asked!r} does not apply to this model and these sequences: leave auto")
+    return found
+
+
+def flows(step: Step) -> Iterator[Flow]:
+    """Everything that the fullest rank sends: strategies, metrics and the norm, layers, attention, experts, ticks."""
+    layers = step.layers
+    yield from weight_flows(step.weights, layers.parts, step.run, step.degrees)
+    yield from small_flows(step.weights, layers.parts, step.run, step.degrees, router_metrics(step.model))
+    yield from layer_flows(layers, step.weights)
+    if step.attention is not None:
+        yield from attention_flows(layers, step.attention, step.documents)
+    if (experts := step.experts) is not None:
+        yield from expert_flows(layers, experts)
+    if step.ticks is not None:
+        yield from passing(step.ticks, layers.boundary)
+
+
+def held(step: Step, *, moments: int, offload: CPUOffload, in_ticks: bool) -> Memory:
+    """What the rank holds that holds most.
+
+    Args:
+      step: which.
+      moments: optimizer values per parameter.
+      offload: what rests on the host.
+      in_ticks: whether a pipeline gathers its stages in its ticks.
+    """
+    apart = step.ticks is not None or (step.model.scan_layers and step.weights.sliced)
+    block = block_activations(
+        step.model,
+        step.degrees,
+        step.tokens,
+        step.length,
+        step.compute,
+        step.run,
+        step.platform,
+        step.attention,
+        step.experts,
+        apart=apart,
+        documents=step.documents,
+    )
+    if step.ticks is None:
+        activations, pipeline = of_blocks(step.model.num_layers, block), 0
+        whole = gathered(step.weights, step.ranks[0], step.run)
+    else:
+        activations, pipeline = of_ticks(step.stage_blocks, step.ticks, block)
+        whole = most(*(read_by_stages(step.weights, parts, step.chunks, in_ticks) for parts in step.ranks))
+    return memory(
+        step.weights, step.ranks, step.run, activations=activations, pipeline=pipeline, whole=whole, moments=moments,
+        batch=batch_bytes(step.rows, step.positions, step.documents), offload=offload,
+    )  # fmt: skip
+
+
+def weights_of(model: DecoderLike, plan: Plan, degrees: Mapping[str, int]) -> Weights:
+    """A decoder's weights under a plan; the same object for plans that differ in how a step runs only.
+
+    Args:
+      model: its configuration.
+      plan: with every default decided.
+      degrees: of the mesh; stages of `pipe` share them out.
+    """
+    own: Any = plan.axes  # hashable, as every plan's are
+    sizes = tuple((axis, ranks) for axis, ranks in degrees.items() if axis != AXIS)
+    return _weights(model, plan.data, plan.fsdp, plan.context, own, plan.precision, sizes)
+
+
+@lru_cache(maxsize=4096)
+def _weights(
+    model: Any, data: Any, fsdp: Any, context: Any, axes: Any, precision: Any, degrees: tuple[tuple[str, int], ...]
+) -> Weights:
+    plan = Plan(data=data, fsdp=fsdp, context=context, axes=axes, precision=precision)
+    setting = Setting.of(plan, dict(degrees))
+    weights = decoder_weights(model, dict(degrees))
+    return grouped([Placed(weight, rests_at(weight, setting), setting) for weight in weights])

@@ -1,1 +1,0 @@
-"""Documents: text to tokens, and tokens to rows that hold several documents."""

@@ -1,1 +1,0 @@
-"""Files as datasets: text, JSON lines, Parquet, each a room with the same doors."""

@@ -1,1 +1,0 @@
-"""The commands of `axonml-jax`, each from its flags to what it prints."""

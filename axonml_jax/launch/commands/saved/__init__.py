@@ -1,1 +1,0 @@
-"""Commands on what runs have left in their folders: `eval`, `generate`, `runs`."""

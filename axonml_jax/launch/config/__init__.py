@@ -1,1 +1,0 @@
-"""The configuration of a run: its sections and keys, read, checked and merged."""

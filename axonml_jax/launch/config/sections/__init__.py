@@ -1,1 +1,0 @@
-"""Sections of a configuration, one class each: keys, defaults, and what each refuses."""

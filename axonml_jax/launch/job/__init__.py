@@ -1,1 +1,0 @@
-"""A training job: devices, data, the loop, records, checkpoints and stopping."""

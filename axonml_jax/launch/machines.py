@@ -1,0 +1,1155 @@
+"""The launchers of a job's machines: how they gather, talk, and make up the next world."""
+
+import hashlib
+import hmac
+import selectors
+import socket
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from axonml_jax.config.config import ConfigError
+from axonml_jax.launch.options import LaunchOptions
+from axonml_jax.launch.workers import Failure, Interrupts, print_note, root_cause
+from axonml_jax.mesh.join import (
+    TOKEN,
+    Callers,
+    Talk,
+    bind_address,
+    greet,
+    is_count,
+    job_token,
+    listen,
+    readable,
+    unresolved,
+)
+
+# --------------------------------------------------------------------------------------------------
+# Whole JSON messages between two launchers over one TCP connection.
+# --------------------------------------------------------------------------------------------------
+
+SILENCE = 30.0
+"""Seconds without a byte after which the launcher at the other end stands still: it says something every second."""
+
+_BEAT = 1.0
+_CALL_TIMEOUT = 5.0
+_SEND_TIMEOUT = 5.0
+# The last lines of a failed worker's output are the longest message.
+_LONGEST_MESSAGE = 2**26
+# A machine that loses its power or its network says nothing: found out in about ten seconds.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
+
+
+class Connection:
+    """One end of a connection.
+
+    Args:
+      connection: a connected socket; closed with the line.
+      talk: with the other end, after the greetings; what does not carry its seal cuts the line.
+
+    Attributes:
+      cut: whether the other end has gone.
+    """
+
+    def __init__(self, connection: socket.socket, talk: Talk):
+        self.cut = False
+        self._connection = connection
+        self._talk = talk
+        self._part = bytearray()
+        self._unread: list[dict] = []
+        self._said = self._heard = time.monotonic()
+        connection.settimeout(_SEND_TIMEOUT)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def fileno(self) -> int:
+        """The descriptor to select on."""
+        return self._connection.fileno()
+
+    def send(self, message: dict) -> None:
+        """Send a message; a cut line loses it."""
+        self._said = time.monotonic()
+        try:
+            self._connection.sendall(self._talk.sealed(message))
+        except OSError:
+            self.cut = True
+
+    def beat(self) -> None:
+        """Show once a second that this launcher does not stand still, and make room for what the other end says."""
+        self._receive()
+        if not self.cut and time.monotonic() - self._said > _BEAT and self._has_room():
+            self.send({})
+
+    @property
+    def silent(self) -> bool:
+        """Whether the other end stands still, as far as has been heard."""
+        return time.monotonic() - self._heard > SILENCE
+
+    def messages(self) -> list[dict]:
+        """What has come since the last call, without waiting."""
+        self._receive()
+        *whole, rest = self._part.split(b"\n")
+        self._part = bytearray(rest)
+        messages = [self._talk.opened(bytes(text)) for text in whole]
+        self.cut = self.cut or None in messages  # a stranger
+        unread, self._unread = self._unread, []
+        return unread + [message for message in messages if message]
+
+    def put_back(self, messages: list[dict]) -> None:
+        """Let the next call of `messages` begin with these."""
+        self._unread = messages
+
+    def _receive(self) -> None:
+        while not self.cut and readable([self._connection], 0):
+            try:
+                chunk = self._connection.recv(2**16)
+            except OSError:
+                chunk = b""
+            self.cut = not chunk
+            self._part += chunk
+            self.cut = self.cut or len(self._part) > _LONGEST_MESSAGE
+            self._heard = time.monotonic()
+
+    def _has_room(self) -> bool:
+        """Whether the line takes a word without waiting; that of one who has stood still for long does not."""
+        with selectors.PollSelector() as selector:
+            selector.register(self._connection, selectors.EVENT_WRITE)
+            return bool(selector.select(0))
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+        self.cut = True
+
+
+def called(place: tuple[str, int], token: bytes, subject: str) -> Connection:
+    """A connection to whoever listens there, who has greeted.
+
+    Raises:
+      OSError: when nobody does, or something else.
+    """
+    connection = socket.create_connection(place, timeout=_CALL_TIMEOUT)
+    try:
+        return Connection(connection, greet(connection, token, subject))
+    except BaseException:
+        connection.close()
+        raise
+
+
+# --------------------------------------------------------------------------------------------------
+# What launchers may say to each other, checked when it is received: types, ranges, and the nodes of the job.
+# --------------------------------------------------------------------------------------------------
+
+_PORTS = (1, 65536)
+_STATUS = (0, 256)
+_LONGEST_NEWS = 300
+
+
+def is_hello(message: dict) -> bool:
+    """Whether a launcher presents itself: a node other than 0 of its own number of nodes, with workers."""
+    known = {"node", "size", "nnodes", "min-nodes", "node-unit", "max-restarts", "program", "arguments", "versions"}
+    return (
+        message.keys() == known
+        and is_count(message["nnodes"], 2)
+        and is_count(message["min-nodes"], 1, message["nnodes"] + 1)
+        and is_count(message["node-unit"], 1)
+        and is_count(message["node"], 1, message["nnodes"])
+        and is_count(message["size"], 1)
+        and is_count(message["max-restarts"])
+        and all(_is_text(message[name]) for name in ("program", "arguments", "versions"))
+    )
+
+
+def is_answer(message: dict, nnodes: int) -> bool:
+    """Whether node 0 says how the gathering went: the sizes of all nodes (0: missing), and what was wrong."""
+    sizes, fault = message.get("sizes"), message.get("fault")
+    if not isinstance(fault, str) or not isinstance(sizes, list):
+        return False
+    return bool(fault) or (len(sizes) == nnodes and all(is_count(size) for size in sizes))
+
+
+def is_news(message: dict, nnodes: int) -> bool:
+    """Whether it is something that launchers tell each other while the workers run."""
+    kinds: dict[str, Callable[[], bool]] = {
+        "alarm": lambda: is_count(message["alarm"]),
+        "start": lambda: (
+            is_count(message["start"]) and is_count(message.get("port"), *_PORTS) and _is_world(message, nnodes)
+        ),
+        "leave": lambda: isinstance(message["leave"], str),
+        "leaving": lambda: is_count(message["leaving"]),
+        "regroup": lambda: is_count(message["regroup"]),
+        "gone": lambda: is_count(message["gone"], 0, nnodes) and isinstance(message.get("why"), str),
+        "over": lambda: is_count(message["over"], *_STATUS),
+        "ended": lambda: (
+            is_count(message["ended"])
+            and is_count(message.get("node"), 0, nnodes)
+            and isinstance(message.get("well"), bool)
+            and (message.get("failure", False) is None or _is_failure(message.get("failure")))
+        ),
+    }
+    return any(kind in message and check() for kind, check in kinds.items())
+
+
+def _is_text(given: object) -> bool:
+    """Whether it is a short text that a message may show."""
+    return isinstance(given, str) and len(given) <= _LONGEST_NEWS and given.isprintable()
+
+
+def _is_world(message: dict, nnodes: int) -> bool:
+    nodes, sizes = message.get("nodes"), message.get("sizes")
+    return (
+        isinstance(nodes, list)
+        and isinstance(sizes, list)
+        and len(nodes) == len(sizes) > 0
+        and all(is_count(node, 0, nnodes) for node in nodes)
+        and len(set(nodes)) == len(nodes)
+        and all(is_count(size, 1) for size in sizes)
+    )
+
+
+def _is_failure(given: object) -> bool:
+    if not isinstance(given, dict) or given.keys() != {field.name for field in fields(Failure)}:
+        return False
+    lines = given["lines"]
+    return (
+        all(is_count(given[name], low) for name, low in (("rank", 0), ("pid", 0), ("returncode", -1024)))
+        and isinstance(given["host"], str)
+        and isinstance(given["seconds"], int | float)
+        and isinstance(lines, list)
+        and all(isinstance(line, str) for line in lines)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# What a machine's workers would run, in a few words that launchers compare before they let a machine in.
+#
+# A machine that comes to a running job ends its attempt. One that would run something else would end it for nothing.
+# --------------------------------------------------------------------------------------------------
+
+_PACKAGES = ("axonml_jax", "jax", "jaxlib", "flax", "optax")
+_CONFIGURATIONS = (".yaml", ".yml", ".json", ".toml")
+_LARGEST = 2**20
+_WORDS = {
+    "program": "its script or module is another one than on node 0",
+    "arguments": "its arguments, or a configuration that they name, are others than on node 0",
+}
+
+
+def likeness(options: LaunchOptions, token: bytes) -> dict[str, str]:
+    """What must be alike where machines come and go.
+
+    A script and the configurations among the arguments count by what they hold, not by where they are.
+
+    Args:
+      options: of this launcher.
+      token: the job's; without it nobody can guess arguments from what is said of them.
+    """
+    script = b"" if options.module else _held_by(options.target)
+    program = [b"module" if options.module else b"script", script or options.target.encode()]
+    arguments = [_configuration(each) or each.encode() for each in options.arguments]
+    return {
+        "program": _digest(token, program),
+        "arguments": _digest(token, arguments),
+        "versions": f"Python {sys.version_info[0]}.{sys.version_info[1]}, {', '.join(map(_installed, _PACKAGES))}",
+    }
+
+
+def unlike(there: Mapping[str, str], here: Mapping[str, str], node: int) -> list[str]:
+    """What of a machine is not as it is on node 0, in words.
+
+    >>> one = {"program": "1", "arguments": "2", "versions": "jax 0.10.2"}
+    >>> unlike(one, one, 3), unlike(one | {"program": "4"}, one, 3)
+    ([], ['its script or module is another one than on node 0'])
+    >>> unlike(one | {"versions": "jax 0.12.0"}, one, 3)
+    ['it has jax 0.12.0 on node 3 and jax 0.10.2 on node 0']
+
+    Args:
+      there, here: what both launchers say of themselves.
+      node: the other one.
+    """
+    found = [words for name, words in _WORDS.items() if there[name] != here[name]]
+    if there["versions"] != here["versions"]:
+        found.append(f"it has {there['versions']} on node {node} and {here['versions']} on node 0")
+    return found
+
+
+def _digest(token: bytes, parts: list[bytes]) -> str:
+    found = hmac.new(token, digestmod=hashlib.sha256)
+    for part in parts:
+        found.update(b"%d " % len(part) + part)
+    return found.hexdigest()
+
+
+def _configuration(argument: str) -> bytes:
+    """What an argument's file holds, after the name of its flag; empty where it names no configuration."""
+    flag, equals, path = argument.rpartition("=")
+    held = _held_by(path) if Path(path).suffix in _CONFIGURATIONS else b""
+    return (flag + equals).encode() + held if held else b""
+
+
+def _held_by(path: str) -> bytes:
+    try:
+        given = Path(path)
+        return given.read_bytes() if given.is_file() and given.stat().st_size <= _LARGEST else b""
+    except OSError:  # whoever runs it will say so
+        return b""
+
+
+def _installed(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"no {package}"
+
+
+# --------------------------------------------------------------------------------------------------
+# An attempt of several machines, as node 0 announces it; or why there is none.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Start:
+    """An attempt.
+
+    Attributes:
+      number: attempts before this one.
+      port: where its coordinator listens.
+      nodes: the machines that belong to it, in the order of their ranks.
+      sizes: their numbers of workers.
+    """
+
+    number: int
+    port: int
+    nodes: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def message(self) -> dict:
+        """As launchers say it.
+
+        >>> start = Start(1, 29502, (0, 2), (4, 4))
+        >>> Start.of(start.message) == start
+        True
+        """
+        return {"start": self.number, "port": self.port, "nodes": list(self.nodes), "sizes": list(self.sizes)}
+
+    @staticmethod
+    def of(message: dict) -> "Start":
+        """The inverse of `message`."""
+        return Start(message["start"], message["port"], tuple(message["nodes"]), tuple(message["sizes"]))
+
+
+class Stopped(Exception):
+    """A signal came while the launcher waited for others."""
+
+
+class Over(Exception):
+    """No further attempt is made: why, and the launcher's exit status as `status`."""
+
+    def __init__(self, why: str, status: int):
+        super().__init__(why)
+        self.status = status
+
+
+# --------------------------------------------------------------------------------------------------
+# Which machines make up the next world, when some have gone and others have come: pure rules, without a socket.
+# --------------------------------------------------------------------------------------------------
+
+
+def regrouped(before: Sequence[int], present: Collection[int], unit: int = 1) -> tuple[int, ...]:
+    """The machines of the next world, in the order of their ranks.
+
+    Machines stand in groups of `unit`, each of which holds whole replicas of the model. A machine keeps its place within a
+    group, because the parts of the state that it has in memory belong there; others fill the places of those that have gone.
+    What is left when no further group can be filled waits.
+
+    >>> regrouped([0, 1, 2], [0, 2])  # 1 has gone
+    (0, 2)
+    >>> regrouped([0, 2], [0, 1, 2, 3])  # 1 and 3 have come
+    (0, 2, 1, 3)
+    >>> regrouped([0, 1, 2, 3], [0, 2, 3], 2)  # 3 has what 1 had: 2 waits
+    (0, 3)
+    >>> regrouped([0, 3], [0, 1, 2, 3], 2)
+    (0, 3, 1, 2)
+
+    Args:
+      before: the machines of the world before, in its order; none at the beginning.
+      present: the machines that are there.
+      unit: how many make up a group.
+    """
+    groups = len(present) // unit
+    columns = [[node for node in before[place::unit] if node in present] for place in range(unit)]
+    kept = [column[:groups] for column in columns]
+    placed = {node for column in kept for node in column}
+    others = iter([*(node for node in before if node in present and node not in placed), *_new(before, present)])
+    return tuple(
+        kept[place][group] if group < len(kept[place]) else next(others)
+        for group in range(groups)
+        for place in range(unit)
+    )
+
+
+def changes(before: Sequence[int], now: Sequence[int]) -> str:
+    """What is other than it was, in words.
+
+    >>> changes([0, 1, 2], [0, 2]), changes([0, 2], [0, 2, 1])
+    ('without node(s) [1]', 'with node(s) [1]')
+    """
+    gone, come = sorted(set(before) - set(now)), sorted(set(now) - set(before))
+    words = [f"{how} node(s) {nodes}" for how, nodes in (("without", gone), ("with", come)) if nodes]
+    return " and ".join(words) or "with the same machines"
+
+
+def _new(before: Sequence[int], present: Collection[int]) -> list[int]:
+    return sorted(set(present) - set(before))
+
+
+# --------------------------------------------------------------------------------------------------
+# The first attempt with machines that have come: where it soon fails, the others had better go on without them.
+# --------------------------------------------------------------------------------------------------
+
+TRIAL = 1800.0
+"""Seconds from the start of an attempt in which its failure is laid to machines that have come to it.
+
+Programs differ in how long they compile before their first step, and launchers see no steps.
+"""
+
+
+class Trial:
+    """What is known of the attempt at hand, on node 0, and of the machines that were sent away."""
+
+    def __init__(self):
+        self._new: tuple[int, ...] = ()
+        self._began = 0.0
+        self._away: dict[int, float] = {}
+
+    def begin(self, before: Collection[int], now: Sequence[int]) -> None:
+        """An attempt begins.
+
+        Args:
+          before: the machines of the attempt before; none at the first.
+          now: its machines.
+        """
+        self._new = tuple(node for node in now if before and node not in before)
+        self._began = time.monotonic()
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """The machines that came to the attempt, while it is new."""
+        return self._new if time.monotonic() - self._began < TRIAL else ()
+
+    def send_away(self, node: int) -> None:
+        """The attempt has failed, and a machine goes for it."""
+        self._away[node] = time.monotonic()
+
+    def fault(self, node: int) -> str:
+        """Why a machine that calls is not let in yet, in words; empty where nothing is against it."""
+        left = self._away[node] + TRIAL - time.monotonic() if node in self._away else 0.0
+        if left <= 0:
+            return ""
+        return (
+            f"the first attempt with node {node} failed, and the others went on without it; it may come again in {left:.0f} s, "
+            "or at once with a --node-rank that is free"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The lines of one launcher to others of its job: what is told to all, what each has said, and whose line is dead.
+# --------------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """One line to each of some nodes; close them when nothing more is said.
+
+    Args:
+      nnodes: number of machines of the job, the largest.
+    """
+
+    def __init__(self, nnodes: int):
+        self._nnodes = nnodes
+        self._lines: dict[int, Connection] = {}
+
+    def add(self, node: int, line: Connection) -> None:
+        """A launcher has called, or was called."""
+        self._lines[node] = line
+
+    def drop(self, node: int, farewell: dict | None = None) -> None:
+        """Hang up on one, with a last word where there is one; nothing, where that has been done."""
+        if (line := self._lines.pop(node, None)) is not None:
+            if farewell is not None:
+                line.send(farewell)
+            line.close()
+
+    def sources(self) -> Sequence[Connection]:
+        """What to select on."""
+        return [line for line in self._lines.values() if not line.cut]
+
+    def tell(self, message: dict, but: int | None = None) -> None:
+        """Say something to all but one."""
+        for node, line in self._lines.items():
+            if node != but:
+                line.send(message)
+
+    def beat(self) -> None:
+        """Show all that this launcher does not stand still."""
+        for line in self._lines.values():
+            line.beat()
+
+    def hear(self) -> list[tuple[int, dict]]:
+        """What the others have said since the last call; what no launcher says is ignored, with a word."""
+        heard = []
+        for node, line in self._lines.items():
+            for message in line.messages():
+                if is_news(message, self._nnodes):
+                    heard.append((node, message))
+                else:
+                    said = list(message)[:5]
+                    print_note(f"ignored what the launcher of node {node} said, which no launcher says: {said}")
+        return heard
+
+    def dead(self, silent: bool = True) -> list[tuple[int, str]]:
+        """The nodes whose line is cut, and what has become of each, in words.
+
+        Args:
+          silent: whether those count too that stand still.
+        """
+        cut = "has gone without a word: killed, or its machine lost"
+        still = f"has said nothing for {SILENCE:g} s: it was stopped, or writes to what takes nothing"
+        return [
+            (node, f"the launcher of node {node} {cut if line.cut else still}")
+            for node, line in self._lines.items()
+            if line.cut or (silent and line.silent)
+        ]
+
+    def close(self) -> None:
+        """Hang up on all."""
+        for line in self._lines.values():
+            line.close()
+
+
+# --------------------------------------------------------------------------------------------------
+# Where launchers meet: node 0's listens on the master port, the others call there and say who they are.
+# --------------------------------------------------------------------------------------------------
+
+SUBJECT = "launchers"
+"""What launchers talk about."""
+
+_SAME_TOKEN = f"has every machine the same {TOKEN}, or none?"
+
+
+class Door:
+    """Node 0's listening socket; close it when nobody else is expected.
+
+    Args:
+      options: of node 0's launcher.
+      size: its number of workers.
+      token: the job's.
+    """
+
+    def __init__(self, options: LaunchOptions, size: int, token: bytes):
+        self._options, self._size, self._likeness = options, size, likeness(options, token)
+        with ExitStack() as stack:
+            address = bind_address(f"{options.master_addr}:{options.master_port}")
+            server = stack.enter_context(listen(*address, options.nnodes))
+            self._callers = stack.enter_context(closing(Callers(server, token, SUBJECT, is_hello)))
+            self.close: Callable[[], None] = stack.pop_all().close
+
+    def sources(self) -> Sequence[Any]:
+        """What to select on."""
+        return self._callers.sources()
+
+    def pump(self, taken: Collection[int]) -> Iterator[tuple[int, int, Connection, str]]:
+        """Who has called: its node, its number of workers, the line to it, and what is wrong with it, if anything.
+
+        Args:
+          taken: nodes that have called before.
+        """
+        for connection, talk, hello in self._callers.pump():
+            yield hello["node"], hello["size"], Connection(connection, talk), self._fault(hello, taken)
+
+    def _fault(self, hello: dict, taken: Collection[int]) -> str:
+        node, here, there = hello["node"], _flags(settings(self._options)), _flags(hello)
+        if node in taken:
+            return f"two launchers have --node-rank {node}"
+        if self._options.elastic:
+            here["nproc-per-node"], there["nproc-per-node"] = self._size, hello["size"]
+        found = [
+            f"--{name} is {there[name]} on node {node} and {value} on node 0"
+            for name, value in here.items()
+            if there[name] != value
+        ]
+        return ", ".join([*found, *(unlike(hello, self._likeness, node) if self._options.elastic else [])])
+
+
+def settings(options: LaunchOptions) -> dict[str, int]:
+    """What all launchers must be told alike."""
+    return {
+        "nnodes": options.nnodes,
+        "min-nodes": options.min_nodes,
+        "node-unit": options.node_unit,
+        "max-restarts": options.max_restarts,
+    }
+
+
+def _flags(said: dict) -> dict:
+    """Settings as flags say them."""
+    smallest, largest = said["min-nodes"], said["nnodes"]
+    counts = largest if smallest == largest else f"{smallest}:{largest}"
+    return {"nnodes": counts, "node-unit": said["node-unit"], "max-restarts": said["max-restarts"]}
+
+
+def call(
+    options: LaunchOptions, size: int, token: bytes, patience: float, pause: Callable[[Sequence[Any]], None]
+) -> tuple[Connection, list[int]]:
+    """Another node: find node 0's launcher, say who this is, hear what it says.
+
+    Args:
+      options: of this launcher.
+      size: its number of workers.
+      token: the job's.
+      patience: seconds to wait for node 0.
+      pause: waits a moment for some sources.
+
+    Returns:
+      The line to node 0, and the sizes of all nodes (0: not there).
+
+    Raises:
+      ConfigError: when node 0 is not there, or does not want this one.
+    """
+    deadline = time.monotonic() + patience
+    line = _find_node_0(options, token, deadline, patience, pause)
+    try:
+        line.send({"node": options.node_rank, "size": size, **settings(options), **likeness(options, token)})
+        while not (answers := line.messages()):
+            if line.cut or time.monotonic() > deadline + patience:
+                refuse(options, f"the launcher of node 0 {'hung up' if line.cut else 'was silent'}; {_SAME_TOKEN}")
+            pause([line])
+        if not is_answer(answers[0], options.nnodes):
+            refuse(options, f"something that is no launcher answers there; {_SAME_TOKEN}")
+        if answers[0]["fault"]:
+            refuse(options, answers[0]["fault"])
+    except BaseException:
+        line.close()
+        raise
+    line.put_back(answers[1:])
+    return line, answers[0]["sizes"]
+
+
+def _find_node_0(
+    options: LaunchOptions, token: bytes, deadline: float, patience: float, pause: Callable[[Sequence[Any]], None]
+) -> Connection:
+    place = (options.master_addr.strip("[]"), options.master_port or 0)
+    while True:
+        try:
+            return called(place, token, SUBJECT)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                why = unresolved(place[0]) or error
+                refuse(options, f"node 0's launcher did not answer within {patience:g} s ({why})")
+        pause([])
+
+
+def refuse(options: LaunchOptions, fault: str) -> NoReturn:
+    """Say what is wrong with the gathering.
+
+    Raises:
+      ConfigError: always.
+    """
+    raise ConfigError(
+        f"launch: node {options.node_rank} of {options.nnodes} at {options.master_addr}:{options.master_port}: {fault}. Start "
+        "one launcher per machine, all with the same --nnodes, --master-addr and --master-port, --node-rank from 0"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# What the launchers of a job have said, kept by attempt, because others may be an attempt ahead of this launcher.
+# --------------------------------------------------------------------------------------------------
+
+
+class Heard:
+    """What was said so far.
+
+    Attributes:
+      starts: the attempts that node 0 has announced.
+      alarms: attempts in which a worker has failed.
+      regroups: attempts that shall end because machines come or go.
+      ended: by attempt and node, what failed there first when all workers had ended.
+      well: by attempt, the machines on which all workers have ended with 0.
+      gone: by attempt, the machines that have left it.
+      lost: why no further attempt makes sense, in words; None while there may be one.
+      status: the job's exit status, for those that wait for a place in it; None while it goes on.
+    """
+
+    def __init__(self):
+        self.starts: dict[int, Start] = {}
+        self.alarms: set[int] = set()
+        self.regroups: set[int] = set()
+        self.ended: defaultdict[int, dict[int, Failure | None]] = defaultdict(dict)
+        self.well: defaultdict[int, set[int]] = defaultdict(set)
+        self.gone: defaultdict[int, set[int]] = defaultdict(set)
+        self.lost: str | None = None
+        self.status: int | None = None
+
+    def take(self, message: dict) -> None:
+        """Take in a message that `is_news`."""
+        if "alarm" in message:
+            self.alarms.add(message["alarm"])
+        elif "ended" in message:
+            failure = message["failure"]
+            lines = {"lines": tuple(failure["lines"])} if failure else {}
+            self.ended[message["ended"]][message["node"]] = failure and Failure(**failure | lines)
+            if message["well"]:
+                self.well[message["ended"]].add(message["node"])
+        elif "leave" in message:
+            self.lost = self.lost or message["leave"]
+        elif "start" in message:
+            self.starts[message["start"]] = Start.of(message)
+        elif "regroup" in message:
+            self.regroups.add(message["regroup"])
+        elif "gone" in message:
+            print_note(message["why"])
+            newest = max(self.starts, default=None)
+            if newest is not None and message["gone"] in self.starts[newest].nodes:
+                self.gone[newest].add(message["gone"])
+        elif "over" in message:
+            self.status = message["over"]
+
+    def newest_with(self, node: int) -> int:
+        """The newest attempt to which a machine belongs; -1: there is none."""
+        return max((number for number, start in self.starts.items() if node in start.nodes), default=-1)
+
+    def ends(self, number: int) -> bool:
+        """Whether an attempt ends anyway."""
+        return bool(number in self.regroups | self.alarms or self.gone[number] or self.ended[number])
+
+    def all_ended(self, start: Start) -> bool:
+        """Whether the workers of all machines that are left of an attempt have ended."""
+        return set(start.nodes) - self.gone[start.number] <= self.ended[start.number].keys()
+
+
+# --------------------------------------------------------------------------------------------------
+# Node 0's list of the machines that are there, and who of them makes up the next world.
+# --------------------------------------------------------------------------------------------------
+
+
+class Roster:
+    """The machines that are there; node 0 is, and listens for the others until `close`.
+
+    Args:
+      options: of node 0's launcher.
+      size: its number of workers.
+      token: the job's.
+
+    Attributes:
+      sizes: numbers of workers, by node.
+      trial: of the machines that have come to the attempt at hand.
+    """
+
+    def __init__(self, options: LaunchOptions, size: int, token: bytes):
+        self.sizes = {0: size}
+        self.trial = Trial()
+        self._options = options
+        self._door: Door | None = Door(options, size, token)
+        self._newest = time.monotonic()
+
+    def sources(self) -> Sequence[Any]:
+        """What to select on."""
+        return [] if self._door is None else self._door.sources()
+
+    def hear(self) -> list[tuple[int, Connection, str]]:
+        """Who has called: its node, the line to it, and what is wrong with it; if nothing is, it is there from now on."""
+        heard = []
+        for node, size, line, fault in () if self._door is None else self._door.pump(self.sizes):
+            fault = fault or self.trial.fault(node)
+            if not fault:
+                self.sizes[node], self._newest = size, time.monotonic()
+            heard.append((node, line, fault))
+        return heard
+
+    def drop(self, node: int) -> None:
+        """A machine has gone."""
+        self.sizes.pop(node, None)
+
+    def next_nodes(self, before: Sequence[int]) -> tuple[int, ...]:
+        """The machines of the next world, after one of these."""
+        return regrouped(before, self.sizes, self._options.node_unit)
+
+    def few(self, before: Sequence[int]) -> str:
+        """Why no world can be made of them, in words; empty where one can."""
+        options, count = self._options, len(self.next_nodes(before))
+        if count >= options.min_nodes:
+            return ""
+        unit = f" in groups of {options.node_unit}" if options.node_unit > 1 else ""
+        return f"{len(self.sizes)} machine(s) are there, and --nnodes asks for {options.min_nodes}{unit}"
+
+    def could_grow(self, before: Sequence[int]) -> bool:
+        """Whether machines wait that would make a larger world than these."""
+        return len(self.next_nodes(before)) > len(before) and self.settled
+
+    def to_send_away(self, before: Sequence[int]) -> tuple[int, ...]:
+        """The machines that had better go, as the first attempt with them has failed; none where the others are too few."""
+        blamed, options = self.trial.blamed, self._options
+        others = regrouped(before, self.sizes.keys() - set(blamed), options.node_unit)
+        return blamed if len(others) >= options.min_nodes else ()
+
+    @property
+    def settled(self) -> bool:
+        """Whether no more machines are waited for: all are there, or nobody has come for `--last-call` seconds."""
+        if len(self.sizes) == self._options.nnodes:
+            return True
+        return self._options.elastic and time.monotonic() > self._newest + self._options.last_call
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+
+# --------------------------------------------------------------------------------------------------
+# Whom the launcher of node 0 lets in, and what it answers: at once where machines come and go, else when all have
+# called.
+# --------------------------------------------------------------------------------------------------
+
+
+class Gathering:
+    """The callers of node 0.
+
+    Args:
+      options: of its launcher.
+      roster: its list of the machines that are there.
+      lines: get those that are let in.
+    """
+
+    def __init__(self, options: LaunchOptions, roster: Roster, lines: Lines):
+        self._options, self._roster, self._lines = options, roster, lines
+        self._refused: list[Connection] = []  # they wait for everybody's answer, where all must come
+        self._fault = ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the first attempt waits for others."""
+        return (not self._roster.settled or bool(self._roster.few(()))) and not self._fault
+
+    @property
+    def sizes(self) -> list[int]:
+        """By node, the number of workers; 0 where nobody has come."""
+        return [self._roster.sizes.get(node, 0) for node in range(self._options.nnodes)]
+
+    def welcome(self) -> None:
+        """Take in who has called. Where all must come, a wrong one is everybody's fault."""
+        for node, line, fault in self._roster.hear():
+            if self._options.elastic:
+                line.send({"sizes": [0] * self._options.nnodes, "fault": fault})
+            if not fault:
+                self._lines.add(node, line)
+            elif self._options.elastic:
+                line.close()
+            else:
+                self._refused.append(line)
+                self._fault = self._fault or fault
+
+    def end(self, seconds: float) -> str:
+        """Listen no more where all must come, and tell all how it went.
+
+        Args:
+          seconds: how long others were waited for.
+
+        Returns:
+          What was wrong, in words; empty where nothing was.
+        """
+        if self._roster.few(()):
+            missing = sorted(set(range(self._options.nnodes)) - set(self._roster.sizes))
+            self._fault = self._fault or f"node(s) {missing} never called within {seconds:g} s"
+        if not self._options.elastic:
+            self._roster.close()
+            answer = {"sizes": self.sizes, "fault": self._fault}
+            self._lines.tell(answer)
+            for line in self._refused:
+                line.send(answer)
+        return self._fault
+
+    def close(self) -> None:
+        """Listen no more, and hang up on those that were refused."""
+        self._roster.close()
+        for line in self._refused:
+            line.close()
+
+
+# --------------------------------------------------------------------------------------------------
+# The launchers of a job's machines in touch: they gather, agree on ranks and port, and share alarms and the verdict.
+#
+# Node 0's launcher listens on the master port of the named address; the others call it. The workers' coordinator gets
+# the 16 ports after that one in turn, another at every attempt, so that nothing of a dead attempt can answer a new one.
+# Where machines may come and go (`--nnodes MIN:MAX`) node 0 goes on listening, and says at every attempt who belongs to
+# it.
+# --------------------------------------------------------------------------------------------------
+
+GATHER_TIMEOUT = 300.0
+"""Seconds in which the launchers of all machines must be started, or of as many as there must be."""
+
+_TICK = 0.1
+
+
+class Nodes:
+    """All launchers of a job, as one of them sees them. A context; entered once everybody has come, or enough have.
+
+    Args:
+      options: of this launcher.
+      local_size: its number of workers.
+      interrupts: its signals.
+
+    Attributes:
+      sizes: by node, the number of workers of every machine that had come when this one was let in; 0 where none had.
+    """
+
+    def __init__(self, options: LaunchOptions, local_size: int, interrupts: Interrupts):
+        self.sizes = [local_size]
+        self._options = options
+        self._interrupts = interrupts
+        self._me = options.node_rank
+        self._token = job_token()
+        self._roster: Roster | None = None  # node 0's
+        self._lines = Lines(options.nnodes)
+        self._gathering: Gathering | None = None
+        self._heard = Heard()
+        self._start = Start(0, 0, (), ())
+
+    def __enter__(self) -> "Nodes":
+        try:
+            if self._options.nnodes > 1:
+                self._gather() if self._me == 0 else self._call()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception):
+        if self._gathering is not None:
+            self._gathering.close()
+        self._lines.close()
+
+    def start(self, number: int, port: int) -> Start:
+        """The next attempt that this machine belongs to: node 0's choice, heard by all.
+
+        Args:
+          number: of the attempt, at least; node 0 takes it.
+          port: of its coordinator; node 0's counts.
+
+        Raises:
+          Over: when there is none.
+        """
+        if self._roster is None and self._me == 0:
+            self._heard.starts[number] = Start(number, port, (0,), tuple(self.sizes))
+        elif self._roster is not None:
+            self._wait_for_enough(self._roster)
+            if self.lost is None:
+                nodes = self._roster.next_nodes(self._start.nodes)
+                start = Start(number, port, nodes, tuple(self._roster.sizes[node] for node in nodes))
+                self._roster.trial.begin(self._start.nodes, nodes)
+                self._lines.tell(start.message)
+                self._heard.starts[number] = start
+        heard = self._heard
+        self._wait(lambda: heard.newest_with(self._me) >= number or heard.status is not None)
+        if heard.newest_with(self._me) < number:
+            raise Over(self.lost or "", 1) if heard.status is None else Over("the job is over", heard.status)
+        self._start = heard.starts[heard.newest_with(self._me)]
+        return self._start
+
+    @property
+    def lost(self) -> str | None:
+        """Why no further attempt makes sense, in words; None while there may be one."""
+        return self._heard.lost
+
+    def sockets(self) -> Sequence[Any]:
+        """See `Others`."""
+        lines = self._lines.sources()
+        return lines if self._roster is None else [*lines, *self._roster.sources()]
+
+    def poll(self, done: bool) -> bool:
+        """See `Others`."""
+        if done and self._me not in self._heard.ended[self._start.number]:
+            self._end(None, well=True)
+        self._listen(silent=self._options.elastic)  # of a fixed number, no one that stands still harms workers
+        self._consider_growing()
+        number = self._start.number
+        return number in self._heard.alarms or self.lost is not None or bool(self._heard.gone[number]) or self.gently
+
+    @property
+    def gently(self) -> bool:
+        """See `Others`."""
+        return self._start.number in self._heard.regroups
+
+    def waiting(self) -> bool:
+        """See `Others`."""
+        return not self._all_ended()
+
+    def alarm(self) -> None:
+        """See `Others`."""
+        self._lines.tell({"alarm": self._start.number})
+
+    def beat(self) -> None:
+        """See `Others`."""
+        self._lines.beat()
+
+    def stopping(self) -> None:
+        """See `Others`."""
+        if self._options.elastic and self._me != 0:
+            self._lines.tell({"leaving": self._start.number})
+
+    def leave(self, why: str) -> None:
+        """Tell the others that this launcher stops for good."""
+        self._lines.tell({"leave": why})
+
+    def over(self, status: int) -> None:
+        """Node 0 tells those that wait for a place that there will be none."""
+        if self._options.elastic and self._me == 0:
+            self._lines.tell({"over": status})
+
+    @property
+    def decides(self) -> bool:
+        """Whether this launcher says for itself if there is another attempt; where machines come and go, only node 0 does."""
+        return self._me == 0 or not self._options.elastic
+
+    @property
+    def changed(self) -> bool:
+        """Whether the next attempt has other machines than the one before."""
+        if self._heard.gone[self._start.number] or self.gently:
+            return True
+        return self._roster is not None and self._roster.next_nodes(self._start.nodes) != self._start.nodes
+
+    def send_away(self) -> bool:
+        """Node 0: whether machines have to go because the first attempt with them has failed, and the others go on."""
+        heard, number = self._heard, self._start.number
+        if not self._manages or self.gently or heard.gone[number] or not any(heard.ended[number].values()):
+            return False
+        assert self._roster is not None
+        for node in (away := self._roster.to_send_away(self._start.nodes)):
+            why = f"the first attempt with node {node} has failed, and the others go on without it"
+            self._roster.trial.send_away(node)
+            self._drop(node, why, farewell={"leave": why})
+        return bool(away)
+
+    def verdict(self, failure: Failure | None, well: bool = False) -> Failure | None:
+        """The root cause of a failed attempt, the same on every machine.
+
+        Args:
+          failure: what failed here first, if anything.
+          well: whether all workers here have ended with 0.
+        """
+        self._end(failure, well)
+        self._wait(self._all_ended)
+        failures = [found for found in self._heard.ended[self._start.number].values() if found is not None]
+        return root_cause(failures) if failures else None
+
+    @property
+    def finished_well(self) -> bool:
+        """Whether the workers of every machine have ended with 0."""
+        return set(self._start.nodes) <= self._heard.well[self._start.number]
+
+    def _all_ended(self) -> bool:
+        return self._heard.all_ended(self._start)
+
+    def _finished(self) -> bool:
+        """Whether all workers have ended, and none so that there will be another attempt."""
+        failed = self._manages and any(self._heard.ended[self._start.number].values())
+        return bool(self._start.nodes) and self._all_ended() and not failed
+
+    def _end(self, failure: Failure | None, well: bool) -> None:
+        said = {"ended": self._start.number, "node": self._me, "well": well, "failure": failure and asdict(failure)}
+        self._heard.take(said)
+        self._lines.tell(said)
+
+    def _listen(self, silent: bool = True) -> None:
+        """Take in what the others say; node 0 passes it on to the rest. `silent`: who stands still counts as gone."""
+        for node, message in self._lines.hear():
+            if self._manages and "leave" in message:
+                self._drop(node, message["leave"])
+            elif self._manages and "leaving" in message:
+                self._regroup()
+            else:
+                self._heard.take(message)
+                if "start" in message and self._me not in message["nodes"]:
+                    print_note(f"attempt {message['start']} runs without node {self._me}, which waits for a place")
+                if self._me == 0:
+                    self._lines.tell(message, but=node)
+        for node, why in [] if self._finished() else self._lines.dead(silent):
+            if self._manages:
+                self._drop(node, why)
+            else:
+                self._heard.lost = self.lost or why
+        if self._gathering is not None:
+            self._gathering.welcome()
+
+    def _drop(self, node: int, why: str, farewell: dict | None = None) -> None:
+        """Node 0: a machine that may go has gone."""
+        assert self._roster is not None
+        self._lines.drop(node, farewell)
+        self._roster.drop(node)
+        self._heard.take(message := {"gone": node, "why": why})
+        self._lines.tell(message)
+
+    def _regroup(self) -> None:
+        """Node 0: all workers shall end by themselves, and start again on other machines."""
+        self._heard.take(message := {"regroup": self._start.number})
+        self._lines.tell(message)
+
+    @property
+    def _manages(self) -> bool:
+        """Whether this is node 0 of machines that may come and go."""
+        return self._roster is not None and self._options.elastic
+
+    def _consider_growing(self) -> None:
+        """Node 0: ask for another attempt when machines wait that could join, unless this one ends anyway."""
+        roster, now = self._roster, self._start
+        if roster is not None and not self._heard.ends(now.number) and roster.could_grow(now.nodes):
+            self._regroup()
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        while not until() and self.lost is None:
+            self._pause(self.sockets())
+            self._listen()
+
+    def _pause(self, sources: Sequence) -> None:
+        readable([self._interrupts, *sources], _TICK)
+        self._lines.beat()
+        self._interrupts.drain()
+        if self._interrupts.received:
+            self.leave(f"the launcher of node {self._me} was stopped by {self._interrupts.received[0].name}")
+            raise Stopped
+
+    def _wait_for_enough(self, roster: Roster) -> None:
+        """Node 0: wait until as many machines are there as there must be."""
+        before, deadline = self._start.nodes, time.monotonic() + GATHER_TIMEOUT
+        if few := roster.few(before):
+            print_note(f"{few}: waiting up to {GATHER_TIMEOUT:g} s for others")
+            self._wait(lambda: not roster.few(before) or time.monotonic() > deadline)
+            if few := roster.few(before):
+                self._heard.lost = self.lost or f"{few}: no other came within {GATHER_TIMEOUT:g} s"
+
+    def _gather(self) -> None:
+        """Node 0: wait for a call from every other launcher, or from enough of them, then tell all the sizes."""
+        elastic, deadline = self._options.elastic, time.monotonic() + GATHER_TIMEOUT
+        self._roster = Roster(self._options, self.sizes[0], self._token)
+        self._gathering = gathering = Gathering(self._options, self._roster, self._lines)
+        while gathering.waits and (time.monotonic() < deadline or not self._roster.few(())):
+            self._pause(self.sockets())
+            self._listen() if elastic else gathering.welcome()
+        fault, self.sizes = gathering.end(GATHER_TIMEOUT), gathering.sizes
+        if fault:
+            self.over(1)
+            refuse(self._options, fault)
+
+    def _call(self) -> None:
+        """Another node: find node 0's launcher."""
+        size, patience = self.sizes[0], GATHER_TIMEOUT
+        line, self.sizes = call(self._options, size, self._token, patience, self._pause)
+        self._lines.add(0, line)

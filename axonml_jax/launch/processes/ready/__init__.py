@@ -1,1 +1,0 @@
-"""Processes that stand by to be the workers of the next attempt."""

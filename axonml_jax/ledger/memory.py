@@ -1,0 +1,357 @@
+"""Memory of devices: what they have, what a plan takes, what is refused before it is allocated."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from axonml_jax.base import named_leaves
+from axonml_jax.cost.base import Placed, Run, ShardCounts, grouped, placed_leaves
+from axonml_jax.cost.memory import gathered, gradients, left_out, rests, whole_of_stages
+from axonml_jax.layers.context import SCOPE
+from axonml_jax.ledger.compiled import PositionTraffic, collectives_in_compiled, place, position_traffic
+from axonml_jax.ledger.count import number
+from axonml_jax.mesh.axes import as_axes
+from axonml_jax.model.view import Functional
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.plan import CPUOffload
+from axonml_jax.sharding.layout import is_layout
+from axonml_jax.strategies.strategy import units
+
+# --------------------------------------------------------------------------------------------------
+# What compiled programs may send where an axis that splits positions is left to XLA's partitioner.
+# --------------------------------------------------------------------------------------------------
+
+
+def accepting(placement: Placement, mesh: Mesh) -> Callable[[Any], None] | None:
+    """What refuses a compiled step that would hang or sends more than the plan's strategies allow; None where none is asked."""
+    asked = [each for each in (would_hang(placement, mesh), over_budget(placement)) if each is not None]
+
+    def accept(compiled: Any) -> None:
+        for refuse in asked:
+            refuse(compiled)
+
+    return accept if asked else None
+
+
+def would_hang(placement: Placement, mesh: Mesh) -> Callable[[Any], None] | None:
+    """What refuses a compiled program in which devices would wait for others for ever; None where none can be.
+
+    A pipeline's stages are branches, which ranks of other stages do not take. XLA:CPU's permutes wait for all devices, whatever
+    pairs they have, and the partitioner makes some where code shifts positions.
+
+    Raises:
+      ValueError: from the function returned; it lists every permute in a branch, and the remedies.
+    """
+    if placement.stages is None or not placement.left or mesh.devices.flat[0].platform != "cpu":
+        return None
+
+    def refuse(compiled: Any) -> None:
+        there = [each for each in collectives_in_compiled(compiled) if each.in_branch and each.kind == "permute"]
+        if there:
+            lines = dict.fromkeys(f"  permute of {each.result.split('{')[0]}, by {place(each)}" for each in there)
+            raise ValueError(
+                "XLA's partitioner sends positions between neighbours in the branch of one stage, and on CPU that waits for "
+                "the devices of all stages, for ever:\n" + "\n".join(lines) + "\nuse a mesh without pipe or without "
+                f"{', '.join(sorted(placement.left))}, or write the model for its rank's positions (splits_positions = True)"
+            )
+
+    return refuse
+
+
+def over_budget(placement: Placement) -> Callable[[Any], None] | None:
+    """What refuses a compiled step that sends more than the plan's strategies allow; None where none is asked.
+
+    Raises:
+      ValueError: from the function returned; it lists every operation that sends, with its bytes, and the remedies.
+    """
+    budgets = {
+        name: each.partitioner_budget
+        for axis, each in placement.plan.on(placement.degrees).items()
+        for name in as_axes(axis)
+        if each.left_to_partitioner and placement.degrees[name] > 1
+    }
+    if not budgets:
+        return None
+
+    def refuse(compiled: Any) -> None:
+        for axis, budget in budgets.items():
+            traffic = traffic_along(placement, compiled, axis)
+            sent, allowed = traffic.bytes(traffic.others), budget(float(traffic.bytes(traffic.attention)))
+            if sent > allowed:
+                raise ValueError(_refusal(traffic, allowed))
+
+    return refuse
+
+
+def traffic_along(placement: Placement, compiled: Any, axis: str) -> PositionTraffic:
+    """What a compiled step sends along an axis that is left to the partitioner."""
+    leaves = jax.tree.leaves((placement.params, placement.frozen), is_leaf=is_layout)
+    shapes = [placement.read_shape(layout) for layout in leaves]
+    sizes = {math.prod(shape) for shape in shapes} | {math.prod(shape[1:]) for shape in shapes if shape}
+    return position_traffic(compiled, placement.degrees, axis, scope=SCOPE, parameters=sizes)
+
+
+def _refusal(traffic: PositionTraffic, allowed: float) -> str:
+    sent = lambda some: number(traffic.bytes(some))
+    listed = sorted(traffic.others, key=lambda each: traffic.bytes([each]), reverse=True)
+    lines = [f"  {each.kind} of {each.result.split('{')[0]}: {sent([each])} bytes, by {place(each)}" for each in listed]
+    return (
+        f"besides attention, which sends {sent(traffic.attention)} bytes per rank along {traffic.axis}, the model's code sends "
+        f"{sent(traffic.others)} across positions, more than {allowed:,.0f}:\n"
+        + "\n".join(lines[:12])
+        + (f"\n  and {len(lines) - 12} more" if len(lines) > 12 else "")
+        + "\nallow it by ax.Context(allow_communication=True) or a number of bytes, in a configuration "
+        "context.allow_communication, or use a mesh without this axis"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory of a sharded model: added up from its layouts before anything runs, and measured.
+# --------------------------------------------------------------------------------------------------
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class FSDPMemoryStats:
+    """Bytes per device of model states (Rajbhandari et al. 2020, section 3), padding included; activations are not in it.
+
+    Attributes:
+      total_params: trained and frozen parameters of the whole model.
+      param_bytes: resting parameters.
+      grad_bytes: gradients at their fullest.
+      optim_bytes: optimizer state; with rounds (`ax.DiLoCo`) a replica's own parameters and the outer momentum too, and what
+        sums of gradients leave out where that is fed back.
+      gathered_bytes: whole parameters held during the step beside the resting ones, at their fullest.
+      joining_bytes: with rounds, what the end of one holds beside what rests, when gradients and whole parameters are gone.
+      replicated_bytes: parameters, gradients and optimizer state of plain data parallelism (DDP).
+      offload: what of these rests in host memory instead of on the device.
+    """
+
+    total_params: int
+    param_bytes: int
+    grad_bytes: int
+    optim_bytes: int
+    gathered_bytes: int
+    replicated_bytes: int
+    offload: CPUOffload = CPUOffload.NONE
+    joining_bytes: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory."""
+        kept = self.offload
+        return self.param_bytes * kept.params + self.grad_bytes * kept.gradients + self.optim_bytes * kept.optimizer
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on the device at the fullest moment of a step."""
+        fullest = max(self.grad_bytes + self.gathered_bytes, self.joining_bytes)
+        return self.param_bytes + self.optim_bytes + fullest - self.host_bytes
+
+    @property
+    def total_memory_mb(self) -> float:
+        """`total_bytes` in MB of 2**20 bytes."""
+        return self.total_bytes / MIB
+
+    @property
+    def memory_savings(self) -> float:
+        """The part of DDP's bytes that is saved, from 0 to 1 (negative when gathering costs more than sharding saves)."""
+        return 1 - self.total_bytes / self.replicated_bytes if self.replicated_bytes else 0.0
+
+    def __str__(self) -> str:
+        rows = {
+            "parameters": self.param_bytes,
+            "gradients": self.grad_bytes,
+            "optimizer": self.optim_bytes,
+            "gathered": self.gathered_bytes,
+            "joining": self.joining_bytes,
+            "on the host": -self.host_bytes,
+            "device": self.total_bytes,
+        }
+        width = max(map(len, rows))
+        scale, unit = (MIB, "MB") if self.replicated_bytes >= MIB else (2**10, "KB")
+        return "\n".join(f"{name:<{width}}  {size / scale:>12,.1f} {unit}" for name, size in rows.items() if size)
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Measured memory of one device, in MB of 2**20 bytes.
+
+    Attributes:
+      current_allocation_mb: live arrays.
+      peak_memory_mb: the most so far as the device counts it; where it does not count (CPU), what the compiler planned for
+        the newest trainer's step: its arguments, results and temporaries. None when neither is known.
+      source: "device" or "compiled step": where the peak comes from; "" when unknown.
+    """
+
+    current_allocation_mb: float
+    peak_memory_mb: float | None
+    source: str
+
+
+def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemoryStats:
+    """See `FSDP.memory_estimate`."""
+    if placement.stages is not None:  # a device holds the stages of one rank, padded to the fullest one's
+        return _of_stages(placement, moments)
+    plan, placed = placement.plan, placed_leaves(placement, _units(placement, model))
+    weights, all_of_it, run = grouped(placed), ShardCounts(1, 1, 1, 1), Run.of(plan, placement.degrees)
+    own = rests(weights, all_of_it)
+    return FSDPMemoryStats(
+        param_bytes=own.parameters + own.padding,
+        grad_bytes=gradients(weights, all_of_it, run),
+        optim_bytes=(moments + run.copies) * (own.trained + own.trained_padding) + left_out(weights, all_of_it),
+        gathered_bytes=gathered(weights, all_of_it, run),
+        joining_bytes=int(run.joining * (own.trained + own.trained_padding)),
+        offload=plan.offload,
+        **_whole(placed, moments),
+    )
+
+
+def _whole(placed: Sequence[Placed], moments: int) -> dict[str, int]:
+    """The size of a model, and what it would need where every rank holds all of it."""
+    size = lambda each: each.layout.size * each.rest_dtype.itemsize
+    trained = sum(size(each) for each in placed if each.weight.trained)
+    return {
+        "total_params": sum(each.layout.size for each in placed),
+        "replicated_bytes": sum(map(size, placed)) + (1 + moments) * trained,
+    }
+
+
+def _units(placement: Placement, model: Functional) -> dict[int, str]:
+    """The unit of every parameter where units are gathered at their use; those outside are gathered together."""
+    if not placement.gathers_when_used:
+        return {}
+    names = [*named_leaves(placement.params), *named_leaves(placement.frozen)]
+    found = units(names, placement.by_unit.wrap, model.module_types())
+    inside = {i: f"unit {path}" for path, unit in found.items() for i in unit}
+    return {i: inside.get(i, "outside") for i in range(len(names))}
+
+
+def _of_stages(placement: Placement, moments: int) -> FSDPMemoryStats:
+    """The same along a pipeline, where what rests are buffers of the fullest rank."""
+    stages, plan, placed = placement.stages, placement.plan, placed_leaves(placement)
+    assert stages is not None
+    accumulate = plan.precision.accumulate_dtype
+    buffers = [list(store.buffers.sizes.items()) for store in (stages.params, stages.frozen)]
+    params, frozen = (sum(size * jnp.dtype(group.dtype).itemsize for group, size in sizes) for sizes in buffers)
+    grads = sum(size * jnp.dtype(accumulate(group.dtype)).itemsize for group, size in buffers[0])
+    read = [each.read_bytes for each in placed]
+    sums = [each.sum_bytes * each.weight.trained for each in placed]
+    ranks, whole = [stage % stages.num_ranks for stage in stages.stages], 0
+    if stages.policy.in_ticks:
+        whole = whole_of_stages(_most(read, stages.stages), _most(sums, stages.stages))
+    elif plan.precision.compute is not None or any(each.sharded for each in placed):
+        whole, grads = _most(read, ranks), max(grads, _most(sums, ranks))
+    return FSDPMemoryStats(
+        param_bytes=params + frozen,
+        grad_bytes=grads,
+        optim_bytes=moments * params,
+        gathered_bytes=whole,
+        offload=plan.offload,
+        **_whole(placed, moments),
+    )
+
+
+def _most(sizes: Sequence[int], places: Sequence[int]) -> int:
+    """The largest sum of sizes at one place."""
+    totals: dict[int, int] = {}
+    for size, where in zip(sizes, places, strict=True):
+        totals[where] = totals.get(where, 0) + size
+    return max(totals.values(), default=0)
+
+
+def measure(mesh: Mesh, trainer: Any) -> MemoryStats:
+    """See `FSDP.memory_stats`."""
+    devices = mesh.local_devices
+    live = dict.fromkeys(devices, 0)
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            if shard.device in live and shard.data.sharding.memory_kind in (None, "device"):
+                live[shard.device] += shard.data.nbytes
+    current = max(live.values()) / MIB
+    counted = [stats for device in devices if (stats := device.memory_stats())]
+    if counted:
+        current = max(stats["bytes_in_use"] for stats in counted) / MIB
+        return MemoryStats(current, max(stats["peak_bytes_in_use"] for stats in counted) / MIB, "device")
+    planned = trainer() if trainer is not None else None
+    compiled = planned.compiled_memory() if planned is not None else None
+    return MemoryStats(
+        current, None if compiled is None else compiled / MIB, "" if compiled is None else "compiled step"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# A bar picture of memory by kind and strategy (needs the `plots` extra).
+# --------------------------------------------------------------------------------------------------
+
+_COLORS = {"parameters": "#4c72b0", "gradients": "#dd8452", "optimizer": "#55a868", "gathered for use": "#b7b7b7"}
+
+
+def plot_memory(
+    stats: Mapping[str, FSDPMemoryStats], path: str | Path, *, title: str | None = None, budget: float | None = None
+) -> None:
+    """Draw estimates side by side, a bar for each: what a device holds by kind, and what rests on the host below zero.
+
+    Args:
+      stats: estimates (`fsdp.memory_estimate()`) by name, such as that of the strategy.
+      path: of the picture; its ending decides the format (svg, png, pdf).
+      title: above the bars, such as the model's name and the mesh; None: how many parameters the models have.
+      budget: bytes that a device has, drawn as a line.
+
+    Raises:
+      ImportError: without matplotlib; names the extra.
+      ValueError: without anything to draw.
+    """
+    if not stats:
+        raise ValueError("plot_memory draws estimates by name, but none was given")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plot_memory needs matplotlib: pip install 'axonml-jax[plots]'") from error
+    figure = Figure(figsize=(1.5 + 1.25 * len(stats), 4.2), layout="constrained")
+    axes = figure.subplots()
+    _draw(axes, stats, budget)
+    sizes = sorted({each.total_params for each in stats.values()})
+    figure.suptitle(" and ".join(f"{size:,}" for size in sizes) + " parameters" if title is None else title)
+    figure.savefig(path, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
+
+
+def _draw(axes: Any, stats: Mapping[str, FSDPMemoryStats], budget: float | None) -> None:
+    names = list(stats)
+    bottoms = [0.0] * len(names)
+    for kind, color in _COLORS.items():
+        heights = [_on_device(each)[kind] / MIB for each in stats.values()]
+        if not any(heights):
+            continue
+        axes.bar(names, heights, 0.65, bottom=bottoms, color=color, label=kind)
+        bottoms = [low + more for low, more in zip(bottoms, heights, strict=True)]
+    hosts = [-each.host_bytes / MIB for each in stats.values()]
+    if any(hosts):
+        axes.bar(names, hosts, 0.65, color="white", edgecolor="#777777", hatch="///", label="on the host")
+        axes.axhline(0, color="black", linewidth=0.8)
+    if budget is not None:
+        axes.axhline(budget / MIB, color="#c0392b", label=f"a device has {budget / MIB:,.0f}")
+    for name, height in zip(names, bottoms, strict=True):
+        axes.annotate(f"{height:,.0f}" if height >= 10 else f"{height:.2g}", (name, height), ha="center", va="bottom")
+    axes.margins(y=0.08)
+    axes.set_ylabel("MB per device")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="x", labelrotation=20)
+    axes.legend(frameon=False, fontsize="small")
+
+
+def _on_device(stats: FSDPMemoryStats) -> dict[str, int]:
+    away = stats.offload
+    return {
+        "parameters": 0 if away.params else stats.param_bytes,
+        "gradients": 0 if away.gradients else stats.grad_bytes,
+        "optimizer": 0 if away.optimizer else stats.optim_bytes,
+        "gathered for use": stats.gathered_bytes,
+    }

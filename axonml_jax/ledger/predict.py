@@ -1,0 +1,713 @@
+"""What a plan will hold and send, from the shapes of a model alone."""
+
+import json
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+
+from axonml_jax.base import lines, section
+from axonml_jax.cost.base import LATER, Flow, Run, ShardCounts, TickCounts, merged, splitting
+from axonml_jax.cost.decoder import Amount, DecoderLike, exact, layer_degrees, problems
+from axonml_jax.cost.flows import (
+    SplitAttention,
+    Stages,
+    bubble,
+    expert_flops,
+    recomputed_flops,
+    stage_costs,
+    stages_of,
+    timetable_of,
+)
+from axonml_jax.cost.memory import (
+    Memory,
+    Step,
+    attention_problems,
+    attention_work,
+    compute_dtype,
+    flows,
+    held,
+    resting,
+    weights_of,
+)
+from axonml_jax.cost.published import experts_traffic, pipeline_traffic, tensor_traffic, weight_traffic
+from axonml_jax.ledger.count import PADDING, SCALARS, Collective, PrintedTable, axes_table, number
+from axonml_jax.mesh.axes import AXES, LAYER_AXES, as_axes, flat_axes
+from axonml_jax.parallel.plan import Plan
+from axonml_jax.pipeline.schedules import AXIS
+from axonml_jax.pipeline.timetable import StageCosts, Timetable
+from axonml_jax.strategies.strategy import Fabric
+
+# --------------------------------------------------------------------------------------------------
+# `Prediction`: what a plan will hold, send and compute, as a value that prints as tables, compares and goes to JSON.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The ledger of a plan from shapes alone.
+
+    Attributes:
+      degrees: of the mesh.
+      plan: how the step runs, in words.
+      memory: bytes per device.
+      traffic: collectives by what they move, the heaviest first. Of a dispatch's rounds after the first, which even loads do
+        not need, one is among them, as in a traced step; sums leave it out.
+      minimum: bytes per rank and step that theory allows, by label: gradients+parameters (ZeRO), activations+cotangents
+        (pipeline), layers (Megatron, Korthikanti et al., AxoNN), experts (every token to its k experts and back).
+      bubble: idle time of a pipeline's ranks over useful time.
+      ticks: rows of the pipeline's timetable; 0 without one.
+      microbatches: of one update, on one batch shard.
+      params: parameters of the whole model.
+      tokens: of one update, over all devices.
+      layers: blocks of the model.
+      flops_per_token: of forward and backward, recomputation left out.
+      recomputed_flops_per_token: what recomputation adds.
+      causal_balance: what the rank that computes most of causal attention computes of it, over the mean.
+      masked_flops_per_token: of flops_per_token, those that attention leaves out, as a mask hides the tiles they are of.
+      attention_again: how often attention's forward is computed again.
+      blockwise_flops_per_token: of flops_per_token, those of attention in blocks that no kernel computes.
+      expert_flops_per_token: of all these FLOPs, those of the experts that a token is sent to.
+      expert_padding: rows that a rank's experts multiply, over those of its share of tokens; 0: as many as others send.
+      notes: what the numbers leave open.
+      timetable: what the pipeline runs when; None without one.
+      stage_costs: multiplications per token of the timetable's stages.
+    """
+
+    degrees: Mapping[str, int]
+    plan: str
+    memory: Memory
+    traffic: tuple[Flow, ...]
+    minimum: Mapping[str, Amount]
+    bubble: float
+    ticks: int
+    microbatches: int
+    params: int
+    tokens: int
+    layers: int
+    flops_per_token: int
+    recomputed_flops_per_token: int
+    causal_balance: float = 1.0
+    masked_flops_per_token: float = 0.0
+    attention_again: int = 0
+    blockwise_flops_per_token: float = 0.0
+    expert_flops_per_token: float = 0.0
+    expert_padding: float = 0.0
+    notes: tuple[str, ...] = ()
+    timetable: Timetable | None = field(default=None, repr=False)
+    stage_costs: StageCosts | None = field(default=None, repr=False)
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether stages lie along a pipeline."""
+        return self.timetable is not None
+
+    @property
+    def total_bytes(self) -> Amount:
+        """Bytes that one rank sends in one step, where experts get equal loads."""
+        return exact(sum(flow.wire_bytes for flow in self._even))
+
+    @property
+    def _even(self) -> list[Flow]:
+        return [flow for flow in self.traffic if flow.where != LATER]
+
+    @property
+    def bytes_by_axes(self) -> dict[tuple[str, ...], Amount]:
+        """The total by mesh axes."""
+        totals: dict[tuple[str, ...], Amount] = {}
+        for flow in self._even:
+            totals[flow.axes] = exact(totals.get(flow.axes, 0) + flow.wire_bytes)
+        return totals
+
+    @property
+    def ratios(self) -> dict[str, tuple[Amount, Amount, float | None]]:
+        """(sent, minimum, their ratio) of every label that theory knows."""
+        found = {}
+        for name, least in self.minimum.items():
+            labels = {"layers": ("layers",)}.get(name, name.split("+"))
+            sent = exact(sum(flow.wire_bytes for flow in self._even if (flow.label or "layers") in labels))
+            found[name] = (sent, least, float(sent / least) if least else None)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "mesh": dict(self.degrees),
+            "plan": self.plan,
+            "memory": {
+                **self.memory.by_kind(),
+                "arguments": self.memory.arguments,
+                "temporaries": self.memory.temporaries,
+                "total": self.memory.total,
+            },
+            "traffic": [
+                {**asdict(flow), "axes": list(flow.axes), "wire_bytes": float(flow.wire_bytes)} for flow in self.traffic
+            ],
+            "total_bytes": float(self.total_bytes),
+            "against_theory": {
+                name: {"sent": float(sent), "minimum": float(least), "ratio": ratio}
+                for name, (sent, least, ratio) in self.ratios.items()
+            },
+            "bubble": self.bubble,
+            "ticks": self.ticks,
+            "microbatches": self.microbatches,
+            "params": self.params,
+            "tokens": self.tokens,
+            "layers": self.layers,
+            "flops_per_token": self.flops_per_token,
+            "recomputed_flops_per_token": self.recomputed_flops_per_token,
+            "masked_flops_per_token": float(self.masked_flops_per_token),
+            "causal_balance": self.causal_balance,
+            "expert_flops_per_token": self.expert_flops_per_token,
+            "notes": list(self.notes),
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def save_picture(self, path: Any, *, model: str = "", budget: float | None = None) -> None:
+        """Draw memory by kind and traffic by axis; needs the `plots` extra.
+
+        Args:
+          path: of the file; its suffix chooses the format.
+          model: its name, for the title.
+          budget: bytes that a device may use, drawn as a line.
+        """
+
+        draw(self, path, model=model, budget=budget)
+
+    @property
+    def headline(self) -> str:
+        """The size of the model, the mesh and the plan in words."""
+        mesh = " x ".join(f"{axis} {ranks}" for axis, ranks in self.degrees.items()) or "one device"
+        return f"{self.params:,} parameters on {mesh}; {self.plan}"
+
+    def __str__(self) -> str:
+        return "\n\n".join([self.headline, *map(str, self._tables), *self._said])
+
+    def _repr_html_(self) -> str:
+        pictures = [] if self.timetable is None else [self.timetable._repr_html_()]
+        tables = [table._repr_html_() for table in self._tables]
+        return section(self.headline, *tables, *map(lines, self._said), *pictures)
+
+    @property
+    def _tables(self) -> list[PrintedTable]:
+        sent = [self._traffic_table(), self._axes_table()] if self.traffic else []
+        known = [self._theory_table()] if any(self.minimum.values()) else []
+        return [self._memory_table(), *sent, *known]
+
+    @property
+    def _said(self) -> list[str]:
+        return [self._work(), *(f"note: {note}" for note in self.notes)]
+
+    def _memory_table(self) -> PrintedTable:
+        kinds, total = self.memory.by_kind(), self.memory.total
+        rows = [[name, f"{size / 2**20:,.1f}"] for name, size in kinds.items()]
+        rows += [["at the fullest moment", f"{total / 2**20:,.1f}"]]
+        shares = [size / max(total, *kinds.values(), 1) for size in (*kinds.values(), total)]
+        return PrintedTable(["memory per device", "MiB"], rows, left=1, shares=shares)
+
+    def _traffic_table(self) -> PrintedTable:
+        header = ["label", "collective", "axes", "dtype", "where", "launches", "elements", "bytes/rank"]
+        rows = [row for flow in self.traffic for row in _flow_rows(flow)]
+        return PrintedTable(header, rows, left=5)
+
+    def _axes_table(self) -> PrintedTable:
+        return axes_table({",".join(axes): sent for axes, sent in self.bytes_by_axes.items()}, self.total_bytes)
+
+    def _theory_table(self) -> PrintedTable:
+        rows = [
+            [name, number(sent), number(least), "-" if ratio is None else f"{ratio:.4f}"]
+            for name, (sent, least, ratio) in self.ratios.items()
+            if least
+        ]
+        return PrintedTable(["against theory", "bytes/rank", "minimum", "ratio"], rows, left=1)
+
+    def _work(self) -> str:
+        more = [f"and {self.recomputed_flops_per_token:,} again"] if self.recomputed_flops_per_token else []
+        more += [f"but {self.masked_flops_per_token:,.0f} that masks hide"] if self.masked_flops_per_token else []
+        again = f" ({', '.join(more)})" if more else ""
+        lines = [f"{self.tokens:,} tokens per update, {self.flops_per_token:,} FLOPs per token{again}"]
+        if self.causal_balance > 1:
+            lines.append(f"causal attention: the busiest rank computes {self.causal_balance:.2f} times the mean")
+        if self.ticks:
+            lines.append(f"pipeline: {self.ticks} ticks, bubble {self.bubble:.1%} of the useful time")
+        return "\n".join(lines)
+
+
+def _flow_rows(flow: Flow) -> Iterator[list[str]]:
+    """A flow in a table: one row, or two where a part of it is padding, which has no launch of its own."""
+    place = flow.where if flow.times == 1 else f"{flow.where} ({flow.times})"
+    ranks = f"{','.join(flow.axes)} ({flow.group_size})"
+    parts = [(flow.label or "layers", flow.count, flow.elements - flow.padding, flow.wire_bytes - flow.padding_bytes)]
+    parts += [(PADDING, 0, flow.padding, flow.padding_bytes)] if flow.padding else []
+    for label, count, elements, sent in parts:
+        counts = (number(count), number(elements * flow.times), number(exact(sent)))
+        yield [label, flow.kind, ranks, flow.dtype, place, *counts]
+
+
+# --------------------------------------------------------------------------------------------------
+# A prediction as a picture: memory by kind beside what a device has, and bytes by axis.
+# --------------------------------------------------------------------------------------------------
+
+
+class Drawn(Protocol):
+    """What a picture shows of a prediction."""
+
+    @property
+    def memory(self) -> Memory:
+        """By kind."""
+        ...
+
+    @property
+    def traffic(self) -> tuple[Flow, ...]:
+        """Of one step."""
+        ...
+
+    @property
+    def headline(self) -> str:
+        """Model and plan."""
+        ...
+
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+_WORK = {
+    "forward": ("forward", "#7fb0e3"), "backward": ("backward", "#2f6fb2"), "": ("once at the end", "#6b6b6b"),
+}  # fmt: skip
+_FAR = 8  # a budget so many times the need would flatten the bar
+
+
+def draw(prediction: Drawn, path: str | Path, *, model: str = "", budget: float | None = None) -> None:
+    """Draw a stack of memory by kind and the traffic of every axis, forward and backward apart.
+
+    Args:
+      prediction: what to draw.
+      path: where; the suffix chooses the format (.svg, .png, .pdf).
+      model: its name, for the title.
+      budget: bytes that a device may use, drawn as a line.
+
+    Raises:
+      ModuleNotFoundError: without matplotlib, which the `plots` extra installs.
+    """
+    figure = new_figure(9, 4.2)
+    put_title(figure, prediction, model)
+    panels(figure, prediction, budget)
+    save(figure, path)
+
+
+def save(figure: Any, path: str | Path) -> None:
+    """Write a figure; an SVG without the date, so that the same picture is the same file."""
+    figure.savefig(path, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches.
+
+    Raises:
+      ModuleNotFoundError: without matplotlib, which the `plots` extra installs.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("pictures need matplotlib: pip install 'axonml-jax[plots]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def put_title(figure: Any, prediction: Drawn, model: str) -> None:
+    """Name the model and the plan above a figure."""
+    words = f"{model}: {prediction.headline}" if model else prediction.headline
+    figure.suptitle("\n".join(textwrap.wrap(words, 110)), fontsize="medium")
+
+
+def panels(figure: Any, prediction: Drawn, budget: float | None = None) -> None:
+    """Draw memory and, where something is sent, traffic side by side on a figure, or on a part of one."""
+    if not sent_by_axes(prediction):
+        _memory(figure.subplots(), prediction, budget)
+        return
+    memory, traffic = figure.subplots(1, 2, width_ratios=(1, 2))
+    _memory(memory, prediction, budget)
+    _traffic(traffic, prediction)
+
+
+def sent_by_axes(prediction: Drawn) -> dict[str, dict[str, float]]:
+    """Bytes on the wire by mesh axes, then by when they travel."""
+    found: dict[str, dict[str, float]] = {}
+    for flow in prediction.traffic:
+        sent = found.setdefault(",".join(flow.axes), {})
+        sent[flow.work] = sent.get(flow.work, 0.0) + float(flow.wire_bytes)
+    return found
+
+
+def _memory(axes: Any, prediction: Drawn, budget: float | None) -> None:
+    """What rests, then what the fullest moment adds; kinds may have their largest moments at different times."""
+    held = prediction.memory
+    kinds = {name: size for name, size in held.by_kind().items() if size and name != "host"}
+    top = max(sum(kinds.values()), held.total)
+    unit, size_of = _unit(top)
+    bottom = 0.0
+    for name, size in kinds.items():
+        axes.bar([0], [size / size_of], bottom=bottom, label=f"{name} {in_bytes(size)}", width=0.6)
+        bottom += size / size_of
+    axes.axhline(
+        held.total / size_of, color="black", linestyle="--", label=f"at the fullest moment {in_bytes(held.total)}"
+    )
+    axes.set(title="memory per device", ylabel=unit, xticks=[], xlim=(-0.5, 0.5))
+    axes.set_ylim(0, 1.08 * max(top, budget if budget is not None and budget < _FAR * top else 0) / size_of)
+    if budget is not None:
+        above = "" if budget < _FAR * top else " (far above)"
+        axes.axhline(
+            min(budget, 2 * _FAR * top) / size_of, color="#c0392b", label=f"may be used {in_bytes(budget)}{above}"
+        )
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _traffic(axes: Any, prediction: Drawn) -> None:
+    """Bytes on the wire by axis, stacked by when they travel, with each axis's total in words: some are too small to see."""
+    found = sent_by_axes(prediction)
+    names, totals = list(found), [sum(sent.values()) for sent in found.values()]
+    unit, size_of = _unit(max(totals))
+    starts = [0.0] * len(names)
+    for work, (title, colour) in _WORK.items():
+        sizes = [sent.get(work, 0.0) / size_of for sent in found.values()]
+        if any(sizes):
+            axes.barh(names, sizes, 0.6, left=starts, label=title, color=colour)
+            starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+    for row, (start, total) in enumerate(zip(starts, totals, strict=True)):
+        axes.annotate(f" {in_bytes(total)}", (start, row), va="center", fontsize="small")
+    axes.set(title="sent per rank and step, by mesh axis", xlabel=unit, xlim=(0, 1.3 * max(starts)))
+    axes.set_ylim(len(names) - 0.5 + (len(names) == 1), -0.5 - (len(names) == 1))
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3, frameon=False)
+
+
+def in_bytes(size: float) -> str:
+    """A size in the unit that fits it.
+
+    >>> in_bytes(3 * 2**29), in_bytes(0.5 * 2**30), in_bytes(900)
+    ('1.5 GiB', '512.0 MiB', '900 bytes')
+    """
+    unit, size_of = _unit(size)
+    return f"{size / size_of:,.{0 if size_of == 1 else 1}f} {unit}"
+
+
+def _unit(size: float) -> tuple[str, int]:
+    return next((unit for unit in _UNITS if size >= unit[1]), _UNITS[-1])
+
+
+# --------------------------------------------------------------------------------------------------
+# Hold a prediction against the program it predicts: traffic by what is moved, memory as the compiler planned it.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Disagreement:
+    """Collectives of one kind that prediction and program count differently.
+
+    Attributes:
+      label, kind, axes, dtype: which.
+      predicted: (launches, elements, bytes per rank) of one step.
+      found: the same in the program.
+    """
+
+    label: str
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    predicted: tuple[int, int, Amount]
+    found: tuple[int, int, Amount]
+
+    def __str__(self) -> str:
+        what = f"{self.label or 'layers'}: {self.kind} of {self.dtype} over {','.join(self.axes)}"
+        show = lambda counts: f"{counts[0]:,} launches, {counts[1]:,} elements, {float(counts[2]):,.0f} bytes"
+        return f"{what}: predicted {show(self.predicted)}; found {show(self.found)}"
+
+
+def difference(prediction: Prediction, collectives: Iterable[Collective]) -> list[Disagreement]:
+    """What a prediction and a program say differently about traffic; empty when they agree.
+
+    Args:
+      prediction: of the plan.
+      collectives: of the step, traced (`collectives_in`, or a report's). Over one rank nothing is sent and nothing compared.
+
+    Returns:
+      A sorted list.
+    """
+    ours: dict[tuple, tuple] = {}
+    for flow in prediction.traffic:
+        key = (flow.label, flow.kind, tuple(sorted(flow.axes)), flow.dtype)
+        ours[key] = _add(ours.get(key), (flow.count, flow.elements * flow.times, flow.wire_bytes))
+    theirs: dict[tuple, tuple] = {}
+    for entry in collectives:
+        if entry.counted and entry.group_size != 1:
+            label = "" if entry.label == SCALARS else entry.label
+            key = (label, entry.kind, tuple(sorted(entry.axes)), entry.dtype)
+            more = (entry.executions * entry.leaves, entry.executions * entry.elements, entry.step_wire_bytes)
+            theirs[key] = _add(theirs.get(key), more)
+    nothing = (0, 0, 0)
+    return sorted(
+        Disagreement(*key, predicted=ours.get(key, nothing), found=theirs.get(key, nothing))
+        for key in ours.keys() | theirs.keys()
+        if ours.get(key, nothing) != theirs.get(key, nothing)
+    )
+
+
+def _add(a: tuple | None, b: tuple) -> tuple:
+    return b if a is None else (a[0] + b[0], a[1] + b[1], exact(Fraction(a[2]) + b[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDifference:
+    """Predicted and planned bytes of one device.
+
+    Attributes:
+      arguments: (predicted, planned) bytes that rest.
+      temporaries: (predicted, planned) bytes that the step needs more.
+    """
+
+    arguments: tuple[int, int]
+    temporaries: tuple[int, int]
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Planned over predicted, of arguments and of temporaries."""
+        return tuple(found / told if told else float("inf") for told, found in (self.arguments, self.temporaries))  # pyright: ignore[reportReturnType]
+
+    def __str__(self) -> str:
+        rows = zip(("arguments", "temporaries"), (self.arguments, self.temporaries), self.ratios, strict=True)
+        return "\n".join(
+            f"{name:<12} predicted {told / 2**20:,.1f} MiB, planned {found / 2**20:,.1f} MiB, ratio {ratio:.3f}"
+            for name, (told, found), ratio in rows
+        )
+
+
+def memory_difference(prediction: Prediction, compiled: Any) -> MemoryDifference:
+    """Predicted memory beside what a compiled step plans.
+
+    Args:
+      prediction: of the plan.
+      compiled: anything with `memory_analysis()`, such as `step.lower(state, batch).compile()`.
+    """
+    planned, memory = compiled.memory_analysis(), prediction.memory
+    resting = planned.argument_size_in_bytes + getattr(planned, "host_argument_size_in_bytes", 0)
+    return MemoryDifference((memory.arguments, resting), (memory.temporaries, planned.temp_size_in_bytes))
+
+
+# --------------------------------------------------------------------------------------------------
+# From a plan and a decoder's configuration to its prediction.
+# --------------------------------------------------------------------------------------------------
+
+
+def predict(
+    plan: Plan,
+    model: DecoderLike,
+    degrees: Mapping[str, int],
+    *,
+    global_batch: int,
+    length: int | None = None,
+    moments: int = 2,
+    platform: str | None = None,
+    torus: int = 0,
+    documents: bool = False,
+) -> Prediction:
+    """Memory, traffic, bubble and FLOPs of a training step, from shapes alone.
+
+    Args:
+      plan: how the step runs.
+      model: the transformer's configuration; it says how its layers split too.
+      degrees: of the mesh.
+      global_batch: sequences per update.
+      length: of a sequence; None: the longest the model takes.
+      moments: values that the optimizer keeps per parameter (Adam 2, Lion 1, SGD 0).
+      platform: what it will be compiled for, "tpu" or "cuda", whose kernels of attention hold no scores; None: neither.
+      torus: dims of the torus that the devices form, which decides on the hops of FSDP's collectives; 0: none.
+      documents: whether rows hold several documents (`segment_ids` and `positions` beside tokens and targets).
+
+    Raises:
+      ValueError: with everything that cannot work.
+    """
+    degrees = {axis: degrees[axis] for axis in (*AXES, *flat_axes(plan.axes)) if axis in degrees}
+    plan = plan.decided(Fabric(devices=math.prod(degrees.values()), torus=torus), degrees)
+    length = model.max_length if length is None else length
+    rows = _sequences(plan, model, degrees, global_batch, length)
+    stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)
+    step = _step(plan, model, degrees, stages, timetable, rows, length)
+    step = replace(step, platform=platform, documents=documents)
+    if wrong := [*attention_problems(step), *_rounding_problems(plan, model, degrees)]:
+        raise ValueError(f"this plan cannot run: {'; '.join(wrong)}")
+    masked, blockwise = attention_work(step)
+    in_ticks = plan.pipe is not None and plan.pipe.in_ticks
+    memory = held(step, moments=moments, offload=plan.offload, in_ticks=in_ticks)
+    flops, costs = model.flops_per_token(length), stage_costs(model, stages.blocks, stages.experts, step.run, length)
+    return Prediction(
+        degrees={axis: ranks for axis, ranks in degrees.items() if ranks > 1},
+        plan=in_words(plan, degrees, model),
+        memory=memory,
+        traffic=merged(flows(step)),
+        minimum=_minimum(plan, step),
+        bubble=bubble(timetable, costs),
+        ticks=0 if timetable is None else timetable.num_ticks,
+        microbatches=plan.microbatches,
+        params=model.num_params,
+        tokens=global_batch * length,
+        layers=model.num_layers,
+        flops_per_token=flops,
+        recomputed_flops_per_token=recomputed_flops(model, step.run, length),
+        causal_balance=1.0 if step.attention is None else step.attention.balance,
+        masked_flops_per_token=masked,
+        attention_again=int(step.run.recomputes),
+        blockwise_flops_per_token=blockwise,
+        expert_flops_per_token=expert_flops(model, step.run),
+        expert_padding=0.0 if step.experts is None else step.experts.padded,
+        notes=_notes(plan, degrees, timetable, memory, step),
+        timetable=timetable,
+        stage_costs=None if timetable is None else costs,
+    )
+
+
+def _step(
+    plan: Plan,
+    model: DecoderLike,
+    degrees: dict[str, int],
+    stages: Stages,
+    timetable: Timetable | None,
+    rows: int,
+    length: int,
+) -> Step:
+    """What the plan's step is made of, `rows` sequences on every rank."""
+    return Step(
+        model=model,
+        degrees=degrees,
+        run=Run.of(plan, degrees),
+        weights=weights_of(model, plan, degrees),
+        ranks=stages.ranks,
+        rows=rows,
+        length=length,
+        compute=compute_dtype(model, plan.precision.compute),
+        ticks=None if timetable is None else TickCounts.of(timetable),
+        stage_blocks=max(stages.blocks),
+        chunks=1 if plan.pipe is None else plan.pipe.chunks,
+        attention=SplitAttention.of(plan, model, degrees, length),
+        routers_passed=stages.routers_passed,
+    )
+
+
+def _sequences(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], global_batch: int, length: int) -> int:
+    """Sequences per rank and update, once everything divides."""
+    roles = {axis: strategy.role for axis, strategy in plan.on(degrees).items()}
+    shards, positions = (math.prod(degrees[axis] for axis in splitting(roles, what)) for what in ("rows", "positions"))
+    parts, cuts = shards * plan.microbatches, plan.batch_layout(degrees).position_parts
+    found = problems(model, degrees, length // positions)
+    if global_batch % parts:
+        found.append(f"{global_batch} sequences do not divide into {shards} shards of {plan.microbatches} microbatches")
+    if length % cuts:
+        found.append(f"{length} positions do not divide into {cuts} parts over {positions} ranks")
+    if length > model.max_length:
+        found.append(f"sequences of {length} are longer than the model's {model.max_length}")
+    if degrees.get(AXIS, 1) > 1 and plan.pipe is None:
+        found.append(f"pipe={degrees[AXIS]} without a pipeline in the plan: give it pipe=ax.Pipelined(...)")
+    if degrees.get(AXIS, 1) > 1 and model.scan_layers:
+        found.append(
+            f"pipe={degrees[AXIS]} cuts between blocks, and scan_layers makes one loop of them: set it to False"
+        )
+    if found:
+        raise ValueError(f"this plan cannot run: {'; '.join(found)}")
+    return global_batch // shards
+
+
+def _rounding_problems(plan: Plan, model: DecoderLike, degrees: Mapping[str, int]) -> list[str]:
+    """Why products cannot be rounded to 8 bits as on one device; `layers/float8.py` sees it in programs."""
+    own, precision = layer_degrees(model, degrees), plan.precision
+    inside = {
+        "sequence_parallel": model.sequence_parallel and own.get("tensor", 1) > 1,
+        "depth": own.get("depth", 1) > 1,
+    }
+    if precision.products is None or precision.products_kept or not any(inside.values()):
+        return []
+    named = ", ".join(name for name, holds in inside.items() if holds)
+    return [
+        f"products={precision.products!r} reaches no products under {named}: leave these out, or use precision='bf16'"
+    ]
+
+
+def _minimum(plan: Plan, step: Step) -> dict[str, Amount]:
+    """What theory allows, by label."""
+    degrees, model, run = step.degrees, step.model, step.run
+    weights = max(_minimum_of_weights(plan, step, parts) for parts in step.ranks)
+    found: dict[str, Amount] = {"gradients+parameters": exact(weights)}
+    whole, item = step.tokens * model.hidden_size, jnp.dtype(step.compute).itemsize
+    if (tensor := layer_degrees(model, degrees).get("tensor", 1)) > 1:
+        found["layers"] = exact(tensor_traffic(step.fullest.blocks, run.microbatches, whole, item, tensor))
+    if step.experts is not None and step.experts.ranks > 1:
+        layers = step.fullest.experts * run.microbatches
+        found["experts"] = exact(layers * experts_traffic(whole, step.experts.top_k, item, step.experts.ranks))
+    if step.ticks is not None:
+        passed = whole // (tensor if model.sequence_parallel else 1)
+        found["activations+cotangents"] = pipeline_traffic(step.chunks, run.microbatches, passed, item)
+    return found
+
+
+def _minimum_of_weights(plan: Plan, step: Step, parts: ShardCounts) -> Fraction:
+    """ZeRO's of what rests on a rank."""
+    total = Fraction(0)
+    for group in step.weights.groups:
+        number = resting(group, parts)
+        if number:
+            whole = group.read * math.prod(step.degrees[axis] for axis in group.axes if axis in LAYER_AXES)
+            total += number * weight_traffic(plan, step.degrees, whole, group.axes, group.rest_dtype, group.trained)
+    return total
+
+
+def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:
+    """A plan in a few words."""
+    words = []
+    for axis, strategy in plan.on(degrees).items():
+        usual = axis == "data" and strategy.role.parameters == "whole" and strategy.rounds is None
+        if strategy.role.parameters != "layers" and not usual and any(degrees[name] > 1 for name in as_axes(axis)):
+            words.append(strategy.in_words(axis))
+    if plan.pipe is not None and degrees.get(AXIS, 1) > 1:
+        words.append(plan.pipe.in_words)
+    words.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
+    if model.sequence_parallel and degrees.get("tensor", 1) > 1:
+        words.append("sequence parallel")
+    words += [f"{plan.remat} recomputation"] if plan.remat else []
+    words += [f"offload {plan.offload.value}"] if plan.offload.value != "none" else []
+    words += [f"computing in {plan.precision.compute}"] if plan.precision.compute else []
+    words += [f"products of {plan.precision.products}"] if plan.precision.products else []
+    return ", ".join(words)
+
+
+def _notes(
+    plan: Plan, degrees: Mapping[str, int], timetable: Timetable | None, held: Memory, step: Step
+) -> tuple[str, ...]:
+    found = {
+        "what attention sends of other ranks' keys and values is not counted": (
+            step.attention is None and any(degrees[axis] > 1 for axis, _ in plan.batch_layout(degrees).positions)
+        ),
+        "nothing is sent along an axis under NO_SYNC: its ranks train models of their own": plan.independent,
+        **{
+            f"rows of every {each.every} steps happen in the last of these, and their bytes are the mean over them": each.every
+            > 1
+            for each in plan.rounds.values()
+        },
+        "what layers send is counted for the microbatches that a stage works on; a trace counts every tick's dearest branch": (
+            timetable is not None and any(degrees.get(axis, 1) > 1 for axis in LAYER_AXES)
+        ),
+        "experts get equal loads: of the rounds that other loads need one is listed, as a trace counts it, and is in no sum": (
+            step.experts is not None
+            and step.experts.capacity is None
+            and step.experts.ranks > 1
+            and not step.experts.gathers
+        ),
+        "the bubble is that of the stages' matrix products, the head's on the last": timetable is not None,
+        "products of fp8 are as long as those of bfloat16 here: where devices have units for them, they take less time": (
+            plan.precision.products is not None
+        ),
+        f"{held.host:,} bytes rest in host memory; the update brings them to the device "
+        + ("in pieces" if timetable is None else "at once"): bool(held.host),
+    }
+    return tuple(note for note, holds in found.items() if holds)

@@ -1,0 +1,682 @@
+"""How the processes of a job meet and part: the coordinator, the roll call, calls that only this job's processes can make."""
+
+import atexit
+import errno
+import hashlib
+import hmac
+import itertools
+import json
+import logging
+import os
+import re
+import resource
+import secrets
+import selectors
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from axonml_jax.compat.processes import let_gloo_listen_on
+
+# --------------------------------------------------------------------------------------------------
+# What the processes of a job say to each other: one JSON object per line, sealed with the job's token where there is
+# one.
+#
+# The token itself is never sent: a line carries an HMAC of its message (RFC 2104), compared in constant time. A seal
+# says that the sender belongs to the job, and that it says this here and now; it hides nothing.
+# --------------------------------------------------------------------------------------------------
+
+TOKEN = "AXONML_JAX_TOKEN"
+"""The secret that all launchers and processes of a job share."""
+
+TOKEN_FILE = "AXONML_JAX_TOKEN_FILE"
+"""A file that holds it, in the place of the variable."""
+
+_GREETING = re.compile(rb"axonml-jax ([0-9a-f]{32})\n?")
+_GREETING_BYTES = 44
+_TOKEN_BYTES = 2**12
+
+
+def job_token(environ: Mapping[str, str] = os.environ) -> bytes:
+    """The job's token; empty where there is none.
+
+    Raises:
+      ValueError: for a file that cannot be read, is empty, or that others may read or write, or for both variables at once.
+        The token is in no message.
+    """
+    given, path = environ.get(TOKEN, ""), environ.get(TOKEN_FILE, "")
+    if given and path:
+        raise ValueError(f"{TOKEN} and {TOKEN_FILE} both name the job's token: give one of them")
+    if not path:
+        return given.encode()
+    try:
+        token = _own_file(Path(path)).strip()
+    except OSError as error:
+        raise ValueError(f"{TOKEN_FILE}={path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{TOKEN_FILE}={path}: {error}") from error
+    if not token:
+        raise ValueError(f"{TOKEN_FILE}={path}: the file is empty; write a token into it, or leave the variable out")
+    return token
+
+
+class Talk:
+    """One end of a conversation over one connection.
+
+    Both sides begin with a greeting: a random number. Every line after that carries an HMAC of its message, of the side that
+    says it and of how many lines that side has said, under a key made of the token, the subject and both numbers. So a line
+    counts once, in its place: recorded, it means nothing in another conversation, later in this one, or to who has said it.
+
+    Args:
+      token: the job's; an empty one seals nothing off, as everybody knows it.
+      subject: what is talked about; lines about another one do not count.
+      calls: whether this side has called, and the other listens.
+    """
+
+    def __init__(self, token: bytes, subject: str, *, calls: bool):
+        self._token, self._subject, self._calls = token, subject, calls
+        self._number = secrets.token_hex(16).encode()
+        self._key = b""
+        self._said = self._heard = 0
+
+    @property
+    def greeting(self) -> bytes:
+        """The first line of this side."""
+        return b"axonml-jax " + self._number + b"\n"
+
+    def greeted(self, line: bytes) -> bool:
+        """Take the other side's greeting; False when it is none."""
+        found = _GREETING.fullmatch(line)
+        if found is None or found[1] == self._number:  # our own, sent back
+            return False
+        numbers = (found[1], self._number) if self._calls else (self._number, found[1])
+        self._key = _hmac(self._token, b" ".join([b"axonml-jax", self._subject.encode(), *numbers])).digest()
+        return True
+
+    def sealed(self, message: dict) -> bytes:
+        """The next line of this side.
+
+        >>> one, other = Talk(b"secret", "weather", calls=True), Talk(b"secret", "weather", calls=False)
+        >>> one.greeted(other.greeting), other.greeted(one.greeting)
+        (True, True)
+        >>> line = one.sealed({"sun": 1})
+        >>> other.opened(line), other.opened(line)
+        ({'sun': 1}, None)
+        """
+        body = json.dumps(message).encode()
+        self._said += 1
+        return self._seal(self._calls, self._said, body) + b" " + body + b"\n"
+
+    def opened(self, line: bytes) -> dict | None:
+        """The message of the other side's next line; None when it has another seal, or is no JSON object."""
+        seal, _, body = line.removesuffix(b"\n").partition(b" ")
+        self._heard += 1
+        if not self._key or not hmac.compare_digest(seal, self._seal(not self._calls, self._heard, body)):
+            return None
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError):  # no JSON, no UTF-8, or nested without end
+            return None
+        return message if isinstance(message, dict) else None
+
+    def _seal(self, caller: bool, count: int, body: bytes) -> bytes:
+        return _hmac(self._key, b"%s %d " % (b"caller" if caller else b"listener", count) + body).hexdigest().encode()
+
+
+def greet(connection: socket.socket, token: bytes, subject: str) -> Talk:
+    """Exchange greetings with whoever listens at the other end; not a byte after the other's greeting is read.
+
+    Args:
+      connection: connected, with a timeout.
+      token, subject: see `Talk`.
+
+    Raises:
+      OSError: when the other end does not answer in time, or as a listener of ours does.
+    """
+    talk, heard = Talk(token, subject, calls=True), b""
+    connection.sendall(talk.greeting)
+    while len(heard) < _GREETING_BYTES and (part := connection.recv(_GREETING_BYTES - len(heard))):
+        heard += part
+    if not talk.greeted(heard):
+        raise ConnectionError("something else answers there")
+    return talk
+
+
+def is_count(value: object, low: int = 0, high: int = 2**31) -> bool:
+    """Whether a received value is a whole number in a range; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
+
+
+def _hmac(key: bytes, message: bytes) -> hmac.HMAC:
+    return hmac.new(key, message, hashlib.sha256)
+
+
+def _own_file(path: Path) -> bytes:
+    """What a file says that its owner alone may read; one of root's its group may too, which is PostgreSQL's rule for keys."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for a writer
+    with open(handle, "rb") as file:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode):
+            raise ValueError("is no ordinary file")
+        if about.st_mode & (0o037 if about.st_uid == 0 else 0o077):
+            mode = f"mode {stat.S_IMODE(about.st_mode):04o}"
+            raise ValueError(f"others may read or write it ({mode}); chmod 600 it (Kubernetes: defaultMode: 0400)")
+        if len(content := file.read(_TOKEN_BYTES + 1)) > _TOKEN_BYTES:
+            raise ValueError(f"is longer than {_TOKEN_BYTES} bytes, which is no token")
+        return content
+
+
+# --------------------------------------------------------------------------------------------------
+# Which of this machine's addresses gloo (CPU processes) uses: the one on the way to the coordinator.
+#
+# Left alone, it takes the address of the machine's own name, which on Debian is 127.0.1.1 or 127.0.0.1: processes of
+# other machines cannot reach that, and the first collective fails with "Connection refused".
+# --------------------------------------------------------------------------------------------------
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""PyTorch's variable for the network interface; it wins."""
+
+
+def use_route_to(host: str, port: int) -> None:
+    """Make gloo listen on the address from which this process reaches the coordinator. Call it before JAX's devices start."""
+    interface = os.environ.get(INTERFACE)
+    if interface:
+        let_gloo_listen_on(interface=interface)
+    else:
+        let_gloo_listen_on(hostname=address_towards(host, port))
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the route to a host; nothing is sent.
+
+    Raises:
+      OSError: when the host does not resolve or there is no route.
+
+    >>> address_towards("127.0.0.1", 1)
+    '127.0.0.1'
+    """
+    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# Leaving a job: at once because of an error, so that the others and the launcher learn of it; else not without a word.
+#
+# JAX's own way out waits at a barrier for every process, up to five minutes; a process that fails while the others wait
+# for it in a collective would hang there with them.
+# --------------------------------------------------------------------------------------------------
+
+_INTERRUPTED = 130
+_LEFT = "axonml_jax/left/"
+_QUIET = 20.0
+_POLL = 0.2
+_installed = threading.Event()
+
+
+def leave_on_error() -> None:
+    """From now on an uncaught exception ends this process as soon as its traceback is printed."""
+    if _installed.is_set():
+        return
+    _installed.set()
+    before = sys.excepthook
+
+    def hook(kind, error, traceback):
+        before(kind, error, traceback)
+        leave_now(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = hook
+
+
+def leave_now(status: int) -> NoReturn:
+    """End this process without waiting for the others; what it has printed is not lost."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # its reader has gone
+    os._exit(status)
+
+
+def joined() -> bool:
+    """Whether this process is one of a job's; asking does not import JAX."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
+
+
+def say_goodbye(client, process_id: int, num_processes: int) -> None:
+    """At the end of this program wait for the others', and say so when it takes long: they may wait for this one.
+
+    Args:
+      client: the connection to JAX's coordinator.
+      process_id: which process this is.
+      num_processes: of how many.
+    """
+    # Registered after JAX's own exit function, so it runs before that.
+    atexit.register(_wait_for_others, client, process_id, num_processes)
+
+
+def _wait_for_others(client, process_id: int, num_processes: int) -> None:
+    import jax
+
+    if not joined():
+        return  # `shutdown` was called: the others have been waited for
+    everyone, start = set(range(num_processes)), time.monotonic()
+    try:
+        client.key_value_set(f"{_LEFT}{process_id}", "")
+        while running := everyone - {int(key.rsplit("/", 1)[1]) for key, _ in client.key_value_dir_get(_LEFT)}:
+            if time.monotonic() - start > _QUIET:
+                print(
+                    f"axonml_jax: process {process_id} of {num_processes} has ended its program and waits for process(es) "
+                    f"{sorted(running)} to end theirs. If they wait for it in a collective, they wait in vain: every "
+                    "process must make the same number of steps",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                return
+            time.sleep(_POLL)
+    except jax.errors.JaxRuntimeError:
+        return  # the coordinator has gone; JAX says so
+
+
+# --------------------------------------------------------------------------------------------------
+# Whoever calls at a listening socket: those who say one line of this job's are heard, all others ignored and told of.
+#
+# Nothing here waits: a caller that is silent, sends half a line, or sends without end holds up nobody else.
+# --------------------------------------------------------------------------------------------------
+
+PATIENCE = 30.0
+"""Seconds that a caller has for its line."""
+
+_LONGEST_CALL = 2**12
+_MOST_CALLERS = 256
+_TOLD = 5
+_logger = logging.getLogger("axonml_jax")
+
+
+@dataclass
+class _Visit:
+    """A caller that has not said its line yet."""
+
+    talk: Talk
+    part: bytes = b""
+    greeted: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+
+class Callers:
+    """The callers of a listening socket; close it when enough were heard.
+
+    Args:
+      server: the socket; it becomes non-blocking.
+      token: the job's.
+      subject: what is talked about.
+      expected: whether a message is one of this job's.
+    """
+
+    def __init__(self, server: socket.socket, token: bytes, subject: str, expected: Callable[[dict], bool]):
+        server.setblocking(False)
+        self._server = server
+        self._token = token
+        self._subject = subject
+        self._expected = expected
+        self._visits: dict[socket.socket, _Visit] = {}
+        self._ignored = 0
+
+    def sources(self) -> list[socket.socket]:
+        """What to select on."""
+        return [self._server, *self._visits]
+
+    def pump(self) -> list[tuple[socket.socket, Talk, dict]]:
+        """Who has said its line since the last call, how to go on talking to it, and what it said; the caller hangs up."""
+        self._accept()
+        heard = []
+        for caller in readable(self._visits, 0):
+            visit = self._visits[caller]
+            try:
+                chunk = caller.recv(_LONGEST_CALL)
+            except BlockingIOError:
+                continue
+            except OSError:
+                chunk = b""
+            visit.part += chunk
+            if (line := _line(visit)) is not None:
+                message = visit.talk.opened(line) if visit.greeted else None
+                if message is not None and self._expected(message):
+                    del self._visits[caller]
+                    heard.append((caller, visit.talk, message))
+                    continue
+            if line is not None or not chunk or len(visit.part) > _LONGEST_CALL:
+                self._ignore(caller)
+        for caller in [each for each, visit in self._visits.items() if time.monotonic() - visit.since > PATIENCE]:
+            self._ignore(caller)
+        return heard
+
+    def close(self) -> None:
+        """Hang up on everybody who was not heard."""
+        for caller in self._visits:
+            caller.close()
+        self._visits.clear()
+
+    def _accept(self) -> None:
+        most = _room()
+        for _ in range(_MOST_CALLERS):  # a flood must not keep this from anything else
+            try:
+                caller, _ = self._server.accept()
+            except OSError as error:  # nobody more, one that has gone already, or this process can open no more files
+                full = error.errno in (
+                    errno.EMFILE,
+                    errno.ENFILE,
+                )  # found out before it is seen whether anybody has called
+                if full and self._visits and readable([self._server], 0):
+                    self._ignore(next(iter(self._visits)))
+                    continue
+                return
+            caller.setblocking(False)
+            if len(self._visits) >= most:
+                self._ignore(next(iter(self._visits)))
+            self._visits[caller] = visit = _Visit(Talk(self._token, self._subject, calls=False))
+            try:
+                caller.send(visit.talk.greeting)  # a new connection has room for it
+            except OSError:
+                self._ignore(caller)
+
+    def _ignore(self, caller: socket.socket) -> None:
+        visit = self._visits.pop(caller)
+        self._ignored += 1
+        if self._ignored <= _TOLD:
+            why = (
+                f"what it said does not carry the seal of {TOKEN}"
+                if (visit.part or visit.greeted) and self._token
+                else "it is none of this job's"
+            )
+            _logger.warning("ignored a caller at %s: %s%s", _peer(caller), why, _last(self._ignored))
+        caller.close()
+
+
+def readable(sources: Iterable[Any], timeout: float) -> list[Any]:
+    """Those of some sockets that have something to read, once one has; of a thousand machines too, unlike `select.select`."""
+    with selectors.PollSelector() as selector:  # opens no file, which must work when no more can be opened
+        for source in sources:
+            selector.register(source, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(timeout)]
+
+
+def _room() -> int:
+    """How many callers may be on the line at once: a quarter of the files that this process may open at most."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_CALLERS if limit == resource.RLIM_INFINITY else max(1, min(_MOST_CALLERS, limit // 4))
+
+
+def _line(visit: _Visit) -> bytes | None:
+    """The caller's line after its greeting, or in the place of it, when it is there."""
+    while b"\n" in visit.part:
+        line, _, visit.part = visit.part.partition(b"\n")
+        if visit.greeted or not visit.talk.greeted(line):
+            return line
+        visit.greeted = True
+    return None
+
+
+def _peer(caller: socket.socket) -> str:
+    try:
+        host, port, *_ = caller.getpeername()
+    except OSError:
+        return "an address that is gone"
+    return f"{host}:{port}"
+
+
+def _last(ignored: int) -> str:
+    return "; further ones are ignored without a word" if ignored == _TOLD else ""
+
+
+# --------------------------------------------------------------------------------------------------
+# Where process 0 listens for the others: on loopback or on the one address that was named, never on all unasked.
+# --------------------------------------------------------------------------------------------------
+
+ASKED = "JAX_COORDINATOR_BIND_ADDRESS"
+"""JAX's own variable; set it (to `0.0.0.0:PORT`, say) where the named address is not this machine's, as behind NAT."""
+
+_LOOPBACK_NAMES = ("localhost", "ip6-localhost")
+_ELSEWHERE = ("192.0.2.1", 9)  # RFC 5737: nobody's address; connecting a UDP socket to it sends nothing
+
+
+def bind_address(coordinator: str, one_host: bool = False) -> tuple[str, int]:
+    """The address and port that process 0 listens on.
+
+    Args:
+      coordinator: `host:port` as every process knows it.
+      one_host: whether all processes run on this machine.
+
+    Returns:
+      An IP address of this machine and the port.
+
+    Raises:
+      ValueError: for a variable `JAX_COORDINATOR_BIND_ADDRESS` that is no host and port.
+      OSError: when the host's name does not resolve and this machine has no network.
+    """
+    if asked := os.environ.get(ASKED):
+        return split_address(asked, ASKED)
+    host, port = split_address(coordinator, "the coordinator")
+    try:
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except socket.gaierror:
+        # Kubernetes publishes a pod's name only once the pod is ready, and it is not before this.
+        if (address := outward_address()) is None:
+            raise
+    by_name = host not in _LOOPBACK_NAMES and address != host
+    if by_name and not one_host and _is_loopback(address):
+        # Debian gives a machine's own name the address 127.0.1.1, which no other machine can reach.
+        address = outward_address() or address
+    return address, port
+
+
+def split_address(text: str, what: str) -> tuple[str, int]:
+    """The host and the port of an address.
+
+    Args:
+      text: `host:port`; an IPv6 host stands in brackets.
+      what: the address is of, for the error.
+
+    Raises:
+      ValueError: when there is no host, when the host cannot be a name, or when the port is none.
+
+    >>> split_address("[::1]:80", "the coordinator"), split_address("node0:29500", "the coordinator")
+    (('::1', 80), ('node0', 29500))
+    """
+    host, _, port = text.rpartition(":")
+    rule = f"{what} is {text!r}, which is no address"
+    if not host.strip("[]"):
+        raise ValueError(f"{rule}: give it as 'host:port'")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(f"{rule}: port {port or repr(port)} must be a number from 1 to 65535")
+    check_host(host.strip("[]"), rule)
+    return host.strip("[]"), int(port)
+
+
+def check_host(host: str, rule: str) -> None:
+    """Refuse what no machine can be called, before Python's resolver fails with an error about an encoding.
+
+    Raises:
+      ValueError: beginning with `rule`.
+    """
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ValueError(
+            f"{rule}: {host!r} cannot be the name of a machine (a part of it is empty or too long)"
+        ) from None
+
+
+def unresolved(host: str) -> str:
+    """Why a machine's name leads to no address here, in words; empty where it does."""
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        return f"the name {host!r} does not resolve on this machine: {error.strerror}"
+    return ""
+
+
+def outward_address() -> str | None:
+    """This machine's address on its default route, or None without one."""
+    try:
+        return address_towards(*_ELSEWHERE)
+    except OSError:
+        return None
+
+
+def listen(address: str, port: int, backlog: int) -> socket.socket:
+    """A socket that listens on one address.
+
+    Raises:
+      OSError: saying what to do, when the port is taken or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=backlog)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"process 0 cannot listen on {address}:{port}: {error.strerror}. The coordinator's host must be the machine of "
+            f"process 0 and its port free there; where it is reached by another address, set {ASKED}=0.0.0.0:{port}",
+        ) from error
+
+
+def host_port(address: str, port: int) -> str:
+    """Address and port in one, as URLs have it.
+
+    >>> host_port("::1", 80), host_port("10.0.0.1", 80)
+    ('[::1]:80', '10.0.0.1:80')
+    """
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+# --------------------------------------------------------------------------------------------------
+# A roll call over plain TCP before JAX's own rendezvous, which aborts the process without saying who is missing.
+# --------------------------------------------------------------------------------------------------
+
+_SUBJECT = "roll call"
+_LATE = "never arrived"
+_GRACE = 5.0
+_TICK = 1.0
+_LONGEST_ROLL = 2**16
+_BACKLOG = 2**12
+_SHOWN = 8
+
+
+def roll_call(coordinator: str, num_processes: int, process_id: int, timeout: float, named: str | None = None) -> None:
+    """Return once every process of the job has called. Process 0 listens at the coordinator's address, then frees it.
+
+    Args:
+      coordinator: `host:port` of process 0.
+      num_processes: number of processes.
+      process_id: which this is.
+      timeout: seconds to wait for the others.
+      named: process 0's address as the others know it; None: `coordinator`.
+
+    Raises:
+      TimeoutError: in every process that came, naming those that did not.
+      ValueError: in every process, when two have the same id or they disagree on their number.
+      OSError: in process 0, when the port is taken or the address is not its machine's.
+    """
+    (host, port), token = split_address(coordinator, "the coordinator"), job_token()
+    if process_id == 0:
+        fault = _collect(host, port, num_processes, timeout, token)
+        if _LATE in fault and (why := unresolved(split_address(named or coordinator, "the coordinator")[0])):
+            fault += f" ({why}; they may not find it by that name either)"
+    else:
+        fault = _answer(host, port, num_processes, process_id, timeout, token)
+    if fault:
+        kind = TimeoutError if _LATE in fault else ValueError
+        raise kind(
+            f"init: process {process_id} of {num_processes} at {coordinator}: {fault}. Ranks and WORLD_SIZE count "
+            "processes: start each id from 0 once, all with the same coordinator and number"
+        )
+
+
+def _collect(host, port, num_processes, timeout, token):
+    """Process 0: hear everyone, decide, tell everyone."""
+    deadline = time.monotonic() + timeout
+    present, heard, fault = {0}, [], ""
+    with (
+        listen(host, port, min(num_processes, _BACKLOG)) as server,
+        closing(Callers(server, token, _SUBJECT, _is_ours)) as callers,
+    ):
+        while len(present) < num_processes and not fault and (left := deadline - time.monotonic()) > 0:
+            readable(callers.sources(), min(left, _TICK))
+            for caller, talk, said in callers.pump():
+                heard.append((caller, talk))
+                fault = fault or _fault(said["process"], said["count"], present, num_processes)
+                present.add(said["process"])
+        if not fault and len(present) < num_processes:
+            fault = f"process(es) {missing(present, num_processes)} {_LATE} within {timeout:g} s"
+        for caller, talk in heard:
+            _tell(caller, talk, fault)
+    return fault
+
+
+def missing(present: Collection[int], count: int) -> str:
+    """Those of so many who are not there, the first of them by number: a mistyped count must not fill the memory.
+
+    >>> missing({0, 2}, 4), missing({0, 2}, 1_000_000_000)
+    ('[1, 3]', '[1, 3, 4, 5, 6, 7, 8, 9] and 999999990 more')
+    """
+    first = list(itertools.islice((each for each in range(count) if each not in present), _SHOWN))
+    more = count - len(present) - len(first)
+    return f"{first} and {more} more" if more else f"{first}"
+
+
+def _is_ours(message):
+    return is_count(message.get("count"), 1) and is_count(message.get("process"), 1, message["count"])
+
+
+def _fault(process, count, present, num_processes):
+    if process in present:
+        return f"two processes have id {process}"
+    if count != num_processes:
+        return f"process {process} says there are {count} processes, process 0 says {num_processes}"
+    return ""
+
+
+def _answer(host, port, num_processes, process_id, timeout, token):
+    """Another process: find process 0, say who we are, hear what it decided."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=_GRACE) as server:
+                talk = greet(server, token, _SUBJECT)
+                server.sendall(talk.sealed({"process": process_id, "count": num_processes}))
+                server.settimeout(max(deadline - time.monotonic(), 0) + _GRACE)
+                with server.makefile("rb") as lines:
+                    answer = talk.opened(lines.readline(_LONGEST_ROLL))
+            if answer is not None and isinstance(answer.get("fault"), str):
+                return answer["fault"]
+            raise ConnectionError("that was not process 0")
+        except OSError as error:
+            if time.monotonic() > deadline:
+                why = unresolved(host) or error.strerror or str(error)
+                return f"process(es) [0] {_LATE} within {timeout:g} s ({why})"
+            time.sleep(0.1)
+
+
+def _tell(caller: socket.socket, talk: Talk, fault: str) -> None:
+    caller.settimeout(_GRACE)
+    try:
+        caller.sendall(talk.sealed({"fault": fault}))
+        caller.recv(1)  # the caller closes first, so that the port is free of lingering connections
+    except OSError:
+        pass  # it has gone; JAX's own rendezvous will notice
+    finally:
+        caller.close()

@@ -1,1 +1,0 @@
-"""Watching a job from inside: which rank is missing or slow, and where each one stands."""

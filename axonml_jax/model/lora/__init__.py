@@ -1,1 +1,0 @@
-"""Finetuning by adapters of low rank."""

@@ -1,0 +1,972 @@
+"""A Flax module, NNX or Linen, as a pure function of named leaves."""
+
+import abc
+import dataclasses
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+from flax.core import unfreeze
+
+from axonml_jax.base import PyTree, logger, named_leaves, path_name
+from axonml_jax.model.buffers import (
+    HOOK,
+    Join,
+    check_same_shapes,
+    declared_joins,
+    linen_kinds,
+    nnx_kinds,
+    run_hooks,
+    synchronize_linen,
+    synchronize_nnx,
+    with_hooks,
+)
+from axonml_jax.model.loss import Precision
+
+# --------------------------------------------------------------------------------------------------
+# In which order a model's parameters are read, as far as it can be told before a batch is seen.
+#
+# Of an NNX module it is that in which its author defined them; of a Linen module that in which `init` called its
+# modules.
+# --------------------------------------------------------------------------------------------------
+
+
+def definition_order(model: nnx.Module) -> dict[str, tuple]:
+    """A sort key of every variable's path: the places of the attributes on the way to it, in the order of assignment."""
+    return {"/".join(path): place for path, place in _walk(model, (), (), set())}
+
+
+def _walk(node: Any, path: tuple, place: tuple, seen: set[int]) -> Iterator[tuple[tuple, tuple]]:
+    if isinstance(node, nnx.Variable):
+        yield path, place
+        return
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    for i, (name, child) in enumerate(_children(node)):
+        yield from _walk(child, (*path, name), (*place, i), seen)
+
+
+def _children(node: Any) -> list[tuple[str, Any]]:
+    if isinstance(node, (list, tuple, nnx.List)):
+        return [(str(i), child) for i, child in enumerate(node)]
+    if isinstance(node, dict):
+        return [(str(name), child) for name, child in node.items()]
+    if isinstance(node, nnx.Module):
+        return [(name, child) for name, child in vars(node).items() if not name.startswith("_pytree")]
+    return []
+
+
+def order_of_init(params: Any) -> dict[str, tuple] | None:
+    """A sort key of every parameter's path, read off the dicts that Linen's `init` filled while it called the modules.
+
+    None where every dict is in alphabetical order: whatever passes `jit`, `eval_shape` or `jax.tree.map` is.
+
+    >>> order_of_init({"Conv_0": {"kernel": 0}, "BatchNorm_0": {"scale": 0}})
+    {'Conv_0/kernel': (0, 0), 'BatchNorm_0/scale': (1, 0)}
+    """
+    found, tells = {}, False
+    todo: list[tuple[Any, tuple, tuple]] = [(params, (), ())]
+    while todo:
+        node, path, place = todo.pop(0)
+        if not isinstance(node, Mapping):
+            found["/".join(path)] = place
+            continue
+        names = list(map(str, node))
+        tells |= names != sorted(names)
+        todo += [(child, (*path, str(name)), (*place, i)) for i, (name, child) in enumerate(node.items())]
+    return found if tells else None
+
+
+def noting_calls(init: Callable[[], Any], found: dict[str, tuple]) -> Callable[[], Any]:
+    """`init` of a Linen module, which leaves in `found` the places of its parameters: by the modules that it calls.
+
+    Nothing is left where no call is seen, as of a jitted function that is traced already.
+    """
+
+    def noted() -> Any:
+        calls: dict[tuple[str, ...], int] = {}
+
+        def note(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+            calls.setdefault(context.module.path, len(calls))
+            return call(*args, **kwargs)
+
+        with linen.intercept_methods(note):
+            made = init()
+        params = made.get("params", made) if isinstance(made, Mapping) else {}
+        if (order := order_of_init(params)) is None and len(calls) > 1:  # sorted: by an inner jit
+            names = {name: tuple(name.split("/")) for name in named_leaves(linen.meta.unbox(params))}
+            order = {name: (*_called(calls, path), -1, path[-1]) for name, path in names.items()}
+        found.update(order or {})
+        return made
+
+    return noted
+
+
+def _called(calls: Mapping[tuple[str, ...], int], path: tuple[str, ...]) -> tuple[int, ...]:
+    """When the modules on the way to a parameter were first called, from the root inwards."""
+    return tuple(calls[path[:end]] for end in range(len(path)) if path[:end] in calls)
+
+
+# --------------------------------------------------------------------------------------------------
+# One pure view of a model, whether it is an NNX or a Linen module.
+# --------------------------------------------------------------------------------------------------
+
+Trainable = str | Sequence[str] | Callable[[str], bool] | Any | None
+"""Which parameters train: None (all), regular expressions of path names, a predicate of the path name, or an NNX filter."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Variables:
+    """A model's arrays by what happens to them, each a nest of dicts keyed as in the model.
+
+    Attributes:
+      params: trained.
+      frozen: parameters that are read and never trained.
+      state: what the forward pass itself changes, such as running averages of BatchNorm.
+    """
+
+    params: PyTree
+    frozen: PyTree
+    state: PyTree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How one call of the model runs.
+
+    Attributes:
+      training: True or False switch the model as `model.train()` and `model.eval()` do; None leaves it as it was made.
+      batch_norm_axes: mesh axes over which BatchNorm statistics are joined; none when empty.
+      sum_over_ranks: `sum_over_ranks(x, axes)` with the gradient of the sum of all ranks' losses; needed with axes.
+      precision: dtypes of the call's arguments and results.
+    """
+
+    training: bool | None = None
+    batch_norm_axes: tuple[str, ...] = ()
+    sum_over_ranks: Callable[[jax.Array, Any], jax.Array] | None = None
+    precision: Precision = Precision()
+
+
+class Functional(abc.ABC):
+    """A model as pure functions: its variables, a model bound to given ones, and what the forward changed.
+
+    Law: `state_of(bind(variables, key, mode))` before any call is `variables.state`.
+
+    Attributes:
+      param_prefix: what path names of parameters start with in a `state_dict`.
+      order: of every variable's path a sort key of its place in the model: as its author wrote an NNX module, or as `init` of a
+        Linen module called it; None where only names tell (dicts that have been sorted).
+      create: makes the model's variables, under `jit` too, where the user gave a function in the place of arrays, or shapes;
+        else None.
+      hollow: the user gave shapes, and `create` makes zeros: the values are still to be loaded.
+    """
+
+    param_prefix: str = ""
+    order: Mapping[str, tuple] | None = None
+    create: Callable[[], Variables] | None = None
+    hollow: bool = False
+
+    @property
+    def adapters(self) -> Mapping[str, Any]:
+        """The adapters of every matrix that has some, by its path (see `model/lora.py`)."""
+        return {}
+
+    @property
+    def stacked_dims(self) -> Mapping[str, int]:
+        """How many first dims of a parameter number layers or experts, by path, where its module says it (see `STACKED`)."""
+        return {}
+
+    @property
+    def sides(self) -> Mapping[str, Any]:
+        """By which sides of their kernels layers multiply, by path, where they say it (see `model/view.py`)."""
+        return {}
+
+    @property
+    @abc.abstractmethod
+    def shapes(self) -> Variables:
+        """The shapes and dtypes of the model's variables; the view itself keeps no arrays alive."""
+
+    @abc.abstractmethod
+    def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> Any:
+        """The model on these arrays, as `loss_fn` gets it: an NNX module, or a Linen module to call like one.
+
+        Args:
+          variables: arrays or tracers in the structure of `shapes`.
+          key: every random stream of the model derives from it.
+          mode: how it runs.
+        """
+
+    @abc.abstractmethod
+    def state_of(self, bound: Any) -> PyTree:
+        """The state after calls of a bound model, in the structure of `shapes.state`."""
+
+    @abc.abstractmethod
+    def module(self, variables: Variables) -> Any:
+        """What the user gave, with these arrays in it."""
+
+    @property
+    def abstract_module(self) -> Any:
+        """An NNX module on shapes, from which metadata of its parameters can be read; None for Linen."""
+        return None
+
+    @abc.abstractmethod
+    def module_types(self) -> Mapping[str, type]:
+        """The type of every module by its path; of a Linen module those seen in the calls made so far."""
+
+    @abc.abstractmethod
+    def declares(self, attribute: str) -> bool:
+        """Whether the class of the model, or of a module in it that is known before a call, has an attribute that is true."""
+
+    @abc.abstractmethod
+    def synchronized(self) -> Callable[[str], bool]:
+        """Whether the state leaf of a path name is made equal on all ranks by `Mode.batch_norm_axes` itself."""
+
+    @abc.abstractmethod
+    def batch_statistics(self) -> Callable[[str], bool]:
+        """Whether the state leaf of a path name is a statistic of batches, which only training may change."""
+
+    @abc.abstractmethod
+    def state_joins(self) -> Mapping[str, Join]:
+        """How state leaves of which ranks have their own join, by path, where a module class says it in `state_joins`.
+
+        Of a Linen module those seen in the calls made so far.
+
+        Raises:
+          ValueError: with everything that is wrong with the declarations.
+        """
+
+    @abc.abstractmethod
+    def after_update(self, state: PyTree) -> PyTree:
+        """The state after an update: every module's own `after_update` has run on it, once.
+
+        Raises:
+          ValueError: when a hook changed more than the values of state, or cannot run.
+        """
+
+
+def with_zeros(tree: PyTree) -> PyTree:
+    """The tree with zeros in the place of shapes (`jax.ShapeDtypeStruct`)."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if is_shape(x) else x, tree)
+
+
+def is_shape(leaf: Any) -> bool:
+    """Whether a leaf is the shape of an array in its place."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def abstract(tree: PyTree) -> PyTree:
+    """The shape and dtype of every leaf."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+# --------------------------------------------------------------------------------------------------
+# Which parameters train: splitting a nest of parameters by path name.
+# --------------------------------------------------------------------------------------------------
+
+
+def selector(trainable: Any) -> Callable[[str], bool]:
+    """A predicate of path names from None (all), regular expressions (searched in the name), or a predicate.
+
+    >>> selector(["^head/", "bias$"])("blocks/0/bias")
+    True
+    """
+    if trainable is None:
+        return lambda name: True
+    if callable(trainable):
+        return lambda name: bool(trainable(name))
+    patterns = [trainable] if isinstance(trainable, str) else trainable
+    if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f"trainable={trainable!r} says nothing about parameters: give regular expressions of path names, a predicate "
+            "of the path name, an NNX variable type, or None for all"
+        )
+    try:
+        compiled = [re.compile(pattern) for pattern in patterns]
+    except re.error as error:
+        raise ValueError(f"trainable={trainable!r}: {error.pattern!r} is no regular expression: {error}") from error
+    return lambda name: any(pattern.search(name) for pattern in compiled)
+
+
+def partition(params: PyTree, trainable: Any, given: Any = None) -> tuple[PyTree, PyTree]:
+    """Split a nest of dicts into (trained, frozen); the two merge back with `merge`. `given` is what the user wrote.
+
+    Raises:
+      ValueError: when there are parameters and none of them trains.
+    """
+    names = list(named_leaves(params))
+    select = selector(trainable)
+    chosen = {name for name in names if select(name)}
+    if names and not chosen:
+        raise ValueError(
+            f"trainable={trainable if given is None else given!r} matches none of the {len(names)} parameters, so nothing "
+            f"would train; their paths are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+        )
+    return _keep(params, chosen, True, ()), _keep(params, chosen, False, ())
+
+
+def _keep(tree: PyTree, chosen: set[str], wanted: bool, path: tuple) -> PyTree:
+    kept = {}
+    for key, value in tree.items():
+        name = (*path, str(key))
+        if isinstance(value, dict):
+            if inner := _keep(value, chosen, wanted, name):
+                kept[key] = inner
+        elif ("/".join(name) in chosen) == wanted:
+            kept[key] = value
+    return kept
+
+
+def merge(*trees: PyTree) -> PyTree:
+    """The union of nests of dicts that share no leaf.
+
+    >>> merge({"a": {"x": 1}}, {"a": {"y": 2}}, {})
+    {'a': {'x': 1, 'y': 2}}
+    """
+    merged: dict = {}
+    for tree in trees:
+        for key, value in tree.items():
+            both = isinstance(value, dict) and key in merged
+            merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+# --------------------------------------------------------------------------------------------------
+# Which dims of a parameter number matrices, and which are the two sides of the matrix that a product multiplies by.
+#
+# A kernel [h, n, d] that attention multiplies x [..., h] by is the matrix [h, n * d], not a stack of h matrices [n, d].
+# --------------------------------------------------------------------------------------------------
+
+STACKED = "stacked_dims"
+"""Metadata of a parameter: so many of its first dims number matrices, as layers of a stack or experts do."""
+
+WORDS = {"stack": "s", "in": "i", "out": "o"}
+"""What a dim may be called: it numbers matrices, is summed over by the product, or is one of its results."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The dims of a parameter, of which the first ones may number matrices.
+
+    Attributes:
+      stacked: so many first dims number matrices.
+      roles: of each of the others "i" where the product sums over it, "o" where its result has it.
+    """
+
+    stacked: int = 0
+    roles: str = "io"
+
+    def dims(self, role: str, behind: int | None = None) -> tuple[int, ...]:
+        """The dims of that role in the parameter, or among those behind the first `behind` ones in the place of the stack's."""
+        first = self.stacked if behind is None else behind
+        return tuple(first + k for k, each in enumerate(self.roles) if each == role)
+
+    def sizes(self, role: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of the dims of that role."""
+        return tuple(shape[dim] for dim in self.dims(role))
+
+    def words(self) -> str:
+        """As `dims` of `ax.lora` says it.
+
+        >>> Sides(1, "ioo").words()
+        'stack in out out'
+        """
+        return " ".join(["stack"] * self.stacked + ["in" if role == "i" else "out" for role in self.roles])
+
+    def joined(self, a: Any, b: Any) -> Any:
+        """A B [*stack, ...] as the parameter lies, of A [*stack, *in, r] and B [*stack, r, *out]."""
+        if self.roles == "io":
+            return a @ b
+        stack, rank, inputs, outputs = (
+            a.shape[: self.stacked],
+            a.shape[-1],
+            a.shape[self.stacked : -1],
+            b.shape[self.stacked + 1 :],
+        )
+        flat = a.reshape(*stack, math.prod(inputs), rank) @ b.reshape(*stack, rank, math.prod(outputs))
+        made, places = flat.reshape(*stack, *inputs, *outputs), [*self.dims("i"), *self.dims("o")]
+        return jnp.transpose(
+            made, [*range(self.stacked), *(self.stacked + places.index(d) for d in range(self.stacked, made.ndim))]
+        )
+
+
+def said_sides(words: str) -> Sides | str:
+    """The sides that a text such as "in out out" says, or what is wrong with it.
+
+    >>> said_sides("stack in out"), said_sides("in in")
+    (Sides(stacked=1, roles='io'), "'in in' needs at least one in and one out, and stack only in front")
+    """
+    roles = "".join(WORDS.get(word, "?") for word in str(words).split())
+    own = roles.lstrip("s")
+    if "?" in roles:
+        return f"{words!r} must be made of the words {', '.join(WORDS)}, one for every dim"
+    if set(own) != {"i", "o"}:
+        return f"{words!r} needs at least one in and one out, and stack only in front"
+    return Sides(len(roles) - len(own), own)
+
+
+def layer_sides(model: nnx.Module) -> dict[str, Sides]:
+    """The sides of kernels whose layers say how they multiply: `nnx.LinearGeneral`, and layers with an `einsum_str`.
+
+    What a stack of such layers has besides, its first dims, is not counted.
+    """
+    found: dict[str, Sides] = {}
+    for path, module in nnx.iter_graph(model):
+        if not isinstance(module, nnx.Module):
+            continue
+        sides = None
+        if isinstance(module, nnx.LinearGeneral):
+            sides = Sides(len(module.batch_axis), "i" * len(module.in_features) + "o" * len(module.out_features))
+        elif isinstance(text := getattr(module, "einsum_str", None), str):
+            sides = _of_einsum(text)
+        if sides is not None and (name := _kernel(module, sides)) is not None:
+            found["/".join(map(str, (*path, name)))] = sides
+    return found
+
+
+def bias_sides(shapes: Mapping[str, Any], name: str) -> Sides | None:
+    """The sides of a Linen kernel whose bias has the dims of its results; None where it has none, or where they leave a doubt.
+
+    >>> import numpy as np
+    >>> bias_sides({"q/kernel": np.ones((8, 2, 4)), "q/bias": np.ones((2, 4))}, "q/kernel")
+    Sides(stacked=0, roles='ioo')
+    """
+    bias = shapes.get(name.removesuffix("kernel") + "bias") if name.endswith("/kernel") else None
+    if bias is None:
+        return None
+    shape, own = tuple(shapes[name].shape), tuple(bias.shape)
+    fits = [
+        Sides(stacked, "i" * (len(shape) - len(own)) + "o" * (len(own) - stacked))
+        for stacked in range(len(own))
+        if 0 < len(own) < len(shape) and own == (*shape[:stacked], *shape[len(shape) - len(own) + stacked :])
+    ]
+    return fits[0] if len(fits) == 1 else None
+
+
+def _kernel(module: nnx.Module, sides: Sides) -> str | None:
+    """The name of the parameter that a layer multiplies by."""
+    least = sides.stacked + len(sides.roles)
+    params = {name: each for name, each in vars(module).items() if isinstance(each, nnx.Param)}
+    fitting = [name for name, each in params.items() if name != "bias" and len(each.shape) >= least]
+    return "kernel" if "kernel" in fitting else fitting[0] if len(fitting) == 1 else None
+
+
+def _of_einsum(text: str) -> Sides | None:
+    """Of the second operand; None where it is no product of a value with a matrix.
+
+    >>> _of_einsum("BSD,CKDH->CBSKH"), _of_einsum("BTNH,NHD->BTD"), _of_einsum("...d,df->...f")
+    (Sides(stacked=0, roles='ooio'), Sides(stacked=0, roles='iio'), Sides(stacked=0, roles='io'))
+    """
+    operands, arrow, made = text.replace(" ", "").partition("->")
+    value, comma, kernel = operands.partition(",")
+    if not arrow or not comma or not kernel.isalpha() or len(set(kernel)) < len(kernel):
+        return None
+    roles = "".join(
+        ("s" if each in made else "i") if each in value else "o" if each in made else "?" for each in kernel
+    )
+    own = roles.lstrip("s")
+    return Sides(len(roles) - len(own), own) if set(own) == {"i", "o"} else None
+
+
+# --------------------------------------------------------------------------------------------------
+# The pure view of a Linen module.
+# --------------------------------------------------------------------------------------------------
+
+EVALUATES = {
+    "train": False,
+    "training": False,
+    "is_training": False,
+    "deterministic": True,
+    "use_running_average": True,
+}
+"""What Flax's users call the flag that tells training from evaluation, and its value in evaluation."""
+
+
+_CALLED = (
+    "call it, model(x) or model(x, method='encode'), in the place of module.apply(variables, x); `model.params` and "
+    "`model.state` are its arrays"
+)
+
+
+def linen_functional(
+    module: linen.Module, variables: PyTree, trainable: Trainable = None
+) -> tuple["LinenFunctional", Variables]:
+    """The pure view of a Linen module, and the variables given for it (all collections, or the params alone)."""
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"params= of a Linen module must be what module.init returned, not a {type(variables).__name__}"
+        )
+    order = order_of_init(variables.get("params", variables))
+    collections = dict(unfreeze(linen.meta.unbox(variables)))
+    if "params" not in collections:
+        collections = {"params": collections}
+    trained, frozen = partition(collections.pop("params"), trainable)
+    collections.pop("intermediates", None)
+    split = Variables(trained, frozen, collections)
+    view = LinenFunctional(module, abstract(split))
+    view.order = order
+    return view, split
+
+
+def deferred_linen(
+    module: linen.Module, init: Callable[[], PyTree], trainable: Trainable = None
+) -> tuple["LinenFunctional", Variables]:
+    """The pure view of a Linen module whose variables `init` will make, and their shapes."""
+    order: dict[str, tuple] = {}
+    view, shapes = linen_functional(module, jax.eval_shape(noting_calls(init, order)), trainable)
+    view.order = order or None
+    view.create = lambda: linen_functional(module, init(), trainable)[1]
+    return view, shapes
+
+
+class LinenFunctional(Functional):
+    """A Linen module and its variables as pure functions."""
+
+    param_prefix = "params/"
+
+    def __init__(self, module: linen.Module, shapes: Variables):
+        self._module, self._shapes = module, shapes
+        self._types: dict[str, type] = {}
+        self._said: set[str] = set()
+
+    @property
+    def shapes(self) -> Variables:
+        """The shapes and dtypes of the module's variables."""
+        return self._shapes
+
+    def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> "BoundLinen":
+        """The module with its variables, to be called like an NNX module."""
+        return BoundLinen(self._module, variables, key, mode, self._types, self._said)
+
+    def state_of(self, bound: "BoundLinen") -> PyTree:
+        """The non-parameter collections after the bound module's calls; collections that the calls added are dropped."""
+        return {name: bound.state[name] for name in self._shapes.state}
+
+    def module(self, variables: Variables) -> linen.Module:
+        """A bound copy of the user's module (`module.variables` holds the arrays)."""
+        params = merge(variables.params, variables.frozen)
+        return self._module.bind({"params": params, **variables.state})
+
+    def module_types(self) -> Mapping[str, type]:
+        """The type of every module seen in the calls made so far, by its path."""
+        return self._types
+
+    def declares(self, attribute: str) -> bool:
+        """Of the model, and of the modules given to it as fields."""
+        parts = jax.tree.leaves(
+            [getattr(self._module, field.name, None) for field in dataclasses.fields(self._module)],
+            is_leaf=lambda x: isinstance(x, linen.Module),
+        )
+        modules = [self._module, *(part for part in parts if isinstance(part, linen.Module))]
+        return any(getattr(type(module), attribute, False) for module in modules)
+
+    def synchronized(self) -> Callable[[str], bool]:
+        """The `batch_stats` that `linen.BatchNorm` keeps, recognised by their names."""
+        names = named_leaves(self._shapes.state)
+        kept = {n for n in names if n.startswith("batch_stats/") and n.rsplit("/", 1)[-1] in ("mean", "var")}
+        return kept.__contains__
+
+    def batch_statistics(self) -> Callable[[str], bool]:
+        """The collection `batch_stats`."""
+        return lambda name: name.startswith("batch_stats/")
+
+    def state_joins(self) -> Mapping[str, Join]:
+        """As the classes of the modules seen so far declare, of variables in any collection."""
+        return declared_joins(linen_kinds(self._types, self._shapes.state), self._shapes.state)
+
+    def after_update(self, state: PyTree) -> PyTree:
+        """Nothing: a Linen module has its variables only while it is called.
+
+        Raises:
+          ValueError: naming the modules that want to be asked.
+        """
+        found = ((path or "the root", kind) for path, kind in self._types.items() if hasattr(kind, HOOK))
+        hooked = [f"{kind.__name__} at {path}" for path, kind in found]
+        if hooked:
+            raise ValueError(
+                f"{HOOK} runs on NNX modules; a Linen module has variables only while it is called, but these have such a "
+                f"method: {', '.join(hooked)}. Write them as NNX modules, or name the method otherwise"
+            )
+        return state
+
+
+class BoundLinen:
+    """A Linen module with its variables, called like an NNX module: `model(x)`, `model(x, method="encode")`.
+
+    Attributes:
+      is_training: what `train()` and `eval()` of the facade set, True where neither was called: a `loss_fn` that also
+        evaluates can say `model(x, train=model.is_training)`.
+      params: the parameters, read-only by convention.
+      state: the other collections, after the calls made so far.
+    """
+
+    def __init__(
+        self,
+        module: linen.Module,
+        variables: Variables,
+        key: jax.Array,
+        mode: Mode,
+        types: dict[str, type],
+        said: set[str],
+    ):
+        self._module, self._mode, self._key, self._calls, self._types = module, mode, key, 0, types
+        self._said = said
+        self.params = merge(variables.params, variables.frozen)
+        self.state = dict(variables.state)
+        self.is_training = mode.training is not False
+
+    def __call__(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        """Apply the module; collections it changes are kept, random streams differ from call to call.
+
+        In evaluation a flag of `EVALUATES` that the call has and is not given gets its value there.
+        """
+        module = self._module
+        if given := [f"{name}=" for name in ("rngs", "mutable") if name in kwargs]:
+            raise TypeError(
+                f"leave {' and '.join(given)} out of model(...): the model has random streams of every name, and keeps what a "
+                "call changes"
+            )
+        if self._mode.training is False:
+            module, kwargs = self._evaluating(method, args, kwargs)
+        key = jax.random.fold_in(self._key, self._calls)
+        self._calls += 1
+        # Linen's make_rng falls back to the stream "params", so one key serves streams of every name.
+        rngs = {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
+        args, kwargs = self._mode.precision.cast_compute((args, kwargs))
+
+        def note(call: Callable, args: tuple, kwargs: dict, context: Any):
+            # Lifted transforms call lambdas of wrappers whose path is empty, like the root's, which comes first.
+            self._types.setdefault("/".join(context.module.path), type(context.module))
+            if self._mode.training is False and isinstance(context.module, linen.Dropout):
+                self._note_dropout(context.module, args, kwargs)
+            return call(*args, **kwargs)
+
+        joined = synchronize_linen(self._mode.batch_norm_axes, self._mode.sum_over_ranks)
+        with joined, linen.intercept_methods(note):
+            out, changed = module.apply(
+                {"params": self.params, **self.state},
+                *args,
+                rngs=rngs,
+                mutable=list(self.state),
+                method=method,
+                **kwargs,
+            )
+        self.state |= unfreeze(changed)
+        return self._mode.precision.cast_output(out)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(f"{self._named()} has no `{name}`: {_CALLED}", name=name, obj=self)
+
+    def __getitem__(self, name: Any) -> Any:
+        raise TypeError(f"{self._named()} is no mapping with an entry {name!r}: {_CALLED}")
+
+    def __contains__(self, name: Any) -> bool:
+        raise TypeError(f"{self._named()} is no mapping of variables: {_CALLED}")
+
+    def _named(self) -> str:
+        return f"the model that a loss gets ({type(self._module).__name__} with its variables in it)"
+
+    def _evaluating(self, method: Any, args: tuple, kwargs: dict) -> tuple[linen.Module, dict]:
+        """The module and the keywords of a call in evaluation; what becomes another than in training is said once."""
+        module, name = self._module, type(self._module).__name__
+        fields, given = evaluation_flags(module, method, args, kwargs)
+        if fields:
+            module = module.clone(**fields)  # pyright: ignore[reportArgumentType]  # the names are of its fields
+        call = method if isinstance(method, str) else getattr(method, "__name__", "__call__")
+        changed = {name: fields, f"{name}.{call}": {k: v for k, (v, usual) in given.items() if usual is not v}}
+        for whose, flags in changed.items():
+            words = ", ".join(f"{flag}={value}" for flag, value in flags.items())
+            if flags:
+                self._say(
+                    f"evaluation calls {whose}({words}), as the loss does not say it: model(x, train=model.is_training)"
+                )
+        return module, kwargs | {flag: value for flag, (value, _) in given.items()}
+
+    def _note_dropout(self, module: linen.Dropout, args: tuple, kwargs: dict) -> None:
+        """Say that units are dropped in an evaluation, which some want and most forgot."""
+        given = kwargs.get("deterministic", args[1] if len(args) > 1 else None)
+        if not (module.deterministic if given is None else given) and module.rate:
+            path = "/".join(module.path)
+            self._say(f"{path} drops units in evaluation too: it is made or called with deterministic=False")
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s", text)
+
+
+def evaluation_flags(
+    module: linen.Module, method: Any, args: tuple, kwargs: dict
+) -> tuple[dict[str, bool], dict[str, tuple[bool, Any]]]:
+    """What turns a call into evaluation: fields of the module with other values, and arguments with their defaults.
+
+    Both are empty where the caller gives such a flag: then the caller decides. An argument that is None by default stays so
+    where a field of its name decides (`linen.merge_param`).
+    """
+    function = type(module).__call__ if method is None else method
+    function = getattr(type(module), function, None) if isinstance(function, str) else function
+    try:
+        signature = inspect.signature(getattr(function, "__func__", function))  # pyright: ignore[reportArgumentType]
+        said = signature.bind_partial(module, *args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return {}, {}  # Flax says what is wrong with the call
+    if EVALUATES.keys() & said.keys():
+        return {}, {}
+    own = {flag: getattr(module, flag) for flag in EVALUATES if flag in {f.name for f in dataclasses.fields(module)}}
+    fields = {
+        flag: EVALUATES[flag] for flag, value in own.items() if value is not None and value is not EVALUATES[flag]
+    }
+    usual = {flag: each.default for flag, each in signature.parameters.items() if flag in EVALUATES}
+    decided = {flag for flag, default in usual.items() if default is None and own.get(flag) is not None}
+    return fields, {flag: (EVALUATES[flag], default) for flag, default in usual.items() if flag not in decided}
+
+
+# --------------------------------------------------------------------------------------------------
+# The pure view of an NNX module.
+# --------------------------------------------------------------------------------------------------
+
+
+def nnx_functional(model: nnx.Module, trainable: Trainable = None) -> tuple["NNXFunctional", Variables]:
+    """The pure view of an NNX module, and its arrays."""
+    graphdef, params, streams, state = nnx.split(model, nnx.Param, nnx.RngState, ...)
+    select = trainable
+    if isinstance(trainable, type):
+        wanted = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, trainable))}
+        select = wanted.__contains__
+    trained, frozen = partition(nnx.to_pure_dict(params), select, given=trainable)
+    variables = Variables(trained, frozen, _without_intermediates(state))
+    view = NNXFunctional(graphdef, nnx.to_pure_dict(streams), abstract(variables))
+    view.order = definition_order(model)
+    return view, variables
+
+
+def deferred_nnx(make: Callable[[], nnx.Module], trainable: Trainable = None) -> tuple["NNXFunctional", Variables]:
+    """The pure view of the NNX module that `make` will make, and the shapes of its arrays.
+
+    Raises:
+      TypeError: when it makes something else.
+    """
+    orders: list[dict[str, tuple]] = []
+
+    def noted() -> nnx.Module:
+        made = make()
+        if not isinstance(made, nnx.Module):
+            raise TypeError(
+                f"the function given as a model made a {type(made).__name__}: it must return a flax.nnx.Module"
+            )
+        orders.append(definition_order(made))  # `eval_shape` returns attributes in alphabetical order
+        return made
+
+    view, shapes = nnx_functional(nnx.eval_shape(noted), trainable)
+    view.order = orders[-1]
+    view.create = lambda: nnx_functional(make(), trainable)[1]
+    # Streams are a few words; jit drops the rest of the model.
+    view._make_streams = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make(), nnx.RngState)))
+    return view, shapes
+
+
+class NNXFunctional(Functional):
+    """An NNX module as pure functions. The user's module itself is never changed.
+
+    Tied modules and parameters are one leaf. Random streams are no variables: they restart from the key of every call.
+    """
+
+    def __init__(self, graphdef: nnx.GraphDef, streams: PyTree, shapes: Variables):
+        self.graphdef, self._streams, self._shapes = graphdef, streams, shapes
+        self._make_streams: Callable[[], PyTree] = lambda: with_zeros(streams)
+
+    @property
+    def stacked_dims(self) -> Mapping[str, int]:
+        """As metadata of its parameters."""
+        flat = nnx.to_flat_state(nnx.state(self.abstract_module, nnx.Param))
+        return {"/".join(map(str, path)): leaf.get_metadata().get(STACKED, 0) for path, leaf in flat}
+
+    @property
+    def sides(self) -> Mapping[str, Sides]:
+        """As its layers multiply."""
+        return layer_sides(self.abstract_module)
+
+    @property
+    def shapes(self) -> Variables:
+        """The shapes and dtypes of the module's variables."""
+        return self._shapes
+
+    def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> nnx.Module:
+        """A new module of the user's class on these arrays."""
+        params = merge(variables.params, variables.frozen)
+        model = nnx.merge(self.graphdef, params, self._restart(key), variables.state, copy=True)
+        if mode.training is not None:
+            model.train() if mode.training else model.eval()
+        if mode.batch_norm_axes and mode.sum_over_ranks is not None:
+            synchronize_nnx(model, mode.batch_norm_axes, mode.sum_over_ranks)
+        if mode.precision != Precision():
+            model.__class__ = _casting_class(type(model), mode.precision)
+        return model
+
+    def state_of(self, bound: nnx.Module) -> PyTree:
+        """The module's state after its calls; variables that the calls added (such as `sow`) are dropped."""
+        _, _, _, state = nnx.split(bound, nnx.Param, nnx.RngState, ...)
+        state = nnx.to_pure_dict(state)
+        return _like(self._shapes.state, state)
+
+    def module(self, variables: Variables) -> nnx.Module:
+        """A module of the user's class and structure holding these arrays."""
+        params = merge(variables.params, variables.frozen)
+        return nnx.merge(self.graphdef, params, self._make_streams(), variables.state, copy=True)
+
+    def module_types(self) -> Mapping[str, type]:
+        """The type of every module by its path."""
+        model = self.abstract_module
+        return {"/".join(map(str, p)): type(m) for p, m in nnx.iter_graph(model) if isinstance(m, nnx.Module)}
+
+    def declares(self, attribute: str) -> bool:
+        """Of all its modules."""
+        return any(getattr(kind, attribute, False) for kind in self.module_types().values())
+
+    def synchronized(self) -> Callable[[str], bool]:
+        """The running averages of every `nnx.BatchNorm` that joins no axes of its own."""
+        model = self.abstract_module
+        owners = {
+            "/".join(map(str, (*path, leaf)))
+            for path, module in nnx.iter_graph(model)
+            if isinstance(module, nnx.BatchNorm) and module.axis_name is None
+            for leaf in ("mean", "var")
+        }
+        return owners.__contains__
+
+    def batch_statistics(self) -> Callable[[str], bool]:
+        """Every `nnx.BatchStat`."""
+        flat = nnx.to_flat_state(nnx.state(self.abstract_module, nnx.BatchStat))
+        return {"/".join(map(str, path)) for path, _ in flat}.__contains__
+
+    def state_joins(self) -> Mapping[str, Join]:
+        """As the modules' classes declare."""
+        return declared_joins(nnx_kinds(self.abstract_module, self._shapes.state), self._shapes.state)
+
+    def after_update(self, state: PyTree) -> PyTree:
+        """The hooks run on a module that holds this state, and shapes in the place of all else."""
+        params = merge(self._shapes.params, self._shapes.frozen)
+        model = nnx.merge(self.graphdef, params, self._streams, state, copy=True)
+        modules = with_hooks(model)
+        if not modules:
+            return state
+        run_hooks(modules)
+        changed = named_leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        own = named_leaves(params)
+        if wrong := [name for name, leaf in changed.items() if leaf is not own.get(name)]:
+            raise ValueError(
+                f"{HOOK} may change a model's state only: parameters are changed by the optimizer, but it changed "
+                f"{', '.join(wrong)}"
+            )
+        new = self.state_of(model)
+        check_same_shapes(state, new)
+        return new
+
+    @property
+    def abstract_module(self) -> nnx.Module:
+        """The module on shapes."""
+        params = merge(self._shapes.params, self._shapes.frozen)
+        return nnx.merge(self.graphdef, params, self._streams, self._shapes.state, copy=True)
+
+    def _restart(self, key: jax.Array) -> PyTree:
+        leaves, treedef = jax.tree.flatten(self._streams)
+        fresh = []
+        for i, leaf in enumerate(leaves):
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                stream = jax.random.fold_in(key, i)
+                fresh.append(jax.random.split(stream, leaf.shape) if leaf.shape else stream)
+            else:
+                fresh.append(jnp.zeros(leaf.shape, leaf.dtype))
+        return treedef.unflatten(fresh)
+
+
+def _without_intermediates(state) -> PyTree:
+    return nnx.to_pure_dict(nnx.filter_state(state, nnx.Not(nnx.Intermediate)))
+
+
+def _like(structure: PyTree, tree: PyTree) -> PyTree:
+    found = named_leaves(tree)
+    names = list(named_leaves(structure))
+    return jax.tree.unflatten(jax.tree.structure(structure), [found[name] for name in names])
+
+
+_CASTING: dict[tuple[type, Precision], type] = {}
+
+
+def _casting_class(cls: type, precision: Precision) -> type:
+    """A subclass of the user's class whose call casts its floating arguments and results."""
+    if (cls, precision) not in _CASTING:
+
+        def __call__(self, *args: Any, **kwargs: Any):
+            args, kwargs = precision.cast_compute((args, kwargs))
+            return precision.cast_output(cls.__call__(self, *args, **kwargs))
+
+        _CASTING[cls, precision] = type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+    return _CASTING[cls, precision]
+
+
+# --------------------------------------------------------------------------------------------------
+# A model's variables by path name: those of a pure view, and those of whatever a user may hold a model's arrays in.
+# --------------------------------------------------------------------------------------------------
+
+
+def named_variables(model: Functional, variables: Variables) -> dict[str, Any]:
+    """Every variable by its name in a `state_dict`, parameters first."""
+    prefix = model.param_prefix
+    params = {prefix + n: x for tree in (variables.params, variables.frozen) for n, x in named_leaves(tree).items()}
+    return params | named_leaves(variables.state)
+
+
+def named_arrays(given: Any) -> dict[str, Any]:
+    """Arrays by path name, of an NNX module, Linen variables, a nested state, or a flat mapping as it is.
+
+    Random streams and what a call has sown are no variables and are left out of a module and of an `nnx.State`.
+
+    Raises:
+      TypeError: for anything else, with what to give in its place, and for leaves that are no arrays, all by path.
+      ValueError: listing paths that are written the same.
+
+    >>> named_arrays({"params": {"dense": {"kernel": 1.0}}, "a/b": 2.0})
+    {'a/b': 2.0, 'params/dense/kernel': 1.0}
+    """
+    if isinstance(given, nnx.Module):
+        return _checked(list(named_variables(*nnx_functional(given)).items()))
+    if isinstance(given, nnx.State):
+        given = nnx.to_pure_dict(nnx.filter_state(given, nnx.Not(nnx.Any(nnx.RngState, nnx.Intermediate))))
+    if not isinstance(given, Mapping):
+        raise TypeError(f"give a flax.nnx.Module or arrays by name, not {_words(given)}")
+    leaves = jax.tree_util.tree_flatten_with_path(unfreeze(linen.meta.unbox(dict(given))), is_leaf=_whole)[0]
+    return _checked([(path_name(p), x.get_value() if isinstance(x, nnx.Variable) else x) for p, x in leaves])
+
+
+def _checked(leaves: list[tuple[str, Any]]) -> dict[str, Any]:
+    foreign = [f"{name}: {_words(leaf)}" for name, leaf in leaves if np.asarray(leaf).dtype.kind in "OUSMm"]
+    if foreign:
+        raise TypeError(f"these values are no arrays: {'; '.join(foreign)}. Leave them out")
+    names = [name for name, _ in leaves]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"several values have the same path: {', '.join(twice)}. Rename one of each")
+    return dict(leaves)
+
+
+def _whole(value: Any) -> bool:
+    return value is None or isinstance(value, nnx.Variable)
+
+
+def _words(given: Any) -> str:
+    kind = type(given).__name__
+    if isinstance(given, linen.Module):
+        return f"the Linen module {kind}, which holds no arrays: give its variables"
+    if hasattr(given, "state_dict"):
+        return f"a {kind}: call its state_dict() in every process and give what that returns"
+    return f"a {kind}"

@@ -1,1 +1,0 @@
-"""The families of Gemma: the second and the third, which have most in common."""

@@ -1,1 +1,0 @@
-"""Text from a causal model, token by token."""

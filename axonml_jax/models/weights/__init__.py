@@ -1,1 +1,0 @@
-"""Arrays of a model, part by part, from files and into them."""

@@ -1,1 +1,0 @@
-"""Long sequences: positions split over the ranks of an axis, and attention across them."""

@@ -1,1 +1,0 @@
-"""Attention across ranks by the kernels of TPUs and GPUs."""

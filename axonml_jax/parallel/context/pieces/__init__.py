@@ -1,1 +1,0 @@
-"""Attention of queries to pieces of the keys, tile by tile, and what is merged, added to scores or dropped there."""

@@ -1,1 +1,0 @@
-"""Cutting a model, or its traced microbatch, into stages."""

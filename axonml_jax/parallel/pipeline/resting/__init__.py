@@ -1,1 +1,0 @@
-"""Where the parameters of stages rest between steps: buffers on the ranks of `pipe`."""

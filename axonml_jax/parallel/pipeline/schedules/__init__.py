@@ -1,1 +1,0 @@
-"""Pipeline schedules and the timetables that they become: no JAX here."""

@@ -1,1 +1,0 @@
-"""The contract of strategies, and the strategies of the library: equal rooms."""

@@ -1,1 +1,0 @@
-"""`auto_parallelize`: a Flax NNX model's own layers made tensor-parallel ones in place, without touching its code."""

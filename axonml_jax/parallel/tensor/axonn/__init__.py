@@ -1,1 +1,0 @@
-"""Layers of AxoNN's 3-D tensor parallelism."""

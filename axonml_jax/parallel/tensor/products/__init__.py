@@ -1,1 +1,0 @@
-"""What parallel layers are made of: products that communicate, the borders of regions, lookups."""

@@ -1,1 +1,0 @@
-"""Parameters that layers split and that all other code sees whole."""

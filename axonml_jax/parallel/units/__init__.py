@@ -1,1 +1,0 @@
-"""Units: parts of a model whose weights are gathered when they are needed, forward and backward (ZeRO-3)."""

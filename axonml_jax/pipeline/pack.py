@@ -1,0 +1,1172 @@
+"""Where the parameters of stages rest: assigned to ranks, packed into buffers, shared, spread."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+
+from axonml_jax.base import PyTree, named_leaves
+from axonml_jax.collectives.collectives import broadcast
+from axonml_jax.collectives.gradients import own_slice
+from axonml_jax.collectives.primitives import (
+    axis_index,
+    exchange_along,
+    gather_along,
+    sum_over,
+    types_are_checked,
+    vary,
+    vary_like,
+)
+from axonml_jax.compat.jaxpr import Operation
+from axonml_jax.compat.order import together
+from axonml_jax.compat.varying_types import varying_axes
+from axonml_jax.pipeline.schedules import AXIS, Pipelined
+from axonml_jax.sharding.batch import BatchLayout
+from axonml_jax.sharding.layout import Layout, is_layout, to_device_memory, to_host, to_stored
+from axonml_jax.strategies.strategy import units
+
+# --------------------------------------------------------------------------------------------------
+# On which stage every parameter lives: decided from the model alone, before any batch is seen.
+#
+# Where a stage begins is named by a module whose parameters it reads first. A guess that turns out wrong costs
+# communication, never correctness: a parameter that another stage reads than the one it lives on is sent there once per
+# step.
+# --------------------------------------------------------------------------------------------------
+
+_LOOKED_UP = re.compile(r"(^|/|_)(embed\w*|wte|wpe|tok\w*|pos(?!t)\w*|patch\w*|stem\w*)(/|_|$)", re.IGNORECASE)
+
+Order = Mapping[str, tuple]
+"""A sort key of every parameter's path: its place in the model."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where parameters live and where stages begin.
+
+    Attributes:
+      stages: the stage of every parameter, in tree order.
+      begins: for every stage but the first the parameters (positions in tree order) whose first use begins it; None: marks
+        in the program say where (see `pipeline/pack.py`).
+    """
+
+    stages: tuple[int, ...]
+    begins: tuple[tuple[int, ...], ...] | None
+
+
+def assign(
+    shapes: Mapping[str, Any], num_stages: int, *, split: Sequence[str] | None = None, order: Order | None = None
+) -> Assignment:
+    """Assign a model's parameters to stages.
+
+    Args:
+      shapes: anything with a shape for every parameter, by path, in tree order.
+      num_stages: how many.
+      split: module paths at which the second and later stages begin; None: between repeated blocks, by balanced cost.
+      order: the places of parameters in the model; None: known by their names.
+
+    Raises:
+      ValueError: when there are more stages than blocks, or a path names nothing.
+
+    >>> import numpy as np
+    >>> shapes = {name: np.ones((4, 4)) for name in ("embed/w", "blocks/0/w", "blocks/1/w", "head/w")}
+    >>> assign(shapes, 2).stages
+    (0, 0, 1, 1)
+    """
+    names = list(shapes)
+    order = order or {name: _by_name(name) for name in names}
+    if split is None:
+        split = _between_blocks(shapes, num_stages, order)
+    inside = {path: [i for i, name in enumerate(names) if name.startswith(path.rstrip("/") + "/")] for path in split}
+    problems = [f"split={path!r} names no module with parameters" for path in split if not inside[path]]
+    if len(split) != num_stages - 1:
+        problems.append(f"split names {len(split)} beginnings, and {num_stages} stages have {num_stages - 1}")
+    if problems:
+        raise ValueError(f"{'; '.join(problems)}; the parameters are {_listed(names)}")
+    firsts = [min(order[names[i]] for i in inside[path]) for path in split]
+    if firsts != sorted(firsts):
+        raise ValueError(f"split={tuple(split)!r} must be in the order in which the model runs")
+    stages = [sum(first <= order[name] for first in firsts) for name in names]
+    return Assignment(tuple(stages), tuple(tuple(inside[path]) for path in split))
+
+
+def by_prefix(names: Sequence[str], prefixes: Sequence[str], stages: Sequence[int]) -> Assignment:
+    """The assignment of modules whose stages are given: a parameter belongs to the module whose prefix its path has.
+
+    >>> by_prefix(["stages/0/w", "stages/1/w", "stages/2/w"], ["stages/0/", "stages/1/", "stages/2/"], [0, 0, 1]).stages
+    (0, 0, 1)
+    """
+    owner = (next(i for i, prefix in enumerate(prefixes) if name.startswith(prefix)) for name in names)
+    return Assignment(tuple(stages[i] for i in owner), None)
+
+
+def balanced(costs: Sequence[float], num_parts: int) -> list[int]:
+    """Where the second and later of `num_parts` runs of consecutive items begin so that the dearest run is cheapest.
+
+    >>> balanced([1, 1, 1, 1, 3], 2), balanced([1] * 6, 3)
+    ([3], [2, 4])
+    """
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    # best[i] = (cost of the dearest run, sum of squares, beginnings) of the first i items; squares break ties evenly.
+    best: list[Any] = [None] + [(total[i], total[i] ** 2, []) for i in range(1, len(costs) + 1)]
+    for part in range(1, num_parts):
+        later: list[Any] = [None] * (len(costs) + 1)
+        for end in range(part + 1, len(costs) + 1):
+            later[end] = min(
+                (max(best[k][0], (run := total[end] - total[k])), best[k][1] + run**2, [*best[k][2], k])
+                for k in range(part, end)
+            )
+        best = later
+    return best[-1][2]
+
+
+def _between_blocks(shapes: Mapping[str, Any], num_stages: int, order: Order) -> list[str]:
+    names = list(shapes)
+    if num_stages == 1:
+        return []
+    found = units(names, None, {})
+    blocks = sorted(found, key=lambda path: min(order[names[i]] for i in found[path]))
+    if len(blocks) < num_stages:
+        what = f"{len(blocks)} repeated blocks ({_listed(blocks)})" if blocks else "no repeated blocks"
+        raise ValueError(
+            f"the model has {what} to divide over {num_stages} stages: use fewer stages (a smaller `pipe` degree, fewer "
+            "chunks), or say where stages begin with split=('path/of/module', ...) or Pipeline.from_modules([...]). Blocks "
+            "whose parameters are stacked under one scan count as one module; write them as a list of modules"
+        )
+    costs = [_cost(shapes, [names[i] for i in found[path]]) for path in blocks]
+    first, last = (min(order[names[i]] for i in found[path]) for path in (blocks[0], blocks[-1]))
+    loose = [name for name in names if not any(name.startswith(path + "/") for path in blocks)]
+    costs[0] += _cost(shapes, [name for name in loose if order[name] < first and not _LOOKED_UP.search(name)])
+    costs[-1] += _cost(shapes, [name for name in loose if order[name] > last])
+    return [blocks[i] for i in balanced(costs, num_stages)]
+
+
+def _cost(shapes: Mapping[str, Any], names: Sequence[str]) -> float:
+    """Multiplications per example: the elements of matrices. What is looked up costs nothing."""
+    total = 0.0
+    for name in names:
+        size = 1.0
+        for dim in shapes[name].shape:
+            size *= dim
+        total += size if len(shapes[name].shape) > 1 else 0.0
+    return total
+
+
+def _by_name(name: str) -> tuple:
+    """The place of a parameter that only its name tells: embeddings first, then numbered modules, then the rest."""
+    numbered = re.search(r"\d+", name)
+    kind = 0 if _LOOKED_UP.search(name) else 1 if numbered else 2
+    return kind, *((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+# --------------------------------------------------------------------------------------------------
+# Modules given one by one as the stages of a pipeline: one model that applies them in order and marks where each
+# begins.
+# --------------------------------------------------------------------------------------------------
+
+_MARK = "axonml.stage"
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """A module and where it runs.
+
+    Attributes:
+      module: an NNX or a Linen module that takes what the one before returns.
+      device: its index on the `pipe` axis; neighbours on one device are one stage.
+    """
+
+    module: Any
+    device: int
+
+
+def mark(tree: PyTree, stage: int) -> PyTree:
+    """The same arrays, named in the program as what stage `stage` starts from."""
+    return jax.tree.map(lambda x: checkpoint_name(x, f"{_MARK}{stage}"), tree)
+
+
+def marked(op: Operation) -> int | None:
+    """The stage that an operation marks the beginning of; None for all others."""
+    return int(op.label[len(_MARK) :]) if op.label.startswith(_MARK) else None
+
+
+class Chain(nnx.Module):
+    """NNX modules applied in order; `groups[i]` is how many of them make stage i."""
+
+    def __init__(self, modules: Sequence[nnx.Module], groups: Sequence[int]):
+        self.stages = nnx.List(modules)
+        self.groups = tuple(groups)
+
+    def __call__(self, x: PyTree) -> PyTree:
+        """The last module's result of the first one's argument."""
+        start = 0
+        for stage, count in enumerate(self.groups):
+            x = mark(x, stage) if stage else x
+            for module in self.stages[start : start + count]:
+                x = module(x)
+            start += count
+        return x
+
+    def prefixes(self) -> list[str]:
+        """How the paths of each module's parameters begin."""
+        return [f"stages/{i}/" for i in range(len(self.stages))]
+
+
+class LinenChain(linen.Module):
+    """Linen modules applied in order; `groups[i]` is how many of them make stage i."""
+
+    stages: tuple[linen.Module, ...]
+    groups: tuple[int, ...]
+
+    def __call__(self, x: PyTree) -> PyTree:
+        """The last module's result of the first one's argument."""
+        start = 0
+        for stage, count in enumerate(self.groups):
+            x = mark(x, stage) if stage else x
+            for module in self.stages[start : start + count]:
+                x = module(x)  # pyright: ignore[reportCallIssue]
+            start += count
+        return x
+
+    def prefixes(self) -> list[str]:
+        """How the paths of each module's parameters begin."""
+        return [f"stages_{i}/" for i in range(len(self.stages))]
+
+
+def stage_of_modules(chain: Chain | LinenChain) -> list[int]:
+    """The stage of every module."""
+    return [stage for stage, count in enumerate(chain.groups) for _ in range(count)]
+
+
+def join_variables(variables: Sequence[PyTree]) -> PyTree:
+    """The variables of a `LinenChain` from those of its modules, each all collections or the params alone."""
+    joined: dict[str, dict[str, Any]] = {}
+    for i, given in enumerate(variables):
+        collections = dict(given) if "params" in given else {"params": given}
+        for name, tree in collections.items():
+            joined.setdefault(name, {})[f"stages_{i}"] = tree
+    return joined
+
+
+# --------------------------------------------------------------------------------------------------
+# Arrays of which a dim is split over an axis that is left to XLA's partitioner, as rows of a buffer: a row for each
+# rank.
+#
+# A flat buffer of such arrays would be whole on every rank of the axis: flat, the parts of a dim lie between each
+# other. Which dim is split is a guess from its size, since the partitioner decides it after everything is traced. Where
+# the guess is wrong the partitioner sends what it must to store an array so; numbers are the same.
+# --------------------------------------------------------------------------------------------------
+
+
+class PartRanks(NamedTuple):
+    """The ranks that have a row each.
+
+    Attributes:
+      axis: the mesh axis.
+      count: how many.
+    """
+
+    axis: str
+    count: int
+
+
+@dataclass(frozen=True)
+class PositionParts:
+    """Which arrays of a stage have a dim of positions.
+
+    Attributes:
+      parts: the ranks among which positions are split.
+      lengths: how many positions sequences have, in the batch's leaves.
+
+    >>> guess = PositionParts(PartRanks("context", 2), (16,))
+    >>> [guess.dim_of(shape) for shape in ((4, 16, 8), (16,), (4, 15, 8), (16, 16), (4, 6))]
+    [1, 0, 1, 1, None]
+    """
+
+    parts: PartRanks
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layout: BatchLayout, shapes: Mapping[str, tuple[int, ...]]) -> "PositionParts | None":
+        """Of a microbatch's leaves, by their paths. None: no axis that splits positions is left to the partitioner."""
+        left = {axis: rule for axis, rule in layout.positions if axis in layout.left and layout.size((axis,)) > 1}
+        if not left:
+            return None
+        ((axis, rule),) = left.items()
+        count = layout.size((axis,))
+        dims = ((shape, rule(name, shape)) for name, shape in shapes.items() if shape)
+        lengths = {shape[dim] for shape, dim in dims if dim is not None and shape[dim] % count == 0}
+        return cls(PartRanks(axis, count), tuple(sorted(lengths)))
+
+    def dim_of(self, shape: tuple[int, ...]) -> int | None:
+        """The dim of an array that holds positions, or all but a few of them as a shift leaves them; None: none does.
+
+        Rows come first, so dim 0 is taken last.
+        """
+        count = self.parts.count
+        near = lambda size: any(length - count < size <= length for length in self.lengths)
+        dims = [dim for dim, size in enumerate(shape) if size >= count and near(size)]
+        return next((dim for dim in dims if dim), dims[0] if dims else None)
+
+
+def row_size(shape: tuple[int, ...], dim: int, count: int) -> int:
+    """Elements of one part, of `count`, of an array that is split along `dim`; the last part may be padded."""
+    return math.prod(size for d, size in enumerate(shape) if d != dim) * -(-shape[dim] // count)
+
+
+def apart(x: jax.Array, dim: int, parts: PartRanks) -> jax.Array:
+    """[..., s, ...] -> [N, n]: each rank's part of `dim` in a row of its own, the last one padded with zeros."""
+    size, each = x.shape[dim], -(-x.shape[dim] // parts.count)
+    if more := each * parts.count - size:
+        x = jnp.pad(x, [(0, more if d == dim else 0) for d in range(x.ndim)])
+    cut = x.reshape(*x.shape[:dim], parts.count, each, *x.shape[dim + 1 :])
+    rows = split_over(jnp.moveaxis(cut, dim, 0), parts.axis)
+    return rows.reshape(parts.count, math.prod(rows.shape[1:]))
+
+
+def joined(rows: jax.Array, shape: tuple[int, ...], dim: int, parts: PartRanks) -> jax.Array:
+    """The inverse of `apart`, of rows [N, n]."""
+    each = -(-shape[dim] // parts.count)
+    cut = split_over(rows.reshape(parts.count, *shape[:dim], each, *shape[dim + 1 :]), parts.axis)
+    whole = jnp.moveaxis(cut, 0, dim).reshape(*shape[:dim], parts.count * each, *shape[dim + 1 :])
+    return jax.lax.slice_in_dim(whole, 0, shape[dim], axis=dim)
+
+
+def split_over(x: jax.Array, axis: str) -> jax.Array:
+    """x, of which the partitioner is to split dim 0 over an axis that is left to it."""
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(axis))
+
+
+def on_every_rank(x: Any) -> Any:
+    """x, of which the partitioner is to split nothing; random keys stay as they are."""
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.lax.with_sharding_constraint(x, PartitionSpec())
+
+
+# --------------------------------------------------------------------------------------------------
+# A leaf that rests on one rank of a pipeline, brought to all devices: split over as many of them as its dims divide by.
+#
+# Every movement is a collective that is written here. XLA's partitioner, left to find them, gathers whole leaves
+# everywhere ("Involuntary full rematerialization").
+# --------------------------------------------------------------------------------------------------
+
+Move = Callable[[jax.Array], jax.Array]
+
+
+@dataclass
+class Spread:
+    """How one leaf is brought to all devices.
+
+    Attributes:
+      shape: what a device holds in the end.
+      axes: the mesh axes that split each dim in the end, outermost first.
+      moves: what is done with the part that rests, one after the other, inside `shard_map`.
+    """
+
+    shape: list[int]
+    axes: list[tuple[str, ...]]
+    moves: list[Move] = field(default_factory=list)
+
+    @staticmethod
+    def of(layout: Layout, rank: int, degrees: Mapping[str, int]) -> "Spread":
+        """Of a leaf that rests in a layout on one rank of the pipeline; `degrees` are the sizes of all mesh axes."""
+        dims = range(len(layout.stored))
+        spread = Spread(list(layout.shard), [layout.axes_of(dim) for dim in dims])
+        for dim, size in enumerate(layout.shape or (1,) * len(dims)):
+            if layout.stored[dim] != size:
+                spread._cut_padding(dim, size, layout.parts[dim])
+        if not layout.shape and dims:
+            spread._append(lambda x: x[0], [], [])
+        spread._over_pipeline(rank, degrees[AXIS])
+        for axis, size in degrees.items():
+            if axis != AXIS and not any(axis in axes for axes in spread.axes):
+                spread._own_slice(axis, size)
+        return spread
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How the whole leaf is split in the end."""
+        return PartitionSpec(*(axes or None for axes in self.axes))
+
+    def apply(self, part: jax.Array) -> jax.Array:
+        """A device's part of the leaf, from what it has where the leaf rests on the leaf's rank.
+
+        Communicates: over `pipe` one all-to-all, or one all-reduce where no dim divides; over the axes that split a padded dim
+        one all-to-all, or one all-gather where no other dim divides.
+        """
+        for move in self.moves:
+            part = move(part)
+        return part
+
+    def _cut_padding(self, dim: int, size: int, count: int) -> None:
+        """The padding of one dim goes: its axes split another dim, or none."""
+        over, other = self.axes[dim], self._divisible(count, but=dim)
+        shape, axes = list(self.shape), list(self.axes)
+        shape[dim], axes[dim] = size, ()
+        cut = lambda x: jax.lax.slice_in_dim(x, 0, size, axis=dim)
+        if other is None:
+            self._append(lambda x: cut(gather_along(x, over, dim)), shape, axes)
+            return
+        shape[other], axes[other] = shape[other] // count, (*axes[other], *over)
+        self._append(lambda x: cut(exchange_along(x, over, other, dim)), shape, axes)
+
+    def _over_pipeline(self, rank: int, count: int) -> None:
+        """Every rank of the pipeline gets a part of what one of them has, bit for bit; all of it where no dim divides."""
+        if count == 1:
+            return
+        dim = self._divisible(count)
+        if dim is None:
+            self._append(lambda x: broadcast(x, AXIS, rank), self.shape, self.axes)
+            return
+        shape, axes = list(self.shape), list(self.axes)
+        shape[dim], axes[dim] = shape[dim] // count, (*axes[dim], AXIS)
+        self._append(lambda x: exchange_along(x[None], (AXIS,), dim + 1, 0)[rank], shape, axes)
+
+    def _own_slice(self, axis: str, count: int) -> None:
+        """A part each of what all ranks of an axis have."""
+        dim = self._divisible(count)
+        if count == 1 or dim is None:
+            return
+        shape, axes = list(self.shape), list(self.axes)
+        shape[dim], axes[dim] = shape[dim] // count, (*axes[dim], axis)
+        self._append(lambda x: own_slice(x, axis, dim), shape, axes)
+
+    def _divisible(self, count: int, but: int | None = None) -> int | None:
+        return next((d for d, n in enumerate(self.shape) if d != but and n and n % count == 0), None)
+
+    def _append(self, move: Move, shape: list[int], axes: list[tuple[str, ...]]) -> None:
+        self.moves.append(move)
+        self.shape, self.axes = shape, axes
+
+
+# --------------------------------------------------------------------------------------------------
+# Several arrays in one flat buffer per (dtype, axes they vary over): what lets unlike stages share one program.
+#
+# All ranks run the same program, so what stages hold, send and keep must have one shape on all of them, however
+# different their arrays are. Concatenating arrays joins the axes they vary over, so those that vary over other axes
+# stay apart; so do those of which XLA's partitioner splits a dim (`pipeline/pack.py`).
+# --------------------------------------------------------------------------------------------------
+
+
+class BufferGroup(NamedTuple):
+    """What the arrays of one buffer have in common.
+
+    Attributes:
+      dtype: numpy's name.
+      axes: the mesh axes over which they vary, sorted.
+      frozen: whether they are parameters without a gradient.
+      parts: the ranks among which a dim of each is split by XLA's partitioner, the buffer's dim before the last; (): it is not.
+    """
+
+    dtype: str
+    axes: tuple[str, ...] = ()
+    frozen: bool = False
+    parts: PartRanks | tuple[()] = ()
+
+    def shape(self, size: int) -> tuple[int, ...]:
+        """Of a buffer."""
+        return (self.parts.count, size) if self.parts else (size,)
+
+
+Buffers = dict[BufferGroup, jax.Array]
+"""A flat array per group, [n], or one per group and slot, [slots, n]; [N, n] and [slots, N, n] of groups in N parts."""
+
+Sizes = Mapping[BufferGroup, int]
+"""Elements per group, or per part of one."""
+
+
+class Slot(NamedTuple):
+    """Where one array lies.
+
+    Attributes:
+      group: in which buffer.
+      offset: at which element it begins.
+      shape: of the array; of a key array's data.
+      key_impl: which random generator's keys these are; None: they are no keys.
+      place: the offset as a value of the running program, by which the array is read and written; None: a constant.
+      dim: in a group in parts, the dim of the array that is split.
+    """
+
+    group: BufferGroup
+    offset: int
+    shape: tuple[int, ...]
+    key_impl: Any = None
+    place: Any = None
+    dim: int = 0
+
+    @property
+    def size(self) -> int:
+        """Elements, or those of one part."""
+        parts = self.group.parts
+        return row_size(self.shape, self.dim, parts.count) if parts else math.prod(self.shape)
+
+    def flat(self, data: jax.Array) -> jax.Array:
+        """The array as it lies in its buffer: [n], or [N, n]."""
+        return apart(data, self.dim, self.group.parts) if self.group.parts else jnp.ravel(data)
+
+    def opened(self, flat: jax.Array) -> jax.Array:
+        """The inverse of `flat`, whatever dims of size 1 stand before."""
+        if not (parts := self.group.parts):
+            return flat.reshape(self.shape)
+        return joined(flat.reshape(parts.count, self.size), self.shape, self.dim, parts)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where each of several arrays lies.
+
+    >>> packing = Packing.of([jnp.zeros((2, 3), "float32"), jnp.zeros(4, "int32"), jnp.ones((), "float32")])
+    >>> packing.sizes[BufferGroup("float32")], [slot.offset for slot in packing.slots]
+    (7, [0, 0, 6])
+    """
+
+    slots: tuple[Slot, ...]
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Iterable[Any],
+        axis: str | None = None,
+        split: tuple[PartRanks, Sequence[int | None]] | None = None,
+    ) -> "Packing":
+        """One array behind the other, each in the group of its dtype, its varying axes and whether it is in parts.
+
+        Args:
+          arrays: arrays or abstract values, of which only shape, dtype and varying axes are read.
+          axis: a mesh axis over which they are all to vary; without a meaning where types are not checked.
+          split: in which parts, and the dim of each array that is split so, or None; None: none is.
+        """
+        slots, ends = [], {}
+        more = {axis} if axis is not None and types_are_checked(axis) else frozenset()
+        for i, array in enumerate(arrays):
+            data, key_impl = data_of(array.dtype, array.shape)
+            dim = None if split is None or key_impl is not None else split[1][i]
+            group = BufferGroup(jnp.dtype(data.dtype).name, tuple(sorted(varying_axes(array) | more)))
+            if split is not None and dim is not None:
+                group = group._replace(parts=split[0])
+            slots.append(Slot(group, ends.get(group, 0), data.shape, key_impl, dim=dim or 0))
+            ends[group] = slots[-1].offset + slots[-1].size
+        return cls(tuple(slots))
+
+    @cached_property
+    def sizes(self) -> dict[BufferGroup, int]:
+        """Where the last array of each group ends."""
+        return largest({slot.group: slot.offset + slot.size} for slot in self.slots)
+
+    def at(self, places: Mapping[int, Any]) -> "Packing":
+        """The same, with offsets as values of the running program where `places` has them."""
+        return Packing(tuple(slot._replace(place=places.get(slot.offset)) for slot in self.slots))
+
+    def pack(self, arrays: Sequence[Any], sizes: Sizes) -> Buffers:
+        """Buffers of these sizes with the arrays in their places and zeros elsewhere."""
+        pieces: dict[BufferGroup, list[Any]] = {group: [] for group in sizes}
+        ends = dict.fromkeys(sizes, 0)
+        for slot, array in sorted(zip(self.slots, arrays, strict=True), key=lambda pair: pair[0].offset):
+            gap = slot.offset - ends[slot.group]
+            pieces[slot.group] += [_group_zeros(slot.group, gap)] * (gap > 0) + [slot.flat(_data(array)[0])]
+            ends[slot.group] = slot.offset + slot.size
+        for group, size in sizes.items():
+            pieces[group] += [_group_zeros(group, size - ends[group])] * (size > ends[group])
+        return {group: jnp.concatenate(vary(these, group.axes), axis=-1) for group, these in pieces.items()}
+
+    def unpack(self, buffers: Buffers, row: ArrayLike | None = None) -> list[jax.Array]:
+        """The arrays, out of flat buffers, or out of one row of buffers with slots."""
+        return [slot_value(slot, buffers[slot.group], row) for slot in self.slots]
+
+    def write(self, buffers: Buffers, arrays: Sequence[Any]) -> Buffers:
+        """Flat buffers with the arrays in their places and everything else as it was."""
+        return self._changed(buffers, arrays, lambda old, value: value)
+
+    def add(self, buffers: Buffers, arrays: Sequence[Any]) -> Buffers:
+        """Flat buffers with the arrays added in their places."""
+        # Apart from the write: one fusion that reads and writes a part of a buffer writes all of it on CPU.
+        return self._changed(buffers, arrays, lambda old, value: together(old + value))
+
+    def store(self, buffers: Buffers, arrays: Sequence[Any], row: ArrayLike) -> Buffers:
+        """Buffers with slots, [slots, n], with the arrays in their places of one row and everything else as it was."""
+        buffers = dict(buffers)
+        for group in {slot.group: None for slot in self.slots}:
+            own = [
+                (slot, _data(array)[0]) for slot, array in zip(self.slots, arrays, strict=True) if slot.group == group
+            ]
+            # All at once, so that XLA does not compute what makes an array again in the loop that stores it.
+            values = together([value for _, value in own])
+            for (slot, _), value in zip(own, values, strict=True):
+                flat = vary_like(slot.flat(value), buffers[group])
+                at = _row_start(slot, row)
+                buffers[group] = jax.lax.dynamic_update_slice(
+                    buffers[group], flat[None], at, allow_negative_indices=False
+                )
+        return buffers
+
+    def _changed(self, buffers: Buffers, arrays: Sequence[Any], change) -> Buffers:
+        buffers = dict(buffers)
+        for slot, array in zip(self.slots, arrays, strict=True):
+            buffer = buffers[slot.group]
+            value = vary_like(slot.flat(_data(array)[0]).astype(buffer.dtype), buffer)
+            new = change(_flat(slot, buffer), value)
+            at = slot.offset if slot.place is None else slot.place
+            buffers[slot.group] = jax.lax.dynamic_update_slice(buffer, new, (at,), allow_negative_indices=False)
+        return buffers
+
+
+def slot_value(slot: Slot, buffer: jax.Array, row: ArrayLike | None = None) -> jax.Array:
+    """One array out of its buffer."""
+    data = slot.opened(_flat(slot, buffer, row))
+    return data if slot.key_impl is None else jax.random.wrap_key_data(data, impl=slot.key_impl)
+
+
+def _flat(slot: Slot, buffer: jax.Array, row: ArrayLike | None = None) -> jax.Array:
+    """The part of a buffer, or of one row of it, that is an array."""
+    sizes = slot.group.shape(slot.size)
+    if row is not None:
+        return jax.lax.dynamic_slice(buffer, _row_start(slot, row), (1, *sizes), allow_negative_indices=False)
+    if slot.place is not None:
+        at = (*_firsts(slot, slot.place), slot.place)
+        return jax.lax.dynamic_slice(buffer, at, sizes, allow_negative_indices=False)
+    return jax.lax.slice_in_dim(buffer, slot.offset, slot.offset + slot.size, axis=-1)
+
+
+def _row_start(slot: Slot, row: ArrayLike) -> tuple[jax.Array, ...]:
+    """Where an array begins in a row of a buffer with slots."""
+    row = jnp.asarray(row)
+    offset = slot.offset if slot.place is None else slot.place
+    return row, *_firsts(slot, row), vary_like(jnp.asarray(offset, row.dtype), row)
+
+
+def _firsts(slot: Slot, like: jax.Array) -> list[jax.Array]:
+    """Where its parts begin, if it has any: at the first."""
+    return [vary_like(jnp.zeros_like(like), like)] * bool(slot.group.parts)
+
+
+def _group_zeros(group: BufferGroup, size: int) -> jax.Array:
+    return jnp.zeros(group.shape(size), group.dtype)
+
+
+def data_of(dtype: Any, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, Any]:
+    """The numbers that an array of this dtype and shape is made of, and which generator's keys they are."""
+    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.ShapeDtypeStruct(shape, dtype), None
+    impls = []
+
+    def data(keys):
+        impls.append(jax.random.key_impl(keys))
+        return jax.random.key_data(keys)
+
+    return jax.eval_shape(data, jax.ShapeDtypeStruct(shape, dtype)), impls[0]
+
+
+def largest(many: Iterable[Sizes]) -> dict[BufferGroup, int]:
+    """The most that any of them needs, by group, in a fixed order.
+
+    >>> largest([{BufferGroup("int8"): 1}, {BufferGroup("int8"): 3, BufferGroup("bool"): 2}])[BufferGroup("int8")]
+    3
+    """
+    sizes: dict[BufferGroup, int] = {}
+    for each in many:
+        for group, size in each.items():
+            sizes[group] = max(size, sizes.get(group, 0))
+    return dict(sorted(sizes.items()))
+
+
+def _data(array: Any) -> tuple[Any, Any]:
+    """The numbers of an array, and which generator's keys they are."""
+    if jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key):
+        return jax.random.key_data(array), jax.random.key_impl(array)
+    return jnp.asarray(array), None
+
+
+# --------------------------------------------------------------------------------------------------
+# How the stages' parameters (or states) lie on the ranks: one padded buffer per group, a rank's chunks behind each
+# other.
+#
+# The executor reads buffers; optimizers and users see trees, by `pack_rank` and `unpack_rank`.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One leaf of a stage as this rank holds it.
+
+    Attributes:
+      shape: of the rank's own part, without the axes that split it.
+      dtype: between its reads.
+      axes: other mesh axes over which its parts differ ("fsdp", "tensor", ...), in any order.
+      frozen: whether it has no gradient.
+      shared: a name that the same leaf has in other stages too (a tied embedding); None: it is in one stage alone.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: tuple[str, ...] = ()
+    frozen: bool = False
+    shared: str | None = None
+
+    @property
+    def group(self) -> BufferGroup:
+        """In which buffer it lies."""
+        data, _ = data_of(self.dtype, self.shape)
+        return BufferGroup(jnp.dtype(data.dtype).name, tuple(sorted(self.axes)), self.frozen)
+
+
+@dataclass(frozen=True)
+class StageBuffers:
+    """Where every leaf of every stage lies. Stage p lives on rank p mod S; a shared leaf lies once on each of its ranks.
+
+    >>> stages = [{"w": Stored((2, 3), "float32")}, {"w": Stored((4,), "float32")}]
+    >>> StageBuffers.of(stages, num_ranks=2).sizes[BufferGroup("float32")]
+    6
+
+    Attributes:
+      num_ranks: S.
+      packings: of every stage.
+      treedefs: the tree of every stage.
+      shared: for every shared leaf its slot on each rank that holds it, by name.
+    """
+
+    num_ranks: int
+    packings: tuple[Packing, ...]
+    treedefs: tuple[Any, ...]
+    shared: dict[str, dict[int, Slot]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, stages: Sequence[PyTree], num_ranks: int) -> "StageBuffers":
+        """Lay out every stage's tree.
+
+        Args:
+          stages: per stage a tree of `Stored`, or of anything with shape and dtype: leaves of one stage and rank alone.
+          num_ranks: S.
+
+        Raises:
+          ValueError: when the stages do not divide over the ranks, or a shared leaf differs between stages; all are named.
+        """
+        if len(stages) % num_ranks:
+            raise ValueError(f"{len(stages)} stages do not divide over {num_ranks} ranks: give every rank as many")
+        trees = [jax.tree.map(_stored, stage, is_leaf=_is_stored) for stage in stages]
+        flat = [jax.tree.flatten(tree, is_leaf=_is_stored) for tree in trees]
+        _check_shared([leaves for leaves, _ in flat])
+        ends: list[dict[BufferGroup, int]] = [{} for _ in range(num_ranks)]
+        shared: dict[str, dict[int, Slot]] = {}
+        packings = []
+        for stage, (leaves, _) in enumerate(flat):
+            rank = stage % num_ranks
+            slots = [_slot_of(leaf, ends[rank], shared, rank) for leaf in leaves]
+            packings.append(Packing(tuple(slots)))
+        return cls(num_ranks, tuple(packings), tuple(treedef for _, treedef in flat), shared)
+
+    @cached_property
+    def sizes(self) -> dict[BufferGroup, int]:
+        """Elements per group, on every rank."""
+        return largest(packing.sizes for packing in self.packings)
+
+    def stages(self, rank: int) -> range:
+        """The stages of a rank."""
+        return range(rank, len(self.packings), self.num_ranks)
+
+    def pack_rank(self, rank: int, trees: Sequence[PyTree]) -> Buffers:
+        """A rank's buffers, each [n], from the trees of its stages, in order."""
+        placed: dict[Slot, Any] = {}
+        for stage, tree in zip(self.stages(rank), trees, strict=True):
+            placed |= dict(zip(self.packings[stage].slots, self.treedefs[stage].flatten_up_to(tree), strict=True))
+        return Packing(tuple(placed)).pack(list(placed.values()), self.sizes)
+
+    def unpack_rank(self, rank: int, buffers: Buffers) -> list[PyTree]:
+        """The trees of a rank's stages, in order."""
+        return [self.unpack(stage, buffers) for stage in self.stages(rank)]
+
+    def unpack(self, stage: int, buffers: Buffers) -> PyTree:
+        """The tree of one stage, out of its rank's buffers."""
+        return self.treedefs[stage].unflatten(self.packings[stage].unpack(buffers))
+
+
+def _slot_of(leaf: Stored, ends: dict[BufferGroup, int], shared: dict[str, dict[int, Slot]], rank: int) -> Slot:
+    """The leaf's slot on a rank: the one it has there already, or the next free one."""
+    holders = {} if leaf.shared is None else shared.setdefault(leaf.shared, {})
+    if rank not in holders:
+        data, key_impl = data_of(leaf.dtype, leaf.shape)
+        holders[rank] = Slot(leaf.group, ends.get(leaf.group, 0), data.shape, key_impl)
+        ends[leaf.group] = holders[rank].offset + holders[rank].size
+    return holders[rank]
+
+
+def _check_shared(stages: Sequence[Sequence[Stored]]) -> None:
+    seen: dict[str, tuple[int, Stored]] = {}
+    wrong = []
+    for stage, leaves in enumerate(stages):
+        for leaf in leaves:
+            first, other = seen.setdefault(leaf.shared, (stage, leaf)) if leaf.shared is not None else (stage, leaf)
+            if leaf != other:
+                wrong.append(f"{leaf.shared!r} is {other} in stage {first} and {leaf} in stage {stage}")
+    if wrong:
+        raise ValueError(f"a shared leaf must be the same in all its stages: {'; '.join(wrong)}")
+
+
+def _stored(leaf: Any) -> Stored:
+    return leaf if isinstance(leaf, Stored) else Stored(tuple(leaf.shape), leaf.dtype)
+
+
+def _is_stored(leaf: Any) -> bool:
+    return isinstance(leaf, Stored)
+
+
+# --------------------------------------------------------------------------------------------------
+# Leaves that several stages share, such as a tied embedding: copied to their ranks, one gradient, counted once.
+#
+# Communicates: what `sum_shared` says.
+# --------------------------------------------------------------------------------------------------
+
+
+def sum_shared(layout: StageBuffers, grads: Buffers, axis: str = "pipe") -> Buffers:
+    """Gradients in which every copy of a shared leaf has the sum of all copies' gradients, inside `shard_map`.
+
+    Args:
+      layout: where the leaves lie.
+      grads: this rank's gradients.
+      axis: the pipeline's mesh axis.
+
+    Communicates: one all-reduce over `axis` per leaf that several ranks hold.
+    """
+    holders = [slots for slots in _copied(layout).values() if next(iter(slots.values())).group in grads]
+    if not holders:
+        return grads
+    rank = axis_index(axis)
+
+    def own(r: int):
+        # A leaf that this rank does not hold adds zeros.
+        return lambda: [
+            slot_value(slots[r], grads[slots[r].group])
+            if r in slots
+            else _slot_zeros(next(iter(slots.values())), grads)
+            for slots in holders
+        ]
+
+    totals = [sum_over(part, axis) for part in jax.lax.switch(rank, [own(r) for r in range(layout.num_ranks)])]
+
+    def put(r: int):
+        held = [(slots[r], total) for slots, total in zip(holders, totals, strict=True) if r in slots]
+        return lambda: Packing(tuple(slot for slot, _ in held)).write(grads, [total for _, total in held])
+
+    return jax.lax.switch(rank, [put(r) for r in range(layout.num_ranks)])
+
+
+def without_copies(layout: StageBuffers, buffers: Buffers, axis: str = "pipe") -> Buffers:
+    """Buffers in which all but the first rank's copy of a shared leaf is zero: what a norm over `axis` counts."""
+    copied = {name: slots for name, slots in _copied(layout).items() if next(iter(slots.values())).group in buffers}
+    if not copied:
+        return buffers
+
+    def drop(r: int):
+        later = [slots[r] for slots in copied.values() if r in slots and r != min(slots)]
+        return lambda: Packing(tuple(later)).write(buffers, [jnp.zeros(slot.shape) for slot in later])
+
+    return jax.lax.switch(axis_index(axis), [drop(r) for r in range(layout.num_ranks)])
+
+
+def _copied(layout: StageBuffers) -> dict[str, dict[int, Slot]]:
+    return {name: slots for name, slots in layout.shared.items() if len(slots) > 1}
+
+
+def _slot_zeros(slot: Slot, grads: Buffers) -> jax.Array:
+    return vary_like(jnp.zeros(slot.shape, grads[slot.group].dtype), grads[slot.group])
+
+
+# --------------------------------------------------------------------------------------------------
+# How the leaves of a tree rest on the ranks of a pipeline: per group one array, split over `pipe` and the group's axes.
+#
+# A rank holds the leaves of its own stages behind each other, padded to the longest rank. Optimizers and users see
+# trees.
+# --------------------------------------------------------------------------------------------------
+
+Named = dict[str, Any]
+"""A group's array by its name: what rests, and what optimizers and checkpoints hold."""
+
+
+@dataclass(frozen=True)
+class StageStore:
+    """Where every leaf of a tree rests.
+
+    Attributes:
+      layouts: of every leaf, in tree order, along the other axes than the pipeline's.
+      stages: of every leaf.
+      num_stages, num_ranks: S*V and S.
+      degrees: size of every mesh axis.
+      frozen: whether the leaves have no gradient.
+    """
+
+    layouts: tuple[Layout, ...]
+    stages: tuple[int, ...]
+    num_stages: int
+    num_ranks: int
+    degrees: Mapping[str, int]
+    frozen: bool = False
+
+    @cached_property
+    def buffers(self) -> StageBuffers:
+        """The layout of a rank's buffers."""
+        trees = [[self.stored(i) for i in self.leaves_of_stage(p)] for p in range(self.num_stages)]
+        return StageBuffers.of(trees, self.num_ranks)
+
+    @cached_property
+    def slots(self) -> dict[int, Slot]:
+        """Where every leaf lies on its rank."""
+        packings = self.buffers.packings
+        own = [(self.leaves_of_stage(p), packings[p].slots) for p in range(self.num_stages)]
+        return {i: slot for leaves, slots in own for i, slot in zip(leaves, slots, strict=True)}
+
+    def stored(self, leaf: int) -> Stored:
+        """A leaf as one rank holds it."""
+        layout = self.layouts[leaf]
+        return Stored(layout.shard, layout.dtype, layout.axes, self.frozen)
+
+    def leaves_of_stage(self, stage: int) -> list[int]:
+        """The leaves that live on a stage."""
+        return [i for i, p in enumerate(self.stages) if p == stage]
+
+    def leaves_of_rank(self, rank: int) -> list[int]:
+        """The leaves that live on a rank."""
+        return [i for i, p in enumerate(self.stages) if p % self.num_ranks == rank]
+
+    def rank_of(self, leaf: int) -> int:
+        """The rank of a leaf."""
+        return self.stages[leaf] % self.num_ranks
+
+    # Names, and the whole arrays over all ranks
+
+    @property
+    def groups(self) -> dict[str, BufferGroup]:
+        """Every group by its name."""
+        return {group_name(group): group for group in self.buffers.sizes}
+
+    def specs(self) -> dict[str, PartitionSpec]:
+        """The PartitionSpec of every group's array."""
+        return {name: PartitionSpec((AXIS, *group.axes)) for name, group in self.groups.items()}
+
+    def shapes(self) -> Named:
+        """Shape and dtype of every group's array over all ranks."""
+        sizes = self.buffers.sizes
+        return {
+            name: jax.ShapeDtypeStruct((math.prod(self._grid(group)) * sizes[group],), group.dtype)
+            for name, group in self.groups.items()
+        }
+
+    def named(self, buffers: Buffers) -> Named:
+        """Buffers by name."""
+        return {group_name(group): buffer for group, buffer in buffers.items()}
+
+    def grouped(self, named: Named) -> Buffers:
+        """Buffers by group. The inverse of `named`."""
+        return {group: named[name] for name, group in self.groups.items()}
+
+    def place(self, leaves: Iterable[Any], mesh: Mesh) -> Named:
+        """The arrays that rest, from whole leaves: the same in every process, or split over devices in any way.
+
+        Leaves are taken one after the other. No device ever holds more than its own part, and no process more than the parts
+        of its devices and one leaf.
+        """
+        shapes = {name: shape.shape for name, shape in self.shapes().items()}
+        places = {name: NamedSharding(mesh, spec) for name, spec in self.specs().items()}
+        parts: dict[str, dict[int, np.ndarray]] = {}
+        for name, group in self.groups.items():
+            here = places[name].addressable_devices_indices_map(shapes[name]).values()
+            parts[name] = {start: np.zeros(self.buffers.sizes[group], group.dtype) for start in map(_start, here)}
+        for i, leaf in enumerate(leaves):
+            self._fill(parts[group_name(self.slots[i].group)], i, to_host(leaf))
+        return {
+            # A copy: devices that hold the same part must not share this process's memory.
+            name: jax.make_array_from_callback(
+                shapes[name], places[name], lambda index, name=name: parts[name][_start(index)].copy()
+            )
+            for name in parts
+        }
+
+    def spread(self, named: Named, mesh: Mesh) -> list[jax.Array]:
+        """Every leaf, of arrays over all ranks: split over as many devices as its dims divide by.
+
+        Communicates: see `pipeline/pack.py`; no device ever holds more than the parts that come and go.
+        """
+        if mesh not in self._programs:
+            self._programs[mesh] = self._spreading(mesh)
+        return self._programs[mesh](named)
+
+    @cached_property
+    def _programs(self) -> dict[Mesh, Any]:
+        return {}
+
+    def _spreading(self, mesh: Mesh) -> Any:
+        ways = [Spread.of(layout, self.rank_of(i), self.degrees) for i, layout in enumerate(self.layouts)]
+
+        def local(named: Named) -> list[jax.Array]:
+            buffers = self.grouped(named)
+            parts = [slot_value(self.slots[i], buffers[self.slots[i].group]) for i in range(len(self.layouts))]
+            return [way.apply(part) for way, part in zip(ways, parts, strict=True)]
+
+        specs = [way.spec for way in ways]
+        spread = jax.shard_map(local, mesh=mesh, in_specs=(self.specs(),), out_specs=specs, check_vma=False)
+        return jax.jit(lambda named: spread(to_device_memory(named)))
+
+    def _fill(self, parts: Mapping[int, np.ndarray], leaf: int, whole: Any) -> None:
+        """Write a leaf into those of its group's parts that hold some of it; parts go by where they start."""
+        slot, layout = self.slots[leaf], self.layouts[leaf]
+        stored = np.asarray(to_stored(np.asarray(whole), layout))
+        for start, part in parts.items():
+            rank, *where = np.unravel_index(start // len(part) if len(part) else 0, self._grid(slot.group))
+            if rank == self.rank_of(leaf):
+                along = dict(zip(slot.group.axes, map(int, where), strict=True))
+                part[slot.offset : slot.offset + slot.size] = _shard(stored, layout, along, self.degrees).reshape(-1)
+
+    def _grid(self, group: BufferGroup) -> tuple[int, ...]:
+        return (self.num_ranks, *(self.degrees[axis] for axis in group.axes))
+
+    # On one rank, inside `shard_map`
+
+    def unpack(self, buffers: Buffers, rank: int) -> dict[int, jax.Array]:
+        """The rank's own leaves."""
+        leaves = self.leaves_of_rank(rank)
+        return dict(zip(leaves, Packing(tuple(self.slots[i] for i in leaves)).unpack(buffers), strict=True))
+
+    def pack(self, values: Mapping[int, Any]) -> Buffers:
+        """A rank's buffers, from its own leaves."""
+        return Packing(tuple(self.slots[i] for i in values)).pack(list(values.values()), self.buffers.sizes)
+
+
+def group_name(group: BufferGroup) -> str:
+    """A group's name.
+
+    >>> group_name(BufferGroup("float32")), group_name(BufferGroup("float32", ("fsdp",)))
+    ('float32', 'float32 over fsdp')
+    """
+    return group.dtype + (f" over {' '.join(group.axes)}" if group.axes else "")
+
+
+def _start(index: Any) -> int:
+    """The first element of a part of a flat array."""
+    return index[0].start or 0
+
+
+def _shard(stored: np.ndarray, layout: Layout, along: Mapping[str, int], degrees: Mapping[str, int]) -> np.ndarray:
+    """The part of a stored array that the rank at these places of the axes holds."""
+    index = []
+    for dim, size in enumerate(layout.shard):
+        place = 0
+        for axis in layout.axes_of(dim):
+            place = place * degrees[axis] + along[axis]
+        index.append(slice(place * size, (place + 1) * size))
+    return stored[tuple(index)]
+
+
+def on_own_rank(index: Any, num_ranks: int, run: Callable[[int], PyTree]) -> PyTree:
+    """`run(rank)` of the rank that this is; ranks run different programs that return the same types."""
+    if num_ranks == 1:
+        return run(0)
+    return jax.lax.switch(index, [lambda rank=rank: run(rank) for rank in range(num_ranks)])
+
+
+# --------------------------------------------------------------------------------------------------
+# A pipelined plan bound to a model: on which stage each parameter lives and how all of them rest.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Staging:
+    """The stages of one model's parameters.
+
+    Attributes:
+      policy: the schedule and its options.
+      begins: see `Assignment`.
+      params, frozen: how trained and frozen parameters rest.
+      names: of all parameters, trained ones first.
+      treedefs: of both trees.
+    """
+
+    policy: Pipelined
+    begins: tuple[tuple[int, ...], ...] | None
+    params: StageStore
+    frozen: StageStore
+    names: tuple[str, ...]
+    treedefs: tuple[Any, Any]
+
+    @classmethod
+    def of(
+        cls, policy: Pipelined, assignment: Assignment, params: PyTree, frozen: PyTree, degrees: Mapping[str, int]
+    ) -> "Staging":
+        """Bind.
+
+        Args:
+          policy: the plan's.
+          assignment: of all parameters, trained ones first.
+          params, frozen: trees of layouts.
+          degrees: size of every mesh axis.
+        """
+        num_ranks = degrees[AXIS]
+        flat = [jax.tree.flatten(tree, is_leaf=is_layout) for tree in (params, frozen)]
+        count, num_stages = len(flat[0][0]), policy.num_stages(num_ranks)
+        sizes = (num_stages, num_ranks, degrees)
+        stores = (
+            StageStore(tuple(flat[0][0]), assignment.stages[:count], *sizes),
+            StageStore(tuple(flat[1][0]), assignment.stages[count:], *sizes, frozen=True),
+        )
+        names = (*_names(params), *_names(frozen))
+        return cls(policy, assignment.begins, *stores, names, (flat[0][1], flat[1][1]))
+
+    @property
+    def num_ranks(self) -> int:
+        """S."""
+        return self.params.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """S*V."""
+        return self.params.num_stages
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Of all parameters, trained ones first."""
+        return [*self.params.layouts, *self.frozen.layouts]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Of all parameters, trained ones first."""
+        return (*self.params.stages, *self.frozen.stages)
+
+    def place_params(self, params: PyTree, mesh: Mesh) -> Named:
+        """What rests, from whole trained parameters in this process's memory."""
+        return self.params.place(jax.tree.leaves(params), mesh)
+
+    def place_frozen(self, frozen: PyTree, mesh: Mesh) -> Named:
+        """What rests, from whole frozen parameters in this process's memory."""
+        return self.frozen.place(jax.tree.leaves(frozen), mesh)
+
+    def spread_params(self, named: Named, mesh: Mesh) -> PyTree:
+        """Trained parameters, or gradients of them, as the model's tree, split over all devices; of arrays over all ranks."""
+        return self.treedefs[0].unflatten(self.params.spread(named, mesh))
+
+    def spread_frozen(self, named: Named, mesh: Mesh) -> PyTree:
+        """Frozen parameters as the model's tree."""
+        return self.treedefs[1].unflatten(self.frozen.spread(named, mesh))
+
+    def parts(self, named: Named) -> Iterator[tuple[jax.Array, Any, tuple[str, ...]]]:
+        """Every buffer of trained parameters or their gradients: itself, its dtype, and the axes over which it is split."""
+        for name, group in sorted(self.params.groups.items()):
+            yield named[name], group.dtype, (AXIS, *group.axes)
+
+    def resting(self, params: Named, frozen: Named) -> Buffers:
+        """This rank's buffers of both, by group."""
+        return self.params.grouped(params) | self.frozen.grouped(frozen)
+
+
+def _names(tree: PyTree) -> Sequence[str]:
+    return list(named_leaves(jax.tree.map(lambda _: 0, tree, is_leaf=is_layout)))

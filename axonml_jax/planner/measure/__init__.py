@@ -1,1 +1,0 @@
-"""What this machine's own devices do, measured: products, memory, collectives, and steps of a model."""

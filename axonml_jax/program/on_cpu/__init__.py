@@ -1,1 +1,0 @@
-"""What a traced program is changed to before XLA:CPU compiles it."""

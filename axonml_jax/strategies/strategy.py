@@ -1,0 +1,830 @@
+"""The contract of strategies: how a parameter lives on a mesh axis, what its role is, and what it sends."""
+
+import abc
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, get_args
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.base import PyTree
+from axonml_jax.collectives.primitives import axis_index, axis_size, bound, sum_over, vary
+from axonml_jax.mesh.axes import AxisNames, as_axes
+from axonml_jax.model.view import Functional
+from axonml_jax.sharding.batch import second_dim
+from axonml_jax.sharding.layout import Layout, Order, order_parts
+
+# --------------------------------------------------------------------------------------------------
+# By which method attention reads the keys and values of other ranks.
+# --------------------------------------------------------------------------------------------------
+
+MethodName = Literal["auto", "gather", "ulysses", "ring"]
+
+METHODS: tuple[MethodName, ...] = get_args(MethodName)
+
+Method = MethodName | tuple[int, Literal["gather", "ring"]]
+"""A name, or (U, "ring" or "gather"): Ulysses among U neighbours, a ring or an all-gather among their groups."""
+
+
+def method_problem(method: object) -> str | None:
+    """What is wrong with a method; nothing where it is one."""
+    if isinstance(method, str) and method in METHODS:
+        return None
+    if isinstance(method, (tuple, list)) and len(method) == 2:
+        count, rest = method
+        if isinstance(count, int) and not isinstance(count, bool) and count >= 1 and rest in ("gather", "ring"):
+            return None
+    return f"method={method!r} must be one of {', '.join(METHODS)}, or (U, 'ring') or (U, 'gather') for Ulysses among U ranks"
+
+
+def heads_and_gathers(
+    method: Method,
+    *,
+    ranks: int,
+    heads: int,
+    kv_heads: int,
+    window: tuple[int, int] | None,
+    causal: bool,
+    places: int,
+    order: Order,
+) -> tuple[int, bool]:
+    """How many ranks split heads, and whether keys and values are gathered among the rest.
+
+    "auto" takes a ring where a window reaches no further than the neighbours' positions in contiguous order, else the cheaper
+    in bytes of Ulysses and gathering: forward and backward send 4 (N-1)/N (h + g) and 6 (N-1) g elements per position (h, g:
+    the widths of all query heads and of all key heads, which Ulysses repeats where there are fewer than ranks).
+
+    Args:
+      method: the user's.
+      ranks: N.
+      heads, kv_heads: of this rank, all of which Ulysses splits.
+      window, causal: what positions see.
+      places: positions of a rank.
+      order: in which ranks hold them.
+
+    Raises:
+      ValueError: for heads that the ranks cannot split, with what can.
+    """
+    if problem := method_problem(method):
+        raise ValueError(problem)
+    if method == "auto":
+        near = window is not None and window[0] <= places and (causal or window[1] <= places)
+        if near and order == "contiguous":
+            return 1, False
+        cheaper = 4 * (heads + max(kv_heads, ranks)) < 6 * ranks * kv_heads
+        return (ranks, True) if cheaper and not unsplittable(ranks, heads, kv_heads) else (1, True)
+    if isinstance(method, str):
+        count, gathers = (ranks, True) if method == "ulysses" else (1, method == "gather")
+    else:
+        count, gathers = method[0], method[1] == "gather"
+    if ranks % count:
+        raise ValueError(f"method={method!r}: {count} must divide the {ranks} ranks that split positions")
+    if problem := unsplittable(count, heads, kv_heads):
+        able = [n for n in range(1, ranks + 1) if ranks % n == 0 and not unsplittable(n, heads, kv_heads)]
+        raise ValueError(
+            f"method={method!r} splits heads over {count} ranks: {problem}. Use method='gather' or 'ring', or "
+            f"(U, 'ring') with U one of {able}"
+        )
+    return count, gathers
+
+
+def unsplittable(count: int, heads: int, kv_heads: int) -> str | None:
+    """Why so many ranks cannot split heads; nothing where they can."""
+    if heads % count:
+        return f"{heads} query heads do not divide over them"
+    if kv_heads % count and count % kv_heads:
+        return f"{kv_heads} key and value heads neither divide over them nor they by these"
+    return None
+
+
+# --------------------------------------------------------------------------------------------------
+# What connects the devices of a mesh, as far as defaults of strategies depend on it.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """The devices of a mesh and their network.
+
+    Attributes:
+      devices: of the mesh.
+      torus: dims of the torus that TPU chips form; 0 for other devices.
+      gloo: whether CPU processes talk over gloo, where many small reductions are slow.
+    """
+
+    devices: int
+    torus: int = 0
+    gloo: bool = False
+
+    @classmethod
+    def of(cls, devices: Sequence[Any]) -> "Fabric":
+        """Of JAX devices."""
+        processes = {device.process_index for device in devices}
+        return cls(
+            devices=len(devices), torus=_torus(devices), gloo=devices[0].platform == "cpu" and len(processes) > 1
+        )
+
+
+def _torus(devices: Sequence[Any]) -> int:
+    if any(device.platform != "tpu" for device in devices):  # other devices may have coordinates of another meaning
+        return 0
+    return sum(len(set(along)) > 1 for along in zip(*(device.coords for device in devices), strict=True))
+
+
+# --------------------------------------------------------------------------------------------------
+# What a mesh axis does to the batch and to parameters, as the axis's strategy states it.
+# --------------------------------------------------------------------------------------------------
+
+Split = Literal["rows", "positions"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """The role of a mesh axis. Nothing else says it: whoever needs to know asks the strategy.
+
+    A layer that splits its own parameters returns complete gradients along its axes; all other gradients are summed over every
+    axis that splits the batch.
+
+    Attributes:
+      batch: what of the batch the axis splits: "rows"; "positions", the dim of a leaf that the strategy's `position_dim` names;
+        or None, where layers split parameters: its ranks share the batch. A strategy that owns several axes may give a tuple,
+        one for each.
+      parameters: how they rest: "whole" on every rank; "sharded", and gathered to be read; or as the model's own "layers"
+        split them.
+      reads: when a step reads them: at its "start", unit by unit at their "use" in forward and backward, or inside the
+        "layers".
+      reduces: when their gradients are reduced: once a "step", after every "microbatch", inside the "layers", or "never":
+        every rank then trains a model of its own.
+      keys: random keys along axes that split positions: ranks have their "own", so that the masks of a plain dropout
+        differ; or they are "alike", for models that draw by global positions. Along axes that split rows they are own.
+
+    Raises:
+      ValueError: for a name that there is not, or a combination that would be wrong; says why.
+    """
+
+    batch: Split | tuple[Split, ...] = "rows"
+    parameters: Literal["whole", "sharded", "layers"] = "whole"
+    reads: Literal["start", "use", "layers"] = "start"
+    reduces: Literal["step", "microbatch", "layers", "never"] = "step"
+    keys: Literal["own", "alike"] = "own"
+
+    def __post_init__(self):
+        each = self.batch if isinstance(self.batch, tuple) and self.batch else (self.batch,)
+        problems = [
+            f"{name}={getattr(self, name)!r} must be one of {choices}"
+            for name, choices in _CHOICES.items()
+            if name != "batch" and getattr(self, name) not in choices
+        ]
+        if any(split not in _CHOICES["batch"] for split in each):
+            problems.append(f"batch={self.batch!r} must be one of {_CHOICES['batch']}, or a tuple of these")
+        layers, sharded = self.parameters == "layers", self.parameters == "sharded"
+        rules = {
+            "layers that split parameters read them and reduce their gradients themselves: give all three or none": (
+                len({layers, self.reads == "layers", self.reduces == "layers"}) > 1
+            ),
+            "ranks that share the batch have the same gradients, whose sum would be too large: batch='rows' or 'positions'": (
+                None in each and not layers
+            ),
+            "ranks with the same keys draw the same masks for other rows: keys='alike' goes with batch='positions'": (
+                self.keys == "alike" and "positions" not in each
+            ),
+            "what is read at its use, or reduced after every microbatch, rests sharded: parameters='sharded'": (
+                not sharded and (self.reads == "use" or self.reduces == "microbatch")
+            ),
+            "what is read at its use is reduced after every microbatch: reduces='microbatch'": (
+                self.reads == "use" and self.reduces != "microbatch"
+            ),
+            "ranks that train models of their own hold them whole: reduces='never' goes with parameters='whole'": (
+                sharded and self.reduces == "never"
+            ),
+        }
+        problems += [rule for rule, broken in rules.items() if broken and not problems]
+        if problems:
+            raise ValueError(f"{self}: {'; '.join(problems)}")
+
+    def splits(self, axes: tuple[str, ...]) -> dict[str, Split]:
+        """What of the batch each of the strategy's axes splits.
+
+        Raises:
+          ValueError: when the role names another number of axes.
+        """
+        if not isinstance(self.batch, tuple):
+            return dict.fromkeys(axes, self.batch)
+        if len(self.batch) != len(axes):
+            raise ValueError(f"{self} says what {len(self.batch)} axes split, but the strategy has {len(axes)}: {axes}")
+        return dict(zip(axes, self.batch, strict=True))
+
+
+_CHOICES = {
+    "batch": ("rows", "positions", None),
+    "parameters": ("whole", "sharded", "layers"),
+    "reads": ("start", "use", "layers"),
+    "reduces": ("step", "microbatch", "layers", "never"),
+    "keys": ("own", "alike"),
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# `Transfer`: one collective by which a strategy moves one leaf, as it says before anything is traced.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One collective of one leaf.
+
+    Attributes:
+      kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute".
+      elements: of the full array: what an all-gather returns, a reduce-scatter takes.
+      ranks: that take part.
+      dtype: on the wire.
+      padding: how many of the elements are padding.
+    """
+
+    kind: str
+    elements: int
+    ranks: int
+    dtype: Any
+    padding: int = 0
+
+    def in_hops(self, hop: int | None) -> "tuple[Transfer, ...]":
+        """A gather or reduce-scatter as it goes: across the groups of `hop` neighbours, where it is whole, and among them."""
+        if hop is None or hop in (1, self.ranks):
+            return (self,)
+        across = self.ranks // hop
+        return replace(self, ranks=across), replace(self, ranks=hop, elements=self.elements // across, padding=0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Wrap policies: which parts of a model are units, whose weights are gathered together and freed again.
+# --------------------------------------------------------------------------------------------------
+
+Wrap = type | str | Sequence[type | str] | Callable[[str], bool] | None
+"""None: repeated blocks. A module type or several; regular expressions of module paths; a predicate of the module path."""
+
+
+def checked_wrap(wrap: Wrap) -> Any:
+    """A wrap policy as a value: None, a predicate, or a tuple of types and patterns.
+
+    Raises:
+      TypeError: when it is none of those.
+      ValueError: when a pattern is no regular expression.
+    """
+    if wrap is None or (callable(wrap) and not isinstance(wrap, type)):
+        return wrap
+    rules = (wrap,) if isinstance(wrap, (type, str)) else tuple(wrap) if isinstance(wrap, Iterable) else (wrap,)
+    if not rules or not all(isinstance(rule, (type, str)) for rule in rules):
+        raise TypeError(
+            f"wrap={wrap!r} names no parts of a model: give None for repeated blocks, a module type, a regular expression of "
+            "module paths (or several), or a predicate of the module path"
+        )
+    for rule in rules:
+        try:
+            re.compile(rule if isinstance(rule, str) else "")
+        except re.error as error:
+            raise ValueError(f"wrap={rule!r} is no regular expression: {error}") from error
+    return rules
+
+
+def units(names: Sequence[str], wrap: Any, module_types: Mapping[str, type]) -> dict[str, list[int]]:
+    """The leaves of every unit.
+
+    Args:
+      names: path name of every leaf, such as `blocks/0/attention/query/kernel`.
+      wrap: a checked policy.
+      module_types: the type of every module by its path; needed for policies of types.
+
+    Returns:
+      Positions in `names` by module path; a leaf is in the innermost unit around it, or in none.
+
+    Raises:
+      ValueError: when a policy matches no module.
+
+    >>> units(["embed/kernel", "blocks/0/w", "blocks/1/w", "blocks/1/b"], None, {})
+    {}
+    >>> units(["embed/kernel", "blocks/0/w", "blocks/1/w"], None, {})
+    {'blocks/0': [1], 'blocks/1': [2]}
+    """
+    paths = _repeated(names) if wrap is None else _matching(names, wrap, module_types)
+    found: dict[str, list[int]] = {}
+    for i, name in enumerate(names):
+        around = [path for path in paths if name.startswith(path + "/")]
+        if around:
+            found.setdefault(max(around, key=len), []).append(i)
+    return found
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """The path of every module that holds a leaf, outer ones first."""
+    paths: dict[str, None] = {}
+    for name in names:
+        parts = name.split("/")
+        paths.update(dict.fromkeys("/".join(parts[:n]) for n in range(1, len(parts))))
+    return sorted(paths, key=lambda path: path.count("/"))
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    """Outermost modules that are numbered (`blocks/0`, `Block_0`) and have leaves of the same names as a sibling."""
+    families: dict[tuple, list[str]] = {}
+    for path in _modules(names):
+        if numbered := re.fullmatch(r"(.*?)\d+", path):
+            inside = tuple(sorted(name[len(path) :] for name in names if name.startswith(path + "/")))
+            families.setdefault((numbered.group(1), inside), []).append(path)
+    chosen: list[str] = []
+    for paths in families.values():
+        if len(paths) > 1:
+            chosen += [path for path in paths if not any(path.startswith(outer + "/") for outer in chosen)]
+    return chosen
+
+
+def _matching(names: Sequence[str], wrap: Any, module_types: Mapping[str, type]) -> list[str]:
+    paths = _modules(names)
+    if not isinstance(wrap, tuple):
+        chosen = [path for path in paths if wrap(path)]
+    else:
+        kinds = tuple(rule for rule in wrap if isinstance(rule, type))
+        patterns = [rule for rule in wrap if isinstance(rule, str)]
+        chosen = [
+            path
+            for path in paths
+            if any(re.fullmatch(pattern, path) for pattern in patterns)
+            or (kinds and issubclass(module_types.get(path, object), kinds))
+        ]
+    if not chosen:
+        kinds = sorted({kind.__name__ for kind in module_types.values()})
+        raise ValueError(
+            f"wrap={wrap!r} matches no module with parameters; there are {', '.join(paths[:12]) or 'none'}"
+            f"{', ...' if len(paths) > 12 else ''}" + (f" of the types {', '.join(kinds)}" if kinds else "")
+        )
+    return chosen
+
+
+# --------------------------------------------------------------------------------------------------
+# How the positions that this code sees are split over ranks, as the plan around it says.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """The split of sequences over one mesh axis.
+
+    Attributes:
+      axis: the mesh axis.
+      order: in which order its ranks hold positions (see `sequence_order`).
+      method: how attention reads the keys and values of other ranks (see `context_attention`).
+    """
+
+    axis: str
+    order: Order = "contiguous"
+    method: Method = "auto"
+
+    def own_positions(self, count: int) -> jax.Array:
+        """The global positions of this rank's `count` places, int32 [count]; inside `shard_map` over the axis."""
+        rank, ranks = axis_index(self.axis), axis_size(self.axis)
+        return positions_of(self.order, rank, ranks, count)
+
+
+def positions_of(order: Order, rank: int | jax.Array, ranks: int, count: int) -> jax.Array:
+    """The global positions of a rank's `count` places, int32 [count]: the rank may be traced."""
+    places = jnp.arange(count, dtype=jnp.int32)
+    if order == "striped":
+        return places * ranks + rank
+    if order == "zigzag":
+        half = count * ranks // order_parts(order, ranks)
+        second = 2 * ranks - 1 - rank
+        return jnp.where(places < half, rank * half + places, second * half + places - half)
+    return rank * count + places
+
+
+# Known to JAX: a function under an inner `jax.jit` that was traced under one split is traced anew under another.
+_SPLITS = jax.make_user_context(())
+
+
+@contextlib.contextmanager
+def split_by(split: ContextSplit) -> Iterator[None]:
+    """Within it code that runs inside `shard_map` over the split's axis sees sequences split so."""
+    with _SPLITS((*_SPLITS.value, (split.axis, split))):
+        yield
+
+
+@contextlib.contextmanager
+def seen_whole(axis: str) -> Iterator[None]:
+    """Within it code that runs inside `shard_map` over the axis sees whole sequences, the same on all its ranks."""
+    with _SPLITS((*_SPLITS.value, (axis, None))):
+        yield
+
+
+def current_split(axis: str = "context") -> ContextSplit | None:
+    """The split of the sequences that this code sees over an axis; None: it sees whole sequences.
+
+    Inside `shard_map` over the axis, but under no plan that says how, it is contiguous.
+    """
+    if not bound(axis) or axis_size(axis) == 1:
+        return None
+    return next((split for name, split in reversed(_SPLITS.value) if name == axis), ContextSplit(axis))
+
+
+def context_positions(count: int, axis: str = "context") -> jax.Array:
+    """The positions, in the whole sequence, of the `count` places that this code has of it, int32 [count].
+
+    Inside a model that runs under `ax.Context` they are this rank's, in the plan's order; elsewhere 0 to count - 1.
+    """
+    split = current_split(axis)
+    return jnp.arange(count, dtype=jnp.int32) if split is None else split.own_positions(count)
+
+
+# --------------------------------------------------------------------------------------------------
+# `LocalRounds`: steps that the ranks of an axis make by themselves, and how they join after so many.
+# --------------------------------------------------------------------------------------------------
+
+
+class LocalRounds(abc.ABC):
+    """Rounds of steps in which every rank of an axis trains parameters of its own.
+
+    All ranks begin a round with the outer parameters. These are the model: what is evaluated, saved and exported. In a step
+    nothing travels along the axis. After the last step of a round the outer parameters are updated from what the ranks have
+    made of them, and every rank begins again.
+
+    Attributes:
+      every: H, the steps of a round; it ends where the number of updates divides by it.
+    """
+
+    every: int
+
+    @property
+    def round_copies(self) -> float:
+        """How many copies of what a rank trains the end of a round holds at its fullest, beside what rests.
+
+        What this step has made of its own parameters, their differences and the sums of these.
+        """
+        return 3
+
+    @abc.abstractmethod
+    def first_kept(self, param: jax.Array) -> PyTree:
+        """What ranks keep together beside an outer parameter, given whole, such as its momentum. It rests as they do."""
+
+    @abc.abstractmethod
+    def end_round(
+        self,
+        outer: Sequence[jax.Array],
+        own: Sequence[jax.Array],
+        kept: Sequence[PyTree],
+        layouts: Sequence[Layout],
+        axis: AxisNames,
+    ) -> tuple[list[jax.Array], list[PyTree]]:
+        """The outer parameters of the next round, inside `shard_map`, the same on every rank of the axis.
+
+        Args:
+          outer: those of this round, as they rest, [*layout.shard].
+          own: what this rank has made of them.
+          kept: of every leaf, as `first_kept` shapes it.
+          layouts: of the leaves.
+          axis: the strategy's.
+
+        Returns:
+          (outer parameters, kept), shaped and typed as they were.
+        """
+
+    @abc.abstractmethod
+    def round_dtype(self, dtype: Any) -> Any:
+        """The dtype in which most of what a matrix of `dtype` changed by travels: published amounts are told in it."""
+
+    @abc.abstractmethod
+    def round_flows(self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any) -> Sequence[Transfer]:
+        """What the end of a round sends of a leaf.
+
+        Args:
+          elements: of what a rank holds of it.
+          layout, axis, ranks: as for `AbstractStrategy.sync_flows`.
+          dtype: of the resting leaf.
+        """
+
+
+# --------------------------------------------------------------------------------------------------
+# The contract of every strategy.
+# --------------------------------------------------------------------------------------------------
+
+MIB = 2**20
+
+
+class AbstractStrategy(abc.ABC):
+    """How parameters live on one mesh axis (or on several that one strategy owns together), and how they are read.
+
+    Law: `sync` is the transpose of `gather`: it sums. The division by the total weight happens once, in `training/`.
+
+    `gather` and `sync` run inside `shard_map` with `axis` bound: a mesh axis's name, or a tuple of the names of those that
+    the strategy owns together. Their `layout` is the leaf's final one; a strategy looks only at what it put there itself.
+    A strategy is a frozen, hashable value.
+
+    Attributes:
+      wrap: which parts of the model are units (see `strategies/strategy.py`), for a role that reads parameters at their "use".
+      prefetch: how many units ahead they are gathered, for such a role.
+    """
+
+    wrap: Wrap = None
+    prefetch: int = 0
+
+    @property
+    @abc.abstractmethod
+    def role(self) -> Role:
+        """What the axis does to the batch and to parameters."""
+
+    @abc.abstractmethod
+    def spec(self, layout: Layout, axis: AxisNames, axis_size: int) -> Layout:
+        """Where a parameter lives between steps.
+
+        Args:
+          layout: of the whole array, as the model's layers split it.
+          axis: a mesh axis's name, or a tuple of those that the strategy owns together.
+          axis_size: R, their ranks.
+
+        Returns:
+          The layout refined by this axis (`Layout.on`), or as it is.
+        """
+
+    @abc.abstractmethod
+    def gather(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
+        """The array that the forward pass reads.
+
+        Args:
+          shard: as it rests, [*layout.shard], in the dtype in which the model computes.
+          layout: the leaf's.
+          axis: as for `spec`.
+
+        Returns:
+          The array whole along this axis, without padding; where nothing splits it, [*layout.shape].
+        """
+
+    @abc.abstractmethod
+    def sync(self, grad: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
+        """The gradient of the shard, summed over the axis.
+
+        Args:
+          grad: this rank's gradient of what `gather` returned, shaped alike, in the dtype in which gradients are reduced.
+          layout, axis: as for `gather`.
+
+        Returns:
+          The sum's part that belongs to this rank's shard.
+        """
+
+    def position_dim(self, path: str, shape: tuple[int, ...]) -> int | None:
+        """The dim of a leaf of the batch that holds positions, for a role that splits them: dim 1 of leaves that have one.
+
+        Args:
+          path: of the leaf in the batch, "tokens" or "0/mask"; of a call's argument its number or name.
+          shape: the whole leaf's.
+
+        Returns:
+          A dim after 0, which holds rows; None: every rank has all of the leaf's rows as they are.
+        """
+        return second_dim(path, shape)
+
+    @property
+    def position_order(self) -> Order:
+        """In which order ranks hold positions, for a role that splits them; batches and outputs keep the sequence's."""
+        return "contiguous"
+
+    def position_split(self, axis: AxisNames) -> ContextSplit | None:
+        """How `context_attention` reads positions of other ranks, which the ledger then prices; None: it does not."""
+        return None
+
+    @property
+    def left_to_partitioner(self) -> bool:
+        """Whether a step leaves its axes to XLA's partitioner: none is bound, and the model's code sees whole sequences."""
+        return False
+
+    def for_model(self, model: Functional) -> Self:
+        """Itself with the defaults decided that depend on the model."""
+        return self
+
+    def rewritten(self, fun: Callable[..., Any], axis: AxisNames, check_vma: bool) -> Callable[..., Any]:
+        """For axes that are left to the partitioner: what a step traces in the place of the model's code.
+
+        Args:
+          fun: takes pytrees and returns one; it sees whole sequences.
+          axis: the strategy's.
+          check_vma: the plan's.
+        """
+        return fun
+
+    def partitioner_budget(self, attention: float) -> float:
+        """For axes that are left to the partitioner: bytes per rank and step that the model's code may send along them, besides
+        sums and the attention that was recognised, which sends so many."""
+        return math.inf
+
+    def inside(self, axis: AxisNames) -> AbstractContextManager:
+        """What holds while the model's code is traced inside `shard_map`: entered around every call of it, and of the loss."""
+        return nullcontext()
+
+    def model_problems(self, model: Functional, axis: AxisNames, degrees: Mapping[str, int]) -> list[str]:
+        """Why a model cannot run under the strategy, with the remedy: asked, and refused, before anything is allocated.
+
+        Args:
+          model: the pure view of the user's; its modules are known where it is an NNX module.
+          axis: the strategy's, of more than one rank.
+          degrees: of the mesh.
+        """
+        return []
+
+    def with_fsdp(self, fsdp: "AbstractStrategy") -> "AbstractStrategy | None":
+        """The strategy that owns `fsdp` and `context` together, asked of a plan's `context`; None: each keeps its own.
+
+        Args:
+          fsdp: the plan's.
+        """
+        return None
+
+    def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
+        """`sync` of several leaves that travel together."""
+        return [self.sync(grad, layout, axis) for grad, layout in zip(grads, layouts, strict=True)]
+
+    def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
+        """`gather` of several leaves that travel together."""
+        return [self.gather(shard, layout, axis) for shard, layout in zip(shards, layouts, strict=True)]
+
+    @abc.abstractmethod
+    def gather_flows(
+        self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
+    ) -> Sequence[Transfer]:
+        """What one `gather` of a leaf sends: the ledger and the planner price it.
+
+        The planner prices many meshes at once: then `elements` and the sizes of the layout are arrays, with an entry for
+        each mesh, and so are those of the transfers.
+
+        Args:
+          elements: of the shard that is gathered.
+          layout: the leaf's.
+          axis: the strategy's.
+          ranks: of the axis.
+          dtype: of the shard.
+
+        Returns:
+          One `ax.Transfer` for every collective; nothing where nothing is sent.
+        """
+
+    @abc.abstractmethod
+    def sync_flows(self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any) -> Sequence[Transfer]:
+        """What one `sync` of a gradient of so many elements sends; its arguments are those of `gather_flows`."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether what is read is what rests, and what is reduced the sum; False declares a lossy strategy."""
+        return True
+
+    @property
+    def reads_exactly(self) -> bool:
+        """Whether what is read is what rests; to be said by a lossy strategy of which only the sums are rounded."""
+        return self.exact
+
+    def round_trip(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
+        """What ranks read of a shard once it has been gathered: itself, unless the strategy is lossy."""
+        return shard
+
+    def sum_round_trip(self, part: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
+        """What `sync` adds of a part of one rank's gradient: itself, unless the strategy is lossy.
+
+        Args:
+          part: [*layout.shard], with its padding: what one rank sends another.
+          layout, axis: as for `sync`.
+        """
+        return part
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what `sum_round_trip` takes from a rank's gradient is added to its gradient in the next step.
+
+        For a role that reduces once a step (Seide et al. 2014). A trainer keeps it, of every rank (`TrainState.left_out`).
+        """
+        return False
+
+    def init_state(self, param: jax.Array) -> PyTree:
+        """What the strategy keeps between steps for one trained parameter, given whole; None: nothing.
+
+        Arrays of the parameter's shape rest as it does, others whole on every rank. Checkpoints keep them.
+        """
+        return None
+
+    def to_read(self, shard: jax.Array, state: PyTree, layout: Layout, axis: AxisNames) -> jax.Array:
+        """What a training step gathers in the place of a resting shard, given the state: for instance with its error added."""
+        return shard
+
+    def after_update(
+        self, shard: jax.Array, state: PyTree, layout: Layout, axis: AxisNames, *, before: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        """The shard and the state after an update, once per step whose update is not skipped, inside `shard_map`.
+
+        Args:
+          shard: as the optimizer made it.
+          state: as it was in this step.
+          layout, axis: as for `gather`.
+          before: the shard before the update.
+
+        Returns:
+          The shard and the state that the next step begins with, shaped and typed as they were.
+        """
+        return shard, state
+
+    @property
+    def acts_between_steps(self) -> bool:
+        """Whether it has an `init_state` or an `after_update` of its own."""
+        own, contract = type(self), AbstractStrategy
+        return own.init_state is not contract.init_state or own.after_update is not contract.after_update
+
+    @property
+    def rounds(self) -> LocalRounds | None:
+        """The rounds in which its ranks train parameters of their own; None: they agree on parameters after every step."""
+        return None
+
+    def within_round(self) -> "AbstractStrategy":
+        """What stands in its place in a training step, for one with `rounds`: a strategy that never reduces."""
+        return self
+
+    def reducing(self) -> Self:
+        """Itself, but reducing gradients where its role never does: what `sync_gradients` asks for."""
+        return self
+
+    def decided(self, fabric: Fabric, ranks: int) -> Self:
+        """Itself with the defaults decided that depend on the devices.
+
+        Args:
+          fabric: what connects the mesh's devices.
+          ranks: of the axis.
+        """
+        return self
+
+    def in_words(self, axis: AxisNames) -> str:
+        """What it does to parameters, in a few words: what summaries of plans say."""
+        return f"{type(self).__name__} over {'*'.join(as_axes(axis))}"
+
+    def wire_dtype(self, dtype: Any) -> Any:
+        """The dtype in which a gradient of `dtype` travels."""
+        return jnp.dtype(dtype)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Capacity in bytes of what is reduced together; that of `Placement.reducer` counts for the whole plan."""
+        return 25 * MIB
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are reduced inside the backward; that of `Placement.reducer` counts for the whole plan."""
+        return True
+
+
+# --------------------------------------------------------------------------------------------------
+# What parameters of parallel layers need from a step along the axes that those layers use: almost nothing.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class InLayers(AbstractStrategy):
+    """Parallel layers split their own parameters over the axis and communicate themselves (Megatron, AxoNN).
+
+    Communicates: nothing for what a layer splits and along axes that share the batch; along `depth`, which splits the
+    batch too, one all-reduce of every other gradient.
+
+    Attributes:
+      batch: what of the batch the axis splits: "rows" (`depth`), "positions", or None.
+    """
+
+    batch: Literal["rows", "positions"] | None = None
+
+    @property
+    def role(self) -> Role:
+        """As layers split them; they are read and their gradients reduced inside the layers."""
+        return Role(batch=self.batch, parameters="layers", reads="layers", reduces="layers")
+
+    def spec(self, layout: Layout, axis: AxisNames, axis_size: int) -> Layout:
+        """As the layer wrote it (see `tensor_specs`)."""
+        return layout
+
+    def gather(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
+        """The layer's own part."""
+        return vary(shard, axis) if self.sums(layout, axis) else shard
+
+    def sync(self, grad: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
+        """The layer's own gradient; summed where the axis splits the batch and the layer does not split the leaf."""
+        return sum_over(grad, axis) if self.sums(layout, axis) else grad
+
+    def gather_flows(
+        self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
+    ) -> tuple[Transfer, ...]:
+        """Nothing: the layers send, and say so themselves."""
+        return ()
+
+    def sync_flows(
+        self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
+    ) -> tuple[Transfer, ...]:
+        """One all-reduce where gradients are summed here."""
+        if not self.sums(layout, axis):
+            return ()
+        return (Transfer(kind="all_reduce", elements=elements, ranks=ranks, dtype=dtype),)
+
+    def sums(self, layout: Layout, axis: AxisNames) -> bool:
+        """Whether a leaf's gradients are summed over the axis: it splits the batch and not the leaf."""
+        return self.batch is not None and not set(as_axes(axis)) & set(layout.axes)

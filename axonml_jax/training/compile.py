@@ -1,0 +1,501 @@
+"""Compiling a step: its objective, metrics and norm, passes for XLA:CPU, errors in the user's words."""
+
+import abc
+import functools
+import math
+import sysconfig
+import traceback
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax
+import flax.errors
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from axonml_jax.base import LossFn, PyTree, named_leaves
+from axonml_jax.collectives.primitives import max_over, sum_over
+from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.order import trace_settings
+from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
+from axonml_jax.layers.adapters import reading_adapted
+from axonml_jax.layers.float8 import reading_float8
+from axonml_jax.model.loss import Loss, parse_loss
+from axonml_jax.model.view import Functional, Mode, Variables
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.program.on_cpu import collectives_in_order, may_overlap, with_transposed_operands
+from axonml_jax.program.program import read_program, run_program
+from axonml_jax.program.values import nested
+from axonml_jax.sharding.batch import several_batches
+from axonml_jax.sharding.layout import to_host
+from axonml_jax.strategies.shard import Feedback
+
+# --------------------------------------------------------------------------------------------------
+# How a step is compiled: what XLA must be told, and what must be added, for the program to do what it says.
+# --------------------------------------------------------------------------------------------------
+
+
+def compiler_options(placement: Placement, mesh: Mesh) -> dict[str, str] | None:
+    """Options of `jax.jit` for steps under a plan, or None.
+
+    Without them XLA:CPU of jax 0.10 gathers every unit once and keeps it, as if parameters were whole during the step.
+    """
+    return CPU_BARRIER_OPTIONS if is_on_cpu(mesh) and placement.gathers_when_used else None
+
+
+class Compiled:
+    """A jitted function that on CPUs is run as XLA:CPU needs it.
+
+    The ranks' collectives cannot overtake each other (`program/on_cpu.py`): where they could, on several
+    devices, what was traced is run in an order. And gradients of kernels are multiplied fast
+    (`program/on_cpu.py`).
+
+    Args:
+      whole: the function.
+      mesh: that it runs on.
+      accept: called with every program compiled for a call before it first runs; it may refuse it.
+      options: of `jax.jit`; arguments by keyword are static.
+    """
+
+    def __init__(
+        self, whole: Callable[..., Any], mesh: Mesh, accept: Callable[[Any], None] | None = None, **options: Any
+    ):
+        self._whole, self._options, self._plain = whole, options, jax.jit(whole, **options)
+        self._on_cpu, self._several = is_on_cpu(mesh), mesh.size > 1
+        self._known: dict[Any, Any] = {}
+        self._accept = accept
+        self._accepted: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        run = self._choose(args, kwargs)
+        return run(*args, **kwargs) if self._accept is None else self._accepted_for(run, args, kwargs)(*args)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit`'s."""
+        return self._choose(args, kwargs).trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit`'s."""
+        return self._choose(args, kwargs).lower(*args, **kwargs)
+
+    @property
+    def compilations(self) -> int:
+        """How many programs were compiled for calls."""
+        return len(self._accepted) + sum(each._cache_size() for each in {self._plain, *self._known.values()})
+
+    def _accepted_for(self, run: Any, args: tuple, kwargs: dict) -> Any:
+        """The program compiled for arrays like these, once it is accepted."""
+        assert self._accept is not None
+        leaves, treedef = jax.tree.flatten(args)
+        like = (trace_settings(), treedef, *((x.shape, x.dtype, x.sharding) for x in leaves), *kwargs.items())
+        if like not in self._accepted:
+            compiled = run.lower(*args, **kwargs).compile()
+            self._accept(compiled)
+            self._accepted[like] = compiled
+        return self._accepted[like]
+
+    def _choose(self, args: tuple, kwargs: dict) -> Any:
+        """The function for arguments like these under JAX's settings around the call.
+
+        All arguments but the first are looked at, which is a run's state or variables.
+        """
+        if not self._on_cpu:
+            return self._plain
+        like = (trace_settings(), _types(args[1:]), *kwargs.items())
+        if like not in self._known:
+            traced = self._plain.trace(*args, **kwargs)
+            jaxpr = with_transposed_operands(traced.jaxpr)
+            overlaps = self._several and may_overlap(jaxpr)
+            changes = overlaps or jaxpr is not traced.jaxpr
+            self._known[like] = self._changed(traced, _types(args), overlaps) if changes else self._plain
+        return self._known[like]
+
+    def _changed(self, traced: Any, types: Any, overlaps: bool) -> Any:
+        """What was traced on arguments of some types, as a jitted function that does it as XLA:CPU needs it."""
+
+        @functools.wraps(self._whole)
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            run = traced if _types(args) == types else self._plain.trace(*args, **kwargs)
+            jaxpr, values = with_transposed_operands(run.jaxpr), jax.tree.leaves(args)
+            made = collectives_in_order(jaxpr, values) if overlaps else run_program(read_program(jaxpr), values)
+            return jax.tree.unflatten(jax.tree.structure(run.out_info), made)
+
+        return jax.jit(whole, **self._options)
+
+
+def _types(args: Any) -> Any:
+    """The structure of arguments, and their leaves' shapes and dtypes."""
+    leaves, treedef = jax.tree.flatten(args)
+    return treedef, *((jax.numpy.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+
+
+def is_on_cpu(mesh: Mesh) -> bool:
+    """Whether a program for a mesh runs on CPUs."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+# --------------------------------------------------------------------------------------------------
+# The user's loss as a pure function of what one rank reads, for one microbatch.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a step that are differentiated one by one.
+
+    Attributes:
+      count: number of (rank, microbatch) parts over which a plain mean is taken; each part's loss is divided by it. A
+        WeightedMean is divided by its total weight after the sum.
+      scale: the loss scale, or None.
+    """
+
+    count: int
+    scale: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`loss_fn` on a model, without side effects.
+
+    Attributes:
+      model: the model.
+      loss_fn: the user's.
+      mode: how the model runs.
+      positions: the mesh axes that split positions: a loss must then say over which it is a mean.
+      inside: entered around the model's code while it is traced (see `Placement.inside`).
+      rewritten: what is traced in its place (see `Placement.rewritten`).
+    """
+
+    model: Functional
+    loss_fn: LossFn
+    mode: Mode
+    positions: tuple[str, ...] = ()
+    inside: Callable[[], AbstractContextManager] = nullcontext
+    rewritten: Callable[[Callable], Callable] = lambda fun: fun
+
+    def __post_init__(self):
+        if not callable(self.loss_fn):
+            raise TypeError(f"loss_fn={self.loss_fn!r} cannot be called: give a function loss_fn(model, batch) -> loss")
+
+    def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+        """The loss of one microbatch on one rank, and the model's state after it."""
+        adapted = partial(reading_adapted, self.rewritten(self._of), self.model)
+        return reading_float8(adapted, self.mode.precision, variables, key, batch)
+
+    def _of(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+        loss, state = self._called(variables, key, batch)
+        if self.mode.training is False:
+            again = lambda state: self._called(replace(variables, state=state), key, batch)[1]
+            refuse_moved(self.model, variables.state, state, again)
+        return loss, state
+
+    def _called(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+        with self.inside():
+            bound = self.model.bind(variables, key, self.mode)
+            try:
+                found = self.loss_fn(bound, batch)
+            except flax.errors.ApplyScopeInvalidVariablesTypeError as error:
+                said = TypeError(
+                    "the loss gave module.apply something else than variables. A loss gets the model with its variables in it: "
+                    "call it, model(x), in the place of module.apply(variables, x)"
+                )
+                raise said.with_traceback(error.__traceback__) from None
+            except Exception as error:
+                if note := several_batches(batch):
+                    error.add_note(note)
+                raise
+            loss = parse_loss(found, self.positions)
+            return loss, self.model.state_of(bound)
+
+    def differentiable(self, parts: Parts, frozen: PyTree) -> Callable:
+        """The loss as JAX differentiates it.
+
+        Args:
+          parts: how each part's loss is made smaller or larger, so that gradients need only be summed.
+          frozen: the frozen parameters as read.
+
+        Returns:
+          `f(params, state, key, batch) -> (scalar, (Loss, state))`.
+        """
+
+        return lambda params, *args: self._part(params, frozen, *args, parts=parts)
+
+    def differentiable_with_frozen(self, parts: Parts) -> Callable:
+        """`differentiable` of read frozen parameters too: `f(params, frozen, state, key, batch)`."""
+        return lambda *args: self._part(*args, parts=parts)
+
+    def _part(self, params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree, *, parts: Parts):
+        loss, state = self(Variables(params, frozen, state), key, batch)
+        total = loss.total / parts.count if loss.weight is None else loss.total
+        return (total if parts.scale is None else total * parts.scale), (loss, state)
+
+
+def shard_key(key: jax.Array, microbatch: int | jax.Array, shard: int | jax.Array) -> jax.Array:
+    """The randomness of one microbatch on one batch shard: masks differ per shard, so they depend on its degree."""
+    return jax.random.fold_in(jax.random.fold_in(key, microbatch), shard)
+
+
+def refuse_moved(model: Functional, before: PyTree, after: PyTree, again: Callable[[PyTree], PyTree]) -> None:
+    """Refuse an evaluation that changes statistics of batches: its figures would depend on what else is in the batch.
+
+    Args:
+      model: whose state it is.
+      before, after: its state, while the evaluation is traced.
+      again: the state after, of a state before: traced where loops and `jax.checkpoint` hand values on as new ones.
+
+    Raises:
+      ValueError: naming every statistic that changes, and the remedy.
+    """
+    statistic, old, new = model.batch_statistics(), named_leaves(before), named_leaves(after)
+    moved = [name for name, leaf in new.items() if statistic(name) and leaf is not old[name]]
+    if moved:
+        program = read_program(trace(again, before).jaxpr)
+        whole = nested(program)
+        ends = dict(zip(old, zip(whole.top.of(program.inputs), whole.results, strict=True), strict=True))
+        moved = [name for name in moved if whole.handed_on(ends[name][1]) != ends[name][0]]
+    if moved:
+        raise ValueError(
+            "evaluation changes these statistics of batches, so a module in it runs in training mode: "
+            f"{', '.join(moved)}. Let the loss say which it is, model(x, train=model.is_training) of a Linen module whose call "
+            "takes `train`; an NNX module's eval() sees to it where no call gives use_running_average=False"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# What was measured, as numbers, and how fast a run is: tokens or examples per second, time per step, share of the peak.
+# --------------------------------------------------------------------------------------------------
+
+
+def as_floats(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+    """Metrics as floats; the mean over models where there are several (NO_SYNC). Every process must call it."""
+    return {name: float(np.mean(value, dtype=np.float64)) for name, value in to_host(dict(metrics)).items()}
+
+
+def mean_of(results: Sequence[Mapping[str, float]], weights: Sequence[float] | None = None) -> dict[str, float]:
+    """The mean of every metric over batches, of these weights or of equal ones.
+
+    Raises:
+      ValueError: when there are no batches.
+    """
+    if not results:
+        raise ValueError("there are no batches to evaluate on: a mean needs at least one")
+    return {name: float(np.average([result[name] for result in results], weights=weights)) for name in results[0]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """What turns a step's duration into speeds.
+
+    Attributes:
+      tokens_per_step: tokens (or other units) of a global batch.
+      flops_per_token: model FLOPs of one training token (see `TransformerConfig.flops_per_token`); None where it is not known,
+        and then there is no MFU.
+      num_devices: devices that share the work.
+      peak_flops: peak FLOP/s of one device; None where it is not known, and then there is no MFU.
+      unit: what is counted: "tokens", or "examples".
+      before: how many more of them the first steps had, of batches of another size.
+
+    >>> speed = Throughput(tokens_per_step=1000, flops_per_token=6e9, num_devices=2, peak_flops=12e12)
+    >>> speed.of(num_steps=10, seconds=5.0)
+    {'step_time': 0.5, 'tokens_per_second': 2000.0, 'mfu': 0.5}
+    """
+
+    tokens_per_step: int
+    flops_per_token: float | None
+    num_devices: int
+    peak_flops: float | None = None
+    unit: str = "tokens"
+    before: int = 0
+
+    def total(self, step: int) -> int:
+        """Tokens of all steps up to one."""
+        return self.before + step * self.tokens_per_step
+
+    def of(self, *, num_steps: int, seconds: float) -> dict[str, float]:
+        """Metrics of steps that took `seconds` together.
+
+        Returns:
+          `step_time` (seconds), `tokens_per_second` (all devices; or `examples_per_second`) and, where the peak is known,
+          `mfu`: model FLOPs per second over peak FLOP/s (Chowdhery et al. 2022).
+        """
+        tokens_per_second = num_steps * self.tokens_per_step / seconds
+        speeds = {"step_time": seconds / num_steps, f"{self.unit}_per_second": tokens_per_second}
+        if self.peak_flops is not None and self.flops_per_token is not None:
+            speeds["mfu"] = self.flops_per_token * tokens_per_second / (self.num_devices * self.peak_flops)
+        return speeds
+
+
+# --------------------------------------------------------------------------------------------------
+# The norm of gradients that rest anyhow, and clipping by it.
+# --------------------------------------------------------------------------------------------------
+
+Part = tuple[jax.Array, Any, tuple[str, ...]]
+"""An array of gradients, its parameters' dtype, and the mesh axes over which it is split."""
+
+
+def norm(parts: Iterable[Part], p: float = 2.0) -> jax.Array:
+    """The p-norm of all gradients on all ranks, each element counted once, in at least float32; p may be infinite.
+
+    Communicates: inside `shard_map` one small all-reduce for every set of axes that splits parts.
+    """
+    infinite, totals = p == math.inf, {}
+    for grad, dtype, axes in parts:
+        size = jnp.abs(grad).astype(jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32))
+        if infinite:
+            totals[axes] = jnp.maximum(totals.get(axes, 0.0), jnp.max(size, initial=0))
+        else:
+            totals[axes] = totals.get(axes, 0.0) + jnp.sum(jnp.square(size) if p == 2 else size**p)
+    join = max_over if infinite else sum_over
+    with jax.named_scope("axonml.norm"):
+        wholes = [join(total, axes) if axes else total for axes, total in totals.items()]
+    if infinite:
+        return functools.reduce(jnp.maximum, wholes, jnp.zeros(()))
+    return sum(wholes, jnp.zeros(())) ** (1 / p) if p != 2 else jnp.sqrt(sum(wholes, jnp.zeros(())))
+
+
+def clipped(grads: PyTree, norm: jax.Array, max_norm: Any) -> PyTree:
+    """Gradients scaled by min(1, max_norm / (norm + 1e-6)), PyTorch's rule."""
+    scale = jnp.minimum(1.0, max_norm / (norm + 1e-6))
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+
+
+# --------------------------------------------------------------------------------------------------
+# What users read of errors in their models and losses: the scan that `check_vma=True` refuses, no frames of ours above
+# it.
+# --------------------------------------------------------------------------------------------------
+
+_INSIDE = tuple(str(Path(str(module.__file__)).parent) for module in (jax, flax))
+_OURS = str(Path(__file__).parents[1]) + "/"
+_STANDARD = sysconfig.get_path("stdlib") + "/"
+_NOTE = "axonml_jax has left its own frames out above code that it called; JAX_TRACEBACK_FILTERING=off shows them."
+
+
+class _Folding:
+    """Within this context errors in code that is called back, such as a loss, lose this library's frames above it.
+
+    As JAX's traceback filtering does, and switched off as that is (`jax_traceback_filtering`). Errors of the library itself
+    keep all their frames. It is no decorator, whose own frame would stand between a step and its loss.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> None:
+        shown = jax.config.jax_traceback_filtering == "off"  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(error, Exception) and not shown:
+            _fold(error)
+
+
+folding = _Folding()
+
+
+def _fold(error: Exception) -> None:
+    frames = list(_frames(error))
+    theirs = [i for i, each in enumerate(frames) if _is_theirs(_file(each))]
+    if not theirs:
+        return
+    last, kept = theirs[-1], None
+    for i, each in reversed(list(enumerate(frames))):
+        if i > last or not _file(each).startswith(_OURS):
+            kept = types.TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    error.__traceback__ = kept
+    if _NOTE not in getattr(error, "__notes__", ()):
+        error.add_note(_NOTE)
+
+
+def _frames(error: Exception) -> Iterator[types.TracebackType]:
+    each = error.__traceback__
+    while each is not None:
+        yield each
+        each = each.tb_next
+
+
+def _file(each: types.TracebackType) -> str:
+    return each.tb_frame.f_code.co_filename
+
+
+def _is_theirs(filename: str) -> bool:
+    """Whether code is neither this library's, nor JAX's or Flax's, nor Python's own."""
+    standard = filename.startswith(_STANDARD) and "site-packages" not in filename
+    return not (standard or filename.startswith((_OURS, *_INSIDE, "<")))
+
+
+@contextmanager
+def explain_typed_scan(check_vma: bool) -> Iterator[None]:
+    """Turn JAX's error about a loop whose carry changes its varying type into one that names the loop and the remedy."""
+    try:
+        yield
+    except TypeError as error:
+        text = str(error)
+        if not check_vma or "carry" not in text or "varying" not in text:
+            raise
+        raise ValueError(
+            f"check_vma=True: the loop at {_callers_line(error)} starts from a value that is the same on every rank (such as "
+            "plain zeros) but carries one that differs from rank to rank, which typed mode refuses. Use check_vma=False (the "
+            "default; the result is the same), or start the loop from a value derived from its input, such as "
+            f"jnp.zeros_like(x[0]). JAX says: {text}"
+        ) from error
+
+
+def _callers_line(error: BaseException) -> str:
+    """The innermost line outside JAX and Flax: where the model calls the loop."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_INSIDE)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})"
+
+
+# --------------------------------------------------------------------------------------------------
+# The interface of every gradient engine.
+# --------------------------------------------------------------------------------------------------
+
+
+class Differentiated(NamedTuple):
+    """What an engine gives on one rank, before anything is divided.
+
+    Attributes:
+      grads: gradients of the resting parameters, summed over ranks and microbatches, in the dtype in which they accumulate.
+      losses: this rank's, with a dim 0 of microbatches, or of one that is their sum.
+      state: the model's state after the last microbatch.
+      left_out: what the sums lack of this rank's gradients, where the plan feeds it back.
+    """
+
+    grads: PyTree
+    losses: Loss
+    state: PyTree
+    left_out: PyTree = None
+
+
+@dataclass(frozen=True, eq=False)
+class GradientEngine(abc.ABC):
+    """How the loss of all microbatches of a step is differentiated, inside `shard_map`.
+
+    Attributes:
+      objective: the loss of one microbatch.
+      placement: how parameters are read and gradients reduced.
+      parts: what a microbatch's loss is divided by, and the loss scale.
+      sync: False leaves gradients each rank's own.
+      left_out: what the last step's sums lacked of this rank's gradients, which joins them; None: nothing is fed back.
+    """
+
+    objective: Objective
+    placement: Placement
+    parts: Parts
+    sync: bool
+    left_out: PyTree = None
+
+    @property
+    def feedback(self) -> Feedback | None:
+        """Of the plan's sums, where there is something to begin with."""
+        precision = self.placement.plan.precision
+        return None if self.left_out is None else Feedback.of(self.placement.strategies, precision)
+
+    @abc.abstractmethod
+    def differentiate(self, variables: Variables, key: jax.Array, batch: PyTree) -> Differentiated:
+        """Of resting variables, the step's randomness and this rank's rows."""

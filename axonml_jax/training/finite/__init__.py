@@ -1,1 +1,0 @@
-"""Steps that are not finite: loss scaling, skipped updates and their counts."""

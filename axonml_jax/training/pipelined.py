@@ -1,0 +1,123 @@
+"""Gradients of a pipeline's step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.base import PyTree, is_array
+from axonml_jax.model.loss import Loss
+from axonml_jax.model.view import Variables
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.pipeline.run import run_pieces
+from axonml_jax.training.compile import Differentiated, GradientEngine, Objective, shard_key
+
+
+class ByStage(GradientEngine):
+    """All microbatches go through the stages at once, as the timetable says."""
+
+    def differentiate(self, variables: Variables, key: jax.Array, batch: PyTree) -> Differentiated:
+        """Losses come summed over this rank's microbatches."""
+        placement = self.placement
+
+        def fun(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree):
+            loss_of = self.objective.differentiable_with_frozen(self.parts)
+            scalar, (loss, state) = loss_of(params, frozen, state, key, batch)
+            return scalar, loss, None, state
+
+        count = placement.plan.microbatches
+        summed, loss, state, _ = _run(fun, placement, variables, key, batch, count, backward=True)
+        return Differentiated(summed, jax.tree.map(lambda x: x[None], loss), state)
+
+
+def pipelined_loss(
+    objective: Objective, placement: Placement, variables: Variables, key: jax.Array, batch: PyTree
+) -> Loss:
+    """The loss of this rank's rows: a plain mean over its microbatches, or the sums of a weighted one.
+
+    As many microbatches as the plan's number and the rows have in common.
+    """
+
+    def fun(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree):
+        loss, state = objective(Variables(params, frozen, state), key, batch)
+        return jnp.zeros(()), loss, None, state
+
+    count = placement.batch_layout.common_count(batch, placement.plan.microbatches)
+    _, loss, _, _ = _run(fun, placement, variables, key, batch, count, backward=False)
+    return loss if loss.weight is not None else loss._replace(total=loss.total / count)
+
+
+def pipelined_call(
+    call: Callable, placement: Placement, variables: Variables, key: jax.Array, arrays: PyTree
+) -> tuple[PyTree, PyTree]:
+    """`call(variables, key, arrays) -> (outputs, state)` microbatch by microbatch.
+
+    Outputs keep the dim that grows with the rows; floating ones without such a dim are averaged over microbatches. Numbers
+    that are no arrays are the same in every microbatch and stay what they are.
+    """
+    count = placement.batch_layout.common_count(arrays, placement.plan.microbatches)
+    dims, whole = [], (jax.tree.structure(None), [])
+
+    def fun(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, arrays: PyTree):
+        nonlocal dims, whole
+        own = Variables(params, frozen, state)
+        dims = _growing_dims(lambda rows: _arrays_of(call(own, key, rows)[0]), arrays)
+        out, state = call(own, key, arrays)
+        leaves, treedef = jax.tree.flatten(out)
+        whole = treedef, [None if is_array(x) else x for x in leaves]
+        return jnp.zeros(()), None, _arrays_of(out), state
+
+    _, _, state, stacked = _run(fun, placement, variables, key, arrays, count, backward=False)
+    merged, (treedef, numbers) = iter(map(_merged, stacked, dims)), whole
+    return treedef.unflatten(next(merged) if x is None else x for x in numbers), state
+
+
+def _run(
+    fun: Callable,
+    placement: Placement,
+    variables: Variables,
+    key: jax.Array,
+    batch: PyTree,
+    count: int,
+    *,
+    backward: bool,
+) -> tuple[PyTree, Any, PyTree, PyTree]:
+    staging, shard = placement.stages, placement.key_number()
+    assert staging is not None
+    timetable = staging.policy.timetable(staging.num_ranks, count)
+    keys = jax.vmap(lambda m: shard_key(key, m, shard))(jnp.arange(count))
+    piped = run_pieces(
+        fun,
+        placement,
+        variables,
+        keys,
+        placement.batch_layout.microbatches(batch, count),
+        timetable if backward else timetable.forward_only,
+    )
+    return piped.grads, piped.aux, piped.state, piped.outputs
+
+
+def _arrays_of(outputs: PyTree) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(outputs) if is_array(x)]
+
+
+def _growing_dims(outputs: Callable, arrays: PyTree) -> list[int]:
+    """For every output the dim that grows with the rows, or -1."""
+
+    def shapes(factor: int) -> PyTree:
+        longer = lambda x: jnp.concatenate([x] * factor) if jnp.ndim(x) else x
+        return jax.eval_shape(lambda rows: outputs(jax.tree.map(longer, rows)), arrays)
+
+    def growing(small: Any, large: Any) -> int:
+        return next((i for i, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b), -1)
+
+    return jax.tree.map(growing, shapes(1), shapes(2))
+
+
+def _merged(x: jax.Array, dim: int) -> jax.Array:
+    """[count, ...] -> the microbatches behind each other along `dim` of the rest."""
+    if dim < 0:
+        return x.mean(0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
+    x = jnp.moveaxis(x, 0, dim)
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])

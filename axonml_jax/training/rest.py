@@ -1,0 +1,780 @@
+"""How parameters and optimizer state rest between steps: plain, stacked, partitioned, in rounds."""
+
+import abc
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from jax.sharding import Mesh, PartitionSpec
+
+from axonml_jax.base import PyTree, named_leaves
+from axonml_jax.collectives.primitives import sum_over, vary
+from axonml_jax.model.loss import Loss
+from axonml_jax.model.view import Functional, Variables
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.units import Replayed
+from axonml_jax.pipeline.pack import Buffers, Packing, Slot, StageStore, slot_value
+from axonml_jax.sharding.layout import (
+    HOST,
+    Leaf,
+    from_stored,
+    is_layout,
+    map_layouts,
+    movable,
+    move,
+    offloaded,
+    padded,
+    place,
+    shardings,
+    specs,
+    to_device_memory,
+    to_stored,
+    unpadded,
+)
+from axonml_jax.training.compile import Objective, Part, clipped, norm
+from axonml_jax.training.on_shards import OnShards, ShardedProgram, seen_shard, stored_shard
+from axonml_jax.training.optimizer import apply, gather_stored, opt_layouts, own_parts
+from axonml_jax.training.state import RoundState, TrainState, keeping, left_out_specs
+
+# --------------------------------------------------------------------------------------------------
+# Parameters of a pipeline's rank that lie one behind the other and are updated alike, element by element: updated as
+# one.
+#
+# The update of a rank then has as many operations as that of one parameter, and not as many for each: less to trace and
+# compile.
+# --------------------------------------------------------------------------------------------------
+
+
+class Tree(NamedTuple):
+    """A tree among the arguments of an update.
+
+    Attributes:
+      store: where its leaves lie.
+      owners: of every leaf of the store, the parameter that it belongs to.
+      given: of every leaf, its position among the arguments.
+      made: of every leaf, that of its new value among the results; empty: it has none.
+    """
+
+    store: StageStore
+    owners: Sequence[int]
+    given: Sequence[int]
+    made: Sequence[int] = ()
+
+
+class _Place(NamedTuple):
+    """Where a leaf lies, or the leaves that are one with it and behind it."""
+
+    slot: Slot
+    alone: bool
+
+
+class Runs:
+    """How ranks update their parameters: one after the other, or several that are alike as if they were one, flat.
+
+    Args:
+      program: the update; None: no parameters are one.
+      trees: its arguments that belong to parameters; the parameters are the last.
+    """
+
+    def __init__(self, program: ShardedProgram | None, trees: Sequence[Tree]):
+        self.trees, self._store = trees, trees[-1].store
+        self._chains = {} if program is None else chains(program)
+        self._leaves: dict[int, list[tuple[int, int]]] = {}  # of every parameter its leaf in each tree
+        for number, tree in enumerate(trees):
+            for leaf, owner in enumerate(tree.owners):
+                self._leaves.setdefault(owner, []).append((number, leaf))
+        self._places = [self._of_rank(rank) for rank in range(self._store.num_ranks)]
+
+    def held(self, buffers: Sequence[Buffers], rank: int) -> dict[int, jax.Array]:
+        """A rank's arguments by position; of parameters that are one those of the first."""
+        values = {}
+        for (number, leaf), (slot, alone) in self._places[rank].items():
+            tree, value = self.trees[number], slot_value(slot, buffers[number][slot.group])
+            values[tree.given[leaf]] = seen_shard(value, tree.store.layouts[leaf]) if alone else value
+        return values
+
+    def looks(self, rank: int) -> Hashable:
+        """What ranks have in common that may update what they hold alike: what lies where."""
+        return tuple((number, slot, alone) for (number, _), (slot, alone) in self._places[rank].items())
+
+    def pack(self, number: int, made: Mapping[int, Any]) -> Buffers:
+        """The buffers of one tree on a rank, from its results by position, as `held` gives arguments."""
+        tree, packed = self.trees[number], {}
+        for places in self._places:
+            for (other, leaf), (slot, alone) in places.items():
+                if other == number and tree.made[leaf] in made:
+                    value = made[tree.made[leaf]]
+                    packed[slot] = stored_shard(value, tree.store.layouts[leaf]) if alone else value
+        return Packing(tuple(packed)).pack(list(packed.values()), tree.store.buffers.sizes)
+
+    def _of_rank(self, rank: int) -> dict[tuple[int, int], _Place]:
+        """Where a rank's leaves lie; of parameters that are one those of the first."""
+        slots, runs = self._store.slots, []
+        for owner in sorted(self._store.leaves_of_rank(rank), key=lambda i: (slots[i].group, slots[i].offset)):
+            if runs and self._follows(owner, runs[-1][-1]):
+                runs[-1].append(owner)
+            else:
+                runs.append([owner])
+        places = {}
+        for run in runs:
+            for each in zip(*(self._leaves[owner] for owner in run), strict=True):
+                first, sizes = self._slot(each[0]), [self._slot(place).size for place in each]
+                slot = first if len(run) == 1 else first._replace(shape=(sum(sizes),))
+                places[each[0]] = _Place(slot, len(run) == 1)
+        return places
+
+    def _follows(self, owner: int, before: int) -> bool:
+        """Whether a parameter is updated like the one before it, and lies behind it in every tree."""
+        chain = self._chains.get(owner)
+        if chain is None or chain != self._chains.get(before):
+            return False
+        pairs = zip(self._leaves[before], self._leaves[owner], strict=True)
+        slots = [(self._slot(first), self._slot(second)) for first, second in pairs]
+        return all((a.group, a.offset + a.size) == (b.group, b.offset) for a, b in slots)
+
+    def _slot(self, place: tuple[int, int]) -> Slot:
+        number, leaf = place
+        return self.trees[number].store.slots[leaf]
+
+
+def chains(program: ShardedProgram) -> dict[int, Hashable]:
+    """For every parameter what is done to each of its elements: equal where the same is done, and nothing but that."""
+    known: dict[Hashable, int] = {}  # what a value is made of, so that equal numbers made twice are one
+    made: dict[int, Hashable] = {}
+    counts: Counter[int] = Counter()
+    for number, owner in zip(program.inputs, program.owners[0], strict=True):
+        made[number] = ("argument", number)
+        if owner is not None:
+            made[number], counts[owner] = ("own", counts[owner]), counts[owner] + 1
+    for number, value in program.constants.items():
+        one = not isinstance(value, Tracer) and np.size(value) == 1
+        made[number] = ("number", str(value.dtype), np.asarray(value).tobytes()) if one else ("array", number)
+    for step in program.steps:
+        key = (step.kind, *(made[number] for number in step.inputs))
+        for output, number in enumerate(step.outputs):
+            made[number] = ("step", number) if step.kind is None else known.setdefault((output, *key), len(known))
+    found: dict[int, list[Hashable]] = {}
+    for number, owner in zip(program.outputs, program.owners[1], strict=True):
+        if owner is not None:
+            found.setdefault(owner, []).append(made[number])
+    return {owner: tuple(results) for owner, results in found.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# The norms of gradients and parameters layer by layer: of whole arrays, though every rank squares only what it holds.
+# --------------------------------------------------------------------------------------------------
+
+Square = tuple[str, jax.Array, tuple[str, ...]]
+"""A parameter's name, the sum of squares of this rank's part of it, and the mesh axes over which it is split."""
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter: up to the first part of its path with a number in it, else the module that has it.
+
+    >>> layer_of("blocks/3/mlp/up/kernel"), layer_of("Dense_0/kernel"), layer_of("model/embed/table"), layer_of("scale")
+    ('blocks/3', 'Dense_0', 'model/embed', 'scale')
+    """
+    parts = name.split("/")
+    numbered = next((i for i, part in enumerate(parts[:-1]) if re.search(r"\d", part)), None)
+    return "/".join(parts[: numbered + 1] if numbered is not None else parts[:-1] or parts)
+
+
+def layer_norms(squares: Iterable[Square]) -> dict[str, jax.Array]:
+    """The 2-norm of every layer over all ranks.
+
+    Communicates: inside `shard_map` one all-reduce of a number per layer for every set of axes that splits parameters.
+    """
+    by_axes: dict[tuple[str, ...], dict[str, jax.Array]] = {}
+    for name, square, axes in squares:
+        sums, layer = by_axes.setdefault(axes, {}), layer_of(name)
+        sums[layer] = sums.get(layer, jnp.zeros((), square.dtype)) + square
+    totals: dict[str, jax.Array] = {}
+    with jax.named_scope("axonml.norm"):
+        for axes, sums in by_axes.items():
+            own = jnp.stack([*sums.values()])
+            for layer, total in zip(sums, sum_over(own, axes) if axes else own, strict=True):
+                totals[layer] = totals.get(layer, 0.0) + total
+    return {layer: jnp.sqrt(total) for layer, total in totals.items()}
+
+
+def square(array: jax.Array) -> jax.Array:
+    """The sum of squares of an array, in at least float32."""
+    size = jnp.abs(array)
+    return jnp.sum(jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))))
+
+
+# --------------------------------------------------------------------------------------------------
+# The interface of every resting form.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Rest(abc.ABC):
+    """How everything that a step keeps rests on a mesh, and the ways in and out of a step.
+
+    A plan's resting form is chosen once (`rest_of`); nothing else asks which it is. Every form has the methods in this order:
+    specs, making, a step's way in and out, reading, updating, and what users and checkpoints see.
+
+    Attributes:
+      placement: the plan on its mesh.
+    """
+
+    placement: Placement
+
+    # Specs
+
+    @abc.abstractmethod
+    def specs(self, variables: Variables) -> Variables:
+        """The PartitionSpec of every array of a model's variables as the step's `shard_map` takes it."""
+
+    @abc.abstractmethod
+    def opt_specs(self, tx: optax.GradientTransformation) -> PyTree:
+        """The same of the optimizer's state."""
+
+    def between(self) -> "Rest":
+        """The form in which arrays are between steps, where that is not what the step's `shard_map` takes."""
+        return self
+
+    def settled(self, state: TrainState, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+        """A step's new state where the next step wants it: the partitioner is told what it would be free to choose."""
+        if not self.placement.left:
+            return state
+        return jax.lax.with_sharding_constraint(state, shardings(self.between().state_specs(tx, state), mesh))
+
+    def state_specs(self, tx: optax.GradientTransformation, state: TrainState) -> Any:
+        """Specs of a whole `TrainState`."""
+        everywhere = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
+        return replace(
+            state,
+            step=PartitionSpec(),
+            variables=self.specs(state.variables),
+            opt_state=self.opt_specs(tx),
+            key=PartitionSpec(),
+            loss_scale=everywhere(state.loss_scale),
+            guard=jax.tree.map(lambda _: self.means, state.guard),
+            rounds=self.round_specs(),
+            strategies=None if (kept := keeping(self.placement)) is None else self.opt_specs(kept),
+            left_out=left_out_specs(self.placement),
+        )
+
+    def buffer_specs(self, state: PyTree) -> PyTree:
+        """Specs of the model's own state: stacked along the axes whose ranks keep buffers of their own."""
+        axes = self.placement.buffer_axes
+        return jax.tree.map(lambda _: PartitionSpec(axes) if axes is not None else PartitionSpec(), state)
+
+    # Making
+
+    @abc.abstractmethod
+    def place(self, variables: Variables, mesh: Mesh) -> Variables:
+        """Whole variables (the same in every process) as they rest; copies, never the arrays given."""
+
+    @abc.abstractmethod
+    def create(self, model: Functional, mesh: Mesh) -> Variables:
+        """A model's variables by `model.create`, made where they will rest: none is whole on any device."""
+
+    @abc.abstractmethod
+    def first_opt_state(self, tx: optax.GradientTransformation, params: PyTree, mesh: Mesh) -> PyTree:
+        """The optimizer's first state, of resting parameters, each leaf made where it will live."""
+
+    @abc.abstractmethod
+    def shapes(self, shapes: Variables, tx: optax.GradientTransformation) -> tuple[Variables, PyTree]:
+        """The resting variables and optimizer state of a model of these shapes, as zeros: for `jax.eval_shape`."""
+
+    # Rounds, in which replicas train parameters of their own; None where there are none
+
+    def round_specs(self) -> RoundState | None:
+        """Specs of what a run keeps beside the outer parameters."""
+        return None
+
+    def first_round(self, params: PyTree, mesh: Mesh) -> RoundState | None:
+        """That of a round that begins with these resting parameters, none of it ever whole."""
+        return None
+
+    def round_shapes(self, shapes: Variables) -> RoundState | None:
+        """Of a model of these shapes, as zeros: for `jax.eval_shape`."""
+        return None
+
+    def round_leaves(self, rounds: RoundState) -> RoundState | None:
+        """As trees of `Leaf`: what checkpoints hold. They give the arrays back as they rest."""
+        return None
+
+    # A step's way in and out
+
+    def own(self, tree: PyTree) -> PyTree:
+        """Inside `shard_map`: this rank's own of what rests of trained parameters, or of what lives as they do."""
+        return tree
+
+    def kept(self, tree: PyTree) -> PyTree:
+        """The inverse of `own`."""
+        return tree
+
+    @property
+    def means(self) -> PartitionSpec:
+        """The spec of what `kept` makes of a value that is the same on all ranks that train one model: a loss, a norm."""
+        return PartitionSpec()
+
+    def enter(self, variables: Variables) -> Variables:
+        """This rank's own variables, inside `shard_map`."""
+        axes = self.placement.buffer_axes
+        state = variables.state if axes is None else single(variables.state)
+        return Variables(self.own(variables.params), variables.frozen, state)
+
+    def leave(self, variables: Variables) -> Variables:
+        """The inverse of `enter`."""
+        axes = self.placement.buffer_axes
+        state = variables.state if axes is None else stacked(variables.state, axes)
+        return Variables(self.kept(variables.params), variables.frozen, state)
+
+    # Reading and updating
+
+    @abc.abstractmethod
+    def read(self, fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
+        """`fun(read_variables, *args)` inside `shard_map`, without gradients; `variables` are this rank's own."""
+
+    def loss(self, objective: Objective, variables: Variables, key: jax.Array, batch: PyTree) -> Loss:
+        """The loss of this rank's rows, without gradients, in microbatches, so that memory does for it that does for a step.
+
+        As many as the plan's number and the rows have in common. What is gathered when it is used is so in every microbatch.
+        """
+        layout, plan = self.placement.batch_layout, self.placement.plan
+        model, count = objective.model, layout.common_count(batch, plan.microbatches)
+        if count == 1:
+            return self.read(objective, model, variables, key, batch)[0]
+        keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.arange(count))
+        parts = keys, layout.microbatches(batch, count)
+        if self.placement.gathers_when_used:
+            losses = jax.lax.map(lambda part: self.read(objective, model, variables, *part)[0], parts)
+        else:
+            of_all = lambda read, parts: jax.lax.map(lambda part: objective(read, *part)[0], parts)
+            losses = self.read(of_all, model, variables, parts)
+        loss = jax.tree.map(lambda x: x.sum(0), losses)
+        return loss if loss.weight is not None else loss._replace(total=loss.total / count)
+
+    @abc.abstractmethod
+    def parts(self, grads: PyTree) -> Iterable[Part]:
+        """Every array of gradients at rest."""
+
+    @abc.abstractmethod
+    def squares(self, tree: PyTree) -> Iterable[Square]:
+        """Of trained parameters, or of their gradients, at rest: the sum of squares of this rank's part; inside `shard_map`."""
+
+    @abc.abstractmethod
+    def update(
+        self,
+        tx: optax.GradientTransformation,
+        on_shards: OnShards | None,
+        grads: PyTree,
+        opt_state: PyTree,
+        params: PyTree,
+        loss: jax.Array,
+    ) -> tuple[PyTree, PyTree]:
+        """One update by the optimizer, inside `shard_map`: on shards (`OnShards.of`), or on gathered leaves if it is None."""
+
+    @property
+    def updates_in_slices(self) -> bool:
+        """Whether large leaves that rest on the host may be updated slice by slice."""
+        return False
+
+    # What users and checkpoints see
+
+    @abc.abstractmethod
+    def outside(self, params: PyTree, mesh: Mesh) -> PyTree:
+        """Trained parameters (or gradients of them) as the model's tree, without padding."""
+
+    @abc.abstractmethod
+    def outside_frozen(self, frozen: PyTree, mesh: Mesh) -> PyTree:
+        """The same of frozen parameters."""
+
+    @abc.abstractmethod
+    def inside(self, params: PyTree, mesh: Mesh) -> PyTree:
+        """The inverse of `outside`; an array that is where it belongs already stays the caller's own."""
+
+    @abc.abstractmethod
+    def clip(self, grads: PyTree, max_norm: jax.Array, p: float, mesh: Mesh) -> tuple[PyTree, jax.Array]:
+        """What `outside` gave of gradients, clipped by their p-norm; under `jit`."""
+
+    def whole(self, variables: Variables, mesh: Mesh) -> Variables:
+        """The variables without padding; where ranks keep their own, the first rank's."""
+        params, frozen = self.outside(variables.params, mesh), self.outside_frozen(variables.frozen, mesh)
+        state = variables.state if self.placement.buffer_axes is None else single(variables.state)
+        return Variables(params, frozen, state)
+
+    @abc.abstractmethod
+    def param_leaves(self, variables: Variables) -> tuple[PyTree, PyTree]:
+        """Trained and frozen parameters as trees of `Leaf`: what checkpoints hold."""
+
+    @abc.abstractmethod
+    def resting(self, model: Functional, like: Variables, fill: Callable[[Variables], Variables]) -> Variables:
+        """Resting variables from arrays like those of `param_leaves`.
+
+        Args:
+          model: the model.
+          like: resting variables of the same model.
+          fill: puts the arrays in a tree like the one it is given.
+        """
+
+    @abc.abstractmethod
+    def opt_tree(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
+        """The optimizer's state as the tree that optax made, every array in the shape that it has on one device."""
+
+    @abc.abstractmethod
+    def opt_leaves(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
+        """The optimizer's state as a tree of `Leaf`."""
+
+    @abc.abstractmethod
+    def resting_opt(self, tx: optax.GradientTransformation, like: PyTree, fill: Callable[[PyTree], PyTree]) -> PyTree:
+        """The optimizer's resting state from arrays like those of `opt_leaves`; see `resting`."""
+
+
+def single(tree: PyTree) -> PyTree:
+    """A rank's own entries of values that are stacked by rank along dim 0."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def stacked(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Every leaf [...] as this rank's entry [1, ...] of a value stacked along dim 0 over mesh axes. The inverse of `single`."""
+    return jax.tree.map(lambda x: vary(jnp.asarray(x), axes)[None], tree)
+
+
+# --------------------------------------------------------------------------------------------------
+# Parameters rest leaf by leaf, each in its layout: whole, sharded, or split by the model's layers.
+# --------------------------------------------------------------------------------------------------
+
+
+class Plain(Rest):
+    """Every leaf of every tree is an array of its own."""
+
+    @property
+    def layouts(self) -> PyTree:
+        """Of trained parameters between steps."""
+        return self.placement.params
+
+    def opt_layouts(self, tx: optax.GradientTransformation) -> PyTree:
+        """Of the optimizer's state between steps: a leaf that belongs to a parameter lives as the parameter does."""
+        return opt_layouts(self.placement, tx)
+
+    def specs(self, variables: Variables) -> Variables:
+        """As the layouts say."""
+        return Variables(specs(self.layouts), specs(self.placement.frozen), self.buffer_specs(variables.state))
+
+    def opt_specs(self, tx: optax.GradientTransformation) -> PyTree:
+        """As the layouts say."""
+        return specs(self.opt_layouts(tx))
+
+    def place(self, variables: Variables, mesh: Mesh) -> Variables:
+        """Each device gets its own part."""
+        wanted = self.between().specs(variables)
+        return self._kept(place(self._stored(variables), wanted, mesh))
+
+    def create(self, model: Functional, mesh: Mesh) -> Variables:
+        """Each device makes its own part."""
+        assert model.create is not None
+        create = model.create
+        wanted = shardings(self.between().specs(model.shapes), mesh)
+        return self._kept(jax.jit(lambda: self._stored(create()), out_shardings=wanted)())
+
+    def first_opt_state(self, tx: optax.GradientTransformation, params: PyTree, mesh: Mesh) -> PyTree:
+        """Made under `jit` where it will live."""
+        shapes = jax.eval_shape(lambda params: self._first_opt_state(tx, params), params)
+        wanted = shardings(self.between().opt_specs(tx), mesh)
+        if self.placement.plan.offload.optimizer:
+            wanted = jax.tree.map(lambda x, s: s.with_memory_kind(HOST) if movable(x) else s, shapes, wanted)
+        kept = self.placement.plan.offload.params
+
+        def first(params: PyTree) -> PyTree:
+            return self._first_opt_state(tx, to_device_memory(params, kept))
+
+        return jax.jit(first, out_shardings=wanted)(params)
+
+    def shapes(self, shapes: Variables, tx: optax.GradientTransformation) -> tuple[Variables, PyTree]:
+        """In stored form."""
+        variables = self._stored(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+        return variables, self._first_opt_state(tx, variables.params)
+
+    def read(self, fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
+        """At once; unit by unit where the plan gathers parameters when they are used."""
+        placement = self.placement
+        if not placement.gathers_when_used:
+            params = placement.read_tree(variables.params, placement.params)
+            frozen = placement.read_tree(variables.frozen, placement.frozen)
+            return fun(Variables(params, frozen, variables.state), *args)
+        seen: dict[str, Any] = {}
+
+        def arrays_of(params, frozen, state, *args):
+            leaves, seen["treedef"] = jax.tree.flatten(fun(Variables(params, frozen, state), *args))
+            seen["fixed"] = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+            return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
+        given = (variables.state, *args)
+        arrays = iter(Replayed(placement, model).apply(arrays_of, variables.params, variables.frozen, given))
+        return seen["treedef"].unflatten([next(arrays) if leaf is None else leaf for leaf in seen["fixed"]])
+
+    def parts(self, grads: PyTree) -> Iterable[Part]:
+        """Leaf by leaf."""
+        layouts = jax.tree.leaves(self.placement.params, is_leaf=is_layout)
+        return [(g, layout.dtype, layout.axes) for g, layout in zip(jax.tree.leaves(grads), layouts, strict=True)]
+
+    def squares(self, tree: PyTree) -> Iterable[Square]:
+        """Leaf by leaf."""
+        layouts = jax.tree.leaves(self.placement.params, is_leaf=is_layout)
+        named = named_leaves(tree).items()
+        return [(name, square(leaf), layout.axes) for (name, leaf), layout in zip(named, layouts, strict=True)]
+
+    def update(
+        self,
+        tx: optax.GradientTransformation,
+        on_shards: OnShards | None,
+        grads: PyTree,
+        opt_state: PyTree,
+        params: PyTree,
+        loss: jax.Array,
+    ) -> tuple[PyTree, PyTree]:
+        """Communicates: on shards, see `OnShards.update`; else one all-gather of all that is split with `update="whole"`."""
+        placement = self.placement
+        if on_shards is not None:
+            with jax.named_scope("axonml.update"):
+                return on_shards.update(grads, opt_state, params, loss)
+        if placement.plan.update == "shards":
+            return apply(tx, grads, opt_state, params, loss)
+        layouts = placement.params, opt_layouts(placement, tx)
+        with jax.named_scope("axonml.update"):
+            grads, params = (gather_stored(tree, placement.params, placement) for tree in (grads, params))
+            opt_state = gather_stored(opt_state, layouts[1], placement)
+        params, opt_state = apply(tx, grads, opt_state, params, loss)
+        return own_parts(params, layouts[0], placement), own_parts(opt_state, layouts[1], placement)
+
+    @property
+    def updates_in_slices(self) -> bool:
+        """Where the optimizer sees shards."""
+        return self.placement.plan.update == "shards"
+
+    def outside(self, params: PyTree, mesh: Mesh) -> PyTree:
+        """Without padding."""
+        return unpadded(params, self.layouts, mesh)
+
+    def outside_frozen(self, frozen: PyTree, mesh: Mesh) -> PyTree:
+        """Without padding."""
+        return unpadded(frozen, self.placement.frozen, mesh)
+
+    def inside(self, params: PyTree, mesh: Mesh) -> PyTree:
+        """Padded, where it rests."""
+        wanted = shardings(self.between().specs(Variables(params, {}, {})).params, mesh)
+        return jax.tree.map(move, padded(params, self.layouts), wanted)
+
+    def clip(self, grads: PyTree, max_norm: jax.Array, p: float, mesh: Mesh) -> tuple[PyTree, jax.Array]:
+        """On shards."""
+        rests = self.specs(Variables(grads, {}, {})).params
+
+        def local(grads: PyTree, max_norm: jax.Array) -> tuple[PyTree, jax.Array]:
+            own = self.own(grads)
+            size = norm(self.parts(own), p)
+            return self.kept((clipped(own, size, max_norm), size))
+
+        return jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(rests, PartitionSpec()),
+            out_specs=(rests, self.means),
+            axis_names=self.placement.manual_axes,
+            check_vma=self.placement.plan.check_vma,
+        )(padded(grads, self.layouts), max_norm)
+
+    def param_leaves(self, variables: Variables) -> tuple[PyTree, PyTree]:
+        """With their layouts."""
+        params = map_layouts(Leaf, variables.params, self.layouts)
+        return params, map_layouts(Leaf, variables.frozen, self.placement.frozen)
+
+    def resting(self, model: Functional, like: Variables, fill: Callable[[Variables], Variables]) -> Variables:
+        """Checkpoints give arrays as they rest."""
+        return fill(like)
+
+    def opt_tree(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
+        """Without padding, as parameters are outside."""
+        layouts = self.opt_layouts(tx)
+        if all(layout.stored == layout.shape for layout in jax.tree.leaves(layouts, is_leaf=is_layout)):
+            return opt_state
+        return unpadded(opt_state, layouts, jax.tree.leaves(opt_state)[0].sharding.mesh)
+
+    def opt_leaves(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
+        """With their layouts."""
+        return map_layouts(Leaf, opt_state, self.opt_layouts(tx))
+
+    def resting_opt(self, tx: optax.GradientTransformation, like: PyTree, fill: Callable[[PyTree], PyTree]) -> PyTree:
+        """Checkpoints give arrays as they rest."""
+        return fill(like)
+
+    def _stored(self, variables: Variables) -> Variables:
+        """Whole variables in stored form: cast, padded, stacked."""
+        cast, placement = self.placement.plan.precision.cast_param, self.placement
+        params = map_layouts(to_stored, cast(variables.params), placement.params)
+        frozen = map_layouts(to_stored, cast(variables.frozen), placement.frozen)
+        return Variables(params, frozen, self._repeated(variables.state, placement.buffer_axes))
+
+    def _repeated(self, tree: PyTree, axes: tuple[str, ...] | None) -> PyTree:
+        """One entry for every rank of these axes."""
+        if axes is None:
+            return tree
+        count = self.placement.ranks(axes)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
+
+    def _kept(self, placed: Variables) -> Variables:
+        """What the plan keeps in host memory, there."""
+        kept = self.placement.plan.offload.params
+        return Variables(offloaded(placed.params, kept), offloaded(placed.frozen, kept), placed.state)
+
+    def _first_opt_state(self, tx: optax.GradientTransformation, params: PyTree) -> PyTree:
+        """Of stored parameters, in stored form."""
+        whole = map_layouts(from_stored, params, self.placement.params)
+        return map_layouts(to_stored, tx.init(whole), opt_layouts(self.placement, tx))
+
+
+# --------------------------------------------------------------------------------------------------
+# Ranks of some axes train models of their own (NO_SYNC): what is trained is stacked along dim 0 over these axes.
+# --------------------------------------------------------------------------------------------------
+
+
+class Stacked(Plain):
+    """Inside a step each rank has its own entry, which is as `Plain` has it."""
+
+    @cached_property
+    def layouts(self) -> PyTree:
+        """With one more dim in front."""
+        return self._stacked(self.placement.params)
+
+    def opt_layouts(self, tx: optax.GradientTransformation) -> PyTree:
+        """Likewise."""
+        return self._stacked(opt_layouts(self.placement, tx))
+
+    def own(self, tree: PyTree) -> PyTree:
+        """This rank's entry."""
+        return single(tree)
+
+    def kept(self, tree: PyTree) -> PyTree:
+        """The inverse."""
+        return stacked(tree, self.placement.own_axes)
+
+    @property
+    def means(self) -> PartitionSpec:
+        """One for every model."""
+        return PartitionSpec(self.placement.own_axes)
+
+    def whole(self, variables: Variables, mesh: jax.sharding.Mesh) -> Variables:
+        """The first rank's."""
+        all_of_them = super().whole(variables, mesh)
+        return Variables(single(all_of_them.params), all_of_them.frozen, all_of_them.state)
+
+    def opt_leaves(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
+        """With their layouts, and what their first dim numbers."""
+        entries = f"one entry for each of {self.placement.ranks(self.placement.own_axes)} replicas"
+        leaf = lambda array, layout: Leaf(array, layout, entries=entries)
+        return map_layouts(leaf, opt_state, self.opt_layouts(tx))
+
+    def _stored(self, variables: Variables) -> Variables:
+        stored = super()._stored(variables)
+        return Variables(self._repeated(stored.params, self.placement.own_axes), stored.frozen, stored.state)
+
+    def _first_opt_state(self, tx: optax.GradientTransformation, params: PyTree) -> PyTree:
+        return jax.vmap(lambda own: super(Stacked, self)._first_opt_state(tx, own))(params)
+
+    def _stacked(self, layouts: PyTree) -> PyTree:
+        axes = self.placement.own_axes
+        count = self.placement.ranks(axes)
+        return jax.tree.map(lambda layout: layout.stacked(axes, count), layouts, is_leaf=is_layout)
+
+
+# --------------------------------------------------------------------------------------------------
+# Replicas train parameters of their own for rounds of steps: these rest stacked, the outer ones as `Plain` has them.
+# --------------------------------------------------------------------------------------------------
+
+_OWN = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, state))
+"""Its state are the parameters: replicas' own ones rest as the state of their optimizers does."""
+
+
+class InRounds(Stacked):
+    """The model's variables are the outer parameters; what a step updates is a `RoundState`'s, and the optimizer's state."""
+
+    @cached_property
+    def agreed(self) -> Rest:
+        """How the outer parameters rest, and what replicas keep together of them."""
+        assert self.placement.agreed is not None
+        return Plain(self.placement.agreed)
+
+    @property
+    def layouts(self) -> PyTree:
+        """Of the outer parameters."""
+        return self.placement.params
+
+    def whole(self, variables: Variables, mesh: Mesh) -> Variables:
+        """The outer parameters."""
+        return self.agreed.whole(variables, mesh)
+
+    def clip(self, grads: PyTree, max_norm: jax.Array, p: float, mesh: Mesh) -> tuple[PyTree, jax.Array]:
+        """Of the outer parameters."""
+        return self.agreed.clip(grads, max_norm, p, mesh)
+
+    def round_specs(self) -> RoundState:
+        """Replicas' own parameters as their optimizers' state, what is kept together as the outer ones."""
+        return RoundState(self.opt_specs(_OWN), self.agreed.opt_specs(self._keeping))
+
+    def first_round(self, params: PyTree, mesh: Mesh) -> RoundState:
+        """Every replica begins with the outer parameters."""
+        return RoundState(
+            self.first_opt_state(_OWN, params, mesh), self.agreed.first_opt_state(self._keeping, params, mesh)
+        )
+
+    def round_shapes(self, shapes: Variables) -> RoundState:
+        """As zeros."""
+        return RoundState(self.shapes(shapes, _OWN)[1], self.agreed.shapes(shapes, self._keeping)[1])
+
+    def round_leaves(self, rounds: RoundState) -> RoundState:
+        """With their layouts."""
+        kept = self.agreed.opt_leaves(self._keeping, rounds.kept)
+        return RoundState(self.opt_leaves(_OWN, rounds.own), kept)
+
+    def _stored(self, variables: Variables) -> Variables:
+        return Plain._stored(self, variables)
+
+    def _first_opt_state(self, tx: optax.GradientTransformation, params: PyTree) -> PyTree:
+        return super()._first_opt_state(tx, self._repeated(params, self.placement.own_axes))
+
+    @property
+    def _keeping(self) -> optax.GradientTransformation:
+        """Something whose `init` makes what replicas keep together."""
+        assert self.placement.agreed is not None
+        (rounds,) = self.placement.agreed.plan.rounds.values()
+        first = lambda params: jax.tree.map(rounds.first_kept, params)
+        return optax.GradientTransformation(first, lambda updates, state, params=None: (updates, state))
+
+
+# --------------------------------------------------------------------------------------------------
+# One axis is left to XLA's partitioner: a step's `shard_map` sees leaves whole along it, between steps they are split.
+# --------------------------------------------------------------------------------------------------
+
+
+class Partitioned(Plain):
+    """`Plain`, but for where arrays are between steps."""
+
+    def between(self) -> Rest:
+        """As the plan's rules split them."""
+        return Plain(self.placement.resting)
+
+    @property
+    def updates_in_slices(self) -> bool:
+        """Not here: slices of a leaf may be on different devices."""
+        return False
+
+
+class PartitionedStacked(Partitioned, Stacked):
+    """Ranks of some axes train models of their own, each split by the partitioner."""
+
+    def between(self) -> Rest:
+        """As the plan's rules split them, stacked."""
+        return Stacked(self.placement.resting)

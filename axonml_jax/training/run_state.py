@@ -1,0 +1,435 @@
+"""What a run is between steps: its first state, names of its leaves, replicas, ends of rounds."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from axonml_jax.base import PyTree, named_leaves
+from axonml_jax.model.view import Functional, Variables
+from axonml_jax.parallel.placement import Placement, in_round
+from axonml_jax.sharding.layout import HOST, Leaf, cast, copies, is_layout, movable, place, to_device_memory, to_host
+from axonml_jax.training.optimizer import MovingAverage
+from axonml_jax.training.rest import Rest, single, stacked
+from axonml_jax.training.staged import rest_of
+from axonml_jax.training.state import (
+    LossScale,
+    NonFinite,
+    RoundState,
+    TrainState,
+    first_left_out,
+    keeping,
+    left_out_leaves,
+    left_out_of,
+    nothing_left_out,
+)
+
+# --------------------------------------------------------------------------------------------------
+# The first state of a run, created where it will live.
+# --------------------------------------------------------------------------------------------------
+
+
+def first_variables(model: Functional, given: Variables, rest: Rest, mesh: Mesh) -> Variables:
+    """A model's variables where they rest: those given, or made there by `model.create`."""
+    return rest.place(given, mesh) if model.create is None else rest.create(model, mesh)
+
+
+def init_state(
+    variables: Variables, tx: optax.GradientTransformation, rest: Rest, mesh: Mesh, key: jax.Array
+) -> TrainState:
+    """A run's first state from variables that already rest on the mesh."""
+    step = place(jnp.zeros((), jnp.int32), PartitionSpec(), mesh)
+    opt_state = rest.first_opt_state(tx, variables.params, mesh)
+    scale = LossScale.first() if rest.placement.plan.precision.scales_loss else None
+    scale = place(scale, jax.tree.map(lambda _: PartitionSpec(), scale), mesh)
+    kept = keeping(rest.placement)
+    strategies = None if kept is None else rest.first_opt_state(kept, variables.params, mesh)
+    rounds, key = rest.first_round(variables.params, mesh), place(key, PartitionSpec(), mesh)
+    left_out = first_left_out(rest.placement, mesh)
+    return TrainState(step, variables, opt_state, key, scale, strategies=strategies, rounds=rounds, left_out=left_out)
+
+
+def first_guard(rest: Rest, mesh: Mesh) -> NonFinite:
+    """The first counts of skipped updates: one for each model that is trained."""
+    axes = rest.placement.own_axes
+    shape = (rest.placement.ranks(axes),) if axes else ()
+    counts = jax.tree.map(lambda count: jnp.broadcast_to(count, shape), NonFinite.first())
+    return place(counts, jax.tree.map(lambda _: rest.means, counts), mesh)
+
+
+def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placement: Placement) -> TrainState:
+    """The shapes of a run's first state: enough to trace, lower or compile its step, without devices or memory.
+
+    Args:
+      shapes: the model's variables as shapes (`Functional.shapes`).
+      tx: the optimizer.
+      placement: the plan on a mesh, which may be of devices that are not there.
+
+    Returns:
+      A `TrainState` of `jax.ShapeDtypeStruct`s.
+    """
+
+    def build() -> TrainState:
+        rest, kept = rest_of(in_round(placement)), keeping(placement)
+        variables, opt_state = rest.shapes(shapes, tx)
+        strategies = None if kept is None else rest.shapes(shapes, kept)[1]
+        scale = LossScale.first() if placement.plan.precision.scales_loss else None
+        key = jax.random.key(0)
+        step, rounds, left_out = jnp.zeros((), jnp.int32), rest.round_shapes(shapes), nothing_left_out(placement)
+        return TrainState(
+            step, variables, opt_state, key, scale, strategies=strategies, rounds=rounds, left_out=left_out
+        )
+
+    return jax.eval_shape(build)
+
+
+def resting_shapes(state: TrainState, placement: Placement, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Shapes of a state with their shardings and memory kinds: what is offloaded rests in host memory."""
+    offload, specs = placement.plan.offload, rest_of(in_round(placement)).state_specs(tx, state)
+
+    def on(host: bool):
+        def shape(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(mesh, spec, memory_kind=HOST if host and movable(leaf) else "device")
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return shape
+
+    placed = jax.tree.map(on(False), state, specs)
+    own, theirs = state.variables, specs.variables
+    params, frozen = jax.tree.map(on(offload.params), (own.params, own.frozen), (theirs.params, theirs.frozen))
+    opt_state = jax.tree.map(on(offload.optimizer), state.opt_state, specs.opt_state)
+    return replace(placed, variables=Variables(params, frozen, placed.variables.state), opt_state=opt_state)
+
+
+# --------------------------------------------------------------------------------------------------
+# A `TrainState` as arrays by names that do not depend on the plan, and back: what checkpoints hold.
+# --------------------------------------------------------------------------------------------------
+
+_MODEL, _OPTIMIZER, _AVERAGE, _KEPT, _ROUNDS = "model/", "optimizer/", "ema/", "strategies/", "rounds/"
+
+
+def variable_leaves(model: Functional, variables: Variables, rest: Rest) -> dict[str, Leaf]:
+    """A model's variables, named as in its `state_dict` behind `model/`; trained and frozen ones side by side."""
+    prefix, (params, frozen) = _MODEL + model.param_prefix, rest.param_leaves(variables)
+    own = named_leaves(params) | named_leaves(frozen)
+    for name, adapter in model.adapters.items():
+        scales = None if adapter.column_scales is None else own[adapter.column_scales]
+        low_rank = own[adapter.a], own[adapter.b], adapter.scale
+        own[name] = replace(own[name], low_rank=low_rank, column_scales=scales)
+    return {prefix + name: leaf for name, leaf in own.items()} | _named(_MODEL, jax.tree.map(Leaf, variables.state))
+
+
+def variables_of(model: Functional, like: Variables, arrays: Mapping[str, Any], rest: Rest) -> Variables:
+    """The inverse of `variable_leaves`."""
+    prefix = _MODEL + model.param_prefix
+
+    def fill(held: Variables) -> Variables:
+        params, frozen = _filled(prefix, held.params, arrays), _filled(prefix, held.frozen, arrays)
+        return Variables(params, frozen, _filled(_MODEL, held.state, arrays))
+
+    return rest.resting(model, like, fill)
+
+
+def state_leaves(model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation) -> dict[str, Leaf]:
+    """Everything in a state by name: `step`, `key`, `model/...`, `optimizer/...`, `ema/...`, `rounds/...`, `left_out/...`.
+
+    The optimizer's own names are the same with a moving average and without one.
+    """
+    opt, averages = _apart(rest.opt_leaves(tx, state.opt_state))
+    return (
+        variable_leaves(model, state.variables, rest)
+        | _named(_OPTIMIZER, opt)
+        | _named(_AVERAGE, averages)
+        | _named("", jax.tree.map(Leaf, _others(state)))
+        | ({} if (kept := keeping(rest.placement)) is None else _named(_KEPT, rest.opt_leaves(kept, state.strategies)))
+        | ({} if state.rounds is None else _named(_ROUNDS, vars(rest.round_leaves(state.rounds))))
+        | ({} if state.left_out is None else left_out_leaves(rest.placement, state.left_out))
+    )
+
+
+def state_of_leaves(
+    model: Functional, like: TrainState, arrays: Mapping[str, Any], rest: Rest, tx: optax.GradientTransformation
+) -> TrainState:
+    """The inverse of `state_leaves`. Where an average is missing among the arrays it begins with its parameter."""
+    own = _MODEL + model.param_prefix
+
+    def average(name: str, kept: Any) -> Any:
+        found = arrays.get(_AVERAGE + name)
+        return _copied(arrays[own + name], kept) if found is None else found
+
+    def fill(tree: PyTree) -> PyTree:
+        opt, averages = _apart(tree)
+        opt = _filled(_OPTIMIZER, opt, arrays)
+        if averages is None:
+            return opt
+        found = [average(name, kept) for name, kept in named_leaves(averages).items()]
+        return MovingAverage(opt, jax.tree.unflatten(jax.tree.structure(averages), found))
+
+    opt_state = rest.resting_opt(tx, like.opt_state, fill)
+    variables = variables_of(model, like.variables, arrays, rest)
+    held = {"variables": variables, "opt_state": opt_state}
+    if (kept := keeping(rest.placement)) is not None:
+        held["strategies"] = rest.resting_opt(kept, like.strategies, lambda tree: _filled(_KEPT, tree, arrays))
+    if like.rounds is not None:
+        held["rounds"] = RoundState(**_filled(_ROUNDS, vars(like.rounds), arrays))
+    if like.left_out is not None:
+        held["left_out"] = left_out_of(like.left_out, arrays)
+    return replace(like, **held, **_filled("", _others(like), arrays))
+
+
+def with_new_average(model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation) -> TrainState:
+    """A state whose moving average begins with the parameters as they are now; all else stays."""
+    leaves = state_leaves(model, state, rest, tx)
+    arrays = {name: leaf.array for name, leaf in leaves.items() if not name.startswith(_AVERAGE)}
+    return state_of_leaves(model, state, arrays, rest, tx)
+
+
+def averaged_variables(model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation) -> Variables:
+    """A model's variables with the moving average in the place of the trained parameters: copies (see `with_ema`)."""
+    leaves = variable_leaves(model, state.variables, rest)
+    own, averages = _MODEL + model.param_prefix, named_leaves(rest.opt_leaves(tx, state.opt_state).ema)
+
+    def placed(name: str, leaf: Leaf) -> Any:
+        if not name.startswith(own) or (average := averages.get(name.removeprefix(own))) is None:
+            return leaf.array
+        return _copied(average.array, leaf.array)
+
+    return variables_of(model, state.variables, {name: placed(name, leaf) for name, leaf in leaves.items()}, rest)
+
+
+def _apart(opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    """The optimizer's own state, and the moving average beside it or None."""
+    return tuple(opt_state) if isinstance(opt_state, MovingAverage) else (opt_state, None)
+
+
+def _copied(array: jax.Array, like: Any) -> jax.Array:
+    """A copy in the dtype of another array, and where that is."""
+    at = array.sharding
+    assert isinstance(at, NamedSharding)
+    found = copies(cast(jax.device_put(array, NamedSharding(at.mesh, at.spec)), like.dtype))  # out of host memory
+    return found if like.sharding is None else jax.device_put(found, like.sharding)
+
+
+def _others(state: TrainState) -> dict[str, Any]:
+    apart = ("variables", "opt_state", "strategies", "rounds", "left_out")
+    return {name: value for name, value in vars(state).items() if name not in apart}
+
+
+def _named(prefix: str, tree: PyTree) -> dict[str, Leaf]:
+    return {prefix + name: leaf for name, leaf in named_leaves(tree).items()}
+
+
+def _filled(prefix: str, like: PyTree, arrays: Mapping[str, Any]) -> PyTree:
+    return jax.tree.unflatten(jax.tree.structure(like), [arrays[prefix + name] for name in named_leaves(like)])
+
+
+# --------------------------------------------------------------------------------------------------
+# Are replicas still equal? A checksum of every array on every device, compared among the devices that should hold the
+# same.
+#
+# A replicated array in which a bit has flipped, or that a step has made otherwise on one device, stays so without a
+# word: every device goes on with its own.
+# --------------------------------------------------------------------------------------------------
+
+_SHOWN = 3
+
+
+class ReplicasDiffer(RuntimeError):
+    """Devices that should hold the same do not; the message names them and the arrays."""
+
+
+@dataclass(frozen=True)
+class UnequalReplica:
+    """Arrays that are not the same on all devices that should hold the same.
+
+    Attributes:
+      device: the one whose arrays differ from those of most others.
+      process: that it belongs to.
+      names: of the arrays, by path, in their order.
+      certain: whether most others agree; of two that differ nobody knows which is wrong.
+    """
+
+    device: int
+    process: int
+    names: tuple[str, ...]
+    certain: bool
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
+        who = f"device {self.device} (process {self.process})"
+        doubt = "" if self.certain else ", though which side is wrong is not known"
+        return f"{who} differs in {', '.join(self.names[:_SHOWN])}{more}{doubt}"
+
+
+class CompareReplicas:
+    """Compares the parameters and the optimizer's state of devices that should hold the same: replicas of a part, or of all.
+
+    Which these are is read from the arrays' shardings, so that only what is held more than once is compared: with DDP
+    everything, with hybrid sharding what the replica groups hold, with FSDP alone next to nothing. The program is compiled
+    once; its checksums are sums of integers, bit for bit the same in any order.
+    """
+
+    def __init__(self):
+        self._compiled: Any = None
+
+    def __call__(self, state: TrainState) -> list[UnequalReplica]:
+        """What differs; the same answer in every process, and all must call it.
+
+        Args:
+          state: between two steps.
+        """
+        arrays = _held_more_than_once(state)
+        if not arrays:
+            return []
+        leaves = list(arrays.values())
+        if self._compiled is None:
+            self._compiled = _program(leaves)
+        where = [(leaf.sharding, leaf.shape) for leaf in leaves]
+        return differences(list(arrays), where, to_host(self._compiled(leaves)))
+
+
+def _held_more_than_once(state: TrainState) -> dict[str, jax.Array]:
+    trees = {
+        "params": state.params,
+        "optimizer": state.opt_state,
+        "rounds": state.rounds,
+        "strategies": state.strategies,
+        "left_out": state.left_out,
+    }
+    named = {f"{tree}/{name}": leaf for tree in trees for name, leaf in named_leaves(trees[tree]).items()}
+    return {
+        name: leaf for name, leaf in named.items() if isinstance(leaf, jax.Array) and leaf.size and _copies(leaf) > 1
+    }
+
+
+def _copies(leaf: jax.Array) -> int:
+    """How many devices hold the same part of an array."""
+    shards = {str(index) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
+    return len(leaf.sharding.device_set) // len(shards)
+
+
+def _program(leaves: Sequence[jax.Array]) -> Any:
+    """Checksums of all arrays, [devices, arrays, 2], a row on each device: nothing is sent."""
+    mesh: Any = leaves[0].sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+    specs = [leaf.sharding.spec for leaf in leaves]  # pyright: ignore[reportAttributeAccessIssue]
+
+    def sums(leaves: list[jax.Array]) -> jax.Array:
+        return jnp.stack([checksum(leaf) for leaf in leaves])[None]
+
+    mapped = jax.shard_map(
+        sums, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(mesh.axis_names), check_vma=False
+    )
+    offloaded = [leaf.sharding.memory_kind == HOST for leaf in leaves]
+    moved = lambda leaves: [to_device_memory(leaf, when) for leaf, when in zip(leaves, offloaded, strict=True)]
+    return jax.jit(lambda leaves: mapped(moved(leaves)))
+
+
+def checksum(array: jax.Array) -> jax.Array:
+    """Two numbers of 32 bits that no single flipped bit leaves as they were, nor two elements that change places.
+
+    >>> checksum(jnp.array([1.0, 2.0])).tolist() == checksum(jnp.array([2.0, 1.0])).tolist()
+    False
+    """
+    words = _words(array).ravel()
+    weights = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
+    total = lambda each: jnp.sum(each, dtype=jnp.uint32)
+    return jnp.stack([total(words), total(words * weights)])
+
+
+def _words(array: jax.Array) -> jax.Array:
+    """An array's bits as numbers of 32 bits at most."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return _words(jax.random.key_data(array))
+    if jnp.iscomplexobj(array):
+        return jnp.stack([_words(array.real), _words(array.imag)])
+    if array.dtype == bool:
+        return array.astype(jnp.uint32)
+    bits = min(8 * array.dtype.itemsize, 32)
+    return jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
+
+
+def differences(
+    names: Sequence[str], where: Sequence[tuple[Any, tuple[int, ...]]], sums: np.ndarray
+) -> list[UnequalReplica]:
+    """Who differs, from the checksums of all arrays on all devices.
+
+    Args:
+      names: of the arrays.
+      where: sharding and shape of each.
+      sums: [devices, arrays, 2], devices in the order of their mesh.
+    """
+    devices = list(where[0][0].mesh.devices.flat)
+    row = {device: number for number, device in enumerate(devices)}
+    wrong: dict[Any, list[str]] = {}
+    certain: dict[Any, bool] = {}
+    for k, (name, (sharding, shape)) in enumerate(zip(names, where, strict=True)):
+        parts: dict[str, list[Any]] = {}
+        for device, index in sharding.devices_indices_map(shape).items():
+            parts.setdefault(str(index), []).append(device)
+        for holders in parts.values():
+            found = {device: tuple(sums[row[device], k].tolist()) for device in holders}
+            (usual, count), *_ = Counter(found.values()).most_common(1)
+            for device in holders:
+                if found[device] != usual:
+                    wrong.setdefault(device, []).append(name)
+                    certain[device] = certain.get(device, True) and 2 * count > len(holders)
+    return [
+        UnequalReplica(device.id, device.process_index, tuple(dict.fromkeys(wrong[device])), certain[device])
+        for device in sorted(wrong, key=row.__getitem__)
+    ]
+
+
+def in_words(found: Sequence[UnequalReplica], step: int) -> str:
+    """What to tell people of replicas that differ."""
+    more = f"; and {len(found) - _SHOWN} more devices" if len(found) > _SHOWN else ""
+    return (
+        f"after step {step} the replicas are not equal: {'; '.join(map(str, found[:_SHOWN]))}{more}. A bit has flipped in a "
+        "device, or a program is not the same everywhere: go on from a checkpoint from before, without that device"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The end of a round, in which replicas have trained parameters of their own: one outer step, and they begin again.
+# --------------------------------------------------------------------------------------------------
+
+
+def in_place_of_outer(state: TrainState) -> TrainState:
+    """A state with every replica's own parameters in the place of the outer ones: what a step updates."""
+    if state.rounds is None:
+        return state
+    return replace(state, variables=replace(state.variables, params=state.rounds.own))
+
+
+def end_of_round(placement: Placement, before: TrainState, after: TrainState) -> TrainState:
+    """A state after a step and, where a round ends with it, after the outer step; inside `shard_map`.
+
+    Args:
+      placement: of a step within a round.
+      before: the state before the step.
+      after: after it, with replicas' own parameters in the place of the outer ones.
+
+    Communicates: at the end of a round what the strategy's `end_round` does, else nothing.
+    """
+    if before.rounds is None:
+        return after
+    assert placement.agreed is not None
+    ((axis, rounds),) = placement.agreed.plan.rounds.items()
+    layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
+    outer, treedef = jax.tree.flatten(before.variables.params)
+    own, kept = treedef.flatten_up_to(after.variables.params), treedef.flatten_up_to(before.rounds.kept)
+
+    def joined(outer: list, own: list, kept: list) -> tuple:
+        with jax.named_scope(f"axonml.gradients.every{rounds.every}"):
+            outer, kept = rounds.end_round(outer, single(own), kept, layouts, axis)
+        return outer, stacked(outer, placement.own_axes), kept
+
+    ends = after.step % rounds.every == 0
+    outer, own, kept = jax.lax.cond(ends, joined, lambda *each: each, outer, own, kept)
+    variables = replace(after.variables, params=treedef.unflatten(outer))
+    return replace(after, variables=variables, rounds=RoundState(treedef.unflatten(own), treedef.unflatten(kept)))

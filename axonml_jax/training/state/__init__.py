@@ -1,1 +1,0 @@
-"""What a run is between two steps, and how it begins."""
