@@ -389,9 +389,9 @@ KEYS: dict[str, str] = {
 SAME_KEYS: dict[str, str] = {
     "pipeline.microbatches": "pipeline.num_microbatches",
     "plan.cpu_offload": "plan.offload",
+    "plan.gather": "plan.wire",
     "plan.mixed_precision": "plan.precision",
-    "plan.reduce_wire": "plan.reduce",
-    "plan.wire": "plan.gather",
+    "plan.reduce": "plan.reduce_wire",
 }
 """Keys of a configuration by other names that Python has for them, or that they had: taken as what they are."""
 

@@ -32,8 +32,8 @@ ROWS = {
     "bf16, another program": {"precision": "bf16-reduce-float32", "sharding_strategy": "shard_optimizer"},
     "bf16, summed in bf16 too": {"precision": "bf16-reduce", "accumulate": 2},
     "fp8": {"precision": "fp8"},
-    "int8": {"precision": "float32", "sharding_strategy": "shard_optimizer", "reduce": "int8"},
-    "int8, feedback": {"precision": "float32", "sharding_strategy": "shard_optimizer", "reduce": "int8-feedback"},
+    "int8": {"precision": "float32", "sharding_strategy": "shard_optimizer", "reduce_wire": "int8"},
+    "int8, feedback": {"precision": "float32", "sharding_strategy": "shard_optimizer", "reduce_wire": "int8-feedback"},
 }
 SMALLER = {"model.hidden_size": 128, "model.num_heads": 2, "model.mlp_hidden_size": 384}
 HELD_TO = {"int8": "float32", "int8, feedback": "float32", WIDE: "float32"}

@@ -17,6 +17,7 @@ from axonml_jax.config.config import (
     as_dict,
     attribute_docs,
     config_parser,
+    differences,
     read_config,
     settings,
 )
@@ -244,8 +245,8 @@ SHARDING = {
     "a strategy without an axis": ({"plan": {"sharding_strategy": "full_shard"}}, "no effect while mesh.fsdp=1"),
     "prefetch without an axis": ({"plan": {"prefetch": 1}}, "plan.prefetch=1 has no effect while mesh.fsdp=1"),
     "packed gradients without an axis": (
-        {"plan": {"reduce": "int8"}},
-        "plan.reduce=int8 has no effect while mesh.fsdp=1",
+        {"plan": {"reduce_wire": "int8"}},
+        "plan.reduce_wire=int8 has no effect while mesh.fsdp=1",
     ),
     "prefetch without units": (
         {"mesh": {"fsdp": 2}, "plan": {"sharding_strategy": "shard_grad_op", "prefetch": 1}},
@@ -315,11 +316,14 @@ def test_options_have_one_name_and_the_others_are_taken(tmp_path):
     path = tmp_path / "run.yaml"
     model = yaml.safe_dump({"model": MODEL | {"num_layers": 4}})
     path.write_text(
-        model + "mesh: {pipe: 2, fsdp: 2}\npipeline: {microbatches: 4}\nplan: {mixed_precision: bf16, wire: int8}\n"
+        model + "mesh: {pipe: 2, fsdp: 2}\npipeline: {microbatches: 4}\nplan: {mixed_precision: bf16, gather: int8}\n"
     )
     config = read_config("train", [str(path), "--pipeline.microbatches=2", "--plan.cpu_offload", "optimizer_states"])
     assert config.pipeline.num_microbatches == 2 and read_config("train", [str(path)]).pipeline.num_microbatches == 4
-    assert (config.plan.precision, config.plan.gather, config.plan.offload) == ("bf16", "int8", "optimizer_states")
+    assert (config.plan.precision, config.plan.wire, config.plan.offload) == ("bf16", "int8", "optimizer_states")
+    before = as_dict(config)  # as an earlier version wrote it
+    before["plan"]["gather"] = before["plan"].pop("wire")
+    assert differences(before, config) == []
     path.write_text(model + "pipeline: {microbatches: 4, num_microbatches: 4}\n")
     with pytest.raises(ConfigError, match=r"gives pipeline.microbatches and pipeline.num_microbatches, which are one"):
         read_config("train", [str(path)])

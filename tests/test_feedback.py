@@ -142,7 +142,7 @@ def test_a_skipped_update_leaves_what_is_kept_as_it_was():
 
 def test_it_costs_a_gradient_of_the_whole_model_on_every_device():
     sharded = {
-        name: ax.FSDP(CASES["tied"].model(), mesh_of(fsdp=4), sharding_strategy="shard_optimizer", reduce=name)
+        name: ax.FSDP(CASES["tied"].model(), mesh_of(fsdp=4), sharding_strategy="shard_optimizer", reduce_wire=name)
         for name in ("int8", "int8-feedback")
     }
     held = {name: each.memory_estimate().optim_bytes for name, each in sharded.items()}
@@ -154,7 +154,7 @@ def test_it_costs_a_gradient_of_the_whole_model_on_every_device():
 REFUSED = {
     r"stage=3 is there to avoid: use stage=1 \(shard_optimizer\)": lambda: ax.Shard(reduce_wire="int8-feedback"),
     "stage=2 is there to avoid": lambda: replace(FED_BACK, stage=2),
-    "full_shard|stage=3": lambda: PlanConfig(reduce="int8-feedback"),
+    "full_shard|stage=3": lambda: PlanConfig(reduce_wire="int8-feedback"),
     "what rests in host memory": lambda: trainer_of("tied", ax.Plan(fsdp=FED_BACK, offload="full"), {"fsdp": 2}),
     "a pipeline": lambda: trainer_of(
         "tied", ax.Plan(fsdp=FED_BACK, pipe=ax.Pipelined(num_microbatches=2)), {"pipe": 2, "fsdp": 2}

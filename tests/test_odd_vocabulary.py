@@ -11,6 +11,8 @@ from meshes import mesh_of
 from predicted_steps import GPT, LENGTH, LLAMA, config, step_of
 
 import axonml_jax as ax
+from axonml_jax.cost.base import Run
+from axonml_jax.cost.memory import block_activations
 from axonml_jax.ledger import predict
 from axonml_jax.ledger.count import collectives_in
 from axonml_jax.ledger.predict import difference
@@ -124,6 +126,20 @@ def test_what_is_sent_is_predicted_with_the_padding(style, options, degrees, pla
     model, plan = config(style, **options), ax.Plan(**plan)
     prediction = predict(plan, model, degrees, global_batch=8, length=LENGTH)
     assert difference(prediction, collectives_in(*step_of(model, plan, degrees, 8))) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_logits_hold_is_predicted_with_the_padding(ranks):
+    held = {
+        words: predict(
+            ax.Plan(), config(GPT, vocab_size=words), {"tensor": ranks}, global_batch=8, length=LENGTH
+        ).memory
+        for words in (61, 64)
+    }
+    assert (held[61].activations == held[64].activations) == (ranks == 4)  # 16 words of every rank
+    many, run = {"tensor": np.array([1.0, 4.0])}, Run(roles={}, microbatches=1)
+    heads = block_activations(config(GPT, vocab_size=61), many, 8, LENGTH, "float32", run, apart=False).head
+    np.testing.assert_array_equal(heads, [8 * 61 * 12, 8 * 16 * 12])
 
 
 def test_a_plan_is_found_for_gpt2s_own_vocabulary():

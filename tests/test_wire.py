@@ -63,7 +63,7 @@ def lowered(**options):
 
 @pytest.mark.parametrize(("wire", "sent"), [("int8", "i8"), ("fp8", "ui8")])
 def test_matrices_travel_as_bytes_and_gradients_as_they_are(wire, sent):
-    text = lowered(gather=wire)
+    text = lowered(wire=wire)
     gathered = re.findall(r"all_gather\"?\(.*?-> tensor<([^>]*)>", text)
     kinds = {tuple(each.split("x")) for each in gathered}
     assert any(kind[-1] == sent for kind in kinds)
@@ -74,7 +74,7 @@ def test_matrices_travel_as_bytes_and_gradients_as_they_are(wire, sent):
 
 @pytest.mark.parametrize(("wire", "sent"), [("int8", "i8"), ("bf16", "bf16")])
 def test_gradients_travel_in_few_bits_to_the_rank_that_sums_them(wire, sent):
-    text = lowered(reduce=wire)
+    text = lowered(reduce_wire=wire)
     swapped = re.findall(r"all_to_all\"?\(.*?-> tensor<([^>]*)>", text)
     assert {each.split("x")[-1] for each in swapped} == ({sent, "f32"} if wire == "int8" else {sent})
     reduced = re.findall(r"reduce_scatter.*?-> tensor<([^>]*)>", text, re.DOTALL)
@@ -83,7 +83,7 @@ def test_gradients_travel_in_few_bits_to_the_rank_that_sums_them(wire, sent):
 
 
 def test_gradients_that_are_reduced_in_bf16_are_summed_in_float32_too():
-    text = lowered(precision="bf16-reduce", reduce="bf16")
+    text = lowered(precision="bf16-reduce", reduce_wire="bf16")
     assert "all_to_all" in text and "reduce_scatter" not in text
 
 
@@ -94,7 +94,9 @@ def test_what_a_bf16_models_gradients_lose_on_their_way_as_bf16_is_nothing():
     tokens = np.random.default_rng(0).integers(0, 64, (8, 16), np.int32)
     found = []
     for policy, reduce in (("bf16-reduce-float32", None), ("bf16-reduce-float32", "bf16"), ("bf16", "bf16")):
-        model = ax.FSDP(Transformer(config, rngs=nnx.Rngs(0)), mesh_of(data=1, fsdp=4), precision=policy, reduce=reduce)
+        model = ax.FSDP(
+            Transformer(config, rngs=nnx.Rngs(0)), mesh_of(data=1, fsdp=4), precision=policy, reduce_wire=reduce
+        )
         found.append(model.value_and_grad(loss_of)({"tokens": tokens, "targets": tokens})[1])
     for plain, *packed_ in zip(*map(jax.tree.leaves, found), strict=True):
         for each in packed_:
@@ -128,7 +130,7 @@ def test_training_and_evaluation_of_a_stack_read_the_same_weights_however_many_m
 
 
 def test_scales_of_norms_in_a_stack_travel_as_they_are():
-    model = ax.FSDP(Transformer(STACK, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), gather="int8")
+    model = ax.FSDP(Transformer(STACK, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), wire="int8")
     layouts = jax.tree_util.tree_leaves_with_path(model._placement.params, is_leaf=lambda x: isinstance(x, Layout))
     for path, layout in layouts:
         assert travels_packed(layout, np.float32) == ("kernel" in str(path) or "embed" in str(path)), path
@@ -138,14 +140,28 @@ def test_who_cannot_use_it_is_told():
     with pytest.raises(ValueError, match=r"wire='int4' must be one of int8, fp8, or None"):
         ax.Shard(wire="int4")
     with pytest.raises(ValueError, match=r"reduce_wire='fp8' must be one of bf16, int8, int8-feedback, or None"):
-        ax.FSDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), reduce="fp8")
-    with pytest.raises(ValueError, match=r"\{'reduce': 'bf16'\} acts on sharded parameters and has no effect"):
-        ax.FSDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), sharding_strategy="no_shard", reduce="bf16")
-    with pytest.raises(ValueError, match=r"\{'gather': 'int8'\} acts on sharded parameters and has no effect"):
-        PlanConfig(sharding_strategy="no_shard", gather="int8")
-    with pytest.raises(ValueError, match=r"FSDP\(gather='int8', reduce='bf16'\) .* one rank, to which nothing travels"):
+        ax.FSDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), reduce_wire="fp8")
+    with pytest.raises(ValueError, match=r"\{'reduce_wire': 'bf16'\} acts on sharded parameters and has no effect"):
+        ax.FSDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), sharding_strategy="no_shard", reduce_wire="bf16")
+    with pytest.raises(ValueError, match=r"\{'wire': 'int8'\} acts on sharded parameters and has no effect"):
+        PlanConfig(sharding_strategy="no_shard", wire="int8")
+    with pytest.raises(
+        ValueError, match=r"FSDP\(wire='int8', reduce_wire='bf16'\) .* one rank, to which nothing travels"
+    ):
         alone = ax.make_mesh(devices=jax.devices()[:2], data=2, fsdp=1)
-        ax.FSDP(Transformer(STACK, rngs=nnx.Rngs(0)), alone, gather="int8", reduce="bf16")
-    assert PlanConfig(sharding_strategy="shard_grad_op", gather="fp8").build().fsdp == ax.Shard(stage=2, wire="fp8")
-    assert PlanConfig(reduce="int8").build().fsdp == ax.Shard(reduce_wire="int8")
+        ax.FSDP(Transformer(STACK, rngs=nnx.Rngs(0)), alone, wire="int8", reduce_wire="bf16")
+    assert PlanConfig(sharding_strategy="shard_grad_op", wire="fp8").build().fsdp == ax.Shard(stage=2, wire="fp8")
+    assert PlanConfig(reduce_wire="int8").build().fsdp == ax.Shard(reduce_wire="int8")
     assert not ax.Shard(wire="int8").exact and not ax.Shard(reduce_wire="bf16").exact and ax.Shard().exact
+
+
+def test_how_arrays_travel_has_one_name_and_the_older_ones_warn():
+    make = lambda **options: ax.FSDP(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), **options).plan
+    with pytest.warns(DeprecationWarning, match=r"FSDP\(gather=\) is called wire= now") as gathered:
+        older = make(gather="int8")
+    with pytest.warns(DeprecationWarning, match=r"FSDP\(reduce=\) is called reduce_wire= now"):
+        older_sum = make(reduce="bf16")
+    assert [each.filename for each in gathered] == [__file__]
+    assert older == make(wire="int8") and older_sum == make(reduce_wire="bf16")
+    with pytest.raises(ValueError, match="wire= and gather= are two names for one option"):
+        make(wire="int8", gather="int8")

@@ -605,11 +605,11 @@ def _without_outputs(arguments: Sequence[str]) -> list[str]:
 
 
 def _packed(base: RunConfig | None) -> list[Shard]:
-    """What `plan.gather` and `plan.reduce` ask to be considered too: shards and gradients that travel packed."""
-    if base is None or not (base.plan.gather or base.plan.reduce):
+    """What `plan.wire` and `plan.reduce_wire` ask to be considered too: shards and gradients that travel packed."""
+    if base is None or not (base.plan.wire or base.plan.reduce_wire):
         return []
-    stages = (1,) if base.plan.reduce == "int8-feedback" else (1, 2, 3)
-    return [Shard(stage=stage, wire=base.plan.gather, reduce_wire=base.plan.reduce) for stage in stages]
+    stages = (1,) if base.plan.reduce_wire == "int8-feedback" else (1, 2, 3)
+    return [Shard(stage=stage, wire=base.plan.wire, reduce_wire=base.plan.reduce_wire) for stage in stages]
 
 
 def _plan_config(base: PlanConfig, found: Candidate, precision: Any) -> PlanConfig:
@@ -617,8 +617,8 @@ def _plan_config(base: PlanConfig, found: Candidate, precision: Any) -> PlanConf
         base,
         sharding_strategy=_STAGES[found.stage],  # pyright: ignore[reportArgumentType]
         prefetch=base.prefetch if found.stage == 3 else 0,
-        gather=base.gather if found.strategy is not None else None,
-        reduce=base.reduce if found.strategy is not None else None,
+        wire=base.wire if found.strategy is not None else None,
+        reduce_wire=base.reduce_wire if found.strategy is not None else None,
         precision=precision,
         products_kept=None,  # the search prices no products that are rounded
         accumulate=1 if found.schedule else found.microbatches,

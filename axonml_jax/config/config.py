@@ -84,7 +84,7 @@ def against_mesh(
         yield "context.shard=true shards as plan.sharding_strategy says, which is no_shard: use another, or context.shard=false"
     if mesh.fsdp == 1 and not (over_context and mesh.context != 1):
         unused = {"sharding_strategy": plan.sharding_strategy, "prefetch": plan.prefetch}
-        unused |= {"gather": plan.gather, "reduce": plan.reduce}
+        unused |= {"wire": plan.wire, "reduce_wire": plan.reduce_wire}
         for name, value in unused.items():
             if value:
                 yield f"plan.{name}={value} has no effect while mesh.fsdp=1 splits nothing: set mesh.fsdp"
@@ -1305,7 +1305,8 @@ def _different(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tu
 def _flat_training(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for section, values in settings.items():
         if section not in _TRAINS_NOTHING:
-            yield from ((f"{section}.{name}", value) for name, value in (values or {}).items())
+            named = ((f"{section}.{name}", value) for name, value in (values or {}).items())
+            yield from ((SAME_KEYS.get(key, key), value) for key, value in named)
 
 
 def _earlier(folder: Path) -> dict[int, Path]:

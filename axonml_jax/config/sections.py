@@ -809,8 +809,8 @@ class PlanConfig:
       comm_dtype: dtype in which gradients travel, such as bfloat16; null sends them as they are.
       sharding_strategy: what is split along mesh.fsdp during a step; null is full_shard.
       prefetch: units whose parameters are gathered ahead (full_shard and hybrid_shard); each costs a unit of memory.
-      gather: parameters travel as int8 or fp8 with a scale per block when they are gathered; null sends them as they are.
-      reduce: parts of gradients travel as bf16 or int8 to the device that sums them in float32; int8-feedback adds what
+      wire: parameters travel as int8 or fp8 with a scale per block when they are gathered; null sends them as they are.
+      reduce_wire: parts of gradients travel as bf16 or int8 to the device that sums them in float32; int8-feedback adds what
         rounding left out to the next ones (shard_optimizer); null reduces and scatters them in their own dtype.
       offload: what rests in host memory between its uses.
       precision: float32; bf16 or fp16 (compute in it, the rest in float32; bf16 sends gradients in bfloat16 too, fp16 scales
@@ -831,8 +831,8 @@ class PlanConfig:
         None
     )
     prefetch: int = 0
-    gather: Literal["int8", "fp8"] | None = None
-    reduce: Literal["bf16", "int8", "int8-feedback"] | None = None
+    wire: Literal["int8", "fp8"] | None = None
+    reduce_wire: Literal["bf16", "int8", "int8-feedback"] | None = None
     offload: Literal["none", "params", "optimizer_states", "full"] = "none"
     precision: Literal["float32", "bf16", "bf16-reduce", "bf16-reduce-float32", "fp16", "fp8"] | None = None
     products_kept: tuple[str, ...] | None = None
@@ -891,9 +891,12 @@ class PlanConfig:
         view = self.gradient_as_bucket_view
         strategy = ShardingStrategy(self.sharding_strategy or "full_shard")
         if strategy is ShardingStrategy.NO_SHARD:
-            return strategy.on_axis(prefetch=self.prefetch, gather=self.gather, reduce=self.reduce)
+            return strategy.on_axis(prefetch=self.prefetch, wire=self.wire, reduce_wire=self.reduce_wire)
         return strategy.on_axis(
-            prefetch=self.prefetch, gather=self.gather, reduce=self.reduce, flat=None if view is None else not view
+            prefetch=self.prefetch,
+            wire=self.wire,
+            reduce_wire=self.reduce_wire,
+            flat=None if view is None else not view,
         )
 
 

@@ -137,7 +137,7 @@ def block_activations(
     scores = config.num_heads * (wide if fused else length * wide) + shape.mixed * itemsize  # and the mixed heads
     plain = selective + feed.routed + divided(tokens * scores, inside) if apart else whole
     kept = (1 - run.recomputes) * plain + run.full * boundary + run.selective * selective
-    words = divided(config.vocab_size, _vocabulary_cut(config, degrees))
+    words = -divided(-config.vocab_size, _vocabulary_cut(config, degrees))  # padding of the last ranks is computed too
     words = least(config.words_at_once or words, words)
     rebuilt = whole if apart else run.recomputes * whole
     kernel = kernel_computes(config, length, compute, platform, documents, attention)

@@ -27,7 +27,7 @@ from axonml_jax.pipeline.simulate import PipelineMemoryStats
 from axonml_jax.pipeline.timetable import Timetable
 from axonml_jax.sharding.layout import Order, replicated
 from axonml_jax.strategies.replicate import Replicate
-from axonml_jax.strategies.shard import Shard, ShardingStrategy
+from axonml_jax.strategies.shard import ReduceWire, Shard, ShardingStrategy, Wire
 from axonml_jax.strategies.strategy import Method, Wrap
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.step import TrainStep
@@ -238,11 +238,12 @@ class FSDP(ParallelModel):
       wrap: which parts are gathered together (FULL_SHARD) and recomputed together (`remat`): None finds repeated blocks;
         module types, regular expressions of module paths, or a predicate of the path.
       prefetch: units gathered ahead while one computes; each costs a unit of memory.
-      gather: parameters are gathered as "int8" or "fp8" with a scale per block of at most 256 elements (`ax.Shard.wire`); the
+      wire: parameters are gathered as "int8" or "fp8" with a scale per block of at most 256 elements; the
         model computes with what was sent. None: as they are.
-      reduce: parts of gradients travel as "bf16" or "int8" to the device that sums them, in float32 (`ax.Shard.reduce_wire`);
+      reduce_wire: parts of gradients travel as "bf16" or "int8" to the device that sums them, in float32 (as in `ax.Shard`);
         "int8-feedback" adds what rounding left out of a device's gradients to its next ones (SHARD_OPTIMIZER).
         None: a reduce-scatter in the dtype of gradients.
+      gather, reduce: older names of wire and reduce_wire, which warn.
       update: "shards", or "whole" for optimizers that are refused on them.
       remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
       batch_stats, trainable, check_vma, seed: see `ax.DDP`.
@@ -263,8 +264,10 @@ class FSDP(ParallelModel):
         precision: Precision | str | None = None,
         wrap: Wrap = None,
         prefetch: int = 0,
-        gather: Literal["int8", "fp8"] | None = None,
-        reduce: Literal["bf16", "int8", "int8-feedback"] | None = None,
+        wire: Wire | None = None,
+        reduce_wire: ReduceWire | None = None,
+        gather: Wire | None = None,
+        reduce: ReduceWire | None = None,
         update: Literal["shards", "whole"] = "shards",
         remat: Remat = None,
         batch_stats: Literal["global", "local"] = "global",
@@ -275,8 +278,12 @@ class FSDP(ParallelModel):
         strategy = _strategy(sharding_strategy)
         if mixed_precision is not None and precision is not None:
             raise ValueError("mixed_precision= and precision= are two names for the same policy: give one")
+        wire, reduce_wire = (
+            _renamed("wire", wire, "gather", gather),
+            _renamed("reduce_wire", reduce_wire, "reduce", reduce),
+        )
         plan = Plan(
-            fsdp=strategy.on_axis(wrap=wrap, prefetch=prefetch, gather=gather, reduce=reduce),
+            fsdp=strategy.on_axis(wrap=wrap, prefetch=prefetch, wire=wire, reduce_wire=reduce_wire),
             precision=Precision.of(mixed_precision if precision is None else precision),
             offload=cpu_offload,  # pyright: ignore[reportArgumentType]  # Plan checks and converts names
             update=update,
@@ -285,10 +292,10 @@ class FSDP(ParallelModel):
             check_vma=check_vma,
         )
         self.strategy, mesh = strategy, _fsdp_mesh(mesh, strategy)
-        idle = {name: wire for name, wire in {"gather": gather, "reduce": reduce}.items() if wire is not None}
+        idle = {name: sent for name, sent in {"wire": wire, "reduce_wire": reduce_wire}.items() if sent is not None}
         if idle and mesh.shape["fsdp"] == 1:
             raise ValueError(
-                f"FSDP({', '.join(f'{name}={wire!r}' for name, wire in idle.items())}) says how arrays travel, "
+                f"FSDP({', '.join(f'{name}={sent!r}' for name, sent in idle.items())}) says how arrays travel, "
                 f"and along fsdp of the mesh {dict(mesh.shape)} there is one rank, to which nothing travels: leave "
                 f"{' and '.join(idle)} out, or give fsdp more ranks"
             )
@@ -331,6 +338,18 @@ class FSDP(ParallelModel):
     def memory_stats(self) -> MemoryStats:
         """Measured memory of the fullest device: current allocation, and the peak."""
         return measure(self.mesh, self._newest_trainer)
+
+
+def _renamed(name: str, value: Any, older: str, given: Any) -> Any:
+    """An option's value, given by its name or by an older one."""
+    if given is None:
+        return value
+    if value is not None:
+        raise ValueError(f"{name}= and {older}= are two names for one option: give {name}")
+    warnings.warn(
+        f"FSDP({older}=) is called {name}= now, as in ax.Shard and configurations", DeprecationWarning, stacklevel=3
+    )
+    return given
 
 
 def _strategy(given: ShardingStrategy | str) -> ShardingStrategy:

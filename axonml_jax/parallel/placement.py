@@ -174,7 +174,7 @@ def _check_feedback(plan: Plan, degrees: Mapping[str, int]) -> None:
     if why := [name for name, found in wrong.items() if found]:
         raise ValueError(
             f"{', '.join(map(repr, fed.values()))} adds what its sums leave out of a rank's gradients to the next step's, and "
-            f"does not go with {'; nor with '.join(why)}: leave that out, or use a strategy without feedback (reduce='int8')"
+            f"does not go with {'; nor with '.join(why)}: leave that out, or use one without feedback (reduce_wire='int8')"
         )
 
 

@@ -626,21 +626,17 @@ class ShardingStrategy(enum.Enum):
             return None
         return {ShardingStrategy.SHARD_OPTIMIZER: 1, ShardingStrategy.SHARD_GRAD_OP: 2}.get(self, 3)
 
-    def on_axis(
-        self, gather: Wire | None = None, reduce: ReduceWire | None = None, **options: Any
-    ) -> "Shard | Replicate":
+    def on_axis(self, **options: Any) -> "Shard | Replicate":
         """The strategy of the `fsdp` axis that this name means: `Shard` with these options, or `Replicate`.
 
         Args:
-          gather: as what parameters travel (`Shard.wire`).
-          reduce: as what gradients travel (`Shard.reduce_wire`).
-          options: others of `Shard`.
+          options: of `Shard`, but its stage.
 
         Raises:
           ValueError: for options that are wrong, or given where nothing is sharded.
         """
         if self.stage is not None:
-            return Shard(stage=self.stage, wire=gather, reduce_wire=reduce, **options)
-        if idle := {name: value for name, value in {"gather": gather, "reduce": reduce, **options}.items() if value}:
+            return Shard(stage=self.stage, **options)
+        if idle := {name: value for name, value in options.items() if value}:
             raise ValueError(f"{idle} acts on sharded parameters and has no effect with sharding_strategy={self.value}")
         return Replicate()
