@@ -242,7 +242,7 @@ def test_no_file_is_named_after_nothing():
 
 CEILINGS = {
     "files with more than five lines of code": 157,
-    "lines of code": 46_500,
+    "lines of code": 46_600,
     "arrows between files": 1_060,
     "methods of the widest class": 36,
     "modules that `ax.DDP` imports": 105,
