@@ -10,8 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ledger_steps import BOTH, CASES, KINDS, SWAP, abstract_mesh, ddp_step, floats, on_mesh, zero3_step
 
-from axonml_jax.ledger import compiled as agreement
-from axonml_jax.ledger.compiled import Difference, collectives_in_compiled, collectives_in_lowered
+from axonml_jax.ledger.compiled import Difference, agreement, collectives_in_compiled, collectives_in_lowered
 from axonml_jax.ledger.count import collectives_in
 
 

@@ -10,8 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from ledger_steps import SWAP, abstract_mesh, ddp_step, floats, on_mesh, zero3_step
 
-from axonml_jax.ledger import report as explain
-from axonml_jax.ledger.report import Report
+from axonml_jax.ledger.report import Report, explain
 
 PARAMS = {"w": floats(5, 7), "b": floats(7)}
 

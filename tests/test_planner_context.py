@@ -12,8 +12,7 @@ from axonml_jax.__main__ import main
 from axonml_jax.cli.plan import config_text
 from axonml_jax.config.config import read_config
 from axonml_jax.cost.base import ATTENTION
-from axonml_jax.ledger import compiled as agreement
-from axonml_jax.ledger.compiled import collectives_in_lowered
+from axonml_jax.ledger.compiled import agreement, collectives_in_lowered
 from axonml_jax.ledger.count import collectives_in
 from axonml_jax.ledger.predict import difference
 from axonml_jax.planner.price import flow_seconds
