@@ -92,16 +92,19 @@ class Machines:
         return self.started[-1]
 
 
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+"""XLA's flags for programs that run a few times."""
+
+
 class Machine:
     """One launcher of the job, as if it were a machine of its own."""
 
     def __init__(self, command: Sequence[str], path: str):
         self.lines, self.changed = list[str](), threading.Condition()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "JAX_", "NPROC"))}
-        quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
         own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
         self.process = subprocess.Popen(
-            command, env=kept | quick | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, env=kept | {"XLA_FLAGS": QUICK} | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -3,6 +3,8 @@
 What is shared is XLA's executable itself; JAX traces and lowers every program as ever, so nothing of ours is skipped. JAX's
 persistent cache would share between processes too, but loads what was saved in another way than users run it, and on some
 processors rejects all of it (jax-ml/jax#38445).
+
+Where optimizations are off, an XLA that still has its older emitters of kernels uses them: they take a third of the time.
 """
 
 import collections
@@ -12,6 +14,7 @@ import pathlib
 
 import jax
 from jax._src import compiler
+from workers.launch import OLDER_EMITTERS
 
 KEPT = 1000
 """Executables that are kept, those last used; a small one holds about 100 kB."""
@@ -29,6 +32,11 @@ class SharedPrograms:
 
     def __call__(self, backend, module, executable_devices, options, host_callbacks):
         """The executable of a module for these devices; one that calls Python is a new one each time."""
+        if options.executable_build_options.debug_options.xla_backend_optimization_level == 0:
+            options.env_option_overrides = [
+                *OLDER_EMITTERS.items(),
+                *options.env_option_overrides,
+            ]  # the last of a name counts
         given = (backend, module, executable_devices, options, host_callbacks)
         if host_callbacks:
             self.compiled += 1

@@ -256,6 +256,16 @@ def test_errors_of_a_real_process_have_no_traceback():
     assert err.startswith("axonml-jax: error: mesh: ") and "Traceback" not in err
 
 
+def test_a_broken_pipe_of_a_training_is_no_reader_that_has_enough(monkeypatch):
+    def broken(arguments):
+        raise BrokenPipeError(f"{arguments}: a pipe of its own")
+
+    monkeypatch.setattr("axonml_jax.__main__._dispatch", broken)
+    for command in ("train", "launch"):
+        with pytest.raises(BrokenPipeError, match="a pipe of its own"):
+            main([command, "it.yaml"])
+
+
 def test_unknown_commands_are_refused(run, capsys):
     assert main(["tarin"]) == 2 and "unknown command 'tarin'" in capsys.readouterr().err
     assert main([]) == 2

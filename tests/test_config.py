@@ -188,6 +188,14 @@ def test_a_wrong_type_is_refused_by_key_on_the_command_line_and_in_the_file(mess
     assert refusal(write({section: {name: yaml.safe_load(value)}})) == message
 
 
+def test_a_list_with_one_entry_of_another_kind_is_refused(write):
+    for path, *flags in (
+        (write({}), "--optim.groups", "[{paths: [a]}, 3]"),
+        (write({"optim": {"groups": [{"paths": ["a"]}, 3]}}),),
+    ):
+        assert refusal(path, *flags).endswith("3]: must be a list of mappings, or null")
+
+
 def test_all_values_out_of_range_are_reported_together(write):
     path = write({"train": {"steps": 0, "seed": -1}, "data": {"length": 0}, "plan": {"comm_dtype": "int32"}})
     message = refusal(path, "--optim.learning_rate", "0", "--model.num_heads", "3", "--sample.prompt", "")

@@ -12,10 +12,12 @@ from predicted_steps import GPT, LLAMA, config, step_of
 from ring_strategy import RingShard
 
 import axonml_jax as ax
-from axonml_jax.cost.base import TickCounts
+from axonml_jax.cost.base import Run, TickCounts
 from axonml_jax.cost.decoder import KINDS, wire_elements
-from axonml_jax.ledger import predict
+from axonml_jax.cost.flows import stage_costs
+from axonml_jax.cost.memory import block_activations
 from axonml_jax.ledger.memory import estimate
+from axonml_jax.ledger.predict import predict
 from axonml_jax.pipeline.schedules import Pipelined
 from axonml_jax.planner.hardware import FAMILIES, Hardware
 from axonml_jax.planner.search import alike, candidate, candidates_of, exactly, legal_meshes, ways_on
@@ -153,3 +155,25 @@ def test_what_rests_is_the_same_by_configuration_and_by_the_layouts_of_a_model(f
     assert found.param_bytes + found.optim_bytes == held.parameters + held.optimizer + held.padding
     assert found.grad_bytes == held.gradients
     assert fsdp.role.reads == "use" or found.gathered_bytes == held.gathered
+
+
+def run(**recomputes):
+    return Run(roles={}, microbatches=1, **recomputes)
+
+
+def test_a_stages_backward_costs_its_forward_and_what_it_computes_again():
+    """By hand: a block multiplies 2 x 32 x 32 + 2 x 32 x 8 + 3 x 32 x 48, its attention 16 x 2 x 32, the head 32 x 64."""
+    forward = (8192, 8192 + 2048)
+    for how, again in (({}, (0, 0)), ({"full": 1}, forward), ({"selective": 1}, (1024, 1024))):
+        costs = stage_costs(config(LLAMA), (1, 1), (0, 0), run(**how), 16)
+        assert costs.forward == costs.weight_gradient == forward
+        assert costs.input_gradient == tuple(a + b for a, b in zip(forward, again, strict=True)), how
+
+
+def test_where_the_backward_is_in_a_loop_of_its_own_scores_and_mixed_heads_are_kept_beside_the_products():
+    for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
+        kept = [
+            block_activations(config(LLAMA), {}, 16, 16, dtype, how, apart=True).kept
+            for how in (run(), run(selective=1))
+        ]
+        assert kept[0] - kept[1] == 16 * (8 * 16 * 4 + 8 * 4 * itemsize), dtype

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from workers.forked_programs import ForkedPrograms
+from workers.launch import EMITTERS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -50,7 +51,9 @@ def test_python_blocks_parse_or_are_quoted_from_a_file(path):
 @pytest.fixture(scope="module")
 def forked():
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
-    with ForkedPrograms(environment | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}) as programs:
+    with ForkedPrograms(
+        environment | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": EMITTERS}
+    ) as programs:
         yield programs
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from notebook_cells import code_cells, kept, source
+from workers.launch import EMITTERS
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -19,7 +20,7 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 def run(*argv: str | Path, cwd: Path) -> subprocess.CompletedProcess:
     inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
     command = [sys.executable, "-W", "error::UserWarning", *map(str, argv)]
-    environment = inherited | {"JAX_PLATFORMS": "cpu"}
+    environment = inherited | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": EMITTERS}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 

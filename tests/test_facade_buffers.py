@@ -141,3 +141,24 @@ def test_masked_batch_norm_keeps_as_much_of_its_averages_as_momentum_says(kind):
         found = new["batch_stats"]
     np.testing.assert_allclose(found["mean"], 0.7 * 5 + 0.3 * counted.mean(0), rtol=1e-5)
     np.testing.assert_allclose(found["var"], 0.7 * 7 + 0.3 * counted.var(0), rtol=1e-5)
+
+
+class Counted(nnx.Module):
+    """State of two kinds: a number of calls, which all ranks have alike, and a mean, which each has of its own rows."""
+
+    def __init__(self):
+        self.calls, self.mean = nnx.BatchStat(jnp.zeros(())), nnx.BatchStat(jnp.zeros(5))
+        self.dense = nnx.Linear(5, 3, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        self.mean[...] = 0.5 * self.mean[...] + 0.5 * x.mean(0)
+        return self.dense(x)
+
+
+def test_state_that_all_ranks_have_alike_goes_through_microbatches_beside_state_of_ranks(mesh):
+    ddp, batch = ax.DDP(Counted(), mesh, batch_stats="local", check_vma=True), regression(ROWS)
+    ddp.trainer(optax.sgd(0.1), mean_loss, accumulate=2).step(batch)
+    first, second = np.split(batch["x"][: ROWS // RANKS], 2)
+    assert float(ddp.variables.state["calls"]) == 2
+    np.testing.assert_allclose(ddp.variables.state["mean"], 0.25 * first.mean(0) + 0.5 * second.mean(0), rtol=1e-6)

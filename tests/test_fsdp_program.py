@@ -19,6 +19,7 @@ from axonml_jax.model.lora import functionalize
 from axonml_jax.model.view import Mode
 from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.strategies.strategy import Fabric
+from axonml_jax.training.evaluate import Forward
 from axonml_jax.training.run_state import abstract_state
 from axonml_jax.training.step import TrainStep
 
@@ -182,6 +183,15 @@ def test_memory_of_every_stage_is_what_it_promises():
     unit = 4 * (8 * WIDTH * WIDTH + 5 * WIDTH)
     assert programs[3].temp_size_in_bytes < residuals(64 // RANKS) + size / RANKS + 2.5 * unit
     assert programs[1].temp_size_in_bytes > size and programs[2].temp_size_in_bytes > size
+
+
+def test_a_forward_holds_one_unit_after_the_other():
+    """Without the options of a step XLA:CPU of jax 0.10 gathers all units before the first is used."""
+    model, programs = ax.FSDP(MLP(), mesh_of(fsdp=RANKS)), []
+    forward = Forward(model._functional, model._placement, model.mesh, False, accept=programs.append)
+    forward(model.variables, jax.random.key(0), (jnp.zeros((64, WIDTH)),), {})
+    unit = 4 * (8 * WIDTH * WIDTH + 5 * WIDTH)
+    assert programs[0].memory_analysis().temp_size_in_bytes < 3 * unit < BLOCKS * unit
 
 
 @pytest.mark.slow

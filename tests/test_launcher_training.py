@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from workers.launch import QUICK
 from workers.launched_steps import ROWS, TX, loss_fn, model
 
 import axonml_jax as ax
@@ -34,7 +35,7 @@ def axonml(*argv, **options):
     """`axonml-jax ARGV` without what the tests' own process has set up for itself, compiling quickly what runs once."""
     unwanted = ("XLA_", "JAX_", "NPROC", "PET_", "SLURM", "OMPI")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
-    quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+    quick = {"XLA_FLAGS": QUICK}
     return subprocess.run(
         [sys.executable, "-m", "axonml_jax", *argv],
         env=kept | quick | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},

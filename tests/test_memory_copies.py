@@ -27,6 +27,7 @@ from axonml_jax.checkpoint.memory import (
     OwnCopies,
     Post,
     agree,
+    assembled,
     holds,
     send,
     shard_name,
@@ -62,6 +63,17 @@ def write(generation, step, values=(1.0, 2.0, 3.0)):
     generation.put(START, values)
     index = CopyIndex(step, "shard", {"step": step}, {FIRST: ("float32", (3,), START, zlib.crc32(values.tobytes()))})
     generation.commit(index.text(), START + 64)
+
+
+def test_what_is_read_back_lies_in_the_memory_that_it_lay_in():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    for kind in ("device", "pinned_host"):
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"), memory_kind=kind)
+        like = jax.device_put(np.arange(4.0), place)
+        found = assembled({"w": like}, lambda part: np.full([high - low for low, high in part[1]], 7.0))["w"]
+        assert found.sharding == place
+        assert {shard.data.sharding.memory_kind for shard in found.addressable_shards} == {kind}
+        np.testing.assert_array_equal(found, np.full(4, 7.0))
 
 
 def test_a_copy_is_whole_or_none(memory):

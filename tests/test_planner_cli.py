@@ -17,7 +17,7 @@ from axonml_jax.models.config import PRESETS, preset
 PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 TINY = """
 name: tiny
-devices: {simulated: 8}
+devices: {simulated: 4}
 mesh: {data: 2, fsdp: 4}
 plan: {remat: full}
 model: {vocab_size: 256, num_layers: 2, hidden_size: 32, num_heads: 4, max_length: 32}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from workers.launch import free_port
+from workers.launch import QUICK, free_port
 
 from axonml_jax.__main__ import main
 from axonml_jax.cli.records import read_records
@@ -23,6 +23,7 @@ STEPS, LIMIT = 60, 200
 def machines(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     elastic = importlib.import_module("elastic_machines")
+    monkeypatch.setattr(elastic, "QUICK", QUICK)
     options = [
         *("--checkpoint.every=null", "--checkpoint.memory_every=1", f"--train.steps={STEPS}"),
         *("--train.global_batch_size=16", "--train.on_shrink=shrink_batch"),

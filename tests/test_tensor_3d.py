@@ -11,7 +11,7 @@ from tensor_cases import EMBED, LINEAR, P, assert_equals_one_device, make_mesh, 
 
 from axonml_jax.layers.grid import ParallelConv, ParallelEmbedding, ParallelLinear
 from axonml_jax.layers.products import Prefetch
-from axonml_jax.layers.whole import tensor_specs
+from axonml_jax.layers.whole import Units, tensor_specs
 
 GRIDS = {
     "1x1x1": dict(depth=1, row=1, col=1),
@@ -197,3 +197,14 @@ def test_a_layer_refuses_what_is_not_its_shard(kind, sizes, x, message):
     x = jnp.zeros(x, int if isinstance(layer, nnx.Embed) else float)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(mapped, nnx.to_pure_dict(params), x)
+
+
+def test_units_that_would_be_cut_are_refused():
+    layer = ParallelLinear(8, 24, units=Units(6, "heads"), use_bias=False, rngs=nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+    mapped = jax.shard_map(
+        lambda params, x: nnx.merge(graphdef, params, rest, copy=True)(x),
+        mesh=make_mesh(row=4, col=2), in_specs=({"kernel": P("col", "row")}, P()), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="6 heads do not divide over the 4 ranks of 'row'"):
+        jax.eval_shape(mapped, nnx.to_pure_dict(params), jnp.zeros((2, 8)))

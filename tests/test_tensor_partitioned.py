@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
-from meshes import mesh_of
+from meshes import mesh_of, plain_mesh_of
 
 import axonml_jax as ax
 from axonml_jax.ledger.compiled import CompiledCollective, axes_of, result_bytes
@@ -63,6 +63,12 @@ def test_models_of_both_kinds_train_as_on_one_device(check_vma):
         assert_equals_single_device(Linen(), squares, X, plan, params=Linen().init(jax.random.key(0), X), **shared)
     else:
         assert_equals_single_device(Nnx(), squares, X, ax.Plan(partition=Partition.of(NNX_RULES)), **shared)
+
+
+def test_axes_of_one_device_are_no_axes_that_rules_have_to_know():
+    mesh = plain_mesh_of(data=1, tensor=2, expert=1, pipe=1)
+    model = ax.parallelize(Nnx(), mesh, ax.Plan(partition=Partition.of(NNX_RULES)))
+    np.testing.assert_allclose(model(X), Nnx()(X), atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16, typed", "fp8", "bf16 parameters"])

@@ -9,15 +9,16 @@ import os
 import pathlib
 import sys
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+from workers.launch import QUICK
+
 if __name__ == "__main__":  # programs that run a few times: compiling them well costs more than it gives
-    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = QUICK
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from plan_models import BatchNormNet, DropoutMLP, mean_loss, regression, weighted_loss
 
 import axonml_jax as ax

@@ -1,6 +1,7 @@
-"""Starting real processes for a test: a free port, a time limit, and no child left behind."""
+"""Real processes for a test: a free port, a time limit, no child left behind, and flags by which XLA compiles them quickly."""
 
 import contextlib
+import importlib.metadata
 import os
 import pathlib
 import signal
@@ -9,6 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
+
+OLDER_EMITTERS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) >= (0, 11):
+    OLDER_EMITTERS = {}  # jax 0.12 has the newer emitters of kernels only
+EMITTERS = " ".join(f"--{name}={value}".lower() for name, value in OLDER_EMITTERS.items())
+QUICK = f"--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true {EMITTERS}".strip()
+"""XLA's flags for a program that runs a few times: compiling it well costs more than it gives."""
 
 
 def launch(script, num_processes, timeout, *more):
