@@ -23,7 +23,7 @@ STEPS = """
     print(sorted(of_steps)[2])
 """
 BOUND = """
-    from axonml_jax.mesh import kept_memory
+    from axonml_jax.mesh import simulate as kept_memory
     import numpy as np
     assert kept_memory.keep_memory()
     resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096

@@ -19,7 +19,7 @@ said = [sys.argv, __name__, sys.path[0], sys.stdin.read(), "optax" in sys.module
 print(json.dumps(said), flush=True)
 def stand_by():
     found = [p for p in pathlib.Path("/proc").glob("[0-9]*/cmdline") if p.exists() and sys.argv[1].encode() in p.read_bytes()]
-    return [p for p in found if b"ready.standby" in p.read_bytes()]
+    return [p for p in found if b"launch.standby" in p.read_bytes()]
 if restart == "0":
     while not stand_by(): time.sleep(0.05)
     END
@@ -52,7 +52,7 @@ def standing_by(mark):
             said.append(path.read_bytes())
         except OSError:
             continue
-    return [each for each in said if b"ready.standby" in each and mark.encode() in each]
+    return [each for each in said if b"launch.standby" in each and mark.encode() in each]
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked for in /proc")

@@ -67,7 +67,7 @@ def test_all_wait_as_long_as_any_of_them_works(monkeypatch):
 
 
 STALLED = """
-from axonml_jax.checkpoint.places import object_store
+from axonml_jax.checkpoint import object_store
 assert object_store._STALLED == "30"
 object_store._STALLED = "1"
 object_store.ObjectStore("s3://bucket/run", tries=1).put("key", b"content")

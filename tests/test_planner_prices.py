@@ -11,10 +11,11 @@ from predicted_steps import LLAMA, config
 import axonml_jax as ax
 from axonml_jax.cost.flows import SCORES, computed_pairs
 from axonml_jax.ledger.predict import memory_difference
+from axonml_jax.planner import verify as steps
 from axonml_jax.planner.hardware import HARDWARE, Assumptions
 from axonml_jax.planner.price import flow_seconds, inner_product, phases, price
 from axonml_jax.planner.search import candidate, quick, ways_on
-from axonml_jax.planner.verify import abstract_step, measure, steps
+from axonml_jax.planner.verify import abstract_step, measure
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 import axonml_jax as ax
-from axonml_jax.checkpoint.places import object_store
+from axonml_jax.checkpoint import object_store
 
 object_store._FIRST = 0.01
 place = NamedSharding(ax.make_mesh(data=2), PartitionSpec("data"))
