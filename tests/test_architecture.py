@@ -258,6 +258,7 @@ CEILINGS = {
 """Figures of the structure (`tests/house.py`) may fall, and then the ceiling is lowered to what they are; none may rise."""
 
 
+@pytest.mark.slow  # the same on both ends
 def test_no_figure_of_the_structure_passes_its_ceiling():
     arrows = sum(len({name for name, _ in imports(path)} - {dotted(path)}) for path in modules())
     figures = house.written(arrows) | house.walked()

@@ -104,6 +104,7 @@ class NeverUpdatesItsError(Int8Shard):
         return shard + 1e-3, state
 
 
+@pytest.mark.slow
 def test_a_training_step_calls_what_acts_between_steps(monkeypatch):
     check = NeverUpdatesItsError()
     monkeypatch.setattr(

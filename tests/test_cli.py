@@ -156,6 +156,7 @@ def test_the_other_configurations_train(run, name):
     assert "validation loss" in out
 
 
+@pytest.mark.slow
 def test_every_rank_may_train_a_model_of_its_own(run, text):
     status, out, _ = run("train", QUICKSTART, *SMALL, "--data.path", text, "--plan.sync_strategy=no_sync")
     assert status == 0 and "validation loss" in out

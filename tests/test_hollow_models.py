@@ -107,6 +107,7 @@ def test_of_adapters_the_base_is_loaded():
     np.testing.assert_array_equal(loaded.eval()(X), given.eval()(X))
 
 
+@pytest.mark.slow
 def test_the_transformers_stages_are_the_same():
     config = TransformerConfig(vocab_size=8, max_length=4, hidden_size=8, num_heads=2, num_layers=4, position="learned")
     make = lambda: Transformer(config, rngs=nnx.Rngs(0))

@@ -257,6 +257,7 @@ def test_a_process_killed_while_it_copies_leaves_the_copy_before(tmp_path, s3):
     assert len({path.split("/")[3] for path in s3.objects if "step_00000002." in path}) == 2  # one prefix, one commit
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_is_gone_goes_on_from_the_copies(tmp_path, s3, capsys):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("the cat sat on the mat. " * 60)

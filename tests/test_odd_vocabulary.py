@@ -88,6 +88,7 @@ def test_logits_texts_and_arrays_are_whole_outside(name):
         ax.generate(parallel, [[words]], 1, key)
 
 
+@pytest.mark.slow
 def test_checkpoints_and_published_files_have_no_padding_and_go_to_any_other_mesh(tmp_path):
     pytest.importorskip("safetensors")
     model, batch = made(), batch_of(13)

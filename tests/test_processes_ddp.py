@@ -18,6 +18,7 @@ from axonml_jax.testing.equality import Oracle, OracleParts
 
 SCRIPT = pathlib.Path(__file__).parent / "workers" / "ddp_rank.py"
 TIME_LIMIT = 240
+pytestmark = pytest.mark.slow  # whichever comes first waits for the processes
 PROCESSES = 2
 
 
@@ -53,7 +54,6 @@ def close(got, want):
     jax.tree.map(lambda w, g: np.testing.assert_allclose(np.asarray(g), w, rtol=1e-9, atol=1e-9), want, got)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "independent"])
 def test_five_steps_equal_one_device(name):
     (want,) = wanted(name)

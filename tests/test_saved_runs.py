@@ -1,11 +1,13 @@
 """`eval`, `generate` and `runs`: they say of a run what its training said, under other plans too, and change nothing."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
+import yaml
 
 from axonml_jax.__main__ import main
 from axonml_jax.cli.saved import Shown, differences
@@ -23,15 +25,27 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with two runs of other learning rates."""
+    """A folder with a run."""
     folder = tmp_path_factory.mktemp("saved")
     (folder / "text").mkdir()
     for name, words in (("a.txt", "the cat sat on the mat. "), ("b.txt", "the dog sat on the log. ")):
         (folder / "text" / name).write_text(words * 60)
-    for name, rate in (("quick", "0.03"), ("slow", "0.0003")):
-        given = [f"--data.path={folder / 'text'}", f"--output.dir={folder / 'runs'}", f"--optim.learning_rate={rate}"]
-        assert main(["train", QUICKSTART, *SMALL, *given, f"--name={name}"]) == 0
+    given = [f"--data.path={folder / 'text'}", f"--output.dir={folder / 'runs'}", "--optim.learning_rate=0.03"]
+    assert main(["train", QUICKSTART, *SMALL, *given, "--name=quick"]) == 0
     return folder
+
+
+@pytest.fixture(scope="module")
+def both(place):
+    """The folder with another run, whose learning rate is smaller and whose losses are larger."""
+    quick, slow = place / "runs" / "quick", place / "runs" / "slow"
+    shutil.copytree(quick, slow)
+    settings = yaml.safe_load((slow / "config.yaml").read_text())
+    settings["optim"]["learning_rate"] = 0.0003
+    (slow / "config.yaml").write_text(yaml.safe_dump(settings))
+    lines = [json.loads(line) for line in (slow / "metrics.jsonl").read_text().splitlines()]
+    larger = [{name: value + ("loss" in name) for name, value in line.items()} for line in lines]
+    (slow / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in larger))
 
 
 @pytest.fixture
@@ -179,6 +193,7 @@ def test_what_cannot_be_done_is_refused_by_name(place, message, capsys, monkeypa
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("both")
 def test_runs_are_listed_best_first_with_what_differs(place, said):
     table = said("runs", "--differences").splitlines()
     assert [line.split()[0] for line in table[2:4]] == ["runs/quick", "runs/slow"]
