@@ -15,13 +15,13 @@ from axonml_jax.cli.run import keep_compiled, kept_in
 ROOT = Path(__file__).resolve().parents[1]
 COMPILES = """
 import jax
-from axonml_jax.cli.run import in_words, keep_compiled
+from axonml_jax.cli.run import compiled_in_words, keep_compiled
 
 keep_compiled("auto")
 events = []
 jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
 print(jax.jit(lambda x: x * 2 + 1)(3.0))
-print(events.count("/jax/compilation_cache/cache_hits"), in_words())
+print(events.count("/jax/compilation_cache/cache_hits"), compiled_in_words())
 """
 
 

@@ -77,14 +77,14 @@ FRESH = {
         import os
         import jax
         from axonml_jax.compat.versions import COLLECTIVES_HOLD_THREADS
-        from axonml_jax.mesh import join
+        from axonml_jax.mesh import init
         os.sched_getaffinity = lambda process: range(8)
         jax.config.update("jax_platforms", "cpu")
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "8", "RANK": "1"}
         os.environ |= {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
         seen = []
-        join._join = lambda *given: seen.append(os.environ.get("NPROC"))
-        join.init()
+        init._join = lambda *given: seen.append(os.environ.get("NPROC"))
+        init.init()
         assert seen == ["2" if COLLECTIVES_HOLD_THREADS else "1"], seen
     """,
     "logging and launch variables start no devices": """
