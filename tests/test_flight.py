@@ -60,7 +60,7 @@ def test_every_rank_of_a_run_that_fails_leaves_its_record(dying):
         assert all(step["done"] >= step["begun"] for step in record["steps"][:1])
         assert record["others"] and record["configuration"] == failed["configuration"] and record["size"] == 2
         assert record["versions"]["jax"] and record["memory"] and record["variables"]["WORLD_SIZE"] == "2"
-        assert any("train_command.py" in line for line in record["threads"][next(iter(record["threads"]))])
+        assert any("cli/train.py" in line for line in record["threads"][next(iter(record["threads"]))])
     sent = failed["collectives"]
     assert sent and sent == other["collectives"]
     assert all(each["axes"] and each["bytes"] > 0 and each["ranks"] == 2 for each in sent)

@@ -8,6 +8,7 @@ from meshes import mesh_of
 from plan_models import F64, regression, tokens
 
 import axonml_jax as ax
+from axonml_jax.base import named_leaves
 from axonml_jax.testing.equality import assert_equals_single_device, assert_trees_close
 
 
@@ -119,10 +120,7 @@ def test_three_dimensions_equal_one_device(degrees, check_vma):
 def test_every_rank_holds_its_part_and_outputs_are_whole():
     mesh = mesh_of(data=2, tensor=4)
     model = ax.parallelize(Language(), mesh)
-    held = {
-        name: leaf.addressable_shards[0].data.shape
-        for name, leaf in ax._types.named_leaves(model.variables.params).items()
-    }
+    held = {name: leaf.addressable_shards[0].data.shape for name, leaf in named_leaves(model.variables.params).items()}
     assert held["embed/embedding"] == (3, 8) and held["mlp/up/kernel"] == (8, 4)
     trained = model.trainer(optax.adamw(1e-2), vocabulary_loss)
     _, synced = model.value_and_grad(mean_loss)(tokens(8))
