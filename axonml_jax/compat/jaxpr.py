@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.core.primitives import dot_general_p, transpose_p
 from jax.interpreters import mlir
 from jax.interpreters.partial_eval import dce_jaxpr
