@@ -82,6 +82,7 @@ from axonml_jax.layers.whole import tensor_specs as tensor_specs
 from axonml_jax.ledger.memory import FSDPMemoryStats as FSDPMemoryStats
 from axonml_jax.ledger.memory import plot_memory as plot_memory
 from axonml_jax.ledger.report import explain as explain
+from axonml_jax.meaning.whole_batch import mixing_rows as mixing_rows
 from axonml_jax.mesh.init import init as init
 from axonml_jax.mesh.init import shutdown as shutdown
 from axonml_jax.mesh.shape import MeshShape as MeshShape

@@ -91,8 +91,8 @@ def test_metrics_of_any_nesting_are_named_by_their_path(mesh):
     (_, metrics), _ = gradients(mesh, 2, "overlapped")
     assert set(metrics) == {"accuracy", "by/kind/first", "by/kind/rows", "by/tokens"}
     np.testing.assert_allclose(metrics["by/kind/first"], losses(Net(), ragged())[:, 0].mean(), rtol=1e-12)
-    assert metrics["by/kind/rows"] == 2  # rows of a microbatch on one rank
-    assert metrics["by/tokens"] == ragged()["mask"].sum() / 4  # a plain mean over the four parts
+    assert metrics["by/kind/rows"] == len(ragged()["mask"])
+    assert metrics["by/tokens"] == ragged()["mask"].sum()
 
 
 def test_no_gradient_flows_through_weights_and_metrics(mesh):

@@ -381,6 +381,15 @@ class Placement:
         ]
         return tuple(-(-size // count) for size, count in zip(layout.shape, counts, strict=True))
 
+    def read_shapes(self, state: PyTree) -> Variables:
+        """The shapes of a model's variables as it reads them."""
+
+        def shape(layout: Layout) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(self.read_shape(layout), self.plan.precision.read_dtype(layout.dtype))
+
+        read = lambda tree: jax.tree.map(shape, tree, is_leaf=is_layout)
+        return Variables(read(self.params), read(self.frozen), state)
+
     def to_accumulate(self, grad: jax.Array, layout: Layout) -> jax.Array:
         """A gradient in the dtype in which it accumulates."""
         return grad.astype(self.plan.precision.accumulate_dtype(layout.dtype))

@@ -19,14 +19,17 @@ from axonml_jax.model.view import Functional, Mode, Trainable, Variables
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import check_batch
 from axonml_jax.sharding.layout import to_host
+from axonml_jax.testing.mapped_model import MappedModel
+from axonml_jax.training.step import whole_batch
 
 # --------------------------------------------------------------------------------------------------
 # The oracle: the same model trained on one device, with no mesh and no collective.
 #
-# A plan with N batch shards and A microbatches is matched part by part: part (r, a) holds the rows that shard r sees in
-# microbatch a and draws the same random keys. Parts are taken one after another, by one program that does not depend on
-# how many there are; only where layers join the shards of a microbatch, as BatchNorm and routers do, are these mapped
-# over together, under an axis name.
+# Where a loss means the whole batch, the user's function is called on it, and only the model runs each shard's rows by
+# themselves, with the random keys of the shard. Elsewhere a plan with N batch shards and A microbatches is matched part
+# by part: part (r, a) holds the rows that shard r sees in microbatch a. Parts are taken one after another, by one
+# program that does not depend on how many there are; only where layers join the shards of a microbatch, as BatchNorm
+# and routers do, are these mapped over together, under an axis name.
 # --------------------------------------------------------------------------------------------------
 
 AXIS = "oracle_shards"
@@ -41,11 +44,14 @@ class OracleParts:
       microbatches: per shard.
       buffers: "joined": statistics are those of the whole microbatch; "first": each shard has its own, and the first
         shard's are kept.
+      whole: whether the loss is that of the whole batch, not the mean of its parts' losses; in several microbatches of a
+        model without state alone.
     """
 
     shards: int
     microbatches: int = 1
     buffers: Literal["joined", "first"] = "joined"
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class Oracle:
         opt_state, steps = self.tx.init(variables.params), []
         for i, batch in enumerate(batches):
             sums, states = self._parts(variables, jax.random.fold_in(key, i), batch, first_shard)
-            parts = self.parts.shards * self.parts.microbatches
+            parts = 1 if self.parts.whole else self.parts.shards * self.parts.microbatches
             variables, opt_state, *rest = self._finish(variables, opt_state, sums, states, parts)
             steps.append(rest)
         grads, losses, norms, metrics = zip(*steps, strict=True)
@@ -98,23 +104,30 @@ class Oracle:
     def _parts(self, variables: Variables, key: jax.Array, batch: PyTree, first_shard: int) -> tuple[Any, list[PyTree]]:
         """Gradients and losses summed over all parts, and every shard's state after its own."""
         shards, microbatches = self.parts.shards, self.parts.microbatches
+        if self.parts.whole:
+            pairs = [(shard, a) for shard in range(shards) for a in range(microbatches)]
+            rows, states = [self._rows(batch, *pair) for pair in pairs], [variables.state] * len(pairs)
+            numbers = [a for _, a in pairs], [first_shard + shard for shard, _ in pairs]
+            made, ends = self._part(variables, states, key, *numbers, rows)
+            return jax.tree.map(np.asarray, made), ends
         groups = [list(range(shards))] if self._together else [[shard] for shard in range(shards)]
         sums, ends = None, []
         for group in groups:
             states = [variables.state] * len(group)
             for a in range(microbatches):
                 rows = [self._rows(batch, shard, a) for shard in group]
-                made, states = self._part(variables, states, key, a, [first_shard + shard for shard in group], rows)
+                numbers = [a] * len(group), [first_shard + shard for shard in group]
+                made, states = self._part(variables, states, key, *numbers, rows)
                 made = jax.tree.map(np.asarray, made)
                 sums = made if sums is None else jax.tree.map(np.add, sums, made)
             ends += states
         return sums, ends
 
     def _differentiated(
-        self, variables: Variables, states: list, key: jax.Array, a: Any, shards: list, rows: list
+        self, variables: Variables, states: list, key: jax.Array, numbers: list, shards: list, rows: list
     ) -> tuple[Any, list[PyTree]]:
-        """Gradients and losses of the parts of some shards in one microbatch, summed, and these shards' states after it."""
-        keys = [jax.random.fold_in(jax.random.fold_in(key, a), shard) for shard in shards]
+        """Gradients and losses of some parts, by the numbers of microbatches and shards, summed, and states after them."""
+        keys = [jax.random.fold_in(jax.random.fold_in(key, a), shard) for a, shard in zip(numbers, shards, strict=True)]
 
         def part(key: jax.Array, state: PyTree, rows: PyTree, params: PyTree) -> tuple[Loss, PyTree]:
             read = self.precision.cast_compute(params), self.precision.cast_compute(variables.frozen)
@@ -124,6 +137,22 @@ class Oracle:
             with joined_over((AXIS,)):
                 bound = self.model.bind(variables, key, self._mode)
                 return parse_loss(self.loss_fn(bound, rows)), self.model.state_of(bound)
+
+        def whole(params: PyTree) -> tuple[jax.Array, tuple[Loss, list[PyTree]]]:
+            read = self.precision.cast_compute(params), self.precision.cast_compute(variables.frozen)
+            state = jax.tree.map(lambda *x: jnp.stack(x), *states)
+            batch = jax.tree.map(lambda *x: jnp.concatenate(x) if jnp.ndim(x[0]) else x[0], *rows)
+
+            def called(variables: Variables, keys: Any, batch: PyTree) -> tuple[Loss, PyTree]:
+                size = max((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=1)
+                with joined_over((AXIS,)):
+                    model = MappedModel(
+                        self.model, self._mode, variables, variables.state, keys, AXIS, size, self._together
+                    )
+                    return parse_loss(self.loss_fn(model, batch)), model.states
+
+            loss, after = reading_float8(called, self.precision, Variables(*read, state), keys, batch)
+            return loss.total, (loss, [jax.tree.map(lambda x, i=i: x[i], after) for i in range(len(shards))])
 
         def total(params: PyTree) -> tuple[jax.Array, tuple[Loss, list[PyTree]]]:
             if not self._together:
@@ -135,7 +164,9 @@ class Oracle:
             loss = jax.tree.map(lambda x: x.sum(0), losses)
             return loss.total, (loss, [jax.tree.map(lambda x, i=i: x[i], after) for i in range(len(shards))])
 
-        (_, (loss, after)), grads = jax.value_and_grad(total, has_aux=True)(variables.params)
+        (_, (loss, after)), grads = jax.value_and_grad(whole if self.parts.whole else total, has_aux=True)(
+            variables.params
+        )
         return (jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), grads), loss), after
 
     def _updated(self, variables: Variables, opt_state: Any, sums: Any, states: list[PyTree], parts: Any) -> tuple:
@@ -317,9 +348,10 @@ def _run_oracle(
     degree = placement.joined_rows
     key, options = jax.random.key(seed), {"precision": plan.precision, "max_grad_norm": max_grad_norm}
     joined = plan.batch_stats == "global" and (degree > 1 or not placement.own_axes)
-    oracle = Oracle(
-        view, loss_fn, tx, OracleParts(degree, plan.microbatches, "joined" if joined else "first"), **options
-    )
+    alone = plan.microbatches == 1 or not (jax.tree.leaves(view.shapes.state) or view.declares(JOINS))
+    whole = whole_batch(placement, loss_fn) is not None and alone
+    parts = OracleParts(degree, plan.microbatches, "joined" if joined else "first", whole)
+    oracle = Oracle(view, loss_fn, tx, parts, **options)
     if not placement.own_axes:
         return _as_tree(oracle.run(variables, batches, key))
     models = placement.ranks(placement.own_axes)

@@ -27,6 +27,7 @@ from axonml_jax.compat.order import trace_settings
 from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
 from axonml_jax.layers.adapters import reading_adapted
 from axonml_jax.layers.float8 import reading_float8
+from axonml_jax.meaning.whole_batch import WholeBatch, by_rows
 from axonml_jax.model.loss import Loss, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
@@ -172,6 +173,7 @@ class Objective:
       positions: the mesh axes that split positions: a loss must then say over which it is a mean.
       inside: entered around the model's code while it is traced (see `Placement.inside`).
       rewritten: what is traced in its place (see `Placement.rewritten`).
+      whole: what the loss means on the whole batch, of which ranks have parts; None: it is that of a rank's rows.
     """
 
     model: Functional
@@ -180,6 +182,7 @@ class Objective:
     positions: tuple[str, ...] = ()
     inside: Callable[[], AbstractContextManager] = nullcontext
     rewritten: Callable[[Callable], Callable] = lambda fun: fun
+    whole: WholeBatch | None = None
 
     def __post_init__(self):
         if not callable(self.loss_fn):
@@ -198,22 +201,51 @@ class Objective:
         return loss, state
 
     def _called(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+        on_rows = partial(self._on_rows, variables, key)
+        if self.whole is None:
+            return on_rows(batch)
+        with self.inside():
+            return self.whole(self.model, self._explained, self.mode, variables, key, batch, on_rows)
+
+    def microbatches(self, variables: Variables, rows: PyTree, batches: PyTree) -> PyTree:
+        """A rank's microbatches, stacked, as the loss takes them.
+
+        Args:
+          variables: their shapes, as read.
+          rows: all rows of this rank.
+          batches: the same as microbatches.
+        """
+        if self.whole is None:
+            return batches
+        if self.model.adapters:  # the loss is traced on other variables, without them
+            return by_rows(batches)
+        asked = self.model, self._explained, self.mode, variables, jax.eval_shape(lambda: jax.random.key(0))
+        with self.inside():
+            return self.whole.microbatches(asked, rows, batches)
+
+    def finish(self, batches: PyTree) -> Callable | None:
+        """What is done after all microbatches with the sums of losses and metrics; None: nothing (`WholeBatch.finish`)."""
+        return None if self.whole is None else self.whole.finish(batches)
+
+    def _on_rows(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         with self.inside():
             bound = self.model.bind(variables, key, self.mode)
-            try:
-                found = self.loss_fn(bound, batch)
-            except flax.errors.ApplyScopeInvalidVariablesTypeError as error:
-                said = TypeError(
-                    "the loss gave module.apply something else than variables. A loss gets the model with its variables in it: "
-                    "call it, model(x), in the place of module.apply(variables, x)"
-                )
-                raise said.with_traceback(error.__traceback__) from None
-            except Exception as error:
-                if note := several_batches(batch):
-                    error.add_note(note)
-                raise
-            loss = parse_loss(found, self.positions)
+            loss = parse_loss(self._explained(bound, batch), self.positions)
             return loss, self.model.state_of(bound)
+
+    def _explained(self, bound: Any, batch: PyTree) -> Any:
+        try:
+            return self.loss_fn(bound, batch)
+        except flax.errors.ApplyScopeInvalidVariablesTypeError as error:
+            said = TypeError(
+                "the loss gave module.apply something else than variables. A loss gets the model with its variables in it: "
+                "call it, model(x), in the place of module.apply(variables, x)"
+            )
+            raise said.with_traceback(error.__traceback__) from None
+        except Exception as error:
+            if note := several_batches(batch):
+                error.add_note(note)
+            raise
 
     def differentiable(self, parts: Parts, frozen: PyTree) -> Callable:
         """The loss as JAX differentiates it.
@@ -464,12 +496,14 @@ class Differentiated(NamedTuple):
       losses: this rank's, with a dim 0 of microbatches, or of one that is their sum.
       state: the model's state after the last microbatch.
       left_out: what the sums lack of this rank's gradients, where the plan feeds it back.
+      finish: what is done with the losses' sums over ranks (`Objective.finish`); None: nothing.
     """
 
     grads: PyTree
     losses: Loss
     state: PyTree
     left_out: PyTree = None
+    finish: Callable | None = None
 
 
 @dataclass(frozen=True, eq=False)

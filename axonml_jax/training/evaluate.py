@@ -61,7 +61,7 @@ class Differentiate:
         self.model, self.placement, self.rest, self.mesh, self.sync = model, placement, rest_of(placement), mesh, sync
         if not sync:
             _refuse_unstackable(placement)
-        self.objective = objective_of(model, loss_fn, placement, training)
+        self.objective = objective_of(model, loss_fn, placement, training, sync=sync)
         self._compiled = Compiled(self._whole, mesh, accept, compiler_options=compiler_options(placement, mesh))
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, dict, PyTree, PyTree]:
@@ -264,8 +264,9 @@ class EvalStep:
     def _local(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
         placement, variables = self.placement, self.rest.enter(variables)
         key = shard_key(jax.random.key(0), 0, placement.key_number())
-        loss = self.rest.loss(self.objective, variables, key, batch)
+        loss, finish = self.rest.loss(self.objective, variables, key, batch)
         mean, metrics, _ = means(jax.tree.map(lambda x: x[None], loss), placement, 1, True)
+        mean, metrics, _ = (mean, metrics, None) if finish is None else finish(mean, metrics)
         return self.rest.kept({**metrics, "loss": mean})
 
 

@@ -54,11 +54,19 @@ class OneByOne(GradientEngine):
         placement = self.placement
         rank = placement.key_number()
         keys = [shard_key(key, a, rank) for a in range(placement.plan.microbatches)]
-        grads, losses, state, left = self._accumulated(self.one(variables), variables.state, keys, batch)
+        batches = None if len(keys) == 1 else self._batches(variables.state, batch, len(keys))
+        grads, losses, state, left = self._accumulated(self.one(variables), variables.state, keys, batch, batches)
         tree = lambda leaves: jax.tree.unflatten(jax.tree.structure(variables.params), leaves)
-        return Differentiated(tree(grads), losses, state, None if left is None else tree(left))
+        return Differentiated(
+            tree(grads), losses, state, None if left is None else tree(left), self.objective.finish(batches)
+        )
 
-    def _accumulated(self, run: OneMicrobatch, state: PyTree, keys: list, batch: PyTree):
+    def _batches(self, state: PyTree, batch: PyTree, count: int) -> PyTree:
+        """This rank's microbatches as the loss takes them."""
+        batches = self.placement.batch_layout.microbatches(batch, count)
+        return self.objective.microbatches(self.placement.read_shapes(state), batch, batches) if self.sync else batches
+
+    def _accumulated(self, run: OneMicrobatch, state: PyTree, keys: list, batch: PyTree, batches: PyTree):
         placement, sync = self.placement, self.sync
         inner = placement.inner_axes if sync else ()
         outer = [axis for axis in placement.axes if axis not in inner] if sync else []
@@ -66,7 +74,6 @@ class OneByOne(GradientEngine):
         if len(keys) == 1:
             grads, loss, state, left = run(state, keys[0], batch, None if sync else (), left)
             return grads, jax.tree.map(lambda x: x[None], loss), state, left
-        batches = placement.batch_layout.microbatches(batch, len(keys))
         waits = [axis for axis in flat_axes(outer) if axis in placement.batch_axes and placement.ranks(axis) > 1]
         if not (placement.reducer.overlaps and waits):
             grads, losses, state = self._loop(run, state, keys, batches, inner, left)
@@ -254,9 +261,12 @@ def gradients(
     engine = engine_of(placement, sync)(objective, placement, parts, sync, left_out)
     found = engine.differentiate(variables, key, batch)
     loss, metrics, weight = means(found.losses, placement, count, sync)
+    loss, metrics, slope = (loss, metrics, None) if found.finish is None else found.finish(loss, metrics)
     leaves, treedef = jax.tree.flatten(found.grads)
     dtypes = [dtype for _, dtype, _ in rest_of(placement).parts(found.grads)]
     grads = [grad.astype(dtype) for grad, dtype in zip(leaves, dtypes, strict=True)]
+    if slope is not None:
+        grads = [grad * slope.astype(grad.dtype) for grad in grads]
     if weight is not None:
         grads = [grad / weight.astype(grad.dtype) for grad in grads]
     if scale is not None:

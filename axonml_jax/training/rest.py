@@ -339,24 +339,28 @@ class Rest(abc.ABC):
     def read(self, fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
         """`fun(read_variables, *args)` inside `shard_map`, without gradients; `variables` are this rank's own."""
 
-    def loss(self, objective: Objective, variables: Variables, key: jax.Array, batch: PyTree) -> Loss:
+    def loss(self, objective: Objective, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, Any]:
         """The loss of this rank's rows, without gradients, in microbatches, so that memory does for it that does for a step.
 
         As many as the plan's number and the rows have in common. What is gathered when it is used is so in every microbatch.
+        Besides, what is done with its sum over ranks (`Objective.finish`).
         """
         layout, plan = self.placement.batch_layout, self.placement.plan
         model, count = objective.model, layout.common_count(batch, plan.microbatches)
         if count == 1:
-            return self.read(objective, model, variables, key, batch)[0]
+            return self.read(objective, model, variables, key, batch)[0], None
         keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.arange(count))
-        parts = keys, layout.microbatches(batch, count)
+        read = self.placement.read_shapes(variables.state)
+        batches = objective.microbatches(read, batch, layout.microbatches(batch, count))
+        parts = keys, batches
         if self.placement.gathers_when_used:
             losses = jax.lax.map(lambda part: self.read(objective, model, variables, *part)[0], parts)
         else:
             of_all = lambda read, parts: jax.lax.map(lambda part: objective(read, *part)[0], parts)
             losses = self.read(of_all, model, variables, parts)
         loss = jax.tree.map(lambda x: x.sum(0), losses)
-        return loss if loss.weight is not None else loss._replace(total=loss.total / count)
+        loss = loss if loss.weight is not None else loss._replace(total=loss.total / count)
+        return loss, objective.finish(batches)
 
     @abc.abstractmethod
     def parts(self, grads: PyTree) -> Iterable[Part]:

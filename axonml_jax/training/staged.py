@@ -326,9 +326,9 @@ class Staged(Rest):
         """Through the stages."""
         return pipelined_call(fun, self.placement, variables, *args)
 
-    def loss(self, objective: Objective, variables: Variables, key: jax.Array, batch: PyTree) -> Loss:
+    def loss(self, objective: Objective, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, Any]:
         """Through the stages."""
-        return pipelined_loss(objective, self.placement, variables, key, batch)
+        return pipelined_loss(objective, self.placement, variables, key, batch), None
 
     def parts(self, grads: PyTree) -> Iterable[Part]:
         """Buffer by buffer."""

@@ -13,11 +13,13 @@ from jax.sharding import Mesh
 from axonml_jax.base import LossFn, PyTree, named_leaves
 from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.cost.published import minimum_traffic
+from axonml_jax.meaning.places import Group
+from axonml_jax.meaning.whole_batch import MixingRows, WholeBatch
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement, in_round
 from axonml_jax.sharding.batch import check_batch
-from axonml_jax.sharding.layout import Leaf, is_deleted, to_device_memory, to_host_memory
+from axonml_jax.sharding.layout import Leaf, is_deleted, is_layout, to_device_memory, to_host_memory
 from axonml_jax.training.compile import (
     Compiled,
     Objective,
@@ -203,10 +205,27 @@ def forward_mode(placement: Placement, training: bool | None) -> Mode:
     return Mode(training=training, batch_norm_axes=joined, sum_over_ranks=sum_over, precision=plan.precision)
 
 
-def objective_of(model: Functional, loss_fn: LossFn, placement: Placement, training: bool | None) -> Objective:
-    """A loss function on a model, as it runs under a plan."""
-    mode = forward_mode(placement, training)
-    return Objective(model, loss_fn, mode, placement.position_axes, placement.inside, placement.rewritten)
+def objective_of(
+    model: Functional, loss_fn: LossFn, placement: Placement, training: bool | None, *, sync: bool = True
+) -> Objective:
+    """A loss function on a model, as it runs under a plan; of every rank's own rows without `sync`."""
+    mode, whole = forward_mode(placement, training), whole_batch(placement, loss_fn) if sync else None
+    return Objective(model, loss_fn, mode, placement.position_axes, placement.inside, placement.rewritten, whole)
+
+
+def whole_batch(placement: Placement, loss_fn: LossFn) -> WholeBatch | None:
+    """What a loss means on the whole batch; None where ranks have no parts of it, or it is not known under the plan.
+
+    It is not yet known in pipelines, along positions, in rounds of replicas, and beside XLA's partitioner.
+    """
+    axes = placement.batch_axes
+    unknown = placement.stages is not None or placement.own_axes or placement.left
+    if unknown or placement.position_axes or placement.ranks(axes) == 1:
+        return None
+    rows, trained = placement.batch_layout.rows, jax.tree.leaves(placement.params, is_leaf=is_layout)
+    most = max(2**24, sum(layout.size * layout.dtype.itemsize for layout in trained))
+    most = loss_fn.most_bytes if isinstance(loss_fn, MixingRows) else most
+    return WholeBatch(Group(rows, placement.ranks(rows)), placement.batch_layout.split, most)
 
 
 def step_key(state: TrainState) -> jax.Array:

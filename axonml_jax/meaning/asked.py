@@ -1,0 +1,149 @@
+"""`Asked`: a loss and what it is asked of, traced at the whole batch's shape or at a rank's."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.base import LossFn, PyTree, is_array, path_name
+from axonml_jax.compat.jaxpr import trace
+from axonml_jax.meaning.model_call import Call, Calls, Path
+from axonml_jax.meaning.places import Group, Places, Split
+from axonml_jax.model.loss import Loss, parse_loss
+from axonml_jax.model.view import Functional, Mode, Variables
+from axonml_jax.program.program import Program, read_program
+
+SplitOf = Callable[[str, tuple[int, ...]], Mapping[int, tuple[str, ...]]]
+"""`split(path, whole shape)`: the mesh axes that split each dim of a leaf of the batch."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A loss traced with a stand-in for the model.
+
+    Attributes:
+      program: of the variables, the key and the batch, flat.
+      out_tree: of its results: the `Loss`, then what the loss changed of the model's variables.
+      noted: the calls of the model.
+      changed: the paths of the variables that the loss changed itself.
+    """
+
+    program: Program
+    out_tree: Any
+    noted: list[Call]
+    changed: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A loss, and what it is asked of.
+
+    Attributes:
+      groups: the ranks among which the batch's rows are split.
+      split: which dims of its leaves.
+      model, loss_fn, mode: the user's model and loss, and how the model is bound.
+      variables, key: as read.
+      batch: a rank's rows, or shapes.
+    """
+
+    groups: tuple[Group, ...]
+    split: SplitOf
+    model: Functional
+    loss_fn: LossFn
+    mode: Mode
+    variables: Variables
+    key: jax.Array
+    batch: PyTree
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All mesh axes that split the batch."""
+        return tuple(axis for group in self.groups for axis in group.axes)
+
+    @property
+    def signature(self) -> Any:
+        """Of what a trace of it depends on."""
+        leaves, treedef = jax.tree.flatten((self.variables, self.key, self.batch))
+        return treedef, tuple((_shape(x), _dtype(x)) for x in leaves), self.mode
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The variables, the key and this rank's rows, flat."""
+        return jax.tree.leaves((self.variables, self.key, self.batch))
+
+    @property
+    def alone(self) -> Mode:
+        """The mode of a model that sees the whole batch."""
+        return Mode(training=self.mode.training, precision=self.mode.precision)
+
+    def parsed(self, bound: Any, batch: PyTree) -> Loss:
+        """What the loss returns."""
+        loss = parse_loss(self.loss_fn(bound, batch))
+        return jax.tree.map(jnp.asarray, loss)
+
+    def batch_places(self) -> list[tuple[tuple[int, ...], Places]]:
+        """The whole shape of every leaf of the batch, and its places."""
+        found = []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch):
+            shape = tuple(_shape(leaf))
+            dims = {axes: dim for dim, axes in self.split(path_name(path), shape).items()}
+            places = tuple(Split(dims[group.axes]) if group.axes in dims else None for group in self.groups)
+            whole = list(shape)
+            for place, group in zip(places, self.groups, strict=True):
+                if isinstance(place, Split):
+                    whole[place.dim] *= group.ranks
+            found.append((tuple(whole), places))
+        return found
+
+    def places(self) -> list[Places]:
+        """The places of all leaves."""
+        none = (None,) * len(self.groups)
+        fixed = len(jax.tree.leaves((self.variables, self.key)))
+        return [none] * fixed + [places for _, places in self.batch_places()]
+
+    def shapes(self, *, whole: bool) -> tuple[Variables, Any, PyTree]:
+        """The variables, the key, and the batch as shapes, whole or this rank's."""
+        leaves, treedef = jax.tree.flatten(self.batch)
+        sizes = [own if whole else _shape(x) for (own, _), x in zip(self.batch_places(), leaves, strict=True)]
+        shape = lambda x: jax.ShapeDtypeStruct(_shape(x), _dtype(x))
+        batch = [jax.ShapeDtypeStruct(size, _dtype(x)) for size, x in zip(sizes, leaves, strict=True)]
+        return jax.tree.map(shape, self.variables), shape(self.key), treedef.unflatten(batch)
+
+    def traced(self, *, whole: bool) -> Traced:
+        """The loss traced with a stand-in for the model.
+
+        Nothing is typed as varying in it: a loop that starts from plain zeros may carry rows.
+        """
+        seen: dict[str, Any] = {}
+
+        def fun(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, list[jax.Array]]:
+            seen["calls"] = calls = Calls(self.model, self.mode, variables, key, self.axes)
+            with calls.stand_in() as bound:
+                loss = self.parsed(bound, batch)
+                changed = calls.changed_by_loss(bound)
+            seen["changed"] = tuple(changed)
+            return loss, [x for value in changed.values() for x in jax.tree.leaves(value)]
+
+        traced = trace(fun, *self.shapes(whole=whole))
+        return Traced(read_program(traced.jaxpr), traced.out_tree, seen["calls"].noted, seen["changed"])
+
+    def inlined(self) -> Traced:
+        """The loss of the whole batch traced with the model's own code in it, and the model's state after it."""
+
+        def fun(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, list[jax.Array]]:
+            bound = self.model.bind(variables, key, self.alone)
+            return self.parsed(bound, batch), jax.tree.leaves(self.model.state_of(bound))
+
+        traced = trace(fun, *self.shapes(whole=True))
+        return Traced(read_program(traced.jaxpr), traced.out_tree, [], ())
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    """Of an array, a number or a shape."""
+    return tuple(x.shape) if is_array(x) else ()
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if is_array(x) else jnp.result_type(x)

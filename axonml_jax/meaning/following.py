@@ -1,0 +1,140 @@
+"""The places of all values of a program, from those of its inputs: without arrays or tracing, before anything is run."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from axonml_jax.compat.jaxpr import Operation
+from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
+from axonml_jax.meaning.places import SUM, Group, Place, Places, Split
+from axonml_jax.meaning.rules import step_of
+from axonml_jax.meaning.step import Step
+from axonml_jax.program.program import Equation, Program, is_constant, rule_of
+
+
+class TalksItself(Exception):
+    """The loss has collectives over the batch's axes of its own: it was written for one rank's part."""
+
+
+class Following:
+    """What is known of places.
+
+    Attributes:
+      groups: the groups of ranks.
+      calls: `calls.places(number, given)`: of the results of a call of the model.
+    """
+
+    def __init__(self, groups: Sequence[Group], calls: Any = None):
+        self.groups, self.calls = tuple(groups), calls
+
+    @property
+    def none(self) -> Places:
+        """The places of a whole value."""
+        return (None,) * len(self.groups)
+
+    def steps(self, op: Operation, given: Sequence[Places]) -> list[Step]:
+        """What each group does for an operation without a body."""
+        return step_of(op, given, self.groups)
+
+    def program(self, program: Program, given: Sequence[Places]) -> list[Places]:
+        """The places of a program's results."""
+        env = dict.fromkeys(program.constants, self.none)
+        env.update(zip(program.inputs, given, strict=True))
+        read = lambda atom: self.none if is_constant(atom) else env[atom]
+        for equation in program.equations:
+            made = self.equation(equation, [read(atom) for atom in equation.inputs])
+            env.update(zip(equation.outputs, made, strict=True))
+        return [read(atom) for atom in program.outputs]
+
+    def equation(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
+        """The places of an equation's results."""
+        op = equation.op
+        if op.scan is not None:
+            carry, ys = self.scan(equation, given)
+            return [*carry, *ys]
+        if op.loop is not None:
+            return self.loop(equation, given)
+        if equation.branches and not op.chooses_by_platform:
+            return self.branches(equation, [self.settled(each) for each in given[1:]])
+        if equation.called is not None or op.checkpointed is not None:
+            return self.call(equation, given)
+        if rule_of(op.name).casts:
+            return list(given)
+        if op.name == MODEL_CALL:
+            return self.calls.places(op.options["number"])
+        steps = self.steps(op, given)
+        return [tuple(each) for each in zip(*(step.made for step in steps), strict=True)]
+
+    def call(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
+        """Of a call: inside of it for a plain one; completed sums go into and come out of derivatives of its own."""
+        inner = equation.called if equation.called is not None else equation.body
+        assert inner is not None
+        if equation.name.startswith("custom_"):
+            return [self.settled(each) for each in self.program(inner, [self.settled(each) for each in given])]
+        return self.program(inner, given)
+
+    def settled(self, places: Places) -> Places:
+        """With every sum completed."""
+        return tuple(None if place == SUM else place for place in places)
+
+    def branches(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
+        """What the results of all branches can be held as."""
+        first, *others = [self.program(branch, given) for branch in equation.branches]
+        for other in others:
+            first = [tuple(map(joined, a, b)) for a, b in zip(first, other, strict=True)]
+        return first
+
+    def scan(self, equation: Equation, given: Sequence[Places]) -> tuple[list[Places], list[Places]]:
+        """Of a scan's carry, and of what it stacks."""
+        scan, body = equation.op.scan, equation.body
+        assert scan is not None and body is not None
+        consts = [self.settled(each) for each in given[: scan.num_consts]]
+        slices = [self.sliced(each) for each in given[scan.first_scanned :]]
+
+        def trip(carry: list[Places]) -> list[Places]:
+            return self.program(body, [*consts, *carry, *slices])
+
+        carry = self._carried(list(given[scan.num_consts : scan.first_scanned]), trip, scan.num_carry)
+        return carry, [tuple(map(_stacked, each)) for each in trip(carry)[scan.num_carry :]]
+
+    def sliced(self, places: Places) -> Places:
+        """Of the slices of what a scan goes over; over a split dim itself it goes whole."""
+        return tuple(
+            place._replace(dim=place.dim - 1) if isinstance(place, Split) and place.dim else None for place in places
+        )
+
+    def loop(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
+        """Of a while loop's carry, which is never a sum: its condition reads it."""
+        loop, body = equation.op.loop, equation.body
+        assert loop is not None and body is not None
+        given = [self.settled(each) for each in given]
+        split = loop.num_condition_consts, loop.num_condition_consts + loop.num_body_consts
+        consts, carry = given[split[0] : split[1]], given[split[1] :]
+        trip = lambda carry: [self.settled(each) for each in self.program(body, [*consts, *carry])]
+        return self._carried(carry, trip, len(carry))
+
+    def _carried(self, carry: list[Places], trip: Callable[[list[Places]], list[Places]], count: int) -> list[Places]:
+        """What a carry can be held as in every trip; where trips disagree, whole."""
+        pinned: set[tuple[int, int]] = set()
+        while True:
+            made, before = trip(carry)[:count], carry
+            carry = []
+            for i, (old, new) in enumerate(zip(before, made, strict=True)):
+                places: list[Any] = []
+                for g, (a, b) in enumerate(zip(old, new, strict=True)):
+                    if a is not None and b is not None and a != b:
+                        pinned.add((i, g))
+                    places.append(None if (i, g) in pinned else (a if a is not None else b))
+                carry.append(tuple(places))
+            if carry == before:
+                return carry
+
+
+def joined(a: Place, b: Place) -> Place:
+    """How a value can be held that is one or the other."""
+    if a is None or b is None:
+        return a if b is None else b
+    return a if a == b else None
+
+
+def _stacked(place: Place) -> Place:
+    return place._replace(dim=place.dim + 1) if isinstance(place, Split) else place

@@ -1,0 +1,194 @@
+"""What a loss means on the whole batch where a rank takes its rows in microbatches, one after the other.
+
+A microbatch is to the program as a rank is: it has a part of the rows. But nothing can be exchanged between microbatches while
+one is at work. So what depends on the batch alone (masks, counts, advantages) is made whole from all rows first, and what
+depends on the model must be a sum over rows, which accumulates. A loss of which anything else is needed is refused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from axonml_jax.base import PyTree
+from axonml_jax.collectives.primitives import axis_index
+from axonml_jax.compat.jaxpr import Operation
+from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
+from axonml_jax.meaning.following import Following
+from axonml_jax.meaning.places import SUM, Group, Places, Split
+from axonml_jax.meaning.step import Step
+from axonml_jax.meaning.values import Ranks
+from axonml_jax.program.program import Equation, Program, is_constant, made_by
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Microbatch:
+    """One of a rank's microbatches.
+
+    Attributes:
+      rows: its rows, as the batch.
+      known: the whole values of what depends on the batch alone, in the order of the plan's.
+      number: which it is.
+      plan: how the loss is run.
+      count: how many each rank has.
+    """
+
+    rows: PyTree
+    known: list[jax.Array]
+    number: jax.Array | None
+    plan: Any = field(metadata={"static": True})
+    count: int = field(metadata={"static": True})
+
+
+class MicroRanks(Ranks):
+    """Ranks of which each is a microbatch on a rank: nothing is sent.
+
+    Args:
+      group: the ranks times the microbatches of each.
+      count: the microbatches of each.
+      number: which is at work.
+    """
+
+    def __init__(self, group: Group, count: int, number: jax.Array):
+        super().__init__((group,))
+        self.count, self.number = count, number
+
+    def index(self, group: Group) -> jax.Array:
+        """The number of this microbatch of this rank."""
+        return axis_index(group.axes) * self.count + self.number
+
+    def check_talk(self) -> None:
+        """Never: `divided` has seen to it that nothing needs to be sent."""
+        raise AssertionError(f"{self.at} would communicate within a microbatch")
+
+
+class Mixing(Exception):
+    """What depends on the model is needed whole, or of other rows: the operation, and the user's line."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """A program divided by when its values can be made.
+
+    Attributes:
+      early: numbers of those that are made of the batch alone, whole, before all microbatches.
+      late: of sums of what the model makes, that accumulate and are completed after all microbatches.
+      after: of what is made of late ones.
+    """
+
+    early: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
+    after: frozenset[int] = frozenset()
+
+
+def divided(
+    program: Program, places: Sequence[Places], dependent: Sequence[bool], group: Group, calls: Any
+) -> Division:
+    """Divide a program.
+
+    Args:
+      program: the loss traced at the whole batch's shape.
+      places: of its inputs.
+      dependent: which of them are of the model, not of the batch.
+      group: all microbatches of all ranks.
+      calls: the model's.
+
+    Raises:
+      Mixing: where rows of one microbatch meet what the model makes of others.
+    """
+    walk = _Divider(group, calls)
+    walk.env = dict.fromkeys(program.constants, (None,))
+    walk.env.update(zip(program.inputs, places, strict=True))
+    walk.dependent = {number for number, own in zip(program.inputs, dependent, strict=True) if own}
+    calls_made = [
+        number for equation in program.equations if equation.name == MODEL_CALL for number in equation.outputs
+    ]
+    for equation in made_by(program.equations, [*program.outputs, *calls_made]):
+        walk.take(equation)
+    return Division(tuple(sorted(walk.early)), tuple(sorted(walk.late)), frozenset(walk.after))
+
+
+class _Divider(Following):
+    def __init__(self, group: Group, calls: Any):
+        super().__init__((group,), calls)
+        self.env: dict[int, Places] = {}
+        self.dependent: set[int] = set()
+        self.early: set[int] = set()
+        self.late: set[int] = set()
+        self.after: set[int] = set()
+        self.moved = False
+
+    def steps(self, op: Operation, given: Sequence[Places]) -> list[Step]:
+        """As ever; it is noted whether anything must be sent for it."""
+        steps = super().steps(op, given)
+        (step,) = steps
+        self.moved |= bool(step.act) or any(map(_moves, given, zip(step.wanted, strict=True)))
+        return steps
+
+    def settled(self, places: Places) -> Places:
+        """A sum that is completed is sent."""
+        self.moved |= SUM in places
+        return super().settled(places)
+
+    def take(self, equation: Equation) -> None:
+        """Follow one equation of the program itself."""
+        read = [None if is_constant(atom) else atom for atom in equation.inputs]
+        if self.after.intersection(read):
+            return self._later(equation, read)
+        model = equation.name == MODEL_CALL or bool(self.dependent.intersection(read))
+        made, moved = self._followed(equation, read)
+        if moved and model:
+            self._make_early(self._movable(equation, read))
+            made, moved = self._followed(equation, read)
+            if moved:
+                return self._later(equation, read)
+        elif moved:
+            self.early.update(equation.outputs)
+            made = [(None,)] * len(equation.outputs)
+        self.env.update(zip(equation.outputs, made, strict=True))
+        if model:
+            self.dependent.update(equation.outputs)
+        return None
+
+    def _make_early(self, numbers: Sequence[int]) -> None:
+        self.early.update(numbers)
+        self.env.update(dict.fromkeys(numbers, (None,)))
+
+    def _later(self, equation: Equation, read: Sequence[int | None]) -> None:
+        """Of completed sums alone, and of what is known of the batch: after all microbatches."""
+        own = [number for number in read if number is not None and number not in self.after]
+        model = [number for number in own if number in self.dependent]
+        if equation.name == MODEL_CALL or any(self.env[number] != (SUM,) for number in model):
+            raise Mixing(equation.name, equation.op.line)
+        self.late.update(model)
+        self._make_early([number for number in own if number not in self.dependent and any(self.env[number])])
+        self.after.update(equation.outputs)
+        self.env.update(dict.fromkeys(equation.outputs, (None,)))
+
+    def _followed(self, equation: Equation, read: Sequence[int | None]) -> tuple[list[Places], bool]:
+        given = [(None,) if number is None else self.env[number] for number in read]
+        self.moved = False
+        if equation.name == MODEL_CALL:
+            wanted = self.calls.wanted(equation.op.options["number"], given)
+            self.moved = any(map(_moves, given, wanted))
+        made = self.equation(equation, given)
+        if equation.op.scan is not None:  # what is scanned over along rows is gathered
+            scanned = given[equation.op.scan.first_scanned :]
+            self.moved |= any(
+                place is not None and inner is None
+                for (place,), (inner,) in zip(scanned, map(self.sliced, scanned), strict=True)
+            )
+        return made, self.moved
+
+    def _movable(self, equation: Equation, read: Sequence[int | None]) -> list[int]:
+        """Operands that depend on the batch alone, and are not the same everywhere."""
+        alone = [number for number in read if number is not None and number not in self.dependent]
+        found = [number for number in dict.fromkeys(alone) if any(self.env[number])]
+        sums = [number for number in found if self.env[number] == (SUM,)]
+        return sums or found
+
+
+def _moves(old: Places, new: Places) -> bool:
+    return any(a != b and (a == SUM or isinstance(a, Split)) for a, b in zip(old, new, strict=True))

@@ -1,0 +1,81 @@
+"""How ranks hold a value of the whole batch: the same on all, a dim split over them, or as a sum of what they hold."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+SUM = "sum"
+"""The value is the sum of what the ranks hold, each at the whole shape."""
+
+
+class Split(NamedTuple):
+    """A dim is split over the ranks: part i is on rank i.
+
+    Attributes:
+      dim: which.
+      outer: the dim is seen as [outer, n], of which n is split. More than 1 after dims before the split one were merged with
+        it, as rows and positions are by `reshape(-1, vocabulary)`.
+    """
+
+    dim: int
+    outer: int = 1
+
+
+Place = Split | str | None
+"""How the ranks of one group hold a value: `Split`, `SUM`, or None: the same on all."""
+
+Places = tuple[Place, ...]
+"""The place of a value for every group."""
+
+
+class Group(NamedTuple):
+    """Mesh axes that split one thing, a batch's rows or its positions.
+
+    Attributes:
+      axes: their names, the first slowest.
+      ranks: the number of ranks along all of them.
+    """
+
+    axes: tuple[str, ...]
+    ranks: int
+
+
+def local_shape(shape: Sequence[int], places: Places, groups: Sequence[Group]) -> tuple[int, ...]:
+    """The shape of one rank's part."""
+    found = list(shape)
+    for place, group in zip(places, groups, strict=True):
+        if isinstance(place, Split):
+            found[place.dim] //= group.ranks
+    return tuple(found)
+
+
+def local_outer(places: Places, groups: Sequence[Group], number: int) -> int:
+    """`outer` of one group's split on a rank, where other groups split the same dim further out."""
+    own = places[number]
+    assert isinstance(own, Split)
+    further_out = [
+        group.ranks
+        for place, group in zip(places, groups, strict=True)
+        if isinstance(place, Split) and place.dim == own.dim and place.outer < own.outer
+    ]
+    return own.outer // math.prod(further_out)
+
+
+def reshaped(place: Split, old: Sequence[int], new: Sequence[int], ranks: int) -> Split | None:
+    """Where a split dim is after a reshape; None: in no dim.
+
+    Behind each other in memory, the parts are the middle of [before, ranks, rest]: the new shape must have a dim that begins
+    at or around `before` and divides there.
+
+    >>> reshaped(Split(0), (32, 8, 5), (256, 5), 8), reshaped(Split(1), (32, 8, 5), (256, 5), 4)
+    (Split(dim=0, outer=1), Split(dim=0, outer=32))
+    >>> reshaped(Split(0), (32,), (4, 8), 8), reshaped(Split(0, 32), (256, 5), (32, 8, 5), 4)
+    (None, Split(dim=1, outer=1))
+    """
+    before = math.prod(old[: place.dim]) * place.outer
+    for dim, size in enumerate(new):
+        start = math.prod(new[:dim])
+        if size > 1 and start <= before < start * size:
+            fits = before % start == 0 and size % (before // start * ranks) == 0
+            return Split(dim, before // start) if fits else None
+    return None

@@ -1,0 +1,241 @@
+"""The proof that a loss is a plain mean over ranks: then what a step does of rows alone is right, and stays as it is.
+
+The loss is traced at the whole batch's shape and at a rank's. Both programs are walked side by side: they must do the same, and
+of every value it must be known how the whole one is made of the ranks': equal, their rows, or a factor times their sum. A
+number that came from the batch's size differs between the two, and changes the factor. Whatever is not known ends the proof.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from axonml_jax.meaning.bodies import backward_derivative, forward_derivative
+from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape
+from axonml_jax.meaning.real_calls import place_of
+from axonml_jax.meaning.rules import step_of
+from axonml_jax.program.program import Equation, Program, is_constant, is_elementwise, rule_of
+
+
+class NotProven(Exception):
+    """It is not known how a value of the whole batch is made of the ranks' values."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """How a value of the whole batch is made of the ranks' values.
+
+    Attributes:
+      places: as in `places.py`: of a whole one the ranks' are equal, or their parts of what is spread evenly.
+      factor: of a sum, what it is multiplied by.
+      literal: the numbers, whole and a rank's, of one that was written into the programs.
+    """
+
+    places: Places
+    factor: Fraction = Fraction(1)
+    literal: tuple[Any, Any] | None = None
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is a sum over all ranks."""
+        return SUM in self.places
+
+
+def talks(program: Program, axes: Sequence[str]) -> bool:
+    """Whether a program has collectives over mesh axes, or asks for its rank along them."""
+    for equation in program.equations:
+        if set(equation.op.mesh_axes) & set(axes) and not rule_of(equation.name).casts:
+            return True
+        if any(talks(body, axes) for body in equation.bodies):
+            return True
+    return False
+
+
+def is_plain_mean(local: Any, whole: Any, places: Sequence[Places], groups: Sequence[Group]) -> bool:
+    """Whether the whole batch's loss and metrics are means of the ranks'.
+
+    Args:
+      local, whole: the loss traced at a rank's shapes and at the whole batch's (`asked.Traced`).
+      places: of the programs' inputs.
+      groups: the groups of ranks.
+    """
+    if local.out_tree != whole.out_tree or whole.changed or len(local.noted) != len(whole.noted):
+        return False
+    if not all(a.alike(b) for a, b in zip(local.noted, whole.noted, strict=True)):
+        return False
+    walk = _Walk(groups)
+    try:
+        found = walk.program(whole.program, local.program, [Known(each) for each in places])
+        loss, _ = whole.out_tree.unflatten(found)
+        pairs = [(loss.total, loss.weight), *((each.total, each.weight) for each in loss.metrics.values())]
+        return all(walk.mean(total) == (walk.parts if weight is None else walk.mean(weight)) for total, weight in pairs)
+    except NotProven:
+        return False
+
+
+class _Walk:
+    def __init__(self, groups: Sequence[Group]):
+        self.groups, self.in_derivative = groups, False
+        ranks = 1
+        for group in groups:
+            ranks *= group.ranks
+        self.parts = Fraction(1, ranks)
+
+    def mean(self, known: Known) -> Fraction:
+        """The factor of a value's sum over ranks; one that is equal on all of them is the mean of it."""
+        if known.is_sum:
+            return known.factor
+        if any(known.places):
+            raise NotProven
+        return self.parts
+
+    def program(self, whole: Program, local: Program, given: Sequence[Known]) -> list[Known]:
+        """What is known of a program's results."""
+        if len(whole.equations) != len(local.equations):
+            raise NotProven
+        env, names = dict(zip(whole.inputs, given, strict=True)), dict(zip(local.inputs, whole.inputs, strict=True))
+        for (number, value), (other, own) in zip(whole.constants.items(), local.constants.items(), strict=True):
+            if np.shape(value) != np.shape(own) or not (value is own or np.array_equal(value, own)):
+                raise NotProven
+            env[number], names[other] = Known((None,) * len(self.groups)), number
+        for equation, own in zip(whole.equations, local.equations, strict=True):
+            read = [self._atom(a, b, env, names) for a, b in zip(equation.inputs, own.inputs, strict=True)]
+            made = self._equation(equation, own, read)
+            for number, other, known in zip(equation.outputs, own.outputs, made, strict=True):
+                env[number], names[other] = known, number
+                self._check_shape(whole.avals[number], local.avals[other], known)
+        return [self._atom(a, b, env, names) for a, b in zip(whole.outputs, local.outputs, strict=True)]
+
+    def _check_shape(self, whole: Any, own: Any, known: Known) -> None:
+        if known.is_sum or any(known.places):
+            wanted = local_shape(whole.shape, known.places, self.groups)
+            if tuple(own.shape) != wanted:
+                raise NotProven
+        if whole.dtype != own.dtype:
+            raise NotProven
+
+    def _atom(self, atom: Any, own: Any, env: Mapping[int, Known], names: Mapping[int, int]) -> Known:
+        none = (None,) * len(self.groups)
+        if is_constant(atom) != is_constant(own):
+            raise NotProven
+        if not is_constant(atom):
+            if names.get(own) != atom:
+                raise NotProven
+            return env[atom]
+        if np.array_equal(atom.val, own.val, equal_nan=np.issubdtype(np.asarray(atom.val).dtype, np.inexact)):
+            return Known(none)
+        return Known(none, literal=(atom.val, own.val))
+
+    def _equation(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
+        if equation.name != own.name or len(equation.inputs) != len(own.inputs):
+            raise NotProven
+        if equation.name == "model_call":
+            return self._call(equation, own, given)
+        if any(known.literal for known in given):
+            return [self._by_number(equation, given)]
+        if equation.called is not None or equation.op.checkpointed is not None:
+            return self._body(equation, own, given)
+        if equation.op.bodies or _options(equation) != _options(own):
+            raise NotProven
+        if not any(any(known.places) for known in given):
+            return self._alike(equation, own)
+        return self._step(equation, given)
+
+    def _call(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
+        """A call of the model: each of its results is known by its shapes."""
+        for known, a, b in zip(given, equation.op.given, own.op.given, strict=True):
+            if known.is_sum or known.literal or local_shape(a.shape, known.places, self.groups) != tuple(b.shape):
+                raise NotProven
+        (group,), found = self.groups, []
+        for a, b in zip(equation.op.made, own.op.made, strict=True):
+            place = place_of(a.shape, b.shape, group)
+            found.append(Known((SUM,), self.parts) if place is None else Known((place,)))
+        return found
+
+    def _by_number(self, equation: Equation, given: list[Known]) -> Known:
+        """A sum, divided by a number that grows with the batch or multiplied by its inverse."""
+        numbers = [known.literal for known in given if known.literal]
+        sums = [known for known in given if known.is_sum]
+        if equation.name not in ("div", "mul") or len(sums) != 1 or len(numbers) != 1:
+            raise NotProven
+        (known,), ((whole, own),) = sums, numbers
+        if not np.issubdtype(np.asarray(whole).dtype, np.inexact) or (equation.name == "div" and not given[0].is_sum):
+            raise NotProven
+        ratio = whole / own if equation.name == "div" else own / whole
+        if abs(float(ratio) * float(self.parts) - 1) > 4 * float(np.finfo(np.asarray(whole).dtype).eps):
+            raise NotProven
+        return Known(known.places, known.factor * self.parts)
+
+    def _body(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
+        """A call: the same inside, and the same derivatives where it has its own; these may not go over ranks."""
+        inside = lambda each: each.called if each.called is not None else each.body
+        custom = equation.name.startswith("custom_")
+        if custom and any(known.is_sum for known in given):
+            raise NotProven
+        made = self.program(inside(equation), inside(own), given)
+        if custom:
+            if any(known.is_sum for known in made):
+                raise NotProven
+            if not self.in_derivative:  # a step differentiates once
+                self.in_derivative = True
+                self._derivative(equation, own, given, made)
+                self.in_derivative = False
+        return made
+
+    def _derivative(self, equation: Equation, own: Equation, given: list[Known], made: list[Known]) -> None:
+        floats = lambda known, avals: [
+            k for k, aval in zip(known, avals, strict=True) if np.issubdtype(aval.dtype, np.inexact)
+        ]
+        moving = floats(given, equation.op.given)
+        if equation.name == "custom_jvp_call":
+            found = self.program(forward_derivative(equation.op), forward_derivative(own.op), [*given, *moving])
+            wanted = [*made, *floats(made, equation.op.made)]
+        else:
+            spread = lambda known: known if any(known.places) else Known((SUM,) * len(self.groups))
+            cotangents = map(spread, floats(made, equation.op.made))
+            found = self.program(backward_derivative(equation.op), backward_derivative(own.op), [*given, *cotangents])
+            wanted = list(map(spread, moving))
+        if [known.places for known in found] != [known.places for known in wanted] or any(k.factor != 1 for k in found):
+            raise NotProven
+
+    def _alike(self, equation: Equation, own: Equation) -> list[Known]:
+        """Of whole operands: the same, or spread over a dim that is longer; an index along such a dim differs."""
+        op, none = equation.op, Known((None,) * len(self.groups))
+        grown = lambda avals, others: any(a.shape != b.shape for a, b in zip(avals, others, strict=True))
+        if is_elementwise(op.name) or op.name == "broadcast_in_dim":
+            return [none] * len(op.made)
+        if op.name == "iota":
+            along = op.options["dimension"]
+            if op.made[0].shape[along] == own.op.made[0].shape[along]:
+                return [none]
+        if grown(op.given, own.op.given) or grown(op.made, own.op.made) or op.has_effects:
+            raise NotProven
+        return [none] * len(op.made)
+
+    def _step(self, equation: Equation, given: list[Known]) -> list[Known]:
+        """An operation that each rank does on what it holds."""
+        steps = step_of(equation.op, [known.places for known in given], self.groups)
+        if any(step.act for step in steps):
+            raise NotProven
+        factors = {known.factor for known in given if known.is_sum}
+        for known, wanted in zip(given, zip(*(step.wanted for step in steps), strict=True), strict=True):
+            for old, new in zip(known.places, wanted, strict=True):
+                if old == SUM != new or (isinstance(old, Split) and old != new):
+                    raise NotProven
+                if old is None and new == SUM:
+                    factors.add(self.parts)
+        if len(factors) > 1:
+            raise NotProven
+        made = [tuple(each) for each in zip(*(step.made for step in steps), strict=True)]
+        factor = next(iter(factors), Fraction(1))
+        return [Known(places, factor if SUM in places else Fraction(1)) for places in made]
+
+
+_OF_SHAPES = ("shape", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")
+
+
+def _options(equation: Equation) -> str:
+    """What an equation is told, but for shapes."""
+    return str({name: value for name, value in equation.op.options.items() if name not in _OF_SHAPES})

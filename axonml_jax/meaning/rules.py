@@ -1,0 +1,253 @@
+"""How an operation on values of the whole batch follows the places of its operands, primitive by primitive.
+
+A rule sees one group of ranks: `rule(op, places, ranks)` of an operation that was traced at the whole batch's shape names the
+places that its operands must have to be done on each rank's part, and the places of its results. It knows no arrays. None means
+that it must be done on whole values: what is split is gathered, and each rank does all of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax.numpy as jnp
+
+from axonml_jax.compat.jaxpr import Operation
+from axonml_jax.meaning.lookups import LOOKUPS
+from axonml_jax.meaning.places import SUM, Group, Place, Places, Split, reshaped
+from axonml_jax.meaning.step import Step, settled_sums
+from axonml_jax.program.program import DIMS, is_elementwise, rule_of
+
+Rule = Callable[[Operation, Sequence[Place], int], Step | None]
+
+
+def step_of(op: Operation, given: Sequence[Places], groups: Sequence[Group]) -> list[Step]:
+    """What each group does for an operation.
+
+    Args:
+      op: the operation, which has no body.
+      given: the places of its operands.
+      groups: the groups.
+    """
+    found: list[Step] = []
+    for number, group in enumerate(groups):
+        places = [each[number] for each in given]
+        step = _of_group(op, places, group.ranks) if any(places) else None
+        if step is not None and step.act and any(other.act and other.act != step.act for other in found):
+            step = None
+        found.append(step if step is not None else whole(op))
+    return found
+
+
+def whole(op: Operation) -> Step:
+    """All operands whole, all results too."""
+    return Step((None,) * len(op.given), (None,) * len(op.made))
+
+
+def _of_group(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    if rule_of(op.name).passes or op.name in ("layout_constraint", "reshard", "sharding_constraint"):
+        return Step(tuple(places), tuple(places))
+    if is_elementwise(op.name) or op.name == "name":
+        return _elementwise(op, places, ranks)
+    if rule_of(op.name).sends is not None:
+        return _beside_ranks(op, places, ranks)
+    rule = RULES.get(op.name)
+    return None if rule is None else rule(op, places, ranks)
+
+
+# Elementwise
+
+
+def _elementwise(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    if SUM in places:
+        if (step := _linear(op, places)) is not None:
+            return step
+        places = settled_sums(places)
+    splits = [k for k, place in enumerate(places) if isinstance(place, Split)]
+    if not splits:
+        return None
+    lead = max(splits, key=lambda k: op.given[k].size)
+    place = places[lead]
+    assert isinstance(place, Split)
+    if len(op.made[0].shape) <= place.dim or op.made[0].shape[place.dim] != op.given[lead].shape[place.dim]:
+        return None
+    spread = [aval.ndim == 0 or aval.shape[place.dim] == 1 for aval in op.given]
+    return Step(tuple(None if each else place for each in spread), (place,) * len(op.made))
+
+
+_SAME = ("neg", "real", "imag", "copy", "stop_gradient", "name", "pvary", "pcast")
+
+
+def _linear(op: Operation, places: Sequence[Place]) -> Step | None:
+    """What a partial sum goes through; None where it must be completed."""
+    name, dtype = op.name, op.made[0].dtype
+    if any(isinstance(place, Split) for place in places) or dtype == jnp.bool_:
+        return None
+    if name in ("add", "sub", "add_any"):
+        return Step((SUM,) * len(places), (SUM,))
+    if name == "mul":
+        small = min(range(2), key=lambda k: op.given[k].size)
+        kept = next(k for k in (1 - small, small) if places[k] == SUM)
+        return Step(tuple(SUM if k == kept else None for k in range(2)), (SUM,))
+    if name == "div" and places[0] == SUM and jnp.issubdtype(dtype, jnp.inexact):
+        return Step((SUM, None), (SUM,))
+    if name == "select_n" and places[0] is None:
+        return Step((None, *(SUM for _ in places[1:])), (SUM,))
+    if name in _SAME or (name == "convert_element_type" and _keeps_sums(op.given[0].dtype, dtype)):
+        return Step((SUM,), (SUM,))
+    return None
+
+
+def _keeps_sums(old, new) -> bool:
+    """Whether a cast of each part is a part of the cast sum, but for rounding."""
+    inexact = lambda dtype: jnp.issubdtype(dtype, jnp.inexact)
+    return jnp.bool_ not in (old, new) and (inexact(new) or not inexact(old))
+
+
+def _beside_ranks(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    """A collective over mesh axes of other groups or none: sums and extremes treat every element alike."""
+    kind = rule_of(op.name).sends
+    if kind is None or kind[0] != "all_reduce":
+        return None
+    if kind[1] != "sum":
+        places = settled_sums(places)
+    return Step(tuple(places), tuple(places))
+
+
+# One operand, or several that are alike
+
+
+def _placed(linear: bool) -> Rule:
+    """Dims go on as `program/program.py` says; a sum goes through what is linear."""
+
+    def rule(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+        data = _data(op)
+        if SUM in places:
+            others = any(isinstance(place, Split) for place in places)
+            if linear and not others and not any(places[k] for k in range(len(places)) if k not in data):
+                return Step(tuple(SUM if k in data else None for k in range(len(places))), (SUM,) * len(op.made))
+            places = settled_sums(places)
+        splits = [k for k in data if isinstance(places[k], Split)]
+        if not splits:
+            return None
+        lead = max(splits, key=lambda k: op.given[k].size)
+        place = places[lead]
+        assert isinstance(place, Split)
+        to = DIMS[op.name](op, lead, place.dim, ranks)
+        if to is None or any(op.given[k].shape[place.dim] % (place.outer * ranks) for k in data):
+            return None
+        wanted = tuple(place if k in data else None for k in range(len(places)))
+        return Step(wanted, (place._replace(dim=to),) * len(op.made))
+
+    return rule
+
+
+def _data(op: Operation) -> tuple[int, ...]:
+    """The operands that are arrays of one kind; the others say where, or with what."""
+    if op.name in ("concatenate", "sort"):
+        return tuple(range(len(op.given)))
+    return (0, 1) if op.name == "dynamic_update_slice" else (0,)
+
+
+def _reshape(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    (place,) = places
+    if place == SUM:
+        return Step((SUM,), (SUM,))
+    assert isinstance(place, Split)
+    to = reshaped(place, op.given[0].shape, op.made[0].shape, ranks)
+    return None if to is None or op.options["dimensions"] is not None else Step((place,), (to,))
+
+
+def _reduction(act: str) -> Rule:
+    """A reduction: along other dims local; along the split one each rank's, which are then joined by `act`."""
+
+    def rule(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+        if (place := places[0]) == SUM:
+            return Step((SUM,), (SUM,)) if act == "sum" else None
+        assert isinstance(place, Split)
+        if place.dim not in op.options["axes"]:
+            return _placed(False)(op, places, ranks)
+        if act == "sum":
+            return Step((place,), (SUM,))
+        return None if act == "best" and place.outer > 1 else Step((place,), (None,), act)
+
+    return rule
+
+
+def _window(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    place, options = settled_sums(places)[0], op.options
+    if not isinstance(place, Split):
+        return None
+    alone = all(options[name][place.dim] == 1 for name in ("window_dimensions", "window_strides"))
+    alone = alone and tuple(options["padding"][place.dim]) == (0, 0)
+    return Step((place, *(None for _ in places[1:])), (place,)) if alone else None
+
+
+def _top(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    place = settled_sums(places)[0]
+    along = op.options.get("axis", op.options.get("operand_dim", op.given[0].ndim - 1)) % op.given[0].ndim
+    return Step((place,), (place,) * 2) if isinstance(place, Split) and place.dim != along else None
+
+
+# Products
+
+
+def _product(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    a, b = places
+    if SUM in (a, b):
+        if None in (a, b):
+            return Step((a, b), (SUM,))
+        a, b = settled_sums(places)
+    contracted, batched = op.contraction
+    if isinstance(a, Split) and isinstance(b, Split) and not _paired(a, b, contracted) and not _paired(a, b, batched):
+        a, b = (None, b) if op.given[0].size < op.given[1].size else (a, None)
+    lead = 0 if isinstance(a, Split) else 1
+    place = (a, b)[lead]
+    if not isinstance(place, Split):
+        return None
+    for dims, made in ((contracted, SUM), (batched, None)):
+        if place.dim in dims[lead]:
+            position = dims[lead].index(place.dim)
+            wanted = tuple(place._replace(dim=dims[k][position]) for k in range(2))
+            return Step(wanted, (made or place._replace(dim=position),))
+    wanted = (place, None) if lead == 0 else (None, place)
+    to = DIMS["dot_general"](op, lead, place.dim, ranks)
+    return None if to is None else Step(wanted, (place._replace(dim=to),))
+
+
+def _paired(a: Split, b: Split, dims: Sequence[Sequence[int]]) -> bool:
+    there = a.dim in dims[0] and b.dim in dims[1] and a.outer == b.outer
+    return there and dims[0].index(a.dim) == dims[1].index(b.dim)
+
+
+def _convolution(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    place, kernel = places
+    if SUM in places and None in places:
+        return Step(tuple(places), (SUM,))
+    numbers = op.options["dimension_numbers"]
+    rows = isinstance(place, Split) and place.dim == numbers.lhs_spec[0] and op.options["batch_group_count"] == 1
+    return Step((place, None), (place._replace(dim=numbers.out_spec[0]),)) if rows and kernel is None else None
+
+
+_LINEAR = (
+    *("broadcast_in_dim", "concatenate", "cumsum", "dynamic_slice", "dynamic_update_slice", "pad", "rev", "slice"),
+    *("split", "squeeze", "transpose", "unstack"),
+)
+
+RULES: Mapping[str, Rule] = {
+    **{name: _placed(name in _LINEAR) for name in DIMS},
+    "reshape": _reshape,
+    "reduce_sum": _reduction("sum"),
+    "reduce_max": _reduction("extreme"),
+    "reduce_min": _reduction("extreme"),
+    "reduce_and": _reduction("logical"),
+    "reduce_or": _reduction("logical"),
+    "reduce_prod": _reduction("product"),
+    "argmax": _reduction("best"),
+    "argmin": _reduction("best"),
+    "reduce_window_max": _window,
+    "reduce_window_min": _window,
+    "reduce_window_sum": _window,
+    "top_k": _top,
+    "dot_general": _product,
+    "conv_general_dilated": _convolution,
+    **LOOKUPS,
+}
+"""By the primitive's name; one without a rule is done on whole values."""

@@ -1,0 +1,266 @@
+"""A rank's part of a value of the whole batch, and how it changes from one place to another.
+
+Collectives are those whose gradients count every rank's loss, so all transposes are exact for the objective "the sum over ranks
+of what each rank returns". (A reduction that hands cotangents on unchanged would be wrong: they differ from rank to rank as
+soon as a completed sum meets rows.)
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.collectives.collectives import all_gather, all_reduce
+from axonml_jax.collectives.primitives import axis_index, sum_over, types_are_checked, vary
+from axonml_jax.meaning.places import SUM, Group, Places, Split, local_outer, local_shape
+
+
+@dataclass(eq=False)
+class Value:
+    """A value of the program.
+
+    A whole one is made when it is read, and only as much of it as is read: a mask or an identity of which a rank needs its rows
+    is never whole.
+
+    Attributes:
+      shape: the whole value's.
+      dtype: its dtype.
+      places: how each group holds it.
+      make: `make(places)`: this rank's part of a whole one, held so; of all others only `make(self.places)`.
+      zero: it is known to be zeros.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    places: Places
+    make: Callable[[Places], jax.Array]
+    zero: bool = False
+    _made: dict[Places, jax.Array] = field(default_factory=dict)
+    _changed: dict[Any, "Value"] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all groups hold it whole."""
+        return not any(self.places)
+
+    @property
+    def array(self) -> jax.Array:
+        """What this rank holds."""
+        return self.at(self.places)
+
+    def at(self, places: Places) -> jax.Array:
+        """This rank's part of a whole value, made once."""
+        if places not in self._made:
+            self._made[places] = self.make(places)
+        return self._made[places]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A gather of rows (or positions) that an operation mixes.
+
+    Attributes:
+      bytes: what a rank receives.
+      operation: the primitive.
+      line: the user's.
+    """
+
+    bytes: int
+    operation: str
+    line: str
+
+
+class Ranks:
+    """The groups of ranks, and the collectives that change a value's place.
+
+    Attributes:
+      groups: of which each splits one thing.
+      axes: all their mesh axes.
+      gathered: the gathers so far.
+      most_gathered: how many bytes they may have together; None: any number.
+      at: the operation and the line that are being run.
+      times: how often, where it is in a loop.
+    """
+
+    def __init__(self, groups: Sequence[Group], most_gathered: int | None = None):
+        self.groups, self.most_gathered = tuple(groups), most_gathered
+        self.axes = tuple(axis for group in groups for axis in group.axes)
+        self.gathered: list[Gathered] = []
+        self.at: tuple[str, str] = ("", "")
+        self.times = 1
+        self.checked = types_are_checked(self.axes[0])
+
+    @property
+    def none(self) -> Places:
+        """The places of a whole value."""
+        return (None,) * len(self.groups)
+
+    def vary(self, array: jax.Array) -> jax.Array:
+        """An array typed as varying over all axes, where types are checked."""
+        return vary(array, self.axes) if self.checked else array
+
+    def index(self, group: Group) -> jax.Array:
+        """This rank's number in a group."""
+        return axis_index(group.axes)
+
+    def check_talk(self) -> None:
+        """Before a collective."""
+
+    # Values
+
+    def known(self, array: Any) -> Value:
+        """A whole value that is there."""
+        array = self.vary(jnp.asarray(array))
+        return Value(array.shape, array.dtype, self.none, lambda places: self.block(array, places))
+
+    def held(self, array: jax.Array, places: Places, shape: Sequence[int]) -> Value:
+        """What this rank holds of a value of a shape."""
+        if not any(places):
+            return self.known(array)
+        array = self.vary(array)
+        return Value(tuple(shape), array.dtype, places, lambda _: array)
+
+    def lazy(self, shape: Sequence[int], dtype: Any, make: Callable[[Places], jax.Array], zero: bool = False) -> Value:
+        """A whole value that `make` makes."""
+        return Value(tuple(shape), dtype, self.none, lambda places: self.vary(make(places)), zero)
+
+    def block(self, array: jax.Array, places: Places) -> jax.Array:
+        """This rank's part of a whole array."""
+        splits = [(place, group) for place, group in zip(places, self.groups, strict=True) if isinstance(place, Split)]
+        for place, group in sorted(splits, key=lambda each: -each[0].outer):
+            array = self._own_part(array, place.dim, place.outer, group)
+        return array
+
+    def _own_part(self, array: jax.Array, dim: int, outer: int, group: Group) -> jax.Array:
+        size = array.shape[dim] // outer
+        seen = array if outer == 1 else array.reshape(*array.shape[:dim], outer, size, *array.shape[dim + 1 :])
+        part = size // group.ranks
+        along = dim + (outer > 1)
+        own = jax.lax.dynamic_slice_in_dim(seen, self.index(group) * part, part, along)
+        return own if outer == 1 else own.reshape(*array.shape[:dim], outer * part, *array.shape[dim + 1 :])
+
+    # Changing places
+
+    def settled(self, value: Value, places: Places) -> jax.Array:
+        """What this rank holds of a value in other places."""
+        value = self._completed(value, places)
+        for number, place in enumerate(places):
+            if isinstance(value.places[number], Split) and value.places[number] != place:
+                value = self._changed(value, ("gather", number), self._gathered, number)
+        if value.is_whole:
+            array = value.at(tuple(place if isinstance(place, Split) else None for place in places))
+        else:
+            array = self._narrowed(value, places)
+        for number, place in enumerate(places):
+            if place == SUM and value.places[number] != SUM and not value.zero:
+                array = jnp.where(self.index(self.groups[number]) == 0, array, jnp.zeros_like(array))
+        return array
+
+    def _narrowed(self, value: Value, places: Places) -> jax.Array:
+        """This rank's part along dims that are still whole."""
+        array, held = value.array, list(value.places)
+        for number, place in enumerate(places):
+            if isinstance(place, Split) and held[number] is None:
+                held[number] = place
+                outer = local_outer(tuple(held), self.groups, number)
+                array = self._own_part(array, place.dim, outer, self.groups[number])
+        return array
+
+    def _completed(self, value: Value, places: Places) -> Value:
+        due = tuple(k for k, (old, new) in enumerate(zip(value.places, places, strict=True)) if old == SUM != new)
+        return self._changed(value, ("sum", due), self._summed, due) if due else value
+
+    def _changed(self, value: Value, key: Any, change: Callable[[Value, Any], Value], what: Any) -> Value:
+        if key not in value._changed:
+            value._changed[key] = change(value, what)
+        return value._changed[key]
+
+    def _summed(self, value: Value, due: Sequence[int]) -> Value:
+        places = tuple(None if k in due else place for k, place in enumerate(value.places))
+        self.check_talk()
+        axes = tuple(axis for k in due for axis in self.groups[k].axes)
+        with jax.named_scope("axonml.loss"):
+            return self.held(all_reduce(value.array, axes), places, value.shape)
+
+    def _gathered(self, value: Value, number: int) -> Value:
+        group, place = self.groups[number], value.places[number]
+        assert isinstance(place, Split)
+        outer = local_outer(value.places, self.groups, number)
+        places = tuple(None if k == number else each for k, each in enumerate(value.places))
+        array = self.gather(value.array, place.dim, outer, group)
+        return self.held(array, places, value.shape)
+
+    def gather(self, array: jax.Array, dim: int, outer: int, group: Group) -> jax.Array:
+        """A split dim whole. Communicates: one all-gather."""
+        self.check_talk()
+        self.note(array.size * array.dtype.itemsize * (group.ranks - 1))
+        if array.dtype == bool:
+            return self.gather_quietly(array.astype(jnp.int8), dim, outer, group).astype(bool)
+        return self.gather_quietly(array, dim, outer, group)
+
+    def gather_quietly(self, array: jax.Array, dim: int, outer: int, group: Group) -> jax.Array:
+        """The same of numbers, without a record of it."""
+        shape, size = array.shape, array.shape[dim] // outer
+        if outer > 1:
+            array, dim = array.reshape(*shape[:dim], outer, size, *shape[dim + 1 :]), dim + 1
+        with jax.named_scope("axonml.loss"):
+            joined = all_gather(array, group.axes, dim)
+        return joined if outer == 1 else joined.reshape(*shape[: dim - 1], outer * size * group.ranks, *shape[dim:])
+
+    def note(self, size: int) -> None:
+        """Record a gather, and refuse it where there are too many.
+
+        Raises:
+          ValueError: naming the operation, the line, the sizes and the remedies.
+        """
+        self.gathered.append(Gathered(size * self.times, *self.at))
+        total = sum(each.bytes for each in self.gathered)
+        if self.most_gathered is not None and total > self.most_gathered:
+            raise ValueError(too_much(self.gathered, self.most_gathered))
+
+    # Other things that rules need
+
+    def rows_as_sum(self, value: Value) -> jax.Array:
+        """What this rank adds to a value: as `settled` to sums, but of split dims its own part among zeros."""
+        zeros = [isinstance(place, Split) for place in value.places]
+        if not any(zeros):
+            return self.settled(value, (SUM,) * len(self.groups))
+        places = tuple(place if isinstance(place, Split) else SUM for place in value.places)
+        array, held = self.settled(value, places), list(places)
+        for number in sorted((k for k, split in enumerate(zeros) if split), key=lambda k: held[k].outer):
+            array = self._among_zeros(
+                array, held[number], local_outer(tuple(held), self.groups, number), self.groups[number]
+            )
+            held[number] = None
+        return array
+
+    def _among_zeros(self, array: jax.Array, place: Split, outer: int, group: Group) -> jax.Array:
+        dim, shape = place.dim, array.shape
+        part = shape[dim] // outer
+        seen = array.reshape(*shape[:dim], outer, part, *shape[dim + 1 :])
+        zeros = self.vary(jnp.zeros((*shape[:dim], outer, part * group.ranks, *shape[dim + 1 :]), array.dtype))
+        filled = jax.lax.dynamic_update_slice_in_dim(zeros, seen, self.index(group) * part, dim + 1)
+        return filled.reshape(*shape[:dim], shape[dim] * group.ranks, *shape[dim + 1 :])
+
+    def unvaried(self, array: jax.Array) -> jax.Array:
+        """A whole array for a program that was traced without varying types: typed as the same on every rank."""
+        return sum_over(jnp.where(axis_index(self.axes) == 0, array, jnp.zeros_like(array)), self.axes)
+
+    def local(self, shape: Sequence[int], places: Places) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return local_shape(shape, places, self.groups)
+
+
+def too_much(gathered: Sequence[Gathered], most: int) -> str:
+    """Why a loss is refused that gathers too much."""
+    lines = [f"  {each.operation} ({each.line or 'no line known'}): {each.bytes:,} bytes" for each in gathered]
+    return (
+        "the loss mixes rows of different ranks: these operations need rows that other ranks have, "
+        f"{sum(each.bytes for each in gathered):,} bytes a rank and step, and {most:,} are allowed:\n"
+        + "\n".join(lines)
+        + "\nAllow it with "
+        "ax.mixing_rows(loss_fn, most_bytes=...), reduce what is mixed first (means, or ax.WeightedMean(total, weight)), or "
+        "gather smaller arrays yourself (ax.all_gather)"
+    )

@@ -1,0 +1,368 @@
+"""`WholeBatch`: the user's loss of the whole batch, from one rank's rows, all at once or in microbatches."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.base import LossFn, PyTree
+from axonml_jax.compat.model_call import Transformed
+from axonml_jax.meaning.asked import Asked, SplitOf, Traced
+from axonml_jax.meaning.interpreter import Interpreter
+from axonml_jax.meaning.microbatches import Division, Microbatch, MicroRanks, Mixing, divided
+from axonml_jax.meaning.model_call import put_variables
+from axonml_jax.meaning.places import Group, Places
+from axonml_jax.meaning.plain_mean import is_plain_mean, talks
+from axonml_jax.meaning.real_calls import RealCalls, Unclear
+from axonml_jax.meaning.values import Ranks, Value
+from axonml_jax.model.loss import Loss, WeightedMean
+from axonml_jax.model.view import Functional, Mode, Variables
+from axonml_jax.program.program import Atom, among, made_by
+
+
+@dataclass(frozen=True)
+class MixingRows:
+    """A loss with how many bytes it may gather (`mixing_rows`)."""
+
+    loss_fn: LossFn
+    most_bytes: int | None
+
+    def __call__(self, model: Any, batch: PyTree) -> Any:
+        """The loss."""
+        return self.loss_fn(model, batch)
+
+
+def mixing_rows(loss_fn: LossFn, *, most_bytes: int | None = None) -> LossFn:
+    """A loss that may gather more of other ranks' rows than a step allows by itself.
+
+    A loss means the whole batch. What its code mixes without reducing it, such as `z @ z.T` or a sort over the batch, needs
+    rows that other ranks have: they are gathered, and the ledger says what that sends. A step refuses a loss that gathers more
+    than the bytes of the model's trained parameters (or 16 MiB, where these are fewer), as that is mostly not meant.
+
+    Args:
+      loss_fn: the loss.
+      most_bytes: what a rank may receive in one step; None: any number.
+
+    Raises:
+      ValueError: for a number that is none or negative.
+    """
+    if most_bytes is not None and (isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or most_bytes < 0):
+        raise ValueError(f"most_bytes={most_bytes!r} must be a number of bytes, or None for any number")
+    return MixingRows(loss_fn, most_bytes)
+
+
+ROWS, INLINED = "rows", "inlined"
+
+
+def by_rows(batches: PyTree) -> Microbatch:
+    """Microbatches, stacked, of which each has a loss of its own rows."""
+    return Microbatch(batches, [], None, ROWS, jax.tree.leaves(batches)[0].shape[0])
+
+
+Finish = Callable[[jax.Array, dict[str, jax.Array]], tuple]
+"""`finish(loss, metrics) -> (loss, metrics, slope)` of what microbatches and ranks summed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decided:
+    """How a loss is run, of shapes.
+
+    Attributes:
+      local, whole: it traced at a rank's shapes and at the whole batch's.
+      division: in microbatches, when its values can be made.
+      slope: the one late number that the loss is a function of; None: the loss itself is a sum.
+    """
+
+    local: Traced | None
+    whole: Traced
+    division: Division = Division()
+    slope: int | None = None
+
+    @property
+    def outputs(self) -> tuple[Atom, ...]:
+        """Of the program, those that a microbatch adds to, then the late sums."""
+        return (*(atom for atom in self.whole.program.outputs if not self.is_after(atom)), *self.division.late)
+
+    def is_after(self, atom: Atom) -> bool:
+        """Whether an atom is made after all microbatches."""
+        return among(atom, self.division.after)
+
+
+@dataclass(frozen=True, eq=False)
+class WholeBatch:
+    """What a loss means on the whole batch.
+
+    Attributes:
+      group: the ranks among which the batch's rows are split.
+      split: which dims of its leaves.
+      most_gathered: how many bytes a rank may receive of rows that operations mix; None: any number.
+    """
+
+    group: Group
+    split: SplitOf
+    most_gathered: int | None = None
+    _decided: dict[Any, "Decided | str"] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        model: Functional,
+        loss_fn: LossFn,
+        mode: Mode,
+        variables: Variables,
+        key: jax.Array,
+        batch: PyTree,
+        on_rows: Callable[[PyTree], tuple[Loss, PyTree]],
+    ) -> tuple[Loss, PyTree]:
+        """The loss, whose sums over ranks are those of the whole batch, and the model's state after it.
+
+        Args:
+          model, loss_fn, mode: the user's model and loss, and how the model is bound.
+          variables, key: as read.
+          batch: this rank's rows, or a `Microbatch`.
+          on_rows: the loss of some rows alone, whose mean is the loss where that is proven, or where the loss has collectives
+            of its own.
+
+        Raises:
+          ValueError: where the loss mixes too many rows, naming the operations and lines.
+        """
+        if isinstance(batch, Microbatch):
+            group = self._group(batch.count)
+            asked = Asked((group,), self.split, model, loss_fn, mode, variables, key, batch.rows)
+            return on_rows(batch.rows) if batch.plan == ROWS else self._of_microbatch(asked, batch)
+        asked = Asked((self.group,), self.split, model, loss_fn, mode, variables, key, batch)
+        decided = self._decide(asked)
+        if decided == ROWS:
+            return on_rows(batch)
+        ranks = Ranks((self.group,), self.most_gathered)
+        if isinstance(decided, Decided):
+            try:
+                return self._run(asked, decided, ranks, {})
+            except Unclear:
+                pass
+        return self._inlined(asked, ranks, on_rows)
+
+    def _group(self, count: int) -> Group:
+        """All microbatches of all ranks."""
+        return Group(self.group.axes, self.group.ranks * count)
+
+    def _decide(self, asked: Asked) -> "Decided | str":
+        """How the loss is run; tried once for the same shapes."""
+        if (key := (asked.groups, asked.signature)) not in self._decided:
+            found = self._decision(asked)
+            if isinstance(found, Decided) and any(
+                isinstance(x, jax.core.Tracer) for x in found.whole.program.constants.values()
+            ):
+                return found  # of the trace around it
+            self._decided[key] = found
+        return self._decided[key]
+
+    def _decision(self, asked: Asked) -> "Decided | str":
+        local, failed = None, None
+        try:
+            local = asked.traced(whole=False)
+        except Transformed:
+            return INLINED
+        except Exception as error:  # such as the five largest of four rows
+            failed = error
+        if local is not None and talks(local.program, asked.axes):
+            return ROWS
+        try:
+            whole = asked.traced(whole=True)
+        except Transformed:
+            return INLINED
+        except Exception:
+            if failed is None:
+                raise
+            raise failed from None
+        if talks(whole.program, asked.axes):
+            return ROWS
+        if local is not None and is_plain_mean(local, whole, asked.places(), asked.groups):
+            return ROWS
+        return Decided(local, whole)
+
+    def _run(self, asked: Asked, decided: Decided, ranks: Ranks, known: Mapping[int, Value]) -> tuple[Loss, PyTree]:
+        bound, whole = asked.model.bind(asked.variables, asked.key, asked.mode), decided.whole
+        calls = RealCalls(bound, whole.noted, decided.local and decided.local.noted, ranks.groups[0])
+        values = _values(ranks, asked, whole)
+        loss, changed = whole.out_tree.unflatten(Interpreter(ranks, calls).run(whole.program, values, known))
+        put_variables(bound, dict(zip(whole.changed, [ranks.settled(x, ranks.none) for x in changed], strict=True)))
+        return _as_sums(loss, ranks), asked.model.state_of(bound)
+
+    def _inlined(self, asked: Asked, ranks: Ranks, on_rows: Callable) -> tuple[Loss, PyTree]:
+        """With the model's own code in the program, where the loss differentiates or maps it."""
+        whole = asked.inlined()
+        if talks(whole.program, asked.axes):
+            return on_rows(asked.batch)
+        values = _values(ranks, asked, whole)
+        loss, state = whole.out_tree.unflatten(Interpreter(ranks).run(whole.program, values))
+        treedef = jax.tree.structure(asked.variables.state)
+        return _as_sums(loss, ranks), treedef.unflatten([ranks.settled(x, ranks.none) for x in state])
+
+    # Microbatches
+
+    def microbatches(self, asked_of: tuple, rows: PyTree, batches: PyTree) -> PyTree:
+        """A rank's microbatches, stacked, as the loss takes them: with what must be known of all of them beforehand.
+
+        Args:
+          asked_of: the model, the loss, the mode, and shapes of the variables as read and of a key.
+          rows: all of this rank's rows.
+          batches: the same as microbatches, stacked.
+
+        Returns:
+          `batches`, where the loss is a plain mean, or its own collectives make it that of some rows.
+
+        Raises:
+          ValueError: where the loss needs more than sums of what depends on the model, naming the operation and the line.
+        """
+        own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
+        count = jax.tree.leaves(batches)[0].shape[0]
+        asked = Asked((self._group(count),), self.split, *asked_of, own)
+        if (decided := self._decide(asked)) == ROWS:
+            return batches
+        try:
+            decided = self._divided(asked, decided) if isinstance(decided, Decided) else ROWS
+        except Unclear:
+            decided = ROWS
+        if not isinstance(decided, Decided):
+            return by_rows(batches)
+        ranks, known = Ranks((self.group,), self.most_gathered), []
+        if early := decided.division.early:
+            values = _values(ranks, replace(asked, batch=rows, groups=(self.group,)), decided.whole)
+            made = Interpreter(ranks).run(decided.whole.program, values, wanted=early)
+            known = [ranks.settled(value, ranks.none) for value in made]
+        repeated = [jnp.broadcast_to(x, (count, *x.shape)) for x in known]
+        return Microbatch(batches, repeated, jnp.arange(count), decided, count)
+
+    def _divided(self, asked: Asked, decided: Decided) -> Decided:
+        fixed = len(jax.tree.leaves((asked.variables, asked.key)))
+        places, whole = asked.places(), decided.whole
+        dependent = [k < fixed for k in range(len(places))]
+        try:
+            calls = RealCalls(None, whole.noted, decided.local and decided.local.noted, asked.groups[0])
+            division = divided(whole.program, places, dependent, asked.groups[0], calls)
+            return finishing(replace(decided, division=division))
+        except Mixing as mixing:
+            name, line = mixing.args
+            raise ValueError(
+                f"the loss needs what the model makes of other microbatches: {name} ({line or 'no line known'}) is not a sum "
+                "over rows. Take all rows at once (accumulate=1), or return ax.WeightedMean(total, weight) of two sums"
+            ) from None
+
+    def _of_microbatch(self, asked: Asked, batch: Microbatch) -> tuple[Loss, PyTree]:
+        """What one microbatch adds: sums, those that are late by the names of metrics."""
+        decided, bound = batch.plan, asked.model.bind(asked.variables, asked.key, asked.mode)
+        ranks, whole = MicroRanks(asked.groups[0], batch.count, batch.number), decided.whole
+        known = {number: ranks.known(x) for number, x in zip(decided.division.early, batch.known, strict=True)}
+        calls = RealCalls(bound, whole.noted, decided.local and decided.local.noted, ranks.groups[0])
+        values = _values(ranks, asked, whole)
+        made = iter(Interpreter(ranks, calls).run(whole.program, values, known, wanted=decided.outputs))
+        found = [None if decided.is_after(atom) else next(made) for atom in whole.program.outputs]
+        loss, changed = whole.out_tree.unflatten(found)
+        late = dict(zip(decided.division.late, made, strict=True))
+        one = ranks.known(jnp.ones((), jnp.float32))
+        metrics = {
+            name: each for name, each in loss.metrics.items() if each.total is not None and each.weight is not None
+        }
+        metrics |= {f"{LATE}{number}": WeightedMean(value, one) for number, value in late.items()}
+        total = loss.total if decided.slope is None else late[decided.slope]
+        put_variables(bound, dict(zip(whole.changed, [ranks.settled(x, ranks.none) for x in changed], strict=True)))
+        return _as_sums(Loss(total, loss.weight, metrics), ranks), asked.model.state_of(bound)
+
+    def finish(self, batches: Any) -> Finish | None:
+        """What is done with sums over all microbatches and ranks; None: nothing.
+
+        Args:
+          batches: what `microbatches` returned.
+        """
+        decided = batches.plan if isinstance(batches, Microbatch) else ROWS
+        return partial(self._finished, decided, batches.known) if decided != ROWS and decided.division.late else None
+
+    def _finished(self, decided: Decided, early: list[jax.Array], loss: jax.Array, metrics: dict) -> tuple:
+        """The loss and all metrics, and what gradients are multiplied by; None: they are those of the loss."""
+        ranks, program = Ranks((self.group,)), decided.whole.program
+        sums = {
+            number: metrics[f"{LATE}{number}"].astype(program.avals[number].dtype) for number in decided.division.late
+        }
+        fixed = {n: ranks.known(x[0]) for n, x in zip(decided.division.early, early, strict=True)}
+        values = [Value(aval.shape, aval.dtype, ranks.none, unread) for aval in map(program.avals.get, program.inputs)]
+
+        def of(atoms: Sequence[Atom], sums: dict[int, jax.Array]) -> list[jax.Array]:
+            known = fixed | {number: ranks.known(x) for number, x in sums.items()}
+            return [value.array for value in Interpreter(ranks).run(program, values, known, wanted=atoms)]
+
+        later, _ = decided.whole.out_tree.unflatten(list(program.outputs))
+        kept = {name: value for name, value in metrics.items() if not name.startswith(LATE)}
+        for name in later.metrics.keys() - kept.keys():
+            metric = later.metrics[name]
+            total, weight = of((metric.total, metric.weight), sums)
+            kept[name] = ranks.unvaried(total / weight)
+        if decided.slope is None:
+            return loss, kept, None
+        of_sum = lambda x: of((later.total,), sums | {decided.slope: x})[0]
+        value, slope = jax.value_and_grad(of_sum)(ranks.vary(loss))
+        return ranks.unvaried(value), kept, ranks.unvaried(slope)
+
+
+LATE = "axonml late sum "
+
+
+def finishing(decided: Decided) -> Decided:
+    """With the one number that the loss is a function of, where it is made after all microbatches.
+
+    Raises:
+      Mixing: where there are several, or weights, counts or the model's state are made so late.
+    """
+    whole = decided.whole
+    loss, changed = whole.out_tree.unflatten(list(whole.program.outputs))
+    late = [each.weight for each in loss.metrics.values() if decided.is_after(each.total)]
+    made = made_by(whole.program.equations, late)
+    read = {number for equation in made for number in equation.read}
+    weights = [each.weight for each in loss.metrics.values()] + ([] if loss.weight is None else [loss.weight])
+    if read.intersection(whole.program.inputs) or any(map(decided.is_after, [*weights, *changed])):
+        raise Mixing("a weight, or a change of the model's state,", "")
+    if not decided.is_after(loss.total):
+        return decided
+    made = made_by(whole.program.equations, [loss.total], decided.division.late)
+    read = {number for equation in made for number in equation.read} & set(decided.division.late)
+    shapes = [whole.program.avals[number] for number in read]
+    if (
+        len(read) > 1
+        or loss.weight is not None
+        or any(x.shape or not jnp.issubdtype(x.dtype, jnp.floating) for x in shapes)
+    ):
+        raise Mixing(made[-1].name, made[-1].op.line)
+    return replace(decided, slope=next(iter(read)))
+
+
+def _values(ranks: Ranks, asked: Asked, traced: Traced) -> list[Value]:
+    """What this rank holds of a program's inputs."""
+    numbers = zip(asked.leaves, asked.places(), traced.program.inputs, strict=True)
+    return [_held(ranks, x, places, traced.program.avals[number].shape) for x, places, number in numbers]
+
+
+def _held(ranks: Ranks, x: Any, places: Places, shape: tuple[int, ...]) -> Value:
+    if isinstance(x, jax.ShapeDtypeStruct):  # of the model, before it is there
+        return Value(shape, x.dtype, places, unread)
+    return ranks.held(jnp.asarray(x), places, shape)
+
+
+def unread(places: Places) -> Any:
+    """The model and rows are not there before and after all microbatches."""
+    raise AssertionError("a value of the model or of rows was read where it is not there")
+
+
+def _as_sums(loss: Loss, ranks: Ranks) -> Loss:
+    """A loss of values, as what a step sums over ranks and divides once."""
+    total = ranks.rows_as_sum(loss.total)
+    parts = math.prod(group.ranks for group in ranks.groups)
+    metrics = {
+        name: WeightedMean(ranks.rows_as_sum(metric.total), ranks.rows_as_sum(metric.weight))
+        for name, metric in loss.metrics.items()
+    }
+    if loss.weight is None:
+        return Loss(total * parts, None, metrics)
+    return Loss(total, ranks.rows_as_sum(loss.weight), metrics)
