@@ -11,12 +11,14 @@ import optax
 
 from axonml_jax.base import LossFn, PyTree, named_leaves, path_name
 from axonml_jax.collectives.primitives import JOINS, joined_over, sum_over
+from axonml_jax.compat.jaxpr import trace
 from axonml_jax.facade.facades import parallelize
 from axonml_jax.layers.float8 import reading_float8
 from axonml_jax.model.lora import functionalize
 from axonml_jax.model.loss import Loss, Precision, parse_loss
 from axonml_jax.model.view import Functional, Mode, Trainable, Variables
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.program.program import made_by, read_program
 from axonml_jax.sharding.batch import check_batch
 from axonml_jax.sharding.layout import to_host
 from axonml_jax.testing.mapped_model import MappedModel
@@ -146,6 +148,9 @@ class Oracle:
             def called(variables: Variables, keys: Any, batch: PyTree) -> tuple[Loss, PyTree]:
                 size = max((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=1)
                 with joined_over((AXIS,)):
+                    if not self._together and not self._draws(variables, keys[0], batch):
+                        model = self.model.bind(variables, keys[0], self._mode)
+                        return parse_loss(self.loss_fn(model, batch)), variables.state
                     model = MappedModel(
                         self.model, self._mode, variables, variables.state, keys, AXIS, size, self._together
                     )
@@ -168,6 +173,18 @@ class Oracle:
             variables.params
         )
         return (jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), grads), loss), after
+
+    def _draws(self, variables: Variables, key: jax.Array, batch: PyTree) -> bool:
+        """Whether a model without state draws random numbers, or has a state all the same."""
+        if jax.tree.leaves(variables.state):
+            return True
+
+        def fun(key: jax.Array) -> Loss:
+            return parse_loss(self.loss_fn(self.model.bind(variables, key, self._mode), batch))
+
+        program = read_program(trace(fun, key).jaxpr)
+        needed = made_by(program.equations, program.outputs)
+        return any(program.inputs[0] in equation.read for equation in needed)
 
     def _updated(self, variables: Variables, opt_state: Any, sums: Any, states: list[PyTree], parts: Any) -> tuple:
         """Variables and optimizer state after the update, the gradients, loss, norm and metrics."""
