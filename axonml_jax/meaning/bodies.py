@@ -236,13 +236,17 @@ def _custom_jvp(run: "Runs", equation: Equation, given: Sequence[Value]) -> list
         return _held(run, equation, call(*arrays), made)
 
 
+def of_cotangent(places: Places) -> Places:
+    """Of a split value it is split alike, of a whole one a sum of the ranks', of a sum the same on every rank."""
+    return tuple(SUM if place is None else None if place == SUM else place for place in places)
+
+
 def _custom_vjp(run: "Runs", equation: Equation, given: Sequence[Value]) -> list[Value]:
-    """Rebuilt alike. A cotangent of a split value is split as it is; that of a whole one is a sum of the ranks'."""
+    """Rebuilt alike."""
     op, inner = equation.op, equation.called
     assert inner is not None
     places, arrays = _settled(run, given)
     made, floats, moved = run.following.equation(equation, places), _floats(op.given), _floats(op.made)
-    of_cotangent = lambda places: tuple(SUM if place is None else place for place in places)
 
     @jax.custom_vjp
     def call(*arrays: Any) -> list:

@@ -65,11 +65,11 @@ class Following:
         return [tuple(each) for each in zip(*(step.made for step in steps), strict=True)]
 
     def call(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
-        """Of a call: inside of it for a plain one; completed sums go into and come out of derivatives of its own."""
+        """Of a call: inside of it for a plain one; sums are completed before one with derivatives of its own."""
         inner = equation.called if equation.called is not None else equation.body
         assert inner is not None
         if equation.name.startswith("custom_"):
-            return [self.settled(each) for each in self.program(inner, [self.settled(each) for each in given])]
+            return self.program(inner, [self.settled(each) for each in given])
         return self.program(inner, given)
 
     def settled(self, places: Places) -> Places:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from axonml_jax.meaning.bodies import backward_derivative, forward_derivative
+from axonml_jax.meaning.bodies import backward_derivative, forward_derivative, of_cotangent
 from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape
 from axonml_jax.meaning.real_calls import place_of
 from axonml_jax.meaning.rules import step_of
@@ -175,13 +175,10 @@ class _Walk:
         if custom and any(known.is_sum for known in given):
             raise NotProven
         made = self.program(inside(equation), inside(own), given)
-        if custom:
-            if any(known.is_sum for known in made):
-                raise NotProven
-            if not self.in_derivative:  # a step differentiates once
-                self.in_derivative = True
-                self._derivative(equation, own, given, made)
-                self.in_derivative = False
+        if custom and not self.in_derivative:  # a step differentiates once
+            self.in_derivative = True
+            self._derivative(equation, own, given, made)
+            self.in_derivative = False
         return made
 
     def _derivative(self, equation: Equation, own: Equation, given: list[Known], made: list[Known]) -> None:
@@ -193,7 +190,7 @@ class _Walk:
             found = self.program(forward_derivative(equation.op), forward_derivative(own.op), [*given, *moving])
             wanted = [*made, *floats(made, equation.op.made)]
         else:
-            spread = lambda known: known if any(known.places) else Known((SUM,) * len(self.groups))
+            spread = lambda known: Known(of_cotangent(known.places))
             cotangents = map(spread, floats(made, equation.op.made))
             found = self.program(backward_derivative(equation.op), backward_derivative(own.op), [*given, *cotangents])
             wanted = list(map(spread, moving))

@@ -171,6 +171,17 @@ def _reduction(act: str) -> Rule:
     return rule
 
 
+def _stack(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    """Operands side by side along a new dim: sums if one is, else all split as the first split one."""
+    if SUM in places and not any(isinstance(place, Split) for place in places):
+        return Step((SUM,) * len(places), (SUM,))
+    splits = [place for place in places if isinstance(place, Split)]
+    if not splits:
+        return None
+    place, along = splits[0], op.options["axis"] % op.made[0].ndim
+    return Step((place,) * len(places), (place._replace(dim=place.dim + (place.dim >= along)),))
+
+
 def _window(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
     place, options = settled_sums(places)[0], op.options
     if not isinstance(place, Split):
@@ -245,6 +256,7 @@ RULES: Mapping[str, Rule] = {
     "reduce_window_max": _window,
     "reduce_window_min": _window,
     "reduce_window_sum": _window,
+    "stack": _stack,
     "top_k": _top,
     "dot_general": _product,
     "conv_general_dilated": _convolution,

@@ -74,6 +74,7 @@ class Decided:
     Attributes:
       local, whole: it traced at a rank's shapes and at the whole batch's.
       division: in microbatches, when its values can be made.
+      failed: why it has no trace at a rank's shapes.
       slope: the one late number that the loss is a function of; None: the loss itself is a sum.
     """
 
@@ -81,6 +82,7 @@ class Decided:
     whole: Traced
     division: Division = Division()
     slope: int | None = None
+    failed: Exception | None = None
 
     @property
     def outputs(self) -> tuple[Atom, ...]:
@@ -182,7 +184,7 @@ class WholeBatch:
             return ROWS
         if local is not None and is_plain_mean(local, whole, asked.places(), asked.groups):
             return ROWS
-        return Decided(local, whole)
+        return Decided(local, whole, failed=failed)
 
     def _run(self, asked: Asked, decided: Decided, ranks: Ranks, known: Mapping[int, Value]) -> tuple[Loss, PyTree]:
         bound, whole = asked.model.bind(asked.variables, asked.key, asked.mode), decided.whole
@@ -226,6 +228,11 @@ class WholeBatch:
         try:
             decided = self._divided(asked, decided) if isinstance(decided, Decided) else ROWS
         except Unclear:
+            if decided.failed is not None:
+                raise ValueError(
+                    "the loss cannot be taken of a microbatch's rows alone (the error above), so it is not known what calls of "
+                    "the model give there: take all rows at once (accumulate=1)"
+                ) from decided.failed
             decided = ROWS
         if not isinstance(decided, Decided):
             return by_rows(batches)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -140,24 +141,7 @@ class Oracle:
                 bound = self.model.bind(variables, key, self._mode)
                 return parse_loss(self.loss_fn(bound, rows)), self.model.state_of(bound)
 
-        def whole(params: PyTree) -> tuple[jax.Array, tuple[Loss, list[PyTree]]]:
-            read = self.precision.cast_compute(params), self.precision.cast_compute(variables.frozen)
-            state = jax.tree.map(lambda *x: jnp.stack(x), *states)
-            batch = jax.tree.map(lambda *x: jnp.concatenate(x) if jnp.ndim(x[0]) else x[0], *rows)
-
-            def called(variables: Variables, keys: Any, batch: PyTree) -> tuple[Loss, PyTree]:
-                size = max((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=1)
-                with joined_over((AXIS,)):
-                    if not self._together and not self._draws(variables, keys[0], batch):
-                        model = self.model.bind(variables, keys[0], self._mode)
-                        return parse_loss(self.loss_fn(model, batch)), variables.state
-                    model = MappedModel(
-                        self.model, self._mode, variables, variables.state, keys, AXIS, size, self._together
-                    )
-                    return parse_loss(self.loss_fn(model, batch)), model.states
-
-            loss, after = reading_float8(called, self.precision, Variables(*read, state), keys, batch)
-            return loss.total, (loss, [jax.tree.map(lambda x, i=i: x[i], after) for i in range(len(shards))])
+        whole = partial(self._of_whole, variables, states, keys, rows)
 
         def total(params: PyTree) -> tuple[jax.Array, tuple[Loss, list[PyTree]]]:
             if not self._together:
@@ -173,6 +157,28 @@ class Oracle:
             variables.params
         )
         return (jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), grads), loss), after
+
+    def _of_whole(
+        self, variables: Variables, states: list, keys: list, rows: list, params: PyTree
+    ) -> tuple[jax.Array, tuple[Loss, list[PyTree]]]:
+        """The user's loss of all parts together, and every part's state after it."""
+        read = self.precision.cast_compute(params), self.precision.cast_compute(variables.frozen)
+        state = jax.tree.map(lambda *x: jnp.stack(x), *states)
+        batch = jax.tree.map(lambda *x: jnp.concatenate(x) if jnp.ndim(x[0]) else x[0], *rows)
+
+        def called(variables: Variables, keys: Any, batch: PyTree) -> tuple[Loss, PyTree]:
+            size = max((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=1)
+            with joined_over((AXIS,)):
+                if not self._together and not self._draws(variables, keys[0], batch):
+                    model = self.model.bind(variables, keys[0], self._mode)
+                    return parse_loss(self.loss_fn(model, batch)), variables.state
+                model = MappedModel(
+                    self.model, self._mode, variables, variables.state, keys, AXIS, size, self._together
+                )
+                return parse_loss(self.loss_fn(model, batch)), model.states
+
+        loss, after = reading_float8(called, self.precision, Variables(*read, state), keys, batch)
+        return loss.total, (loss, [jax.tree.map(lambda x, i=i: x[i], after) for i in range(len(keys))])
 
     def _draws(self, variables: Variables, key: jax.Array, batch: PyTree) -> bool:
         """Whether a model without state draws random numbers, or has a state all the same."""
