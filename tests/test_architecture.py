@@ -48,6 +48,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     3: (
         "strategies",
         "attention",
+        "meaning",
     ),
     2: (
         "collectives",
