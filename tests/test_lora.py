@@ -380,11 +380,11 @@ class Readings(nnx.Module):
         x = jnp.tanh(x @ w)
         x = jnp.tanh(jnp.einsum("oi,bi->bo", w, x))  # over the other side
         x = jnp.tanh(jax.lax.dot_general(w, x, (((0,), (1,)), ((), ()))).T)  # from the left
-        x = jnp.tanh(jax.lax.ragged_dot(x, stack, jnp.array([1, 0, x.shape[0] - 1])))
+        x = jnp.tanh(jax.lax.ragged_dot(x, stack, jnp.array([0, 0, x.shape[0]])))  # a row means the same in any batch
         x = jnp.tanh(jnp.einsum("ebi,eio->ebo", jnp.stack([x] * 3), stack).sum(0))
         x = jnp.tanh(jnp.einsum("eio,bi->bo", stack, x) + w[1] + w.T.sum())  # whole
         x = jax.checkpoint(lambda x: jnp.tanh(x @ w))(x)
-        x = jax.lax.cond(x.sum() > 0, lambda: x @ w, lambda: x)
+        x = jax.lax.cond(w.sum() != 0, lambda: x @ w, lambda: x)
         return jax.lax.scan(lambda x, own: (jnp.tanh(x @ own @ w), None), x, stack)[0]
 
 

@@ -11,7 +11,7 @@ from axonml_jax.base import LossFn, PyTree, is_array, path_name
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.meaning.model_call import Call, Calls, Path
 from axonml_jax.meaning.places import Group, Places, Split
-from axonml_jax.model.loss import Loss, parse_loss
+from axonml_jax.model.loss import Loss, is_weighted, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.program.program import Program, read_program
 
@@ -28,12 +28,14 @@ class Traced:
       out_tree: of its results: the `Loss`, then what the loss changed of the model's variables.
       noted: the calls of the model.
       changed: the paths of the variables that the loss changed itself.
+      weighted: it returned `WeightedMean`s alone.
     """
 
     program: Program
     out_tree: Any
     noted: list[Call]
     changed: tuple[Path, ...]
+    weighted: bool
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,10 @@ class Asked:
         """The mode of a model that sees the whole batch."""
         return Mode(training=self.mode.training, precision=self.mode.precision)
 
-    def parsed(self, bound: Any, batch: PyTree) -> Loss:
-        """What the loss returns."""
-        loss = parse_loss(self.loss_fn(bound, batch))
-        return jax.tree.map(jnp.asarray, loss)
+    def parsed(self, bound: Any, batch: PyTree) -> tuple[Loss, bool]:
+        """What the loss returns, and whether that is `WeightedMean`s alone."""
+        returned = self.loss_fn(bound, batch)
+        return jax.tree.map(jnp.asarray, parse_loss(returned)), is_weighted(returned)
 
     def batch_places(self) -> list[tuple[tuple[int, ...], Places]]:
         """The whole shape of every leaf of the batch, and its places."""
@@ -121,23 +123,28 @@ class Asked:
         def fun(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, list[jax.Array]]:
             seen["calls"] = calls = Calls(self.model, self.mode, variables, key, self.axes)
             with calls.stand_in() as bound:
-                loss = self.parsed(bound, batch)
+                loss, seen["weighted"] = self.parsed(bound, batch)
                 changed = calls.changed_by_loss(bound)
             seen["changed"] = tuple(changed)
             return loss, [x for value in changed.values() for x in jax.tree.leaves(value)]
 
         traced = trace(fun, *self.shapes(whole=whole))
-        return Traced(read_program(traced.jaxpr), traced.out_tree, seen["calls"].noted, seen["changed"])
+        return Traced(
+            read_program(traced.jaxpr), traced.out_tree, seen["calls"].noted, seen["changed"], seen["weighted"]
+        )
 
     def inlined(self) -> Traced:
         """The loss of the whole batch traced with the model's own code in it, and the model's state after it."""
 
+        seen: dict[str, Any] = {}
+
         def fun(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, list[jax.Array]]:
             bound = self.model.bind(variables, key, self.alone)
-            return self.parsed(bound, batch), jax.tree.leaves(self.model.state_of(bound))
+            loss, seen["weighted"] = self.parsed(bound, batch)
+            return loss, jax.tree.leaves(self.model.state_of(bound))
 
         traced = trace(fun, *self.shapes(whole=True))
-        return Traced(read_program(traced.jaxpr), traced.out_tree, [], ())
+        return Traced(read_program(traced.jaxpr), traced.out_tree, [], (), seen["weighted"])
 
 
 def _shape(x: Any) -> tuple[int, ...]:

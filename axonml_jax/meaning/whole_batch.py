@@ -170,7 +170,7 @@ class WholeBatch:
             return INLINED
         except Exception as error:  # such as the five largest of four rows
             failed = error
-        if local is not None and talks(local.program, asked.axes):
+        if local is not None and (local.weighted or talks(local.program, asked.axes)):
             return ROWS
         try:
             whole = asked.traced(whole=True)

@@ -81,6 +81,12 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
     return Loss(total, weight, {name: _metric(name, value) for name, value in _flat(metrics).items()})
 
 
+def is_weighted(returned: Any) -> bool:
+    """Whether what a `loss_fn` returned is `WeightedMean`s alone: sums over the rows that it was given, whichever these are."""
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    return isinstance(metrics, dict) and not _plain(loss, metrics)
+
+
 def _plain(loss: Any, metrics: dict) -> list[str]:
     """What is no `WeightedMean`."""
     named = {"its loss": loss} | {f"metric {name!r}": leaf.value for name, leaf in _flat(metrics).items()}
