@@ -15,6 +15,7 @@ from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.cost.published import minimum_traffic
 from axonml_jax.meaning.places import Group
 from axonml_jax.meaning.whole_batch import MixingRows, WholeBatch
+from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement, in_round
@@ -216,10 +217,12 @@ def objective_of(
 def whole_batch(placement: Placement, loss_fn: LossFn) -> WholeBatch | None:
     """What a loss means on the whole batch; None where ranks have no parts of it, or it is not known under the plan.
 
-    It is not yet known in pipelines, along positions, in rounds of replicas, and beside XLA's partitioner.
+    It is not yet known in pipelines, along positions, in rounds of replicas, beside XLA's partitioner, and where layers split
+    their own parameters.
     """
     axes = placement.batch_axes
-    unknown = placement.stages is not None or placement.own_axes or placement.left
+    in_layers = any(placement.degrees.get(axis, 1) > 1 for axis in LAYER_AXES)
+    unknown = placement.stages is not None or placement.own_axes or placement.left or in_layers
     if unknown or placement.position_axes or placement.ranks(axes) == 1:
         return None
     rows, trained = placement.batch_layout.rows, jax.tree.leaves(placement.params, is_leaf=is_layout)
