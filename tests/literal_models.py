@@ -93,12 +93,12 @@ def scans_backwards_and_unrolled(weights, x):
 def chooses_between_constants(weights, x):
     def body(carry, w):
         x, total = carry
-        extra = jax.lax.cond(x[0, 0] > 0, lambda w: jnp.sum(w), lambda w: jnp.zeros((), F64), w)
-        other = jax.lax.cond(x[0, 0] > 0, lambda: 1.0, lambda: 2.0)
+        extra = jax.lax.cond(w[0, 0] > 0, lambda w: jnp.sum(w), lambda w: jnp.zeros((), F64), w)
+        other = jax.lax.cond(w[0, 0] > 0, lambda: 1.0, lambda: 2.0)
         return (_block(x, w), total + extra + other), jax.lax.switch(x.shape[0] % 3, [lambda: 0, lambda: 1, lambda: 2])
 
     (x, total), _ = jax.lax.scan(body, (x, 0.0), weights["stack"])
-    other = jax.lax.switch(jnp.int32(jnp.sum(x) > 0) + 1, [lambda: 1.0, lambda: 2.0, lambda: 3.0])
+    other = jax.lax.switch(jnp.int32(jnp.sum(weights["head"]) > 0) + 1, [lambda: 1.0, lambda: 2.0, lambda: 3.0])
     return x, total + other
 
 

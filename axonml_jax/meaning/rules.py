@@ -5,6 +5,9 @@ places that its operands must have to be done on each rank's part, and the place
 that it must be done on whole values: what is split is gathered, and each rank does all of it.
 """
 
+# What a rule says of places holds types apart, which the checker does not see.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+
 from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
