@@ -286,7 +286,7 @@ def _named_mark(name: str, fn: Callable, places: Places) -> Callable[[jax.Array]
 #
 # A loss gets an array of which each rank should have its own part: logits or an output layer. Shapes do not tell a part
 # from the whole, but the traced program does (`program/values.py`). Where layers were swapped code sees whole arrays,
-# and so does the loss: `layers/whole.py` takes the form that is right for what it is given. Elsewhere a whole operand
+# and so does the loss: `run_marked` takes the form that is right for what it is given. Elsewhere a whole operand
 # is refused.
 # --------------------------------------------------------------------------------------------------
 
