@@ -13,7 +13,7 @@ from plan_models import CASES, DropoutMLP, TiedNet, mean_loss, regression, token
 
 import axonml_jax as ax
 from axonml_jax.testing.equality import assert_trees_close
-from axonml_jax.training.state import LossScale
+from axonml_jax.training.nonfinite import LossScale
 
 RANKS = 3
 

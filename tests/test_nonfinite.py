@@ -1,6 +1,5 @@
 """A step whose loss or gradients are not finite is skipped on every rank alike, counted, and too many in a row halt the run."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +14,8 @@ import axonml_jax as ax
 from axonml_jax.cli.run import Saves
 from axonml_jax.config.config import read_config
 from axonml_jax.sharding.layout import to_host
-from axonml_jax.training.state import LossScale, NonFinite, TrainState
-from axonml_jax.training.update import skip_nonfinite
+from axonml_jax.training.nonfinite import LossScale, NonFinite, skip_nonfinite
+from axonml_jax.training.state import TrainState
 
 GOOD = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 BAD = GOOD.copy()
@@ -67,7 +66,7 @@ def test_bad_steps_change_nothing_are_counted_and_halt_the_run(facade):
 
 def state_of(scale=None, in_a_row=0):
     guard = NonFinite(jnp.int32(0), jnp.int32(in_a_row), jnp.int32(0))
-    return TrainState(jnp.int32(7), None, None, None, scale, guard)
+    return TrainState(jnp.int32(7), None, None, None).keeping(loss_scale=scale, guard=guard)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +92,7 @@ def test_what_is_skipped_and_what_counts(loss, norm, scale, counted, kept):
 def test_without_a_limit_too_the_metrics_count_the_step_that_they_are_of(norm):
     scale, told = LossScale(jnp.float32(8), jnp.int32(0), jnp.int32(3)), TrainState(jnp.int32(7), None, None, None)
     _, after, _, metrics = skip_nonfinite(
-        replace(told, loss_scale=scale), 2.0, 1.0, jnp.float32(1), jnp.float32(norm), None
+        told.keeping(loss_scale=scale), 2.0, 1.0, jnp.float32(1), jnp.float32(norm), None
     )
     assert int(metrics["skipped"]) == int(after.skipped) == (3 if norm == 1.0 else 4) and metrics["loss_scale"] == 8
 

@@ -14,7 +14,7 @@ import axonml_jax as ax
 from axonml_jax.parallel.placement import slices
 from axonml_jax.parallel.plan import CPUOffload
 from axonml_jax.sharding.layout import to_host_memory
-from axonml_jax.training import update as room
+from axonml_jax.training import streamed as room
 from axonml_jax.training.optimizer import apply
 
 ADAMW = optax.adamw(1e-2, weight_decay=0.1)

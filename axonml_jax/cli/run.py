@@ -51,7 +51,7 @@ from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import check_batch
 from axonml_jax.sharding.layout import replicated, to_host
 from axonml_jax.training.compile import Throughput, as_floats, mean_of
-from axonml_jax.training.run_state import CompareReplicas, ReplicasDiffer, first_guard, in_words
+from axonml_jax.training.run_state import CompareReplicas, ReplicasDiffer, in_words
 from axonml_jax.training.state import TrainState
 
 # --------------------------------------------------------------------------------------------------
@@ -1047,8 +1047,8 @@ class Saves:
         since = int(np.ravel(counts.since)[halted[0]])
         if np.ndim(counts.since):
             return self._save_replicas(state, halted, since)
-        guard = first_guard(self._trainer.train_step.rest, mesh)
-        self._inspect(replace(state, step=replicated(state.guard.since, mesh), guard=guard), since)
+        guard = self._trainer.train_step.kept["guard"].first(None, mesh)
+        self._inspect(replace(state, step=replicated(state.guard.since, mesh)).keeping(guard=guard), since)
         self.diverged = (
             f"stopped: {self._limit} updates in a row were not finite, the first after step {since}. The run as it was "
             f"before that one is saved for inspection in {self._inspection}: restore it, and the next step repeats it"
@@ -1056,8 +1056,8 @@ class Saves:
 
     def _save_replicas(self, state: TrainState, halted: np.ndarray, since: int) -> None:
         """Where each rank trains by itself, the others have gone on: the state as it is now."""
-        guard = first_guard(self._trainer.train_step.rest, self._trainer.model.mesh)
-        self._inspect(replace(state, guard=guard), self._positions[-1][0])
+        guard = self._trainer.train_step.kept["guard"].first(None, self._trainer.model.mesh)
+        self._inspect(state.keeping(guard=guard), self._positions[-1][0])
         self.diverged = (
             f"stopped: {self._limit} updates in a row of replica {', '.join(map(str, halted))} were not finite, the first "
             f"after step {since}. The run as it is now is saved for inspection in {self._inspection}: this replica is as it "

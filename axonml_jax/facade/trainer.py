@@ -42,7 +42,6 @@ from axonml_jax.training.optimizer import averaging
 from axonml_jax.training.rest import Rest
 from axonml_jax.training.run_state import (
     averaged_variables,
-    first_guard,
     first_variables,
     init_state,
     variable_leaves,
@@ -394,9 +393,7 @@ class Trainer(Generic[M]):
         self._steps: dict[bool | None, TrainStep] = {}
         self._eval = EvalStep(model._functional, placement, model.mesh, loss_fn, model._accept)
         rest = self.train_step.rest  # refuses options that cannot work before anything is allocated
-        self._state = init_state(model.variables, tx, rest, model.mesh, model._key)
-        if max_nonfinite is not None:
-            self._state = replace(self._state, guard=first_guard(rest, model.mesh))
+        self._state = init_state(model.variables, tx, rest, model.mesh, model._key, self.train_step.kept)
         self.hollow = model.hollow
 
     def __repr__(self) -> str:
@@ -418,7 +415,7 @@ class Trainer(Generic[M]):
         if self._ema and self._loads != self.model.loads:
             logger.warning("the model's parameters were loaded: the moving average begins with them")
             step = self.train_step
-            state = with_new_average(step.model, state, step.rest, self._tx)
+            state = with_new_average(step.model, state, step.rest, self._tx, step.kept)
             self._continue(state)
         if state.rounds is not None and state.params is not self._state.params:
             logger.warning("the model's parameters were changed: replicas go on from them and drop this round's")
@@ -428,9 +425,8 @@ class Trainer(Generic[M]):
 
     def _replicas_anew(self, state: TrainState) -> TrainState:
         """A state whose replicas have the outer parameters; all else stays."""
-        first = self.train_step.rest.first_round(state.params, self.model.mesh)
-        assert state.rounds is not None and first is not None
-        return replace(state, rounds=replace(state.rounds, own=first.own))
+        first = self.train_step.kept["rounds"].first(state.params, self.model.mesh)
+        return state.keeping(rounds=replace(state.rounds, own=first.own))
 
     @state.setter
     def state(self, state: TrainState) -> None:
@@ -438,7 +434,7 @@ class Trainer(Generic[M]):
         if not isinstance(state, TrainState):
             raise TypeError(f"{rule}, but a {type(state).__name__} was given")
         fitting = fitted(state, self.state, rule)
-        specs = self.train_step.rest.between().state_specs(self._tx, fitting)
+        specs = self.train_step.state_specs(fitting)
         self._continue(place(fitting, specs, self.model.mesh), restored=True)
         self.model._given = checksums(named_leaves(fitting))
 

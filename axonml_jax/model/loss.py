@@ -230,7 +230,7 @@ class Precision:
         float32, and the rest is in float32 (docs/adr/0022), as PyTorch's FSDP2 does with `param_dtype=bfloat16` and no
         `reduce_dtype`. `"bf16-reduce-float32"`: as "bf16", with gradients reduced in float32. `"bf16-reduce"`: they accumulate
         in bfloat16 too: sums of 8 bits of precision, as MaxText's. `"fp16"`: compute in float16, the rest in float32; a
-        trainer's step then scales its loss (see `training/state.py`), which `value_and_grad` does not. `"fp8"`:
+        trainer's step then scales its loss (see `training/nonfinite.py`), which `value_and_grad` does not. `"fp8"`:
         as "bf16", with products by parameters of operands that are rounded to 8 bits.
 
         Raises:

@@ -19,7 +19,7 @@ from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.layout import Layout, from_stored, to_stored
 from axonml_jax.strategies.strategy import AbstractStrategy, Role
 from axonml_jax.testing.equality import FLOAT64
-from axonml_jax.training.state import keeping
+from axonml_jax.training.between_steps import stateful
 
 # --------------------------------------------------------------------------------------------------
 # A small model trained under one strategy, and on one device with what the strategy does to values.
@@ -79,7 +79,7 @@ def _one_device(strategy: AbstractStrategy, ranks: int, placement: Any, batches:
     names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
     values = [np.asarray(leaf[...]) for _, leaf in nnx.to_flat_state(state)]
     layouts = [strategy.spec(Layout.whole(jax.ShapeDtypeStruct(x.shape, x.dtype)), AXIS, ranks) for x in values]
-    tx, kept = optax.sgd(RATE, momentum=0.9), keeping(placement) is not None
+    tx, kept = optax.sgd(RATE, momentum=0.9), bool(stateful(placement))
     own = [strategy.init_state(jnp.asarray(x)) for x in values]
 
     def total(params: list, batch: Any) -> jax.Array:

@@ -18,9 +18,9 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units import Replayed, overlapped, recomputed
 from axonml_jax.sharding.layout import is_layout, to_device_memory
 from axonml_jax.training.compile import Differentiated, GradientEngine, Objective, Parts, shard_key
+from axonml_jax.training.nonfinite import unscaled
 from axonml_jax.training.pipelined import ByStage
 from axonml_jax.training.staged import rest_of
-from axonml_jax.training.state import unscaled
 
 # --------------------------------------------------------------------------------------------------
 # Gradients summed over microbatches: what accumulates, and which reduction waits for the last one.

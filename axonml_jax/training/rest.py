@@ -4,7 +4,7 @@ import abc
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -42,7 +42,6 @@ from axonml_jax.sharding.layout import (
 from axonml_jax.training.compile import Objective, Part, clipped, norm
 from axonml_jax.training.on_shards import OnShards, ShardedProgram, seen_shard, stored_shard
 from axonml_jax.training.optimizer import apply, gather_stored, opt_layouts, own_parts
-from axonml_jax.training.state import RoundState, TrainState, keeping, left_out_specs
 
 # --------------------------------------------------------------------------------------------------
 # Parameters of a pipeline's rank that lie one behind the other and are updated alike, element by element: updated as
@@ -243,28 +242,6 @@ class Rest(abc.ABC):
         """The form in which arrays are between steps, where that is not what the step's `shard_map` takes."""
         return self
 
-    def settled(self, state: TrainState, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-        """A step's new state where the next step wants it: the partitioner is told what it would be free to choose."""
-        if not self.placement.left:
-            return state
-        return jax.lax.with_sharding_constraint(state, shardings(self.between().state_specs(tx, state), mesh))
-
-    def state_specs(self, tx: optax.GradientTransformation, state: TrainState) -> Any:
-        """Specs of a whole `TrainState`."""
-        everywhere = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
-        return replace(
-            state,
-            step=PartitionSpec(),
-            variables=self.specs(state.variables),
-            opt_state=self.opt_specs(tx),
-            key=PartitionSpec(),
-            loss_scale=everywhere(state.loss_scale),
-            guard=jax.tree.map(lambda _: self.means, state.guard),
-            rounds=self.round_specs(),
-            strategies=None if (kept := keeping(self.placement)) is None else self.opt_specs(kept),
-            left_out=left_out_specs(self.placement),
-        )
-
     def buffer_specs(self, state: PyTree) -> PyTree:
         """Specs of the model's own state: stacked along the axes whose ranks keep buffers of their own."""
         axes = self.placement.buffer_axes
@@ -287,24 +264,6 @@ class Rest(abc.ABC):
     @abc.abstractmethod
     def shapes(self, shapes: Variables, tx: optax.GradientTransformation) -> tuple[Variables, PyTree]:
         """The resting variables and optimizer state of a model of these shapes, as zeros: for `jax.eval_shape`."""
-
-    # Rounds, in which replicas train parameters of their own; None where there are none
-
-    def round_specs(self) -> RoundState | None:
-        """Specs of what a run keeps beside the outer parameters."""
-        return None
-
-    def first_round(self, params: PyTree, mesh: Mesh) -> RoundState | None:
-        """That of a round that begins with these resting parameters, none of it ever whole."""
-        return None
-
-    def round_shapes(self, shapes: Variables) -> RoundState | None:
-        """Of a model of these shapes, as zeros: for `jax.eval_shape`."""
-        return None
-
-    def round_leaves(self, rounds: RoundState) -> RoundState | None:
-        """As trees of `Leaf`: what checkpoints hold. They give the arrays back as they rest."""
-        return None
 
     # A step's way in and out
 
@@ -698,9 +657,6 @@ class Stacked(Plain):
 # Replicas train parameters of their own for rounds of steps: these rest stacked, the outer ones as `Plain` has them.
 # --------------------------------------------------------------------------------------------------
 
-_OWN = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, state))
-"""Its state are the parameters: replicas' own ones rest as the state of their optimizers does."""
-
 
 class InRounds(Stacked):
     """The model's variables are the outer parameters; what a step updates is a `RoundState`'s, and the optimizer's state."""
@@ -724,38 +680,11 @@ class InRounds(Stacked):
         """Of the outer parameters."""
         return self.agreed.clip(grads, max_norm, p, mesh)
 
-    def round_specs(self) -> RoundState:
-        """Replicas' own parameters as their optimizers' state, what is kept together as the outer ones."""
-        return RoundState(self.opt_specs(_OWN), self.agreed.opt_specs(self._keeping))
-
-    def first_round(self, params: PyTree, mesh: Mesh) -> RoundState:
-        """Every replica begins with the outer parameters."""
-        return RoundState(
-            self.first_opt_state(_OWN, params, mesh), self.agreed.first_opt_state(self._keeping, params, mesh)
-        )
-
-    def round_shapes(self, shapes: Variables) -> RoundState:
-        """As zeros."""
-        return RoundState(self.shapes(shapes, _OWN)[1], self.agreed.shapes(shapes, self._keeping)[1])
-
-    def round_leaves(self, rounds: RoundState) -> RoundState:
-        """With their layouts."""
-        kept = self.agreed.opt_leaves(self._keeping, rounds.kept)
-        return RoundState(self.opt_leaves(_OWN, rounds.own), kept)
-
     def _stored(self, variables: Variables) -> Variables:
         return Plain._stored(self, variables)
 
     def _first_opt_state(self, tx: optax.GradientTransformation, params: PyTree) -> PyTree:
         return super()._first_opt_state(tx, self._repeated(params, self.placement.own_axes))
-
-    @property
-    def _keeping(self) -> optax.GradientTransformation:
-        """Something whose `init` makes what replicas keep together."""
-        assert self.placement.agreed is not None
-        (rounds,) = self.placement.agreed.plan.rounds.values()
-        first = lambda params: jax.tree.map(rounds.first_kept, params)
-        return optax.GradientTransformation(first, lambda updates, state, params=None: (updates, state))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""What a run is between steps: its first state, names of its leaves, replicas, ends of rounds."""
+"""What a run is between steps: its first state, names of its leaves, replicas that are equal."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,25 +15,35 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from axonml_jax.base import PyTree, named_leaves
 from axonml_jax.model.view import Functional, Variables
 from axonml_jax.parallel.placement import Placement, in_round
-from axonml_jax.sharding.layout import HOST, Leaf, cast, copies, is_layout, movable, place, to_device_memory, to_host
+from axonml_jax.sharding.layout import HOST, Leaf, cast, copies, movable, place, to_device_memory, to_host
+from axonml_jax.training.between_steps import LeftOut, feeds_back, first_states, stateful
+from axonml_jax.training.compose import AsOptimizer, Kept, filled
+from axonml_jax.training.nonfinite import Counts, LossScale, NonFinite
 from axonml_jax.training.optimizer import MovingAverage
-from axonml_jax.training.rest import Rest, single, stacked
+from axonml_jax.training.rest import Rest
+from axonml_jax.training.rounds import RoundsKept
 from axonml_jax.training.staged import rest_of
-from axonml_jax.training.state import (
-    LossScale,
-    NonFinite,
-    RoundState,
-    TrainState,
-    first_left_out,
-    keeping,
-    left_out_leaves,
-    left_out_of,
-    nothing_left_out,
-)
+from axonml_jax.training.state import TrainState
 
 # --------------------------------------------------------------------------------------------------
 # The first state of a run, created where it will live.
 # --------------------------------------------------------------------------------------------------
+
+
+def kept_of(rest: Rest, max_nonfinite: int | None = None) -> dict[str, Kept]:
+    """What a step keeps beside parameters and the optimizer's state, by name."""
+    placement, kept = rest.placement, {}
+    if placement.plan.precision.scales_loss:
+        kept["loss_scale"] = Counts(rest, "loss_scale", LossScale.first)
+    if max_nonfinite is not None:
+        kept["guard"] = Counts(rest, "guard", NonFinite.first, per_model=True)
+    if stateful(placement):
+        kept["strategies"] = AsOptimizer(rest, "strategies", partial(first_states, placement))
+    if placement.agreed is not None:
+        kept["rounds"] = RoundsKept(placement, rest)
+    if feeds_back(placement):
+        kept["left_out"] = LeftOut(placement)
+    return kept
 
 
 def first_variables(model: Functional, given: Variables, rest: Rest, mesh: Mesh) -> Variables:
@@ -41,26 +52,27 @@ def first_variables(model: Functional, given: Variables, rest: Rest, mesh: Mesh)
 
 
 def init_state(
-    variables: Variables, tx: optax.GradientTransformation, rest: Rest, mesh: Mesh, key: jax.Array
+    variables: Variables,
+    tx: optax.GradientTransformation,
+    rest: Rest,
+    mesh: Mesh,
+    key: jax.Array,
+    kept: Mapping[str, Kept],
 ) -> TrainState:
-    """A run's first state from variables that already rest on the mesh."""
-    step = place(jnp.zeros((), jnp.int32), PartitionSpec(), mesh)
+    """A run's first state from variables that already rest on the mesh; `kept` says what its step keeps beside."""
+    step, key = (place(each, PartitionSpec(), mesh) for each in (jnp.zeros((), jnp.int32), key))
     opt_state = rest.first_opt_state(tx, variables.params, mesh)
-    scale = LossScale.first() if rest.placement.plan.precision.scales_loss else None
-    scale = place(scale, jax.tree.map(lambda _: PartitionSpec(), scale), mesh)
-    kept = keeping(rest.placement)
-    strategies = None if kept is None else rest.first_opt_state(kept, variables.params, mesh)
-    rounds, key = rest.first_round(variables.params, mesh), place(key, PartitionSpec(), mesh)
-    left_out = first_left_out(rest.placement, mesh)
-    return TrainState(step, variables, opt_state, key, scale, strategies=strategies, rounds=rounds, left_out=left_out)
+    extras = {name: each.first(variables.params, mesh) for name, each in kept.items()}
+    return TrainState(step, variables, opt_state, key, extras)
 
 
-def first_guard(rest: Rest, mesh: Mesh) -> NonFinite:
-    """The first counts of skipped updates: one for each model that is trained."""
-    axes = rest.placement.own_axes
-    shape = (rest.placement.ranks(axes),) if axes else ()
-    counts = jax.tree.map(lambda count: jnp.broadcast_to(count, shape), NonFinite.first())
-    return place(counts, jax.tree.map(lambda _: rest.means, counts), mesh)
+def state_specs(
+    state: TrainState, rest: Rest, tx: optax.GradientTransformation, kept: Mapping[str, Kept]
+) -> TrainState:
+    """The PartitionSpec of every array of a state, in a form of rest: a step's own, or that between steps."""
+    extras: Any = {name: kept[name].specs(value, rest) for name, value in state.extras.items()}
+    everywhere: Any = PartitionSpec()
+    return TrainState(everywhere, rest.specs(state.variables), rest.opt_specs(tx), everywhere, extras)
 
 
 def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placement: Placement) -> TrainState:
@@ -76,22 +88,18 @@ def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placemen
     """
 
     def build() -> TrainState:
-        rest, kept = rest_of(in_round(placement)), keeping(placement)
+        rest = rest_of(in_round(placement))
         variables, opt_state = rest.shapes(shapes, tx)
-        strategies = None if kept is None else rest.shapes(shapes, kept)[1]
-        scale = LossScale.first() if placement.plan.precision.scales_loss else None
-        key = jax.random.key(0)
-        step, rounds, left_out = jnp.zeros((), jnp.int32), rest.round_shapes(shapes), nothing_left_out(placement)
-        return TrainState(
-            step, variables, opt_state, key, scale, strategies=strategies, rounds=rounds, left_out=left_out
-        )
+        extras = {name: each.shapes(shapes) for name, each in kept_of(rest).items()}
+        return TrainState(jnp.zeros((), jnp.int32), variables, opt_state, jax.random.key(0), extras)
 
     return jax.eval_shape(build)
 
 
 def resting_shapes(state: TrainState, placement: Placement, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Shapes of a state with their shardings and memory kinds: what is offloaded rests in host memory."""
-    offload, specs = placement.plan.offload, rest_of(in_round(placement)).state_specs(tx, state)
+    """Shapes of an `abstract_state` with their shardings and memory kinds: what is offloaded rests in host memory."""
+    offload, rest = placement.plan.offload, rest_of(in_round(placement))
+    specs = state_specs(state, rest, tx, kept_of(rest))
 
     def on(host: bool):
         def shape(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -111,7 +119,7 @@ def resting_shapes(state: TrainState, placement: Placement, tx: optax.GradientTr
 # A `TrainState` as arrays by names that do not depend on the plan, and back: what checkpoints hold.
 # --------------------------------------------------------------------------------------------------
 
-_MODEL, _OPTIMIZER, _AVERAGE, _KEPT, _ROUNDS = "model/", "optimizer/", "ema/", "strategies/", "rounds/"
+_MODEL, _OPTIMIZER, _AVERAGE = "model/", "optimizer/", "ema/"
 
 
 def variable_leaves(model: Functional, variables: Variables, rest: Rest) -> dict[str, Leaf]:
@@ -130,31 +138,34 @@ def variables_of(model: Functional, like: Variables, arrays: Mapping[str, Any], 
     prefix = _MODEL + model.param_prefix
 
     def fill(held: Variables) -> Variables:
-        params, frozen = _filled(prefix, held.params, arrays), _filled(prefix, held.frozen, arrays)
-        return Variables(params, frozen, _filled(_MODEL, held.state, arrays))
+        params, frozen = filled(prefix, held.params, arrays), filled(prefix, held.frozen, arrays)
+        return Variables(params, frozen, filled(_MODEL, held.state, arrays))
 
     return rest.resting(model, like, fill)
 
 
-def state_leaves(model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation) -> dict[str, Leaf]:
+def state_leaves(
+    model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation, kept: Mapping[str, Kept]
+) -> dict[str, Leaf]:
     """Everything in a state by name: `step`, `key`, `model/...`, `optimizer/...`, `ema/...`, `rounds/...`, `left_out/...`.
 
     The optimizer's own names are the same with a moving average and without one.
     """
     opt, averages = _apart(rest.opt_leaves(tx, state.opt_state))
-    return (
-        variable_leaves(model, state.variables, rest)
-        | _named(_OPTIMIZER, opt)
-        | _named(_AVERAGE, averages)
-        | _named("", jax.tree.map(Leaf, _others(state)))
-        | ({} if (kept := keeping(rest.placement)) is None else _named(_KEPT, rest.opt_leaves(kept, state.strategies)))
-        | ({} if state.rounds is None else _named(_ROUNDS, vars(rest.round_leaves(state.rounds))))
-        | ({} if state.left_out is None else left_out_leaves(rest.placement, state.left_out))
-    )
+    leaves = variable_leaves(model, state.variables, rest) | _named(_OPTIMIZER, opt) | _named(_AVERAGE, averages)
+    leaves |= {"key": Leaf(state.key), "step": Leaf(state.step)}
+    for name, value in state.extras.items():
+        leaves |= kept[name].leaves(value)
+    return leaves
 
 
 def state_of_leaves(
-    model: Functional, like: TrainState, arrays: Mapping[str, Any], rest: Rest, tx: optax.GradientTransformation
+    model: Functional,
+    like: TrainState,
+    arrays: Mapping[str, Any],
+    rest: Rest,
+    tx: optax.GradientTransformation,
+    kept: Mapping[str, Kept],
 ) -> TrainState:
     """The inverse of `state_leaves`. Where an average is missing among the arrays it begins with its parameter."""
     own = _MODEL + model.param_prefix
@@ -165,7 +176,7 @@ def state_of_leaves(
 
     def fill(tree: PyTree) -> PyTree:
         opt, averages = _apart(tree)
-        opt = _filled(_OPTIMIZER, opt, arrays)
+        opt = filled(_OPTIMIZER, opt, arrays)
         if averages is None:
             return opt
         found = [average(name, kept) for name, kept in named_leaves(averages).items()]
@@ -173,21 +184,17 @@ def state_of_leaves(
 
     opt_state = rest.resting_opt(tx, like.opt_state, fill)
     variables = variables_of(model, like.variables, arrays, rest)
-    held = {"variables": variables, "opt_state": opt_state}
-    if (kept := keeping(rest.placement)) is not None:
-        held["strategies"] = rest.resting_opt(kept, like.strategies, lambda tree: _filled(_KEPT, tree, arrays))
-    if like.rounds is not None:
-        held["rounds"] = RoundState(**_filled(_ROUNDS, vars(like.rounds), arrays))
-    if like.left_out is not None:
-        held["left_out"] = left_out_of(like.left_out, arrays)
-    return replace(like, **held, **_filled("", _others(like), arrays))
+    extras = {name: kept[name].filled(value, arrays) for name, value in like.extras.items()}
+    return TrainState(arrays["step"], variables, opt_state, arrays["key"], extras)
 
 
-def with_new_average(model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation) -> TrainState:
+def with_new_average(
+    model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation, kept: Mapping[str, Kept]
+) -> TrainState:
     """A state whose moving average begins with the parameters as they are now; all else stays."""
-    leaves = state_leaves(model, state, rest, tx)
+    leaves = state_leaves(model, state, rest, tx, kept)
     arrays = {name: leaf.array for name, leaf in leaves.items() if not name.startswith(_AVERAGE)}
-    return state_of_leaves(model, state, arrays, rest, tx)
+    return state_of_leaves(model, state, arrays, rest, tx, kept)
 
 
 def averaged_variables(model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation) -> Variables:
@@ -216,17 +223,8 @@ def _copied(array: jax.Array, like: Any) -> jax.Array:
     return found if like.sharding is None else jax.device_put(found, like.sharding)
 
 
-def _others(state: TrainState) -> dict[str, Any]:
-    apart = ("variables", "opt_state", "strategies", "rounds", "left_out")
-    return {name: value for name, value in vars(state).items() if name not in apart}
-
-
 def _named(prefix: str, tree: PyTree) -> dict[str, Leaf]:
     return {prefix + name: leaf for name, leaf in named_leaves(tree).items()}
-
-
-def _filled(prefix: str, like: PyTree, arrays: Mapping[str, Any]) -> PyTree:
-    return jax.tree.unflatten(jax.tree.structure(like), [arrays[prefix + name] for name in named_leaves(like)])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -392,44 +390,3 @@ def in_words(found: Sequence[UnequalReplica], step: int) -> str:
         f"after step {step} the replicas are not equal: {'; '.join(map(str, found[:_SHOWN]))}{more}. A bit has flipped in a "
         "device, or a program is not the same everywhere: go on from a checkpoint from before, without that device"
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# The end of a round, in which replicas have trained parameters of their own: one outer step, and they begin again.
-# --------------------------------------------------------------------------------------------------
-
-
-def in_place_of_outer(state: TrainState) -> TrainState:
-    """A state with every replica's own parameters in the place of the outer ones: what a step updates."""
-    if state.rounds is None:
-        return state
-    return replace(state, variables=replace(state.variables, params=state.rounds.own))
-
-
-def end_of_round(placement: Placement, before: TrainState, after: TrainState) -> TrainState:
-    """A state after a step and, where a round ends with it, after the outer step; inside `shard_map`.
-
-    Args:
-      placement: of a step within a round.
-      before: the state before the step.
-      after: after it, with replicas' own parameters in the place of the outer ones.
-
-    Communicates: at the end of a round what the strategy's `end_round` does, else nothing.
-    """
-    if before.rounds is None:
-        return after
-    assert placement.agreed is not None
-    ((axis, rounds),) = placement.agreed.plan.rounds.items()
-    layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
-    outer, treedef = jax.tree.flatten(before.variables.params)
-    own, kept = treedef.flatten_up_to(after.variables.params), treedef.flatten_up_to(before.rounds.kept)
-
-    def joined(outer: list, own: list, kept: list) -> tuple:
-        with jax.named_scope(f"axonml.gradients.every{rounds.every}"):
-            outer, kept = rounds.end_round(outer, single(own), kept, layouts, axis)
-        return outer, stacked(outer, placement.own_axes), kept
-
-    ends = after.step % rounds.every == 0
-    outer, own, kept = jax.lax.cond(ends, joined, lambda *each: each, outer, own, kept)
-    variables = replace(after.variables, params=treedef.unflatten(outer))
-    return replace(after, variables=variables, rounds=RoundState(treedef.unflatten(own), treedef.unflatten(kept)))

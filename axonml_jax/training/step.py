@@ -20,7 +20,8 @@ from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement, in_round
 from axonml_jax.sharding.batch import check_batch
-from axonml_jax.sharding.layout import Leaf, is_deleted, is_layout, to_device_memory, to_host_memory
+from axonml_jax.sharding.layout import Leaf, is_deleted, is_layout, shardings, to_device_memory, to_host_memory
+from axonml_jax.training.between_steps import after_update, to_read
 from axonml_jax.training.compile import (
     Compiled,
     Objective,
@@ -31,12 +32,15 @@ from axonml_jax.training.compile import (
     norm,
 )
 from axonml_jax.training.gradients import gradients
+from axonml_jax.training.nonfinite import check_limit, skip_nonfinite
 from axonml_jax.training.on_shards import OnShards
-from axonml_jax.training.rest import layer_norms, single, stacked
-from axonml_jax.training.run_state import end_of_round, in_place_of_outer, state_leaves, state_of_leaves
+from axonml_jax.training.rest import layer_norms
+from axonml_jax.training.rounds import end_of_round, in_place_of_outer
+from axonml_jax.training.run_state import kept_of, state_leaves, state_of_leaves, state_specs
 from axonml_jax.training.staged import rest_of
-from axonml_jax.training.state import TrainState, after_update, to_read
-from axonml_jax.training.update import check_limit, skip_nonfinite, streamed, sync_buffers
+from axonml_jax.training.state import TrainState
+from axonml_jax.training.streamed import streamed
+from axonml_jax.training.update import sync_buffers
 
 Metrics = dict[str, jax.Array]
 
@@ -75,7 +79,7 @@ class TrainStep:
         placement = in_round(placement)
         self.rest = rest_of(placement)
         check_limit(max_nonfinite)
-        self.max_nonfinite = max_nonfinite
+        self.max_nonfinite, self.kept = max_nonfinite, kept_of(self.rest, max_nonfinite)
         self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
         self.norm_type, self.layer_norms = float(norm_type), layer_norms
         self._on_shards = OnShards.of(tx, placement)
@@ -124,19 +128,24 @@ class TrainStep:
 
     def state_leaves(self, state: TrainState) -> dict[str, Leaf]:
         """Everything in a state by a name that is the same under every plan; what checkpoints hold."""
-        return state_leaves(self.model, state, self.rest, self.tx)
+        return state_leaves(self.model, state, self.rest, self.tx, self.kept)
 
     def state_of_leaves(self, like: TrainState, arrays: Mapping[str, Any]) -> TrainState:
         """The inverse of `state_leaves`, in the structure of a state."""
-        return state_of_leaves(self.model, like, arrays, self.rest, self.tx)
+        return state_of_leaves(self.model, like, arrays, self.rest, self.tx, self.kept)
 
     def minimum_traffic(self) -> Fraction:
         """Bytes per rank and update that theory allows for the plan's gradients and parameters on a ring."""
         return minimum_traffic(self.placement.agreed or self.placement)
 
+    def state_specs(self, state: TrainState) -> TrainState:
+        """The PartitionSpec of every array of a state between steps."""
+        return state_specs(state, self.rest.between(), self.tx, self.kept)
+
     def _whole(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        specs, batch = self.rest.state_specs(self.tx, state), self.placement.batch_layout.opened(batch)
-        new = jax.shard_map(
+        batch = self.placement.batch_layout.opened(batch)
+        specs = state_specs(state, self.rest, self.tx, self.kept)
+        new, metrics = jax.shard_map(
             self._local,
             mesh=self.mesh,
             in_specs=(specs, self.placement.batch_layout.specs(batch)),
@@ -144,7 +153,9 @@ class TrainStep:
             axis_names=self.placement.manual_axes,
             check_vma=self.placement.plan.check_vma,
         )(state, batch)
-        return self.rest.settled(new[0], self.tx, self.mesh), new[1]
+        if self.placement.left:  # the partitioner is told what it would be free to choose
+            new = jax.lax.with_sharding_constraint(new, shardings(self.state_specs(new), self.mesh))
+        return new, metrics
 
     def _local(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         new, metrics = self._updated(in_place_of_outer(state), batch)
@@ -152,15 +163,14 @@ class TrainStep:
 
     def _updated(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         placement, rest, offload = self.placement, self.rest, self.placement.plan.offload
-        opt_state, strategies, guard = rest.own((state.opt_state, state.strategies, state.guard))
-        variables = rest.enter(state.variables)
-        state = replace(state, variables=variables, opt_state=opt_state, strategies=strategies, guard=guard)
+        state = self._own(state, inwards=True)
         read = state.variables
         if state.strategies is not None:
             read = replace(read, params=to_read(placement, read.params, state.strategies))
         factor = None if state.loss_scale is None else state.loss_scale.scale
-        left_out = None if state.left_out is None else single(state.left_out)
-        result = gradients(self.objective, placement, read, step_key(state), batch, scale=factor, left_out=left_out)
+        result = gradients(
+            self.objective, placement, read, step_key(state), batch, scale=factor, left_out=state.left_out
+        )
         size = norm(rest.parts(result.grads), self.norm_type)
 
         norms = self._norms_by_layer(result.grads, state.params) if self.layer_norms else {}
@@ -174,7 +184,7 @@ class TrainStep:
             if kept is not None:
                 changed, kept = after_update(placement, new[0], params, kept)
                 new = changed, new[1]
-            old = (params, opt_state), state.variables.state, state.strategies, left_out
+            old = (params, opt_state), state.variables.state, state.strategies, state.left_out
             new = new, buffers, kept, result.left_out
             chosen, *counts = skip_nonfinite(state, new, old, result.loss, size, self.max_nonfinite)
             return *chosen[0], (*chosen[1:], *counts)
@@ -184,12 +194,20 @@ class TrainStep:
         buffers, strategies, left_out, scale, guard, counts = others
         metrics = {**result.metrics, "loss": result.loss, "grad_norm": size, **counts, **norms}
         variables = Variables(params, state.variables.frozen, buffers)
-        opt_state, strategies, guard, metrics = rest.kept((opt_state, strategies, guard, metrics))
-        left_out = None if left_out is None else stacked(left_out, placement.batch_axes)
-        new = TrainState(
-            state.step + 1, rest.leave(variables), opt_state, state.key, scale, guard, strategies, left_out=left_out
-        )
-        return new, metrics
+        new = TrainState(state.step + 1, variables, opt_state, state.key)
+        new = new.keeping(loss_scale=scale, guard=guard, strategies=strategies, left_out=left_out)
+        return self._own(new, inwards=False), rest.kept(metrics)
+
+    def _own(self, state: TrainState, *, inwards: bool) -> TrainState:
+        """A rank's own of a state as it rests, inside `shard_map`, or the inverse."""
+        rest, kept = self.rest, self.kept
+        extras = {
+            name: kept[name].enter(value) if inwards else kept[name].leave(value)
+            for name, value in state.extras.items()
+        }
+        opt_state = (rest.own if inwards else rest.kept)(state.opt_state)
+        variables = (rest.enter if inwards else rest.leave)(state.variables)
+        return replace(state, variables=variables, opt_state=opt_state, extras=extras)
 
     def _norms_by_layer(self, grads: PyTree, params: PyTree) -> Metrics:
         """Of gradients, before clipping, and of the parameters that they are of."""

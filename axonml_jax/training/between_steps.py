@@ -1,0 +1,129 @@
+"""What strategies keep from one step to the next: a state of their own, and what sums of gradients left out."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from axonml_jax.base import PyTree, named_leaves
+from axonml_jax.mesh.axes import AxisNames, as_axes
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.layout import Leaf, is_layout, shardings
+from axonml_jax.strategies.strategy import AbstractStrategy
+from axonml_jax.training.compose import Kept
+from axonml_jax.training.rest import Rest, single, stacked
+from axonml_jax.training.state import each_ranks_specs
+
+# --------------------------------------------------------------------------------------------------
+# What strategies keep between steps beside parameters, such as the error of a lossy gather or the anchor of local
+# steps.
+#
+# It lives as the optimizer's state does: a leaf of a parameter's shape rests as the parameter does.
+# --------------------------------------------------------------------------------------------------
+
+
+def stateful(placement: Placement) -> dict[AxisNames, AbstractStrategy]:
+    """The strategies of a plan that act between steps, outermost first."""
+    return {axis: each for axis, each in placement.strategies.items() if each.acts_between_steps}
+
+
+def first_states(placement: Placement, params: PyTree) -> dict[str, PyTree]:
+    """What the strategies keep at a run's first step, of whole parameters."""
+    return {_name(axis): jax.tree.map(each.init_state, params) for axis, each in stateful(placement).items()}
+
+
+def to_read(placement: Placement, params: PyTree, state: Mapping[str, PyTree]) -> PyTree:
+    """What is gathered in the place of resting shards, inside `shard_map` (`AbstractStrategy.to_read`)."""
+    for axis, each in stateful(placement).items():
+        call = lambda shard, own, layout, axis=axis, each=each: each.to_read(shard, own, layout, axis)
+        params = _per_leaf(placement, call, (params,), state[_name(axis)])[0]
+    return params
+
+
+def after_update(
+    placement: Placement, params: PyTree, before: PyTree, state: Mapping[str, PyTree]
+) -> tuple[PyTree, dict[str, PyTree]]:
+    """Parameters and the strategies' state after an update, inside `shard_map` (`AbstractStrategy.after_update`)."""
+    new = dict(state)
+    for axis, each in stateful(placement).items():
+
+        def call(shard, before, own, layout, axis=axis, each=each):
+            return each.after_update(shard, own, layout, axis, before=before)
+
+        params, new[_name(axis)] = _per_leaf(placement, call, (params, before), state[_name(axis)], pairs=True)
+    return params, new
+
+
+def _per_leaf(placement: Placement, call: Callable, trees: tuple, state: PyTree, pairs: bool = False) -> tuple:
+    """`call(leaves, state, layout)` of every parameter: results, or results and states, as trees."""
+    leaves, treedef = jax.tree.flatten(trees[0])
+    others = [jax.tree.leaves(tree) for tree in trees[1:]]
+    layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
+    made = [call(*each) for each in zip(leaves, *others, treedef.flatten_up_to(state), layouts, strict=True)]
+    if not pairs:
+        return (treedef.unflatten(made),)
+    return treedef.unflatten([shard for shard, _ in made]), treedef.unflatten([own for _, own in made])
+
+
+def _name(axis: AxisNames) -> str:
+    return "*".join(as_axes(axis))
+
+
+# --------------------------------------------------------------------------------------------------
+# What sums of gradients lack of every rank's own, kept from step to step: stacked by rank, as no two ranks' are alike.
+# --------------------------------------------------------------------------------------------------
+
+LEFT_OUT = "left_out/"
+"""What the names of these arrays start with in checkpoints; the rest is their parameter's name."""
+
+
+def feeds_back(placement: Placement) -> bool:
+    """Whether one of a plan's strategies does."""
+    return any(strategy.feeds_back for strategy in placement.strategies.values())
+
+
+@dataclass(frozen=True)
+class LeftOut(Kept):
+    """[ranks, *shape] for every trained parameter, in the dtype in which its gradients accumulate."""
+
+    placement: Placement
+
+    def first(self, params: PyTree, mesh: Mesh) -> PyTree:
+        """Zeros, made where they will live."""
+        return jax.jit(self._zeros, out_shardings=shardings(each_ranks_specs(self.placement), mesh))()
+
+    def shapes(self, shapes: Any) -> PyTree:
+        """Zeros."""
+        return self._zeros()
+
+    def specs(self, value: PyTree, rest: Rest) -> PyTree:
+        """A dim of ranks in front."""
+        return each_ranks_specs(self.placement)
+
+    def enter(self, value: PyTree) -> PyTree:
+        """This rank's own."""
+        return single(value)
+
+    def leave(self, value: PyTree) -> PyTree:
+        """The inverse."""
+        return stacked(value, self.placement.batch_axes)
+
+    def leaves(self, value: PyTree) -> dict[str, Leaf]:
+        """By their parameters' names."""
+        entries = f"one entry for each of {self.placement.batch_degree} ranks"
+        return {LEFT_OUT + name: Leaf(array, entries=entries) for name, array in named_leaves(value).items()}
+
+    def filled(self, like: PyTree, arrays: Mapping[str, Any]) -> PyTree:
+        """What is missing begins with nothing."""
+        found = [arrays.get(LEFT_OUT + name) for name in named_leaves(like)]
+        leaves, treedef = jax.tree.flatten(like)
+        zeros = lambda leaf: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+        return treedef.unflatten([zeros(leaf) if own is None else own for leaf, own in zip(leaves, found, strict=True)])
+
+    def _zeros(self) -> PyTree:
+        kind, ranks = self.placement.plan.precision.accumulate_dtype, self.placement.batch_degree
+        zeros = lambda layout: jnp.zeros((ranks, *layout.shape), kind(layout.dtype))
+        return jax.tree.map(zeros, self.placement.params, is_leaf=is_layout)

@@ -1,0 +1,206 @@
+"""Updates that are not finite are skipped, on every rank alike and without asking the host; float16's loss scale."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from axonml_jax.base import PyTree, named_leaves
+from axonml_jax.sharding.layout import Leaf, place
+from axonml_jax.training.compose import Kept, filled
+from axonml_jax.training.rest import Rest
+from axonml_jax.training.state import TrainState
+
+# --------------------------------------------------------------------------------------------------
+# Counts of updates that were skipped because something was not finite.
+# --------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NonFinite:
+    """How often updates were skipped. After `limit` in a row nothing is updated any more, until the host looks.
+
+    Attributes:
+      skipped: int32 scalar, updates skipped so far.
+      in_a_row: int32 scalar, those since the last good one.
+      since: int32 scalar, `TrainState.step` before the first of those.
+    """
+
+    skipped: jax.Array
+    in_a_row: jax.Array
+    since: jax.Array
+
+    @staticmethod
+    def first() -> "NonFinite":
+        """At a run's first step."""
+        return NonFinite(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+
+    def after(self, bad: jax.Array, skipped: jax.Array, step: jax.Array, limit: int) -> "NonFinite":
+        """The counts after a step.
+
+        Args:
+          bad: whether it counts towards the limit.
+          skipped: whether its update was skipped.
+          step: `TrainState.step` before it.
+          limit: how many in a row end the training.
+        """
+        halted = self.in_a_row >= limit
+        row = jnp.where(halted, self.in_a_row, jnp.where(bad, self.in_a_row + 1, 0))
+        since = jnp.where(self.in_a_row == 0, step, self.since)
+        return NonFinite(self.skipped + jnp.where(halted | ~skipped, 0, 1), row, since)
+
+
+# --------------------------------------------------------------------------------------------------
+# Dynamic loss scaling for float16 (Micikevicius et al. 2018): gradients are scaled up so that small ones do not vanish.
+# --------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+FIRST_SCALE = 2.0**16
+GROWTH_INTERVAL = 200
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossScale:
+    """The factor by which losses are multiplied, and how it has been faring.
+
+    Attributes:
+      scale: float32 scalar. It starts at 2^16, doubles after 200 clean steps, and halves when gradients overflow.
+      clean: int32 scalar, steps without overflow since it last changed.
+      skipped: int32 scalar, updates that were skipped because gradients overflowed.
+    """
+
+    scale: jax.Array
+    clean: jax.Array
+    skipped: jax.Array
+
+    @staticmethod
+    def first() -> "LossScale":
+        """The scale of a run's first step."""
+        return LossScale(jnp.float32(FIRST_SCALE), jnp.int32(0), jnp.int32(0))
+
+    def after(self, finite: jax.Array) -> "LossScale":
+        """The scale of the next step, given whether this one's gradients were finite."""
+        grown = self.clean + 1 >= GROWTH_INTERVAL
+        up = jnp.where(grown, self.scale * 2, self.scale)
+        return LossScale(
+            jnp.where(finite, up, jnp.maximum(self.scale / 2, 1.0)),
+            jnp.where(finite & ~grown, self.clean + 1, 0),
+            self.skipped + jnp.where(finite, 0, 1),
+        )
+
+
+def unscaled(grads: PyTree, scale: jax.Array) -> PyTree:
+    """Gradients of the loss itself."""
+    return jax.tree.map(lambda g: g / scale.astype(g.dtype), grads)
+
+
+def chosen(finite: jax.Array, new: T, old: T) -> T:
+    """The new values, or the old ones bit for bit when an update is skipped."""
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a step's update becomes where it may have to be skipped, and what is kept of it.
+# --------------------------------------------------------------------------------------------------
+
+
+def skip_nonfinite(
+    state: TrainState, new: Any, old: Any, loss: jax.Array, norm: jax.Array, limit: int | None
+) -> tuple[Any, LossScale | None, NonFinite | None, dict[str, jax.Array]]:
+    """What a step's update becomes where it may have to be skipped: under float16, and with a limit.
+
+    Overflow while float16 looks for its scale is no fault: it counts towards the limit only once the scale is at 1.
+
+    Args:
+      state: before the step.
+      new, old: what the update changes, after it and before it.
+      loss, norm: of the step, unscaled; the same on all ranks that train one model.
+      limit: how many skipped updates in a row end the training; None: there is no guard.
+
+    Returns:
+      What is kept, the next loss scale, the next counts, metrics: counts with this step in them, and the scale that it used.
+    """
+    scale, guard = state.loss_scale, state.guard
+    if scale is None and guard is None:
+        return new, None, None, {}
+    finite, metrics = jnp.isfinite(norm), {}
+    good = finite
+    if guard is not None:
+        assert limit is not None
+        good = finite & jnp.isfinite(loss)
+        kept = chosen(good & (guard.in_a_row < limit), new, old)
+        bad = ~good if scale is None else ~jnp.isfinite(loss) | (~finite & (scale.scale <= 1))
+        guard = guard.after(bad, ~good, state.step, limit)
+        metrics = {"skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
+    else:
+        kept = chosen(finite, new, old)
+    if scale is not None:
+        used, scale = scale.scale, scale.after(finite)
+        metrics = {"skipped": scale.skipped, **metrics, "loss_scale": used}
+    return kept, scale, guard, metrics
+
+
+def check_limit(limit: Any) -> None:
+    """Refuse a limit that is no positive number.
+
+    Raises:
+      ValueError: saying so.
+    """
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise ValueError(f"max_nonfinite={limit!r} must be a whole number from 1, or None to skip nothing")
+
+
+@dataclass(frozen=True)
+class Counts(Kept):
+    """A few scalars: the same on all ranks, or one for each model that is trained (NO_SYNC).
+
+    Attributes:
+      rest: how a step's state rests.
+      name: theirs in checkpoints.
+      make: gives those of a run that begins.
+      per_model: whether each model has its own.
+    """
+
+    rest: Rest
+    name: str
+    make: Callable[[], PyTree]
+    per_model: bool = False
+
+    def first(self, params: PyTree, mesh: Mesh) -> PyTree:
+        """As they begin."""
+        axes = self.rest.placement.own_axes if self.per_model else ()
+        shape = (self.rest.placement.ranks(axes),) if axes else ()
+        counts = jax.tree.map(lambda count: jnp.broadcast_to(count, shape), self.make())
+        return place(counts, self.specs(counts, self.rest), mesh)
+
+    def shapes(self, shapes: Any) -> PyTree:
+        """As they begin."""
+        return self.make()
+
+    def specs(self, value: PyTree, rest: Rest) -> PyTree:
+        """Whole on every rank that trains the same model."""
+        return jax.tree.map(lambda _: rest.means if self.per_model else PartitionSpec(), value)
+
+    def enter(self, value: PyTree) -> PyTree:
+        """Of this rank's model."""
+        return self.rest.own(value) if self.per_model else value
+
+    def leave(self, value: PyTree) -> PyTree:
+        """The inverse."""
+        return self.rest.kept(value) if self.per_model else value
+
+    def leaves(self, value: PyTree) -> dict[str, Leaf]:
+        """By their fields."""
+        return {f"{self.name}/{name}": Leaf(leaf) for name, leaf in named_leaves(value).items()}
+
+    def filled(self, like: PyTree, arrays: Mapping[str, Any]) -> PyTree:
+        """Of arrays by these names."""
+        return filled(f"{self.name}/", like, arrays)

@@ -1,0 +1,116 @@
+"""Rounds of steps in which replicas train parameters of their own (`ax.DiLoCo`), and the outer step that ends one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from axonml_jax.base import PyTree
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.layout import Leaf, is_layout
+from axonml_jax.training.compose import AsOptimizer, Kept
+from axonml_jax.training.rest import Plain, Rest, single, stacked
+from axonml_jax.training.state import TrainState
+
+# --------------------------------------------------------------------------------------------------
+# What a run whose ranks train parameters of their own for rounds of steps (`LocalRounds`) keeps beside the outer ones.
+# --------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RoundState:
+    """Beside the outer parameters, which are the model's variables.
+
+    Attributes:
+      own: the trained parameters of every replica, stacked along dim 0.
+      kept: what replicas keep together of each outer parameter, such as its momentum.
+    """
+
+    own: PyTree
+    kept: PyTree
+
+
+@dataclass(frozen=True)
+class RoundsKept(Kept):
+    """A `RoundState`: replicas' own rest as their optimizers' state, what they keep together as the outer parameters' one."""
+
+    placement: Placement
+    rest: Rest
+
+    @property
+    def own(self) -> AsOptimizer:
+        """Of each replica."""
+        return AsOptimizer(self.rest, "rounds/own", lambda params: params)
+
+    @property
+    def together(self) -> AsOptimizer:
+        """Of all."""
+        assert self.placement.agreed is not None
+        (rounds,) = self.placement.agreed.plan.rounds.values()
+        first = lambda params: jax.tree.map(rounds.first_kept, params)
+        return AsOptimizer(Plain(self.placement.agreed), "rounds/kept", first)
+
+    def first(self, params: PyTree, mesh: Mesh) -> RoundState:
+        """Every replica begins with the outer parameters; none of it is ever whole."""
+        return RoundState(self.own.first(params, mesh), self.together.first(params, mesh))
+
+    def shapes(self, shapes: Any) -> RoundState:
+        """As zeros."""
+        return RoundState(self.own.shapes(shapes), self.together.shapes(shapes))
+
+    def specs(self, value: PyTree, rest: Rest) -> RoundState:
+        """Of both."""
+        return RoundState(self.own.specs(None, rest), self.together.specs(None, self.together.rest))
+
+    def leaves(self, value: RoundState) -> dict[str, Leaf]:
+        """Of both."""
+        return self.together.leaves(value.kept) | self.own.leaves(value.own)
+
+    def filled(self, like: RoundState, arrays: Mapping[str, Any]) -> RoundState:
+        """Of both."""
+        return RoundState(self.own.filled(like.own, arrays), self.together.filled(like.kept, arrays))
+
+
+# --------------------------------------------------------------------------------------------------
+# The end of a round, in which replicas have trained parameters of their own: one outer step, and they begin again.
+# --------------------------------------------------------------------------------------------------
+
+
+def in_place_of_outer(state: TrainState) -> TrainState:
+    """A state with every replica's own parameters in the place of the outer ones: what a step updates."""
+    if state.rounds is None:
+        return state
+    return replace(state, variables=replace(state.variables, params=state.rounds.own))
+
+
+def end_of_round(placement: Placement, before: TrainState, after: TrainState) -> TrainState:
+    """A state after a step and, where a round ends with it, after the outer step; inside `shard_map`.
+
+    Args:
+      placement: of a step within a round.
+      before: the state before the step.
+      after: after it, with replicas' own parameters in the place of the outer ones.
+
+    Communicates: at the end of a round what the strategy's `end_round` does, else nothing.
+    """
+    if before.rounds is None:
+        return after
+    assert placement.agreed is not None
+    ((axis, rounds),) = placement.agreed.plan.rounds.items()
+    layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
+    outer, treedef = jax.tree.flatten(before.variables.params)
+    own, kept = treedef.flatten_up_to(after.variables.params), treedef.flatten_up_to(before.rounds.kept)
+
+    def joined(outer: list, own: list, kept: list) -> tuple:
+        with jax.named_scope(f"axonml.gradients.every{rounds.every}"):
+            outer, kept = rounds.end_round(outer, single(own), kept, layouts, axis)
+        return outer, stacked(outer, placement.own_axes), kept
+
+    ends = after.step % rounds.every == 0
+    outer, own, kept = jax.lax.cond(ends, joined, lambda *each: each, outer, own, kept)
+    variables = replace(after.variables, params=treedef.unflatten(outer))
+    ended = RoundState(treedef.unflatten(own), treedef.unflatten(kept))
+    return replace(after, variables=variables).keeping(rounds=ended)
