@@ -37,6 +37,7 @@ from axonml_jax.sharding.layout import Leaf, cast, copies, is_deleted, place, to
 from axonml_jax.strategies.strategy import units
 from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
 from axonml_jax.training.compile import as_floats, folding, mean_of
+from axonml_jax.training.compose import Metrics
 from axonml_jax.training.evaluate import Differentiate, EvalStep, Forward, SyncStacked, equalize, hooks_program
 from axonml_jax.training.optimizer import averaging
 from axonml_jax.training.rest import Rest
@@ -57,7 +58,7 @@ from axonml_jax.training.same_everywhere import (
 )
 from axonml_jax.training.staged import rest_of
 from axonml_jax.training.state import TrainState, injected_rate
-from axonml_jax.training.step import Metrics, TrainStep
+from axonml_jax.training.step import TrainStep
 from axonml_jax.training.update import Clip
 
 # --------------------------------------------------------------------------------------------------

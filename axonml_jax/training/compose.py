@@ -1,9 +1,14 @@
-"""What a step is composed of: what it keeps from one to the next beside parameters and the optimizer's state."""
+"""What a training step is composed of: three functions, transforms around them, and what these keep between steps.
+
+A step is three functions, one inside the other: the whole step, what takes gradients, and what updates. A transform wraps those
+of them that it changes and knows of no other transform. `training/transforms.py` lists all that there are, in their order.
+"""
 
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -13,6 +18,96 @@ from axonml_jax.base import PyTree, named_leaves
 from axonml_jax.model.view import Variables
 from axonml_jax.sharding.layout import Leaf
 from axonml_jax.training.rest import Rest
+from axonml_jax.training.state import TrainState
+
+Metrics = dict[str, jax.Array]
+
+# --------------------------------------------------------------------------------------------------
+# The three functions, and what goes around them.
+# --------------------------------------------------------------------------------------------------
+
+
+class Gradients(NamedTuple):
+    """What one step's differentiation gives on one rank.
+
+    Attributes:
+      grads: synchronized gradients of the resting parameters.
+      loss: the mean over the global batch.
+      metrics: means over the global batch, by name.
+      state: the model's state after the last microbatch, before ranks are made equal.
+      left_out: what the sums lack of this rank's gradients, where the plan feeds it back.
+      norm: of the gradients over all ranks, once it is measured.
+    """
+
+    grads: PyTree
+    loss: jax.Array
+    metrics: Metrics
+    state: PyTree
+    left_out: PyTree = None
+    norm: Any = None
+
+
+class Reading(NamedTuple):
+    """What gradients are taken of, on one rank.
+
+    Attributes:
+      state: this rank's own, as it is before the step.
+      batch: this rank's rows.
+      options: of `training/gradients.py`, by keyword.
+    """
+
+    state: TrainState
+    batch: PyTree
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+Step = Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]
+"""`step(state, batch) -> (state, metrics)`, inside `shard_map`, of states as they rest."""
+
+Differentiate = Callable[[Reading], Gradients]
+"""`differentiate(reading) -> made`, of what is this rank's own."""
+
+Update = Callable[[Gradients, TrainState], tuple[TrainState, Metrics]]
+"""`update(made, before) -> (after, metrics)`, of what is this rank's own: other parameters, buffers, extras."""
+
+
+class StepTransform:
+    """One capability of a step. Every `around_...` gives the function back, or another in its place that calls it."""
+
+    def kept(self) -> "dict[str, Kept]":
+        """What it keeps from one step to the next, by its name in `TrainState.extras`."""
+        return {}
+
+    def around_step(self, run: Step) -> Step:
+        """The whole step."""
+        return run
+
+    def around_gradients(self, run: Differentiate) -> Differentiate:
+        """What takes gradients."""
+        return run
+
+    def around_update(self, run: Update) -> Update:
+        """What updates. An extra that it changes is in the state that this returns, so that transforms outside see it."""
+        return run
+
+
+def composed(run: Callable, around: str, transforms: tuple[StepTransform, ...]) -> Callable:
+    """A function with all transforms around it, the first of them outermost.
+
+    >>> class Twice(StepTransform):
+    ...     def around_step(self, run):
+    ...         return lambda x: 2 * run(x)
+    >>> composed(lambda x: x + 1, "around_step", (Twice(), StepTransform()))(3)
+    8
+    """
+    for transform in reversed(transforms):
+        run = getattr(transform, around)(run)
+    return run
+
+
+# --------------------------------------------------------------------------------------------------
+# What a transform keeps from one step to the next.
+# --------------------------------------------------------------------------------------------------
 
 
 class Kept(abc.ABC):

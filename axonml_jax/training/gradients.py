@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units import Replayed, overlapped, recomputed
 from axonml_jax.sharding.layout import is_layout, to_device_memory
 from axonml_jax.training.compile import Differentiated, GradientEngine, Objective, Parts, shard_key
+from axonml_jax.training.compose import Gradients
 from axonml_jax.training.nonfinite import unscaled
 from axonml_jax.training.pipelined import ByStage
 from axonml_jax.training.staged import rest_of
@@ -211,24 +212,6 @@ class ByUnit(OneByOne):
 # --------------------------------------------------------------------------------------------------
 # Gradients of a step, whole or accumulated over microbatches: gather, differentiate, sync.
 # --------------------------------------------------------------------------------------------------
-
-
-class Gradients(NamedTuple):
-    """What one step's differentiation gives on one rank.
-
-    Attributes:
-      grads: synchronized gradients of the resting parameters.
-      loss: the mean over the global batch.
-      metrics: means over the global batch, by name.
-      state: the model's state after the last microbatch, before ranks are made equal.
-      left_out: what the sums lack of this rank's gradients, where the plan feeds it back.
-    """
-
-    grads: PyTree
-    loss: jax.Array
-    metrics: dict[str, jax.Array]
-    state: PyTree
-    left_out: PyTree = None
 
 
 def gradients(

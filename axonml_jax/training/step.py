@@ -20,29 +20,19 @@ from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement, in_round
 from axonml_jax.sharding.batch import check_batch
-from axonml_jax.sharding.layout import Leaf, is_deleted, is_layout, shardings, to_device_memory, to_host_memory
+from axonml_jax.sharding.layout import Leaf, is_deleted, is_layout, shardings, to_host_memory
 from axonml_jax.training.between_steps import after_update, to_read
-from axonml_jax.training.compile import (
-    Compiled,
-    Objective,
-    clipped,
-    compiler_options,
-    explain_typed_scan,
-    folding,
-    norm,
-)
+from axonml_jax.training.compile import Compiled, Objective, compiler_options, explain_typed_scan, folding
+from axonml_jax.training.compose import Gradients, Metrics, Reading, composed
 from axonml_jax.training.gradients import gradients
 from axonml_jax.training.nonfinite import check_limit, skip_nonfinite
 from axonml_jax.training.on_shards import OnShards
-from axonml_jax.training.rest import layer_norms
 from axonml_jax.training.rounds import end_of_round, in_place_of_outer
 from axonml_jax.training.run_state import kept_of, state_leaves, state_of_leaves, state_specs
 from axonml_jax.training.staged import rest_of
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.streamed import streamed
-from axonml_jax.training.update import sync_buffers
-
-Metrics = dict[str, jax.Array]
+from axonml_jax.training.transforms import StepOptions, transforms_of
 
 
 class TrainStep:
@@ -80,8 +70,9 @@ class TrainStep:
         self.rest = rest_of(placement)
         check_limit(max_nonfinite)
         self.max_nonfinite, self.kept = max_nonfinite, kept_of(self.rest, max_nonfinite)
-        self.model, self.placement, self.mesh, self.tx, self.max_grad_norm = model, placement, mesh, tx, max_grad_norm
-        self.norm_type, self.layer_norms = float(norm_type), layer_norms
+        self.model, self.placement, self.mesh, self.tx = model, placement, mesh, tx
+        options = StepOptions(max_grad_norm, float(norm_type), max_nonfinite, layer_norms)
+        self.transforms = transforms_of(self.rest, options, model)
         self._on_shards = OnShards.of(tx, placement)
         self.objective = objective_of(model, loss_fn, placement, training)
         self._returned: tuple[int, ...] = ()  # parts of the last state, which are not looked through again
@@ -162,41 +153,42 @@ class TrainStep:
         return end_of_round(self.placement, state, new), metrics
 
     def _updated(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        placement, rest, offload = self.placement, self.rest, self.placement.plan.offload
-        state = self._own(state, inwards=True)
-        read = state.variables
-        if state.strategies is not None:
-            read = replace(read, params=to_read(placement, read.params, state.strategies))
-        factor = None if state.loss_scale is None else state.loss_scale.scale
-        result = gradients(
-            self.objective, placement, read, step_key(state), batch, scale=factor, left_out=state.left_out
-        )
-        size = norm(rest.parts(result.grads), self.norm_type)
-
-        norms = self._norms_by_layer(result.grads, state.params) if self.layer_norms else {}
+        rest, offload, state = self.rest, self.placement.plan.offload, self._own(state, inwards=True)
+        made = composed(self._gradients, "around_gradients", self.transforms)(Reading(state, batch))
+        assert made.norm is not None
+        update = composed(self._update, "around_update", self.transforms)
 
         def updated(grads: PyTree, params: PyTree, opt_state: PyTree):
-            if self.max_grad_norm is not None:
-                grads = clipped(grads, size, self.max_grad_norm)
-            new = rest.update(self.tx, self._on_shards, grads, opt_state, params, result.loss)
-            joined = sync_buffers(state.variables.state, result.state, placement, self.model)
-            buffers, kept = self.model.after_update(joined), state.strategies
+            before = replace(state, variables=replace(state.variables, params=params), opt_state=opt_state)
+            after, _ = update(made._replace(grads=grads), before)
+            changed, kept = after.params, state.strategies
             if kept is not None:
-                changed, kept = after_update(placement, new[0], params, kept)
-                new = changed, new[1]
+                changed, kept = after_update(self.placement, changed, params, kept)
             old = (params, opt_state), state.variables.state, state.strategies, state.left_out
-            new = new, buffers, kept, result.left_out
-            chosen, *counts = skip_nonfinite(state, new, old, result.loss, size, self.max_nonfinite)
+            new = (changed, after.opt_state), after.variables.state, kept, made.left_out
+            chosen, *counts = skip_nonfinite(state, new, old, made.loss, made.norm, self.max_nonfinite)
             return *chosen[0], (*chosen[1:], *counts)
 
-        held = to_host_memory(result.grads, offload.gradients), state.params, state.opt_state
-        params, opt_state, others = streamed(updated, held, offload, size, sliced=rest.updates_in_slices)
+        held = to_host_memory(made.grads, offload.gradients), state.params, state.opt_state
+        params, opt_state, others = streamed(updated, held, offload, made.norm, sliced=rest.updates_in_slices)
         buffers, strategies, left_out, scale, guard, counts = others
-        metrics = {**result.metrics, "loss": result.loss, "grad_norm": size, **counts, **norms}
-        variables = Variables(params, state.variables.frozen, buffers)
-        new = TrainState(state.step + 1, variables, opt_state, state.key)
+        metrics = {**made.metrics, "loss": made.loss, "grad_norm": made.norm, **counts}
+        new = TrainState(state.step + 1, Variables(params, state.variables.frozen, buffers), opt_state, state.key)
         new = new.keeping(loss_scale=scale, guard=guard, strategies=strategies, left_out=left_out)
         return self._own(new, inwards=False), rest.kept(metrics)
+
+    def _gradients(self, reading: Reading) -> Gradients:
+        state, variables = reading.state, reading.state.variables
+        if state.strategies is not None:
+            variables = replace(variables, params=to_read(self.placement, state.params, state.strategies))
+        scale = None if state.loss_scale is None else state.loss_scale.scale
+        options = {"scale": scale, "left_out": state.left_out}
+        return gradients(self.objective, self.placement, variables, step_key(state), reading.batch, **options)
+
+    def _update(self, made: Gradients, before: TrainState) -> tuple[TrainState, Metrics]:
+        new = self.rest.update(self.tx, self._on_shards, made.grads, before.opt_state, before.params, made.loss)
+        variables = Variables(new[0], before.variables.frozen, made.state)
+        return replace(before, variables=variables, opt_state=new[1]), {}
 
     def _own(self, state: TrainState, *, inwards: bool) -> TrainState:
         """A rank's own of a state as it rests, inside `shard_map`, or the inverse."""
@@ -208,13 +200,6 @@ class TrainStep:
         opt_state = (rest.own if inwards else rest.kept)(state.opt_state)
         variables = (rest.enter if inwards else rest.leave)(state.variables)
         return replace(state, variables=variables, opt_state=opt_state, extras=extras)
-
-    def _norms_by_layer(self, grads: PyTree, params: PyTree) -> Metrics:
-        """Of gradients, before clipping, and of the parameters that they are of."""
-        params = to_device_memory(params, self.placement.plan.offload.params)
-        trees = {"grad_norm": grads, "param_norm": params}
-        norms = {name: layer_norms(self.rest.squares(tree)) for name, tree in trees.items()}
-        return {f"{name}/{layer}": value for name, found in norms.items() for layer, value in found.items()}
 
 
 def forward_mode(placement: Placement, training: bool | None) -> Mode:

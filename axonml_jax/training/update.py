@@ -1,4 +1,6 @@
-"""The model's own state made equal after an update, and gradients clipped outside a step."""
+"""Around the update: the norm of gradients, clipping by it, and the model's own state made equal over ranks."""
+
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,64 @@ from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.buffers import Join
 from axonml_jax.model.view import Functional
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.training.rest import Rest
+from axonml_jax.sharding.layout import to_device_memory
+from axonml_jax.training.compile import clipped, norm
+from axonml_jax.training.compose import Differentiate, Gradients, Metrics, Reading, StepTransform, Update
+from axonml_jax.training.rest import Rest, layer_norms
+from axonml_jax.training.state import TrainState
+
+# --------------------------------------------------------------------------------------------------
+# The norm of a step's gradients, layer by layer too, and clipping by it.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Norm(StepTransform):
+    """The norm of a step's gradients, before clipping."""
+
+    rest: Rest
+    p: float
+
+    def around_gradients(self, run: Differentiate) -> Differentiate:
+        """Measured afterwards."""
+
+        def measured(reading: Reading) -> Gradients:
+            made = run(reading)
+            return made._replace(norm=norm(self.rest.parts(made.grads), self.p))
+
+        return measured
+
+
+@dataclass(frozen=True)
+class LayerNorms(StepTransform):
+    """Metrics: the norms, layer by layer, of gradients before clipping and of the parameters that they are of."""
+
+    rest: Rest
+
+    def around_gradients(self, run: Differentiate) -> Differentiate:
+        """Measured afterwards."""
+
+        def measured(reading: Reading) -> Gradients:
+            made = run(reading)
+            params = to_device_memory(reading.state.params, self.rest.placement.plan.offload.params)
+            trees = {"grad_norm": made.grads, "param_norm": params}
+            norms = {name: layer_norms(self.rest.squares(tree)) for name, tree in trees.items()}
+            more = {f"{name}/{layer}": value for name, found in norms.items() for layer, value in found.items()}
+            return made._replace(metrics={**made.metrics, **more})
+
+        return measured
+
+
+@dataclass(frozen=True)
+class ClipByNorm(StepTransform):
+    """Gradients scaled down where their norm is over a limit."""
+
+    max_norm: float
+
+    def around_update(self, run: Update) -> Update:
+        """Clipped before."""
+        return lambda made, before: run(made._replace(grads=clipped(made.grads, made.norm, self.max_norm)), before)
+
 
 # --------------------------------------------------------------------------------------------------
 # Making the model's own state (BatchNorm averages, counters) equal on all ranks after a step.
@@ -85,6 +144,27 @@ def first_ranks(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         sent = jax.lax.bitcast_convert_type(x, bits).astype(wire)
         return jax.lax.bitcast_convert_type(first_ranks(sent, axes).astype(bits), x.dtype)
     return sum_over(jnp.where(axis_index(axes) == 0, x, jnp.zeros_like(x)), axes)
+
+
+@dataclass(frozen=True)
+class JoinedBuffers(StepTransform):
+    """The model's own state made equal on all ranks after an update, and then what its modules' hooks make of it."""
+
+    placement: Placement
+    model: Functional
+
+    def around_update(self, run: Update) -> Update:
+        """Joined afterwards."""
+
+        def joined(made: Gradients, before: TrainState) -> tuple[TrainState, Metrics]:
+            after, metrics = run(made, before)
+            state = made.state
+            if jax.tree.leaves(state):
+                state = sync_buffers(before.variables.state, state, self.placement, self.model)
+            variables = replace(after.variables, state=self.model.after_update(state))
+            return replace(after, variables=variables), metrics
+
+        return joined
 
 
 # --------------------------------------------------------------------------------------------------
