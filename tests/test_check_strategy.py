@@ -108,7 +108,7 @@ class NeverUpdatesItsError(Int8Shard):
 def test_a_training_step_calls_what_acts_between_steps(monkeypatch):
     check = NeverUpdatesItsError()
     monkeypatch.setattr(
-        "axonml_jax.training.step.after_update", lambda placement, params, before, state: (params, state)
+        "axonml_jax.training.between_steps.after_update", lambda placement, params, before, state: (params, state)
     )
     with pytest.raises(AssertionError, match="step 1: loss"):
         check_strategy(check)

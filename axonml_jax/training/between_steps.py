@@ -1,7 +1,8 @@
 """What strategies keep from one step to the next: a state of their own, and what sums of gradients left out."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,9 +14,18 @@ from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Leaf, is_layout, shardings
 from axonml_jax.strategies.strategy import AbstractStrategy
-from axonml_jax.training.compose import Kept
+from axonml_jax.training.compose import (
+    AsOptimizer,
+    Differentiate,
+    Gradients,
+    Kept,
+    Metrics,
+    Reading,
+    StepTransform,
+    Update,
+)
 from axonml_jax.training.rest import Rest, single, stacked
-from axonml_jax.training.state import each_ranks_specs
+from axonml_jax.training.state import TrainState, each_ranks_specs
 
 # --------------------------------------------------------------------------------------------------
 # What strategies keep between steps beside parameters, such as the error of a lossy gather or the anchor of local
@@ -23,6 +33,39 @@ from axonml_jax.training.state import each_ranks_specs
 #
 # It lives as the optimizer's state does: a leaf of a parameter's shape rests as the parameter does.
 # --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BetweenSteps(StepTransform):
+    """Strategies that keep a state act on what a step reads, and on what an update has made."""
+
+    placement: Placement
+    rest: Rest
+
+    def kept(self) -> dict[str, Kept]:
+        """As an optimizer's state."""
+        return {"strategies": AsOptimizer(self.rest, "strategies", partial(first_states, self.placement))}
+
+    def around_gradients(self, run: Differentiate) -> Differentiate:
+        """Of what strategies read in the place of resting shards."""
+
+        def of_theirs(reading: Reading) -> Gradients:
+            state = reading.state
+            params = to_read(self.placement, state.params, state.strategies)
+            return run(reading._replace(state=replace(state, variables=replace(state.variables, params=params))))
+
+        return of_theirs
+
+    def around_update(self, run: Update) -> Update:
+        """They act on what it has made."""
+
+        def acting(made: Gradients, before: TrainState) -> tuple[TrainState, Metrics]:
+            after, metrics = run(made, before)
+            params, own = after_update(self.placement, after.params, before.params, before.strategies)
+            after = replace(after, variables=replace(after.variables, params=params))
+            return after.keeping(strategies=own), metrics
+
+        return acting
 
 
 def stateful(placement: Placement) -> dict[AxisNames, AbstractStrategy]:
@@ -80,9 +123,32 @@ LEFT_OUT = "left_out/"
 """What the names of these arrays start with in checkpoints; the rest is their parameter's name."""
 
 
-def feeds_back(placement: Placement) -> bool:
-    """Whether one of a plan's strategies does."""
-    return any(strategy.feeds_back for strategy in placement.strategies.values())
+@dataclass(frozen=True)
+class FedBack(StepTransform):
+    """What the sums of gradients left out in the last step joins those of this one (Seide et al. 2014)."""
+
+    placement: Placement
+
+    def kept(self) -> dict[str, Kept]:
+        """Of every rank."""
+        return {"left_out": LeftOut(self.placement)}
+
+    def around_gradients(self, run: Differentiate) -> Differentiate:
+        """They begin with it."""
+
+        def beginning(reading: Reading) -> Gradients:
+            return run(reading._replace(options={**reading.options, "left_out": reading.state.left_out}))
+
+        return beginning
+
+    def around_update(self, run: Update) -> Update:
+        """What this step's sums leave out is kept."""
+
+        def keeping(made: Gradients, before: TrainState) -> tuple[TrainState, Metrics]:
+            after, metrics = run(made, before)
+            return after.keeping(left_out=made.left_out), metrics
+
+        return keeping
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from axonml_jax.parallel.units import Replayed, overlapped, recomputed
 from axonml_jax.sharding.layout import is_layout, to_device_memory
 from axonml_jax.training.compile import Differentiated, GradientEngine, Objective, Parts, shard_key
 from axonml_jax.training.compose import Gradients
-from axonml_jax.training.nonfinite import unscaled
 from axonml_jax.training.pipelined import ByStage
 from axonml_jax.training.staged import rest_of
 
@@ -233,7 +232,7 @@ def gradients(
       variables: resting variables.
       key: the step's randomness.
       batch: this rank's rows, [b, ...] on every leaf that is not a scalar; b divides by the plan's `accumulate`.
-      scale: differentiate the loss times this factor, and divide it out of the gradients.
+      scale: differentiate the loss times this factor, which the caller divides out of the gradients.
       sync: False leaves gradients and loss each rank's own (means over its rows).
       left_out: what the last step's sums lacked of this rank's gradients; None: nothing is fed back.
 
@@ -252,8 +251,6 @@ def gradients(
         grads = [grad * slope.astype(grad.dtype) for grad in grads]
     if weight is not None:
         grads = [grad / weight.astype(grad.dtype) for grad in grads]
-    if scale is not None:
-        grads = unscaled(grads, scale)
     return Gradients(treedef.unflatten(grads), loss, metrics, found.state, found.left_out)
 
 

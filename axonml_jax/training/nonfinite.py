@@ -1,7 +1,7 @@
 """Updates that are not finite are skipped, on every rank alike and without asking the host; float16's loss scale."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -10,7 +10,16 @@ from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax.base import PyTree, named_leaves
 from axonml_jax.sharding.layout import Leaf, place
-from axonml_jax.training.compose import Kept, filled
+from axonml_jax.training.compose import (
+    Differentiate,
+    Gradients,
+    Kept,
+    Metrics,
+    Reading,
+    StepTransform,
+    Update,
+    filled,
+)
 from axonml_jax.training.rest import Rest
 from axonml_jax.training.state import TrainState
 
@@ -106,7 +115,7 @@ def chosen(finite: jax.Array, new: T, old: T) -> T:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a step's update becomes where it may have to be skipped, and what is kept of it.
+# What a step's update becomes where it may have to be skipped.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -146,16 +155,61 @@ def skip_nonfinite(
     return kept, scale, guard, metrics
 
 
-def check_limit(limit: Any) -> None:
-    """Refuse a limit that is no positive number.
+@dataclass(frozen=True)
+class SkipNonFinite(StepTransform):
+    """Updates that are not finite are skipped: under float16, whose losses are scaled, and where a run has a limit.
 
-    Raises:
-      ValueError: saying so.
+    One transform for both, since what overflows while float16 looks for its scale is no fault that counts.
+
+    Attributes:
+      rest: how a step's state rests.
+      scales: whether losses are scaled.
+      limit: how many skipped updates in a row end the training; None: there is no guard.
     """
-    if limit is None:
-        return
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise ValueError(f"max_nonfinite={limit!r} must be a whole number from 1, or None to skip nothing")
+
+    rest: Rest
+    scales: bool
+    limit: int | None
+
+    def kept(self) -> dict[str, Kept]:
+        """The loss scale, and the guard's counts, of every model that is trained."""
+        kept: dict[str, Kept] = {}
+        if self.scales:
+            kept["loss_scale"] = Counts(self.rest, "loss_scale", LossScale.first)
+        if self.limit is not None:
+            kept["guard"] = Counts(self.rest, "guard", NonFinite.first, per_model=True)
+        return kept
+
+    def around_gradients(self, run: Differentiate) -> Differentiate:
+        """Of the loss times its scale, which is divided out of them again."""
+        if not self.scales:
+            return run
+
+        def scaled(reading: Reading) -> Gradients:
+            scale = reading.state.loss_scale.scale
+            made = run(reading._replace(options={**reading.options, "scale": scale}))
+            return made._replace(grads=unscaled(made.grads, scale))
+
+        return scaled
+
+    def around_update(self, run: Update) -> Update:
+        """All that it changes is as it was before, where it is skipped."""
+
+        def skipping(made: Gradients, before: TrainState) -> tuple[TrainState, Metrics]:
+            after, metrics = run(made, before)
+            new, old = self._changed(after), self._changed(before)
+            chosen, scale, guard, counts = skip_nonfinite(before, new, old, made.loss, made.norm, self.limit)
+            params, opt_state, buffers, extras = chosen
+            variables = replace(after.variables, params=params, state=buffers)
+            after = replace(after, variables=variables, opt_state=opt_state, extras=extras)
+            return after.keeping(loss_scale=scale, guard=guard), metrics | counts
+
+        return skipping
+
+    @staticmethod
+    def _changed(state: TrainState) -> tuple:
+        extras = state.keeping(loss_scale=None, guard=None).extras
+        return state.params, state.opt_state, state.variables.state, extras
 
 
 @dataclass(frozen=True)

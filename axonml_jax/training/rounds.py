@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from axonml_jax.base import PyTree
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Leaf, is_layout
-from axonml_jax.training.compose import AsOptimizer, Kept
+from axonml_jax.training.compose import AsOptimizer, Kept, Metrics, Step, StepTransform
 from axonml_jax.training.rest import Plain, Rest, single, stacked
 from axonml_jax.training.state import TrainState
 
@@ -31,6 +31,31 @@ class RoundState:
 
     own: PyTree
     kept: PyTree
+
+
+@dataclass(frozen=True)
+class Rounds(StepTransform):
+    """A step updates every replica's own parameters, in the place of the outer ones; some steps end a round.
+
+    Nothing inside it can see the outer parameters, nor what replicas keep together.
+    """
+
+    placement: Placement
+    rest: Rest
+
+    def kept(self) -> dict[str, Kept]:
+        """Replicas' own parameters, and what they keep together."""
+        return {"rounds": RoundsKept(self.placement, self.rest)}
+
+    def around_step(self, run: Step) -> Step:
+        """Communicates: at the end of a round what the strategy's `end_round` does, else nothing."""
+
+        def in_round(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+            own = replace(state.variables, params=state.rounds.own)
+            after, metrics = run(replace(state.keeping(rounds=None), variables=own), batch)
+            return end_of_round(self.placement, state, after), metrics
+
+        return in_round
 
 
 @dataclass(frozen=True)
@@ -79,13 +104,6 @@ class RoundsKept(Kept):
 # --------------------------------------------------------------------------------------------------
 
 
-def in_place_of_outer(state: TrainState) -> TrainState:
-    """A state with every replica's own parameters in the place of the outer ones: what a step updates."""
-    if state.rounds is None:
-        return state
-    return replace(state, variables=replace(state.variables, params=state.rounds.own))
-
-
 def end_of_round(placement: Placement, before: TrainState, after: TrainState) -> TrainState:
     """A state after a step and, where a round ends with it, after the outer step; inside `shard_map`.
 
@@ -96,8 +114,6 @@ def end_of_round(placement: Placement, before: TrainState, after: TrainState) ->
 
     Communicates: at the end of a round what the strategy's `end_round` does, else nothing.
     """
-    if before.rounds is None:
-        return after
     assert placement.agreed is not None
     ((axis, rounds),) = placement.agreed.plan.rounds.items()
     layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)

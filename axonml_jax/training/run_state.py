@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,34 +15,16 @@ from axonml_jax.base import PyTree, named_leaves
 from axonml_jax.model.view import Functional, Variables
 from axonml_jax.parallel.placement import Placement, in_round
 from axonml_jax.sharding.layout import HOST, Leaf, cast, copies, movable, place, to_device_memory, to_host
-from axonml_jax.training.between_steps import LeftOut, feeds_back, first_states, stateful
-from axonml_jax.training.compose import AsOptimizer, Kept, filled
-from axonml_jax.training.nonfinite import Counts, LossScale, NonFinite
+from axonml_jax.training.compose import Kept, filled
 from axonml_jax.training.optimizer import MovingAverage
 from axonml_jax.training.rest import Rest
-from axonml_jax.training.rounds import RoundsKept
 from axonml_jax.training.staged import rest_of
 from axonml_jax.training.state import TrainState
+from axonml_jax.training.transforms import kept_of, transforms_of
 
 # --------------------------------------------------------------------------------------------------
 # The first state of a run, created where it will live.
 # --------------------------------------------------------------------------------------------------
-
-
-def kept_of(rest: Rest, max_nonfinite: int | None = None) -> dict[str, Kept]:
-    """What a step keeps beside parameters and the optimizer's state, by name."""
-    placement, kept = rest.placement, {}
-    if placement.plan.precision.scales_loss:
-        kept["loss_scale"] = Counts(rest, "loss_scale", LossScale.first)
-    if max_nonfinite is not None:
-        kept["guard"] = Counts(rest, "guard", NonFinite.first, per_model=True)
-    if stateful(placement):
-        kept["strategies"] = AsOptimizer(rest, "strategies", partial(first_states, placement))
-    if placement.agreed is not None:
-        kept["rounds"] = RoundsKept(placement, rest)
-    if feeds_back(placement):
-        kept["left_out"] = LeftOut(placement)
-    return kept
 
 
 def first_variables(model: Functional, given: Variables, rest: Rest, mesh: Mesh) -> Variables:
@@ -90,7 +71,7 @@ def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placemen
     def build() -> TrainState:
         rest = rest_of(in_round(placement))
         variables, opt_state = rest.shapes(shapes, tx)
-        extras = {name: each.shapes(shapes) for name, each in kept_of(rest).items()}
+        extras = {name: each.shapes(shapes) for name, each in kept_of(transforms_of(rest)).items()}
         return TrainState(jnp.zeros((), jnp.int32), variables, opt_state, jax.random.key(0), extras)
 
     return jax.eval_shape(build)
@@ -99,7 +80,7 @@ def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placemen
 def resting_shapes(state: TrainState, placement: Placement, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Shapes of an `abstract_state` with their shardings and memory kinds: what is offloaded rests in host memory."""
     offload, rest = placement.plan.offload, rest_of(in_round(placement))
-    specs = state_specs(state, rest, tx, kept_of(rest))
+    specs = state_specs(state, rest, tx, kept_of(transforms_of(rest)))
 
     def on(host: bool):
         def shape(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
-from numbers import Real
 from typing import Any
 
 import jax
@@ -20,19 +19,15 @@ from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement, in_round
 from axonml_jax.sharding.batch import check_batch
-from axonml_jax.sharding.layout import Leaf, is_deleted, is_layout, shardings, to_host_memory
-from axonml_jax.training.between_steps import after_update, to_read
+from axonml_jax.sharding.layout import Leaf, is_deleted, is_layout, shardings
 from axonml_jax.training.compile import Compiled, Objective, compiler_options, explain_typed_scan, folding
 from axonml_jax.training.compose import Gradients, Metrics, Reading, composed
 from axonml_jax.training.gradients import gradients
-from axonml_jax.training.nonfinite import check_limit, skip_nonfinite
 from axonml_jax.training.on_shards import OnShards
-from axonml_jax.training.rounds import end_of_round, in_place_of_outer
-from axonml_jax.training.run_state import kept_of, state_leaves, state_of_leaves, state_specs
+from axonml_jax.training.run_state import state_leaves, state_of_leaves, state_specs
 from axonml_jax.training.staged import rest_of
 from axonml_jax.training.state import TrainState
-from axonml_jax.training.streamed import streamed
-from axonml_jax.training.transforms import StepOptions, transforms_of
+from axonml_jax.training.transforms import StepOptions, kept_of, transforms_of
 
 
 class TrainStep:
@@ -43,6 +38,8 @@ class TrainStep:
     Attributes:
       placement: the plan on its mesh; where replicas train by themselves for rounds of steps, that of a step within one.
       mesh: the mesh.
+      transforms: what the plan, the trainer and the model ask for around gradients and update.
+      kept: what these keep in `TrainState.extras`, by name.
     """
 
     def __init__(
@@ -60,24 +57,17 @@ class TrainStep:
         accept: Callable[[Any], None] | None = None,
         layer_norms: bool = False,
     ):
-        if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
-            raise ValueError(f"max_grad_norm={max_grad_norm!r} must be a positive number; None does not clip")
-        if not (isinstance(norm_type, Real) and norm_type > 0):
-            raise ValueError(f"norm_type={norm_type!r} must be a positive number: 1, 2 or math.inf")
-        if not isinstance(layer_norms, bool):
-            raise ValueError(f"layer_norms={layer_norms!r} must be True or False")
+        options = StepOptions(max_grad_norm, norm_type, max_nonfinite, layer_norms)
         placement = in_round(placement)
         self.rest = rest_of(placement)
-        check_limit(max_nonfinite)
-        self.max_nonfinite, self.kept = max_nonfinite, kept_of(self.rest, max_nonfinite)
         self.model, self.placement, self.mesh, self.tx = model, placement, mesh, tx
-        options = StepOptions(max_grad_norm, float(norm_type), max_nonfinite, layer_norms)
         self.transforms = transforms_of(self.rest, options, model)
+        self.kept = kept_of(self.transforms)
         self._on_shards = OnShards.of(tx, placement)
         self.objective = objective_of(model, loss_fn, placement, training)
         self._returned: tuple[int, ...] = ()  # parts of the last state, which are not looked through again
-        options = compiler_options(placement, mesh)
-        self._compiled = Compiled(self._whole, mesh, accept, donate_argnums=0, compiler_options=options)
+        on_cpu = compiler_options(placement, mesh)
+        self._compiled = Compiled(self._whole, mesh, accept, donate_argnums=0, compiler_options=on_cpu)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Make one update.
@@ -137,7 +127,7 @@ class TrainStep:
         batch = self.placement.batch_layout.opened(batch)
         specs = state_specs(state, self.rest, self.tx, self.kept)
         new, metrics = jax.shard_map(
-            self._local,
+            composed(self._step, "around_step", self.transforms),
             mesh=self.mesh,
             in_specs=(specs, self.placement.batch_layout.specs(batch)),
             out_specs=(specs, self.rest.means),
@@ -148,42 +138,17 @@ class TrainStep:
             new = jax.lax.with_sharding_constraint(new, shardings(self.state_specs(new), self.mesh))
         return new, metrics
 
-    def _local(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        new, metrics = self._updated(in_place_of_outer(state), batch)
-        return end_of_round(self.placement, state, new), metrics
-
-    def _updated(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        rest, offload, state = self.rest, self.placement.plan.offload, self._own(state, inwards=True)
-        made = composed(self._gradients, "around_gradients", self.transforms)(Reading(state, batch))
-        assert made.norm is not None
-        update = composed(self._update, "around_update", self.transforms)
-
-        def updated(grads: PyTree, params: PyTree, opt_state: PyTree):
-            before = replace(state, variables=replace(state.variables, params=params), opt_state=opt_state)
-            after, _ = update(made._replace(grads=grads), before)
-            changed, kept = after.params, state.strategies
-            if kept is not None:
-                changed, kept = after_update(self.placement, changed, params, kept)
-            old = (params, opt_state), state.variables.state, state.strategies, state.left_out
-            new = (changed, after.opt_state), after.variables.state, kept, made.left_out
-            chosen, *counts = skip_nonfinite(state, new, old, made.loss, made.norm, self.max_nonfinite)
-            return *chosen[0], (*chosen[1:], *counts)
-
-        held = to_host_memory(made.grads, offload.gradients), state.params, state.opt_state
-        params, opt_state, others = streamed(updated, held, offload, made.norm, sliced=rest.updates_in_slices)
-        buffers, strategies, left_out, scale, guard, counts = others
-        metrics = {**made.metrics, "loss": made.loss, "grad_norm": made.norm, **counts}
-        new = TrainState(state.step + 1, Variables(params, state.variables.frozen, buffers), opt_state, state.key)
-        new = new.keeping(loss_scale=scale, guard=guard, strategies=strategies, left_out=left_out)
-        return self._own(new, inwards=False), rest.kept(metrics)
+    def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """The step that transforms are around: gradients, then an update, of what is this rank's own."""
+        own = self._own(state, inwards=True)
+        made = composed(self._gradients, "around_gradients", self.transforms)(Reading(own, batch))
+        after, more = composed(self._update, "around_update", self.transforms)(made, own)
+        metrics = {**made.metrics, "loss": made.loss, "grad_norm": made.norm, **more}
+        return self._own(replace(after, step=state.step + 1), inwards=False), self.rest.kept(metrics)
 
     def _gradients(self, reading: Reading) -> Gradients:
-        state, variables = reading.state, reading.state.variables
-        if state.strategies is not None:
-            variables = replace(variables, params=to_read(self.placement, state.params, state.strategies))
-        scale = None if state.loss_scale is None else state.loss_scale.scale
-        options = {"scale": scale, "left_out": state.left_out}
-        return gradients(self.objective, self.placement, variables, step_key(state), reading.batch, **options)
+        state, batch, options = reading
+        return gradients(self.objective, self.placement, state.variables, step_key(state), batch, **options)
 
     def _update(self, made: Gradients, before: TrainState) -> tuple[TrainState, Metrics]:
         new = self.rest.update(self.tx, self._on_shards, made.grads, before.opt_state, before.params, made.loss)

@@ -1,7 +1,7 @@
 """An update of what rests in host memory, piece by piece, so that the device holds two pieces of it at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,9 @@ from axonml_jax.parallel.placement import load, moment, slices
 from axonml_jax.parallel.plan import CPUOffload
 from axonml_jax.program.program import Equation, Program, aval_of, entry_of, names_of, read_program, result_of, run
 from axonml_jax.sharding.layout import movable, to_device_memory, to_host_memory
+from axonml_jax.training.compose import Gradients, Metrics, StepTransform, Update
 from axonml_jax.training.optimizer import alike
+from axonml_jax.training.state import TrainState
 
 # --------------------------------------------------------------------------------------------------
 # An update of what rests in host memory, piece by piece, so that the device holds two pieces of it at a time.
@@ -30,8 +32,38 @@ PIECE = 2**22
 AHEAD = 2
 """A piece is loaded once the piece so many before it has been stored."""
 
-Update = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
+UpdateOfTrees = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 """(gradients, parameters, optimizer's state) -> (parameters, optimizer's state, anything else), all in device memory."""
+
+
+@dataclass(frozen=True)
+class Streamed(StepTransform):
+    """An update of what rests in host memory.
+
+    Attributes:
+      offload: what rests there.
+      sliced: whether large leaves may be updated slice by slice.
+    """
+
+    offload: CPUOffload
+    sliced: bool
+
+    def around_update(self, run: Update) -> Update:
+        """In pieces."""
+
+        def in_pieces(made: Gradients, before: TrainState) -> tuple[TrainState, Metrics]:
+            def update(grads: PyTree, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+                own = replace(before, variables=replace(before.variables, params=params), opt_state=opt_state)
+                after, metrics = run(made._replace(grads=grads), own)
+                return after.params, after.opt_state, (after.variables.state, after.extras, metrics)
+
+            held = to_host_memory(made.grads, self.offload.gradients), before.params, before.opt_state
+            params, opt_state, others = streamed(update, held, self.offload, made.norm, sliced=self.sliced)
+            buffers, extras, metrics = others
+            variables = replace(before.variables, params=params, state=buffers)
+            return replace(before, variables=variables, opt_state=opt_state, extras=extras), metrics
+
+        return in_pieces
 
 
 class StreamedPiece(NamedTuple):
@@ -47,7 +79,12 @@ class StreamedPiece(NamedTuple):
 
 
 def streamed(
-    update: Update, held: tuple[PyTree, PyTree, PyTree], offload: CPUOffload, after: jax.Array, *, sliced: bool = True
+    update: UpdateOfTrees,
+    held: tuple[PyTree, PyTree, PyTree],
+    offload: CPUOffload,
+    after: jax.Array,
+    *,
+    sliced: bool = True,
 ) -> tuple:
     """`update(*held)`, inside a compiled program, of arguments of which some rest in host memory.
 
@@ -62,8 +99,6 @@ def streamed(
       sliced: large leaves may be updated slice by slice, where that is the same.
     """
     on_host = offload.gradients, offload.params, offload.optimizer
-    if not any(on_host):
-        return update(*held)
     leaves, treedef = jax.tree.flatten(held)
     rests = [flag and movable(x) for tree, flag in zip(held, on_host, strict=True) for x in jax.tree.leaves(tree)]
     grads, whole = len(jax.tree.leaves(held[0])), [1] * len(leaves)
@@ -78,7 +113,9 @@ def streamed(
     return out_tree.unflatten(stream.run(after))
 
 
-def _traced(update: Update, leaves: Sequence[jax.Array], treedef: Any, rests: Any, grads: int, trips: Sequence[int]):
+def _traced(
+    update: UpdateOfTrees, leaves: Sequence[jax.Array], treedef: Any, rests: Any, grads: int, trips: Sequence[int]
+):
     """The update as a stream, and the structure of its results. Nobody reads the first slices that it is traced with."""
     first = [leaf if n == 1 else leaf[: len(leaf) // n] for leaf, n in zip(leaves, trips, strict=True)]
     traced = trace(update, *treedef.unflatten(to_device_memory(first)))

@@ -1,9 +1,11 @@
 """The transforms of a training step: all there are, and their order."""
 
 from dataclasses import dataclass
+from numbers import Real
 
 from axonml_jax.model.view import Functional
-from axonml_jax.training.compose import StepTransform
+from axonml_jax.parallel.plan import CPUOffload
+from axonml_jax.training.compose import Kept, StepTransform
 from axonml_jax.training.rest import Rest
 from axonml_jax.training.update import ClipByNorm, JoinedBuffers, LayerNorms, Norm
 
@@ -24,23 +26,62 @@ class StepOptions:
     max_nonfinite: int | None = None
     layer_norms: bool = False
 
+    def __post_init__(self):
+        most, limit = self.max_grad_norm, self.max_nonfinite
+        if most is not None and not (isinstance(most, Real) and most > 0):
+            raise ValueError(f"max_grad_norm={most!r} must be a positive number; None does not clip")
+        if not (isinstance(self.norm_type, Real) and self.norm_type > 0):
+            raise ValueError(f"norm_type={self.norm_type!r} must be a positive number: 1, 2 or math.inf")
+        if not isinstance(self.layer_norms, bool):
+            raise ValueError(f"layer_norms={self.layer_norms!r} must be True or False")
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+            raise ValueError(f"max_nonfinite={limit!r} must be a whole number from 1, or None to skip nothing")
+
 
 def transforms_of(
     rest: Rest, options: StepOptions = StepOptions(), model: Functional | None = None
 ) -> tuple[StepTransform, ...]:
     """What a plan on its mesh, a trainer and a model ask for, the outermost first.
 
+    Nothing is imported for what nobody asks for. Behind each stands what it is around.
+
     Args:
       rest: how a step's state rests, with the placement of a step (`in_round`).
       options: what the trainer asks for.
       model: None: nobody runs them, and what they keep is asked for alone.
     """
+    placement, plan = rest.placement, rest.placement.plan
     found: list[StepTransform] = []
+    if placement.agreed is not None:
+        from axonml_jax.training.rounds import Rounds
+
+        found.append(Rounds(placement, rest))  # the step
     if options.layer_norms:
-        found.append(LayerNorms(rest))
-    found.append(Norm(rest, float(options.norm_type)))
+        found.append(LayerNorms(rest))  # gradients
+    found.append(Norm(rest, float(options.norm_type)))  # gradients
+    if plan.offload is not CPUOffload.NONE:
+        from axonml_jax.training.streamed import Streamed
+
+        found.append(Streamed(plan.offload, rest.updates_in_slices))  # the update
+    if plan.precision.scales_loss or options.max_nonfinite is not None:
+        from axonml_jax.training.nonfinite import SkipNonFinite
+
+        found.append(SkipNonFinite(rest, plan.precision.scales_loss, options.max_nonfinite))  # both
+    if any(strategy.feeds_back for strategy in placement.strategies.values()):
+        from axonml_jax.training.between_steps import FedBack
+
+        found.append(FedBack(placement))  # both
+    if any(strategy.acts_between_steps for strategy in placement.strategies.values()):
+        from axonml_jax.training.between_steps import BetweenSteps
+
+        found.append(BetweenSteps(placement, rest))  # both
     if model is not None:
-        found.append(JoinedBuffers(rest.placement, model))
+        found.append(JoinedBuffers(placement, model))  # the update
     if options.max_grad_norm is not None:
-        found.append(ClipByNorm(options.max_grad_norm))
+        found.append(ClipByNorm(options.max_grad_norm))  # the update
     return tuple(found)
+
+
+def kept_of(transforms: tuple[StepTransform, ...]) -> dict[str, Kept]:
+    """What transforms keep from one step to the next, by its name in `TrainState.extras`."""
+    return {name: kept for transform in transforms for name, kept in transform.kept().items()}
