@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,12 +10,11 @@ from jax.sharding import PartitionSpec
 
 from axonml_jax.collectives.primitives import bound, gather_whole
 from axonml_jax.facade.trainer import ParallelModel
-from axonml_jax.layers.adapters import reading_adapted
-from axonml_jax.layers.float8 import reading_float8
 from axonml_jax.model.view import Variables
 from axonml_jax.models import generate as models
 from axonml_jax.models.generate import Sampling, checked_prompts, vocabulary
 from axonml_jax.models.transformer import VOCABULARY_AXES
+from axonml_jax.parallel.placement import reading
 from axonml_jax.sharding.layout import place
 from axonml_jax.training.compile import Compiled
 from axonml_jax.training.step import forward_mode
@@ -152,7 +150,7 @@ class _Extend:
             ), caches  # padding is behind them
 
         def local(variables: Variables, tokens: jax.Array, caches: Any, starts: Any):
-            call = partial(reading_float8, partial(reading_adapted, extend, view), mode.precision)
+            call = reading(extend, view, placement, mode.precision, rewrites=False)
             return rest.read(call, view, rest.enter(variables), tokens, caches, starts)
 
         return jax.shard_map(

@@ -14,7 +14,7 @@ from axonml_jax.collectives.gradients import copy_to
 from axonml_jax.collectives.primitives import bound, degree
 from axonml_jax.compat.jaxpr import Operation
 from axonml_jax.compat.varying_types import CASTS
-from axonml_jax.layers.whole import marked_program, reading_whole, tensor_specs
+from axonml_jax.layers.whole import marked_program, tensor_specs
 from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, as_axes
 from axonml_jax.model.lora import Adapter, dequantized, merged
 from axonml_jax.model.view import Functional, Sides, Variables, merge
@@ -160,13 +160,11 @@ class LowRank:
 
 
 def reading_adapted(fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
-    """`reading_whole` of a model that may have adapters.
+    """`fun(variables, *args)` of a model with adapters.
 
-    Communicates: besides, over axes along which a layer splits its matrix, an all-reduce of the gradient of the adapter that
-    is not split.
+    Communicates: over axes along which a layer splits its matrix, an all-reduce of the gradient of the adapter that is not
+    split.
     """
-    if not model.adapters:
-        return reading_whole(fun, model, variables, *args)
     read = flatten_dict(merge(variables.params, variables.frozen))
     there = {"/".join(map(str, path)): leaf for path, leaf in read.items()}
     added = {each for adapter in model.adapters.values() for each in adapter.added}
@@ -176,7 +174,7 @@ def reading_adapted(fun: Callable, model: Functional, variables: Variables, *arg
     summed = summed_axes(model)
 
     def traced(params: Any, state: Any, *args: Any) -> Any:
-        return reading_whole(fun, model, Variables(params, {}, state), *args)
+        return fun(Variables(params, {}, state), *args)
 
     def with_adapters(program: Program, leaves: Sequence[Any]) -> list[Any]:
         values = list(leaves)

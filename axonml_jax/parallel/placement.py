@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,7 @@ from axonml_jax.compat.canaries import require_types
 from axonml_jax.compat.order import after
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.mesh.axes import LAYER_AXES, AxisNames, as_axes, flat_axes
-from axonml_jax.model.loss import cast_floating
+from axonml_jax.model.loss import Precision, cast_floating
 from axonml_jax.model.view import Functional, Variables, merge
 from axonml_jax.parallel.plan import PARTITIONED, CPUOffload, Partition, Plan
 from axonml_jax.pipeline.pack import Assignment, Staging
@@ -462,6 +462,42 @@ class Placement:
         for axis in layout.axes:
             part = own_slice(part, axis, layout.dim_of(axis) or 0)
         return part
+
+
+# --------------------------------------------------------------------------------------------------
+# What is traced on one rank in the place of the model's code: every rewriting there is, and their order.
+# --------------------------------------------------------------------------------------------------
+
+
+def reading(
+    fun: Callable[..., Any], model: Functional, placement: Placement, precision: Precision, *, rewrites: bool = True
+) -> Callable[..., Any]:
+    """A function of the model's variables with all around it that a plan and the model ask for, the innermost first.
+
+    Nothing is imported nor called for what nobody asks for.
+
+    Args:
+      fun: the model's code: `fun(variables, *args)` of variables as one rank reads them.
+      model: the model.
+      placement: the plan on its mesh.
+      precision: of the model's mode.
+      rewrites: whether strategies that leave axes to XLA's partitioner rewrite it (`AbstractStrategy.rewritten`).
+    """
+    if rewrites and placement.left:
+        fun = placement.rewritten(fun)
+    if placement.ranks(placement.layer_axes) > 1:
+        from axonml_jax.layers.whole import reading_whole
+
+        fun = partial(reading_whole, fun, model)
+    if model.adapters:
+        from axonml_jax.layers.adapters import reading_adapted
+
+        fun = partial(reading_adapted, fun, model)
+    if precision.products is not None:
+        from axonml_jax.layers.float8 import reading_float8
+
+        fun = partial(reading_float8, fun, precision)
+    return fun
 
 
 # --------------------------------------------------------------------------------------------------

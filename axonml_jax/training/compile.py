@@ -25,8 +25,6 @@ from axonml_jax.collectives.primitives import max_over, sum_over
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.order import trace_settings
 from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
-from axonml_jax.layers.adapters import reading_adapted
-from axonml_jax.layers.float8 import reading_float8
 from axonml_jax.meaning.whole_batch import WholeBatch, by_rows
 from axonml_jax.model.loss import Loss, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
@@ -172,7 +170,7 @@ class Objective:
       mode: how the model runs.
       positions: the mesh axes that split positions: a loss must then say over which it is a mean.
       inside: entered around the model's code while it is traced (see `Placement.inside`).
-      rewritten: what is traced in its place (see `Placement.rewritten`).
+      reading: what is traced in its place (see `reading` of `parallel/placement.py`).
       whole: what the loss means on the whole batch, of which ranks have parts; None: it is that of a rank's rows.
     """
 
@@ -181,7 +179,7 @@ class Objective:
     mode: Mode
     positions: tuple[str, ...] = ()
     inside: Callable[[], AbstractContextManager] = nullcontext
-    rewritten: Callable[[Callable], Callable] = lambda fun: fun
+    reading: Callable[[Callable], Callable] = lambda fun: fun
     whole: WholeBatch | None = None
 
     def __post_init__(self):
@@ -190,8 +188,7 @@ class Objective:
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         """The loss of one microbatch on one rank, and the model's state after it."""
-        adapted = partial(reading_adapted, self.rewritten(self._of), self.model)
-        return reading_float8(adapted, self.mode.precision, variables, key, batch)
+        return self.reading(self._of)(variables, key, batch)
 
     def _of(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         loss, state = self._called(variables, key, batch)

@@ -15,14 +15,12 @@ from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.compat.canaries import require_types
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.varying_types import varying_axes
-from axonml_jax.layers.adapters import reading_adapted
 from axonml_jax.layers.context import put_back
-from axonml_jax.layers.float8 import reading_float8
 from axonml_jax.layers.whole import padded_sizes
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.view import Functional, Mode, Variables
-from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.placement import Placement, reading
 from axonml_jax.program.program import read_program
 from axonml_jax.program.values import SAME, differing
 from axonml_jax.sharding.batch import BatchLayout, check_batch
@@ -502,8 +500,8 @@ class Forward:
             return out, state
 
         seen = checked if (mode or self.mode).training is False else call
-        adapted = functools.partial(reading_adapted, seen if alone else self.placement.rewritten(seen), self.model)
-        return reading_float8(adapted, self.mode.precision, variables, key, arrays)
+        read = reading(seen, self.model, self.placement, self.mode.precision, rewrites=not alone)
+        return read(variables, key, arrays)
 
     def _dims(self, variables: Variables, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree, PyTree]:
         """For every output the dim that grows with the batch, or -1, the dims that are split otherwise, with their axes, and

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from axonml_jax.meaning.whole_batch import MixingRows, WholeBatch
 from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.view import Functional, Mode, Variables
-from axonml_jax.parallel.placement import Placement, in_round
+from axonml_jax.parallel.placement import Placement, in_round, reading
 from axonml_jax.sharding.batch import check_batch
 from axonml_jax.sharding.layout import Leaf, is_deleted, is_layout, shardings
 from axonml_jax.training.compile import Compiled, Objective, compiler_options, explain_typed_scan, folding
@@ -179,7 +180,8 @@ def objective_of(
 ) -> Objective:
     """A loss function on a model, as it runs under a plan; of every rank's own rows without `sync`."""
     mode, whole = forward_mode(placement, training), whole_batch(placement, loss_fn) if sync else None
-    return Objective(model, loss_fn, mode, placement.position_axes, placement.inside, placement.rewritten, whole)
+    read = partial(reading, model=model, placement=placement, precision=mode.precision)
+    return Objective(model, loss_fn, mode, placement.position_axes, placement.inside, read, whole)
 
 
 def whole_batch(placement: Placement, loss_fn: LossFn) -> WholeBatch | None:
