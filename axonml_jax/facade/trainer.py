@@ -37,7 +37,7 @@ from axonml_jax.sharding.layout import Leaf, cast, copies, is_deleted, place, to
 from axonml_jax.strategies.strategy import units
 from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
 from axonml_jax.training.compile import as_floats, folding, mean_of
-from axonml_jax.training.compose import Metrics
+from axonml_jax.training.compose import Metrics, rest_of
 from axonml_jax.training.evaluate import Differentiate, EvalStep, Forward, SyncStacked, equalize, hooks_program
 from axonml_jax.training.optimizer import averaging
 from axonml_jax.training.rest import Rest
@@ -56,7 +56,6 @@ from axonml_jax.training.same_everywhere import (
     checksums,
     still_own,
 )
-from axonml_jax.training.staged import rest_of
 from axonml_jax.training.state import TrainState, injected_rate
 from axonml_jax.training.step import TrainStep
 from axonml_jax.training.update import Clip

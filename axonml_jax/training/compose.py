@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 
 from axonml_jax.base import PyTree, named_leaves
 from axonml_jax.model.view import Variables
+from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Leaf
-from axonml_jax.training.rest import Rest
+from axonml_jax.training.rest import InRounds, Partitioned, PartitionedStacked, Plain, Rest, Stacked
 from axonml_jax.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -159,7 +160,9 @@ class AsOptimizer(Kept):
     @property
     def tx(self) -> optax.GradientTransformation:
         """An optimizer with this state, which does nothing."""
-        return optax.GradientTransformation(self.make, lambda updates, state, params=None: (updates, state))
+        return optax.GradientTransformation(
+            lambda params: self.make(params), lambda updates, state, params=None: (updates, state)
+        )
 
     def first(self, params: PyTree, mesh: Mesh) -> PyTree:
         """Each leaf made where it will live."""
@@ -194,3 +197,21 @@ class AsOptimizer(Kept):
 def filled(prefix: str, like: PyTree, arrays: Mapping[str, Any]) -> PyTree:
     """A tree like one, of the arrays that have its leaves' names behind a prefix."""
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[prefix + name] for name in named_leaves(like)])
+
+
+# --------------------------------------------------------------------------------------------------
+# Which resting form a plan has: asked here and nowhere else.
+# --------------------------------------------------------------------------------------------------
+
+
+def rest_of(placement: Placement) -> Rest:
+    """The resting form of a plan on its mesh."""
+    if placement.stages is not None:
+        from axonml_jax.training.staged import Staged
+
+        return Staged(placement)
+    if placement.at_rest is not None:
+        return PartitionedStacked(placement) if placement.own_axes else Partitioned(placement)
+    if placement.agreed is not None:
+        return InRounds(placement)
+    return Stacked(placement) if placement.own_axes else Plain(placement)

@@ -26,9 +26,9 @@ from axonml_jax.program.values import SAME, differing
 from axonml_jax.sharding.batch import BatchLayout, check_batch
 from axonml_jax.sharding.layout import is_layout, to_device_memory, to_host_memory
 from axonml_jax.training.compile import Compiled, compiler_options, explain_typed_scan, refuse_moved, shard_key
+from axonml_jax.training.compose import rest_of
 from axonml_jax.training.gradients import gradients, means
 from axonml_jax.training.rest import stacked
-from axonml_jax.training.staged import rest_of
 from axonml_jax.training.state import each_ranks_specs
 from axonml_jax.training.step import forward_mode, objective_of
 from axonml_jax.training.update import first_ranks, sync_buffers

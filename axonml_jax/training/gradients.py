@@ -18,9 +18,7 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units import Replayed, overlapped, recomputed
 from axonml_jax.sharding.layout import is_layout, to_device_memory
 from axonml_jax.training.compile import Differentiated, GradientEngine, Objective, Parts, shard_key
-from axonml_jax.training.compose import Gradients
-from axonml_jax.training.pipelined import ByStage
-from axonml_jax.training.staged import rest_of
+from axonml_jax.training.compose import Gradients, rest_of
 
 # --------------------------------------------------------------------------------------------------
 # Gradients summed over microbatches: what accumulates, and which reduction waits for the last one.
@@ -257,6 +255,8 @@ def gradients(
 def engine_of(placement: Placement, sync: bool) -> type[GradientEngine]:
     """The engine of a plan; ranks that keep whole gradients of their own (`no_sync`) have whole parameters."""
     if placement.stages is not None:
+        from axonml_jax.training.pipelined import ByStage
+
         return ByStage
     return ByUnit if sync and placement.gathers_when_used else AtOnce
 

@@ -15,10 +15,9 @@ from axonml_jax.base import PyTree, named_leaves
 from axonml_jax.model.view import Functional, Variables
 from axonml_jax.parallel.placement import Placement, in_round
 from axonml_jax.sharding.layout import HOST, Leaf, cast, copies, movable, place, to_device_memory, to_host
-from axonml_jax.training.compose import Kept, filled
+from axonml_jax.training.compose import Kept, filled, rest_of
 from axonml_jax.training.optimizer import MovingAverage
 from axonml_jax.training.rest import Rest
-from axonml_jax.training.staged import rest_of
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.transforms import kept_of, transforms_of
 

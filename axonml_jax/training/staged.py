@@ -1,4 +1,4 @@
-"""How a pipeline's parameters and optimizer state rest: in buffers of stages; and which form a plan takes."""
+"""How a pipeline's parameters and optimizer state rest: in buffers of stages."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -35,14 +35,9 @@ from axonml_jax.training.on_shards import Held, OnRank, OnShards, ShardedProgram
 from axonml_jax.training.optimizer import apply, opt_layouts, opt_owners, whole_shape
 from axonml_jax.training.pipelined import pipelined_call, pipelined_loss
 from axonml_jax.training.rest import (
-    InRounds,
-    Partitioned,
-    PartitionedStacked,
-    Plain,
     Rest,
     Runs,
     Square,
-    Stacked,
     Tree,
     square,
 )
@@ -423,19 +418,3 @@ class Staged(Rest):
 
 def _mesh_of(tree: PyTree) -> Mesh:
     return jax.tree.leaves(tree)[0].sharding.mesh
-
-
-# --------------------------------------------------------------------------------------------------
-# Which resting form a plan has: asked here and nowhere else.
-# --------------------------------------------------------------------------------------------------
-
-
-def rest_of(placement: Placement) -> Rest:
-    """The resting form of a plan on its mesh."""
-    if placement.stages is not None:
-        return Staged(placement)
-    if placement.at_rest is not None:
-        return PartitionedStacked(placement) if placement.own_axes else Partitioned(placement)
-    if placement.agreed is not None:
-        return InRounds(placement)
-    return Stacked(placement) if placement.own_axes else Plain(placement)

@@ -75,8 +75,8 @@ class TrainState:
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], children: tuple) -> Self:
         """The inverse of `tree_flatten_with_keys`."""
-        own = len(_FIELDS)
-        return cls(*children[:own], dict(zip(names[own:], children[own:], strict=True)))
+        step, variables, opt_state, key, *extras = children
+        return cls(step, variables, opt_state, key, dict(zip(names[len(_FIELDS) :], extras, strict=True)))
 
 
 # --------------------------------------------------------------------------------------------------

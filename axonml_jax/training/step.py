@@ -22,11 +22,10 @@ from axonml_jax.parallel.placement import Placement, in_round, reading
 from axonml_jax.sharding.batch import check_batch
 from axonml_jax.sharding.layout import Leaf, is_deleted, is_layout, shardings
 from axonml_jax.training.compile import Compiled, Objective, compiler_options, explain_typed_scan, folding
-from axonml_jax.training.compose import Gradients, Metrics, Reading, composed
+from axonml_jax.training.compose import Gradients, Metrics, Reading, composed, rest_of
 from axonml_jax.training.gradients import gradients
 from axonml_jax.training.on_shards import OnShards
 from axonml_jax.training.run_state import state_leaves, state_of_leaves, state_specs
-from axonml_jax.training.staged import rest_of
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.transforms import StepOptions, kept_of, transforms_of
 
