@@ -19,12 +19,39 @@ if __name__ == "__main__":
     ax.fake_devices(8)
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parent))
-from meaning_losses import CASES, LinenNet, Net, batch_of
+from meaning_losses import CASES, Layered, LinenNet, Net, batch_of
+
+
+def layered(mesh):
+    """In layers."""
+    return Layered(nnx.Rngs(0))
+
+
+def swapped(mesh):
+    """Its layers split over `tensor`."""
+    ax.auto_parallelize(model := layered(mesh), mesh)
+    return model
+
+
+def staged(loss_fn=None, **o):
+    """A plan of two stages and microbatches; where the second begins depends on what the loss calls the model with."""
+    kinds = []
+
+    class Noting(Layered):
+        def __call__(self, x):
+            kinds.append(x.dtype.kind)
+            return super().__call__(x)
+
+    jax.eval_shape(lambda: loss_fn(Noting(nnx.Rngs(0)), jax.tree.map(jnp.asarray, batch_of(8))))
+    split = ["w2"] if kinds[0] == "f" else ["blocks/1"]
+    return ax.Plan(pipe=ax.Pipelined(num_microbatches=2, split=split), **o)
+
 
 PLANS = {
     "ddp": ({"data": 8}, lambda **o: ax.Plan(**o)),
@@ -36,15 +63,20 @@ PLANS = {
     "remat": ({"data": 4}, lambda **o: ax.Plan(remat="full", **o)),
     "ddp, accumulate": ({"data": 4}, lambda **o: ax.Plan(accumulate=4, **o)),
     "fsdp, accumulate": ({"fsdp": 4}, lambda **o: ax.Plan(fsdp=ax.Shard(), accumulate=2, **o)),
+    "one device, accumulate": ({"data": 1}, lambda **o: ax.Plan(accumulate=4, **o)),
+    "tensor": ({"data": 2, "tensor": 2}, lambda **o: ax.Plan(**o), swapped),
+    "tensor, accumulate": ({"fsdp": 2, "tensor": 2}, lambda **o: ax.Plan(fsdp=ax.Shard(), accumulate=2, **o), swapped),
+    "pipeline": ({"pipe": 2}, staged, layered),
+    "pipeline, fsdp": ({"fsdp": 2, "pipe": 2}, lambda **o: staged(fsdp=ax.Shard(), **o), layered),
 }
-"""By name the degrees of a mesh, and a plan on it."""
+"""By name the degrees of a mesh, a plan on it, and the model on it where that is another one."""
 
 RATE, LIMIT = 0.1, 1e-9
 
 
-def plain(loss_fn, rows):
+def plain(loss_fn, rows, net=Net):
     """Loss, metrics and parameters of two steps on one device: the user's function of the whole batch."""
-    graph, params = nnx.split(Net(nnx.Rngs(0)), nnx.Param)
+    graph, params = nnx.split(net(nnx.Rngs(0)), nnx.Param)
 
     def of_params(params, batch):
         found = loss_fn(nnx.merge(graph, params), batch)
@@ -60,12 +92,14 @@ def plain(loss_fn, rows):
 
 def under_plan(loss_fn, rows, name, *, linen, check_vma):
     """The same of a trainer's two steps."""
-    degrees, plan = PLANS[name]
+    degrees, plan, *own = PLANS[name]
     count = int(np.prod(list(degrees.values())))
     mesh = ax.make_mesh(devices=jax.devices()[:count], **degrees)
-    model = LinenNet() if linen else Net(nnx.Rngs(0))
+    linen = linen and not own
+    model = own[0](mesh) if own else LinenNet() if linen else Net(nnx.Rngs(0))
     params = {"params": nnx.to_pure_dict(nnx.state(Net(nnx.Rngs(0)), nnx.Param))} if linen else None
-    parallel = ax.parallelize(model, mesh, plan(check_vma=check_vma), params=params)
+    options = {"loss_fn": loss_fn} if "pipe" in degrees else {}
+    parallel = ax.parallelize(model, mesh, plan(check_vma=check_vma, **options), params=params)
     trainer = parallel.trainer(optax.sgd(RATE), loss_fn)
     seen = [jax.tree.map(np.asarray, trainer.step(batch_of(rows))) for _ in range(2)]
     for each in seen:
@@ -79,17 +113,21 @@ def distance(got, wanted):
     return float(np.abs(a - b).max() / (np.abs(b).max() + 1e-12))
 
 
-def cell(loss_fn, wanted, rows, name, **options):
-    """How far a cell is from one device, or why it was refused."""
+def cell(loss_fn, wanted, rows, name, *, sweeps=True, **options):
+    """How far a cell is from one device, or why it was refused; with two sweeps where nothing else takes the loss."""
+    net = Layered if len(PLANS[name]) > 2 else Net
+    wanted = wanted if net is Net else plain(loss_fn, rows, net)
     try:
         seen, params = under_plan(loss_fn, rows, name, **options)
     except ValueError as error:
-        if "the loss" in str(error):
+        if "two_sweeps" in str(error) and sweeps:
+            return cell(ax.mixing_rows(loss_fn, two_sweeps=True), wanted, rows, name, sweeps=False, **options)
+        if "the loss" in str(error) or "the model" in str(error):
             return f"refused: {error}"
         raise
     named = lambda metrics: {key.split("/")[-1]: value for key, value in metrics.items()}
     metrics = max(distance(named(a), named(b)) for a, b in zip(seen, wanted[0], strict=True))
-    start = nnx.to_pure_dict(nnx.state(Net(nnx.Rngs(0)), nnx.Param))
+    start = nnx.to_pure_dict(nnx.state(net(nnx.Rngs(0)), nnx.Param))
     moved = lambda params: jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), params, start)
     params = params.get("params", params)
     return max(

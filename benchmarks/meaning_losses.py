@@ -77,8 +77,44 @@ class LinenNet(linen.Module):
         return called({name: self.param(name, lambda key, name=name: start(name)) for name in SHAPES}, x)
 
 
+class Block(nnx.Module):
+    """A residual block of a transformer whose heads see everything before them."""
+
+    def __init__(self, rngs):
+        linear = lambda *sizes: nnx.Linear(*sizes, use_bias=False, rngs=rngs, param_dtype=F64)
+        self.qkv, self.o, self.m1, self.m2 = linear(8, 24), linear(8, 8), linear(8, 16), linear(16, 8)
+
+    def __call__(self, x):
+        b, t, _ = x.shape
+        q, k, v = (a.reshape(b, t, 2, 4) for a in jnp.split(self.qkv(norm(x, 1)), 3, -1))
+        scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2, -1e30)
+        x = x + self.o(jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(b, t, 8))
+        return x + self.m2(jax.nn.gelu(self.m1(norm(x, 1))))
+
+
+class Layered(nnx.Module):
+    """The same kind of model in layers, which `tensor` may split and a pipeline put on stages."""
+
+    def __init__(self, rngs):
+        self.temp = nnx.Param(jnp.asarray(0.2, F64))
+        self.emb = nnx.Embed(V, 8, rngs=rngs, param_dtype=F64)
+        self.w1 = nnx.Linear(D, 16, rngs=rngs, param_dtype=F64)
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.w2, self.head = nnx.Linear(16, C, rngs=rngs, param_dtype=F64), nnx.Linear(8, V, rngs=rngs, param_dtype=F64)
+
+    def __call__(self, x):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return self.w2(jax.nn.relu(self.w1(x)))
+        x = self.emb(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(norm(x, 1))
+
+
 def weight(net, name):
     """A parameter that a loss reads beside its calls of the model."""
+    if isinstance(found := getattr(net, name, None), nnx.Linear):
+        return found.kernel[...]
     return net.params[name] if isinstance(getattr(net, "params", None), dict) else getattr(net, name)[...]
 
 

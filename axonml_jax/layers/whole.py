@@ -21,7 +21,16 @@ from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, as_axes
 from axonml_jax.model.view import Functional, Variables
-from axonml_jax.program.program import Atom, Equation, Program, is_constant, read_program, run_program
+from axonml_jax.program.program import (
+    NAMED_CALLS,
+    Atom,
+    Equation,
+    NamedCall,
+    Program,
+    is_constant,
+    read_program,
+    run_program,
+)
 from axonml_jax.program.values import Axes, differing
 
 # --------------------------------------------------------------------------------------------------
@@ -428,6 +437,7 @@ def _named_form(form: Form) -> Callable[..., jax.Array]:
     words = (form.name, *form.axes, *form.options, *form.dims)
     run.__name__ = run.__qualname__ = PREFIX + "_".join(map(str, words))
     _forms[run.__name__] = form
+    NAMED_CALLS[run.__name__] = NamedCall(functools.partial(split_loss, form), form.dims)
     return jax.jit(run)
 
 

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.base import LossFn, PyTree, is_array, path_name
+from axonml_jax.collectives.primitives import vary
 from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.meaning.model_call import Call, Calls, Path
 from axonml_jax.meaning.places import Group, Places, Split
 from axonml_jax.model.loss import Loss, is_weighted, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
-from axonml_jax.program.program import Program, read_program
+from axonml_jax.program.program import Program, all_but_named, read_program
 
 SplitOf = Callable[[str, tuple[int, ...]], Mapping[int, tuple[str, ...]]]
 """`split(path, whole shape)`: the mesh axes that split each dim of a leaf of the batch."""
@@ -113,14 +115,20 @@ class Asked:
         batch = [jax.ShapeDtypeStruct(size, _dtype(x)) for size, x in zip(sizes, leaves, strict=True)]
         return jax.tree.map(shape, self.variables), shape(self.key), treedef.unflatten(batch)
 
+    def typed(self, x: Any, like: Any) -> Any:
+        """An array of a trace, typed as varying over the axes that split no batch where another is."""
+        return vary(x, tuple(varying_axes(like) - set(self.axes))) if isinstance(like, jax.Array) else x
+
     def traced(self, *, whole: bool) -> Traced:
         """The loss traced with a stand-in for the model.
 
-        Nothing is typed as varying in it: a loop that starts from plain zeros may carry rows.
+        Nothing is typed as varying over the batch's axes in it: a loop that starts from plain zeros may carry rows. What layers
+        split is typed as varying over their axes, which losses of parts ask for.
         """
         seen: dict[str, Any] = {}
 
         def fun(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, list[jax.Array]]:
+            variables = jax.tree.map(self.typed, variables, self.variables)
             seen["calls"] = calls = Calls(self.model, self.mode, variables, key, self.axes)
             with calls.stand_in() as bound:
                 loss, seen["weighted"] = self.parsed(bound, batch)
@@ -130,21 +138,26 @@ class Asked:
 
         traced = trace(fun, *self.shapes(whole=whole))
         return Traced(
-            read_program(traced.jaxpr), traced.out_tree, seen["calls"].noted, seen["changed"], seen["weighted"]
+            read_program(traced.jaxpr, all_but_named),
+            traced.out_tree,
+            seen["calls"].noted,
+            seen["changed"],
+            seen["weighted"],
         )
 
-    def inlined(self) -> Traced:
-        """The loss of the whole batch traced with the model's own code in it, and the model's state after it."""
+    def inlined(self, *, whole: bool) -> Traced:
+        """The loss traced with the model's own code in it, and the model's state after it."""
 
         seen: dict[str, Any] = {}
 
         def fun(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, list[jax.Array]]:
+            variables = jax.tree.map(self.typed, variables, self.variables)
             bound = self.model.bind(variables, key, self.alone)
             loss, seen["weighted"] = self.parsed(bound, batch)
             return loss, jax.tree.leaves(self.model.state_of(bound))
 
-        traced = trace(fun, *self.shapes(whole=True))
-        return Traced(read_program(traced.jaxpr), traced.out_tree, [], (), seen["weighted"])
+        traced = trace(fun, *self.shapes(whole=whole))
+        return Traced(read_program(traced.jaxpr, all_but_named), traced.out_tree, [], (), seen["weighted"])
 
 
 def _shape(x: Any) -> tuple[int, ...]:

@@ -9,9 +9,10 @@ import numpy as np
 
 from axonml_jax.collectives.primitives import max_over, vary_like
 from axonml_jax.compat.jaxpr import trace
+from axonml_jax.meaning.following import Watching
 from axonml_jax.meaning.places import SUM, Places, Split
 from axonml_jax.meaning.values import Value
-from axonml_jax.program.program import Equation, Program, read_program
+from axonml_jax.program.program import Equation, Program, all_but_named, named_call, read_program
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -72,7 +73,22 @@ def at_places(run: "Runs", program: Program, given: Sequence[Places], made: Sequ
 
 def _called(run: "Runs", equation: Equation, given: Sequence[Value]) -> list[Value]:
     assert equation.called is not None
+    if named_call(equation.op) is not None:
+        return _named(run, equation, given)
     return run.run(equation.called, given)
+
+
+def _named(run: "Runs", equation: Equation, given: Sequence[Value]) -> list[Value]:
+    """A named call, made again on this rank's part, or on whole values where more than rows go through it."""
+    named, watching = named_call(equation.op), Watching(run.ranks.groups)
+    assert named is not None and equation.called is not None
+    places, arrays = _settled(run, given)
+    made = watching.program(equation.called, places)
+    if watching.moved:
+        arrays = [run.ranks.settled(value, run.following.none) for value in given]
+        made = [run.following.none] * len(equation.outputs)
+    with equation.op.scope():
+        return _held(run, equation, jax.tree.leaves(named.call(*arrays)), made)
 
 
 def _settled(run: "Runs", given: Sequence[Value]) -> tuple[list[Places], list[jax.Array]]:
@@ -192,7 +208,7 @@ def forward_derivative(op: Any) -> Program:
         return outs, real
 
     shapes = _shapes(avals)
-    return read_program(trace(both, *shapes, *[shapes[k] for k in floats]).jaxpr)
+    return read_program(trace(both, *shapes, *[shapes[k] for k in floats]).jaxpr, all_but_named)
 
 
 def backward_derivative(op: Any) -> Program:
@@ -211,7 +227,7 @@ def backward_derivative(op: Any) -> Program:
         return jax.vjp(call, *[args[k] for k in floats])[1](list(given[len(avals) :]))
 
     outs = _shapes(op.made)
-    return read_program(trace(pulled, *_shapes(avals), *[outs[k] for k in _floats(op.made)]).jaxpr)
+    return read_program(trace(pulled, *_shapes(avals), *[outs[k] for k in _floats(op.made)]).jaxpr, all_but_named)
 
 
 def _custom_jvp(run: "Runs", equation: Equation, given: Sequence[Value]) -> list[Value]:

@@ -5,9 +5,8 @@ from typing import Any
 
 from axonml_jax.compat.jaxpr import Operation
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
-from axonml_jax.meaning.places import SUM, Group, Place, Places, Split
+from axonml_jax.meaning.places import SUM, Group, Place, Places, Split, Step
 from axonml_jax.meaning.rules import step_of
-from axonml_jax.meaning.step import Step
 from axonml_jax.program.program import Equation, Program, is_constant, rule_of
 
 
@@ -127,6 +126,43 @@ class Following:
                 carry.append(tuple(places))
             if carry == before:
                 return carry
+
+
+class Watching(Following):
+    """Notes whether anything must be sent between ranks for what was followed.
+
+    Attributes:
+      moved: it.
+    """
+
+    moved = False
+
+    def steps(self, op: Operation, given: Sequence[Places]) -> list[Step]:
+        """As ever."""
+        steps = super().steps(op, given)
+        wanted = list(zip(*(step.wanted for step in steps), strict=True)) if given else []
+        self.moved |= any(step.act for step in steps) or any(map(moves, given, wanted))
+        return steps
+
+    def settled(self, places: Places) -> Places:
+        """A sum that is completed is sent."""
+        self.moved |= SUM in places
+        return super().settled(places)
+
+    def scan(self, equation: Equation, given: Sequence[Places]) -> tuple[list[Places], list[Places]]:
+        """What is scanned over along a split dim is gathered."""
+        scan = equation.op.scan
+        assert scan is not None
+        for places in given[scan.first_scanned :]:
+            self.moved |= any(
+                place is not None and inner is None for place, inner in zip(places, self.sliced(places), strict=True)
+            )
+        return super().scan(equation, given)
+
+
+def moves(old: Places, new: Places) -> bool:
+    """Whether something is sent for a value to be held in other places; what is whole everywhere is there."""
+    return any(a != b and (a == SUM or isinstance(a, Split)) for a, b in zip(old, new, strict=True))
 
 
 def joined(a: Place, b: Place) -> Place:

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 
 from axonml_jax.collectives.primitives import vary
 from axonml_jax.compat.jaxpr import Operation
-from axonml_jax.meaning.acts import ACTS
 from axonml_jax.meaning.bodies import BODIES, kind_of
 from axonml_jax.meaning.following import Following, TalksItself
 from axonml_jax.meaning.places import Places, Split
-from axonml_jax.meaning.values import Ranks, Value
+from axonml_jax.meaning.values import ACTS, Ranks, Value
 from axonml_jax.program.program import Equation, Program, is_constant, is_elementwise, made_by, rule_of
 
 

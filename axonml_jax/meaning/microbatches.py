@@ -12,12 +12,9 @@ from typing import Any
 import jax
 
 from axonml_jax.base import PyTree
-from axonml_jax.collectives.primitives import axis_index
-from axonml_jax.compat.jaxpr import Operation
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
-from axonml_jax.meaning.following import Following
-from axonml_jax.meaning.places import SUM, Group, Places, Split
-from axonml_jax.meaning.step import Step
+from axonml_jax.meaning.following import Watching, moves
+from axonml_jax.meaning.places import SUM, Group, Places
 from axonml_jax.meaning.values import Ranks
 from axonml_jax.program.program import Equation, Program, is_constant, made_by
 
@@ -33,6 +30,7 @@ class Microbatch:
       number: which it is.
       plan: how the loss is run.
       count: how many each rank has.
+      swept: what a first sweep over all of them left (`two_sweeps.py`); None: the loss needs none, or it is at work.
     """
 
     rows: PyTree
@@ -40,6 +38,7 @@ class Microbatch:
     number: jax.Array | None
     plan: Any = field(metadata={"static": True})
     count: int = field(metadata={"static": True})
+    swept: Any = None
 
 
 class MicroRanks(Ranks):
@@ -57,7 +56,7 @@ class MicroRanks(Ranks):
 
     def index(self, group: Group) -> jax.Array:
         """The number of this microbatch of this rank."""
-        return axis_index(group.axes) * self.count + self.number
+        return super().index(group) * self.count + self.number
 
     def check_talk(self) -> None:
         """Never: `divided` has seen to it that nothing needs to be sent."""
@@ -84,7 +83,13 @@ class Division:
 
 
 def divided(
-    program: Program, places: Sequence[Places], dependent: Sequence[bool], group: Group, calls: Any
+    program: Program,
+    places: Sequence[Places],
+    dependent: Sequence[bool],
+    group: Group,
+    calls: Any,
+    *,
+    only_calls: bool = False,
 ) -> Division:
     """Divide a program.
 
@@ -94,6 +99,7 @@ def divided(
       dependent: which of them are of the model, not of the batch.
       group: all microbatches of all ranks.
       calls: the model's.
+      only_calls: of the program only what its calls of the model need.
 
     Raises:
       Mixing: where rows of one microbatch meet what the model makes of others.
@@ -105,12 +111,12 @@ def divided(
     calls_made = [
         number for equation in program.equations if equation.name == MODEL_CALL for number in equation.outputs
     ]
-    for equation in made_by(program.equations, [*program.outputs, *calls_made]):
+    for equation in made_by(program.equations, calls_made if only_calls else [*program.outputs, *calls_made]):
         walk.take(equation)
     return Division(tuple(sorted(walk.early)), tuple(sorted(walk.late)), frozenset(walk.after))
 
 
-class _Divider(Following):
+class _Divider(Watching):
     def __init__(self, group: Group, calls: Any):
         super().__init__((group,), calls)
         self.env: dict[int, Places] = {}
@@ -118,19 +124,6 @@ class _Divider(Following):
         self.early: set[int] = set()
         self.late: set[int] = set()
         self.after: set[int] = set()
-        self.moved = False
-
-    def steps(self, op: Operation, given: Sequence[Places]) -> list[Step]:
-        """As ever; it is noted whether anything must be sent for it."""
-        steps = super().steps(op, given)
-        (step,) = steps
-        self.moved |= bool(step.act) or any(map(_moves, given, zip(step.wanted, strict=True)))
-        return steps
-
-    def settled(self, places: Places) -> Places:
-        """A sum that is completed is sent."""
-        self.moved |= SUM in places
-        return super().settled(places)
 
     def take(self, equation: Equation) -> None:
         """Follow one equation of the program itself."""
@@ -172,15 +165,8 @@ class _Divider(Following):
         self.moved = False
         if equation.name == MODEL_CALL:
             wanted = self.calls.wanted(equation.op.options["number"], given)
-            self.moved = any(map(_moves, given, wanted))
-        made = self.equation(equation, given)
-        if equation.op.scan is not None:  # what is scanned over along rows is gathered
-            scanned = given[equation.op.scan.first_scanned :]
-            self.moved |= any(
-                place is not None and inner is None
-                for (place,), (inner,) in zip(scanned, map(self.sliced, scanned), strict=True)
-            )
-        return made, self.moved
+            self.moved = any(map(moves, given, wanted))
+        return self.equation(equation, given), self.moved
 
     def _movable(self, equation: Equation, read: Sequence[int | None]) -> list[int]:
         """Operands that depend on the batch alone, and are not the same everywhere."""
@@ -188,7 +174,3 @@ class _Divider(Following):
         found = [number for number in dict.fromkeys(alone) if any(self.env[number])]
         sums = [number for number in found if self.env[number] == (SUM,)]
         return sums or found
-
-
-def _moves(old: Places, new: Places) -> bool:
-    return any(a != b and (a == SUM or isinstance(a, Split)) for a, b in zip(old, new, strict=True))

@@ -19,6 +19,7 @@ from axonml_jax.base import is_array, named_leaves
 from axonml_jax.collectives.primitives import vary
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.model_call import Transformed, model_call
+from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.model.view import BoundLinen, Functional, Mode, Variables
 
 Path = tuple[Any, ...]
@@ -137,7 +138,9 @@ class Calls:
         given = tuple(jax.typeof(x) for x in arrays)
         call = Call(path, method, treedef, rest, given, tuple(made), seen["treedef"], seen["rest"], tuple(seen["new"]))
         self.noted.append(call)
-        results = iter(model_call(len(self.noted) - 1, arrays, made))
+        results = model_call(len(self.noted) - 1, arrays, made)
+        own = [tuple(varying_axes(aval) - set(self.axes)) for aval in made]
+        results = iter([vary(x, axes) for x, axes in zip(results, own, strict=True)])
         out = call.out_treedef.unflatten([next(results) if x is None else x for x in call.out_rest])
         for at, like in seen["new"].items():
             _put(bound, at, jax.tree.map(lambda _: next(results), like))

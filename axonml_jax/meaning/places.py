@@ -79,3 +79,22 @@ def reshaped(place: Split, old: Sequence[int], new: Sequence[int], ranks: int) -
             fits = before % start == 0 and size % (before // start * ranks) == 0
             return Split(dim, before // start) if fits else None
     return None
+
+
+class Step(NamedTuple):
+    """What one group of ranks does for an operation.
+
+    Attributes:
+      wanted: the places that its operands must have.
+      made: those of its results.
+      act: how ranks join what each of them makes of its part (`ACTS` in `values.py`); "": there is nothing to join.
+    """
+
+    wanted: tuple[Place, ...]
+    made: tuple[Place, ...]
+    act: str = ""
+
+
+def settled_sums(places: Sequence[Place]) -> list[Place]:
+    """The places with every sum completed."""
+    return [None if place == SUM else place for place in places]

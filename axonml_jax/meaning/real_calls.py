@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from axonml_jax.meaning.interpreter import Interpreter
 from axonml_jax.meaning.model_call import Call
-from axonml_jax.meaning.places import SUM, Group, Place, Places, Split
+from axonml_jax.meaning.places import SUM, Group, Places, Split
 from axonml_jax.meaning.values import Ranks, Value
 from axonml_jax.program.program import Equation
 
@@ -17,7 +17,7 @@ class Unclear(Exception):
     """It cannot be told how ranks hold what a call of the model returns."""
 
 
-def place_of(whole: Sequence[int], own: Sequence[int], group: Group) -> Place:
+def place_of(whole: Sequence[int], own: Sequence[int], group: Group) -> Split | None:
     """How a group holds what has one shape on the whole batch and another on a rank; None: the shapes are the same.
 
     Raises:
@@ -53,8 +53,12 @@ class RealCalls:
         number = equation.op.options["number"]
         call, wanted = self.whole[number], self.wanted(number, [value.places for value in given])
         arrays = [run.ranks.settled(value, places) for value, places in zip(given, wanted, strict=True)]
-        made = call.run(self.bound, arrays)
+        made = self.made(number, arrays)
         return [self._held(x, aval, run.ranks) for x, aval in zip(made, call.made, strict=True)]
+
+    def made(self, number: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The results of a call on what this rank holds of its operands."""
+        return self.whole[number].run(self.bound, arrays)
 
     def places(self, number: int) -> list[Places]:
         """The places of a call's results, before it is made.
@@ -97,10 +101,11 @@ class RealCalls:
             return Value(aval.shape, aval.dtype, places, lambda _: ranks.vary(x / self.group.ranks))
         if any(places):
             return ranks.held(x, places, aval.shape)
-        return Value(aval.shape, aval.dtype, (None,), lambda _: _no_mean(aval))
+        return Value(aval.shape, aval.dtype, (None,), lambda _: no_mean(aval))
 
 
-def _no_mean(aval: Any) -> jax.Array:
+def no_mean(aval: Any) -> jax.Array:
+    """Refuse to read what has neither rows nor a mean."""
     raise ValueError(
         f"the model returned an array of shape {aval.shape} and dtype {aval.dtype} without a batch dim, and the loss reads it: "
         "it may differ from rank to rank and has no mean. Return it as a float, or with a dim of rows"

@@ -21,6 +21,7 @@ from axonml_jax.meaning.model_call import put_variables
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import is_plain_mean, talks
 from axonml_jax.meaning.real_calls import RealCalls, Unclear
+from axonml_jax.meaning.two_sweeps import Recording, calls_of, finished, first_only, of_all_rows, read_beside, second
 from axonml_jax.meaning.values import Ranks, Value
 from axonml_jax.model.loss import Loss, WeightedMean
 from axonml_jax.model.view import Functional, Mode, Variables
@@ -29,18 +30,19 @@ from axonml_jax.program.program import Atom, among, made_by
 
 @dataclass(frozen=True)
 class MixingRows:
-    """A loss with how many bytes it may gather (`mixing_rows`)."""
+    """A loss with how many bytes it may gather, and whether it may take two sweeps (`mixing_rows`)."""
 
     loss_fn: LossFn
     most_bytes: int | None
+    two_sweeps: bool = False
 
     def __call__(self, model: Any, batch: PyTree) -> Any:
         """The loss."""
         return self.loss_fn(model, batch)
 
 
-def mixing_rows(loss_fn: LossFn, *, most_bytes: int | None = None) -> LossFn:
-    """A loss that may gather more of other ranks' rows than a step allows by itself.
+def mixing_rows(loss_fn: LossFn, *, most_bytes: int | None = None, two_sweeps: bool = False) -> LossFn:
+    """A loss that may gather more of other ranks' rows than a step allows by itself, or all rows out of microbatches.
 
     A loss means the whole batch. What its code mixes without reducing it, such as `z @ z.T` or a sort over the batch, needs
     rows that other ranks have: they are gathered, and the ledger says what that sends. A step refuses a loss that gathers more
@@ -49,21 +51,22 @@ def mixing_rows(loss_fn: LossFn, *, most_bytes: int | None = None) -> LossFn:
     Args:
       loss_fn: the loss.
       most_bytes: what a rank may receive in one step; None: any number.
+      two_sweeps: in microbatches (`accumulate`, pipelines) a loss that is no function of sums over rows, such as a contrastive
+        one, is refused without it. With it the model runs once more: a first sweep keeps what its calls return in all
+        microbatches, the loss is taken of all rows, and a second sweep hands each microbatch the gradients of its results
+        (GradCache, Gao et al. 2021). It costs one more forward, and memory for these results. Losses that need none take none.
 
     Raises:
-      ValueError: for a number that is none or negative.
+      ValueError: for a number that is none or negative, or a `two_sweeps` that is no bool.
     """
+    if not isinstance(two_sweeps, bool):
+        raise ValueError(f"two_sweeps={two_sweeps!r} must be True or False")
     if most_bytes is not None and (isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or most_bytes < 0):
         raise ValueError(f"most_bytes={most_bytes!r} must be a number of bytes, or None for any number")
-    return MixingRows(loss_fn, most_bytes)
+    return MixingRows(loss_fn, most_bytes, two_sweeps)
 
 
 ROWS, INLINED = "rows", "inlined"
-
-
-def by_rows(batches: PyTree) -> Microbatch:
-    """Microbatches, stacked, of which each has a loss of its own rows."""
-    return Microbatch(batches, [], None, ROWS, jax.tree.leaves(batches)[0].shape[0])
 
 
 Finish = Callable[[jax.Array, dict[str, jax.Array]], tuple]
@@ -78,6 +81,7 @@ class Decided:
       local, whole: it traced at a rank's shapes and at the whole batch's.
       division: in microbatches, when its values can be made.
       failed: why it has no trace at a rank's shapes.
+      sweeps: it takes two sweeps over the microbatches.
       slope: the one late number that the loss is a function of; None: the loss itself is a sum.
     """
 
@@ -86,6 +90,7 @@ class Decided:
     division: Division = Division()
     slope: int | None = None
     failed: Exception | None = None
+    sweeps: bool = False
 
     @property
     def outputs(self) -> tuple[Atom, ...]:
@@ -105,11 +110,15 @@ class WholeBatch:
       group: the ranks among which the batch's rows are split.
       split: which dims of its leaves.
       most_gathered: how many bytes a rank may receive of rows that operations mix; None: any number.
+      two_sweeps: microbatches may be gone over twice.
+      in_layers: the model's layers split their own parameters: its code is not followed, only called.
     """
 
     group: Group
     split: SplitOf
     most_gathered: int | None = None
+    two_sweeps: bool = False
+    in_layers: bool = False
     _decided: dict[Any, "Decided | str"] = field(default_factory=dict)
 
     def __call__(
@@ -137,7 +146,9 @@ class WholeBatch:
         if isinstance(batch, Microbatch):
             group = self._group(batch.count)
             asked = Asked((group,), self.split, model, loss_fn, mode, variables, key, batch.rows)
-            return on_rows(batch.rows) if batch.plan == ROWS else self._of_microbatch(asked, batch)
+            return self._of_microbatch(asked, batch)
+        if self.group.ranks == 1:
+            return on_rows(batch)
         asked = Asked((self.group,), self.split, model, loss_fn, mode, variables, key, batch)
         decided = self._decide(asked)
         if decided == ROWS:
@@ -170,7 +181,7 @@ class WholeBatch:
         try:
             local = asked.traced(whole=False)
         except Transformed:
-            return INLINED
+            return self._inlined_decision(asked)
         except Exception as error:  # such as the five largest of four rows
             failed = error
         if local is not None and (local.weighted or talks(local.program, asked.axes)):
@@ -178,7 +189,7 @@ class WholeBatch:
         try:
             whole = asked.traced(whole=True)
         except Transformed:
-            return INLINED
+            return self._inlined_decision(asked)
         except Exception:
             if failed is None:
                 raise
@@ -188,6 +199,16 @@ class WholeBatch:
         if local is not None and is_plain_mean(local, whole, asked.places(), asked.groups):
             return ROWS
         return Decided(local, whole, failed=failed)
+
+    def _inlined_decision(self, asked: Asked) -> str:
+        """Of a loss that differentiates or maps the model: whether it is a plain mean all the same."""
+        try:
+            local, whole = asked.inlined(whole=False), asked.inlined(whole=True)
+        except Exception:
+            return INLINED
+        talking = not self.in_layers and talks(whole.program, asked.axes)
+        plain = local.weighted or talking or is_plain_mean(local, whole, asked.places(), asked.groups)
+        return ROWS if plain else INLINED
 
     def _run(self, asked: Asked, decided: Decided, ranks: Ranks, known: Mapping[int, Value]) -> tuple[Loss, PyTree]:
         bound, whole = asked.model.bind(asked.variables, asked.key, asked.mode), decided.whole
@@ -199,7 +220,9 @@ class WholeBatch:
 
     def _inlined(self, asked: Asked, ranks: Ranks, on_rows: Callable) -> tuple[Loss, PyTree]:
         """With the model's own code in the program, where the loss differentiates or maps it."""
-        whole = asked.inlined()
+        if self.in_layers:
+            raise ValueError(MAPPED)
+        whole = asked.inlined(whole=True)
         if talks(whole.program, asked.axes):
             return on_rows(asked.batch)
         values = _values(ranks, asked, whole)
@@ -228,20 +251,18 @@ class WholeBatch:
         asked = Asked((self._group(count),), self.split, *asked_of, own)
         if (decided := self._decide(asked)) == ROWS:
             return batches
-        try:
-            decided = self._divided(asked, decided) if isinstance(decided, Decided) else ROWS
-        except Unclear:
-            if decided.failed is not None:
-                raise ValueError(
-                    "the loss cannot be taken of a microbatch's rows alone (the error above), so it is not known what calls of "
-                    "the model give there: take all rows at once (accumulate=1)"
-                ) from decided.failed
-            decided = ROWS
         if not isinstance(decided, Decided):
-            return by_rows(batches)
+            raise ValueError(MAPPED)
+        try:
+            decided = self._divided(asked, decided)
+        except Unclear:
+            raise ValueError(
+                "the loss cannot be taken of a microbatch's rows alone (the error above, if there is one), so it is not known "
+                "what calls of the model give there: take all rows at once (accumulate=1, num_microbatches=1)"
+            ) from decided.failed
         ranks, known = Ranks((self.group,), self.most_gathered), []
         if early := decided.division.early:
-            values = _values(ranks, replace(asked, batch=rows, groups=(self.group,)), decided.whole)
+            values = _values(ranks, self._on_rank(replace(asked, batch=rows, groups=(self.group,))), decided.whole)
             made = Interpreter(ranks).run(decided.whole.program, values, wanted=early)
             known = [ranks.settled(value, ranks.none) for value in made]
         repeated = [jnp.broadcast_to(x, (count, *x.shape)) for x in known]
@@ -256,14 +277,37 @@ class WholeBatch:
             division = divided(whole.program, places, dependent, asked.groups[0], calls)
             return finishing(replace(decided, division=division))
         except Mixing as mixing:
+            if self.two_sweeps and not whole.changed:
+                return self._swept_twice(decided, places, dependent, asked.groups[0], calls)
             name, line = mixing.args
             raise ValueError(
                 f"the loss needs what the model makes of other microbatches: {name} ({line or 'no line known'}) is not a sum "
-                "over rows. Take all rows at once (accumulate=1), or return ax.WeightedMean(total, weight) of two sums"
+                "over rows. Take all rows at once (accumulate=1, num_microbatches=1), allow one more forward that keeps what "
+                "the model makes (ax.mixing_rows(loss_fn, two_sweeps=True)), or return ax.WeightedMean(total, weight)"
             ) from None
+
+    def _swept_twice(
+        self, decided: Decided, places: Sequence[Places], dependent: Sequence[bool], small: Group, calls: RealCalls
+    ) -> Decided:
+        """With two sweeps, where what the model is called with does not need all rows."""
+        try:
+            division = divided(decided.whole.program, places, dependent, small, calls, only_calls=True)
+        except Mixing as mixing:
+            raise ValueError(
+                f"the model is called with what it makes of other microbatches: {mixing.args[0]} "
+                f"({mixing.args[1] or 'no line known'}). Take all rows at once (accumulate=1, num_microbatches=1)"
+            ) from None
+        if division.late:
+            raise ValueError(
+                "the model is called with sums over all rows of what it makes, which one sweep over microbatches does not "
+                "have: take all rows at once (accumulate=1, num_microbatches=1)"
+            )
+        return replace(decided, division=division, sweeps=True)
 
     def _of_microbatch(self, asked: Asked, batch: Microbatch) -> tuple[Loss, PyTree]:
         """What one microbatch adds: sums, those that are late by the names of metrics."""
+        if batch.swept is not None:
+            return self._second(asked, batch)
         decided, bound = batch.plan, asked.model.bind(asked.variables, asked.key, asked.mode)
         ranks, whole = MicroRanks(asked.groups[0], batch.count, batch.number), decided.whole
         known = {number: ranks.known(x) for number, x in zip(decided.division.early, batch.known, strict=True)}
@@ -282,6 +326,68 @@ class WholeBatch:
         put_variables(bound, dict(zip(whole.changed, [ranks.settled(x, ranks.none) for x in changed], strict=True)))
         return _as_sums(Loss(total, loss.weight, metrics), ranks), asked.model.state_of(bound)
 
+    # Two sweeps
+
+    def results(
+        self, model: Functional, loss_fn: LossFn, mode: Mode, variables: Variables, key: jax.Array, batch: Microbatch
+    ) -> tuple[list[jax.Array], PyTree]:
+        """The first sweep, of one microbatch: what the model's calls return and what the loss reads beside them; its state."""
+        group = self._group(batch.count)
+        asked = Asked((group,), self.split, model, loss_fn, mode, variables, key, batch.rows)
+        arrays, state, _ = self._results(asked, batch)
+        return [*arrays, *self._beside(asked, batch).values()], state
+
+    def _beside(self, asked: Asked, batch: Microbatch) -> dict[int, jax.Array]:
+        leaves = asked.leaves
+        found = read_beside(batch.plan.whole.program, len(jax.tree.leaves(asked.variables)))
+        return {k: leaves[k] for k in found}
+
+    def _results(self, asked: Asked, batch: Microbatch) -> tuple[list[jax.Array], PyTree, MicroRanks]:
+        decided, bound = batch.plan, asked.model.bind(asked.variables, asked.key, asked.mode)
+        ranks, whole = MicroRanks(asked.groups[0], batch.count, batch.number), decided.whole
+        known = {number: ranks.known(x) for number, x in zip(decided.division.early, batch.known, strict=True)}
+        calls = Recording(bound, whole.noted, decided.local and decided.local.noted, ranks.groups[0])
+        values = _values(ranks, asked, whole)
+        Interpreter(ranks, calls).run(whole.program, values, known, wanted=calls_of(whole.program))
+        return calls.arrays, asked.model.state_of(bound), ranks
+
+    def of_all_rows(self, asked_of: tuple, rows: PyTree, results: list[jax.Array], batches: Microbatch) -> Microbatch:
+        """Microbatches for the second sweep.
+
+        Args:
+          asked_of: the model, the loss, the mode, the variables' shapes and a key.
+          rows: all of this rank's rows.
+          results: of the first sweep, stacked.
+          batches: what `microbatches` returned.
+        """
+        asked, decided = self._on_rank(Asked((self.group,), self.split, *asked_of, rows)), batches.plan
+        ranks, program = Ranks((self.group,), self.most_gathered), decided.whole.program
+        number = len(calls_of(program))
+        beside = {k: x[0] for k, x in zip(self._beside(asked, batches), results[number:], strict=True)}
+        loss_of = lambda outputs: decided.whole.out_tree.unflatten(outputs)[0]
+        values = _values(ranks, asked, decided.whole)
+        swept = of_all_rows(program, loss_of, values, beside, results[:number], ranks, self._group(batches.count))
+        each = lambda x: jnp.broadcast_to(x, (batches.count, *x.shape))
+        stacked = replace(swept, read=list(map(each, swept.read)), loss=jax.tree.map(each, swept.loss))
+        return replace(batches, swept=stacked)
+
+    def _on_rank(self, asked: Asked) -> Asked:
+        """A rank's rows, which are the whole batch where there is one rank."""
+        return asked if self.group.ranks > 1 else replace(asked, split=lambda path, shape: {})
+
+    def _second(self, asked: Asked, batch: Microbatch) -> tuple[Loss, PyTree]:
+        """The second sweep: what a microbatch is differentiated by; the loss itself comes with the first one's metrics."""
+        arrays, state, ranks = self._results(asked, batch)
+        total = second(batch.swept, batch.number, arrays, list(self._beside(asked, batch).values()))
+        one = ranks.rows_as_sum(ranks.known(jnp.ones((), jnp.float32)))
+        metrics = first_only(batch.swept.loss, batch.number, one, LATE, LATE_WEIGHT)
+        return Loss(total * ranks.groups[0].ranks, None, metrics), state
+
+    def loss_of(self, batches: Microbatch) -> Loss:
+        """The loss of all rows after a first sweep, as what ranks sum."""
+        loss = jax.tree.map(lambda x: x[0], batches.swept.loss)
+        return loss if loss.weight is not None else loss._replace(total=loss.total * self.group.ranks)
+
     def finish(self, batches: Any) -> Finish | None:
         """What is done with sums over all microbatches and ranks; None: nothing.
 
@@ -289,6 +395,8 @@ class WholeBatch:
           batches: what `microbatches` returned.
         """
         decided = batches.plan if isinstance(batches, Microbatch) else ROWS
+        if decided != ROWS and decided.sweeps:
+            return lambda loss, metrics: finished(metrics, LATE, LATE_WEIGHT)
         return partial(self._finished, decided, batches.known) if decided != ROWS and decided.division.late else None
 
     def _finished(self, decided: Decided, early: list[jax.Array], loss: jax.Array, metrics: dict) -> tuple:
@@ -317,7 +425,13 @@ class WholeBatch:
         return ranks.unvaried(value), kept, ranks.unvaried(slope)
 
 
-LATE = "axonml late sum "
+LATE, LATE_WEIGHT = "axonml late sum ", "axonml late sum weight"
+
+MAPPED = (
+    "the loss differentiates or maps the model, or calls it in a way whose shapes do not tell how its results are split, and "
+    "it is not known what that means for the whole batch in microbatches, or where layers split their parameters: return "
+    "ax.WeightedMean(total, weight), two sums over the rows that the loss is given"
+)
 
 
 def finishing(decided: Decided) -> Decided:

@@ -280,6 +280,34 @@ def no_calls(op: Operation, inputs: Sequence[Atom]) -> bool:
     return False
 
 
+@dataclass(frozen=True)
+class NamedCall:
+    """A `jit` whose equation is known by its name, and made again on operands of other sizes.
+
+    Attributes:
+      call: makes it.
+      dims: how many dims each of its operands has.
+    """
+
+    call: Callable[..., Any]
+    dims: tuple[int, ...]
+
+
+NAMED_CALLS: dict[str, NamedCall] = {}
+"""By name; `layers/whole.py` adds losses of which each rank computes a part."""
+
+
+def named_call(op: Operation) -> NamedCall | None:
+    """The named call that an operation is, on operands as it was written for; a derivative of it is none."""
+    found = NAMED_CALLS.get(op.label)
+    return found if found is not None and tuple(aval.ndim for aval in op.given) == found.dims else None
+
+
+def all_but_named(op: Operation, inputs: Sequence[Atom]) -> bool:
+    """Opens every `jit` but named calls."""
+    return named_call(op) is None
+
+
 def read_program(jaxpr: Any, opens: Opens = all_calls) -> Program:
     """The program of a jaxpr.
 

@@ -25,7 +25,9 @@ from axonml_jax.collectives.primitives import max_over, sum_over
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.order import trace_settings
 from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
-from axonml_jax.meaning.whole_batch import WholeBatch, by_rows
+from axonml_jax.layers.whole import whole_allowed
+from axonml_jax.meaning.microbatches import Microbatch
+from axonml_jax.meaning.whole_batch import WholeBatch
 from axonml_jax.model.loss import Loss, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
@@ -214,11 +216,56 @@ class Objective:
         """
         if self.whole is None:
             return batches
-        if self.model.adapters:  # the loss is traced on other variables, without them
-            return by_rows(batches)
-        asked = self.model, self._explained, self.mode, variables, jax.eval_shape(lambda: jax.random.key(0))
-        with self.inside():
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        asked = self.model, self._explained, self.mode, self._as_read(variables, key, rows), key
+        with self.inside(), whole_allowed():
             return self.whole.microbatches(asked, rows, batches)
+
+    def _as_read(self, variables: Variables, key: Any, rows: PyTree) -> Variables:
+        """The shapes of variables that the loss's own code sees: without adapters, and with what layers split whole."""
+        seen: list[Variables] = []
+
+        def note(variables: Variables, key: jax.Array, rows: PyTree) -> jax.Array:
+            seen.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables))
+            return jnp.zeros(())
+
+        trace(self.reading(note), variables, key, rows)
+        return seen[-1]
+
+    def swept(
+        self,
+        each: Callable[[Callable, PyTree], list[jax.Array]],
+        variables: Variables,
+        rows: PyTree,
+        batches: PyTree,
+    ) -> PyTree:
+        """Microbatches after a first sweep, where the loss needs one (`meaning/two_sweeps.py`).
+
+        Args:
+          each: `each(fun, batches)`: of every microbatch `fun(variables, key, batch) -> (arrays, state)`, its arrays stacked.
+          variables: their shapes.
+          rows: all rows of this rank.
+          batches: what `microbatches` returned.
+        """
+        if self.whole is None or not self.sweeps(batches):
+            return batches
+        whole, key, asked = self.whole, jax.random.key(0), (self.model, self._explained, self.mode)
+
+        def results(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[list[jax.Array], PyTree]:
+            with self.inside():
+                return whole.results(*asked, variables, key, batch)
+
+        stacks = each(self.reading(results), batches)
+        return whole.of_all_rows((*asked, self._as_read(variables, key, rows), key), rows, stacks, batches)
+
+    def sweeps(self, batches: PyTree) -> bool:
+        """Whether microbatches are gone over twice."""
+        return isinstance(batches, Microbatch) and batches.plan.sweeps
+
+    def swept_loss(self, batches: PyTree) -> Loss:
+        """After a first sweep the loss of this rank's rows, as what ranks sum."""
+        assert self.whole is not None
+        return self.whole.loss_of(batches)
 
     def finish(self, batches: PyTree) -> Callable | None:
         """What is done after all microbatches with the sums of losses and metrics; None: nothing (`WholeBatch.finish`)."""
@@ -265,6 +312,12 @@ class Objective:
         loss, state = self(Variables(params, frozen, state), key, batch)
         total = loss.total / parts.count if loss.weight is None else loss.total
         return (total if parts.scale is None else total * parts.scale), (loss, state)
+
+
+NO_SCALE = (
+    'the loss takes two sweeps over the microbatches, which a loss scale does not go with: take precision="bf16", or all rows '
+    "at once (accumulate=1, num_microbatches=1)"
+)
 
 
 def shard_key(key: jax.Array, microbatch: int | jax.Array, shard: int | jax.Array) -> jax.Array:

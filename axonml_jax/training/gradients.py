@@ -17,7 +17,7 @@ from axonml_jax.model.view import Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units import Replayed, overlapped, recomputed
 from axonml_jax.sharding.layout import is_layout, to_device_memory
-from axonml_jax.training.compile import Differentiated, GradientEngine, Objective, Parts, shard_key
+from axonml_jax.training.compile import NO_SCALE, Differentiated, GradientEngine, Objective, Parts, shard_key
 from axonml_jax.training.compose import Gradients, rest_of
 
 # --------------------------------------------------------------------------------------------------
@@ -52,17 +52,22 @@ class OneByOne(GradientEngine):
         placement = self.placement
         rank = placement.key_number()
         keys = [shard_key(key, a, rank) for a in range(placement.plan.microbatches)]
-        batches = None if len(keys) == 1 else self._batches(variables.state, batch, len(keys))
+        batches = None if len(keys) == 1 else self._batches(variables, keys, batch)
         grads, losses, state, left = self._accumulated(self.one(variables), variables.state, keys, batch, batches)
         tree = lambda leaves: jax.tree.unflatten(jax.tree.structure(variables.params), leaves)
         return Differentiated(
             tree(grads), losses, state, None if left is None else tree(left), self.objective.finish(batches)
         )
 
-    def _batches(self, state: PyTree, batch: PyTree, count: int) -> PyTree:
+    def _batches(self, variables: Variables, keys: list, batch: PyTree) -> PyTree:
         """This rank's microbatches as the loss takes them."""
-        batches = self.placement.batch_layout.microbatches(batch, count)
-        return self.objective.microbatches(self.placement.read_shapes(state), batch, batches) if self.sync else batches
+        batches = self.placement.batch_layout.microbatches(batch, len(keys))
+        if not self.sync:
+            return batches
+        batches = self.objective.microbatches(self.placement.read_shapes(variables.state), batch, batches)
+        if self.objective.sweeps(batches) and self.parts.scale is not None:
+            raise ValueError(NO_SCALE)
+        return rest_of(self.placement).swept(self.objective, variables, jnp.stack(keys), batch, batches)
 
     def _accumulated(self, run: OneMicrobatch, state: PyTree, keys: list, batch: PyTree, batches: PyTree):
         placement, sync = self.placement, self.sync

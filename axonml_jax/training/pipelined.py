@@ -11,7 +11,7 @@ from axonml_jax.model.loss import Loss
 from axonml_jax.model.view import Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.pipeline.run import run_pieces
-from axonml_jax.training.compile import Differentiated, GradientEngine, Objective, shard_key
+from axonml_jax.training.compile import NO_SCALE, Differentiated, GradientEngine, Objective, shard_key
 
 
 class ByStage(GradientEngine):
@@ -27,16 +27,22 @@ class ByStage(GradientEngine):
             return scalar, loss, None, state
 
         count = placement.plan.microbatches
-        summed, loss, state, _ = _run(fun, placement, variables, key, batch, count, backward=True)
-        return Differentiated(summed, jax.tree.map(lambda x: x[None], loss), state)
+        batches = _batches(self.objective, placement, variables, key, batch, count)
+        if self.objective.sweeps(batches) and self.parts.scale is not None:
+            raise ValueError(NO_SCALE)
+        summed, loss, state, _ = _run(fun, placement, variables, key, batches, count, backward=True)
+        return Differentiated(
+            summed, jax.tree.map(lambda x: x[None], loss), state, None, self.objective.finish(batches)
+        )
 
 
 def pipelined_loss(
     objective: Objective, placement: Placement, variables: Variables, key: jax.Array, batch: PyTree
-) -> Loss:
+) -> tuple[Loss, Callable | None]:
     """The loss of this rank's rows: a plain mean over its microbatches, or the sums of a weighted one.
 
-    As many microbatches as the plan's number and the rows have in common.
+    As many microbatches as the plan's number and the rows have in common. Besides, what is done with its sum over ranks
+    (`Objective.finish`).
     """
 
     def fun(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree):
@@ -44,8 +50,28 @@ def pipelined_loss(
         return jnp.zeros(()), loss, None, state
 
     count = placement.batch_layout.common_count(batch, placement.plan.microbatches)
-    _, loss, _, _ = _run(fun, placement, variables, key, batch, count, backward=False)
-    return loss if loss.weight is not None else loss._replace(total=loss.total / count)
+    batches = _batches(objective, placement, variables, key, batch, count)
+    if objective.sweeps(batches):
+        return objective.swept_loss(batches), None
+    _, loss, _, _ = _run(fun, placement, variables, key, batches, count, backward=False)
+    loss = loss if loss.weight is not None else loss._replace(total=loss.total / count)
+    return loss, objective.finish(batches)
+
+
+def _batches(
+    objective: Objective, placement: Placement, variables: Variables, key: jax.Array, batch: PyTree, count: int
+) -> PyTree:
+    """This rank's microbatches as the loss takes them."""
+    read, batches = placement.read_shapes(variables.state), placement.batch_layout.microbatches(batch, count)
+
+    def each(fun: Callable, batches: PyTree) -> list[jax.Array]:
+        def stage(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree):
+            made, state = fun(Variables(params, frozen, state), key, batch)
+            return jnp.zeros(()), None, made, state
+
+        return _run(stage, placement, variables, key, batches, count, backward=False)[3]
+
+    return objective.swept(each, read, batch, objective.microbatches(read, batch, batches))
 
 
 def pipelined_call(
@@ -68,6 +94,7 @@ def pipelined_call(
         whole = treedef, [None if is_array(x) else x for x in leaves]
         return jnp.zeros(()), None, _arrays_of(out), state
 
+    arrays = placement.batch_layout.microbatches(arrays, count)
     _, _, state, stacked = _run(fun, placement, variables, key, arrays, count, backward=False)
     merged, (treedef, numbers) = iter(map(_merged, stacked, dims)), whole
     return treedef.unflatten(next(merged) if x is None else x for x in numbers), state
@@ -78,7 +105,7 @@ def _run(
     placement: Placement,
     variables: Variables,
     key: jax.Array,
-    batch: PyTree,
+    batches: PyTree,
     count: int,
     *,
     backward: bool,
@@ -92,7 +119,7 @@ def _run(
         placement,
         variables,
         keys,
-        placement.batch_layout.microbatches(batch, count),
+        batches,
         timetable if backward else timetable.forward_only,
     )
     return piped.grads, piped.aux, piped.state, piped.outputs

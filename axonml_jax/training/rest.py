@@ -4,8 +4,8 @@ import abc
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -311,6 +311,8 @@ class Rest(abc.ABC):
         keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.arange(count))
         read = self.placement.read_shapes(variables.state)
         batches = objective.microbatches(read, batch, layout.microbatches(batch, count))
+        if objective.sweeps(batches):
+            return objective.swept_loss(self.swept(objective, variables, keys, batch, batches)), None
         parts = keys, batches
         if self.placement.gathers_when_used:
             losses = jax.lax.map(lambda part: self.read(objective, model, variables, *part)[0], parts)
@@ -320,6 +322,30 @@ class Rest(abc.ABC):
         loss = jax.tree.map(lambda x: x.sum(0), losses)
         loss = loss if loss.weight is not None else loss._replace(total=loss.total / count)
         return loss, objective.finish(batches)
+
+    def swept(
+        self, objective: Objective, variables: Variables, keys: jax.Array, rows: PyTree, batches: PyTree
+    ) -> PyTree:
+        """Microbatches after a first sweep, where the loss needs one (`Objective.swept`)."""
+        placement, model = self.placement, objective.model
+        start = vary(variables.state, placement.batch_axes)
+
+        def each(fun: Callable, batches: PyTree) -> list[jax.Array]:
+            def trip(read: Callable, state: PyTree, part: tuple) -> tuple[PyTree, list[jax.Array]]:
+                made, state = read(state, *part)
+                return vary(state, placement.batch_axes), made
+
+            if placement.gathers_when_used:
+                read = lambda state, *part: self.read(fun, model, replace(variables, state=state), *part)
+                return jax.lax.scan(partial(trip, read), start, (keys, batches))[1]
+
+            def of_all(read: Variables, parts: tuple) -> list[jax.Array]:
+                one = lambda state, *part: fun(replace(read, state=state), *part)
+                return jax.lax.scan(partial(trip, one), start, parts)[1]
+
+            return self.read(of_all, model, variables, (keys, batches))
+
+        return objective.swept(each, placement.read_shapes(variables.state), rows, batches)
 
     @abc.abstractmethod
     def parts(self, grads: PyTree) -> Iterable[Part]:

@@ -323,7 +323,7 @@ class Staged(Rest):
 
     def loss(self, objective: Objective, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, Any]:
         """Through the stages."""
-        return pipelined_loss(objective, self.placement, variables, key, batch), None
+        return pipelined_loss(objective, self.placement, variables, key, batch)
 
     def parts(self, grads: PyTree) -> Iterable[Part]:
         """Buffer by buffer."""

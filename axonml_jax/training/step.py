@@ -186,18 +186,18 @@ def objective_of(
 def whole_batch(placement: Placement, loss_fn: LossFn) -> WholeBatch | None:
     """What a loss means on the whole batch; None where ranks have no parts of it, or it is not known under the plan.
 
-    It is not yet known in pipelines, along positions, in rounds of replicas, beside XLA's partitioner, and where layers split
-    their own parameters.
+    It is not yet known along positions, in rounds of replicas, and beside XLA's partitioner.
     """
     axes = placement.batch_axes
-    in_layers = any(placement.degrees.get(axis, 1) > 1 for axis in LAYER_AXES)
-    unknown = placement.stages is not None or placement.own_axes or placement.left or in_layers
-    if unknown or placement.position_axes or placement.ranks(axes) == 1:
+    unknown = placement.own_axes or placement.left or placement.position_axes
+    if unknown or placement.ranks(axes) * placement.plan.microbatches == 1:
         return None
+    in_layers = any(placement.degrees.get(axis, 1) > 1 for axis in LAYER_AXES)
     rows, trained = placement.batch_layout.rows, jax.tree.leaves(placement.params, is_leaf=is_layout)
     most = max(2**24, sum(layout.size * layout.dtype.itemsize for layout in trained))
-    most = loss_fn.most_bytes if isinstance(loss_fn, MixingRows) else most
-    return WholeBatch(Group(rows, placement.ranks(rows)), placement.batch_layout.split, most)
+    most, sweeps = (loss_fn.most_bytes, loss_fn.two_sweeps) if isinstance(loss_fn, MixingRows) else (most, False)
+    dims = lambda path, shape: {**({0: rows} if shape else {}), **placement.batch_layout.split(path, shape)}
+    return WholeBatch(Group(rows, placement.ranks(rows)), dims, most, sweeps, in_layers)
 
 
 def step_key(state: TrainState) -> jax.Array:

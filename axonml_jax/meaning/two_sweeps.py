@@ -1,0 +1,168 @@
+"""Two sweeps over microbatches, for a loss that needs what the model makes of all rows at once.
+
+The first sweep runs the model on every microbatch and keeps what it returns; the loss is taken of all rows, and differentiated
+by these results. The second runs the model again and gives every microbatch the gradients of its results (GradCache, Gao et al.
+2021). The price is one more forward, and the results of all microbatches in memory.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
+from axonml_jax.meaning.interpreter import Interpreter
+from axonml_jax.meaning.places import SUM, Group
+from axonml_jax.meaning.real_calls import RealCalls, no_mean, place_of
+from axonml_jax.meaning.values import Ranks, Value
+from axonml_jax.model.loss import Loss, WeightedMean
+from axonml_jax.program.program import Program, made_by, names_of
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Swept:
+    """What the first sweep leaves.
+
+    Attributes:
+      results: the gradients of the loss by every floating result of the model's calls, [count, ...] each.
+      read: by every floating value of the model that the loss reads beside its calls.
+      loss: what this rank adds to the loss's sums, and to those of its metrics.
+    """
+
+    results: list[jax.Array]
+    read: list[jax.Array]
+    loss: Loss
+
+
+class Recording(RealCalls):
+    """Makes the calls, and keeps their results.
+
+    Attributes:
+      arrays: the results, call by call.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.arrays: list[jax.Array] = []
+
+    def made(self, number: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The results of a call."""
+        made = super().made(number, arrays)
+        self.arrays += made
+        return made
+
+
+def calls_of(program: Program) -> list[int]:
+    """The numbers of all results of the model's calls, call by call."""
+    return [number for equation in program.equations if equation.name == MODEL_CALL for number in equation.outputs]
+
+
+def read_beside(program: Program, fixed: int) -> list[int]:
+    """Which of the first inputs, the model's variables, the loss reads beside its calls, where they are floating."""
+    calls = calls_of(program)
+    needed = made_by(program.equations, program.outputs, calls)
+    read = {number for equation in needed for number in equation.read} | set(names_of(program.outputs))
+    return [
+        k
+        for k, number in enumerate(program.inputs[:fixed])
+        if number in read and jnp.issubdtype(program.avals[number].dtype, jnp.inexact)
+    ]
+
+
+def floating(arrays: Sequence[Any]) -> list[Any]:
+    """Those that have gradients."""
+    return [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def of_all_rows(
+    program: Program,
+    loss_of: Callable[[Sequence[Value]], Loss],
+    values: Sequence[Value],
+    read: Mapping[int, jax.Array],
+    results: Sequence[jax.Array],
+    ranks: Ranks,
+    small: Group,
+) -> Swept:
+    """The loss of all rows from what the model made of them, and its gradients.
+
+    Args:
+      program: the loss at the whole batch's shape.
+      loss_of: from the program's results.
+      values: its inputs, of all this rank's rows.
+      read: the inputs that are differentiated by, by their place among the values.
+      results: of the model's calls, [count, ...] each.
+      ranks: the ranks.
+      small: all microbatches of all ranks.
+
+    Communicates: what the loss's meaning needs, and its transpose.
+    """
+    numbers = calls_of(program)
+    moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
+    fixed = {n: x for n, x, own in zip(numbers, results, moves, strict=True) if not own}
+    differentiated = [n for n, own in zip(numbers, moves, strict=True) if own]
+
+    def total(results: list[jax.Array], beside: list[jax.Array]) -> tuple[jax.Array, Loss]:
+        stacks = fixed | dict(zip(differentiated, results, strict=True))
+        known = {n: _joined(stacks[n], program.avals[n], ranks, small) for n in numbers}
+        given = list(values)
+        for k, x in zip(read, beside, strict=True):
+            given[k] = ranks.held(x, given[k].places, given[k].shape)
+        loss = loss_of(Interpreter(ranks).run(program, given, known, wanted=program.outputs))
+        sums = jax.tree.map(ranks.rows_as_sum, loss, is_leaf=lambda x: isinstance(x, Value))
+        return sums.total, sums
+
+    moving = [x for x, own in zip(results, moves, strict=True) if own]
+    value, back, sums = jax.vjp(total, moving, list(read.values()), has_aux=True)
+    of_results, of_read = back(ranks.vary(jnp.ones((), value.dtype)))
+    return Swept(of_results, of_read, sums)
+
+
+def _joined(stack: jax.Array, aval: Any, ranks: Ranks, small: Group) -> Value:
+    """Results of microbatches, behind each other along their rows; floating ones without rows are the mean."""
+    (group,), own = ranks.groups, stack.shape[1:]
+    place = place_of(aval.shape, own, small)
+    if place is not None:
+        joined = jnp.moveaxis(stack, 0, place.dim)
+        joined = joined.reshape(*own[: place.dim], -1, *own[place.dim + 1 :])
+        return ranks.held(joined, (place if group.ranks > 1 else None,), aval.shape)
+    if not jnp.issubdtype(aval.dtype, jnp.inexact):
+        return Value(aval.shape, aval.dtype, (None,), lambda _: no_mean(aval))
+    mean = ranks.vary(stack.mean(0) / group.ranks)
+    return Value(aval.shape, aval.dtype, (SUM if group.ranks > 1 else None,), lambda _: mean)
+
+
+def second(swept: Swept, number: jax.Array, results: Sequence[jax.Array], beside: Sequence[jax.Array]) -> jax.Array:
+    """What one microbatch is differentiated by: every result times its gradient; what is read beside, once."""
+    once = sum(map(_times, swept.read, beside), jnp.zeros(()))
+    return sum(map(_times, swept.results, floating(results)), jnp.where(number == 0, once, 0))
+
+
+def _times(gradient: jax.Array, x: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.sum(gradient.astype(wide) * x.astype(wide))
+
+
+def first_only(
+    loss: Loss, number: jax.Array, one: jax.Array, loss_name: str, weight_name: str
+) -> dict[str, WeightedMean]:
+    """The sums of the loss and its metrics, as metrics of the first microbatch alone.
+
+    Args:
+      loss: what this rank adds.
+      number: which microbatch it is.
+      one: what it adds to the number one.
+      loss_name, weight_name: of the loss's total and its weight.
+    """
+    kept = jax.tree.map(lambda x: jnp.where(number == 0, x, jnp.zeros_like(x)), loss)
+    metrics = {**kept.metrics, loss_name: WeightedMean(kept.total, one)}
+    return metrics if loss.weight is None else metrics | {weight_name: WeightedMean(kept.weight, one)}
+
+
+def finished(metrics: Mapping[str, jax.Array], loss_name: str, weight_name: str) -> tuple:
+    """The loss, its metrics, and what gradients are multiplied by, of what ranks summed."""
+    kept = {name: value for name, value in metrics.items() if name not in (loss_name, weight_name)}
+    total, weight = metrics[loss_name], metrics.get(weight_name)
+    return (total, kept, None) if weight is None else (total / weight, kept, 1 / weight)
