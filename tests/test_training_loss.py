@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
+from meshes import mesh_of
 from plan_models import linear
 
 import axonml_jax as ax
-from axonml_jax.model.loss import parse_loss
+from axonml_jax.model.loss import parse_loss, per_weight
 from axonml_jax.testing.equality import assert_trees_close
 
 RANKS = 2
@@ -138,3 +139,71 @@ def test_the_error_reaches_the_user_of_a_step(mesh):
     trainer = ax.DDP(Net(), mesh).trainer(optax.sgd(0.1), lambda model, batch: losses(model, batch))
     with pytest.raises(ValueError, match=r"shape \(4, 6\) as its loss"):
         trainer.step(ragged())
+
+
+# Nothing to learn
+
+NOTHING = {
+    "ddp": ({"data": 4}, ax.Plan()),
+    "ddp, accumulated": ({"data": 2}, ax.Plan(accumulate=2)),
+    "zero-2, typed": ({"fsdp": 4}, ax.Plan(fsdp=ax.Shard(stage=2), check_vma=True)),
+    "fsdp, accumulated, typed": ({"fsdp": 2}, ax.Plan(fsdp=ax.Shard(stage=3), accumulate=2, check_vma=True)),
+    "hybrid": ({"data": 2, "fsdp": 2}, ax.Plan(fsdp=ax.Shard(stage=3))),
+    "tensor": ({"data": 2, "tensor": 2}, ax.Plan()),
+    "pipeline": ({"data": 2, "pipe": 2}, ax.Plan(pipe=ax.Pipelined(num_microbatches=2))),
+    "context": ({"data": 2, "context": 2}, ax.Plan()),
+}
+
+
+class Deep(nnx.Module):
+    def __init__(self):
+        self.blocks = nnx.List([linear(5, 6, nnx.Rngs(0)), linear(6, 3, nnx.Rngs(1))])
+
+    def __call__(self, x):
+        return self.blocks[1](jnp.tanh(self.blocks[0](x)))
+
+
+class LinenDeep(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(3, param_dtype=float)(jnp.tanh(linen.Dense(5, param_dtype=float)(x)))
+
+
+def masked(model, batch):
+    each, mask = losses(model, batch), batch["mask"]
+    return ax.WeightedMean((each * mask).sum(), mask.sum()), {"right": ax.WeightedMean((each < 1.5).sum(), mask.sum())}
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    [
+        pytest.param(plan, kind, marks=[] if "typed" in plan and kind == "nnx" else [pytest.mark.slow])
+        for plan in NOTHING
+        for kind in ("nnx", "linen")
+        if (plan, kind) != ("tensor", "linen")
+    ],
+)
+def test_a_batch_without_weight_has_a_loss_a_gradient_and_metrics_of_zero(plan, kind):
+    degrees, settings = NOTHING[plan]
+    batch = ragged() | {"mask": np.zeros((8, 6))}
+    model, params = (Deep(), None) if kind == "nnx" else (LinenDeep(), LinenDeep().init(jax.random.key(0), batch["x"]))
+    if "tensor" in degrees:
+        ax.auto_parallelize(model, mesh_of(degrees))
+    parallel = ax.parallelize(model, mesh_of(degrees), settings, params=params)
+    before, trainer = parallel.state_dict(), parallel.trainer(optax.sgd(0.1), masked, max_grad_norm=1.0)
+    found = jax.device_get(trainer.step(batch))
+    assert (found["loss"], found["grad_norm"], found["right"]) == (0, 0, 0)
+    jax.tree.map(np.testing.assert_array_equal, before, parallel.state_dict())
+    assert jax.device_get(trainer.evaluate(batch)) == {"loss": 0, "right": 0}
+
+
+def test_what_is_not_finite_is_not_hidden_by_a_weight_of_zero_nor_a_users_own_division(mesh):
+    own = lambda model, batch: (losses(model, batch) * batch["mask"]).sum() / batch["mask"].sum()
+    batch = ragged() | {"mask": np.zeros((8, 6))}
+    loss, grads = ax.parallelize(Net(), mesh).value_and_grad(own)(batch)
+    assert np.isnan(loss) and all(np.isnan(each).all() for each in jax.tree.leaves(grads))
+    of_nan = lambda model, batch: ax.WeightedMean(losses(model, batch).sum() * jnp.nan, batch["mask"].sum())
+    assert np.isnan(ax.parallelize(Net(), mesh).value_and_grad(of_nan)(batch)[0])
+    for weight in (0, 0.0, np.zeros(()), jnp.zeros(())):
+        assert ax.WeightedMean(3, weight).value == 0
+        assert per_weight(jnp.array(1 + 2j), jnp.asarray(weight)) == 0

@@ -23,7 +23,7 @@ from axonml_jax.meaning.plain_mean import is_plain_mean, talks
 from axonml_jax.meaning.real_calls import RealCalls, Unclear
 from axonml_jax.meaning.two_sweeps import Recording, calls_of, finished, first_only, of_all_rows, read_beside, second
 from axonml_jax.meaning.values import Ranks, Value
-from axonml_jax.model.loss import Loss, WeightedMean
+from axonml_jax.model.loss import Loss, WeightedMean, per_weight
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.program.program import Atom, among, made_by
 
@@ -417,7 +417,7 @@ class WholeBatch:
         for name in later.metrics.keys() - kept.keys():
             metric = later.metrics[name]
             total, weight = of((metric.total, metric.weight), sums)
-            kept[name] = ranks.unvaried(total / weight)
+            kept[name] = ranks.unvaried(per_weight(total, weight))
         if decided.slope is None:
             return loss, kept, None
         of_sum = lambda x: of((later.total,), sums | {decided.slope: x})[0]

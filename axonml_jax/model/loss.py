@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from axonml_jax.base import PyTree, is_one_of, meant, named_leaves
 
@@ -21,7 +22,8 @@ class WeightedMean:
     """A mean given as its two sums, which stays exact over ranks and microbatches of unequal weight.
 
     Return one from a `loss_fn` when examples count unequally, for instance tokens of padded sequences:
-    `WeightedMean((losses * mask).sum(), mask.sum())`. The gradient is that of all totals over all weights.
+    `WeightedMean((losses * mask).sum(), mask.sum())`. The gradient is that of all totals over all weights. Where the weight of
+    a whole batch is 0 there is nothing to learn: its mean and its gradient are 0, and among other batches it counts for nothing.
 
     Attributes:
       total: the weighted sum of the losses, a scalar.
@@ -33,8 +35,17 @@ class WeightedMean:
 
     @property
     def value(self):
-        """total / weight."""
-        return self.total / self.weight
+        """total / weight; 0 where the weight is."""
+        return per_weight(self.total, self.weight)
+
+
+def per_weight(total: Any, weight: Any) -> Any:
+    """`total / weight`, and 0 for a weight of 0, unless the total is not finite: that is not hidden."""
+    if not isinstance(weight, jax.Array):
+        return total / np.where(np.asarray(weight) == 0, np.inf, weight)
+    if jnp.iscomplexobj(total):  # a complex number over infinity is NaN
+        return jnp.where(weight == 0, total * 0, total / jnp.where(weight == 0, 1, weight).astype(total.dtype))
+    return total / jnp.where(weight == 0, jnp.inf, weight)
 
 
 class Loss(NamedTuple):

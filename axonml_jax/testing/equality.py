@@ -16,7 +16,7 @@ from axonml_jax.compat.jaxpr import trace
 from axonml_jax.facade.facades import parallelize
 from axonml_jax.layers.float8 import reading_float8
 from axonml_jax.model.lora import functionalize
-from axonml_jax.model.loss import Loss, Precision, parse_loss
+from axonml_jax.model.loss import Loss, Precision, parse_loss, per_weight
 from axonml_jax.model.view import Functional, Mode, Trainable, Variables
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.program.program import made_by, read_program
@@ -196,8 +196,8 @@ class Oracle:
         """Variables and optimizer state after the update, the gradients, loss, norm and metrics."""
         grads, total = sums
         count = parts if total.weight is None else total.weight
-        grads = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, variables.params)
-        loss, metrics = total.total / count, {name: metric.value for name, metric in total.metrics.items()}
+        grads = jax.tree.map(lambda g, p: per_weight(g, count).astype(p.dtype), grads, variables.params)
+        loss, metrics = per_weight(total.total, count), {name: metric.value for name, metric in total.metrics.items()}
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(jnp.abs(g))) for g in jax.tree.leaves(grads)))
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))

@@ -12,7 +12,7 @@ from axonml_jax.collectives.gradients import all_reduce_leaves
 from axonml_jax.collectives.primitives import vary, vary_like
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.mesh.axes import AxisNames, flat_axes
-from axonml_jax.model.loss import Loss
+from axonml_jax.model.loss import Loss, per_weight
 from axonml_jax.model.view import Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units import Replayed, overlapped, recomputed
@@ -253,7 +253,7 @@ def gradients(
     if slope is not None:
         grads = [grad * slope.astype(grad.dtype) for grad in grads]
     if weight is not None:
-        grads = [grad / weight.astype(grad.dtype) for grad in grads]
+        grads = [per_weight(grad, weight.astype(grad.dtype)) for grad in grads]
     return Gradients(treedef.unflatten(grads), loss, metrics, found.state, found.left_out)
 
 
@@ -275,5 +275,5 @@ def means(losses: Loss, placement: Placement, count: int, sync: bool):
             leaves = all_reduce_leaves(leaves, placement.joined_axes, flat=len(leaves) > 1)
     total, weight, metrics = treedef.unflatten(leaves)
     parts = count * (placement.joined_rows if sync else 1)
-    loss = total / (parts if weight is None else weight)
+    loss = total / parts if weight is None else per_weight(total, weight)
     return loss, {name: metric.value for name, metric in metrics.items()}, weight
