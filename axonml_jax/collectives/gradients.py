@@ -1,8 +1,10 @@
 """Gradients summed over ranks: pairs of a forward and its backward, buckets, synchronizers."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -648,3 +650,80 @@ class GradientSynchronizer:
         for index, average in zip(self._indices[position], averages, strict=True):
             self._results[index] = average
         self._num_reduced = position + 1
+
+
+# --------------------------------------------------------------------------------------------------
+# A gradient that knows over which axes it is still to be summed, so that a sum missed or made twice is an error.
+# --------------------------------------------------------------------------------------------------
+
+
+class SumError(TypeError):
+    """A gradient is summed over an axis twice, or not at all, or added to one that is summed over others; while tracing."""
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Partial:
+    """One rank's part of a gradient.
+
+    What it knows is static: it costs nothing in a program, loops carry it, and it knows it with `check_vma=False` too, where
+    JAX's own types are silent.
+
+    Attributes:
+      value: the array.
+      lacking: the axes of a plan over which ranks' parts are still to be summed.
+
+    >>> one = Partial(jnp.ones(2), frozenset({"data"}))
+    >>> one.summed("data", one.value * 8).taken()
+    Array([8., 8.], dtype=float32)
+    >>> one.taken()
+    Traceback (most recent call last):
+    axonml_jax.collectives.gradients.SumError: a gradient lacks sums over ['data'], where sums over none may be lacking
+    """
+
+    value: jax.Array
+    lacking: frozenset[AxisNames]
+
+    def summed(self, axis: AxisNames, total: jax.Array) -> "Partial":
+        """With the sum over an axis in its place; where ranks have nothing to sum along it, with itself."""
+        if axis not in self.lacking:
+            raise SumError(f"a gradient is summed over {axis!r} already: it lacks sums over {_named(self.lacking)}")
+        return Partial(total, self.lacking - {axis})
+
+    def __add__(self, other: "Partial") -> "Partial":
+        if not isinstance(other, Partial) or other.lacking != self.lacking:
+            theirs = f"lacks sums over {_named(other.lacking)}" if isinstance(other, Partial) else "does not say"
+            raise SumError(
+                f"a gradient that lacks sums over {_named(self.lacking)} cannot be added to one that {theirs}"
+            )
+        return Partial(self.value + other.value, self.lacking)
+
+    def taken(self, lacking: Collection[AxisNames] = ()) -> jax.Array:
+        """The array, of which sums over exactly these axes must be lacking."""
+        if self.lacking != frozenset(lacking):
+            allowed = _named(frozenset(lacking))
+            raise SumError(
+                f"a gradient lacks sums over {_named(self.lacking)}, where sums over {allowed} may be lacking"
+            )
+        return self.value
+
+    def map(self, fun: Callable[[jax.Array], jax.Array]) -> "Partial":
+        """The same of another array; `fun` is linear and sums over no axis."""
+        return Partial(fun(self.value), self.lacking)
+
+    def astype(self, dtype: Any) -> "Partial":
+        """In another dtype."""
+        return self.map(lambda value: value.astype(dtype))
+
+    def tree_flatten(self) -> tuple:
+        """Its array; what it lacks is static."""
+        return (self.value,), self.lacking
+
+    @classmethod
+    def tree_unflatten(cls, lacking: frozenset[AxisNames], children: tuple) -> "Partial":
+        """The inverse."""
+        return cls(children[0], lacking)
+
+
+def _named(axes: frozenset[AxisNames]) -> str:
+    return str(sorted(map(str, axes))) if axes else "none"

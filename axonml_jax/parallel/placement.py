@@ -7,14 +7,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax.base import PyTree, named_leaves, path_name
-from axonml_jax.collectives.gradients import assign_buckets, own_slice
+from axonml_jax.collectives.gradients import Partial, assign_buckets, own_slice
 from axonml_jax.collectives.primitives import axis_index, gather_whole, joined_over
 from axonml_jax.compat.canaries import require_types
 from axonml_jax.compat.order import after
@@ -183,6 +183,9 @@ def _check_feedback(plan: Plan, degrees: Mapping[str, int]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+G = TypeVar("G", jax.Array, Partial)
+
+
 @dataclass(frozen=True)
 class Placement:
     """A plan on a mesh, for the parameters of one model. Its methods run inside `shard_map`.
@@ -258,13 +261,6 @@ class Placement:
             for axis in whole:
                 stack.enter_context(seen_whole(axis))
             yield
-
-    def rewritten(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """What a step traces in the place of the model's code (see `AbstractStrategy.rewritten`)."""
-        for axis, strategy in self.plan.on(self.degrees).items():
-            left = self.left.intersection(as_axes(axis)) and self.ranks(axis) > 1
-            fun = strategy.rewritten(fun, axis, self.plan.check_vma) if left else fun
-        return fun
 
     def check_model(self, model: Functional) -> None:
         """Refuse what a strategy cannot run (see `AbstractStrategy.model_problems`)."""
@@ -390,16 +386,17 @@ class Placement:
         read = lambda tree: jax.tree.map(shape, tree, is_leaf=is_layout)
         return Variables(read(self.params), read(self.frozen), state)
 
-    def to_accumulate(self, grad: jax.Array, layout: Layout) -> jax.Array:
+    def to_accumulate(self, grad: G, layout: Layout) -> G:
         """A gradient in the dtype in which it accumulates."""
         return grad.astype(self.plan.precision.accumulate_dtype(layout.dtype))
 
-    def reduced(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
+    def reduced(self, grads: Sequence[Partial], layouts: Sequence[Layout], axis: AxisNames) -> list[Partial]:
         """Gradients summed over one axis, as its strategy says, in the reduce dtype where they travel."""
         precision = self.plan.precision
         to = precision.reduce_dtype if self.ranks(axis) > 1 else precision.accumulate_dtype
-        grads = [grad.astype(to(layout.dtype)) for grad, layout in zip(grads, layouts, strict=True)]
-        return self.strategies[axis].sync_bucket(grads, layouts, axis)
+        values = [grad.value.astype(to(layout.dtype)) for grad, layout in zip(grads, layouts, strict=True)]
+        totals = self.strategies[axis].sync_bucket(values, layouts, axis)
+        return [grad.summed(axis, total) for grad, total in zip(grads, totals, strict=True)]
 
     def wire_itemsize(self, layout: Layout) -> int:
         """Bytes per element of a parameter's gradient as the replicated axes reduce it."""
@@ -407,13 +404,13 @@ class Placement:
 
     def sync(
         self,
-        grads: Sequence[jax.Array],
+        grads: Sequence[Partial],
         layouts: Sequence[Layout],
         bucket: int,
         *,
         axes: Collection[AxisNames] | None = None,
-        accumulated: Sequence[jax.Array] | None = None,
-    ) -> list[jax.Array]:
+        accumulated: Sequence[Partial] | None = None,
+    ) -> list[Partial]:
         """Local gradients of what was read -> summed ones of the resting shards, in the dtype in which they accumulate.
 
         Args:
@@ -439,11 +436,11 @@ class Placement:
                     values = self.reduced(values, layouts, axis)
         return list(map(self.to_accumulate, values, layouts))
 
-    def sync_buckets(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axes=None) -> list[jax.Array]:
+    def sync_buckets(self, grads: Sequence[Partial], layouts: Sequence[Layout], axes=None) -> list[Partial]:
         """`sync` of all leaves after a backward pass: buckets fill from the last leaf to the first, as they get ready."""
         order = list(range(len(grads)))[::-1]
         sizes = [layouts[i].size * self.wire_itemsize(layouts[i]) for i in order]
-        synced: dict[int, jax.Array] = {}
+        synced: dict[int, Partial] = {}
         for positions in assign_buckets(sizes, self.reducer.bucket_bytes):
             bucket = [order[k] for k in positions]
             own, theirs = [grads[i] for i in bucket], [layouts[i] for i in bucket]
@@ -465,6 +462,27 @@ class Placement:
 
 
 # --------------------------------------------------------------------------------------------------
+# Which sums a rank's gradients lack (`Partial`).
+#
+# Who differentiates says that all are lacking, and `Placement.reduced` alone that one is made. Where autodiff or buffers
+# have to carry arrays, they are taken in front as what they are, and are parts again behind.
+# --------------------------------------------------------------------------------------------------
+
+
+def lacking(placement: Placement, reduced: Collection[AxisNames] | None) -> frozenset[AxisNames]:
+    """The axes over which gradients are still to be summed that are so over these (None: all)."""
+    return frozenset() if reduced is None else frozenset(axis for axis in placement.axes if axis not in reduced)
+
+
+def parts_of(
+    placement: Placement, grads: Iterable[jax.Array], reduced: Collection[AxisNames] | None = ()
+) -> list[Partial]:
+    """A rank's own gradients as parts, which are summed over these axes (None: all)."""
+    known = lacking(placement, reduced)
+    return [Partial(grad, known) for grad in grads]
+
+
+# --------------------------------------------------------------------------------------------------
 # What is traced on one rank in the place of the model's code: every rewriting there is, and their order.
 # --------------------------------------------------------------------------------------------------
 
@@ -483,8 +501,9 @@ def reading(
       precision: of the model's mode.
       rewrites: whether strategies that leave axes to XLA's partitioner rewrite it (`AbstractStrategy.rewritten`).
     """
-    if rewrites and placement.left:
-        fun = placement.rewritten(fun)
+    for axis, strategy in placement.plan.on(placement.degrees).items() if rewrites and placement.left else ():
+        if placement.left.intersection(as_axes(axis)) and placement.ranks(axis) > 1:
+            fun = strategy.rewritten(fun, axis, placement.plan.check_vma)
     if placement.ranks(placement.layer_axes) > 1:
         from axonml_jax.layers.whole import reading_whole
 

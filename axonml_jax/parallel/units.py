@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.base import PyTree, named_leaves
-from axonml_jax.collectives.gradients import assign_buckets
+from axonml_jax.collectives.gradients import Partial, assign_buckets
 from axonml_jax.collectives.primitives import vary, vary_like
 from axonml_jax.compat.order import Saved, SaveWhere, require_policies, together, vjp_without
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.model.view import Functional
-from axonml_jax.parallel.placement import Placement, load, moment
+from axonml_jax.parallel.placement import Placement, lacking, load, moment, parts_of
 from axonml_jax.parallel.plan import Remat
 from axonml_jax.program.cut import (
     PRODUCT_PARTS,
@@ -129,12 +129,14 @@ def _bucket(
         return gather(sources), accumulated
 
     def backward(accumulated, grads):
-        more = accumulated if any(each is not None for each in accumulated) else None
-        left = None
+        more, left = None, None
+        if any(each is not None for each in accumulated):
+            more = parts_of(placement, accumulated, placement.inner_axes)
         if feedback is not None:
             wholes = map(placement.to_accumulate, grads, layouts)
             left = tuple(feedback.left_out([a + b for a, b in zip(wholes, accumulated, strict=True)], layouts))
-        return placement.sync(grads, layouts, name, axes=axes, accumulated=more), None, left
+        synced = placement.sync(parts_of(placement, grads), layouts, name, axes=axes, accumulated=more)
+        return [grad.taken(lacking(placement, axes)) for grad in synced], None, left
 
     read.defvjp(forward, backward)
     return read
@@ -696,7 +698,7 @@ class Replayed:
         args: tuple,
         axes: Collection[AxisNames] | None,
         accumulated: Any,
-    ) -> tuple[Any, list[jax.Array]]:
+    ) -> tuple[Any, list[Partial]]:
         """Differentiate `loss(read_params, read_frozen, *args) -> (scalar, aux)`.
 
         Returns:
@@ -785,7 +787,7 @@ class _Run:
         results = results_of(self.cut.program.outputs, env)
         return self.cut.out_tree.unflatten(results), saved
 
-    def backward(self, saved: list[Any], axes: Collection[AxisNames] | None, accumulated: Any) -> list[jax.Array]:
+    def backward(self, saved: list[Any], axes: Collection[AxisNames] | None, accumulated: Any) -> list[Partial]:
         """Synchronized gradients of the trained weights, from a seed of one for the first result."""
         (loss, *_), held, done = self.cut.program.outputs, {}, {}
         # Synchronized gradients of a segment are there before the next but one starts: while one unit is differentiated, the
@@ -818,11 +820,14 @@ class _Run:
                 add(grads, number, grad)
             for number, grad in of_weights.items():
                 add(whole, number, grad)
-            complete = {w: whole.pop(self._number(w), None) for w in segment.weights if self.cut.first[w] == i}
-            now |= self._sync({w: grad for w, grad in complete.items() if grad is not None}, axes, accumulated)
+            complete = [w for w in segment.weights if self.cut.first[w] == i and self._number(w) in whole]
+            own = parts_of(self.placement, [whole.pop(self._number(w)) for w in complete])
+            now |= self._sync(dict(zip(complete, own, strict=True)), axes, accumulated)
             held = {w: value for w, value in held.items() if self.cut.first[w] < i}
         done |= before | now
-        return [done[w] if w in done else self._no_gradient(w) for w in range(self.trained)]
+        missing = [w for w in range(self.trained) if w not in done]
+        done |= zip(missing, parts_of(self.placement, map(self._no_gradient, missing), axes), strict=True)
+        return [done[w] for w in range(self.trained)]
 
     def _ahead(self, i: int, step: int) -> list[int]:
         """The weights of a segment and of the next ones in this direction, as far as weights are prefetched."""
@@ -845,12 +850,15 @@ class _Run:
 
     def _sync_slices(self, weights: Sequence[int], grads: Sequence[Any]) -> list[Any]:
         layouts = [self.layouts[w].sliced(len(self.layouts[w].stored) - 1) for w in weights]
-        return self.placement.sync(grads, layouts, min(weights, default=0), axes=self.placement.inner_axes)
+        inner, first = self.placement.inner_axes, min(weights, default=0)
+        return self.placement.sync(parts_of(self.placement, grads), layouts, first, axes=inner)
 
     def _sliced(self, weights: Sequence[int], shards: Sequence[Any]) -> list[Layout]:
         return [self.layouts[w].sliced(shard.ndim) for w, shard in zip(weights, shards, strict=True)]
 
-    def _sync(self, grads: dict[int, Any], axes: Collection[AxisNames] | None, accumulated: Any) -> dict[int, Any]:
+    def _sync(
+        self, grads: dict[int, Partial], axes: Collection[AxisNames] | None, accumulated: Any
+    ) -> dict[int, Partial]:
         if not grads:
             return {}
         more = None if accumulated is None else [accumulated[w] for w in grads]
@@ -858,7 +866,9 @@ class _Run:
         synced = self.placement.sync(list(grads.values()), layouts, min(grads), axes=axes, accumulated=more)
         return dict(zip(grads, synced, strict=True))
 
-    def _finish(self, shards: dict[int, Any], axes: Collection[AxisNames] | None, accumulated: Any) -> dict[int, Any]:
+    def _finish(
+        self, shards: dict[int, Partial], axes: Collection[AxisNames] | None, accumulated: Any
+    ) -> dict[int, Partial]:
         """What is left to do for gradients that a loop has synchronized over the inner axes."""
         wanted = self.placement.axes if axes is None else axes
         return self._sync(shards, [axis for axis in wanted if axis not in self.placement.inner_axes], accumulated)
@@ -867,14 +877,15 @@ class _Run:
         layout = self.layouts[weight]
         return jnp.zeros(layout.shard, self.placement.plan.precision.accumulate_dtype(layout.dtype))
 
-    def _settled(self, grads: list[Any], tie: Any) -> tuple[list[Any], Any]:
+    def _settled(self, grads: list[Partial], tie: Any) -> tuple[list[Partial], Any]:
         """Both behind a barrier: nothing is done with `tie` before the gradients are there.
 
         Not in jax 0.10's typed mode, whose barrier would type reduced gradients as varying over what `tie` varies over.
         """
-        tied, after = self._tied(list(grads), tie)
-        same = all(varying_axes(new) == varying_axes(old) for new, old in zip(tied, grads, strict=True))
-        return (tied, after) if same else (grads, tie)
+        tied, after = self._tied([grad.value for grad in grads], tie)
+        same = all(varying_axes(new) == varying_axes(old.value) for new, old in zip(tied, grads, strict=True))
+        settled = [Partial(new, old.lacking) for new, old in zip(tied, grads, strict=True)]
+        return (settled, after) if same else (grads, tie)
 
     def _tied(self, shards: list[Any], tie: Any) -> tuple[list[Any], Any]:
         """Both behind a barrier: nothing is done with the shards before `tie` is there, and no two reads are merged."""

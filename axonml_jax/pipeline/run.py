@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from axonml_jax.compat.versions import BRANCHES_WRITE_IN_PLACE
 from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.model.loss import cast_floating
 from axonml_jax.model.view import Variables
+from axonml_jax.parallel.placement import Placement, lacking, parts_of
 from axonml_jax.parallel.plan import Remat
 from axonml_jax.parallel.units import Transform, transform_of
 from axonml_jax.pipeline.cut import (
@@ -65,10 +66,6 @@ from axonml_jax.program.program import (
     run_program,
 )
 from axonml_jax.sharding.layout import Layout, to_device_memory
-
-if TYPE_CHECKING:
-    from axonml_jax.parallel.placement import Placement
-
 
 # --------------------------------------------------------------------------------------------------
 # What the last stage returns, microbatch by microbatch, brought to every rank of the pipeline.
@@ -404,7 +401,7 @@ class Running:
         def sync(grads: Sequence[Any]) -> list[Any]:
             there = [i for i, grad in enumerate(grads) if grad is not None]
             given = [grads[i] for i in there], [layouts[i] for i in there]
-            synced = dict(zip(there, self.placement.sync(*given, number, axes=self._inner_axes), strict=True))
+            synced = dict(zip(there, self._over_inner(*given, number), strict=True))
             return [synced.get(i) for i in range(len(grads))]
 
         return Stage(apply, read, sync)
@@ -434,10 +431,16 @@ class Running:
         values = Packing(tuple(slots[i] for i in leaves)).unpack(grads)
         if not self.in_ticks and leaves:
             layouts = [store.layouts[i] for i in leaves]
-            values = self.placement.sync(values, layouts, rank, axes=self._inner_axes)
+            values = self._over_inner(values, layouts, rank)
         packed = self._accumulated(store.pack(dict(zip(leaves, values, strict=True))))
         outermost = as_axes(self._outermost or ())
         return {group: vary(buffer, (AXIS, *outermost, *group.axes)) for group, buffer in packed.items()}
+
+    def _over_inner(self, grads: Sequence[Any], layouts: Sequence[Layout], bucket: int) -> list[jax.Array]:
+        """Summed over all axes but the outermost, where that reduces buffers."""
+        placement, inner = self.placement, self._inner_axes
+        synced = placement.sync(parts_of(placement, grads), layouts, bucket, axes=inner)
+        return [grad.taken(lacking(placement, inner)) for grad in synced]
 
     def _accumulated(self, grads: Buffers) -> Buffers:
         accumulate = self.placement.plan.precision.accumulate_dtype
@@ -448,7 +451,9 @@ class Running:
             return grads
         layouts = [Layout.whole(jax.ShapeDtypeStruct(buffer.shape, group.dtype)) for group, buffer in grads.items()]
         with jax.named_scope("axonml.gradients"):
-            synced = self.placement.reduced(list(grads.values()), layouts, self._outermost)
+            inner = [axis for axis in self.placement.axes if axis != self._outermost]
+            parts = parts_of(self.placement, grads.values(), inner)
+            synced = [grad.taken() for grad in self.placement.reduced(parts, layouts, self._outermost)]
         return self._accumulated(dict(zip(grads, synced, strict=True)))
 
     @cached_property

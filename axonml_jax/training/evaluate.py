@@ -20,7 +20,7 @@ from axonml_jax.layers.whole import padded_sizes
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.view import Functional, Mode, Variables
-from axonml_jax.parallel.placement import Placement, reading
+from axonml_jax.parallel.placement import Placement, parts_of, reading
 from axonml_jax.program.program import read_program
 from axonml_jax.program.values import SAME, differing
 from axonml_jax.sharding.batch import BatchLayout, check_batch
@@ -163,7 +163,8 @@ def _sync_program(placement: Placement, mesh: Mesh) -> Any:
     def local(grads):
         leaves, treedef = jax.tree.flatten(grads)
         means = [leaf[0] / placement.batch_degree for leaf in leaves]
-        return rest.kept(treedef.unflatten(syncing.sync_buckets(means, layouts)))
+        synced = syncing.sync_buckets(parts_of(syncing, means), layouts)
+        return rest.kept(treedef.unflatten([grad.taken() for grad in synced]))
 
     given, rest = each_ranks_specs(placement), rest_of(placement)
     specs = rest.specs(Variables(placement.params, {}, {})).params

@@ -2,21 +2,23 @@
 
 import abc
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from axonml_jax.base import PyTree
-from axonml_jax.collectives.gradients import all_reduce_leaves
+from axonml_jax.collectives.gradients import Partial, all_reduce_leaves
 from axonml_jax.collectives.primitives import vary, vary_like
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.mesh.axes import AxisNames, flat_axes
 from axonml_jax.model.loss import Loss, per_weight
 from axonml_jax.model.view import Variables
-from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.placement import Placement, lacking, parts_of
 from axonml_jax.parallel.units import Replayed, overlapped, recomputed
-from axonml_jax.sharding.layout import is_layout, to_device_memory
+from axonml_jax.sharding.layout import Layout, is_layout, to_device_memory
+from axonml_jax.strategies.shard import Feedback
 from axonml_jax.training.compile import NO_SCALE, Differentiated, GradientEngine, Objective, Parts, shard_key
 from axonml_jax.training.compose import Gradients, rest_of
 
@@ -25,8 +27,8 @@ from axonml_jax.training.compose import Gradients, rest_of
 # --------------------------------------------------------------------------------------------------
 
 OneMicrobatch = Callable[
-    [PyTree, jax.Array, PyTree, Collection[AxisNames] | None, Any],
-    tuple[list[jax.Array], Any, PyTree, list[jax.Array] | None],
+    [PyTree, jax.Array, PyTree, Collection[AxisNames] | None, list[Partial] | None],
+    tuple[list[Partial], Any, PyTree, list[jax.Array] | None],
 ]
 """`run(state, key, batch, axes, accumulated) -> (gradients by leaf, loss, state, left out)` of one microbatch on one rank.
 
@@ -55,6 +57,8 @@ class OneByOne(GradientEngine):
         batches = None if len(keys) == 1 else self._batches(variables, keys, batch)
         grads, losses, state, left = self._accumulated(self.one(variables), variables.state, keys, batch, batches)
         tree = lambda leaves: jax.tree.unflatten(jax.tree.structure(variables.params), leaves)
+        known = lacking(placement, None if self.sync else ())
+        grads = [grad.taken(known) for grad in grads]
         return Differentiated(
             tree(grads), losses, state, None if left is None else tree(left), self.objective.finish(batches)
         )
@@ -73,7 +77,9 @@ class OneByOne(GradientEngine):
         placement, sync = self.placement, self.sync
         inner = placement.inner_axes if sync else ()
         outer = [axis for axis in placement.axes if axis not in inner] if sync else []
-        feedback, left = self.feedback, None if self.left_out is None else jax.tree.leaves(self.left_out)
+        feedback, left = self.feedback, None
+        if self.left_out is not None:
+            left = parts_of(placement, jax.tree.leaves(self.left_out))
         if len(keys) == 1:
             grads, loss, state, left = run(state, keys[0], batch, None if sync else (), left)
             return grads, jax.tree.map(lambda x: x[None], loss), state, left
@@ -81,7 +87,7 @@ class OneByOne(GradientEngine):
         if not (placement.reducer.overlaps and waits):
             grads, losses, state = self._loop(run, state, keys, batches, inner, left)
             layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
-            left = None if feedback is None else feedback.left_out(grads, layouts)
+            left = None if feedback is None else _left_out(feedback, placement, grads, layouts)
             return placement.sync_buckets(grads, layouts, axes=outer) if outer else grads, losses, state, left
         head, last = jax.tree.map(lambda x: x[:-1], batches), jax.tree.map(lambda x: x[-1], batches)
         grads, losses, state = self._loop(run, state, keys[:-1], head, inner, left)
@@ -100,8 +106,8 @@ class OneByOne(GradientEngine):
         shapes = [layout.shard if inner else placement.read_shape(layout) for layout in layouts]
         kinds = [placement.plan.precision.accumulate_dtype(layout.dtype) for layout in layouts]
         if first is None:
-            first = map(jnp.zeros, shapes, kinds)
-        first = [vary(each, own) for each, own in zip(first, axes, strict=True)]
+            first = parts_of(placement, map(jnp.zeros, shapes, kinds), inner)
+        first = [each.map(partial(vary, axes=own)) for each, own in zip(first, axes, strict=True)]
         if placement.plan.check_vma:
             state = _typed_carry(run, state, keys[0], jax.tree.map(lambda x: x[0], batches), inner)
 
@@ -109,11 +115,17 @@ class OneByOne(GradientEngine):
             grads, state = carry
             key, batch = xs
             more, loss, state, _ = run(state, key, batch, inner, None)
-            more = [vary(m.astype(g.dtype), own) for g, m, own in zip(grads, more, axes, strict=True)]
+            more = [m.astype(g.value.dtype) for g, m in zip(grads, more, strict=True)]
+            more = [m.map(partial(vary, axes=own)) for m, own in zip(more, axes, strict=True)]
             return ([g + m for g, m in zip(grads, more, strict=True)], state), loss
 
         (grads, state), losses = jax.lax.scan(body, (first, state), (jnp.stack(keys), batches))
         return grads, losses, state
+
+
+def _left_out(feedback: Feedback, placement: Placement, grads: list[Partial], layouts: list[Layout]) -> list[jax.Array]:
+    """What sums will lack of gradients that are summed over no axis yet."""
+    return feedback.left_out([grad.taken(lacking(placement, ())) for grad in grads], layouts)
 
 
 def _typed_carry(run: OneMicrobatch, state: PyTree, key: jax.Array, batch: PyTree, inner: Any) -> PyTree:
@@ -156,18 +168,18 @@ class _Once:
 
     def __call__(
         self, state: PyTree, key: jax.Array, batch: PyTree, axes: Collection[AxisNames] | None, accumulated: Any
-    ) -> tuple[list[jax.Array], Any, PyTree, list[jax.Array] | None]:
+    ) -> tuple[list[Partial], Any, PyTree, list[jax.Array] | None]:
         if self.overlaps and axes != ():
             return self._overlapped(state, key, batch, axes, accumulated)
         loss = self._loss(self.read, (state, key, batch))
         (_, (loss, state)), grads = jax.value_and_grad(loss, has_aux=True)(self.read, state, key, batch)
-        leaves, left = jax.tree.leaves(grads), None
+        leaves, left = parts_of(self.placement, jax.tree.leaves(grads)), None
         if axes == ():
             return list(map(self.placement.to_accumulate, leaves, self.layouts)), loss, state, None
         if self.feedback is not None:
             wholes = zip(map(self.placement.to_accumulate, leaves, self.layouts), accumulated, strict=True)
             leaves = [grad + more for grad, more in wholes]
-            left = self.feedback.left_out(leaves, self.layouts)
+            left = _left_out(self.feedback, self.placement, leaves, self.layouts)
         return self.placement.sync_buckets(leaves, self.layouts, axes), loss, state, left
 
     def _overlapped(self, state, key, batch, axes, accumulated):
@@ -178,13 +190,14 @@ class _Once:
         reduced = placement.axes if axes is None else axes
         unreduced = [axis for axis in placement.batch_axes if axis not in flat_axes(reduced)]
         carriers = vary(treedef.unflatten(map(placement.to_accumulate, leaves, self.layouts)), unreduced)
-        more = None if accumulated is None else treedef.unflatten(accumulated)
+        inner = lacking(placement, placement.inner_axes)
+        more = None if accumulated is None else treedef.unflatten([each.taken(inner) for each in accumulated])
         if self.feedback is None:
             (_, (loss, state)), grads = jax.value_and_grad(hooked, has_aux=True)(carriers, more, *args)
-            return jax.tree.leaves(grads), loss, state, None
+            return parts_of(placement, jax.tree.leaves(grads), reduced), loss, state, None
         both = jax.value_and_grad(hooked, argnums=(0, 1), has_aux=True)
         (_, (loss, state)), (grads, left) = both(carriers, more, *args)
-        return jax.tree.leaves(grads), loss, state, jax.tree.leaves(left)
+        return parts_of(placement, jax.tree.leaves(grads), reduced), loss, state, jax.tree.leaves(left)
 
     def _loss(self, read: PyTree, args: tuple) -> Callable:
         wrap, remat = self.placement.wrap, self.placement.plan.remat
