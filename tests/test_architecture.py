@@ -243,13 +243,13 @@ def test_no_file_is_named_after_nothing():
 
 CEILINGS = {
     "files with more than five lines of code": 178,
-    "lines of code": 49_250,
+    "lines of code": 49_400,
     "arrows between files": 1_200,
     "methods of the widest class": 36,
     "modules that `ax.DDP` imports": 117,
     "calls of trainer(), DDP": 2_100,
     "calls of trainer(), FSDP": 20_400,
-    "calls of trainer(), a pipeline": 36_100,
+    "calls of trainer(), a pipeline": 36_200,
     "files of a first step, DDP": 38,
     "files of a first step, FSDP": 40,
     "files of a first step, a pipeline": 47,

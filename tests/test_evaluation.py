@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from meshes import mesh_of
-from test_training_loss import Net, losses
+from test_training_loss import Deep, LinenDeep, Net, losses
 
 import axonml_jax as ax
 from axonml_jax.ledger.count import collectives_in
@@ -117,3 +117,88 @@ def test_under_zero3_an_evaluation_gathers_in_every_microbatch_as_the_forward_of
     assert 0 < once <= step  # the backward gathers again what it reads again
     assert bytes_of(3, 4) == (4 * once, 4 * step)
     assert bytes_of(2, 4)[0] == bytes_of(2, 1)[0] == bytes_of(2, 4)[1] == once
+
+
+# Any number of rows
+
+ROWS_PLANS = {
+    "ddp, accumulated": ({"data": 4}, ax.Plan(accumulate=2)),
+    "zero-2, typed": ({"fsdp": 4}, ax.Plan(fsdp=ax.Shard(stage=2), check_vma=True)),
+    "fsdp, typed": ({"fsdp": 4}, ax.Plan(fsdp=ax.Shard(stage=3), check_vma=True)),
+    "hybrid, accumulated": ({"data": 2, "fsdp": 2}, ax.Plan(fsdp=ax.Shard(stage=3), accumulate=2)),
+    "tensor": ({"data": 4, "tensor": 2}, ax.Plan()),
+    "pipeline": ({"data": 4, "pipe": 2}, ax.Plan(pipe=ax.Pipelined(num_microbatches=2))),
+    "context": ({"data": 4, "context": 2}, ax.Plan()),
+}
+
+
+def right(each):
+    return each < 1.5
+
+
+def all_weighted(model, batch):
+    each, mask = losses(model, batch), batch["mask"]
+    return ax.WeightedMean((each * mask).sum(), mask.sum()), {
+        "right": ax.WeightedMean((right(each) * mask).sum(), mask.sum())
+    }
+
+
+def plain_too(model, batch):
+    each = losses(model, batch)
+    return each.mean(), {"mae": jnp.abs(each).mean(), **all_weighted(model, batch)[1]}
+
+
+def of_whole(batches, names):
+    """Of NumPy's: all rows of all batches as one batch, on one device."""
+    batch = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+    each, mask = np.asarray(losses(Deep(), batch)), batch["mask"]
+    masked = {"loss": (each * mask).sum() / mask.sum(), "right": (right(each) * mask).sum() / mask.sum()}
+    return masked if names is all_weighted else masked | {"loss": each.mean(), "mae": np.abs(each).mean()}
+
+
+def case(plan, kind):
+    degrees, settings = ROWS_PLANS[plan]
+    model, params = (Deep(), None) if kind == "nnx" else linen_of_deep()
+    if "tensor" in degrees:
+        ax.auto_parallelize(model, mesh_of(degrees))
+    return ax.parallelize(model, mesh_of(degrees), settings, params=params)
+
+
+def linen_of_deep():
+    values = nnx.to_pure_dict(nnx.state(Deep(), nnx.Param))["blocks"]
+    return LinenDeep(), {"params": {f"Dense_{1 - i}": values[i] for i in (0, 1)}}
+
+
+def cases():
+    for plan in ROWS_PLANS:
+        for kind in ("nnx", "linen"):
+            quick = (plan, kind) in {("fsdp, typed", "nnx"), ("ddp, accumulated", "linen")}
+            if (plan, kind) != ("tensor", "linen"):
+                yield pytest.param(plan, kind, marks=[] if quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("plan", "kind"), list(cases()))
+def test_any_number_of_rows_is_evaluated_as_on_one_device_and_batches_count_by_what_they_hold(plan, kind):
+    parallel, batches = case(plan, kind), [batch_of(rows) for rows in (8, 7, 3)]
+    batches[1]["mask"][:, 2:] = 0
+    for loss_fn in [all_weighted] if "context" in plan else [all_weighted, plain_too]:
+        trainer = parallel.trainer(optax.sgd(0.1), plain if loss_fn is all_weighted else all_weighted, eval_fn=loss_fn)
+        for batch in batches:
+            found, wanted = trainer.evaluate(batch), of_whole([batch], loss_fn)
+            assert found.keys() == wanted.keys()
+            for name, value in wanted.items():
+                np.testing.assert_allclose(found[name], value, rtol=1e-12, err_msg=f"{name} of {len(batch['x'])} rows")
+        found, wanted = trainer.validate(batches), of_whole(batches, loss_fn)
+        for name, value in wanted.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-12, err_msg=name)
+
+
+def test_in_a_validation_a_batch_without_weight_counts_for_nothing_and_weights_that_are_given_count():
+    trainer = case("ddp, accumulated", "nnx").trainer(optax.sgd(0.1), all_weighted)
+    batches = [batch_of(8), batch_of(8) | {"mask": np.zeros((8, 6))}]
+    one = trainer.validate(batches[:1])
+    assert trainer.validate(batches) == pytest.approx(one, rel=1e-12)
+    assert trainer.validate(batches[1:]) == {"loss": 0.0, "right": 0.0}
+    given = trainer.validate([batch_of(8), batch_of(7)], weights=[3, 1])
+    other = trainer.validate([batch_of(7)])
+    assert given == pytest.approx({name: (3 * one[name] + other[name]) / 4 for name in one}, rel=1e-12)

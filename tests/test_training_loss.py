@@ -166,7 +166,7 @@ class Deep(nnx.Module):
 class LinenDeep(linen.Module):
     @linen.compact
     def __call__(self, x):
-        return linen.Dense(3, param_dtype=float)(jnp.tanh(linen.Dense(5, param_dtype=float)(x)))
+        return linen.Dense(3, param_dtype=float)(jnp.tanh(linen.Dense(6, param_dtype=float)(x)))
 
 
 def masked(model, batch):

@@ -50,7 +50,7 @@ from axonml_jax.models.weights import check_pretrained
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import check_batch
 from axonml_jax.sharding.layout import replicated, to_host
-from axonml_jax.training.compile import Throughput, as_floats, mean_of
+from axonml_jax.training.compile import Throughput, as_floats
 from axonml_jax.training.run_state import CompareReplicas, ReplicasDiffer, in_words
 from axonml_jax.training.state import TrainState
 
@@ -191,7 +191,7 @@ def fit(
 
 def evaluate(trainer: Trainer, batches: Iterator[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
     """The mean over batches, of these weights or of equal ones, of everything `trainer.evaluate` returns."""
-    return mean_of([as_floats(trainer.evaluate(batch)) for batch in batches], weights)
+    return trainer.validate(batches, weights)
 
 
 # --------------------------------------------------------------------------------------------------

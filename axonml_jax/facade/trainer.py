@@ -36,9 +36,18 @@ from axonml_jax.sharding.batch import refuse_tracing
 from axonml_jax.sharding.layout import Leaf, cast, copies, is_deleted, place, to_host
 from axonml_jax.strategies.strategy import units
 from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
-from axonml_jax.training.compile import as_floats, folding, mean_of
+from axonml_jax.training.compile import folding
 from axonml_jax.training.compose import Metrics, rest_of
-from axonml_jax.training.evaluate import Differentiate, EvalStep, Forward, SyncStacked, equalize, hooks_program
+from axonml_jax.training.evaluate import (
+    Differentiate,
+    EvalStep,
+    Evaluated,
+    Forward,
+    SyncStacked,
+    equalize,
+    hooks_program,
+    mean_of,
+)
 from axonml_jax.training.optimizer import averaging
 from axonml_jax.training.rest import Rest
 from axonml_jax.training.run_state import (
@@ -378,6 +387,7 @@ class Trainer(Generic[M]):
         callbacks: Sequence[Callback] = (),
         ema: float | None = None,
         layer_norms: bool = False,
+        eval_fn: LossFn | None = None,
     ):
         placement = model._placement
         if accumulate is not None:
@@ -391,7 +401,7 @@ class Trainer(Generic[M]):
         self._compared: int | None = None  # the model's loads when the processes compared what they begin with
         self._saves: list[Callable[[], None]] = []
         self._steps: dict[bool | None, TrainStep] = {}
-        self._eval = EvalStep(model._functional, placement, model.mesh, loss_fn, model._accept)
+        self._eval = EvalStep(model._functional, placement, model.mesh, eval_fn or loss_fn, model._accept)
         rest = self.train_step.rest  # refuses options that cannot work before anything is allocated
         self._state = init_state(model.variables, tx, rest, model.mesh, model._key, self.train_step.kept)
         self.hollow = model.hollow
@@ -570,28 +580,38 @@ class Trainer(Generic[M]):
         self._compared = self.model.loads
 
     def evaluate(self, batch: PyTree) -> Metrics:
-        """The loss and metrics of a global batch in evaluation mode, in the microbatches of `accumulate`; changes nothing."""
+        """The loss and metrics of a global batch of any number of rows in evaluation mode, in the microbatches of `accumulate`.
+
+        Of `eval_fn`, where the trainer has one. Nothing is changed.
+        """
         with folding:
-            return self._eval(self.model.values, batch)
+            return self._eval(self.model.values, batch).values
 
     def validate(self, batches: Iterable[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
-        """The mean over batches, of these weights or of equal ones, of everything `evaluate` returns; callbacks hear of it.
+        """The mean over all rows of the batches of everything `evaluate` returns; callbacks hear of it.
 
         With `ema` the same of the averaged parameters too: `ema_loss` and so on. Within `averaged` it is of these alone.
+
+        Args:
+          batches: each of any number of rows.
+          weights: what each batch counts for; None: a `WeightedMean` by its weight, anything else by the batch's rows.
+
+        Raises:
+          ValueError: when there are no batches.
         """
         both = self._ema and not self._averaged
         models = {"": self.model.values} | ({"ema_": self._average()} if both else {})
-
-        def of(batch: PyTree) -> dict[str, float]:
-            each = {before: as_floats(self._eval(variables, batch)) for before, variables in models.items()}
-            return {f"{before}{name}": value for before, found in each.items() for name, value in found.items()}
-
         if isinstance(batches, Mapping) or hasattr(batches, "dtype"):
             raise TypeError(
                 "trainer.validate takes batches, one after another: [batch], or a loader; trainer.evaluate takes one"
             )
+        seen: dict[str, list[Evaluated]] = {before: [] for before in models}
         with folding:
-            found = mean_of([of(batch) for batch in batches], weights)
+            for batch in batches:
+                for before, variables in models.items():
+                    seen[before].append(to_host(self._eval(variables, batch)))
+            each = {before: mean_of(results, weights) for before, results in seen.items()}
+        found = {f"{before}{name}": value for before, means in each.items() for name, value in means.items()}
         self._tell("on_eval", metrics=found)
         return found
 
@@ -962,6 +982,7 @@ class ParallelModel(SavedModel):
         callbacks: Sequence[Callback] = (),
         ema: float | None = None,
         layer_norms: bool = False,
+        eval_fn: LossFn | None = None,
     ) -> Trainer[Self]:
         """A fused, donated training step around this model.
 
@@ -973,13 +994,14 @@ class ParallelModel(SavedModel):
           max_nonfinite: skip updates whose loss or gradients are not finite; after that many in a row, all. None: never.
           callbacks: told of steps, validations, checkpoints and the end (see `ax.Callback`).
           layer_norms: measure the norms of gradients and parameters layer by layer too.
+          eval_fn: what `evaluate` and `validate` compute, a loss and metrics as `loss_fn` returns them; None: `loss_fn`.
           ema: keep an exponential moving average of the parameters with this decay (see `Trainer.averaged`).
 
         Raises:
           TypeError, ValueError: when the optimizer cannot run under the plan.
         """
         options = {"accumulate": accumulate, "max_grad_norm": max_grad_norm, "norm_type": norm_type}
-        options |= {"layer_norms": layer_norms}
+        options |= {"layer_norms": layer_norms, "eval_fn": eval_fn}
         trainer = Trainer(self, tx, loss_fn, max_nonfinite=max_nonfinite, callbacks=callbacks, ema=ema, **options)
         self._newest_trainer = weakref.ref(trainer)
         return trainer

@@ -399,8 +399,13 @@ class WholeBatch:
             return lambda loss, metrics: finished(metrics, LATE, LATE_WEIGHT)
         return partial(self._finished, decided, batches.known) if decided != ROWS and decided.division.late else None
 
-    def _finished(self, decided: Decided, early: list[jax.Array], loss: jax.Array, metrics: dict) -> tuple:
-        """The loss and all metrics, and what gradients are multiplied by; None: they are those of the loss."""
+    def _finished(
+        self, decided: Decided, early: list[jax.Array], loss: jax.Array, metrics: dict, weights: dict | None = None
+    ) -> tuple:
+        """The loss and all metrics, and what gradients are multiplied by; None: they are those of the loss.
+
+        Weights of metrics that are made here are put into `weights`.
+        """
         ranks, program = Ranks((self.group,)), decided.whole.program
         sums = {
             number: metrics[f"{LATE}{number}"].astype(program.avals[number].dtype) for number in decided.division.late
@@ -418,6 +423,8 @@ class WholeBatch:
             metric = later.metrics[name]
             total, weight = of((metric.total, metric.weight), sums)
             kept[name] = ranks.unvaried(per_weight(total, weight))
+            if weights is not None:
+                weights[name] = ranks.unvaried(weight)
         if decided.slope is None:
             return loss, kept, None
         of_sum = lambda x: of((later.total,), sums | {decided.slope: x})[0]

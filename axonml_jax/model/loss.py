@@ -22,8 +22,8 @@ class WeightedMean:
     """A mean given as its two sums, which stays exact over ranks and microbatches of unequal weight.
 
     Return one from a `loss_fn` when examples count unequally, for instance tokens of padded sequences:
-    `WeightedMean((losses * mask).sum(), mask.sum())`. The gradient is that of all totals over all weights. Where the weight of
-    a whole batch is 0 there is nothing to learn: its mean and its gradient are 0, and among other batches it counts for nothing.
+    `WeightedMean((losses * mask).sum(), mask.sum())`. The gradient is that of all totals over all weights. Where a
+    whole batch weighs 0 there is nothing to learn: its mean and its gradient are 0, and among other batches it does not count.
 
     Attributes:
       total: the weighted sum of the losses, a scalar.
@@ -96,6 +96,13 @@ def is_weighted(returned: Any) -> bool:
     """Whether what a `loss_fn` returned is `WeightedMean`s alone: sums over the rows that it was given, whichever these are."""
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     return isinstance(metrics, dict) and not _plain(loss, metrics)
+
+
+def weighted_names(returned: Any) -> dict[str, bool]:
+    """By name, the loss among them, whether what a `loss_fn` returned is a `WeightedMean`."""
+    loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    named = {name: leaf.value for name, leaf in _flat(metrics).items()} if isinstance(metrics, dict) else {}
+    return {name: isinstance(value, WeightedMean) for name, value in {"loss": loss, **named}.items()}
 
 
 def _plain(loss: Any, metrics: dict) -> list[str]:

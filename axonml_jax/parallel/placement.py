@@ -198,6 +198,7 @@ class Placement:
       left: the axes that a step leaves to XLA's partitioner.
       at_rest: with such axes, where leaves rest; here they look whole along them.
       agreed: of a step in which ranks train parameters of their own for a round (`in_round`): what they agree on.
+      splits_rows: False gives every batch shard all rows.
     """
 
     plan: Plan
@@ -208,6 +209,7 @@ class Placement:
     left: frozenset[str] = frozenset()
     at_rest: "Placement | None" = None
     agreed: "Placement | None" = None
+    splits_rows: bool = True
 
     @cached_property
     def strategies(self) -> dict[AxisNames, AbstractStrategy]:
@@ -220,7 +222,8 @@ class Placement:
     @cached_property
     def batch_layout(self) -> BatchLayout:
         """How batches are split over the mesh."""
-        return self.plan.batch_layout(self.degrees)
+        layout = self.plan.batch_layout(self.degrees)
+        return layout if self.splits_rows else replace(layout, rows=(), spread=())
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

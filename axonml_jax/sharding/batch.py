@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -293,6 +293,25 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
         f"dim 0 must be a multiple of {parts}: use {f'{below} or ' if below else ''}{above} rows"
         f"{', another number of microbatches,' if microbatches > 1 else ''} or another mesh"
     )
+
+
+def number_of_rows(layout: BatchLayout, batch: PyTree) -> int:
+    """The rows of a batch, which need not divide over the shards.
+
+    Raises:
+      TypeError, ValueError: as `check_batch` of all else.
+    """
+    check_batch(layout if _is_empty(batch) else replace(layout, rows=(), spread=()), batch)
+    return next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
+
+
+def _is_empty(batch: PyTree) -> bool:
+    return not isinstance(batch, Iterator) and any(np.shape(x)[:1] == (0,) for x in jax.tree.leaves(batch))
+
+
+def rows_of(batch: PyTree, start: int, end: int) -> PyTree:
+    """Some rows of a batch, with its scalars."""
+    return jax.tree.map(lambda x: (x if hasattr(x, "ndim") else np.asarray(x))[start:end] if np.ndim(x) else x, batch)
 
 
 def _leaves(batch: PyTree) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 import sysconfig
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -359,17 +359,6 @@ def refuse_moved(model: Functional, before: PyTree, after: PyTree, again: Callab
 def as_floats(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
     """Metrics as floats; the mean over models where there are several (NO_SYNC). Every process must call it."""
     return {name: float(np.mean(value, dtype=np.float64)) for name, value in to_host(dict(metrics)).items()}
-
-
-def mean_of(results: Sequence[Mapping[str, float]], weights: Sequence[float] | None = None) -> dict[str, float]:
-    """The mean of every metric over batches, of these weights or of equal ones.
-
-    Raises:
-      ValueError: when there are no batches.
-    """
-    if not results:
-        raise ValueError("there are no batches to evaluate on: a mean needs at least one")
-    return {name: float(np.average([result[name] for result in results], weights=weights)) for name in results[0]}
 
 
 @dataclass(frozen=True, kw_only=True)

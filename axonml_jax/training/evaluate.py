@@ -2,16 +2,17 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax.base import LossFn, PyTree, is_array, named_leaves, path_name
-from axonml_jax.collectives.primitives import sum_over
+from axonml_jax.collectives.primitives import max_over, sum_over
 from axonml_jax.compat.canaries import require_types
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.varying_types import varying_axes
@@ -19,15 +20,16 @@ from axonml_jax.layers.context import put_back
 from axonml_jax.layers.whole import padded_sizes
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.mesh.simulate import bound_run_ahead
+from axonml_jax.model.loss import per_weight, weighted_names
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement, parts_of, reading
 from axonml_jax.program.program import read_program
 from axonml_jax.program.values import SAME, differing
-from axonml_jax.sharding.batch import BatchLayout, check_batch
+from axonml_jax.sharding.batch import BatchLayout, check_batch, number_of_rows, rows_of
 from axonml_jax.sharding.layout import is_layout, to_device_memory, to_host_memory
 from axonml_jax.training.compile import Compiled, compiler_options, explain_typed_scan, refuse_moved, shard_key
 from axonml_jax.training.compose import rest_of
-from axonml_jax.training.gradients import gradients, means
+from axonml_jax.training.gradients import gradients, means_of, summed
 from axonml_jax.training.rest import stacked
 from axonml_jax.training.state import each_ranks_specs
 from axonml_jax.training.step import forward_mode, objective_of
@@ -224,11 +226,63 @@ def equalize(variables: Variables, placement: Placement, mesh: Mesh) -> Variable
 # --------------------------------------------------------------------------------------------------
 
 
+class Evaluated(NamedTuple):
+    """The loss and metrics of a batch, and what counts of it.
+
+    Attributes:
+      values: by name, the loss as `loss`.
+      weights: of those that are `WeightedMean`s, their weight over the whole batch; the others count by rows.
+      rows: of the batch.
+    """
+
+    values: dict[str, Any]
+    weights: dict[str, Any]
+    rows: int
+
+    def weight(self, name: str) -> Any:
+        """What one of the values counts for."""
+        return self.weights.get(name, self.rows)
+
+    def joined(self, other: "Evaluated") -> "Evaluated":
+        """That of two batches of which all is a weighted mean."""
+        weights = {name: weight + other.weights[name] for name, weight in self.weights.items()}
+        total = lambda each, name: each.values[name] * each.weights[name].astype(each.values[name].dtype)
+        values = {name: per_weight(total(self, name) + total(other, name), weights[name]) for name in self.values}
+        return Evaluated(values, weights, self.rows + other.rows)
+
+
+def mean_of(results: Sequence[Evaluated], weights: Sequence[float] | None = None) -> dict[str, float]:
+    """The mean of everything over batches, as if they were one; over models too where there are several (NO_SYNC).
+
+    Every process must call it.
+
+    Args:
+      results: of the batches.
+      weights: what each counts for; None: a `WeightedMean` by its weight, all else by rows.
+
+    Raises:
+      ValueError: when there are no batches.
+    """
+    if not results:
+        raise ValueError("there are no batches to evaluate on: a mean needs at least one")
+
+    def of(name: str) -> float:
+        own = [each.weight(name) for each in results] if weights is None else weights
+        own = np.asarray([np.asarray(each, np.float64) for each in own])
+        values = np.asarray([np.asarray(each.values[name], np.float64) for each in results])
+        own = own.reshape(own.shape + (1,) * (values.ndim - own.ndim))
+        return float(np.mean(per_weight((values * own).sum(0), own.sum(0))))
+
+    return {name: of(name) for name in results[0].values}
+
+
 class EvalStep:
-    """`step(variables, batch) -> metrics`, compiled once per batch shape; nothing is donated or changed.
+    """`step(variables, batch) -> Evaluated`, compiled once per batch shape; nothing is donated or changed.
 
     The model runs in evaluation mode: dropout off, running averages used. Rows are taken in as many microbatches as in
-    training, or in as many as the two numbers have in common. `accept` may refuse a program (see `Compiled`).
+    training, or in as many as the two numbers have in common. Any number of rows is exact. Where loss and metrics are
+    `WeightedMean`s, whose sums can be added, those that divide are split over the batch shards, and every shard takes all of
+    the rest; else every shard takes all rows. `accept` may refuse a program (see `Compiled`).
     """
 
     def __init__(
@@ -238,18 +292,56 @@ class EvalStep:
         mesh: Mesh,
         loss_fn: LossFn,
         accept: Callable[[Any], None] | None = None,
+        *,
+        alike: tuple[str, ...] = (),
     ):
-        self.placement, self.rest, self.mesh = placement, rest_of(placement), mesh
-        self.objective = objective_of(model, loss_fn, placement, training=False)
+        """`alike`: the axes along which all ranks have the same rows."""
+        self.placement, self.rest, self.mesh, self._alike = placement, rest_of(placement), mesh, alike
+        self._given, self._weighted = (model, loss_fn, accept), {}
+        objective = objective_of(model, loss_fn, placement, training=False)
+        self.objective = replace(objective, loss_fn=self._noting)
         self._compiled = Compiled(self._whole, mesh, accept, compiler_options=compiler_options(placement, mesh))
 
-    def __call__(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
-        """The loss and the loss function's metrics over the global batch [B, ...]; B divides by the batch shards."""
-        check_batch(self.placement.batch_layout, batch)
-        with explain_typed_scan(self.placement.plan.check_vma):
-            return bound_run_ahead(self._compiled(variables, self.placement.batch_layout.place(batch, self.mesh)))
+    def __call__(self, variables: Variables, batch: PyTree) -> Evaluated:
+        """The loss and the loss function's metrics over the global batch [B, ...].
 
-    def _whole(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
+        Raises:
+          ValueError: where ranks have models or buffers of their own, for a B that does not divide by the batch shards.
+        """
+        placement = self.placement
+        layout = placement.batch_layout
+        if placement.own_axes or placement.buffer_axes is not None:
+            check_batch(layout, batch)
+        rows = number_of_rows(layout, batch)
+        if not (rest := rows % layout.row_degree):
+            return self._run(variables, batch, rows)
+        apart = all(self._weighted.values()) and rows > rest
+        if apart:
+            first = self._run(variables, rows_of(batch, 0, rows - rest), rows - rest)
+            apart = all(self._weighted.values())  # known now
+        if apart:
+            return first.joined(self._everywhere._run(variables, rows_of(batch, rows - rest, rows), rest))
+        return self._everywhere._run(variables, batch, rows)
+
+    def _run(self, variables: Variables, batch: PyTree, rows: int) -> Evaluated:
+        with explain_typed_scan(self.placement.plan.check_vma):
+            found = self._compiled(variables, self.placement.batch_layout.place(batch, self.mesh))
+        return Evaluated(*bound_run_ahead(found), rows)
+
+    @functools.cached_property
+    def _everywhere(self) -> "EvalStep":
+        """With all rows on every shard, at once."""
+        placement, (model, loss_fn, accept) = self.placement, self._given
+        alone = replace(placement, plan=replace(placement.plan, accumulate=1), splits_rows=False)
+        return EvalStep(model, alone, self.mesh, loss_fn, accept, alike=placement.batch_layout.rows)
+
+    def _noting(self, model: Any, batch: PyTree) -> Any:
+        """The user's loss; what it returns is looked at."""
+        returned = self._given[1](model, batch)
+        self._weighted = weighted_names(returned)
+        return returned
+
+    def _whole(self, variables: Variables, batch: PyTree) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         batch = self.placement.batch_layout.opened(batch)
         return jax.shard_map(
             self._local,
@@ -260,13 +352,25 @@ class EvalStep:
             check_vma=self.placement.plan.check_vma,
         )(variables, batch)
 
-    def _local(self, variables: Variables, batch: PyTree) -> dict[str, jax.Array]:
+    def _local(self, variables: Variables, batch: PyTree) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         placement, variables = self.placement, self.rest.enter(variables)
         key = shard_key(jax.random.key(0), 0, placement.key_number())
-        loss, finish = self.rest.loss(self.objective, variables, key, batch)
-        mean, metrics, _ = means(jax.tree.map(lambda x: x[None], loss), placement, 1, True)
-        mean, metrics, _ = (mean, metrics, None) if finish is None else finish(mean, metrics)
-        return self.rest.kept({**metrics, "loss": mean})
+        one = placement.batch_layout.common_count(batch, placement.plan.microbatches) == placement.joined_rows == 1
+        objective = (
+            replace(self.objective, whole=None) if one else self.objective
+        )  # all rows at once are the whole batch
+        loss, finish = self.rest.loss(objective, variables, key, batch)
+        sums = summed(jax.tree.map(lambda x: x[None], loss), placement, True)
+        mean, metrics, weight = means_of(sums, placement.joined_rows)
+        weights = {"loss": weight} | {name: metric.weight for name, metric in sums.metrics.items()}
+        mean, metrics, _ = (mean, metrics, None) if finish is None else finish(mean, metrics, weights)
+        weights = {name: weights[name] for name, weighted in self._weighted.items() if weighted}
+        return self.rest.kept(jax.tree.map(self._same, ({**metrics, "loss": mean}, weights)))
+
+    def _same(self, x: jax.Array) -> jax.Array:
+        """A value that is the same along `alike`, with a type that says so."""
+        axes = tuple(axis for axis in self._alike if axis in varying_axes(x))
+        return max_over(x, axes) if axes else x
 
 
 # --------------------------------------------------------------------------------------------------

@@ -281,12 +281,20 @@ def engine_of(placement: Placement, sync: bool) -> type[GradientEngine]:
 
 def means(losses: Loss, placement: Placement, count: int, sync: bool):
     """Losses stacked by microbatch -> (mean loss, mean metrics, total weight or None), over ranks too with `sync`."""
+    return means_of(summed(losses, placement, sync), count * (placement.joined_rows if sync else 1))
+
+
+def summed(losses: Loss, placement: Placement, sync: bool) -> Loss:
+    """Losses stacked by microbatch, summed, over ranks too with `sync`."""
     sums = jax.tree.map(lambda x: x.sum(0), losses)
     leaves, treedef = jax.tree.flatten(sums)
     if sync:
         with jax.named_scope("axonml.metrics"):
             leaves = all_reduce_leaves(leaves, placement.joined_axes, flat=len(leaves) > 1)
-    total, weight, metrics = treedef.unflatten(leaves)
-    parts = count * (placement.joined_rows if sync else 1)
-    loss = total / parts if weight is None else per_weight(total, weight)
-    return loss, {name: metric.value for name, metric in metrics.items()}, weight
+    return treedef.unflatten(leaves)
+
+
+def means_of(sums: Loss, parts: int):
+    """Sums of so many parts -> (mean loss, mean metrics, total weight or None)."""
+    loss = sums.total / parts if sums.weight is None else per_weight(sums.total, sums.weight)
+    return loss, {name: metric.value for name, metric in sums.metrics.items()}, sums.weight
