@@ -202,3 +202,37 @@ def test_in_a_validation_a_batch_without_weight_counts_for_nothing_and_weights_t
     given = trainer.validate([batch_of(8), batch_of(7)], weights=[3, 1])
     other = trainer.validate([batch_of(7)])
     assert given == pytest.approx({name: (3 * one[name] + other[name]) / 4 for name in one}, rel=1e-12)
+
+
+# Predictions
+
+
+def outputs(model, batch):
+    out = model(batch["x"])
+    return {"out": out, "best": {"class": out.argmax(-1)}}
+
+
+@pytest.mark.parametrize(("plan", "kind"), list(cases()))
+def test_predictions_are_one_for_every_row_in_order_of_whole_numpy_arrays(plan, kind):
+    parallel, batches = case(plan, kind), [batch_of(rows) for rows in (8, 7, 3)]
+    trainer = parallel.trainer(optax.sgd(0.1), all_weighted)
+    found, x = trainer.predict(iter(batches), outputs), np.concatenate([batch["x"] for batch in batches])
+    wanted = np.asarray(Deep()(x))
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(found))
+    np.testing.assert_allclose(found["out"], wanted, rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(found["best"]["class"], wanted.argmax(-1))
+    np.testing.assert_allclose(trainer.predict([batches[1]["x"]]), wanted[8:15], rtol=1e-12, atol=1e-12)
+
+
+def test_predictions_without_rows_and_batches_that_do_not_say_what_the_model_gets_are_refused():
+    trainer = case("ddp, accumulated", "nnx").trainer(optax.sgd(0.1), all_weighted)
+    with pytest.raises(ValueError, match=r"no rows there: .*mean.*trainer.evaluate"):
+        trainer.predict([batch_of(8)], lambda model, batch: {"mean": model(batch["x"]).mean(0)})
+    with pytest.raises(ValueError, match=r"no rows there: .*turned"):
+        trainer.predict([batch_of(8)], lambda model, batch: {"turned": model(batch["x"]).swapaxes(0, 1)})
+    with pytest.raises(TypeError, match=r"predict_fn=lambda model, batch: model\(batch"):
+        trainer.predict([batch_of(8)])
+    with pytest.raises(ValueError, match="no batches to predict on"):
+        trainer.predict([], outputs)
+    with pytest.raises(TypeError, match=r"takes batches, one after another"):
+        trainer.predict(batch_of(8), outputs)

@@ -43,9 +43,11 @@ from axonml_jax.training.evaluate import (
     EvalStep,
     Evaluated,
     Forward,
+    Predict,
     SyncStacked,
     equalize,
     hooks_program,
+    joined_rows,
     mean_of,
 )
 from axonml_jax.training.optimizer import averaging
@@ -401,6 +403,7 @@ class Trainer(Generic[M]):
         self._compared: int | None = None  # the model's loads when the processes compared what they begin with
         self._saves: list[Callable[[], None]] = []
         self._steps: dict[bool | None, TrainStep] = {}
+        self._predictions: dict[int, Predict] = {}
         self._eval = EvalStep(model._functional, placement, model.mesh, eval_fn or loss_fn, model._accept)
         rest = self.train_step.rest  # refuses options that cannot work before anything is allocated
         self._state = init_state(model.variables, tx, rest, model.mesh, model._key, self.train_step.kept)
@@ -615,6 +618,29 @@ class Trainer(Generic[M]):
         self._tell("on_eval", metrics=found)
         return found
 
+    def predict(self, batches: Iterable[PyTree], predict_fn: Callable[[Any, PyTree], PyTree] | None = None) -> PyTree:
+        """What the model makes of every row of the batches, once, in order: whole NumPy arrays, rows in dim 0.
+
+        In evaluation mode; nothing is changed. Every process must call it, and each gets all rows.
+
+        Args:
+          batches: each of any number of rows.
+          predict_fn: `predict_fn(model, batch)` -> arrays with a row for every row of the batch; None: `model(batch)`, of
+            batches that are arrays.
+
+        Raises:
+          ValueError: when there are no batches, or naming what has no rows in dim 0.
+        """
+        if isinstance(batches, Mapping) or hasattr(batches, "dtype"):
+            raise TypeError("trainer.predict takes batches, one after another: [batch], or a loader")
+        variables, given = self.model.values, (self.model._functional, self._placement, self.model.mesh)
+        fun = predict_fn or _of_arrays
+        build = lambda: Predict(*given, fun, self.model._accept)
+        # By identity: a callable need not be hashable, and the program keeps it alive.
+        program = self._predictions[id(fun)] = self._predictions.get(id(fun)) or build()
+        with folding:
+            return joined_rows([program(variables, batch) for batch in batches])
+
     @contextmanager
     def averaged(self) -> Iterator[M]:
         """Within this context the model has the moving average in the place of its parameters: evaluate, generate, export.
@@ -676,6 +702,16 @@ class Trainer(Generic[M]):
     def minimum_traffic(self) -> Fraction:
         """Bytes per rank and step that theory allows for this plan's gradients and parameters."""
         return self.train_step.minimum_traffic()
+
+
+def _of_arrays(model: Any, batch: PyTree) -> PyTree:
+    """What a prediction is where nobody says it."""
+    if isinstance(batch, Mapping | tuple | list):
+        raise TypeError(
+            "trainer.predict cannot tell what of a batch the model is called with: say it, "
+            'predict_fn=lambda model, batch: model(batch["x"])'
+        )
+    return model(batch)
 
 
 def _shapes(batch: PyTree) -> PyTree:

@@ -314,6 +314,18 @@ def rows_of(batch: PyTree, start: int, end: int) -> PyTree:
     return jax.tree.map(lambda x: (x if hasattr(x, "ndim") else np.asarray(x))[start:end] if np.ndim(x) else x, batch)
 
 
+def filled_up(batch: PyTree, more: int) -> PyTree:
+    """A batch with so many rows more, which are its last one."""
+
+    def longer(x: Any) -> Any:
+        if not more or not np.ndim(x):
+            return x
+        join, x = (jax.numpy.concatenate, x) if isinstance(x, jax.Array) else (np.concatenate, np.asarray(x))
+        return join([x, *[x[-1:]] * more])
+
+    return jax.tree.map(longer, batch)
+
+
 def _leaves(batch: PyTree) -> dict[str, Any]:
     """A batch's leaves by path, if it is one."""
     leaves = {} if isinstance(batch, Iterator) else named_leaves(batch)  # JAX would not flatten an iterator

@@ -25,8 +25,8 @@ from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement, parts_of, reading
 from axonml_jax.program.program import read_program
 from axonml_jax.program.values import SAME, differing
-from axonml_jax.sharding.batch import BatchLayout, check_batch, number_of_rows, rows_of
-from axonml_jax.sharding.layout import is_layout, to_device_memory, to_host_memory
+from axonml_jax.sharding.batch import BatchLayout, check_batch, filled_up, number_of_rows, rows_of
+from axonml_jax.sharding.layout import is_layout, place, to_device_memory, to_host, to_host_memory
 from axonml_jax.training.compile import Compiled, compiler_options, explain_typed_scan, refuse_moved, shard_key
 from axonml_jax.training.compose import rest_of
 from axonml_jax.training.gradients import gradients, means_of, summed
@@ -517,8 +517,11 @@ class Forward:
         mesh: Mesh,
         training: bool | None,
         accept: Callable[[Any], None] | None = None,
+        fun: Callable[..., PyTree] | None = None,
     ):
+        """`fun`: `fun(model, *args, **kwargs)` in the place of the model's own call."""
         self.model, self.placement, self.rest, self.mesh = model, placement, rest_of(placement), mesh
+        self.fun, self.row_dims = fun or (lambda model, *args, **kwargs: model(*args, **kwargs)), None
         self.mode = forward_mode(placement, training)
         options = compiler_options(placement, mesh)
         self._compiled = Compiled(self._whole, mesh, accept, static_argnames="static", compiler_options=options)
@@ -548,6 +551,7 @@ class Forward:
         placement, specs = self.placement, self.rest.specs(variables)
         arrays = placement.batch_layout.opened(arrays)
         dims, inner, sizes = self._dims(variables, arrays, static)
+        self.row_dims = dims  # of any number of rows
 
         def local(variables, key, arrays):
             key = shard_key(key, 0, placement.key_number())
@@ -596,7 +600,7 @@ class Forward:
             args, kwargs = treedef.unflatten(leaves)
             with self.placement.inside(whole):
                 bound = self.model.bind(variables, key, mode or self.mode)
-                return bound(*args, **kwargs), self.model.state_of(bound)
+                return self.fun(bound, *args, **kwargs), self.model.state_of(bound)
 
         def checked(variables: Variables, key: jax.Array, arrays: Arrays) -> tuple[Any, PyTree]:
             out, state = call(variables, key, arrays)
@@ -745,3 +749,56 @@ def _growing_dim(small: Any, large: Any) -> int:
             f"the model returned an array with several batch dims (shape {small.shape}): return one per batch dim"
         )
     return dims[0] if dims else -1
+
+
+# --------------------------------------------------------------------------------------------------
+# Predictions: what is made of every row, once, in order.
+# --------------------------------------------------------------------------------------------------
+
+
+class Predict:
+    """`predict(variables, batch) -> outputs`: of every row of a batch, in order, as whole NumPy arrays; rows are dim 0.
+
+    Rows that do not divide over the shards are filled up, and what is made of the filling is left out. Every process must
+    call it.
+    """
+
+    def __init__(
+        self,
+        model: Functional,
+        placement: Placement,
+        mesh: Mesh,
+        fun: Callable[[Any, PyTree], PyTree],
+        accept: Callable[[Any], None] | None = None,
+    ):
+        self.placement, self._forward = placement, Forward(model, placement, mesh, False, accept, fun)
+        self._key = place(jax.random.key(0), PartitionSpec(), mesh)
+
+    def __call__(self, variables: Variables, batch: PyTree) -> PyTree:
+        """Run it.
+
+        Raises:
+          ValueError: naming outputs whose dim 0 is not the batch's rows.
+        """
+        layout = self.placement.batch_layout
+        rows = number_of_rows(replace(layout, positions=()), batch)
+        out, _ = self._forward(variables, self._key, (filled_up(batch, -rows % layout.row_degree),), {})
+        dims = named_leaves(self._forward.row_dims)
+        if wrong := {name or "output": np.shape(x) for name, x in named_leaves(out).items() if dims[name] != 0}:
+            raise ValueError(
+                f"predictions are one for every row of a batch, in dim 0, but these have no rows there: {wrong}. Leave "
+                "them out of what predict_fn returns, or move the dim of rows to the front; trainer.evaluate gives numbers of "
+                "a whole batch"
+            )
+        return jax.tree.map(lambda x: x[:rows], to_host(out))
+
+
+def joined_rows(outputs: Sequence[PyTree]) -> PyTree:
+    """The rows of several batches behind each other.
+
+    Raises:
+      ValueError: when there are no batches.
+    """
+    if not outputs:
+        raise ValueError("there are no batches to predict on")
+    return jax.tree.map(lambda *each: np.concatenate(each), *outputs)

@@ -86,6 +86,9 @@ def face(model, trainer, world):
     """The rest of the face, on a trained model."""
     before, x = model.state_dict(), BATCHES[0]["x"]
     seen = {"evaluation": trainer.evaluate(BATCHES[0])["loss"], "outputs": model.eval()(x), "state_dict": before}
+    odd = {key: value[:-1] for key, value in BATCHES[1].items() if np.ndim(value)}
+    seen["predictions"] = trainer.predict([BATCHES[0], odd], lambda model, batch: model(batch["x"]))
+    seen["validation"] = trainer.validate([BATCHES[0], odd])["loss"]
     module = model.module  # on this process alone
     module.eval()
     np.testing.assert_allclose(to_host(seen["outputs"]), module(x), rtol=1e-9)
