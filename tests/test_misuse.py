@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from meshes import mesh_of
 from plan_models import BatchNormNet, linear, mean_loss, regression
 
 import axonml_jax as ax
@@ -150,30 +151,53 @@ def test_forgotten_simulated_devices_are_asked_after(monkeypatch):
 
 UNREAD = {
     "a module from outside": lambda model, batch: mean_loss(Two(), batch),
+    "variables from outside": lambda model, batch: mean_loss(lambda x: MODULE.apply(VARIABLES, x), batch),
     "a stopped gradient": lambda model, batch: mean_loss(lambda x: jax.lax.stop_gradient(model(x)), batch),
+}
+UNREAD_UNDER = {
+    "ddp": ({"data": 2}, ax.Plan()),
+    "no_sync": ({"data": 2}, ax.Plan(data=ax.Replicate(sync_strategy="no_sync"))),
+    "fsdp, typed, accumulated": ({"fsdp": 2}, ax.Plan(fsdp=ax.Shard(stage=3), check_vma=True, accumulate=2)),
+    "pipeline": ({"pipe": 2}, ax.Plan(pipe=ax.Pipelined(num_microbatches=2))),
 }
 
 
-@pytest.mark.parametrize("strategy", ["overlapped", "no_sync"])
+@pytest.mark.parametrize("plan", UNREAD_UNDER)
 @pytest.mark.parametrize("loss", UNREAD)
-def test_gradients_that_are_zero_everywhere_are_told_once(mesh, strategy, loss, caplog):
-    trainer = ax.DDP(Two(), mesh, sync_strategy=strategy).trainer(optax.sgd(0.1), UNREAD[loss])
+def test_a_loss_that_nothing_trained_reaches_is_an_error_at_the_first_step(plan, loss, caplog):
+    degrees, settings = UNREAD_UNDER[plan]
+    trainer = ax.parallelize(Blocks(), mesh_of(degrees), settings).trainer(optax.sgd(0.1), UNREAD[loss])
+    unread = plan == "pipeline" and loss != "a stopped gradient"
+    said = "nothing of what begins these stages" if unread else "no trained parameter reaches the loss"
+    with pytest.raises(ValueError, match=rf"{said}.*the loss (must )?call the model that it is given, model\(x\)"):
+        trainer.step(BATCH)
+
+
+@pytest.mark.parametrize("plan", UNREAD_UNDER)
+def test_gradients_that_are_zero_of_this_batch_are_told_and_are_no_error(plan, caplog):
+    degrees, settings = UNREAD_UNDER[plan]
+    nothing = lambda model, batch: ax.WeightedMean(0.0 * mean_loss(model, batch)[0], 0.0)
+    trainer = ax.parallelize(Blocks(), mesh_of(degrees), settings).trainer(optax.sgd(0.1), nothing)
     trainer.step(BATCH), trainer.step(BATCH)
-    assert [
-        m for m in caplog.messages if "zero everywhere" in m and "Does the loss use the model" in m
-    ] == caplog.messages
+    assert [each for each in caplog.messages if "zero everywhere, though parameters reach" in each] == caplog.messages
     assert len(caplog.messages) == 1
 
 
 def test_gradients_are_looked_at_in_the_first_step_only(trainer, caplog, monkeypatch):
-    from axonml_jax.facade import trainer as room
-
     asked = []
-    monkeypatch.setattr(room, "_warn_of_no_gradients", asked.append)
+    monkeypatch.setattr(ax.Trainer, "_look_at", lambda self, norm, batch: asked.append(norm))
     fresh = trainer.model.trainer(optax.sgd(0.1), mean_loss)
     norm = fresh.step(BATCH)["grad_norm"]
     fresh.step(BATCH)
     assert len(asked) == 1 and asked[0] is norm and not caplog.messages
+
+
+class Blocks(nnx.Module):
+    def __init__(self):
+        self.blocks = nnx.List([linear(5, 5, nnx.Rngs(0)), linear(5, 3, nnx.Rngs(0))])
+
+    def __call__(self, x):
+        return self.blocks[1](jnp.tanh(self.blocks[0](x)))
 
 
 class Two(nnx.Module):

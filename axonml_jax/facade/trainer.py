@@ -49,6 +49,7 @@ from axonml_jax.training.evaluate import (
     hooks_program,
     joined_rows,
     mean_of,
+    reads_trained,
 )
 from axonml_jax.training.optimizer import averaging
 from axonml_jax.training.rest import Rest
@@ -571,10 +572,31 @@ class Trainer(Generic[M]):
         self._continue(state)
         self._made = None if made is None else made + 1
         if self._seen is None:
-            _warn_of_no_gradients(metrics["grad_norm"])
+            self._look_at(metrics["grad_norm"], batch)
         self._seen = _shapes(batch)
         self._tell("on_step", metrics=metrics)
         return metrics
+
+    def _look_at(self, norm: jax.Array, batch: PyTree) -> None:
+        """Say it when the first step's gradients are zero everywhere; this waits for that step, and is asked of no other.
+
+        Raises:
+          ValueError: where nothing that is trained reaches the loss.
+        """
+        if any(np.any(shard.data) for shard in norm.addressable_shards):
+            return
+        with folding:
+            reads = reads_trained(self.train_step, self.model.variables, _shapes(batch))
+        if not reads:
+            raise ValueError(
+                "no trained parameter reaches the loss, so all gradients are zero: the loss must call the model that it is "
+                "given, model(x), not a module from outside nor module.apply(params, x) of variables from outside, which are "
+                "constants; and nothing may stop all gradients (jax.lax.stop_gradient)"
+            )
+        logger.warning(
+            "the gradients of the first step are zero everywhere, though parameters reach the loss: so it is of a batch of "
+            "which nothing counts, or where all units are dead"
+        )
 
     def _compare(self, batch: PyTree) -> None:
         """Before the first step, and the first after a load or restore: do all processes begin alike?"""
@@ -716,15 +738,6 @@ def _of_arrays(model: Any, batch: PyTree) -> PyTree:
 
 def _shapes(batch: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch)
-
-
-def _warn_of_no_gradients(norm: jax.Array) -> None:
-    """Say it when the first step's gradients are zero everywhere; this waits for that step, and is asked of no other."""
-    if not any(np.any(shard.data) for shard in norm.addressable_shards):
-        logger.warning(
-            "the gradients of the first step are zero everywhere, so parameters stay as they are. Does the loss use the model "
-            "that it is given? One that calls a module or variables from outside reads constants; so does jax.lax.stop_gradient"
-        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -80,7 +80,8 @@ def boundaries(
         found.append(max(work.positions[best], found[-1]))
     if missing:
         raise ValueError(
-            f"nothing of what begins these stages is read by the loss: {'; '.join(missing)}; say where stages begin with split="
+            f"nothing of what begins these stages is read by the loss: {'; '.join(missing)}; say where stages begin with "
+            "split=, and let the loss call the model that it is given, model(x)"
         )
     return found
 

@@ -23,7 +23,7 @@ from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.loss import per_weight, weighted_names
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement, parts_of, reading
-from axonml_jax.program.program import read_program
+from axonml_jax.program.program import made_by, names_of, read_program
 from axonml_jax.program.values import SAME, differing
 from axonml_jax.sharding.batch import BatchLayout, check_batch, filled_up, number_of_rows, rows_of
 from axonml_jax.sharding.layout import is_layout, place, to_device_memory, to_host, to_host_memory
@@ -32,7 +32,7 @@ from axonml_jax.training.compose import rest_of
 from axonml_jax.training.gradients import gradients, means_of, summed
 from axonml_jax.training.rest import stacked
 from axonml_jax.training.state import each_ranks_specs
-from axonml_jax.training.step import forward_mode, objective_of
+from axonml_jax.training.step import TrainStep, forward_mode, objective_of
 from axonml_jax.training.update import first_ranks, sync_buffers
 
 # --------------------------------------------------------------------------------------------------
@@ -749,6 +749,42 @@ def _growing_dim(small: Any, large: Any) -> int:
             f"the model returned an array with several batch dims (shape {small.shape}): return one per batch dim"
         )
     return dims[0] if dims else -1
+
+
+# --------------------------------------------------------------------------------------------------
+# Whether a loss reads what is trained.
+# --------------------------------------------------------------------------------------------------
+
+
+def reads_trained(step: TrainStep, variables: Variables, batch: PyTree) -> bool:
+    """Whether a trained parameter reaches a step's loss, but through `stop_gradient`: of the traced program, not of values.
+
+    Args:
+      step: the step.
+      variables: as they rest; arrays or shapes.
+      batch: a global batch; arrays or shapes.
+    """
+    placement, rest, found = step.placement, step.rest, []
+
+    def probed(read: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        of = lambda params: step.objective(replace(read, params=params), key, batch)[0].total
+        program = read_program(trace(of, read.params).jaxpr)
+        with_gradients = [equation for equation in program.equations if equation.name != "stop_gradient"]
+        made = made_by(with_gradients, program.outputs)
+        needed = {number for equation in made for number in equation.read}.union(names_of(program.outputs))
+        found.append(not needed.isdisjoint(program.inputs))
+        loss, state = step.objective(read, key, batch)  # which stages are cut of
+        return loss.total, state
+
+    def local(variables: Variables, batch: PyTree) -> jax.Array:
+        return rest.read(probed, step.model, rest.enter(variables), jax.random.key(0), batch)[0]
+
+    specs = (rest.specs(variables), placement.batch_layout.specs(batch))
+    options = {"axis_names": placement.manual_axes, "check_vma": False}
+    jax.eval_shape(
+        jax.shard_map(local, mesh=step.mesh, in_specs=specs, out_specs=PartitionSpec(), **options), variables, batch
+    )
+    return any(found)
 
 
 # --------------------------------------------------------------------------------------------------
