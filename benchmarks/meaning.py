@@ -39,6 +39,18 @@ def swapped(mesh):
     return model
 
 
+class OfTexts(ax.Context):
+    """Splits the positions of tokens and their labels alone."""
+
+    def position_dim(self, path, shape):
+        return 1 if path in ("tokens", "labels") else None
+
+
+def in_parts(order, **o):
+    """A plan that splits the positions of texts, in an order of the ranks' own."""
+    return ax.Plan(fsdp=ax.Shard(), context=OfTexts(order=order), **o)
+
+
 def staged(loss_fn=None, **o):
     """A plan of two stages and microbatches; where the second begins depends on what the loss calls the model with."""
     kinds = []
@@ -66,6 +78,8 @@ PLANS = {
     "one device, accumulate": ({"data": 1}, lambda **o: ax.Plan(accumulate=4, **o)),
     "tensor": ({"data": 2, "tensor": 2}, lambda **o: ax.Plan(**o), swapped),
     "tensor, accumulate": ({"fsdp": 2, "tensor": 2}, lambda **o: ax.Plan(fsdp=ax.Shard(), accumulate=2, **o), swapped),
+    "context": ({"context": 4}, lambda **o: in_parts("zigzag", **o), layered),
+    "context, fsdp": ({"fsdp": 2, "context": 4}, lambda **o: in_parts("striped", **o), layered),
     "pipeline": ({"pipe": 2}, staged, layered),
     "pipeline, fsdp": ({"fsdp": 2, "pipe": 2}, lambda **o: staged(fsdp=ax.Shard(), **o), layered),
 }

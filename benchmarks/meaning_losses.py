@@ -8,6 +8,8 @@ import numpy as np
 import optax
 from flax import linen, nnx
 
+import axonml_jax as ax
+
 D, C, T, V = 6, 4, 8, 11
 F64 = jnp.float64
 
@@ -87,13 +89,14 @@ class Block(nnx.Module):
     def __call__(self, x):
         b, t, _ = x.shape
         q, k, v = (a.reshape(b, t, 2, 4) for a in jnp.split(self.qkv(norm(x, 1)), 3, -1))
-        scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2, -1e30)
-        x = x + self.o(jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(b, t, 8))
+        x = x + self.o(ax.context_attention(q, k, v, causal=True).reshape(b, t, 8))
         return x + self.m2(jax.nn.gelu(self.m1(norm(x, 1))))
 
 
 class Layered(nnx.Module):
-    """The same kind of model in layers, which `tensor` may split and a pipeline put on stages."""
+    """The same kind of model in layers, which `tensor` may split, a pipeline put on stages, and `context` give positions of."""
+
+    splits_positions = True
 
     def __init__(self, rngs):
         self.temp = nnx.Param(jnp.asarray(0.2, F64))

@@ -81,13 +81,27 @@ def sequences(mesh_degrees=None, **settings):
     return ax.parallelize(Words(), plain_mesh_of(mesh_degrees or {"data": 2, "seq": 2}), ax.Plan(axes=SEQ, **settings))
 
 
-def test_a_plain_number_is_refused_as_nobody_can_tell_a_mean_from_a_sum():
-    trainer = ax.Trainer(sequences(), optax.sgd(0.1), lambda model, batch: model(batch["tokens"]).mean())
-    with pytest.raises(ValueError, match=r"its loss as a plain number, but seq splits positions.*WeightedMean\(total"):
+def plain_loss(model, batch):
+    out = model(batch["tokens"])
+    return (out**2).mean() ** 0.5, {"most": out.max(), "sum": out.sum()}
+
+
+def test_a_plain_number_means_the_whole_batch_and_all_positions():
+    found = ax.Trainer(sequences(), optax.sgd(0.1), plain_loss).step(batch_of())
+    wanted, metrics = plain_loss(Words(), batch_of())
+    for name, value in {"loss": wanted, **metrics}.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_a_plain_number_of_positions_in_microbatches_is_refused_as_nobody_can_tell_a_mean_from_a_sum():
+    trainer = ax.Trainer(sequences(accumulate=2), optax.sgd(0.1), plain_loss)
+    with pytest.raises(
+        ValueError, match=r"its loss as a plain number, but seq splits positions.*in microbatches.*WeightedMean\(total"
+    ):
         trainer.step(batch_of())
     plain = lambda model, batch: (loss(model, batch)[0], {"mean": model(batch["tokens"]).mean()})
     with pytest.raises(ValueError, match="metric 'mean' as a plain number"):
-        ax.Trainer(sequences(), optax.sgd(0.1), plain).evaluate(batch_of())
+        ax.Trainer(sequences(accumulate=2), optax.sgd(0.1), plain).evaluate(batch_of())
 
 
 def test_positions_that_do_not_divide_are_refused_by_name_before_anything_runs():

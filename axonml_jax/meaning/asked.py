@@ -1,6 +1,7 @@
 """`Asked`: a loss and what it is asked of, traced at the whole batch's shape or at a rank's."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from axonml_jax.collectives.primitives import vary
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.meaning.model_call import Call, Calls, Path
-from axonml_jax.meaning.places import Group, Places, Split
+from axonml_jax.meaning.places import Group, Places, Split, local_shape
 from axonml_jax.model.loss import Loss, is_weighted, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.program.program import Program, all_but_named, read_program
@@ -50,6 +51,7 @@ class Asked:
       model, loss_fn, mode: the user's model and loss, and how the model is bound.
       variables, key: as read.
       batch: a rank's rows, or shapes.
+      seeing_whole: entered where code sees whole sequences of positions that ranks split.
     """
 
     groups: tuple[Group, ...]
@@ -60,6 +62,7 @@ class Asked:
     variables: Variables
     key: jax.Array
     batch: PyTree
+    seeing_whole: Callable[[], AbstractContextManager] = nullcontext
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -87,6 +90,11 @@ class Asked:
         returned = self.loss_fn(bound, batch)
         return jax.tree.map(jnp.asarray, parse_loss(returned)), is_weighted(returned)
 
+    @property
+    def everywhere(self) -> tuple[int, ...]:
+        """The numbers of all groups."""
+        return tuple(range(len(self.groups)))
+
     def batch_places(self) -> list[tuple[tuple[int, ...], Places]]:
         """The whole shape of every leaf of the batch, and its places."""
         found = []
@@ -107,10 +115,11 @@ class Asked:
         fixed = len(jax.tree.leaves((self.variables, self.key)))
         return [none] * fixed + [places for _, places in self.batch_places()]
 
-    def shapes(self, *, whole: bool) -> tuple[Variables, Any, PyTree]:
-        """The variables, the key, and the batch as shapes, whole or this rank's."""
+    def shapes(self, parts: Sequence[int]) -> tuple[Variables, Any, PyTree]:
+        """The variables, the key, and the batch as shapes: a rank's part for some groups, by number, whole for the others."""
         leaves, treedef = jax.tree.flatten(self.batch)
-        sizes = [own if whole else _shape(x) for (own, _), x in zip(self.batch_places(), leaves, strict=True)]
+        keep = lambda places: tuple(place if k in parts else None for k, place in enumerate(places))
+        sizes = [local_shape(whole, keep(places), self.groups) for whole, places in self.batch_places()]
         shape = lambda x: jax.ShapeDtypeStruct(_shape(x), _dtype(x))
         batch = [jax.ShapeDtypeStruct(size, _dtype(x)) for size, x in zip(sizes, leaves, strict=True)]
         return jax.tree.map(shape, self.variables), shape(self.key), treedef.unflatten(batch)
@@ -119,8 +128,12 @@ class Asked:
         """An array of a trace, typed as varying over the axes that split no batch where another is."""
         return vary(x, tuple(varying_axes(like) - set(self.axes))) if isinstance(like, jax.Array) else x
 
-    def traced(self, *, whole: bool) -> Traced:
-        """The loss traced with a stand-in for the model.
+    def _seen(self, parts: Sequence[int]) -> AbstractContextManager:
+        whole = any(group.positions and k not in parts for k, group in enumerate(self.groups))
+        return self.seeing_whole() if whole else nullcontext()
+
+    def traced(self, parts: Sequence[int]) -> Traced:
+        """The loss traced with a stand-in for the model, at a rank's part for some groups and whole for the others.
 
         Nothing is typed as varying over the batch's axes in it: a loop that starts from plain zeros may carry rows. What layers
         split is typed as varying over their axes, which losses of parts ask for.
@@ -136,7 +149,8 @@ class Asked:
             seen["changed"] = tuple(changed)
             return loss, [x for value in changed.values() for x in jax.tree.leaves(value)]
 
-        traced = trace(fun, *self.shapes(whole=whole))
+        with self._seen(parts):
+            traced = trace(fun, *self.shapes(parts))
         return Traced(
             read_program(traced.jaxpr, all_but_named),
             traced.out_tree,
@@ -145,7 +159,7 @@ class Asked:
             seen["weighted"],
         )
 
-    def inlined(self, *, whole: bool) -> Traced:
+    def inlined(self, parts: Sequence[int]) -> Traced:
         """The loss traced with the model's own code in it, and the model's state after it."""
 
         seen: dict[str, Any] = {}
@@ -156,7 +170,8 @@ class Asked:
             loss, seen["weighted"] = self.parsed(bound, batch)
             return loss, jax.tree.leaves(self.model.state_of(bound))
 
-        traced = trace(fun, *self.shapes(whole=whole))
+        with self._seen(parts):
+            traced = trace(fun, *self.shapes(parts))
         return Traced(read_program(traced.jaxpr, all_but_named), traced.out_tree, [], (), seen["weighted"])
 
 

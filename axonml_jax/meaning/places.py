@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from axonml_jax.sharding.layout import Order
+
 SUM = "sum"
 """The value is the sum of what the ranks hold, each at the whole shape."""
 
@@ -34,10 +36,14 @@ class Group(NamedTuple):
     Attributes:
       axes: their names, the first slowest.
       ranks: the number of ranks along all of them.
+      order: in which they hold positions: their parts are not one after the other, unless it is "contiguous".
+      positions: they split positions, not rows.
     """
 
     axes: tuple[str, ...]
     ranks: int
+    order: Order = "contiguous"
+    positions: bool = False
 
 
 def local_shape(shape: Sequence[int], places: Places, groups: Sequence[Group]) -> tuple[int, ...]:
@@ -61,8 +67,10 @@ def local_outer(places: Places, groups: Sequence[Group], number: int) -> int:
     return own.outer // math.prod(further_out)
 
 
-def reshaped(place: Split, old: Sequence[int], new: Sequence[int], ranks: int) -> Split | None:
+def reshaped(place: Split, old: Sequence[int], new: Sequence[int], ranks: int, *, whole: bool = False) -> Split | None:
     """Where a split dim is after a reshape; None: in no dim.
+
+    `whole`: what is split must stay in one piece, as positions that ranks hold in an order of their own.
 
     Behind each other in memory, the parts are the middle of [before, ranks, rest]: the new shape must have a dim that begins
     at or around `before` and divides there.
@@ -77,6 +85,7 @@ def reshaped(place: Split, old: Sequence[int], new: Sequence[int], ranks: int) -
         start = math.prod(new[:dim])
         if size > 1 and start <= before < start * size:
             fits = before % start == 0 and size % (before // start * ranks) == 0
+            fits &= not whole or size * place.outer * start == old[place.dim] * before
             return Split(dim, before // start) if fits else None
     return None
 

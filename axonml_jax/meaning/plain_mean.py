@@ -207,7 +207,7 @@ class _Walk:
             along = op.options["dimension"]
             if op.made[0].shape[along] == own.op.made[0].shape[along]:
                 return [none]
-        if grown(op.given, own.op.given) or grown(op.made, own.op.made) or op.has_effects:
+        if grown(op.given, own.op.given) or grown(op.made, own.op.made) or op.acts:
             raise NotProven
         return [none] * len(op.made)
 

@@ -32,6 +32,8 @@ def step_of(op: Operation, given: Sequence[Places], groups: Sequence[Group]) -> 
     for number, group in enumerate(groups):
         places = [each[number] for each in given]
         step = _of_group(op, places, group.ranks) if any(places) else None
+        if step is not None and group.order != "contiguous" and _breaks_order(op, step, places, group.ranks):
+            step = None
         if step is not None and step.act and any(other.act and other.act != step.act for other in found):
             step = None
         found.append(step if step is not None else whole(op))
@@ -41,6 +43,13 @@ def step_of(op: Operation, given: Sequence[Places], groups: Sequence[Group]) -> 
 def whole(op: Operation) -> Step:
     """All operands whole, all results too."""
     return Step((None,) * len(op.given), (None,) * len(op.made))
+
+
+def _breaks_order(op: Operation, step: Step, places: Sequence[Place], ranks: int) -> bool:
+    """Whether an operation reads positions that ranks hold in an order of their own as if these followed each other."""
+    if op.name == "reshape" and isinstance(places[0], Split):
+        return reshaped(places[0], op.given[0].shape, op.made[0].shape, ranks, whole=True) is None
+    return step.act in ("best", "lookup")
 
 
 def _of_group(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:

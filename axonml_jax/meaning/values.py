@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from axonml_jax.collectives.collectives import all_gather, all_reduce
 from axonml_jax.collectives.primitives import (
@@ -27,6 +28,7 @@ from axonml_jax.collectives.primitives import (
 )
 from axonml_jax.compat.jaxpr import Operation
 from axonml_jax.meaning.places import SUM, Group, Places, Split, local_outer, local_shape
+from axonml_jax.sharding.layout import RankOrder, sequence_order
 
 
 @dataclass(eq=False)
@@ -150,6 +152,7 @@ class Ranks:
         seen = array if outer == 1 else array.reshape(*array.shape[:dim], outer, size, *array.shape[dim + 1 :])
         part = size // group.ranks
         along = dim + (outer > 1)
+        seen = RankOrder(along, group.order, group.ranks)(seen)
         own = jax.lax.dynamic_slice_in_dim(seen, self.index(group) * part, part, along)
         return own if outer == 1 else own.reshape(*array.shape[:dim], outer * part, *array.shape[dim + 1 :])
 
@@ -218,7 +221,7 @@ class Ranks:
         if outer > 1:
             array, dim = array.reshape(*shape[:dim], outer, size, *shape[dim + 1 :]), dim + 1
         with jax.named_scope("axonml.loss"):
-            joined = all_gather(array, group.axes, dim)
+            joined = _in_order(all_gather(array, group.axes, dim), dim, group)
         return joined if outer == 1 else joined.reshape(*shape[: dim - 1], outer * size * group.ranks, *shape[dim:])
 
     def note(self, size: int) -> None:
@@ -254,6 +257,7 @@ class Ranks:
         seen = array.reshape(*shape[:dim], outer, part, *shape[dim + 1 :])
         zeros = self.vary(jnp.zeros((*shape[:dim], outer, part * group.ranks, *shape[dim + 1 :]), array.dtype))
         filled = jax.lax.dynamic_update_slice_in_dim(zeros, seen, self.index(group) * part, dim + 1)
+        filled = _in_order(filled, dim + 1, group)
         return filled.reshape(*shape[:dim], shape[dim] * group.ranks, *shape[dim + 1 :])
 
     def unvaried(self, array: jax.Array) -> jax.Array:
@@ -263,6 +267,14 @@ class Ranks:
     def local(self, shape: Sequence[int], places: Places) -> tuple[int, ...]:
         """The shape of this rank's part."""
         return local_shape(shape, places, self.groups)
+
+
+def _in_order(array: jax.Array, dim: int, group: Group) -> jax.Array:
+    """Positions that stand rank by rank, one after the other: the inverse of `RankOrder`."""
+    if group.order == "contiguous":
+        return array
+    held = sequence_order(group.order, array.shape[dim], group.ranks)
+    return jnp.take(array, np.argsort(held), dim, unique_indices=True)
 
 
 def too_much(gathered: Sequence[Gathered], most: int) -> str:

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from axonml_jax.compat.model_call import Transformed
 from axonml_jax.meaning.asked import Asked, SplitOf, Traced
 from axonml_jax.meaning.interpreter import Interpreter
 from axonml_jax.meaning.microbatches import Division, Microbatch, MicroRanks, Mixing, divided
-from axonml_jax.meaning.model_call import put_variables
+from axonml_jax.meaning.model_call import Call, put_variables
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import is_plain_mean, talks
 from axonml_jax.meaning.real_calls import RealCalls, Unclear
@@ -78,19 +79,25 @@ class Decided:
     """How a loss is run, of shapes.
 
     Attributes:
-      local, whole: it traced at a rank's shapes and at the whole batch's.
+      whole: it traced at the whole batch's shapes.
+      local: at a part of them for each group; None where it has no such trace.
       division: in microbatches, when its values can be made.
       failed: why it has no trace at a rank's shapes.
       sweeps: it takes two sweeps over the microbatches.
       slope: the one late number that the loss is a function of; None: the loss itself is a sum.
     """
 
-    local: Traced | None
+    local: tuple[Traced | None, ...]
     whole: Traced
     division: Division = Division()
     slope: int | None = None
     failed: Exception | None = None
     sweeps: bool = False
+
+    @property
+    def noted(self) -> list[list[Call] | None]:
+        """The calls of the model at a part of the batch, for each group."""
+        return [None if each is None else each.noted for each in self.local]
 
     @property
     def outputs(self) -> tuple[Atom, ...]:
@@ -112,6 +119,8 @@ class WholeBatch:
       most_gathered: how many bytes a rank may receive of rows that operations mix; None: any number.
       two_sweeps: microbatches may be gone over twice.
       in_layers: the model's layers split their own parameters: its code is not followed, only called.
+      positions: the ranks among which positions are split, or None.
+      seeing_whole: entered where the loss's code sees whole sequences.
     """
 
     group: Group
@@ -119,6 +128,8 @@ class WholeBatch:
     most_gathered: int | None = None
     two_sweeps: bool = False
     in_layers: bool = False
+    positions: Group | None = None
+    seeing_whole: Callable[[], AbstractContextManager] = nullcontext
     _decided: dict[Any, "Decided | str"] = field(default_factory=dict)
 
     def __call__(
@@ -147,13 +158,14 @@ class WholeBatch:
             group = self._group(batch.count)
             asked = Asked((group,), self.split, model, loss_fn, mode, variables, key, batch.rows)
             return self._of_microbatch(asked, batch)
-        if self.group.ranks == 1:
+        groups = tuple(group for group in (self.group, self.positions) if group is not None and group.ranks > 1)
+        if not groups:
             return on_rows(batch)
-        asked = Asked((self.group,), self.split, model, loss_fn, mode, variables, key, batch)
+        asked = Asked(groups, self.split, model, loss_fn, mode, variables, key, batch, self.seeing_whole)
         decided = self._decide(asked)
         if decided == ROWS:
             return on_rows(batch)
-        ranks = Ranks((self.group,), self.most_gathered)
+        ranks = Ranks(groups, self.most_gathered)
         if isinstance(decided, Decided):
             try:
                 return self._run(asked, decided, ranks, {})
@@ -179,7 +191,7 @@ class WholeBatch:
     def _decision(self, asked: Asked) -> "Decided | str":
         local, failed = None, None
         try:
-            local = asked.traced(whole=False)
+            local = asked.traced(asked.everywhere)
         except Transformed:
             return self._inlined_decision(asked)
         except Exception as error:  # such as the five largest of four rows
@@ -187,7 +199,7 @@ class WholeBatch:
         if local is not None and (local.weighted or talks(local.program, asked.axes)):
             return ROWS
         try:
-            whole = asked.traced(whole=True)
+            whole = asked.traced(())
         except Transformed:
             return self._inlined_decision(asked)
         except Exception:
@@ -196,23 +208,27 @@ class WholeBatch:
             raise failed from None
         if talks(whole.program, asked.axes):
             return ROWS
+        if self.positions is not None:
+            return Decided(tuple(_tried(asked, k) for k in asked.everywhere), whole)
         if local is not None and is_plain_mean(local, whole, asked.places(), asked.groups):
             return ROWS
-        return Decided(local, whole, failed=failed)
+        return Decided((local,), whole, failed=failed)
 
     def _inlined_decision(self, asked: Asked) -> str:
         """Of a loss that differentiates or maps the model: whether it is a plain mean all the same."""
         try:
-            local, whole = asked.inlined(whole=False), asked.inlined(whole=True)
+            local, whole = asked.inlined(asked.everywhere), asked.inlined(())
         except Exception:
             return INLINED
+        if self.positions is not None:
+            return ROWS if local.weighted else INLINED
         talking = not self.in_layers and talks(whole.program, asked.axes)
         plain = local.weighted or talking or is_plain_mean(local, whole, asked.places(), asked.groups)
         return ROWS if plain else INLINED
 
     def _run(self, asked: Asked, decided: Decided, ranks: Ranks, known: Mapping[int, Value]) -> tuple[Loss, PyTree]:
         bound, whole = asked.model.bind(asked.variables, asked.key, asked.mode), decided.whole
-        calls = RealCalls(bound, whole.noted, decided.local and decided.local.noted, ranks.groups[0])
+        calls = RealCalls(bound, whole.noted, decided.noted, ranks.groups)
         values = _values(ranks, asked, whole)
         loss, changed = whole.out_tree.unflatten(Interpreter(ranks, calls).run(whole.program, values, known))
         put_variables(bound, dict(zip(whole.changed, [ranks.settled(x, ranks.none) for x in changed], strict=True)))
@@ -220,9 +236,9 @@ class WholeBatch:
 
     def _inlined(self, asked: Asked, ranks: Ranks, on_rows: Callable) -> tuple[Loss, PyTree]:
         """With the model's own code in the program, where the loss differentiates or maps it."""
-        if self.in_layers:
+        if self.in_layers or self.positions is not None:
             raise ValueError(MAPPED)
-        whole = asked.inlined(whole=True)
+        whole = asked.inlined(())
         if talks(whole.program, asked.axes):
             return on_rows(asked.batch)
         values = _values(ranks, asked, whole)
@@ -273,7 +289,7 @@ class WholeBatch:
         places, whole = asked.places(), decided.whole
         dependent = [k < fixed for k in range(len(places))]
         try:
-            calls = RealCalls(None, whole.noted, decided.local and decided.local.noted, asked.groups[0])
+            calls = RealCalls(None, whole.noted, decided.noted, asked.groups)
             division = divided(whole.program, places, dependent, asked.groups[0], calls)
             return finishing(replace(decided, division=division))
         except Mixing as mixing:
@@ -311,7 +327,7 @@ class WholeBatch:
         decided, bound = batch.plan, asked.model.bind(asked.variables, asked.key, asked.mode)
         ranks, whole = MicroRanks(asked.groups[0], batch.count, batch.number), decided.whole
         known = {number: ranks.known(x) for number, x in zip(decided.division.early, batch.known, strict=True)}
-        calls = RealCalls(bound, whole.noted, decided.local and decided.local.noted, ranks.groups[0])
+        calls = RealCalls(bound, whole.noted, decided.noted, ranks.groups)
         values = _values(ranks, asked, whole)
         made = iter(Interpreter(ranks, calls).run(whole.program, values, known, wanted=decided.outputs))
         found = [None if decided.is_after(atom) else next(made) for atom in whole.program.outputs]
@@ -346,7 +362,7 @@ class WholeBatch:
         decided, bound = batch.plan, asked.model.bind(asked.variables, asked.key, asked.mode)
         ranks, whole = MicroRanks(asked.groups[0], batch.count, batch.number), decided.whole
         known = {number: ranks.known(x) for number, x in zip(decided.division.early, batch.known, strict=True)}
-        calls = Recording(bound, whole.noted, decided.local and decided.local.noted, ranks.groups[0])
+        calls = Recording(bound, whole.noted, decided.noted, ranks.groups)
         values = _values(ranks, asked, whole)
         Interpreter(ranks, calls).run(whole.program, values, known, wanted=calls_of(whole.program))
         return calls.arrays, asked.model.state_of(bound), ranks
@@ -436,8 +452,9 @@ LATE, LATE_WEIGHT = "axonml late sum ", "axonml late sum weight"
 
 MAPPED = (
     "the loss differentiates or maps the model, or calls it in a way whose shapes do not tell how its results are split, and "
-    "it is not known what that means for the whole batch in microbatches, or where layers split their parameters: return "
-    "ax.WeightedMean(total, weight), two sums over the rows that the loss is given"
+    "it is not known what that means for the whole batch in microbatches, where positions are split, or where layers split "
+    "their parameters: take sizes from the batch (x.shape), or return ax.WeightedMean(total, weight), two sums over the rows "
+    "(and positions) that the loss is given"
 )
 
 
@@ -469,6 +486,14 @@ def finishing(decided: Decided) -> Decided:
     return replace(decided, slope=next(iter(read)))
 
 
+def _tried(asked: Asked, number: int) -> Traced | None:
+    """The loss traced at a part of the batch for one group; None: it cannot be, as with sizes that it does not read."""
+    try:
+        return asked.traced((number,))
+    except Exception:
+        return None
+
+
 def _values(ranks: Ranks, asked: Asked, traced: Traced) -> list[Value]:
     """What this rank holds of a program's inputs."""
     numbers = zip(asked.leaves, asked.places(), traced.program.inputs, strict=True)
@@ -489,7 +514,7 @@ def unread(places: Places) -> Any:
 def _as_sums(loss: Loss, ranks: Ranks) -> Loss:
     """A loss of values, as what a step sums over ranks and divides once."""
     total = ranks.rows_as_sum(loss.total)
-    parts = math.prod(group.ranks for group in ranks.groups)
+    parts = math.prod(group.ranks for group in ranks.groups if not group.positions)
     metrics = {
         name: WeightedMean(ranks.rows_as_sum(metric.total), ranks.rows_as_sum(metric.weight))
         for name, metric in loss.metrics.items()

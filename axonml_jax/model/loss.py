@@ -65,8 +65,8 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
     Args:
       returned: a scalar, a `WeightedMean`, or a pair of one of these and a dict of metrics, each an array (averaged
         over ranks and microbatches) or a `WeightedMean`.
-      positions: the mesh axes that split positions. Along them a plain number may be a mean or a sum of a rank's positions,
-        which nobody can tell: it must be a `WeightedMean` then.
+      positions: the mesh axes that split positions, where the loss is taken of a rank's own. A plain number may then be a mean
+        or a sum of these, which nobody can tell: it must be a `WeightedMean`.
 
     Raises:
       TypeError, ValueError: when it is none of these; names what was returned and the remedy.
@@ -79,9 +79,9 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
     weighted = isinstance(loss, WeightedMean)
     if positions and (plain := _plain(loss, metrics)):
         raise ValueError(
-            f"loss_fn returned {', '.join(plain)} as a plain number, but {', '.join(positions)} splits positions: whether it "
-            "is a mean or a sum over those of one rank cannot be told. Return ax.WeightedMean(total, weight), both summed over "
-            "the positions that loss_fn is given"
+            f"loss_fn returned {', '.join(plain)} as a plain number, but {', '.join(positions)} splits positions, and in "
+            "microbatches, for replicas, and beside XLA's partitioner it cannot be told whether it is a mean or a sum over those "
+            "of one rank. Return ax.WeightedMean(total, weight), both summed over the positions that loss_fn is given"
         )
     total = _scalar(loss.total if weighted else loss, "its loss")
     weight = jax.lax.stop_gradient(_scalar(loss.weight, "its weight").astype(total.dtype)) if weighted else None

@@ -186,10 +186,10 @@ def objective_of(
 def whole_batch(placement: Placement, loss_fn: LossFn) -> WholeBatch | None:
     """What a loss means on the whole batch; None where ranks have no parts of it, or it is not known under the plan.
 
-    It is not yet known along positions, in rounds of replicas, and beside XLA's partitioner.
+    It is not yet known in microbatches along positions, in rounds of replicas, and beside XLA's partitioner.
     """
-    axes = placement.batch_axes
-    unknown = placement.own_axes or placement.left or placement.position_axes
+    axes, along = placement.batch_axes, placement.position_axes
+    unknown = placement.own_axes or placement.left or len(along) > 1 or (along and placement.plan.microbatches > 1)
     if unknown or placement.ranks(axes) * placement.plan.microbatches == 1:
         return None
     in_layers = any(placement.degrees.get(axis, 1) > 1 for axis in LAYER_AXES)
@@ -197,7 +197,16 @@ def whole_batch(placement: Placement, loss_fn: LossFn) -> WholeBatch | None:
     most = max(2**24, sum(layout.size * layout.dtype.itemsize for layout in trained))
     most, sweeps = (loss_fn.most_bytes, loss_fn.two_sweeps) if isinstance(loss_fn, MixingRows) else (most, False)
     dims = lambda path, shape: {**({0: rows} if shape else {}), **placement.batch_layout.split(path, shape)}
-    return WholeBatch(Group(rows, placement.ranks(rows)), dims, most, sweeps, in_layers)
+    return WholeBatch(Group(rows, placement.ranks(rows)), dims, most, sweeps, in_layers, *_positions(placement))
+
+
+def _positions(placement: Placement) -> tuple:
+    """The ranks that split positions, and what is entered where code sees whole sequences."""
+    if not (along := placement.position_axes):
+        return ()
+    order = dict(placement.batch_layout.orders).get(along[0], "contiguous")
+    group = Group(along, placement.ranks(along), order, positions=True)
+    return group, partial(placement.inside, whole=along)
 
 
 def step_key(state: TrainState) -> jax.Array:
