@@ -80,7 +80,7 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
     if positions and (plain := _plain(loss, metrics)):
         raise ValueError(
             f"loss_fn returned {', '.join(plain)} as a plain number, but {', '.join(positions)} splits positions, and in "
-            "microbatches, for replicas, and beside XLA's partitioner it cannot be told whether it is a mean or a sum over those "
+            "microbatches, for replicas and beside XLA's partitioner it cannot be told whether it is a mean or a sum over those "
             "of one rank. Return ax.WeightedMean(total, weight), both summed over the positions that loss_fn is given"
         )
     total = _scalar(loss.total if weighted else loss, "its loss")
