@@ -96,7 +96,7 @@ def test_a_plain_number_means_the_whole_batch_and_all_positions():
 def test_a_plain_number_of_positions_in_microbatches_is_refused_as_nobody_can_tell_a_mean_from_a_sum():
     trainer = ax.Trainer(sequences(accumulate=2), optax.sgd(0.1), plain_loss)
     with pytest.raises(
-        ValueError, match=r"its loss as a plain number, but seq splits positions.*in microbatches.*WeightedMean\(total"
+        ValueError, match=r"as a plain number, but seq splits positions.*in microbatches.*WeightedMean\(total"
     ):
         trainer.step(batch_of())
     plain = lambda model, batch: (loss(model, batch)[0], {"mean": model(batch["tokens"]).mean()})
