@@ -242,8 +242,8 @@ def test_no_file_is_named_after_nothing():
 
 
 CEILINGS = {
-    "files with more than five lines of code": 178,
-    "lines of code": 49_600,
+    "files with more than five lines of code": 179,
+    "lines of code": 49_900,
     "arrows between files": 1_200,
     "methods of the widest class": 36,
     "modules that `ax.DDP` imports": 117,

@@ -19,6 +19,8 @@ from workers.launch import hearing_ctrl_c
 from axonml_jax.__main__ import main
 from axonml_jax.cli.run import new_folder
 from axonml_jax.config.config import read_config
+from axonml_jax.facade.trainer import Trainer
+from axonml_jax.training.single_device import Check
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 QUICKSTART = str(CONFIGS / "quickstart.yaml")
@@ -160,6 +162,24 @@ def test_the_other_configurations_train(run, name):
 def test_every_rank_may_train_a_model_of_its_own(run, text):
     status, out, _ = run("train", QUICKSTART, *SMALL, "--data.path", text, "--plan.sync_strategy=no_sync")
     assert status == 0 and "validation loss" in out
+
+
+@pytest.mark.slow
+def test_a_check_before_the_first_step_compares_its_batch_with_one_device_and_ends_a_run_that_differs(
+    run, text, tmp_path, monkeypatch
+):
+    options = ("train", QUICKSTART, *SMALL, "--data.path", text, "--train.log_every=1")
+    losses = lambda name: [each["loss"] for each in records(tmp_path / "runs" / name)]
+    assert run(*options, "--name=plain")[0] == 0
+    status, said, err = run(*options, "--name=checked", "--train.check=true")
+    assert status == 0, err
+    assert re.search(r"check +plan against one device: \d+ leaves are equal", said)
+    assert losses("plain") == losses("checked")  # no batch was left out
+    different = Check({"gradients/embed/embedding": "max|a-b| = 1 > 1e-05"}, {}, 9)
+    monkeypatch.setattr(Trainer, "check", lambda self, batch: different)
+    status, said, _ = run(*options, "--name=differs", "--train.check=true")
+    assert status == 5 and "1 of 9 leaves differ\n  gradients/embed/embedding: max|a-b|" in said
+    assert not (tmp_path / "runs" / "differs" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Evaluation takes as many rows at a time as training does, and says the same as one device of all rows at once."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,3 +238,53 @@ def test_predictions_without_rows_and_batches_that_do_not_say_what_the_model_get
         trainer.predict([], outputs)
     with pytest.raises(TypeError, match=r"takes batches, one after another"):
         trainer.predict(batch_of(8), outputs)
+
+
+# A check of one batch
+
+
+class Centred(Deep):
+    def __call__(self, x):
+        return super().__call__(x - x.mean(0))  # of the rows that the model is called with
+
+
+@pytest.mark.parametrize(("plan", "kind"), list(cases()))
+def test_a_check_of_a_batch_finds_a_plan_equal_to_the_plain_function_and_changes_nothing(plan, kind):
+    parallel, batch = case(plan, kind), batch_of(16)
+    trainer = parallel.trainer(optax.adam(0.1), all_weighted if "context" in plan else plain_too, max_grad_norm=0.01)
+    trainer.step(batch)
+    held = lambda: {name: leaf.array for name, leaf in trainer.checkpoint_leaves().items() if "key" not in name}
+    before, calls = {name: np.array(x) for name, x in held().items()}, parallel._calls
+    found = trainer.check(batch)
+    assert found.equal and not found.left_out and found.compared >= 1 + 1 + 4, str(found)
+    assert str(found) == f"plan against one device: {found.compared} leaves are equal"
+    for name, x in held().items():
+        np.testing.assert_array_equal(before[name], x, err_msg=name)
+    assert parallel._calls == calls
+
+
+@pytest.mark.parametrize("name", ["ddp, accumulated", "fsdp, typed", "pipeline"])
+def test_a_check_names_every_leaf_that_differs_with_the_difference_and_the_tolerance(name):
+    degrees, settings = ROWS_PLANS[name]
+    trainer = ax.parallelize(Centred(), mesh_of(degrees), settings).trainer(optax.sgd(0.1), plain)
+    found = trainer.check(batch_of(16))
+    leaves = {f"gradients/blocks/{i}/{leaf}" for i in (0, 1) for leaf in ("kernel", "bias")}
+    assert not found.equal and {"loss", "gradients/blocks/0/kernel"} <= set(found.differs) <= leaves | {"loss"}
+    row = r"^  gradients/blocks/0/kernel: max\|a-b\| = \S+ > 1e-09 \(max"
+    assert re.search(row, str(found), re.MULTILINE), str(found)
+    with pytest.raises(ValueError, match=r"leaves differ(.|\n)*gradients/blocks/0/kernel: max"):
+        trainer.check(batch_of(16), strict=True)
+
+
+def test_a_check_says_by_name_what_it_cannot_compare_and_why():
+    moody = ax.parallelize(Moody(), mesh_of(data=4), ax.Plan(accumulate=2)).trainer(optax.sgd(0.1), plain)
+    batch = jax.tree.map(np.float32, batch_of(16))
+    found = moody.check(batch)
+    assert not found.equal and not found.differs and not found.compared
+    assert "norm/mean, norm/var: each of 2 microbatches has its own statistics" in str(found)
+    assert "gradients: dropout draws random numbers, of which every shard has its own; model.eval()" in str(found)
+    moody.model.eval()
+    assert moody.check(batch).equal, str(moody.check(batch))
+    own = ax.Plan(data=ax.Replicate(sync_strategy="no_sync"))
+    alone = ax.parallelize(Deep(), mesh_of(data=4), own).trainer(optax.sgd(0.1), plain).check(batch_of(16))
+    assert "everything: along data every rank trains a model of its own" in str(alone)

@@ -95,6 +95,9 @@ TERMINATED = 143
 DIVERGED = 3
 """Exit status when too many updates in a row were not finite."""
 
+DIFFERS = 5
+"""Exit status when a first batch under the plan is not what it is on one device (`train.check`)."""
+
 
 def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate | None = None) -> int:
     """Print what a run would do, hold and send. Nothing is trained or allocated.
@@ -135,7 +138,8 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
     """Train, validate, sample, and leave records, checkpoints, configuration and picture in the run's folder.
 
     Returns:
-      0; 130 when stopped by Ctrl-C, 143 when by SIGTERM, both after a step that is saved; 3 by updates that were not finite.
+      0; 130 when stopped by Ctrl-C, 143 when by SIGTERM, both after a step that is saved; 3 by updates that were not finite;
+      5 when `train.check` finds that the plan computes something else than one device.
 
     Raises:
       ConfigError: with everything that cannot work, before anything is allocated.
@@ -173,10 +177,23 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         start, saved = resume.begin(run, config, trainer, data)
         if trainer.model.hollow:  # there was nothing to load
             trainer = _trainer(config, ground, callbacks, new=new)
+        if config.train.check and not _is_as_on_one_device(trainer, data):
+            return DIFFERS
         if out.mlflow:
             begin = partial(begin_mlflow, out.mlflow, run.path, as_dict(config))
             all_or_refuse(partial(Team().decide, "begin the run of MLflow", begin))
         return _train(config, ground, data, trainer, run, start, saved)
+
+
+def _is_as_on_one_device(trainer: Trainer, data: TextData) -> bool:
+    """Whether nothing differs of the next batch, which is then drawn again; says what does."""
+    position = data.train.state_dict()
+    with closing(iter(data.train)) as batches:  # pyright: ignore[reportArgumentType]
+        batch = next(batches)
+    data.train.load_state_dict(position)
+    found = trainer.check(batch)
+    print0(f"check      {found}", "", sep="\n", flush=True)
+    return not found.differs
 
 
 def _train(

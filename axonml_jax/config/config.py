@@ -465,6 +465,8 @@ class TrainConfig:
       max_nonfinite: skip updates whose loss or gradients are not finite; after this many in a row stop, and save the step
         for inspection; null skips none.
       layer_norms: record the norms of gradients and parameters layer by layer.
+      check: before the first step compare loss, metrics and gradients of its batch under the plan with those of one device,
+        which must hold the model and the batch; where they differ the run ends with status 5, naming what does.
       stuck_timeout: seconds without progress after which one of several processes names those that are missing and ends the
         job; null waits for ever.
       stuck_warning: seconds without progress after which one of several processes names those that are missing, and goes on
@@ -485,6 +487,7 @@ class TrainConfig:
     weights: str | None = None
     max_nonfinite: int | None = None
     layer_norms: bool = False
+    check: bool = False
     stuck_timeout: float | None = 1800.0
     stuck_warning: float | None = 20.0
     compare_replicas: int | None = None

@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from axonml_jax.ledger.memory import accepting, would_hang
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import ProcessGroup, as_mesh
 from axonml_jax.model.lora import LoraModel, functionalize
-from axonml_jax.model.view import Functional, Trainable, Variables, named_variables
+from axonml_jax.model.view import Functional, Mode, Trainable, Variables, named_variables
 from axonml_jax.parallel.placement import Placement, bind_plan
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.parallel.units import check_units
@@ -71,6 +71,9 @@ from axonml_jax.training.same_everywhere import (
 from axonml_jax.training.state import TrainState, injected_rate
 from axonml_jax.training.step import TrainStep
 from axonml_jax.training.update import Clip
+
+if TYPE_CHECKING:
+    from axonml_jax.training.single_device import Check
 
 # --------------------------------------------------------------------------------------------------
 # What trainers and checkpoints know of a parallel model, and the programs that it keeps.
@@ -638,6 +641,45 @@ class Trainer(Generic[M]):
             each = {before: mean_of(results, weights) for before, results in seen.items()}
         found = {f"{before}{name}": value for before, means in each.items() for name, value in means.items()}
         self._tell("on_eval", metrics=found)
+        return found
+
+    def check(self, batch: PyTree, *, strict: bool = False) -> "Check":
+        """The loss, metrics and gradients of a batch under the plan, beside those of `loss_fn` called plainly on one device.
+
+        Nothing of the run is changed. One device of every process must hold the whole model and what the whole batch needs;
+        every process must call it, with whole batches.
+
+        Args:
+          batch: a global batch, as `step` takes it.
+          strict: raise where leaves differ.
+
+        Returns:
+          What differs, leaf by leaf, and what could not be compared and why; print it.
+
+        Raises:
+          ValueError: with `strict`, the same.
+        """
+        from axonml_jax.training.single_device import Check, compared, draws, is_low, not_comparable, plainly
+
+        refuse_tracing("trainer.check")
+        model, training = self.model, self.model._mode
+        view, variables, placement = model._functional, model.values, self.train_step.placement
+        with folding:
+            given, whole = jax.tree.map(jnp.asarray, to_host((batch, model.whole())))
+            key = jax.random.key(0)
+            mode = Mode(training=training, precision=placement.plan.precision)
+            drawing = draws(view, self._loss_fn, mode, whole, key, given)
+            left_out = dict(not_comparable(view, placement, mode, drawing))
+            if left_out:
+                return Check(left_out=left_out)
+            program = Differentiate(view, placement, model.mesh, self._loss_fn, training=training, sync=True)
+            placed = place(key, jax.sharding.PartitionSpec(), model.mesh)
+            loss, metrics, grads, _ = program(variables, placed, batch)
+            got = {"loss": loss, "metrics": metrics, "gradients": program.rest.outside(grads, model.mesh)}
+            (loss, metrics), grads = plainly(view, self._loss_fn, mode, whole, key, given)
+        found = compared(got, {"loss": loss, "metrics": metrics, "gradients": grads}, is_low(placement))
+        if strict and found.differs:
+            raise ValueError(str(found))
         return found
 
     def predict(self, batches: Iterable[PyTree], predict_fn: Callable[[Any, PyTree], PyTree] | None = None) -> PyTree:

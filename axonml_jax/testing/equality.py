@@ -12,17 +12,20 @@ import optax
 
 from axonml_jax.base import LossFn, PyTree, named_leaves, path_name
 from axonml_jax.collectives.primitives import JOINS, joined_over, sum_over
-from axonml_jax.compat.jaxpr import trace
 from axonml_jax.facade.facades import parallelize
 from axonml_jax.layers.float8 import reading_float8
 from axonml_jax.model.lora import functionalize
 from axonml_jax.model.loss import Loss, Precision, parse_loss, per_weight
 from axonml_jax.model.view import Functional, Mode, Trainable, Variables
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.program.program import made_by, read_program
 from axonml_jax.sharding.batch import check_batch
 from axonml_jax.sharding.layout import to_host
 from axonml_jax.testing.mapped_model import MappedModel
+from axonml_jax.training.single_device import FLOAT32 as FLOAT32
+from axonml_jax.training.single_device import FLOAT64 as FLOAT64
+from axonml_jax.training.single_device import LOW_PRECISION as LOW_PRECISION
+from axonml_jax.training.single_device import difference as difference
+from axonml_jax.training.single_device import draws, is_low
 from axonml_jax.training.step import whole_batch
 
 # --------------------------------------------------------------------------------------------------
@@ -182,15 +185,9 @@ class Oracle:
 
     def _draws(self, variables: Variables, key: jax.Array, batch: PyTree) -> bool:
         """Whether a model without state draws random numbers, or has a state all the same."""
-        if jax.tree.leaves(variables.state):
-            return True
-
-        def fun(key: jax.Array) -> Loss:
-            return parse_loss(self.loss_fn(self.model.bind(variables, key, self._mode), batch))
-
-        program = read_program(trace(fun, key).jaxpr)
-        needed = made_by(program.equations, program.outputs)
-        return any(program.inputs[0] in equation.read for equation in needed)
+        return bool(jax.tree.leaves(variables.state)) or draws(
+            self.model, self.loss_fn, self._mode, variables, key, batch
+        )
 
     def _updated(self, variables: Variables, opt_state: Any, sums: Any, states: list[PyTree], parts: Any) -> tuple:
         """Variables and optimizer state after the update, the gradients, loss, norm and metrics."""
@@ -242,20 +239,6 @@ class Oracle:
 
 
 # --------------------------------------------------------------------------------------------------
-# How close a parallel run must be to the single-device run: constants, never relaxed in a test.
-# --------------------------------------------------------------------------------------------------
-
-FLOAT64 = 1e-9
-"""Tables of plans compare in float64: max|a - b| <= FLOAT64 * max(1, max|b|) per leaf."""
-
-FLOAT32 = 1e-5
-"""Float32 compares per leaf: max|a - b| <= FLOAT32 * max|b|, for loss, gradients and parameters trained by SGD."""
-
-LOW_PRECISION = 5e-2
-"""With a bfloat16 or float16 dtype anywhere in the policy: max|a - b| <= LOW_PRECISION * max|b| per leaf."""
-
-
-# --------------------------------------------------------------------------------------------------
 # Comparing trees leaf by leaf, with one error that lists every leaf that differs.
 # --------------------------------------------------------------------------------------------------
 
@@ -272,23 +255,6 @@ def assert_trees_close(got: PyTree, wanted: PyTree, what: str, *, low_precision:
     names = [name for name in ours if difference(ours[name], theirs[name], low_precision)]
     table = "\n".join(f"  {name or what}: {row}" for name, row in zip(names, rows, strict=True))
     assert not rows, f"{what} differs from the single-device run:\n{table}"
-
-
-def difference(got: Any, wanted: Any, low_precision: bool) -> str | None:
-    """What is wrong with one leaf, or None."""
-    if jnp.shape(got) != jnp.shape(wanted):
-        return f"shape {jnp.shape(got)}, wanted {jnp.shape(wanted)}"
-    double = jnp.result_type(wanted) in (jnp.float64, jnp.complex128)
-    wide = np.complex128 if jnp.iscomplexobj(got) or jnp.iscomplexobj(wanted) else np.float64
-    a, b = np.asarray(got, wide), np.asarray(wanted, wide)
-    if not a.size:
-        return None
-    if not np.array_equal(np.isfinite(a), np.isfinite(b)):
-        return "finite in one and not in the other"
-    scale = np.max(np.abs(b))
-    allowed = LOW_PRECISION * scale if low_precision else FLOAT64 * max(1.0, scale) if double else FLOAT32 * scale
-    worst = np.max(np.abs(a - b))
-    return None if worst <= allowed else f"max|a-b| = {worst:.3g} > {allowed:.3g} (max|b| = {scale:.3g})"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -350,9 +316,7 @@ def assert_equals_single_device(
     got = _run_parallel(parallel, loss_fn, batches, tx, max_grad_norm)
     if parallel._placement.buffer_axes is not None and not parallel._placement.own_axes:
         got["state"] = jax.tree.map(lambda x: x[0], got["state"])
-    low = any(
-        d in ("bfloat16", "float16") for d in (*vars(plan.precision).values(), plan.data.wire_dtype("float32").name)
-    )
+    low = is_low(parallel._placement)
     for what in wanted:
         assert_trees_close(got[what], wanted[what], what, low_precision=low)
 

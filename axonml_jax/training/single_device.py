@@ -1,0 +1,196 @@
+"""A plan's step beside the user's own function, plainly called on one device: how close they must be, and what differs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from axonml_jax.base import LossFn, PyTree, named_leaves
+from axonml_jax.collectives.primitives import JOINS
+from axonml_jax.compat.jaxpr import trace
+from axonml_jax.layers.float8 import reading_float8
+from axonml_jax.model.loss import Loss, parse_loss, per_weight
+from axonml_jax.model.view import Functional, Mode, Variables
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.program.program import made_by, read_program
+from axonml_jax.sharding.layout import to_host
+
+# --------------------------------------------------------------------------------------------------
+# How close a parallel run must be to the single-device run: constants, never relaxed in a test.
+# --------------------------------------------------------------------------------------------------
+
+FLOAT64 = 1e-9
+"""Tables of plans compare in float64: max|a - b| <= FLOAT64 * max(1, max|b|) per leaf."""
+
+FLOAT32 = 1e-5
+"""Float32 compares per leaf: max|a - b| <= FLOAT32 * max|b|, for loss, gradients and parameters trained by SGD."""
+
+LOW_PRECISION = 5e-2
+"""With a bfloat16 or float16 dtype anywhere in the policy: max|a - b| <= LOW_PRECISION * max|b| per leaf."""
+
+ROUNDING = 1e-6
+"""A check of one batch in float32 takes a gradient of which one device has less than this of the largest one for zero."""
+
+
+def difference(got: Any, wanted: Any, low_precision: bool, floor: float = 0.0) -> str | None:
+    """What is wrong with one leaf, or None; less than `floor` is not."""
+    if jnp.shape(got) != jnp.shape(wanted):
+        return f"shape {jnp.shape(got)}, wanted {jnp.shape(wanted)}"
+    double = jnp.result_type(wanted) in (jnp.float64, jnp.complex128)
+    wide = np.complex128 if jnp.iscomplexobj(got) or jnp.iscomplexobj(wanted) else np.float64
+    a, b = np.asarray(got, wide), np.asarray(wanted, wide)
+    if not a.size:
+        return None
+    if not np.array_equal(np.isfinite(a), np.isfinite(b)):
+        return "finite in one and not in the other"
+    scale = np.max(np.abs(b))
+    allowed = LOW_PRECISION * scale if low_precision else FLOAT64 * max(1.0, scale) if double else FLOAT32 * scale
+    worst, allowed = np.max(np.abs(a - b)), max(allowed, floor)
+    return None if worst <= allowed else f"max|a-b| = {worst:.3g} > {allowed:.3g} (max|b| = {scale:.3g})"
+
+
+def is_low(placement: Placement) -> bool:
+    """Whether a plan computes or sends anything in 16 bits."""
+    plan = placement.plan
+    kinds = (*vars(plan.precision).values(), plan.data.wire_dtype("float32").name)
+    return any(kind in ("bfloat16", "float16") for kind in kinds)
+
+
+# --------------------------------------------------------------------------------------------------
+# The user's function on one device.
+# --------------------------------------------------------------------------------------------------
+
+
+def plainly(
+    model: Functional, loss_fn: LossFn, mode: Mode, variables: Variables, key: jax.Array, batch: PyTree
+) -> tuple[tuple[jax.Array, dict[str, jax.Array]], PyTree]:
+    """((loss, metrics), gradients) of the user's function, called on the whole batch on one device.
+
+    Args:
+      model, loss_fn: the user's.
+      mode: how the model runs.
+      variables: whole.
+      key: what the model may draw with.
+      batch: all rows.
+    """
+    precision = mode.precision
+
+    def total(params: PyTree) -> tuple[jax.Array, Loss]:
+        read = precision.cast_compute(params), precision.cast_compute(variables.frozen)
+        called = lambda variables, key, batch: parse_loss(loss_fn(model.bind(variables, key, mode), batch))
+        loss = reading_float8(called, precision, Variables(*read, variables.state), key, batch)
+        return loss.total if loss.weight is None else per_weight(loss.total, loss.weight), loss
+
+    (value, loss), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(variables.params)
+    return (value, {name: metric.value for name, metric in loss.metrics.items()}), grads
+
+
+def draws(model: Functional, loss_fn: LossFn, mode: Mode, variables: Variables, key: jax.Array, batch: PyTree) -> bool:
+    """Whether a loss depends on random numbers that the model draws."""
+
+    def fun(key: jax.Array) -> Loss:
+        return parse_loss(loss_fn(model.bind(variables, key, mode), batch))
+
+    program = read_program(trace(fun, key).jaxpr)
+    needed = made_by(program.equations, program.outputs)
+    return any(program.inputs[0] in equation.read for equation in needed)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a check of one batch says.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    """A plan's loss, metrics and gradients of one batch beside those of the user's function on one device; print it.
+
+    Attributes:
+      differs: by the path of a leaf, the largest difference and the tolerance.
+      left_out: by name what was not compared, and why.
+      compared: the number of leaves that were.
+    """
+
+    differs: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    compared: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Whether leaves were compared, and none differs."""
+        return bool(self.compared) and not self.differs
+
+    def __str__(self) -> str:
+        found = (
+            f"{len(self.differs)} of {self.compared} leaves differ"
+            if self.differs
+            else f"{self.compared} leaves are equal"
+        )
+        lines = [f"plan against one device: {found}"]
+        lines += [f"  {name}: {row}" for name, row in self.differs.items()]
+        return "\n".join(lines + [f"  not compared: {name}: {why}" for name, why in self.left_out.items()])
+
+
+def compared(got: PyTree, wanted: PyTree, low_precision: bool) -> Check:
+    """Trees of `loss`, `metrics` and `gradients`, leaf by leaf."""
+    got, wanted = named_leaves(to_host(got)), named_leaves(to_host(wanted))
+    largest = [np.max(np.abs(x), initial=0) for name, x in wanted.items() if name.startswith("gradients/")]
+    floor = ROUNDING * float(max((x for x in largest if np.isfinite(x)), default=0.0))
+    differs = {}
+    for name in sorted({*got, *wanted}):
+        if name not in got or name not in wanted:
+            differs[name] = "only under the plan" if name in got else "only on one device"
+            continue
+        x64 = jnp.result_type(wanted[name]) in (jnp.float64, jnp.complex128)
+        near = floor if name.startswith("gradients/") and not x64 else 0.0
+        if row := difference(got[name], wanted[name], low_precision, near):
+            differs[name] = row
+    return Check(differs, {}, len({*got, *wanted}))
+
+
+def not_comparable(model: Functional, placement: Placement, mode: Mode, drawing: bool) -> Iterator[tuple[str, str]]:
+    """By name why a plan's step is another computation than one device's, by choice.
+
+    Args:
+      model: the model.
+      placement: the plan on its mesh.
+      mode: how the model runs.
+      drawing: whether the loss depends on random numbers.
+    """
+    plan, eval_mode = placement.plan, "model.eval() compares the evaluation mode"
+    if placement.own_axes:
+        yield "everything", f"along {', '.join(placement.own_axes)} every rank trains a model of its own"
+    parts = placement.joined_rows * plan.microbatches
+    if drawing and parts > 1:
+        named = ", ".join(_dropouts(model.abstract_module)) or "the model"
+        yield (
+            "loss, metrics and gradients",
+            f"{named} draws random numbers, of which every shard has its own; {eval_mode}",
+        )
+    if mode.training is False or parts == 1:
+        return
+    statistic = model.batch_statistics()
+    names = [name for name in named_leaves(model.shapes.state) if statistic(name)]
+    own = "each shard has its own statistics (batch_stats)" if plan.batch_stats != "global" else None
+    own = f"each of {plan.microbatches} microbatches has its own statistics" if plan.microbatches > 1 else own
+    if names and own:
+        yield ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5), f"{own}; {eval_mode}"
+    if model.declares(JOINS) and plan.microbatches > 1:
+        yield (
+            "what modules join over the batch",
+            f"each of {plan.microbatches} microbatches is joined by itself; {eval_mode}",
+        )
+
+
+def _dropouts(module: Any) -> list[str]:
+    if not isinstance(module, nnx.Module):
+        return []
+    return [
+        "/".join(map(str, path)) or "the model"
+        for path, each in nnx.iter_graph(module)
+        if isinstance(each, nnx.Dropout)
+    ]
