@@ -79,7 +79,7 @@ PLANS = {
     "tensor": ({"data": 2, "tensor": 2}, lambda **o: ax.Plan(**o), swapped),
     "tensor, accumulate": ({"fsdp": 2, "tensor": 2}, lambda **o: ax.Plan(fsdp=ax.Shard(), accumulate=2, **o), swapped),
     "context": ({"context": 4}, lambda **o: in_parts("zigzag", **o), layered),
-    "context, fsdp": ({"fsdp": 2, "context": 4}, lambda **o: in_parts("striped", **o), layered),
+    "context, fsdp": ({"fsdp": 2, "context": 2}, lambda **o: in_parts("striped", **o), layered),
     "pipeline": ({"pipe": 2}, staged, layered),
     "pipeline, fsdp": ({"fsdp": 2, "pipe": 2}, lambda **o: staged(fsdp=ax.Shard(), **o), layered),
 }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,12 +11,15 @@ import jax.numpy as jnp
 from axonml_jax.base import LossFn, PyTree, is_array, path_name
 from axonml_jax.collectives.primitives import vary
 from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.varying_types import varying_axes
+from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.model_call import Call, Calls, Path
-from axonml_jax.meaning.places import Group, Places, Split, local_shape
+from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape
+from axonml_jax.meaning.real_calls import Unclear, place_of
 from axonml_jax.model.loss import Loss, is_weighted, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
-from axonml_jax.program.program import Program, all_but_named, read_program
+from axonml_jax.program.program import Equation, Program, all_but_named, read_program
 
 SplitOf = Callable[[str, tuple[int, ...]], Mapping[int, tuple[str, ...]]]
 """`split(path, whole shape)`: the mesh axes that split each dim of a leaf of the batch."""
@@ -159,6 +162,19 @@ class Asked:
             seen["weighted"],
         )
 
+    def called(self, call: Call, shapes: Sequence[Sequence[int]], parts: Sequence[int]) -> Call:
+        """A call of the model traced on operands of other shapes."""
+
+        def fun(variables: Variables, key: jax.Array, arrays: list) -> list[jax.Array]:
+            variables, key, arrays = vary((variables, key, arrays), self.axes)
+            return call.run(self.model.bind(variables, key, self.mode), arrays)
+
+        given = [jax.ShapeDtypeStruct(shape, aval.dtype) for shape, aval in zip(shapes, call.given, strict=True)]
+        variables, key, _ = self.shapes(())
+        with self._seen(parts):
+            traced = trace(fun, variables, key, given)
+        return replace(call, given=tuple(given), made=tuple(traced.made))
+
     def inlined(self, parts: Sequence[int]) -> Traced:
         """The loss traced with the model's own code in it, and the model's state after it."""
 
@@ -173,6 +189,45 @@ class Asked:
         with self._seen(parts):
             traced = trace(fun, *self.shapes(parts))
         return Traced(read_program(traced.jaxpr, all_but_named), traced.out_tree, [], (), seen["weighted"])
+
+
+class _CallsAlone(Following):
+    """Follows a loss of the whole batch, and traces each call of the model at one group's part of what it is called with."""
+
+    def __init__(self, asked: Asked, whole: Traced, number: int):
+        super().__init__((asked.groups[number],))
+        self.asked, self.whole, self.number, self.noted = asked, whole, number, []
+
+    def equation(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
+        """A call's results are placed as its shapes say."""
+        if equation.name != MODEL_CALL:
+            return super().equation(equation, given)
+        call, (group,) = self.whole.noted[equation.op.options["number"]], self.groups
+        own: list[Places] = [(None if place == SUM else place,) for (place,) in given]
+        sizes = {
+            aval.shape[place.dim] for aval, (place,) in zip(call.given, own, strict=True) if isinstance(place, Split)
+        }
+        if any(
+            place is None and sizes.intersection(aval.shape) for aval, (place,) in zip(call.given, own, strict=True)
+        ):
+            raise Unclear  # it may have rows all the same
+        shapes = [local_shape(aval.shape, places, self.groups) for aval, places in zip(call.given, own, strict=True)]
+        self.noted.append(self.asked.called(call, shapes, (self.number,)))
+        made = zip(call.made, self.noted[-1].made, strict=True)
+        return [(place_of(whole.shape, part.shape, group),) for whole, part in made]
+
+
+def calls_alone(asked: Asked, whole: Traced, number: int) -> list[Call] | None:
+    """The calls of the model at one group's part, where the loss itself cannot be traced so; None: these are not known either.
+
+    A loss may have sizes that it does not read from the batch, such as a mask over a length that is written down.
+    """
+    walk = _CallsAlone(asked, whole, number)
+    try:
+        walk.program(whole.program, [(places[number],) for places in asked.places()])
+    except Exception:
+        return None
+    return walk.noted
 
 
 def _shape(x: Any) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from axonml_jax.base import LossFn, PyTree
 from axonml_jax.compat.model_call import Transformed
-from axonml_jax.meaning.asked import Asked, SplitOf, Traced
+from axonml_jax.meaning.asked import Asked, SplitOf, Traced, calls_alone
 from axonml_jax.meaning.interpreter import Interpreter
 from axonml_jax.meaning.microbatches import Division, Microbatch, MicroRanks, Mixing, divided
 from axonml_jax.meaning.model_call import Call, put_variables
@@ -80,24 +80,19 @@ class Decided:
 
     Attributes:
       whole: it traced at the whole batch's shapes.
-      local: at a part of them for each group; None where it has no such trace.
+      noted: the calls of the model at a part of the batch, for each group; None where they are not known.
       division: in microbatches, when its values can be made.
       failed: why it has no trace at a rank's shapes.
       sweeps: it takes two sweeps over the microbatches.
       slope: the one late number that the loss is a function of; None: the loss itself is a sum.
     """
 
-    local: tuple[Traced | None, ...]
     whole: Traced
+    noted: tuple[list[Call] | None, ...]
     division: Division = Division()
     slope: int | None = None
     failed: Exception | None = None
     sweeps: bool = False
-
-    @property
-    def noted(self) -> list[list[Call] | None]:
-        """The calls of the model at a part of the batch, for each group."""
-        return [None if each is None else each.noted for each in self.local]
 
     @property
     def outputs(self) -> tuple[Atom, ...]:
@@ -209,10 +204,10 @@ class WholeBatch:
         if talks(whole.program, asked.axes):
             return ROWS
         if self.positions is not None:
-            return Decided(tuple(_tried(asked, k) for k in asked.everywhere), whole)
+            return Decided(whole, tuple(_noted(asked, whole, k) for k in asked.everywhere))
         if local is not None and is_plain_mean(local, whole, asked.places(), asked.groups):
             return ROWS
-        return Decided((local,), whole, failed=failed)
+        return Decided(whole, (local.noted if local is not None else calls_alone(asked, whole, 0),), failed=failed)
 
     def _inlined_decision(self, asked: Asked) -> str:
         """Of a loss that differentiates or maps the model: whether it is a plain mean all the same."""
@@ -486,12 +481,12 @@ def finishing(decided: Decided) -> Decided:
     return replace(decided, slope=next(iter(read)))
 
 
-def _tried(asked: Asked, number: int) -> Traced | None:
-    """The loss traced at a part of the batch for one group; None: it cannot be, as with sizes that it does not read."""
+def _noted(asked: Asked, whole: Traced, number: int) -> list[Call] | None:
+    """The calls of the model at a part of the batch for one group; None: they are not known."""
     try:
-        return asked.traced((number,))
+        return asked.traced((number,)).noted
     except Exception:
-        return None
+        return calls_alone(asked, whole, number)
 
 
 def _values(ranks: Ranks, asked: Asked, traced: Traced) -> list[Value]:
