@@ -244,7 +244,7 @@ def test_no_file_is_named_after_nothing():
 CEILINGS = {
     "files with more than five lines of code": 179,
     "lines of code": 49_900,
-    "arrows between files": 1_200,
+    "arrows between files": 1_205,
     "methods of the widest class": 36,
     "modules that `ax.DDP` imports": 117,
     "calls of trainer(), DDP": 2_100,

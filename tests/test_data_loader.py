@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.data.loader import create_dataloader
@@ -427,3 +428,10 @@ def test_a_state_of_another_order_is_refused_with_every_difference():
         with pytest.raises(ValueError, match="must be whole numbers"):
             same.load_state_dict(state | {"samples": wrong})
     same.load_state_dict(state | {"samples": np.int64(2)})
+
+
+def test_samples_that_count_twice_are_told(caplog):
+    mesh = mesh_of(data=2)
+    for rows, drop_last in ((8, False), (10, True), (10, False)):
+        ax.create_dataloader({"x": np.arange(rows)}, 4, mesh, drop_last=drop_last)
+    assert len(caplog.messages) == 1 and "has 2 samples, and is filled up with 2 from" in caplog.messages[0]

@@ -183,7 +183,7 @@ def cases():
 def test_any_number_of_rows_is_evaluated_as_on_one_device_and_batches_count_by_what_they_hold(plan, kind):
     parallel, batches = case(plan, kind), [batch_of(rows) for rows in (8, 7, 3)]
     batches[1]["mask"][:, 2:] = 0
-    for loss_fn in [all_weighted] if "context" in plan else [all_weighted, plain_too]:
+    for loss_fn in (all_weighted, plain_too):
         trainer = parallel.trainer(optax.sgd(0.1), plain if loss_fn is all_weighted else all_weighted, eval_fn=loss_fn)
         for batch in batches:
             found, wanted = trainer.evaluate(batch), of_whole([batch], loss_fn)
@@ -204,6 +204,16 @@ def test_in_a_validation_a_batch_without_weight_counts_for_nothing_and_weights_t
     given = trainer.validate([batch_of(8), batch_of(7)], weights=[3, 1])
     other = trainer.validate([batch_of(7)])
     assert given == pytest.approx({name: (3 * one[name] + other[name]) / 4 for name in one}, rel=1e-12)
+
+
+def test_arrays_among_the_metrics_are_whole_in_an_evaluation_and_their_mean_in_a_validation():
+    rows = lambda model, batch: (losses(model, batch).mean(), {"rows": losses(model, batch).mean(-1)})
+    trainer = case("ddp, accumulated", "nnx").trainer(optax.sgd(0.1), rows)
+    for batch in (batch_of(8), batch_of(7)):
+        wanted = losses(Deep(), batch).mean(-1)
+        np.testing.assert_allclose(trainer.evaluate(batch)["rows"], wanted, rtol=1e-12)
+    found = trainer.validate([batch_of(8), batch_of(7)])
+    assert found["rows"] == pytest.approx(found["loss"], rel=1e-12)
 
 
 # Predictions
@@ -251,7 +261,7 @@ class Centred(Deep):
 @pytest.mark.parametrize(("plan", "kind"), list(cases()))
 def test_a_check_of_a_batch_finds_a_plan_equal_to_the_plain_function_and_changes_nothing(plan, kind):
     parallel, batch = case(plan, kind), batch_of(16)
-    trainer = parallel.trainer(optax.adam(0.1), all_weighted if "context" in plan else plain_too, max_grad_norm=0.01)
+    trainer = parallel.trainer(optax.adam(0.1), plain_too, max_grad_norm=0.01)
     trainer.step(batch)
     held = lambda: {name: leaf.array for name, leaf in trainer.checkpoint_leaves().items() if "key" not in name}
     before, calls = {name: np.array(x) for name, x in held().items()}, parallel._calls

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from axonml_jax.base import logger
 from axonml_jax.data.sampler import (
     Batching,
     Fetch,
@@ -292,7 +293,7 @@ def create_dataloader(
         permutations of `shuffle_window` samples after the other.
       seed: the same on every process.
       drop_last: leave out what does not fill a batch at an epoch's end; otherwise the last batch is filled up from the
-        epoch's start, so that some samples count twice there (as PyTorch's DistributedSampler does).
+        epoch's start, so that some samples count twice there (as PyTorch's DistributedSampler does), of which it warns.
       num_epochs: epochs of one walk through the loader, after which iterating ends; the next walk goes on with the epochs that
         follow, newly permuted. None: without end.
       num_workers: processes that load batches ahead (started by spawning: the script needs the usual
@@ -329,6 +330,12 @@ def create_dataloader(
         stream = replace(samples, window=shuffle_window if shuffle else 1, seed=seed)
         feed: Feed = StreamFeed(stream, global_batch_size, drop_last, rows, collate)
     else:
+        if not drop_last and (rest := len(samples) % global_batch_size):
+            logger.warning(
+                "create_dataloader(drop_last=False): the last batch of an epoch has %d samples, and is filled up with %d from "
+                "the epoch's start, which count twice. trainer.validate and trainer.predict take a short last batch as it is",
+                *(rest, global_batch_size - rest),
+            )
         batching = Batching(len(samples), global_batch_size, drop_last)
         feed = Fetch(samples, batching, rows, shuffle, seed, collate)
     return DataLoader(feed, sharding, num_epochs=num_epochs, num_workers=num_workers, prefetch=prefetch)

@@ -268,10 +268,11 @@ def mean_of(results: Sequence[Evaluated], weights: Sequence[float] | None = None
 
     def of(name: str) -> float:
         own = [each.weight(name) for each in results] if weights is None else weights
-        own = np.asarray([np.asarray(each, np.float64) for each in own])
-        values = np.asarray([np.asarray(each.values[name], np.float64) for each in results])
-        own = own.reshape(own.shape + (1,) * (values.ndim - own.ndim))
-        return float(np.mean(per_weight((values * own).sum(0), own.sum(0))))
+        own = [np.asarray(each, np.float64) for each in own]
+        values = [np.asarray(each.values[name], np.float64) for each in results]
+        values = [x if x.shape == each.shape else x.mean() for x, each in zip(values, own, strict=True)]  # such as rows
+        total = sum(x * each for x, each in zip(values, own, strict=True))
+        return float(np.mean(per_weight(total, sum(own))))
 
     return {name: of(name) for name in results[0].values}
 
