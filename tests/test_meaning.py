@@ -225,6 +225,55 @@ def test_what_two_sweeps_do_not_take_is_refused_by_name():
         ax.mixing_rows(in_batch, two_sweeps="yes")
 
 
+# Positions
+
+
+class Sequences(nnx.Module):
+    """Every position by itself, and a mean over all of them."""
+
+    splits_positions = True
+
+    def __init__(self):
+        self.inner = nnx.Linear(3, 4, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+
+    def __call__(self, x):
+        return jnp.tanh(self.inner(x))
+
+
+def of_positions(net, b):
+    """What depends on the order of positions, and on that of merged ones; a mask over a length that is written down."""
+    out = net(b["x"])
+    moved = (out[:, 1:] - out[:, :-1]) ** 2 * jnp.arange(1.0, 16.0)[:, None]
+    chunks = out.reshape(8, 4, 4, 4).max(2).sum()
+    best = out.sum(-1).argmax(1)
+    looked_up = jnp.take_along_axis(out, best[:, None, None], 1)
+    loss = (
+        moved.mean()
+        + 0.1 * jnp.cumsum(out, 1).max()
+        + chunks
+        + (looked_up**2).sum()
+        + (out * b["w"]).sum() / b["w"].sum()
+    )
+    return loss, {"last": out[:, -1].sum(), "best": best.sum(), "mask": (out * (jnp.arange(16) < 5)[:, None]).sum()}
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("degrees", [{"context": 4}, {"data": 2, "context": 2}], ids=["context", "data and context"])
+def test_positions_in_the_orders_of_ranks_are_meant_as_they_were_given(order, degrees):
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(8, 16, 3)), "w": rng.random((8, 16, 1))}
+    graph, params = nnx.split(Sequences(), nnx.Param)
+    of_params = lambda params: of_positions(nnx.merge(graph, params), batch)
+    (wanted, metrics), grads = jax.value_and_grad(of_params, has_aux=True)(params)
+    model = ax.parallelize(Sequences(), mesh_of(degrees), ax.Plan(context=ax.Context(order=order)))
+    (found, more), ours = model.value_and_grad(of_positions)(batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-10)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(more[name], value, rtol=1e-6, err_msg=name)
+    compare = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-11)
+    jax.tree.map(compare, jax.tree.map(np.asarray, ours), nnx.to_pure_dict(grads))
+
+
 # Layers that split their parameters
 
 SPLIT = {
@@ -374,6 +423,25 @@ def step_text(loss, monkeypatch, *, by_rows):
     model = ax.parallelize(Net(nnx.Rngs(0)), mesh_of(data=4), ax.Plan())
     trainer = model.trainer(optax.sgd(0.1), loss)
     return str(trainer.train_step.trace(trainer.state, batch_of(16)).jaxpr)
+
+
+def step_text_split(monkeypatch, *, by_rows):
+    """Of a transformer whose vocabulary is split."""
+    if by_rows:
+        monkeypatch.setattr(Objective, "_called", Objective._on_rows)
+    config = TransformerConfig(
+        vocab_size=16, num_layers=1, hidden_size=8, num_heads=2, max_length=8, mlp_hidden_size=16
+    )
+    model = ax.parallelize(Transformer(config, rngs=nnx.Rngs(0)), mesh_of(data=2, tensor=2), ax.Plan())
+    loss_fn = lambda net, b: ax.vocab_parallel_cross_entropy(net(b["x"]), b["y"]).mean()
+    batch = {name: np.zeros((8, 8), np.int32) for name in "xy"}
+    trainer = model.trainer(optax.sgd(0.1), loss_fn)
+    return str(trainer.train_step.trace(trainer.state, batch).jaxpr)
+
+
+def test_the_mean_of_a_split_loss_keeps_the_program_of_rows(monkeypatch):
+    meant = step_text_split(monkeypatch, by_rows=False)
+    assert meant == step_text_split(monkeypatch, by_rows=True)
 
 
 PLAIN = {
