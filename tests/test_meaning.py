@@ -208,6 +208,25 @@ def test_two_sweeps_see_the_state_that_the_model_has_in_each_microbatch():
     np.testing.assert_allclose(jax.tree.leaves(grads)[0], grad, rtol=1e-5)
 
 
+def test_two_sweeps_take_the_mean_of_what_the_model_returns_without_rows():
+    class WithAuxiliary(Net):
+        def __call__(self, x):
+            out = super().__call__(x)
+            return out, (out**2).mean()
+
+    def loss_fn(net, b):
+        out, auxiliary = net(b["x"])
+        return ((out - out.mean(0)) ** 2).mean() + auxiliary**2
+
+    batch, (graph, params) = batch_of(16), nnx.split(WithAuxiliary(nnx.Rngs(0)), nnx.Param)
+    wanted, grads = jax.value_and_grad(lambda params: loss_fn(nnx.merge(graph, params), batch))(params)
+    model = ax.parallelize(WithAuxiliary(nnx.Rngs(0)), mesh_of(data=2), ax.Plan(accumulate=2))
+    found, ours = model.value_and_grad(ax.mixing_rows(loss_fn, two_sweeps=True))(batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-10)
+    compare = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-12)
+    jax.tree.map(compare, jax.tree.map(np.asarray, ours), nnx.to_pure_dict(grads))
+
+
 def test_what_two_sweeps_do_not_take_is_refused_by_name():
     def again(net, b):  # what it is called with depends on all rows of what it made
         return net(b["x"] + (net(b["x"]).sum(0) * net(b["x2"]).max(0)).sum()).std()
