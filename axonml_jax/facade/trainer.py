@@ -665,7 +665,7 @@ class Trainer(Generic[M]):
         model, training = self.model, self.model._mode
         view, variables, placement = model._functional, model.values, self.train_step.placement
         with folding:
-            given, whole = jax.tree.map(jnp.asarray, to_host((batch, model.whole())))
+            given, whole = jax.tree.map(jnp.asarray, to_host((batch, model._rest.whole(variables, model.mesh))))
             key = jax.random.key(0)
             mode = Mode(training=training, precision=placement.plan.precision)
             drawing = draws(view, self._loss_fn, mode, whole, key, given)

@@ -327,7 +327,8 @@ class EvalStep:
     def _run(self, variables: Variables, batch: PyTree, rows: int) -> Evaluated:
         with explain_typed_scan(self.placement.plan.check_vma):
             found = self._compiled(variables, self.placement.batch_layout.place(batch, self.mesh))
-        return Evaluated(*bound_run_ahead(found), rows)
+        values, weights = bound_run_ahead(found)
+        return Evaluated(values, weights, rows)
 
     @functools.cached_property
     def _everywhere(self) -> "EvalStep":
