@@ -37,7 +37,7 @@ class Net(nnx.Module):
         return self.head(x)
 
 
-def loss_fn(model, batch):  # a mean over the examples it is given
+def loss_fn(model, batch):  # of the whole batch, as on one device
     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 

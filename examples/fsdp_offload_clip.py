@@ -18,7 +18,7 @@ from axonml_jax.models.transformer import MLP
 ax.fake_devices(4)  # simulated; leave it out on real devices
 
 
-def loss_fn(model, batch):  # a mean over the examples it is given
+def loss_fn(model, batch):  # of the whole batch, as on one device
     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 

@@ -976,8 +976,8 @@ class ParallelModel(SavedModel):
         """A function of the global batch that returns the loss and synchronized gradients.
 
         Args:
-          loss_fn: `loss_fn(model, batch) -> loss` or `(loss, metrics)`; the loss a mean over the examples it is given or
-            an `ax.WeightedMean`.
+          loss_fn: `loss_fn(model, batch) -> loss` or `(loss, metrics)`; a number that is meant as on one device, of
+            the whole batch, or an `ax.WeightedMean`.
 
         Returns:
           `f(batch) -> (loss, grads)`, or `((loss, metrics), grads)` when `loss_fn` returns metrics. Within `no_sync()`
