@@ -515,6 +515,14 @@ def test_a_loss_that_mixes_more_rows_than_allowed_is_refused_with_the_operation_
     np.testing.assert_allclose(loss, contrastive(Net(nnx.Rngs(0)), batch_of(16)), rtol=1e-12)
 
 
+def test_the_ledger_says_what_a_loss_gathers():
+    model = ax.parallelize(Net(nnx.Rngs(0)), mesh_of(data=4), ax.Plan())
+    rows = ax.explain(model.trainer(optax.sgd(0.1), contrastive), batch_of(16)).traffic
+    found = {row.kind: (row.count, row.elements, row.wire_bytes) for row in rows if row.label == "loss"}
+    own = 4 * 4 * 8  # rows, features, bytes: what three other ranks send, and take back
+    assert found["all_gather"] == (1, 64, 3 * own) and found["reduce_scatter"] == (1, 64, 3 * own)
+
+
 def test_a_number_of_bytes_that_is_none_is_refused():
     with pytest.raises(ValueError, match="most_bytes='1 GB'"):
         ax.mixing_rows(contrastive, most_bytes="1 GB")
