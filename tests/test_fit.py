@@ -22,7 +22,7 @@ from axonml_jax.cli.records import (
     progress,
     read_records,
 )
-from axonml_jax.cli.run import Record, evaluate, fit
+from axonml_jax.cli.run import Record, fit
 from axonml_jax.config.config import ConfigError
 from axonml_jax.config.objects import learning_rate, make_optimizer
 from axonml_jax.config.sections import OptimConfig
@@ -41,9 +41,6 @@ class CountingTrainer:
         self.steps += 1
         time.sleep(0.002)
         return {"loss": np.float32(self.steps), "grad_norm": np.array([1.0, 3.0])}
-
-    def evaluate(self, batch):
-        return {"loss": np.float32(batch)}
 
 
 def records_of(trainer=None, **options):
@@ -107,10 +104,6 @@ def test_it_draws_no_batch_more_than_it_uses_and_stops_when_there_is_none():
     list(fit(CountingTrainer(), batches, steps=4, throughput=SPEED))
     assert next(batches) == 4
     assert records_of(CountingTrainer(), steps=3)[-1].step == 3
-
-
-def test_evaluate_is_the_mean_over_batches():
-    assert evaluate(CountingTrainer(), iter([1.0, 2.0, 6.0])) == {"loss": 3.0}
 
 
 def test_mfu_is_the_share_of_the_peak_and_absent_where_it_is_unknown():

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -187,11 +187,6 @@ def fit(
         with doing("saving"):
             if after is not None and after(step, metrics):
                 return
-
-
-def evaluate(trainer: Trainer, batches: Iterator[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
-    """The mean over batches, of these weights or of equal ones, of everything `trainer.evaluate` returns."""
-    return trainer.validate(batches, weights)
 
 
 # --------------------------------------------------------------------------------------------------

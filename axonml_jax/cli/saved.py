@@ -29,7 +29,6 @@ from axonml_jax.cli.run import (
     all_or_refuse,
     best_checkpoint,
     checkpoints_of,
-    evaluate,
     lay_ground,
     place_said,
     start_devices,
@@ -356,7 +355,7 @@ def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
         trainer.evaluate(first)  # compiles
         from_start(loader)
     own, targets, started = ground.own is not None, [], time.perf_counter()
-    metrics = evaluate(trainer, _counted(islice(loader, count), targets, own), targets)
+    metrics = trainer.validate(_counted(islice(loader, count), targets, own), targets)
     jax.block_until_ready(model.variables)
     seconds = time.perf_counter() - started
     units, total = "examples" if own else "tokens", int(sum(targets))

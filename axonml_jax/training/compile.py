@@ -181,7 +181,7 @@ class Objective:
     mode: Mode
     positions: tuple[str, ...] = ()
     inside: Callable[[], AbstractContextManager] = nullcontext
-    reading: Callable[[Callable], Callable] = lambda fun: fun
+    reading: Callable[..., Callable] = lambda fun, **_: fun
     whole: WholeBatch | None = None
 
     def __post_init__(self):
@@ -229,7 +229,8 @@ class Objective:
             seen.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables))
             return jnp.zeros(())
 
-        trace(self.reading(note), variables, key, rows)
+        without_products = replace(self.mode.precision, products=None)  # `note` has none that could be rounded
+        trace(self.reading(note, precision=without_products), variables, key, rows)
         return seen[-1]
 
     def swept(
