@@ -4,7 +4,7 @@
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -163,7 +163,7 @@ class WholeBatch:
         ranks = Ranks(groups, self.most_gathered)
         if isinstance(decided, Decided):
             try:
-                return self._run(asked, decided, ranks, {})
+                return self._run(asked, decided, ranks)
             except Unclear:
                 pass
         return self._inlined(asked, ranks, on_rows)
@@ -221,11 +221,11 @@ class WholeBatch:
         plain = local.weighted or talking or is_plain_mean(local, whole, asked.places(), asked.groups)
         return ROWS if plain else INLINED
 
-    def _run(self, asked: Asked, decided: Decided, ranks: Ranks, known: Mapping[int, Value]) -> tuple[Loss, PyTree]:
+    def _run(self, asked: Asked, decided: Decided, ranks: Ranks) -> tuple[Loss, PyTree]:
         bound, whole = asked.model.bind(asked.variables, asked.key, asked.mode), decided.whole
         calls = RealCalls(bound, whole.noted, decided.noted, ranks.groups)
         values = _values(ranks, asked, whole)
-        loss, changed = whole.out_tree.unflatten(Interpreter(ranks, calls).run(whole.program, values, known))
+        loss, changed = whole.out_tree.unflatten(Interpreter(ranks, calls).run(whole.program, values))
         put_variables(bound, dict(zip(whole.changed, [ranks.settled(x, ranks.none) for x in changed], strict=True)))
         return _as_sums(loss, ranks), asked.model.state_of(bound)
 
