@@ -293,6 +293,11 @@ def test_positions_in_the_orders_of_ranks_are_meant_as_they_were_given(order, de
     jax.tree.map(compare, jax.tree.map(np.asarray, ours), nnx.to_pure_dict(grads))
 
 
+def test_a_loop_from_plain_zeros_may_carry_rows_where_an_axis_of_rows_has_one_rank():
+    loss = CASES["scan over rows"]
+    assert cell(loss, plain(loss, 16), 16, "context", linen=False, check_vma=True) < 1e-9
+
+
 # Layers that split their parameters
 
 SPLIT = {

@@ -55,6 +55,7 @@ class Asked:
       variables, key: as read.
       batch: a rank's rows, or shapes.
       seeing_whole: entered where code sees whole sequences of positions that ranks split.
+      alone: the mesh axes of groups of one rank, which split nothing: arrays are typed as varying over them all the same.
     """
 
     groups: tuple[Group, ...]
@@ -66,6 +67,7 @@ class Asked:
     key: jax.Array
     batch: PyTree
     seeing_whole: Callable[[], AbstractContextManager] = nullcontext
+    alone: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -84,7 +86,12 @@ class Asked:
         return jax.tree.leaves((self.variables, self.key, self.batch))
 
     @property
-    def alone(self) -> Mode:
+    def typed_axes(self) -> tuple[str, ...]:
+        """All mesh axes of the batch, over which a rank's arrays are typed as varying, and those of a trace are not."""
+        return self.axes + self.alone
+
+    @property
+    def seeing_all(self) -> Mode:
         """The mode of a model that sees the whole batch."""
         return Mode(training=self.mode.training, precision=self.mode.precision)
 
@@ -128,8 +135,8 @@ class Asked:
         return jax.tree.map(shape, self.variables), shape(self.key), treedef.unflatten(batch)
 
     def typed(self, x: Any, like: Any) -> Any:
-        """An array of a trace, typed as varying over the axes that split no batch where another is."""
-        return vary(x, tuple(varying_axes(like) - set(self.axes))) if isinstance(like, jax.Array) else x
+        """An array of a trace, typed as varying over the axes that are not the batch's where another is."""
+        return vary(x, tuple(varying_axes(like) - set(self.typed_axes))) if isinstance(like, jax.Array) else x
 
     def _seen(self, parts: Sequence[int]) -> AbstractContextManager:
         whole = any(group.positions and k not in parts for k, group in enumerate(self.groups))
@@ -145,7 +152,7 @@ class Asked:
 
         def fun(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, list[jax.Array]]:
             variables = jax.tree.map(self.typed, variables, self.variables)
-            seen["calls"] = calls = Calls(self.model, self.mode, variables, key, self.axes)
+            seen["calls"] = calls = Calls(self.model, self.mode, variables, key, self.typed_axes)
             with calls.stand_in() as bound:
                 loss, seen["weighted"] = self.parsed(bound, batch)
                 changed = calls.changed_by_loss(bound)
@@ -166,7 +173,7 @@ class Asked:
         """A call of the model traced on operands of other shapes."""
 
         def fun(variables: Variables, key: jax.Array, arrays: list) -> list[jax.Array]:
-            variables, key, arrays = vary((variables, key, arrays), self.axes)
+            variables, key, arrays = vary((variables, key, arrays), self.typed_axes)
             return call.run(self.model.bind(variables, key, self.mode), arrays)
 
         given = [jax.ShapeDtypeStruct(shape, aval.dtype) for shape, aval in zip(shapes, call.given, strict=True)]
@@ -182,7 +189,7 @@ class Asked:
 
         def fun(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, list[jax.Array]]:
             variables = jax.tree.map(self.typed, variables, self.variables)
-            bound = self.model.bind(variables, key, self.alone)
+            bound = self.model.bind(variables, key, self.seeing_all)
             loss, seen["weighted"] = self.parsed(bound, batch)
             return loss, jax.tree.leaves(self.model.state_of(bound))
 

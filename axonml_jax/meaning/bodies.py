@@ -164,7 +164,7 @@ def _while(run: "Runs", equation: Equation, given: Sequence[Value]) -> list[Valu
     def goes_on(carry: list) -> jax.Array:
         (more,) = test(*condition_arrays, *carry)
         # With check_vma a condition may not be typed as varying.
-        return max_over(more.astype(jnp.int32), run.ranks.axes).astype(bool) if run.ranks.checked else more
+        return max_over(more.astype(jnp.int32), run.ranks.typed).astype(bool) if run.ranks.checked else more
 
     carry = [
         run.ranks.vary(run.ranks.settled(value, places))

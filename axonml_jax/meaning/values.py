@@ -94,13 +94,15 @@ class Ranks:
       axes: all their mesh axes.
       gathered: the gathers so far.
       most_gathered: how many bytes they may have together; None: any number.
+      typed: the mesh axes over which arrays are typed as varying: all, and those of groups of one rank, which split nothing.
       at: the operation and the line that are being run.
       times: how often, where it is in a loop.
     """
 
-    def __init__(self, groups: Sequence[Group], most_gathered: int | None = None):
+    def __init__(self, groups: Sequence[Group], most_gathered: int | None = None, alone: tuple[str, ...] = ()):
         self.groups, self.most_gathered = tuple(groups), most_gathered
         self.axes = tuple(axis for group in groups for axis in group.axes)
+        self.typed = self.axes + alone
         self.gathered: list[Gathered] = []
         self.at: tuple[str, str] = ("", "")
         self.times = 1
@@ -113,7 +115,7 @@ class Ranks:
 
     def vary(self, array: jax.Array) -> jax.Array:
         """An array typed as varying over all axes, where types are checked."""
-        return vary(array, self.axes) if self.checked else array
+        return vary(array, self.typed) if self.checked else array
 
     def index(self, group: Group) -> jax.Array:
         """This rank's number in a group; of one rank, none of the mesh's axes may split the batch."""
@@ -262,7 +264,9 @@ class Ranks:
 
     def unvaried(self, array: jax.Array) -> jax.Array:
         """A whole array for a program that was traced without varying types: typed as the same on every rank."""
-        return sum_over(jnp.where(axis_index(self.axes) == 0, array, 0), self.axes) if self.axes else array
+        if not self.axes:
+            return array
+        return sum_over(jnp.where(axis_index(self.axes) == 0, array, 0), self.typed if self.checked else self.axes)
 
     def local(self, shape: Sequence[int], places: Places) -> tuple[int, ...]:
         """The shape of this rank's part."""

@@ -153,14 +153,16 @@ class WholeBatch:
             group = self._group(batch.count)
             asked = Asked((group,), self.split, model, loss_fn, mode, variables, key, batch.rows)
             return self._of_microbatch(asked, batch)
-        groups = tuple(group for group in (self.group, self.positions) if group is not None and group.ranks > 1)
+        there = [group for group in (self.group, self.positions) if group is not None]
+        groups = tuple(group for group in there if group.ranks > 1)
         if not groups:
             return on_rows(batch)
-        asked = Asked(groups, self.split, model, loss_fn, mode, variables, key, batch, self.seeing_whole)
+        alone = tuple(axis for group in there if group.ranks == 1 for axis in group.axes)
+        asked = Asked(groups, self.split, model, loss_fn, mode, variables, key, batch, self.seeing_whole, alone)
         decided = self._decide(asked)
         if decided == ROWS:
             return on_rows(batch)
-        ranks = Ranks(groups, self.most_gathered)
+        ranks = Ranks(groups, self.most_gathered, alone)
         if isinstance(decided, Decided):
             try:
                 return self._run(asked, decided, ranks)
