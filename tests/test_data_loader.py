@@ -435,3 +435,6 @@ def test_samples_that_count_twice_are_told(caplog):
     for rows, drop_last in ((8, False), (10, True), (10, False)):
         ax.create_dataloader({"x": np.arange(rows)}, 4, mesh, drop_last=drop_last)
     assert len(caplog.messages) == 1 and "has 2 samples, and is filled up with 2 from" in caplog.messages[0]
+    for drop_last in (True, False):
+        ax.create_dataloader(lambda: iter([{"x": 1.0}] * 10), 4, mesh, drop_last=drop_last)
+    assert len(caplog.messages) == 2 and "where an epoch does not divide by 4" in caplog.messages[1]

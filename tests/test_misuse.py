@@ -155,6 +155,8 @@ UNREAD = {
     "a stopped gradient": lambda model, batch: mean_loss(lambda x: jax.lax.stop_gradient(model(x)), batch),
 }
 UNREAD_UNDER = {
+    "one device": ({"data": 1}, ax.Plan()),
+    "one device, accumulated": ({"data": 1}, ax.Plan(accumulate=2)),
     "ddp": ({"data": 2}, ax.Plan()),
     "no_sync": ({"data": 2}, ax.Plan(data=ax.Replicate(sync_strategy="no_sync"))),
     "fsdp, typed, accumulated": ({"fsdp": 2}, ax.Plan(fsdp=ax.Shard(stage=3), check_vma=True, accumulate=2)),
@@ -167,9 +169,45 @@ UNREAD_UNDER = {
 def test_a_loss_that_nothing_trained_reaches_is_an_error_at_the_first_step(plan, loss, caplog):
     degrees, settings = UNREAD_UNDER[plan]
     trainer = ax.parallelize(Blocks(), mesh_of(degrees), settings).trainer(optax.sgd(0.1), UNREAD[loss])
-    unread = plan == "pipeline" and loss != "a stopped gradient"
-    said = "nothing of what begins these stages" if unread else "no trained parameter reaches the loss"
-    with pytest.raises(ValueError, match=rf"{said}.*the loss (must )?call the model that it is given, model\(x\)"):
+    with pytest.raises(
+        ValueError, match=r"no trained parameter reaches the loss.*must call the model that it is given"
+    ):
+        trainer.step(BATCH)
+    assert trainer.state.step == 0  # before the first update
+
+
+class Stopping(nnx.Module):
+    def __init__(self):
+        self.inner = Two()
+
+    def __call__(self, x):
+        return jax.lax.stop_gradient(self.inner(x))
+
+
+def test_a_model_that_stops_its_own_gradients_is_an_error_at_the_first_step():
+    for degrees in ({"data": 1}, {"data": 2}):
+        trainer = ax.DDP(Stopping(), mesh_of(degrees)).trainer(optax.sgd(0.1), mean_loss)
+        with pytest.raises(ValueError, match="no trained parameter reaches the loss"):
+            trainer.step(BATCH)
+
+
+def penalized(model, batch):
+    """The model called under transformations, whose equations read no variable by name."""
+    each = jax.lax.map(lambda x: jax.checkpoint(lambda x: mean_loss(lambda _: model(x[None]), batch)[0])(x), batch["x"])
+    return jax.lax.cond(batch["x"].sum() < 1e9, lambda: each.mean(), lambda: 0.0)
+
+
+@pytest.mark.parametrize("plan", ["one device", "ddp"])
+def test_a_loss_that_calls_the_model_inside_of_loops_and_branches_reads_what_is_trained(plan):
+    degrees, settings = UNREAD_UNDER[plan]
+    trainer = ax.parallelize(Blocks(), mesh_of(degrees), settings).trainer(optax.sgd(0.1), penalized)
+    assert trainer.step(BATCH)["grad_norm"] > 0
+
+
+def test_a_loss_that_calls_the_model_inside_of_a_loop_over_rows_is_refused_in_microbatches():
+    model = ax.parallelize(Blocks(), mesh_of({"data": 2}), ax.Plan(accumulate=2))
+    trainer = model.trainer(optax.sgd(0.1), penalized)
+    with pytest.raises(ValueError, match=r"what the model makes of other microbatches: scan \(line \d+ of test_misuse"):
         trainer.step(BATCH)
 
 

@@ -58,6 +58,15 @@ def trace(fun: Callable[..., PyTree], *args: PyTree) -> Traced:
     return Traced(jaxpr, jax.tree.structure(shape))
 
 
+def traced_with(value: Any, tree: PyTree) -> bool:
+    """Whether a value may depend on the arrays of a tree: JAX differentiates by tracers of one class, which it hands on.
+
+    Where not, it does not depend on them in a trace that differentiates by them.
+    """
+    leaves = jax.tree.leaves(tree)
+    return not leaves or any(type(value) is type(leaf) for leaf in leaves)
+
+
 def is_jaxpr(value: Any) -> bool:
     """Whether a value is a jaxpr, open or closed (JAX 0.12 made one type of both), or has one, as a traced `jax.jit`."""
     return isinstance(_inner(value), Jaxpr)

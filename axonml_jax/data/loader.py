@@ -327,6 +327,13 @@ def create_dataloader(
     rows, collate = np.asarray(rows), stack_samples if collate is None else OwnMemory(collate)
     if isinstance(samples, Stream):
         refuse_once_in_workers(samples, num_workers)
+        if not drop_last:
+            logger.warning(
+                "create_dataloader(drop_last=False) of an iterable source: where an epoch does not divide by %d, its last batch "
+                "is filled up from the epoch's start with samples that count twice. trainer.validate and trainer.predict take "
+                "a short last batch as it is",
+                global_batch_size,
+            )
         stream = replace(samples, window=shuffle_window if shuffle else 1, seed=seed)
         feed: Feed = StreamFeed(stream, global_batch_size, drop_last, rows, collate)
     else:

@@ -26,6 +26,7 @@ from axonml_jax.ledger.memory import accepting, would_hang
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import ProcessGroup, as_mesh
 from axonml_jax.model.lora import LoraModel, functionalize
+from axonml_jax.model.loss import UNREAD
 from axonml_jax.model.view import Functional, Mode, Trainable, Variables, named_variables
 from axonml_jax.parallel.placement import Placement, bind_plan
 from axonml_jax.parallel.plan import Plan
@@ -591,11 +592,7 @@ class Trainer(Generic[M]):
         with folding:
             reads = reads_trained(self.train_step, self.model.variables, _shapes(batch))
         if not reads:
-            raise ValueError(
-                "no trained parameter reaches the loss, so all gradients are zero: the loss must call the model that it is "
-                "given, model(x), not a module from outside nor module.apply(params, x) of variables from outside, which are "
-                "constants; and nothing may stop all gradients (jax.lax.stop_gradient)"
-            )
+            raise ValueError(UNREAD)
         logger.warning(
             "the gradients of the first step are zero everywhere, though parameters reach the loss: so it is of a batch of "
             "which nothing counts, or where all units are dead"

@@ -14,12 +14,12 @@ from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.meaning.following import Following
-from axonml_jax.meaning.model_call import Call, Calls, Path
+from axonml_jax.meaning.model_call import Call, Calls, Path, calls_model
 from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape
 from axonml_jax.meaning.real_calls import Unclear, place_of
 from axonml_jax.model.loss import Loss, is_weighted, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
-from axonml_jax.program.program import Equation, Program, all_but_named, read_program
+from axonml_jax.program.program import Equation, Program, all_but_named, reached, read_program
 
 SplitOf = Callable[[str, tuple[int, ...]], Mapping[int, tuple[str, ...]]]
 """`split(path, whole shape)`: the mesh axes that split each dim of a leaf of the batch."""
@@ -42,6 +42,14 @@ class Traced:
     noted: list[Call]
     changed: tuple[Path, ...]
     weighted: bool
+
+    def reads(self, fixed: int) -> bool:
+        """Whether a call of the model, or one of its variables, the first so many inputs, reaches the loss."""
+        program = self.program
+        total = self.out_tree.unflatten(program.outputs)[0].total
+        found = reached(program, [total])
+        called = [number for each in program.equations if calls_model(each) for number in each.outputs]
+        return not found.isdisjoint([*program.inputs[:fixed], *called])
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import jax
 from axonml_jax.base import PyTree
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.meaning.following import Watching, moves
+from axonml_jax.meaning.model_call import calls_model
 from axonml_jax.meaning.places import SUM, Group, Places
 from axonml_jax.meaning.values import Ranks
 from axonml_jax.program.program import Equation, Program, is_constant, made_by
@@ -108,9 +109,7 @@ def divided(
     walk.env = dict.fromkeys(program.constants, (None,))
     walk.env.update(zip(program.inputs, places, strict=True))
     walk.dependent = {number for number, own in zip(program.inputs, dependent, strict=True) if own}
-    calls_made = [
-        number for equation in program.equations if equation.name == MODEL_CALL for number in equation.outputs
-    ]
+    calls_made = [number for equation in program.equations if calls_model(equation) for number in equation.outputs]
     for equation in made_by(program.equations, calls_made if only_calls else [*program.outputs, *calls_made]):
         walk.take(equation)
     return Division(tuple(sorted(walk.early)), tuple(sorted(walk.late)), frozenset(walk.after))
@@ -130,7 +129,7 @@ class _Divider(Watching):
         read = [None if is_constant(atom) else atom for atom in equation.inputs]
         if self.after.intersection(read):
             return self._later(equation, read)
-        model = equation.name == MODEL_CALL or bool(self.dependent.intersection(read))
+        model = calls_model(equation) or bool(self.dependent.intersection(read))
         made, moved = self._followed(equation, read)
         if moved and model:
             self._make_early(self._movable(equation, read))
@@ -153,7 +152,7 @@ class _Divider(Watching):
         """Of completed sums alone, and of what is known of the batch: after all microbatches."""
         own = [number for number in read if number is not None and number not in self.after]
         model = [number for number in own if number in self.dependent]
-        if equation.name == MODEL_CALL or any(self.env[number] != (SUM,) for number in model):
+        if calls_model(equation) or any(self.env[number] != (SUM,) for number in model):
             raise Mixing(equation.name, equation.op.line)
         self.late.update(model)
         self._make_early([number for number in own if number not in self.dependent and any(self.env[number])])

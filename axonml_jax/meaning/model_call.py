@@ -18,9 +18,10 @@ from flax import nnx
 from axonml_jax.base import is_array, named_leaves
 from axonml_jax.collectives.primitives import vary
 from axonml_jax.compat.jaxpr import trace
-from axonml_jax.compat.model_call import Transformed, model_call
+from axonml_jax.compat.model_call import PRIMITIVE, Transformed, model_call
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.model.view import BoundLinen, Functional, Mode, Variables
+from axonml_jax.program.program import Equation
 
 Path = tuple[Any, ...]
 
@@ -164,6 +165,11 @@ def _invoke(bound: Any, path: Path, method: str, treedef: Any, rest: Sequence[An
     for part in path:
         owner = owner[part] if isinstance(part, int) or not hasattr(owner, str(part)) else getattr(owner, part)
     return getattr(owner, method)(*args, **kwargs)
+
+
+def calls_model(equation: Equation) -> bool:
+    """Whether an equation of a traced loss is a call of the model, or has one in a program of its own."""
+    return equation.name == PRIMITIVE or any(calls_model(each) for body in equation.bodies for each in body.equations)
 
 
 # The two kinds of models

@@ -14,17 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.base import LossFn, PyTree
+from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.model_call import Transformed
 from axonml_jax.meaning.asked import Asked, SplitOf, Traced, calls_alone
 from axonml_jax.meaning.interpreter import Interpreter
 from axonml_jax.meaning.microbatches import Division, Microbatch, MicroRanks, Mixing, divided
-from axonml_jax.meaning.model_call import Call, put_variables
+from axonml_jax.meaning.model_call import Call, calls_model, put_variables
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import is_plain_mean, talks
 from axonml_jax.meaning.real_calls import RealCalls, Unclear
 from axonml_jax.meaning.two_sweeps import Recording, calls_of, finished, first_only, of_all_rows, read_beside, second
 from axonml_jax.meaning.values import Ranks, Value
-from axonml_jax.model.loss import Loss, WeightedMean, per_weight
+from axonml_jax.model.loss import UNREAD, Loss, WeightedMean, per_weight
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.program.program import Atom, among, made_by
 
@@ -116,6 +117,7 @@ class WholeBatch:
       in_layers: the model's layers split their own parameters: its code is not followed, only called.
       positions: the ranks among which positions are split, or None.
       seeing_whole: entered where the loss's code sees whole sequences.
+      trains: the loss is refused where nothing that is trained reaches it.
     """
 
     group: Group
@@ -125,6 +127,7 @@ class WholeBatch:
     in_layers: bool = False
     positions: Group | None = None
     seeing_whole: Callable[[], AbstractContextManager] = nullcontext
+    trains: bool = False
     _decided: dict[Any, "Decided | str"] = field(default_factory=dict)
 
     def __call__(
@@ -193,6 +196,8 @@ class WholeBatch:
             return self._inlined_decision(asked)
         except Exception as error:  # such as the five largest of four rows
             failed = error
+        if local is not None:
+            self._refuse_unread(asked, local)
         if local is not None and (local.weighted or talks(local.program, asked.axes)):
             return ROWS
         try:
@@ -203,6 +208,7 @@ class WholeBatch:
             if failed is None:
                 raise
             raise failed from None
+        self._refuse_unread(asked, whole)
         if talks(whole.program, asked.axes):
             return ROWS
         if self.positions is not None:
@@ -210,6 +216,10 @@ class WholeBatch:
         if local is not None and is_plain_mean(local, whole, asked.places(), asked.groups):
             return ROWS
         return Decided(whole, (local.noted if local is not None else calls_alone(asked, whole, 0),), failed=failed)
+
+    def _refuse_unread(self, asked: Asked, traced: Traced) -> None:
+        if self.trains and not traced.reads(len(jax.tree.leaves(asked.variables))):
+            raise ValueError(UNREAD)
 
     def _inlined_decision(self, asked: Asked) -> str:
         """Of a loss that differentiates or maps the model: whether it is a plain mean all the same."""
@@ -303,6 +313,11 @@ class WholeBatch:
         self, decided: Decided, places: Sequence[Places], dependent: Sequence[bool], small: Group, calls: RealCalls
     ) -> Decided:
         """With two sweeps, where what the model is called with does not need all rows."""
+        if any(calls_model(each) and each.name != MODEL_CALL for each in decided.whole.program.equations):
+            raise ValueError(
+                "the loss calls the model inside of a loop, a branch or a checkpoint, whose results two sweeps do not keep: "
+                "call it outside, or take all rows at once (accumulate=1, num_microbatches=1)"
+            )
         try:
             division = divided(decided.whole.program, places, dependent, small, calls, only_calls=True)
         except Mixing as mixing:

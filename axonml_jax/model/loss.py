@@ -48,6 +48,13 @@ def per_weight(total: Any, weight: Any) -> Any:
     return total / jnp.where(weight == 0, jnp.inf, weight)
 
 
+UNREAD = (
+    "no trained parameter reaches the loss, so all gradients are zero: the loss must call the model that it is given, "
+    "model(x), not a module from outside nor module.apply(params, x) of variables from outside, which are constants; and nothing may "
+    "stop all gradients (jax.lax.stop_gradient)"
+)
+
+
 class Loss(NamedTuple):
     """A loss and its metrics as sums: what is added up over ranks and microbatches before the one division.
 

@@ -467,6 +467,12 @@ def made_by(equations: Sequence[Equation], wanted: Iterable[Atom], given: Contai
     return found[::-1]
 
 
+def reached(program: Program, wanted: Sequence[Atom]) -> set[int]:
+    """The numbers of all values that the wanted ones have derivatives by: no other way leads to them than `stop_gradient`s."""
+    made = made_by([equation for equation in program.equations if equation.name != "stop_gradient"], wanted)
+    return {number for equation in made for number in equation.read}.union(names_of(wanted))
+
+
 def reads(program: Program) -> Mapping[int, int]:
     """How often each value is read, by equations and as a result; results count once."""
     counts: dict[int, int] = dict.fromkeys(names_of(program.outputs), 1)

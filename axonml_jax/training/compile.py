@@ -22,17 +22,17 @@ from jax.sharding import Mesh
 
 from axonml_jax.base import LossFn, PyTree, named_leaves
 from axonml_jax.collectives.primitives import max_over, sum_over
-from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.jaxpr import trace, traced_with
 from axonml_jax.compat.order import trace_settings
 from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
 from axonml_jax.layers.whole import whole_allowed
 from axonml_jax.meaning.microbatches import Microbatch
 from axonml_jax.meaning.whole_batch import WholeBatch
-from axonml_jax.model.loss import Loss, parse_loss
+from axonml_jax.model.loss import UNREAD, Loss, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.program.on_cpu import collectives_in_order, may_overlap, with_transposed_operands
-from axonml_jax.program.program import read_program, run_program
+from axonml_jax.program.program import reached, read_program, run_program
 from axonml_jax.program.values import nested
 from axonml_jax.sharding.batch import several_batches
 from axonml_jax.sharding.layout import to_host
@@ -174,6 +174,7 @@ class Objective:
       inside: entered around the model's code while it is traced (see `Placement.inside`).
       reading: what is traced in its place (see `reading` of `parallel/placement.py`).
       whole: what the loss means on the whole batch, of which ranks have parts; None: it is that of a rank's rows.
+      trains: it is refused where nothing that is trained reaches it.
     """
 
     model: Functional
@@ -183,6 +184,7 @@ class Objective:
     inside: Callable[[], AbstractContextManager] = nullcontext
     reading: Callable[..., Callable] = lambda fun, **_: fun
     whole: WholeBatch | None = None
+    trains: bool = False
 
     def __post_init__(self):
         if not callable(self.loss_fn):
@@ -292,6 +294,26 @@ class Objective:
                 error.add_note(note)
             raise
 
+    def reads_trained(self, read: Variables, key: jax.Array, batch: PyTree) -> bool:
+        """Whether a trained parameter, as read, reaches the loss, but through `stop_gradient`: of the traced program."""
+        of = lambda params: self(replace(read, params=params), key, batch)[0].total
+        program = read_program(trace(of, read.params).jaxpr)
+        return not reached(program, program.outputs).isdisjoint(program.inputs)
+
+    def refuse_unread(self, total: jax.Array, by: PyTree, read: Variables, key: jax.Array, batch: PyTree) -> None:
+        """Refuse to train by a loss that nothing trained reaches, while it is traced.
+
+        Args:
+          total: the loss.
+          by: what it is differentiated by.
+          read: the variables as read.
+
+        Raises:
+          ValueError: where the traced program shows it.
+        """
+        if self.trains and not traced_with(total, by) and not self.reads_trained(read, key, batch):
+            raise ValueError(UNREAD)
+
     def differentiable(self, parts: Parts, frozen: PyTree) -> Callable:
         """The loss as JAX differentiates it.
 
@@ -310,7 +332,9 @@ class Objective:
         return lambda *args: self._part(*args, parts=parts)
 
     def _part(self, params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree, *, parts: Parts):
-        loss, state = self(Variables(params, frozen, state), key, batch)
+        before = Variables(params, frozen, state)
+        loss, state = self(before, key, batch)
+        self.refuse_unread(loss.total, params, before, key, batch)
         total = loss.total / parts.count if loss.weight is None else loss.total
         return (total if parts.scale is None else total * parts.scale), (loss, state)
 

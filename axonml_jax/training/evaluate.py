@@ -23,7 +23,7 @@ from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.loss import per_weight, weighted_names
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement, parts_of, reading
-from axonml_jax.program.program import made_by, names_of, read_program
+from axonml_jax.program.program import read_program
 from axonml_jax.program.values import SAME, differing
 from axonml_jax.sharding.batch import BatchLayout, check_batch, filled_up, number_of_rows, rows_of
 from axonml_jax.sharding.layout import is_layout, place, to_device_memory, to_host, to_host_memory
@@ -769,12 +769,7 @@ def reads_trained(step: TrainStep, variables: Variables, batch: PyTree) -> bool:
     placement, rest, found = step.placement, step.rest, []
 
     def probed(read: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        of = lambda params: step.objective(replace(read, params=params), key, batch)[0].total
-        program = read_program(trace(of, read.params).jaxpr)
-        with_gradients = [equation for equation in program.equations if equation.name != "stop_gradient"]
-        made = made_by(with_gradients, program.outputs)
-        needed = {number for equation in made for number in equation.read}.union(names_of(program.outputs))
-        found.append(not needed.isdisjoint(program.inputs))
+        found.append(step.objective.reads_trained(read, key, batch))
         loss, state = step.objective(read, key, batch)  # which stages are cut of
         return loss.total, state
 

@@ -162,6 +162,7 @@ class AtOnce(OneByOne):
 class _Once:
     def __init__(self, engine: AtOnce, params: PyTree, frozen: PyTree, read: PyTree | None, overlaps: bool):
         self.placement, self.params, self.read, self.overlaps = engine.placement, params, read, overlaps
+        self.objective, self.frozen = engine.objective, frozen
         self.model, self.whole_loss = engine.objective.model, engine.objective.differentiable(engine.parts, frozen)
         self.layouts = jax.tree.leaves(self.placement.params, is_leaf=is_layout)
         self.feedback = engine.feedback
@@ -185,7 +186,13 @@ class _Once:
     def _overlapped(self, state, key, batch, axes, accumulated):
         args, placement = (state, key, batch), self.placement
         seen = placement.read_tree(self.params, placement.params) if self.read is None else self.read
-        hooked = overlapped(self._loss(seen, args), placement, self.params, self.read, args, axes, self.feedback)
+        reduced_loss = overlapped(self._loss(seen, args), placement, self.params, self.read, args, axes, self.feedback)
+
+        def hooked(carriers: PyTree, more: Any, *args: Any) -> tuple[jax.Array, Any]:
+            total, aux = reduced_loss(carriers, more, *args)
+            self.objective.refuse_unread(total, carriers, Variables(seen, self.frozen, state), key, batch)
+            return total, aux
+
         leaves, treedef = jax.tree.flatten(to_device_memory(self.params, placement.plan.offload.params))
         reduced = placement.axes if axes is None else axes
         unreduced = [axis for axis in placement.batch_axes if axis not in flat_axes(reduced)]

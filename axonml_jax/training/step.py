@@ -64,7 +64,7 @@ class TrainStep:
         self.transforms = transforms_of(self.rest, options, model)
         self.kept = kept_of(self.transforms)
         self._on_shards = OnShards.of(tx, placement)
-        self.objective = objective_of(model, loss_fn, placement, training)
+        self.objective = objective_of(model, loss_fn, placement, training, trains=True)
         self._returned: tuple[int, ...] = ()  # parts of the last state, which are not looked through again
         on_cpu = compiler_options(placement, mesh)
         self._compiled = Compiled(self._whole, mesh, accept, donate_argnums=0, compiler_options=on_cpu)
@@ -175,12 +175,22 @@ def forward_mode(placement: Placement, training: bool | None) -> Mode:
 
 
 def objective_of(
-    model: Functional, loss_fn: LossFn, placement: Placement, training: bool | None, *, sync: bool = True
+    model: Functional,
+    loss_fn: LossFn,
+    placement: Placement,
+    training: bool | None,
+    *,
+    sync: bool = True,
+    trains: bool = False,
 ) -> Objective:
-    """A loss function on a model, as it runs under a plan; of every rank's own rows without `sync`."""
+    """A loss function on a model, as it runs under a plan; of every rank's own rows without `sync`.
+
+    With `trains` it is refused where nothing that is trained reaches it.
+    """
     mode, whole = forward_mode(placement, training), whole_batch(placement, loss_fn) if sync else None
+    whole = whole and replace(whole, trains=trains)
     read = partial(reading, model=model, placement=placement, precision=mode.precision)
-    return Objective(model, loss_fn, mode, placement.position_axes, placement.inside, read, whole)
+    return Objective(model, loss_fn, mode, placement.position_axes, placement.inside, read, whole, trains)
 
 
 def whole_batch(placement: Placement, loss_fn: LossFn) -> WholeBatch | None:
