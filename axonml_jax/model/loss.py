@@ -50,8 +50,8 @@ def per_weight(total: Any, weight: Any) -> Any:
 
 UNREAD = (
     "no trained parameter reaches the loss, so all gradients are zero: the loss must call the model that it is given, "
-    "model(x), not a module from outside nor module.apply(params, x) of variables from outside, which are constants; and nothing may "
-    "stop all gradients (jax.lax.stop_gradient)"
+    "model(x), not a module from outside nor module.apply(params, x) of variables from outside, which are constants; and "
+    "nothing may stop all gradients (jax.lax.stop_gradient)"
 )
 
 
