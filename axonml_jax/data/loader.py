@@ -330,8 +330,8 @@ def create_dataloader(
         if not drop_last:
             logger.warning(
                 "create_dataloader(drop_last=False) of an iterable source: where an epoch does not divide by %d, its last "
-                "batch is filled up from the epoch's start with samples that count twice. trainer.validate and trainer.predict take "
-                "a short last batch as it is",
+                "batch is filled up from the epoch's start with samples that count twice. trainer.validate and trainer.predict "
+                "take a short last batch as it is",
                 global_batch_size,
             )
         stream = replace(samples, window=shuffle_window if shuffle else 1, seed=seed)
