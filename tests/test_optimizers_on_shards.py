@@ -22,7 +22,8 @@ from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.sharding.layout import from_stored, map_layouts, padded, specs
 from axonml_jax.testing.equality import assert_equals_single_device, assert_trees_close
-from axonml_jax.training.on_shards import OnShards
+from axonml_jax.training import on_shards as on_shards_module
+from axonml_jax.training.compose import rest_of
 from axonml_jax.training.optimizer import owners, written
 
 SHARE = [
@@ -78,7 +79,7 @@ def leaves(seed):
 def on_shards(make, **options):
     params, mesh = leaves(0), mesh_of(fsdp=3)
     placement = bind_plan(ax.Plan(**options), Variables(params, {}, {}), mesh)
-    return params, mesh, placement, OnShards.of(make(), placement)
+    return params, mesh, placement, rest_of(placement).optimizer(make()).on_shards
 
 
 def updates_twice(make, **options):
@@ -197,7 +198,7 @@ def test_matrices_of_one_shape_are_shared_out_in_one_exchange_each_way():
     mesh, rows = mesh_of(fsdp=3), 6
     params = {f"layer{i}": jnp.ones((rows, 4)) for i in range(7)} | {"bias": jnp.ones(4)}
     placement = bind_plan(ax.Plan(), Variables(params, {}, {}), mesh)
-    on = OnShards.of(optax.contrib.muon(RATE), placement)
+    on = rest_of(placement).optimizer(optax.contrib.muon(RATE)).on_shards
     layouts = placement.params, on.state
     state = padded(optax.contrib.muon(RATE).init(params), on.state)
     where, loss = tuple(specs(each) for each in layouts), jnp.ones((), jnp.float64)
@@ -261,3 +262,25 @@ def test_an_optimizer_is_called_by_what_it_is_made_of():
         == "apply_if_finite(chain(clip_by_global_norm, chain(scale_by_adam, scale)))"
     )
     assert written(optax.masked(CLIP, True)) == "masked(clip_by_global_norm)"
+
+
+def steps_of(monkeypatch, setup, *, asks_everything):
+    """The update that is read of an optimizer's program, as plain values."""
+    with monkeypatch.context() as patched:
+        if asks_everything:
+            patched.setattr(on_shards_module._Reader, "_plainly", lambda self, equation, given: None)
+        tx = SETUPS[setup]()
+        tx = tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
+        try:
+            program = on_shards(lambda: tx)[-1].program(jax.ShapeDtypeStruct((), jnp.float64))
+        except ValueError as refused:
+            return str(refused)
+    kind = lambda step: None if step.by_element is None else step.by_element.kind()
+    steps = [(s.inputs, s.outputs, s.owner, s.level, s.total, str(s.dtype), kind(s)) for s in program.steps]
+    return steps, program.inputs, program.outputs, program.owners, sorted(program.constants)
+
+
+@pytest.mark.parametrize("setup", sorted(SETUPS.keys() - {"lookahead", "L-BFGS"}))
+def test_what_most_operations_are_is_read_as_if_everything_had_been_asked(monkeypatch, setup):
+    quick, asked = (steps_of(monkeypatch, setup, asks_everything=asks) for asks in (False, True))
+    assert quick == asked

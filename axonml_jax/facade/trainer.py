@@ -410,8 +410,8 @@ class Trainer(Generic[M]):
         self._steps: dict[bool | None, TrainStep] = {}
         self._predictions: dict[int, Predict] = {}
         self._eval = EvalStep(model._functional, placement, model.mesh, eval_fn or loss_fn, model._accept)
-        rest = self.train_step.rest  # refuses options that cannot work before anything is allocated
-        self._state = init_state(model.variables, tx, rest, model.mesh, model._key, self.train_step.kept)
+        at_rest = self.train_step.at_rest  # refuses options that cannot work before anything is allocated
+        self._state = init_state(model.variables, at_rest, model.mesh, model._key)
         self.hollow = model.hollow
 
     def __repr__(self) -> str:
@@ -433,7 +433,7 @@ class Trainer(Generic[M]):
         if self._ema and self._loads != self.model.loads:
             logger.warning("the model's parameters were loaded: the moving average begins with them")
             step = self.train_step
-            state = with_new_average(step.model, state, step.rest, self._tx, step.kept)
+            state = with_new_average(step.model, state, step.at_rest)
             self._continue(state)
         if state.rounds is not None and state.params is not self._state.params:
             logger.warning("the model's parameters were changed: replicas go on from them and drop this round's")
@@ -443,7 +443,7 @@ class Trainer(Generic[M]):
 
     def _replicas_anew(self, state: TrainState) -> TrainState:
         """A state whose replicas have the outer parameters; all else stays."""
-        first = self.train_step.kept["rounds"].first(state.params, self.model.mesh)
+        first = self.train_step.at_rest.kept["rounds"].first(state.params, self.model.mesh)
         return state.keeping(rounds=replace(state.rounds, own=first.own))
 
     @state.setter
@@ -464,7 +464,7 @@ class Trainer(Generic[M]):
         Arrays stay split; under a pipeline, and where a split pads, they are copies. Replicas with optimizers of their own
         (NO_SYNC, DiLoCo) have entries along dim 0. `ema`'s average is left out; `trainer.state.opt_state` is how all rests.
         """
-        tree = self.train_step.rest.opt_tree(self._tx, self.state.opt_state)
+        tree = self.train_step.optimizer.tree(self.state.opt_state)
         return tree.inner if self._ema else tree
 
     @property
@@ -720,7 +720,7 @@ class Trainer(Generic[M]):
         if not self._ema:
             raise ValueError("no moving average is kept: make the trainer with ema=0.999 or another decay")
         step = self.train_step
-        return averaged_variables(step.model, self.state, step.rest, self._tx)
+        return averaged_variables(step.model, self.state, step.at_rest)
 
     @property
     def train_step(self) -> TrainStep:

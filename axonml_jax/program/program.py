@@ -603,6 +603,9 @@ def _table() -> Iterable[tuple[str, Rule]]:
 RULES: Mapping[str, Rule] = dict(_table())
 """By the primitive's name; names of all supported versions of JAX stand beside each other."""
 
+ELEMENTWISE = frozenset(name for name, rule in RULES.items() if rule.kind == "elementwise")
+"""Primitives that treat every element alike."""
+
 
 def rule_of(name: str) -> Rule:
     """The rule of a primitive; asynchronous collectives have that of the collective, and what waits for one passes it on."""
@@ -616,7 +619,7 @@ def rule_of(name: str) -> Rule:
 
 def is_elementwise(name: str) -> bool:
     """Whether a primitive treats every element alike."""
-    return rule_of(name).kind == "elementwise"
+    return name in ELEMENTWISE
 
 
 def is_redone(name: str) -> bool:

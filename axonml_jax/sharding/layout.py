@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import jax
@@ -99,7 +100,7 @@ class Layout:
         left = max(self.stack_dims - drop, 0)
         return Layout(self.shape[drop:], self.dtype, spec, self.stored[drop:], self.parts[drop:], left)
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes over which the ranks hold different parts."""
         return tuple(name for entry in self.spec for name in _names(entry))

@@ -165,7 +165,7 @@ class LeftOut(Kept):
         """Zeros."""
         return self._zeros()
 
-    def specs(self, value: PyTree, rest: Rest) -> PyTree:
+    def specs(self, value: PyTree, *, between: bool) -> PyTree:
         """A dim of ranks in front."""
         return each_ranks_specs(self.placement)
 

@@ -7,6 +7,7 @@ of them that it changes and knows of no other transform. `training/transforms.py
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from axonml_jax.base import PyTree, named_leaves
 from axonml_jax.model.view import Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Leaf
-from axonml_jax.training.rest import InRounds, Partitioned, PartitionedStacked, Plain, Rest, Stacked
+from axonml_jax.training.rest import InRounds, Partitioned, PartitionedStacked, Plain, Rest, RestingOptimizer, Stacked
 from axonml_jax.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -123,8 +124,8 @@ class Kept(abc.ABC):
         """That of a model of these shapes, as zeros: for `jax.eval_shape`."""
 
     @abc.abstractmethod
-    def specs(self, value: PyTree, rest: Rest) -> PyTree:
-        """Its PartitionSpecs, in a form of rest: a step's own, or that between steps (`Rest.between`)."""
+    def specs(self, value: PyTree, *, between: bool) -> PyTree:
+        """Its PartitionSpecs as the step's `shard_map` takes it, or `between` steps (`Rest.between`)."""
 
     @abc.abstractmethod
     def leaves(self, value: PyTree) -> dict[str, Leaf]:
@@ -157,24 +158,23 @@ class AsOptimizer(Kept):
     name: str
     make: Callable[[PyTree], PyTree]
 
-    @property
-    def tx(self) -> optax.GradientTransformation:
-        """An optimizer with this state, which does nothing."""
-        return optax.GradientTransformation(
-            lambda params: self.make(params), lambda updates, state, params=None: (updates, state)
-        )
+    @cached_property
+    def optimizer(self) -> RestingOptimizer:
+        """One with this state, which does nothing."""
+        nothing = lambda updates, state, params=None: (updates, state)
+        return self.rest.optimizer(optax.GradientTransformation(lambda params: self.make(params), nothing))
 
     def first(self, params: PyTree, mesh: Mesh) -> PyTree:
         """Each leaf made where it will live."""
-        return self.rest.first_opt_state(self.tx, params, mesh)
+        return self.optimizer.first(params, mesh)
 
     def shapes(self, shapes: Variables) -> PyTree:
         """As zeros."""
-        return self.rest.shapes(shapes, self.tx)[1]
+        return self.optimizer.shapes(shapes)
 
-    def specs(self, value: PyTree, rest: Rest) -> PyTree:
+    def specs(self, value: PyTree, *, between: bool) -> PyTree:
         """As an optimizer's."""
-        return rest.opt_specs(self.tx)
+        return (self.optimizer.between() if between else self.optimizer).specs()
 
     def enter(self, value: PyTree) -> PyTree:
         """This rank's entry."""
@@ -186,12 +186,12 @@ class AsOptimizer(Kept):
 
     def leaves(self, value: PyTree) -> dict[str, Leaf]:
         """With their layouts."""
-        found = named_leaves(self.rest.opt_leaves(self.tx, value))
+        found = named_leaves(self.optimizer.leaves(value))
         return {f"{self.name}/{name}": leaf for name, leaf in found.items()}
 
     def filled(self, like: PyTree, arrays: Mapping[str, Any]) -> PyTree:
         """Of arrays by these names."""
-        return self.rest.resting_opt(self.tx, like, lambda tree: filled(f"{self.name}/", tree, arrays))
+        return self.optimizer.resting(like, lambda tree: filled(f"{self.name}/", tree, arrays))
 
 
 def filled(prefix: str, like: PyTree, arrays: Mapping[str, Any]) -> PyTree:

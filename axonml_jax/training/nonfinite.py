@@ -233,15 +233,15 @@ class Counts(Kept):
         axes = self.rest.placement.own_axes if self.per_model else ()
         shape = (self.rest.placement.ranks(axes),) if axes else ()
         counts = jax.tree.map(lambda count: jnp.broadcast_to(count, shape), self.make())
-        return place(counts, self.specs(counts, self.rest), mesh)
+        return place(counts, self.specs(counts, between=True), mesh)
 
     def shapes(self, shapes: Any) -> PyTree:
         """As they begin."""
         return self.make()
 
-    def specs(self, value: PyTree, rest: Rest) -> PyTree:
+    def specs(self, value: PyTree, *, between: bool) -> PyTree:
         """Whole on every rank that trains the same model."""
-        return jax.tree.map(lambda _: rest.means if self.per_model else PartitionSpec(), value)
+        return jax.tree.map(lambda _: self.rest.means if self.per_model else PartitionSpec(), value)
 
     def enter(self, value: PyTree) -> PyTree:
         """Of this rank's model."""

@@ -27,6 +27,7 @@ from axonml_jax.compat.varying_types import CASTS, varying_axes
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.pipeline.schedules import AXIS
 from axonml_jax.program.program import (
+    ELEMENTWISE,
     Equation,
     Program,
     entry_of,
@@ -39,7 +40,7 @@ from axonml_jax.program.program import (
     run_program,
 )
 from axonml_jax.sharding.layout import Layout, is_layout, map_layouts
-from axonml_jax.training.optimizer import apply, culprit, opt_owners, whole_shape
+from axonml_jax.training.optimizer import apply, culprit, whole_shape
 
 # --------------------------------------------------------------------------------------------------
 # Equations that were traced without mesh axes, run on values that vary over some: loops and branches are traced anew.
@@ -221,17 +222,36 @@ class Value(NamedTuple):
         return self.owner is None and (not self.aval.shape or self.uniform)
 
 
-def kind_of(op: Operation, given: Sequence[Value]) -> Hashable:
-    """What an operation does to each element, whatever the shape; None: it may do anything else."""
+class ByElement(NamedTuple):
+    """An operation that does the same to each element, whatever the shape.
+
+    Attributes:
+      op: the operation.
+      given: its operands: numbers, or of the shape of the result.
+    """
+
+    op: Operation
+    given: Sequence[Value]
+
+    def kind(self) -> Hashable:
+        """Equal where the same is done."""
+        op, given = self
+        options = () if op.name == _SPREAD else tuple(sorted((name, str(value)) for name, value in op.options.items()))
+        met = tuple(value.owner is None and (value.uniform, not value.aval.shape) for value in given)
+        return op.name, options, met, *(str(aval.dtype) for aval in op.made)
+
+
+_SPREAD = "broadcast_in_dim"
+
+
+def by_element(op: Operation, given: Sequence[Value]) -> ByElement | None:
+    """An operation that does the same to each element; None: it may do anything else."""
     shape = op.made[0].shape
-    spread = op.name == "broadcast_in_dim" and given[0].is_number
-    if not spread and not is_elementwise(op.name):
+    if op.name not in ELEMENTWISE and not (op.name == _SPREAD and given[0].is_number):
         return None
     if any(not value.is_number and (value.owner is None or value.aval.shape != shape) for value in given):
         return None
-    options = () if spread else tuple(sorted((name, str(value)) for name, value in op.options.items()))
-    met = tuple(value.owner is None and (value.uniform, not value.aval.shape) for value in given)
-    return op.name, options, met, *(str(aval.dtype) for aval in op.made)
+    return ByElement(op, given)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -262,7 +282,7 @@ class UpdateStep:
       level: how many rounds of totals come before it.
       total: how the ranks' values are joined ("sum", "max", "min"); None: they are not.
       dtype: of a total.
-      kind: what it does to each element, whatever the shape; None: it may do anything.
+      by_element: what it does to each element, whatever the shape; None: it may do anything.
       work: what it does to the whole of the parameter, on the rank that gathers it; None: it acts on parts.
     """
 
@@ -273,7 +293,7 @@ class UpdateStep:
     level: int
     total: str | None = None
     dtype: Any = None
-    kind: Hashable = None
+    by_element: ByElement | None = None
     work: MatrixWork | None = None
 
     @property
@@ -318,7 +338,7 @@ class ShardedProgram:
           whole: the arguments that are the same on all ranks, by position.
           on_rank: what runs a function of the arguments that this rank holds parts of.
           finish: makes of a rank's results, by position, something of the same type on all ranks.
-          on_runs: the same for the results, where one parameter may stand for several (`training/rest.py`); None: `on_rank`.
+          on_runs: the same for the results, where one parameter may stand for several (`training/staged.py`); None: `on_rank`.
 
         Returns:
           What `finish` made, and the results that are the same on all ranks, by position.
@@ -462,24 +482,25 @@ class WholeWork:
     Attributes:
       layouts: of every parameter.
       constants: of the update, by number.
+      noted: the operation that makes a whole value, by that value's number.
     """
 
     layouts: Sequence[Layout]
     constants: Mapping[int, Any]
-    _noted: dict[int, _Noted] = field(default_factory=dict)
+    noted: dict[int, _Noted] = field(default_factory=dict)
 
     def has(self, value: Value) -> bool:
         """Whether a value is whole, on the rank that owns the parameter in this update."""
-        return value.number in self._noted
+        return value.number in self.noted
 
     def note(self, equation: Equation, given: Sequence[Value], made: Sequence[Value], frames: Sequence[str]) -> None:
         """Remember an operation."""
         noted = _Noted(equation, tuple(given), tuple(value.number for value in made), frames)
-        self._noted.update(dict.fromkeys(noted.made, noted))
+        self.noted.update(dict.fromkeys(noted.made, noted))
 
     def frames(self, value: Value) -> Sequence[str]:
         """The functions around the operation that makes a whole value."""
-        return self._noted[value.number].frames
+        return self.noted[value.number].frames
 
     def work(self, value: Value, *, part: bool) -> tuple[MatrixWork, list[Value]]:
         """What makes a value, and what that reads: parts of the parameter, then what is the same on all ranks.
@@ -515,7 +536,7 @@ class WholeWork:
         found: dict[int, _Noted] = {}
 
         def visit(number: int) -> None:
-            noted = self._noted.get(number)
+            noted = self.noted.get(number)
             if noted is None or noted.made[0] in found:
                 return
             for each in noted.given:
@@ -673,15 +694,16 @@ class UpdateSteps:
         *,
         uniform: bool = False,
         raw: bool = False,
-        kind: Hashable = None,
+        by_element: ByElement | None = None,
     ) -> list[Value]:
         """A step; `raw`: it takes single numbers in the place of uniform arrays, as uniform results do anyway."""
         level = max((value.level for value in given), default=0)
         made = [self.new(aval, owner, uniform=uniform, level=level) for aval in avals]
         if not (uniform or raw) and any(value.uniform for value in given):
-            run = _spreading(run, given, split=owner is not None and (kind is not None or not self.is_whole(owner)))
+            split = owner is not None and (by_element is not None or not self.is_whole(owner))
+            run = _spreading(run, given, split=split)
         inputs, outputs = tuple(value.number for value in given), tuple(value.number for value in made)
-        self.steps.append(UpdateStep(run, inputs, outputs, owner, level, kind=kind))
+        self.steps.append(UpdateStep(run, inputs, outputs, owner, level, by_element=by_element))
         return made
 
 
@@ -757,14 +779,44 @@ class _Reader(UpdateSteps):
         env: dict[int, Value] = dict(zip(program.inputs, given, strict=True))
         for number, constant in program.constants.items():
             env[number] = self.constant(constant, program.avals[number])
-        look = lambda atom: self.constant(atom.val, atom.aval) if is_constant(atom) else env[atom]
+        constant = lambda atom: self.constant(atom.val, atom.aval)
         for equation in program.equations:
-            made = self._equation(equation, [look(atom) for atom in equation.inputs], frames_of(equation.op, frames))
-            env.update(zip(equation.outputs, made, strict=True))
-        return [look(atom) for atom in program.outputs]
+            read = [env[atom] if isinstance(atom, int) else constant(atom) for atom in equation.inputs]
+            if (plain := self._plainly(equation, read)) is not None:
+                env[equation.outputs[0]] = plain
+            else:
+                env.update(zip(equation.outputs, self._equation(equation, read, frames), strict=True))
+        return [env[atom] if isinstance(atom, int) else constant(atom) for atom in program.outputs]
+
+    def _plainly(self, equation: Equation, given: list[Value]) -> Value | None:
+        """The result of an operation on each element of one parameter and numbers, as most are; None: of any other.
+
+        `_equation` would say the same, but it asks everything else first, and most optimizers consist of these.
+        """
+        op, spread, noted = equation.op, equation.name == _SPREAD, self.whole_work.noted
+        if not spread and equation.name not in ELEMENTWISE:
+            return None
+        owner, aval, uniform, inputs = None, op.results[0].aval, False, ()
+        for value in given:
+            if value.level or value.number in noted:
+                return None
+            if value.owner is not None and (
+                spread or value.aval.shape != aval.shape or owner not in (None, value.owner)
+            ):
+                return None
+            if value.owner is None and value.aval.shape and not value.uniform:
+                return None
+            owner, uniform = owner if value.owner is None else value.owner, uniform or value.uniform
+            inputs += (value.number,)
+        made, run = Value(next(self._count), aval, owner, owner is None, 0), _given if spread else op.bind
+        run = _spreading(run, given, split=True) if uniform and owner is not None else run
+        self.steps.append(UpdateStep(run, inputs, (made.number,), owner, 0, by_element=ByElement(op, given)))
+        return made
 
     def returned(self, value: Value, owner: int | None) -> Value:
         """A result, which must hold elements of the parameter that it belongs to, or be the same on all ranks."""
+        if owner is not None and value.owner == owner and not self.whole_work.has(value):
+            return value
         if value.owner != owner and self.is_small(value):
             value = self.everywhere(value)
         if self.whole_work.has(value) and owner in (None, value.owner):
@@ -778,8 +830,9 @@ class _Reader(UpdateSteps):
             return value
         raise Mixing("what it returns for one parameter, or for none, holds elements of another")
 
-    def _equation(self, equation: Equation, given: list[Value], frames: Sequence[str]) -> list[Value]:
+    def _equation(self, equation: Equation, given: list[Value], outer: Sequence[str]) -> list[Value]:
         op, name, avals = equation.op, equation.name, equation.op.made
+        frames = frames_of(op, outer)
         if equation.called is not None:
             return self.read(equation.called, given, frames)
         split = any(each.axes for each in self.layouts)
@@ -798,10 +851,11 @@ class _Reader(UpdateSteps):
                 raise
             return self.note(equation, given, frames)
         if owner is None:
-            spread = name == "broadcast_in_dim"
+            spread = name == _SPREAD
             uniform = (is_elementwise(name) or spread) and all(value.is_number for value in given)
-            run = (lambda values: values) if uniform and spread else op.bind
-            return self.emit(run, given, avals, None, uniform=uniform, kind=kind_of(op, given) if uniform else None)
+            run = _given if uniform and spread else op.bind
+            same = by_element(op, given) if uniform else None
+            return self.emit(run, given, avals, None, uniform=uniform, by_element=same)
         if not self.is_whole(owner) and name in _STILL:
             return [given[0]._replace(aval=avals[0])]
         if not self.is_whole(owner) and name == "dot_general":  # of all dims: a sum of products
@@ -811,7 +865,7 @@ class _Reader(UpdateSteps):
             return [self.total(jnp.sum, given[0], "sum", avals[0].dtype)]
         if (total := rule_of(name).total) and given[0].aval.shape and not self.is_whole(owner):
             return [self.total(lambda x: op.bind([x])[0], given[0], total, avals[0].dtype)]
-        return self.emit(op.bind, given, avals, owner, kind=kind_of(op, given))
+        return self.emit(op.bind, given, avals, owner, by_element=by_element(op, given))
 
     def _met(self, op: Operation, given: list[Value]) -> list[Value]:
         """The operands with none that is whole, unless all are of one parameter and the operation stays with whole arrays."""
@@ -888,6 +942,11 @@ class _Reader(UpdateSteps):
         return {value.aval.shape} | rows
 
 
+def _given(values: Sequence[Any]) -> Sequence[Any]:
+    """Of numbers that are to be spread: they stand for what they would be spread over."""
+    return values
+
+
 def _contracts_all(op: Operation) -> bool:
     """Whether a product is one of all elements with their like."""
     left, right = op.contraction.contracted
@@ -916,8 +975,14 @@ class OnShards:
     owners: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, tx: optax.GradientTransformation, placement: Placement) -> "OnShards | None":
+    def of(
+        cls, tx: optax.GradientTransformation, placement: Placement, state: PyTree, owners: Sequence[int | None]
+    ) -> "OnShards | None":
         """None where every rank updates whole leaves.
+
+        Args:
+          tx, placement: the optimizer, and the plan on its mesh.
+          state, owners: see `opt_owners`.
 
         Raises:
           ValueError: when the update of shards would not be the update of the whole; says why.
@@ -926,7 +991,6 @@ class OnShards:
         held = placement.stages is not None or any(layout.axes for layout in layouts)
         if plan.update == "whole" or not held:
             return None
-        state, owners = opt_owners(placement, tx)
         on_shards = cls(tx, placement, state, tuple(owners))
         assert on_shards.program(jax.ShapeDtypeStruct((), jnp.float32))
         return on_shards

@@ -97,10 +97,10 @@ def owners(state: PyTree, params: PyTree) -> list[int | None]:
     [None, 0, 1, None]
     """
     positions = {path: i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
-    paths = [path for path, _ in _nodes(state)]
-    roots = {path[:k] for path in paths for k in range(len(path) + 1)}
+    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_masked)
+    roots = {path[:k] for path, _ in nodes for k in range(len(path) + 1)}
     below: dict[Path, list[tuple[Path, bool]]] = {root: [] for root in roots}
-    for path, node in _nodes(state):
+    for path, node in nodes:
         for k in range(len(path) + 1):
             below[path[:k]].append((path[k:], _is_masked(node)))
     trees = {root for root, leaves in below.items() if _covers(leaves, positions)}
@@ -109,7 +109,7 @@ def owners(state: PyTree, params: PyTree) -> list[int | None]:
         ends = (path[k:] for k in range(len(path)) if path[:k] in trees)
         return next((positions[end[:k]] for end in ends for k in range(1, len(end) + 1) if end[:k] in positions), None)
 
-    return [owner(path) for path, node in _nodes(state) if not _is_masked(node)]
+    return [owner(path) for path, node in nodes if not _is_masked(node)]
 
 
 def _covers(leaves: list[tuple[Path, bool]], positions: Mapping[Path, int]) -> bool:
@@ -124,10 +124,6 @@ def _covers(leaves: list[tuple[Path, bool]], positions: Mapping[Path, int]) -> b
         else:
             return False
     return len(seen) == len(positions)
-
-
-def _nodes(state: PyTree) -> list[tuple[Path, Any]]:
-    return jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_masked)
 
 
 def _is_masked(node: Any) -> bool:
@@ -270,11 +266,6 @@ def _wide(x: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 # Where the optimizer's state lives: a leaf that belongs to a parameter lives as the parameter does.
 # --------------------------------------------------------------------------------------------------
-
-
-def opt_layouts(placement: Placement, tx: optax.GradientTransformation) -> PyTree:
-    """The layout of every leaf of the optimizer's state: that of the parameter it belongs to, else whole on every rank."""
-    return opt_owners(placement, tx)[0]
 
 
 def opt_owners(placement: Placement, tx: optax.GradientTransformation) -> tuple[PyTree, list[int | None]]:

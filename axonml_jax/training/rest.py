@@ -2,17 +2,14 @@
 
 import abc
 import re
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax.base import PyTree, named_leaves
@@ -21,7 +18,6 @@ from axonml_jax.model.loss import Loss
 from axonml_jax.model.view import Functional, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.units import Replayed
-from axonml_jax.pipeline.pack import Buffers, Packing, Slot, StageStore, slot_value
 from axonml_jax.sharding.layout import (
     HOST,
     Leaf,
@@ -40,132 +36,8 @@ from axonml_jax.sharding.layout import (
     unpadded,
 )
 from axonml_jax.training.compile import Objective, Part, clipped, norm
-from axonml_jax.training.on_shards import OnShards, ShardedProgram, seen_shard, stored_shard
-from axonml_jax.training.optimizer import apply, gather_stored, opt_layouts, own_parts
-
-# --------------------------------------------------------------------------------------------------
-# Parameters of a pipeline's rank that lie one behind the other and are updated alike, element by element: updated as
-# one.
-#
-# The update of a rank then has as many operations as that of one parameter, and not as many for each: less to trace and
-# compile.
-# --------------------------------------------------------------------------------------------------
-
-
-class Tree(NamedTuple):
-    """A tree among the arguments of an update.
-
-    Attributes:
-      store: where its leaves lie.
-      owners: of every leaf of the store, the parameter that it belongs to.
-      given: of every leaf, its position among the arguments.
-      made: of every leaf, that of its new value among the results; empty: it has none.
-    """
-
-    store: StageStore
-    owners: Sequence[int]
-    given: Sequence[int]
-    made: Sequence[int] = ()
-
-
-class _Place(NamedTuple):
-    """Where a leaf lies, or the leaves that are one with it and behind it."""
-
-    slot: Slot
-    alone: bool
-
-
-class Runs:
-    """How ranks update their parameters: one after the other, or several that are alike as if they were one, flat.
-
-    Args:
-      program: the update; None: no parameters are one.
-      trees: its arguments that belong to parameters; the parameters are the last.
-    """
-
-    def __init__(self, program: ShardedProgram | None, trees: Sequence[Tree]):
-        self.trees, self._store = trees, trees[-1].store
-        self._chains = {} if program is None else chains(program)
-        self._leaves: dict[int, list[tuple[int, int]]] = {}  # of every parameter its leaf in each tree
-        for number, tree in enumerate(trees):
-            for leaf, owner in enumerate(tree.owners):
-                self._leaves.setdefault(owner, []).append((number, leaf))
-        self._places = [self._of_rank(rank) for rank in range(self._store.num_ranks)]
-
-    def held(self, buffers: Sequence[Buffers], rank: int) -> dict[int, jax.Array]:
-        """A rank's arguments by position; of parameters that are one those of the first."""
-        values = {}
-        for (number, leaf), (slot, alone) in self._places[rank].items():
-            tree, value = self.trees[number], slot_value(slot, buffers[number][slot.group])
-            values[tree.given[leaf]] = seen_shard(value, tree.store.layouts[leaf]) if alone else value
-        return values
-
-    def looks(self, rank: int) -> Hashable:
-        """What ranks have in common that may update what they hold alike: what lies where."""
-        return tuple((number, slot, alone) for (number, _), (slot, alone) in self._places[rank].items())
-
-    def pack(self, number: int, made: Mapping[int, Any]) -> Buffers:
-        """The buffers of one tree on a rank, from its results by position, as `held` gives arguments."""
-        tree, packed = self.trees[number], {}
-        for places in self._places:
-            for (other, leaf), (slot, alone) in places.items():
-                if other == number and tree.made[leaf] in made:
-                    value = made[tree.made[leaf]]
-                    packed[slot] = stored_shard(value, tree.store.layouts[leaf]) if alone else value
-        return Packing(tuple(packed)).pack(list(packed.values()), tree.store.buffers.sizes)
-
-    def _of_rank(self, rank: int) -> dict[tuple[int, int], _Place]:
-        """Where a rank's leaves lie; of parameters that are one those of the first."""
-        slots, runs = self._store.slots, []
-        for owner in sorted(self._store.leaves_of_rank(rank), key=lambda i: (slots[i].group, slots[i].offset)):
-            if runs and self._follows(owner, runs[-1][-1]):
-                runs[-1].append(owner)
-            else:
-                runs.append([owner])
-        places = {}
-        for run in runs:
-            for each in zip(*(self._leaves[owner] for owner in run), strict=True):
-                first, sizes = self._slot(each[0]), [self._slot(place).size for place in each]
-                slot = first if len(run) == 1 else first._replace(shape=(sum(sizes),))
-                places[each[0]] = _Place(slot, len(run) == 1)
-        return places
-
-    def _follows(self, owner: int, before: int) -> bool:
-        """Whether a parameter is updated like the one before it, and lies behind it in every tree."""
-        chain = self._chains.get(owner)
-        if chain is None or chain != self._chains.get(before):
-            return False
-        pairs = zip(self._leaves[before], self._leaves[owner], strict=True)
-        slots = [(self._slot(first), self._slot(second)) for first, second in pairs]
-        return all((a.group, a.offset + a.size) == (b.group, b.offset) for a, b in slots)
-
-    def _slot(self, place: tuple[int, int]) -> Slot:
-        number, leaf = place
-        return self.trees[number].store.slots[leaf]
-
-
-def chains(program: ShardedProgram) -> dict[int, Hashable]:
-    """For every parameter what is done to each of its elements: equal where the same is done, and nothing but that."""
-    known: dict[Hashable, int] = {}  # what a value is made of, so that equal numbers made twice are one
-    made: dict[int, Hashable] = {}
-    counts: Counter[int] = Counter()
-    for number, owner in zip(program.inputs, program.owners[0], strict=True):
-        made[number] = ("argument", number)
-        if owner is not None:
-            made[number], counts[owner] = ("own", counts[owner]), counts[owner] + 1
-    for number, value in program.constants.items():
-        one = not isinstance(value, Tracer) and np.size(value) == 1
-        made[number] = ("number", str(value.dtype), np.asarray(value).tobytes()) if one else ("array", number)
-    for step in program.steps:
-        key = (step.kind, *(made[number] for number in step.inputs))
-        for output, number in enumerate(step.outputs):
-            made[number] = ("step", number) if step.kind is None else known.setdefault((output, *key), len(known))
-    found: dict[int, list[Hashable]] = {}
-    for number, owner in zip(program.outputs, program.owners[1], strict=True):
-        if owner is not None:
-            found.setdefault(owner, []).append(made[number])
-    return {owner: tuple(results) for owner, results in found.items()}
-
+from axonml_jax.training.on_shards import OnShards
+from axonml_jax.training.optimizer import apply, gather_stored, opt_owners, own_parts
 
 # --------------------------------------------------------------------------------------------------
 # The norms of gradients and parameters layer by layer: of whole arrays, though every rank squares only what it holds.
@@ -234,10 +106,6 @@ class Rest(abc.ABC):
     def specs(self, variables: Variables) -> Variables:
         """The PartitionSpec of every array of a model's variables as the step's `shard_map` takes it."""
 
-    @abc.abstractmethod
-    def opt_specs(self, tx: optax.GradientTransformation) -> PyTree:
-        """The same of the optimizer's state."""
-
     def between(self) -> "Rest":
         """The form in which arrays are between steps, where that is not what the step's `shard_map` takes."""
         return self
@@ -258,12 +126,12 @@ class Rest(abc.ABC):
         """A model's variables by `model.create`, made where they will rest: none is whole on any device."""
 
     @abc.abstractmethod
-    def first_opt_state(self, tx: optax.GradientTransformation, params: PyTree, mesh: Mesh) -> PyTree:
-        """The optimizer's first state, of resting parameters, each leaf made where it will live."""
+    def shapes(self, shapes: Variables) -> Variables:
+        """The resting variables of a model of these shapes, as zeros: for `jax.eval_shape`."""
 
     @abc.abstractmethod
-    def shapes(self, shapes: Variables, tx: optax.GradientTransformation) -> tuple[Variables, PyTree]:
-        """The resting variables and optimizer state of a model of these shapes, as zeros: for `jax.eval_shape`."""
+    def optimizer(self, tx: optax.GradientTransformation) -> "RestingOptimizer":
+        """An optimizer whose state rests beside the parameters."""
 
     # A step's way in and out
 
@@ -355,23 +223,6 @@ class Rest(abc.ABC):
     def squares(self, tree: PyTree) -> Iterable[Square]:
         """Of trained parameters, or of their gradients, at rest: the sum of squares of this rank's part; inside `shard_map`."""
 
-    @abc.abstractmethod
-    def update(
-        self,
-        tx: optax.GradientTransformation,
-        on_shards: OnShards | None,
-        grads: PyTree,
-        opt_state: PyTree,
-        params: PyTree,
-        loss: jax.Array,
-    ) -> tuple[PyTree, PyTree]:
-        """One update by the optimizer, inside `shard_map`: on shards (`OnShards.of`), or on gathered leaves if it is None."""
-
-    @property
-    def updates_in_slices(self) -> bool:
-        """Whether large leaves that rest on the host may be updated slice by slice."""
-        return False
-
     # What users and checkpoints see
 
     @abc.abstractmethod
@@ -410,17 +261,64 @@ class Rest(abc.ABC):
           fill: puts the arrays in a tree like the one it is given.
         """
 
-    @abc.abstractmethod
-    def opt_tree(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
-        """The optimizer's state as the tree that optax made, every array in the shape that it has on one device."""
+
+@dataclass(frozen=True, eq=False)
+class RestingOptimizer(abc.ABC):
+    """An optimizer whose state rests beside the parameters: a leaf that belongs to a parameter lives as the parameter does.
+
+    Attributes:
+      tx: the optimizer.
+      placement: the plan on its mesh.
+    """
+
+    tx: optax.GradientTransformation
+    placement: Placement
+
+    @cached_property
+    def placed(self) -> tuple[PyTree, list[int | None]]:
+        """The layout of every leaf of its state in a step, and the parameter that each belongs to (`opt_owners`)."""
+        return opt_owners(self.placement, self.tx)
+
+    @cached_property
+    def on_shards(self) -> OnShards | None:
+        """The update of what ranks hold; None: it is of gathered leaves, or nobody holds parts. Raises as `OnShards.of`."""
+        return OnShards.of(self.tx, self.placement, *self.placed)
+
+    def check(self) -> None:
+        """Refuse an optimizer that cannot update what ranks hold; raises as `OnShards.of`."""
+        _ = self.on_shards
+
+    def between(self) -> "RestingOptimizer":
+        """It where arrays are between steps (`Rest.between`)."""
+        return self
 
     @abc.abstractmethod
-    def opt_leaves(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
-        """The optimizer's state as a tree of `Leaf`."""
+    def specs(self) -> PyTree:
+        """The PartitionSpec of every array of its state as the step's `shard_map` takes it."""
 
     @abc.abstractmethod
-    def resting_opt(self, tx: optax.GradientTransformation, like: PyTree, fill: Callable[[PyTree], PyTree]) -> PyTree:
-        """The optimizer's resting state from arrays like those of `opt_leaves`; see `resting`."""
+    def first(self, params: PyTree, mesh: Mesh) -> PyTree:
+        """Its first state, of resting parameters, each leaf made where it will live."""
+
+    @abc.abstractmethod
+    def shapes(self, shapes: Variables) -> PyTree:
+        """Its resting state for a model of these shapes, as zeros: for `jax.eval_shape`."""
+
+    @abc.abstractmethod
+    def update(self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
+        """New parameters and state, inside `shard_map`: on what ranks hold, or on gathered leaves."""
+
+    @abc.abstractmethod
+    def tree(self, opt_state: PyTree) -> PyTree:
+        """Its state as the tree that optax made, every array in the shape that it has on one device."""
+
+    @abc.abstractmethod
+    def leaves(self, opt_state: PyTree) -> PyTree:
+        """Its state as a tree of `Leaf`."""
+
+    @abc.abstractmethod
+    def resting(self, like: PyTree, fill: Callable[[PyTree], PyTree]) -> PyTree:
+        """Its resting state from arrays like those of `leaves`; see `Rest.resting`."""
 
 
 def single(tree: PyTree) -> PyTree:
@@ -446,17 +344,9 @@ class Plain(Rest):
         """Of trained parameters between steps."""
         return self.placement.params
 
-    def opt_layouts(self, tx: optax.GradientTransformation) -> PyTree:
-        """Of the optimizer's state between steps: a leaf that belongs to a parameter lives as the parameter does."""
-        return opt_layouts(self.placement, tx)
-
     def specs(self, variables: Variables) -> Variables:
         """As the layouts say."""
         return Variables(specs(self.layouts), specs(self.placement.frozen), self.buffer_specs(variables.state))
-
-    def opt_specs(self, tx: optax.GradientTransformation) -> PyTree:
-        """As the layouts say."""
-        return specs(self.opt_layouts(tx))
 
     def place(self, variables: Variables, mesh: Mesh) -> Variables:
         """Each device gets its own part."""
@@ -470,23 +360,13 @@ class Plain(Rest):
         wanted = shardings(self.between().specs(model.shapes), mesh)
         return self._kept(jax.jit(lambda: self._stored(create()), out_shardings=wanted)())
 
-    def first_opt_state(self, tx: optax.GradientTransformation, params: PyTree, mesh: Mesh) -> PyTree:
-        """Made under `jit` where it will live."""
-        shapes = jax.eval_shape(lambda params: self._first_opt_state(tx, params), params)
-        wanted = shardings(self.between().opt_specs(tx), mesh)
-        if self.placement.plan.offload.optimizer:
-            wanted = jax.tree.map(lambda x, s: s.with_memory_kind(HOST) if movable(x) else s, shapes, wanted)
-        kept = self.placement.plan.offload.params
-
-        def first(params: PyTree) -> PyTree:
-            return self._first_opt_state(tx, to_device_memory(params, kept))
-
-        return jax.jit(first, out_shardings=wanted)(params)
-
-    def shapes(self, shapes: Variables, tx: optax.GradientTransformation) -> tuple[Variables, PyTree]:
+    def shapes(self, shapes: Variables) -> Variables:
         """In stored form."""
-        variables = self._stored(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
-        return variables, self._first_opt_state(tx, variables.params)
+        return self._stored(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+
+    def optimizer(self, tx: optax.GradientTransformation) -> RestingOptimizer:
+        """Leaf by leaf too."""
+        return PlainOptimizer(tx, self.placement, self)
 
     def read(self, fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
         """At once; unit by unit where the plan gathers parameters when they are used."""
@@ -516,34 +396,6 @@ class Plain(Rest):
         layouts = jax.tree.leaves(self.placement.params, is_leaf=is_layout)
         named = named_leaves(tree).items()
         return [(name, square(leaf), layout.axes) for (name, leaf), layout in zip(named, layouts, strict=True)]
-
-    def update(
-        self,
-        tx: optax.GradientTransformation,
-        on_shards: OnShards | None,
-        grads: PyTree,
-        opt_state: PyTree,
-        params: PyTree,
-        loss: jax.Array,
-    ) -> tuple[PyTree, PyTree]:
-        """Communicates: on shards, see `OnShards.update`; else one all-gather of all that is split with `update="whole"`."""
-        placement = self.placement
-        if on_shards is not None:
-            with jax.named_scope("axonml.update"):
-                return on_shards.update(grads, opt_state, params, loss)
-        if placement.plan.update == "shards":
-            return apply(tx, grads, opt_state, params, loss)
-        layouts = placement.params, opt_layouts(placement, tx)
-        with jax.named_scope("axonml.update"):
-            grads, params = (gather_stored(tree, placement.params, placement) for tree in (grads, params))
-            opt_state = gather_stored(opt_state, layouts[1], placement)
-        params, opt_state = apply(tx, grads, opt_state, params, loss)
-        return own_parts(params, layouts[0], placement), own_parts(opt_state, layouts[1], placement)
-
-    @property
-    def updates_in_slices(self) -> bool:
-        """Where the optimizer sees shards."""
-        return self.placement.plan.update == "shards"
 
     def outside(self, params: PyTree, mesh: Mesh) -> PyTree:
         """Without padding."""
@@ -585,21 +437,6 @@ class Plain(Rest):
         """Checkpoints give arrays as they rest."""
         return fill(like)
 
-    def opt_tree(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
-        """Without padding, as parameters are outside."""
-        layouts = self.opt_layouts(tx)
-        if all(layout.stored == layout.shape for layout in jax.tree.leaves(layouts, is_leaf=is_layout)):
-            return opt_state
-        return unpadded(opt_state, layouts, jax.tree.leaves(opt_state)[0].sharding.mesh)
-
-    def opt_leaves(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
-        """With their layouts."""
-        return map_layouts(Leaf, opt_state, self.opt_layouts(tx))
-
-    def resting_opt(self, tx: optax.GradientTransformation, like: PyTree, fill: Callable[[PyTree], PyTree]) -> PyTree:
-        """Checkpoints give arrays as they rest."""
-        return fill(like)
-
     def _stored(self, variables: Variables) -> Variables:
         """Whole variables in stored form: cast, padded, stacked."""
         cast, placement = self.placement.plan.precision.cast_param, self.placement
@@ -619,10 +456,81 @@ class Plain(Rest):
         kept = self.placement.plan.offload.params
         return Variables(offloaded(placed.params, kept), offloaded(placed.frozen, kept), placed.state)
 
-    def _first_opt_state(self, tx: optax.GradientTransformation, params: PyTree) -> PyTree:
+
+@dataclass(frozen=True, eq=False)
+class PlainOptimizer(RestingOptimizer):
+    """Every leaf of its state is an array of its own.
+
+    Attributes:
+      rest: how the parameters rest.
+    """
+
+    rest: Plain
+
+    @property
+    def layouts(self) -> PyTree:
+        """Of its state between steps."""
+        return self.placed[0]
+
+    def between(self) -> RestingOptimizer:
+        """Beside parameters where they are then."""
+        rest = self.rest.between()
+        return self if rest is self.rest else rest.optimizer(self.tx)
+
+    def specs(self) -> PyTree:
+        """As the layouts say."""
+        return specs(self.layouts)
+
+    def first(self, params: PyTree, mesh: Mesh) -> PyTree:
+        """Made under `jit` where it will live."""
+        shapes, offload = jax.eval_shape(self._first, params), self.placement.plan.offload
+        wanted = shardings(self.between().specs(), mesh)
+        if offload.optimizer:
+            wanted = jax.tree.map(lambda x, s: s.with_memory_kind(HOST) if movable(x) else s, shapes, wanted)
+
+        def first(params: PyTree) -> PyTree:
+            return self._first(to_device_memory(params, offload.params))
+
+        return jax.jit(first, out_shardings=wanted)(params)
+
+    def shapes(self, shapes: Variables) -> PyTree:
+        """In stored form."""
+        return self._first(self.rest.shapes(shapes).params)
+
+    def update(self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
+        """Communicates: on shards, see `OnShards.update`; else one all-gather of all that is split with `update="whole"`."""
+        placement = self.placement
+        if self.on_shards is not None:
+            with jax.named_scope("axonml.update"):
+                return self.on_shards.update(grads, opt_state, params, loss)
+        if placement.plan.update == "shards":
+            return apply(self.tx, grads, opt_state, params, loss)
+        layouts = placement.params, self.placed[0]
+        with jax.named_scope("axonml.update"):
+            grads, params = (gather_stored(tree, placement.params, placement) for tree in (grads, params))
+            opt_state = gather_stored(opt_state, layouts[1], placement)
+        params, opt_state = apply(self.tx, grads, opt_state, params, loss)
+        return own_parts(params, layouts[0], placement), own_parts(opt_state, layouts[1], placement)
+
+    def tree(self, opt_state: PyTree) -> PyTree:
+        """Without padding, as parameters are outside."""
+        layouts = self.layouts
+        if all(layout.stored == layout.shape for layout in jax.tree.leaves(layouts, is_leaf=is_layout)):
+            return opt_state
+        return unpadded(opt_state, layouts, jax.tree.leaves(opt_state)[0].sharding.mesh)
+
+    def leaves(self, opt_state: PyTree) -> PyTree:
+        """With their layouts."""
+        return map_layouts(Leaf, opt_state, self.layouts)
+
+    def resting(self, like: PyTree, fill: Callable[[PyTree], PyTree]) -> PyTree:
+        """Checkpoints give arrays as they rest."""
+        return fill(like)
+
+    def _first(self, params: PyTree) -> PyTree:
         """Of stored parameters, in stored form."""
         whole = map_layouts(from_stored, params, self.placement.params)
-        return map_layouts(to_stored, tx.init(whole), opt_layouts(self.placement, tx))
+        return map_layouts(to_stored, self.tx.init(whole), self.placed[0])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -636,11 +544,15 @@ class Stacked(Plain):
     @cached_property
     def layouts(self) -> PyTree:
         """With one more dim in front."""
-        return self._stacked(self.placement.params)
+        return self.stacked(self.placement.params)
 
-    def opt_layouts(self, tx: optax.GradientTransformation) -> PyTree:
+    def optimizer(self, tx: optax.GradientTransformation) -> RestingOptimizer:
         """Likewise."""
-        return self._stacked(opt_layouts(self.placement, tx))
+        return StackedOptimizer(tx, self.placement, self)
+
+    def entries(self, params: PyTree) -> PyTree:
+        """Stored parameters as one entry for each rank that trains its own."""
+        return params
 
     def own(self, tree: PyTree) -> PyTree:
         """This rank's entry."""
@@ -660,23 +572,35 @@ class Stacked(Plain):
         all_of_them = super().whole(variables, mesh)
         return Variables(single(all_of_them.params), all_of_them.frozen, all_of_them.state)
 
-    def opt_leaves(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
-        """With their layouts, and what their first dim numbers."""
-        entries = f"one entry for each of {self.placement.ranks(self.placement.own_axes)} replicas"
-        leaf = lambda array, layout: Leaf(array, layout, entries=entries)
-        return map_layouts(leaf, opt_state, self.opt_layouts(tx))
-
     def _stored(self, variables: Variables) -> Variables:
         stored = super()._stored(variables)
         return Variables(self._repeated(stored.params, self.placement.own_axes), stored.frozen, stored.state)
 
-    def _first_opt_state(self, tx: optax.GradientTransformation, params: PyTree) -> PyTree:
-        return jax.vmap(lambda own: super(Stacked, self)._first_opt_state(tx, own))(params)
-
-    def _stacked(self, layouts: PyTree) -> PyTree:
+    def stacked(self, layouts: PyTree) -> PyTree:
+        """Layouts of such entries."""
         axes = self.placement.own_axes
         count = self.placement.ranks(axes)
         return jax.tree.map(lambda layout: layout.stacked(axes, count), layouts, is_leaf=is_layout)
+
+
+@dataclass(frozen=True, eq=False)
+class StackedOptimizer(PlainOptimizer):
+    """One entry of its state for each rank that trains a model of its own."""
+
+    rest: Stacked
+
+    @cached_property
+    def layouts(self) -> PyTree:
+        """With one more dim in front."""
+        return self.rest.stacked(self.placed[0])
+
+    def leaves(self, opt_state: PyTree) -> PyTree:
+        """With their layouts, and what their first dim numbers."""
+        entries = f"one entry for each of {self.placement.ranks(self.placement.own_axes)} replicas"
+        return map_layouts(lambda array, layout: Leaf(array, layout, entries=entries), opt_state, self.layouts)
+
+    def _first(self, params: PyTree) -> PyTree:
+        return jax.vmap(super()._first)(self.rest.entries(params))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -709,8 +633,9 @@ class InRounds(Stacked):
     def _stored(self, variables: Variables) -> Variables:
         return Plain._stored(self, variables)
 
-    def _first_opt_state(self, tx: optax.GradientTransformation, params: PyTree) -> PyTree:
-        return super()._first_opt_state(tx, self._repeated(params, self.placement.own_axes))
+    def entries(self, params: PyTree) -> PyTree:
+        """The outer parameters, with which every replica begins."""
+        return self._repeated(params, self.placement.own_axes)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -724,11 +649,6 @@ class Partitioned(Plain):
     def between(self) -> Rest:
         """As the plan's rules split them."""
         return Plain(self.placement.resting)
-
-    @property
-    def updates_in_slices(self) -> bool:
-        """Not here: slices of a leaf may be on different devices."""
-        return False
 
 
 class PartitionedStacked(Partitioned, Stacked):

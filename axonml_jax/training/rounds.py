@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -65,12 +66,12 @@ class RoundsKept(Kept):
     placement: Placement
     rest: Rest
 
-    @property
+    @cached_property
     def own(self) -> AsOptimizer:
         """Of each replica."""
         return AsOptimizer(self.rest, "rounds/own", lambda params: params)
 
-    @property
+    @cached_property
     def together(self) -> AsOptimizer:
         """Of all."""
         assert self.placement.agreed is not None
@@ -86,9 +87,9 @@ class RoundsKept(Kept):
         """As zeros."""
         return RoundState(self.own.shapes(shapes), self.together.shapes(shapes))
 
-    def specs(self, value: PyTree, rest: Rest) -> RoundState:
+    def specs(self, value: PyTree, *, between: bool) -> RoundState:
         """Of both."""
-        return RoundState(self.own.specs(None, rest), self.together.specs(None, self.together.rest))
+        return RoundState(*(each.specs(None, between=between) for each in (self.own, self.together)))
 
     def leaves(self, value: RoundState) -> dict[str, Leaf]:
         """Of both."""

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from axonml_jax.parallel.placement import Placement, in_round
 from axonml_jax.sharding.layout import HOST, Leaf, cast, copies, movable, place, to_device_memory, to_host
 from axonml_jax.training.compose import Kept, filled, rest_of
 from axonml_jax.training.optimizer import MovingAverage
-from axonml_jax.training.rest import Rest
+from axonml_jax.training.rest import Rest, RestingOptimizer
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.transforms import kept_of, transforms_of
 
@@ -31,28 +31,34 @@ def first_variables(model: Functional, given: Variables, rest: Rest, mesh: Mesh)
     return rest.place(given, mesh) if model.create is None else rest.create(model, mesh)
 
 
-def init_state(
-    variables: Variables,
-    tx: optax.GradientTransformation,
-    rest: Rest,
-    mesh: Mesh,
-    key: jax.Array,
-    kept: Mapping[str, Kept],
-) -> TrainState:
-    """A run's first state from variables that already rest on the mesh; `kept` says what its step keeps beside."""
+class RestingState(NamedTuple):
+    """How a whole state rests.
+
+    Attributes:
+      rest: its variables.
+      optimizer: the optimizer's state.
+      kept: what the step's transforms keep, by name.
+    """
+
+    rest: Rest
+    optimizer: RestingOptimizer
+    kept: Mapping[str, Kept]
+
+
+def init_state(variables: Variables, at: RestingState, mesh: Mesh, key: jax.Array) -> TrainState:
+    """A run's first state from variables that already rest on the mesh."""
     step, key = (place(each, PartitionSpec(), mesh) for each in (jnp.zeros((), jnp.int32), key))
-    opt_state = rest.first_opt_state(tx, variables.params, mesh)
-    extras = {name: each.first(variables.params, mesh) for name, each in kept.items()}
+    opt_state = at.optimizer.first(variables.params, mesh)
+    extras = {name: each.first(variables.params, mesh) for name, each in at.kept.items()}
     return TrainState(step, variables, opt_state, key, extras)
 
 
-def state_specs(
-    state: TrainState, rest: Rest, tx: optax.GradientTransformation, kept: Mapping[str, Kept]
-) -> TrainState:
-    """The PartitionSpec of every array of a state, in a form of rest: a step's own, or that between steps."""
-    extras: Any = {name: kept[name].specs(value, rest) for name, value in state.extras.items()}
+def state_specs(state: TrainState, at: RestingState, *, between: bool = True) -> TrainState:
+    """The PartitionSpec of every array of a state between steps, or as the step's `shard_map` takes it."""
+    rest, optimizer = (at.rest.between(), at.optimizer.between()) if between else (at.rest, at.optimizer)
+    extras: Any = {name: at.kept[name].specs(value, between=between) for name, value in state.extras.items()}
     everywhere: Any = PartitionSpec()
-    return TrainState(everywhere, rest.specs(state.variables), rest.opt_specs(tx), everywhere, extras)
+    return TrainState(everywhere, rest.specs(state.variables), optimizer.specs(), everywhere, extras)
 
 
 def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placement: Placement) -> TrainState:
@@ -68,18 +74,17 @@ def abstract_state(shapes: Variables, tx: optax.GradientTransformation, placemen
     """
 
     def build() -> TrainState:
-        rest = rest_of(in_round(placement))
-        variables, opt_state = rest.shapes(shapes, tx)
-        extras = {name: each.shapes(shapes) for name, each in kept_of(transforms_of(rest)).items()}
-        return TrainState(jnp.zeros((), jnp.int32), variables, opt_state, jax.random.key(0), extras)
+        rest, optimizer, kept = _resting(placement, tx)
+        extras = {name: each.shapes(shapes) for name, each in kept.items()}
+        step, key = jnp.zeros((), jnp.int32), jax.random.key(0)
+        return TrainState(step, rest.shapes(shapes), optimizer.shapes(shapes), key, extras)
 
     return jax.eval_shape(build)
 
 
 def resting_shapes(state: TrainState, placement: Placement, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Shapes of an `abstract_state` with their shardings and memory kinds: what is offloaded rests in host memory."""
-    offload, rest = placement.plan.offload, rest_of(in_round(placement))
-    specs = state_specs(state, rest, tx, kept_of(transforms_of(rest)))
+    offload, specs = placement.plan.offload, state_specs(state, _resting(placement, tx), between=False)
 
     def on(host: bool):
         def shape(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -93,6 +98,12 @@ def resting_shapes(state: TrainState, placement: Placement, tx: optax.GradientTr
     params, frozen = jax.tree.map(on(offload.params), (own.params, own.frozen), (theirs.params, theirs.frozen))
     opt_state = jax.tree.map(on(offload.optimizer), state.opt_state, specs.opt_state)
     return replace(placed, variables=Variables(params, frozen, placed.variables.state), opt_state=opt_state)
+
+
+def _resting(placement: Placement, tx: optax.GradientTransformation) -> RestingState:
+    """How a run's state rests without a trainer's options."""
+    rest = rest_of(in_round(placement))
+    return RestingState(rest, rest.optimizer(tx), kept_of(transforms_of(rest)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -124,29 +135,20 @@ def variables_of(model: Functional, like: Variables, arrays: Mapping[str, Any], 
     return rest.resting(model, like, fill)
 
 
-def state_leaves(
-    model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation, kept: Mapping[str, Kept]
-) -> dict[str, Leaf]:
+def state_leaves(model: Functional, state: TrainState, at: RestingState) -> dict[str, Leaf]:
     """Everything in a state by name: `step`, `key`, `model/...`, `optimizer/...`, `ema/...`, `rounds/...`, `left_out/...`.
 
     The optimizer's own names are the same with a moving average and without one.
     """
-    opt, averages = _apart(rest.opt_leaves(tx, state.opt_state))
-    leaves = variable_leaves(model, state.variables, rest) | _named(_OPTIMIZER, opt) | _named(_AVERAGE, averages)
+    opt, averages = _apart(at.optimizer.leaves(state.opt_state))
+    leaves = variable_leaves(model, state.variables, at.rest) | _named(_OPTIMIZER, opt) | _named(_AVERAGE, averages)
     leaves |= {"key": Leaf(state.key), "step": Leaf(state.step)}
     for name, value in state.extras.items():
-        leaves |= kept[name].leaves(value)
+        leaves |= at.kept[name].leaves(value)
     return leaves
 
 
-def state_of_leaves(
-    model: Functional,
-    like: TrainState,
-    arrays: Mapping[str, Any],
-    rest: Rest,
-    tx: optax.GradientTransformation,
-    kept: Mapping[str, Kept],
-) -> TrainState:
+def state_of_leaves(model: Functional, like: TrainState, arrays: Mapping[str, Any], at: RestingState) -> TrainState:
     """The inverse of `state_leaves`. Where an average is missing among the arrays it begins with its parameter."""
     own = _MODEL + model.param_prefix
 
@@ -162,32 +164,30 @@ def state_of_leaves(
         found = [average(name, kept) for name, kept in named_leaves(averages).items()]
         return MovingAverage(opt, jax.tree.unflatten(jax.tree.structure(averages), found))
 
-    opt_state = rest.resting_opt(tx, like.opt_state, fill)
-    variables = variables_of(model, like.variables, arrays, rest)
-    extras = {name: kept[name].filled(value, arrays) for name, value in like.extras.items()}
+    opt_state = at.optimizer.resting(like.opt_state, fill)
+    variables = variables_of(model, like.variables, arrays, at.rest)
+    extras = {name: at.kept[name].filled(value, arrays) for name, value in like.extras.items()}
     return TrainState(arrays["step"], variables, opt_state, arrays["key"], extras)
 
 
-def with_new_average(
-    model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation, kept: Mapping[str, Kept]
-) -> TrainState:
+def with_new_average(model: Functional, state: TrainState, at: RestingState) -> TrainState:
     """A state whose moving average begins with the parameters as they are now; all else stays."""
-    leaves = state_leaves(model, state, rest, tx, kept)
+    leaves = state_leaves(model, state, at)
     arrays = {name: leaf.array for name, leaf in leaves.items() if not name.startswith(_AVERAGE)}
-    return state_of_leaves(model, state, arrays, rest, tx, kept)
+    return state_of_leaves(model, state, arrays, at)
 
 
-def averaged_variables(model: Functional, state: TrainState, rest: Rest, tx: optax.GradientTransformation) -> Variables:
+def averaged_variables(model: Functional, state: TrainState, at: RestingState) -> Variables:
     """A model's variables with the moving average in the place of the trained parameters: copies (see `with_ema`)."""
-    leaves = variable_leaves(model, state.variables, rest)
-    own, averages = _MODEL + model.param_prefix, named_leaves(rest.opt_leaves(tx, state.opt_state).ema)
+    leaves = variable_leaves(model, state.variables, at.rest)
+    own, averages = _MODEL + model.param_prefix, named_leaves(at.optimizer.leaves(state.opt_state).ema)
 
     def placed(name: str, leaf: Leaf) -> Any:
         if not name.startswith(own) or (average := averages.get(name.removeprefix(own))) is None:
             return leaf.array
         return _copied(average.array, leaf.array)
 
-    return variables_of(model, state.variables, {name: placed(name, leaf) for name, leaf in leaves.items()}, rest)
+    return variables_of(model, state.variables, {name: placed(name, leaf) for name, leaf in leaves.items()}, at.rest)
 
 
 def _apart(opt_state: PyTree) -> tuple[PyTree, PyTree]:

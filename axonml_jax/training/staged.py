@@ -1,14 +1,16 @@
 """How a pipeline's parameters and optimizer state rest: in buffers of stages."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax.base import PyTree, named_leaves
@@ -16,8 +18,7 @@ from axonml_jax.collectives.primitives import axis_index, gather_whole, vary
 from axonml_jax.compat.order import together_as_typed
 from axonml_jax.model.loss import Loss
 from axonml_jax.model.view import Functional, Variables
-from axonml_jax.parallel.placement import Placement
-from axonml_jax.pipeline.pack import Buffers, StageStore, Staging, on_own_rank
+from axonml_jax.pipeline.pack import Buffers, Packing, Slot, StageStore, Staging, on_own_rank, slot_value
 from axonml_jax.pipeline.run import one_of
 from axonml_jax.pipeline.schedules import AXIS
 from axonml_jax.sharding.layout import (
@@ -31,16 +32,135 @@ from axonml_jax.sharding.layout import (
     to_device_memory,
 )
 from axonml_jax.training.compile import Objective, Part, clipped, norm
-from axonml_jax.training.on_shards import Held, OnRank, OnShards, ShardedProgram, seen_shard, stored_shard
-from axonml_jax.training.optimizer import apply, opt_layouts, opt_owners, whole_shape
+from axonml_jax.training.on_shards import Held, OnRank, ShardedProgram, seen_shard, stored_shard
+from axonml_jax.training.optimizer import apply, whole_shape
 from axonml_jax.training.pipelined import pipelined_call, pipelined_loss
-from axonml_jax.training.rest import (
-    Rest,
-    Runs,
-    Square,
-    Tree,
-    square,
-)
+from axonml_jax.training.rest import Rest, RestingOptimizer, Square, square
+
+# --------------------------------------------------------------------------------------------------
+# Parameters of a pipeline's rank that lie one behind the other and are updated alike, element by element: updated as
+# one.
+#
+# The update of a rank then has as many operations as that of one parameter, and not as many for each: less to trace and
+# compile.
+# --------------------------------------------------------------------------------------------------
+
+
+class Tree(NamedTuple):
+    """A tree among the arguments of an update.
+
+    Attributes:
+      store: where its leaves lie.
+      owners: of every leaf of the store, the parameter that it belongs to.
+      given: of every leaf, its position among the arguments.
+      made: of every leaf, that of its new value among the results; empty: it has none.
+    """
+
+    store: StageStore
+    owners: Sequence[int]
+    given: Sequence[int]
+    made: Sequence[int] = ()
+
+
+class _Place(NamedTuple):
+    """Where a leaf lies, or the leaves that are one with it and behind it."""
+
+    slot: Slot
+    alone: bool
+
+
+class Runs:
+    """How ranks update their parameters: one after the other, or several that are alike as if they were one, flat.
+
+    Args:
+      program: the update; None: no parameters are one.
+      trees: its arguments that belong to parameters; the parameters are the last.
+    """
+
+    def __init__(self, program: ShardedProgram | None, trees: Sequence[Tree]):
+        self.trees, self._store = trees, trees[-1].store
+        self._chains = {} if program is None else chains(program)
+        self._leaves: dict[int, list[tuple[int, int]]] = {}  # of every parameter its leaf in each tree
+        for number, tree in enumerate(trees):
+            for leaf, owner in enumerate(tree.owners):
+                self._leaves.setdefault(owner, []).append((number, leaf))
+        self._places = [self._of_rank(rank) for rank in range(self._store.num_ranks)]
+
+    def held(self, buffers: Sequence[Buffers], rank: int) -> dict[int, jax.Array]:
+        """A rank's arguments by position; of parameters that are one those of the first."""
+        values = {}
+        for (number, leaf), (slot, alone) in self._places[rank].items():
+            tree, value = self.trees[number], slot_value(slot, buffers[number][slot.group])
+            values[tree.given[leaf]] = seen_shard(value, tree.store.layouts[leaf]) if alone else value
+        return values
+
+    def looks(self, rank: int) -> Hashable:
+        """What ranks have in common that may update what they hold alike: what lies where."""
+        return tuple((number, slot, alone) for (number, _), (slot, alone) in self._places[rank].items())
+
+    def pack(self, number: int, made: Mapping[int, Any]) -> Buffers:
+        """The buffers of one tree on a rank, from its results by position, as `held` gives arguments."""
+        tree, packed = self.trees[number], {}
+        for places in self._places:
+            for (other, leaf), (slot, alone) in places.items():
+                if other == number and tree.made[leaf] in made:
+                    value = made[tree.made[leaf]]
+                    packed[slot] = stored_shard(value, tree.store.layouts[leaf]) if alone else value
+        return Packing(tuple(packed)).pack(list(packed.values()), tree.store.buffers.sizes)
+
+    def _of_rank(self, rank: int) -> dict[tuple[int, int], _Place]:
+        """Where a rank's leaves lie; of parameters that are one those of the first."""
+        slots, runs = self._store.slots, []
+        for owner in sorted(self._store.leaves_of_rank(rank), key=lambda i: (slots[i].group, slots[i].offset)):
+            if runs and self._follows(owner, runs[-1][-1]):
+                runs[-1].append(owner)
+            else:
+                runs.append([owner])
+        places = {}
+        for run in runs:
+            for each in zip(*(self._leaves[owner] for owner in run), strict=True):
+                first, sizes = self._slot(each[0]), [self._slot(place).size for place in each]
+                slot = first if len(run) == 1 else first._replace(shape=(sum(sizes),))
+                places[each[0]] = _Place(slot, len(run) == 1)
+        return places
+
+    def _follows(self, owner: int, before: int) -> bool:
+        """Whether a parameter is updated like the one before it, and lies behind it in every tree."""
+        chain = self._chains.get(owner)
+        if chain is None or chain != self._chains.get(before):
+            return False
+        pairs = zip(self._leaves[before], self._leaves[owner], strict=True)
+        slots = [(self._slot(first), self._slot(second)) for first, second in pairs]
+        return all((a.group, a.offset + a.size) == (b.group, b.offset) for a, b in slots)
+
+    def _slot(self, place: tuple[int, int]) -> Slot:
+        number, leaf = place
+        return self.trees[number].store.slots[leaf]
+
+
+def chains(program: ShardedProgram) -> dict[int, Hashable]:
+    """For every parameter what is done to each of its elements: equal where the same is done, and nothing but that."""
+    known: dict[Hashable, int] = {}  # what a value is made of, so that equal numbers made twice are one
+    made: dict[int, Hashable] = {}
+    counts: Counter[int] = Counter()
+    for number, owner in zip(program.inputs, program.owners[0], strict=True):
+        made[number] = ("argument", number)
+        if owner is not None:
+            made[number], counts[owner] = ("own", counts[owner]), counts[owner] + 1
+    for number, value in program.constants.items():
+        one = not isinstance(value, Tracer) and np.size(value) == 1
+        made[number] = ("number", str(value.dtype), np.asarray(value).tobytes()) if one else ("array", number)
+    for step in program.steps:
+        kind = None if step.by_element is None else step.by_element.kind()
+        key = (kind, *(made[number] for number in step.inputs))
+        for output, number in enumerate(step.outputs):
+            made[number] = ("step", number) if kind is None else known.setdefault((output, *key), len(known))
+    found: dict[int, list[Hashable]] = {}
+    for number, owner in zip(program.outputs, program.owners[1], strict=True):
+        if owner is not None:
+            found.setdefault(owner, []).append(made[number])
+    return {owner: tuple(results) for owner, results in found.items()}
+
 
 # --------------------------------------------------------------------------------------------------
 # The optimizer of a pipelined model: it sees trees, its state rests on the stages' devices.
@@ -52,39 +172,29 @@ from axonml_jax.training.rest import (
 _STAGES, _WHOLE = "stages", "whole"
 
 
-@dataclass(frozen=True)
-class StagedOptimizer:
-    """An optimizer's state over the ranks of a pipeline.
-
-    Attributes:
-      tx: the optimizer.
-      placement: the plan on its mesh.
-      layouts: of every leaf of its state.
-      owners: of every leaf the parameter (position) it belongs to, or None.
-      names: of every leaf.
-      treedef: of its state.
-    """
-
-    tx: optax.GradientTransformation
-    placement: Placement
-    layouts: tuple[Layout, ...]
-    owners: tuple[int | None, ...]
-    names: tuple[str, ...]
-    treedef: Any
-
-    @classmethod
-    def of(cls, tx: optax.GradientTransformation, placement: Placement) -> "StagedOptimizer":
-        """From where the parameters live."""
-        tree, owners = opt_owners(placement, tx)
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_layout)
-        names = named_leaves(jax.tree.map(lambda _: 0, tree, is_leaf=is_layout))
-        return cls(tx, placement, tuple(leaves), tuple(owners), tuple(names), treedef)
+class StagedOptimizer(RestingOptimizer):
+    """Its state in buffers of stages; what belongs to no parameter is whole on every rank."""
 
     @property
     def staging(self) -> Staging:
         """Where parameters live."""
         assert self.placement.stages is not None
         return self.placement.stages
+
+    @cached_property
+    def layouts(self) -> list[Layout]:
+        """Of every leaf of its state."""
+        return jax.tree.leaves(self.placed[0], is_leaf=is_layout)
+
+    @property
+    def owners(self) -> list[int | None]:
+        """Of every leaf the parameter (position) it belongs to, or None."""
+        return self.placed[1]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of every leaf."""
+        return list(named_leaves(jax.tree.map(lambda _: 0, self.placed[0], is_leaf=is_layout)))
 
     @property
     def owned(self) -> list[int]:
@@ -108,32 +218,78 @@ class StagedOptimizer:
         leaves = jax.tree.leaves(state)
         return {_STAGES: buffers, _WHOLE: {self.names[i]: leaves[i] for i in self._loose}}
 
-    def tree(self, owned: Sequence[Any], resting: PyTree) -> PyTree:
+    def unpacked(self, owned: Sequence[Any], resting: PyTree) -> PyTree:
         """The optimizer's own tree, from the leaves that belong to parameters and the state at rest."""
         leaves: list[Any] = [None] * len(self.layouts)
         for i, leaf in zip(self.owned, owned, strict=True):
             leaves[i] = leaf
         for i in self._loose:
             leaves[i] = resting[_WHOLE][self.names[i]]
-        return self.treedef.unflatten(leaves)
+        return jax.tree.structure(self.placed[0], is_leaf=is_layout).unflatten(leaves)
 
-    def spread(self, resting: PyTree, mesh: Mesh) -> PyTree:
-        """The optimizer's own tree of arrays split over all devices, from arrays over all ranks."""
-        return self.tree(self.store.spread(resting[_STAGES], mesh), {_WHOLE: copies(resting[_WHOLE])})
+    def first(self, params: PyTree, mesh: Mesh) -> PyTree:
+        """Every rank makes that of its own stages."""
+        specs, kept = self.specs(), self.placement.plan.offload
+        first = self._first_whole if self.on_shards is None else self._first
+        mapped = jax.shard_map(
+            lambda params: first(to_device_memory(params, kept.params)),
+            mesh=mesh,
+            in_specs=(self.staging.params.specs(),),
+            out_specs=specs,
+            check_vma=self.placement.plan.check_vma,
+        )
+        return offloaded(jax.jit(mapped, out_shardings=shardings(specs, mesh))(params), kept.optimizer)
 
-    def first(self, program: ShardedProgram, params: Any) -> PyTree:
-        """The first state at rest, of resting parameters, inside `shard_map`; `program` makes it (`OnShards.first`)."""
-        mine, loose = program.run({}, self._on_rank(params), self._pack_state)
+    def _first(self, params: Any) -> PyTree:
+        """The first state at rest, inside `shard_map`; the program of `OnShards.first` makes it."""
+        assert self.on_shards is not None
+        mine, loose = self.on_shards.first.run({}, self._on_rank(params), self._pack_state)
         return {_STAGES: self.store.named(mine), _WHOLE: {self.names[i]: loose[i] for i in self._loose}}
 
-    def first_whole(self, params: Any) -> PyTree:
+    def _first_whole(self, params: Any) -> PyTree:
         """The same of whole leaves, which every rank gathers for it. Communicates: one all-gather per buffer."""
         state = self.tx.init(self.staging.treedefs[0].unflatten(self._gathered(self.staging.params, params)))
         leaves = jax.tree.leaves(state)
         mine = self._of_rank(lambda rank: self._packed(self._own_parts(leaves), rank))
         return self.at_rest(state, self.store.named(mine))
 
-    def update(
+    def shapes(self, shapes: Variables) -> PyTree:
+        """Of the buffers, and of what belongs to no parameter."""
+        cast = self.placement.plan.precision.cast_param
+        loose = self.at_rest(jax.eval_shape(lambda params: self.tx.init(cast(params)), shapes.params), None)
+        opt_state = {**loose, _STAGES: self.store.shapes()}
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), opt_state)
+
+    def update(self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
+        """Every rank updates the leaves of its own stages."""
+        with jax.named_scope("axonml.update"):
+            if self.on_shards is None:
+                run = lambda grads, state, params: apply(self.tx, grads, state, params, loss)
+                return self._update_whole(run, grads, opt_state, params)
+            return self._update(self.on_shards.program(loss), grads, opt_state, params, loss)
+
+    def tree(self, opt_state: PyTree) -> PyTree:
+        """Copies, split over the devices; a state without arrays (plain SGD's) is the tree alone."""
+        if not jax.tree.leaves(opt_state):
+            return self.unpacked([], opt_state)
+        spread = self.store.spread(opt_state[_STAGES], _mesh_of(opt_state))
+        return self.unpacked(spread, {_WHOLE: copies(opt_state[_WHOLE])})
+
+    def leaves(self, opt_state: PyTree) -> PyTree:
+        """Of that tree."""
+        return jax.tree.map(Leaf, self.tree(opt_state))
+
+    def resting(self, like: PyTree, fill: Callable[[PyTree], PyTree]) -> PyTree:
+        """Placed leaf by leaf."""
+        if not jax.tree.leaves(like):
+            return like
+        whole = fill(jax.tree.map(whole_shape, self.placed[0], is_leaf=is_layout))
+        mesh, leaves = _mesh_of(whole), jax.tree.leaves(whole)
+        resting = self.at_rest(whole, self.store.place([leaves[i] for i in self.owned], mesh))
+        resting = {**resting, _WHOLE: replicated(resting[_WHOLE], mesh)}
+        return offloaded(resting, self.placement.plan.offload.optimizer)
+
+    def _update(
         self, program: ShardedProgram, grads: Any, resting: PyTree, params: Any, loss: jax.Array
     ) -> tuple[Any, PyTree]:
         """The update (`OnShards.program`) of the leaves that each rank holds, inside `shard_map`."""
@@ -169,14 +325,14 @@ class StagedOptimizer:
         params = Tree(store, range(count), range(count + size, 2 * count + size), range(count))
         return Runs(program, (Tree(store, range(count), range(count)), state, params))
 
-    def update_whole(self, apply: Any, grads: Any, resting: PyTree, params: Any) -> tuple[Any, PyTree]:
+    def _update_whole(self, apply: Any, grads: Any, resting: PyTree, params: Any) -> tuple[Any, PyTree]:
         """The same on whole leaves, which every rank gathers for it. Communicates: one all-gather per buffer."""
         stores = (self.staging.params, self.store, self.staging.params)
         wholes = [
             self._gathered(store, each) for store, each in zip(stores, (grads, resting[_STAGES], params), strict=True)
         ]
         tree = self.staging.treedefs[0].unflatten
-        new, state = apply(tree(wholes[0]), self.tree(wholes[1], resting), tree(wholes[2]))
+        new, state = apply(tree(wholes[0]), self.unpacked(wholes[1], resting), tree(wholes[2]))
         leaves, owned = jax.tree.leaves(new), jax.tree.leaves(state)
 
         def own(rank: int) -> tuple[Buffers, Buffers]:
@@ -259,10 +415,6 @@ class Staged(Rest):
         staging = self.staging
         return Variables(staging.params.specs(), staging.frozen.specs(), self.buffer_specs(variables.state))
 
-    def opt_specs(self, tx: optax.GradientTransformation) -> PyTree:
-        """Of the buffers, and of what belongs to no parameter."""
-        return StagedOptimizer.of(tx, self.placement).specs()
-
     def place(self, variables: Variables, mesh: Mesh) -> Variables:
         """Leaf by leaf; see `StageStore.place`."""
         frozen = self.staging.place_frozen(self.placement.plan.precision.cast_param(variables.frozen), mesh)
@@ -293,29 +445,14 @@ class Staged(Rest):
         state = jax.jit(lambda: create().state)()
         return Variables(params, frozen, replicated(state, mesh))
 
-    def first_opt_state(self, tx: optax.GradientTransformation, params: PyTree, mesh: Mesh) -> PyTree:
-        """Every rank makes that of its own stages."""
-        placement = self.placement
-        staged, on_shards = StagedOptimizer.of(tx, placement), OnShards.of(tx, placement)
-        specs, kept = staged.specs(), placement.plan.offload
-        first = staged.first_whole if on_shards is None else functools.partial(staged.first, on_shards.first)
-        mapped = jax.shard_map(
-            lambda params: first(to_device_memory(params, kept.params)),
-            mesh=mesh,
-            in_specs=(self.staging.params.specs(),),
-            out_specs=specs,
-            check_vma=placement.plan.check_vma,
-        )
-        return offloaded(jax.jit(mapped, out_shardings=shardings(specs, mesh))(params), kept.optimizer)
-
-    def shapes(self, shapes: Variables, tx: optax.GradientTransformation) -> tuple[Variables, PyTree]:
+    def shapes(self, shapes: Variables) -> Variables:
         """Of the buffers."""
-        staging, staged = self.staging, StagedOptimizer.of(tx, self.placement)
-        cast = self.placement.plan.precision.cast_param
-        loose = staged.at_rest(jax.eval_shape(lambda params: tx.init(cast(params)), shapes.params), None)
-        variables = Variables(staging.params.shapes(), staging.frozen.shapes(), shapes.state)
-        opt_state = {**loose, "stages": staged.store.shapes()}
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (variables, opt_state))
+        variables = Variables(self.staging.params.shapes(), self.staging.frozen.shapes(), shapes.state)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables)
+
+    def optimizer(self, tx: optax.GradientTransformation) -> RestingOptimizer:
+        """In buffers too."""
+        return StagedOptimizer(tx, self.placement)
 
     def read(self, fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
         """Through the stages."""
@@ -347,23 +484,6 @@ class Staged(Rest):
         for (axes, leaves), vector in zip(sets.items(), vectors, strict=True):
             yield from ((staging.names[i], vector[j], axes) for j, i in enumerate(leaves))
 
-    def update(
-        self,
-        tx: optax.GradientTransformation,
-        on_shards: OnShards | None,
-        grads: PyTree,
-        opt_state: PyTree,
-        params: PyTree,
-        loss: jax.Array,
-    ) -> tuple[PyTree, PyTree]:
-        """Every rank updates the leaves of its own stages; see `StagedOptimizer`."""
-        staged = StagedOptimizer.of(tx, self.placement)
-        with jax.named_scope("axonml.update"):
-            if on_shards is None:
-                run = lambda grads, state, params: apply(tx, grads, state, params, loss)
-                return staged.update_whole(run, grads, opt_state, params)
-            return staged.update(on_shards.program(loss), grads, opt_state, params, loss)
-
     def outside(self, params: PyTree, mesh: Mesh) -> PyTree:
         """Copies, every array split over the devices as far as its dims divide."""
         return self.staging.spread_params(params, mesh)
@@ -392,28 +512,6 @@ class Staged(Rest):
         """Placed leaf by leaf."""
         whole = fill(model.shapes)
         return self.place(whole, _mesh_of(whole))
-
-    def opt_tree(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
-        """Copies, split over the devices; a state without arrays (plain SGD's) is the tree alone."""
-        staged = StagedOptimizer.of(tx, self.placement)
-        if not jax.tree.leaves(opt_state):
-            return staged.tree([], opt_state)
-        return staged.spread(opt_state, _mesh_of(opt_state))
-
-    def opt_leaves(self, tx: optax.GradientTransformation, opt_state: PyTree) -> PyTree:
-        """Of that tree."""
-        return jax.tree.map(Leaf, self.opt_tree(tx, opt_state))
-
-    def resting_opt(self, tx: optax.GradientTransformation, like: PyTree, fill: Callable[[PyTree], PyTree]) -> PyTree:
-        """Placed leaf by leaf."""
-        if not jax.tree.leaves(like):
-            return like
-        staged = StagedOptimizer.of(tx, self.placement)
-        whole = fill(jax.tree.map(whole_shape, opt_layouts(self.placement, tx), is_leaf=is_layout))
-        mesh, leaves = _mesh_of(whole), jax.tree.leaves(whole)
-        resting = staged.at_rest(whole, staged.store.place([leaves[i] for i in staged.owned], mesh))
-        resting = {**resting, "whole": replicated(resting["whole"], mesh)}
-        return offloaded(resting, self.placement.plan.offload.optimizer)
 
 
 def _mesh_of(tree: PyTree) -> Mesh:

@@ -24,8 +24,7 @@ from axonml_jax.sharding.layout import Leaf, is_deleted, is_layout, shardings
 from axonml_jax.training.compile import Compiled, Objective, compiler_options, explain_typed_scan, folding
 from axonml_jax.training.compose import Gradients, Metrics, Reading, composed, rest_of
 from axonml_jax.training.gradients import gradients
-from axonml_jax.training.on_shards import OnShards
-from axonml_jax.training.run_state import state_leaves, state_of_leaves, state_specs
+from axonml_jax.training.run_state import RestingState, state_leaves, state_of_leaves, state_specs
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.transforms import StepOptions, kept_of, transforms_of
 
@@ -39,7 +38,7 @@ class TrainStep:
       placement: the plan on its mesh; where replicas train by themselves for rounds of steps, that of a step within one.
       mesh: the mesh.
       transforms: what the plan, the trainer and the model ask for around gradients and update.
-      kept: what these keep in `TrainState.extras`, by name.
+      at_rest: how a state rests: its variables, the optimizer's state, what transforms keep in `TrainState.extras`.
     """
 
     def __init__(
@@ -60,10 +59,11 @@ class TrainStep:
         options = StepOptions(max_grad_norm, norm_type, max_nonfinite, layer_norms)
         placement = in_round(placement)
         self.rest = rest_of(placement)
-        self.model, self.placement, self.mesh, self.tx = model, placement, mesh, tx
+        self.model, self.placement, self.mesh = model, placement, mesh
         self.transforms = transforms_of(self.rest, options, model)
-        self.kept = kept_of(self.transforms)
-        self._on_shards = OnShards.of(tx, placement)
+        self.optimizer = self.rest.optimizer(tx)
+        self.optimizer.check()
+        self.at_rest = RestingState(self.rest, self.optimizer, kept_of(self.transforms))
         self.objective = objective_of(model, loss_fn, placement, training, trains=True)
         self._returned: tuple[int, ...] = ()  # parts of the last state, which are not looked through again
         on_cpu = compiler_options(placement, mesh)
@@ -109,11 +109,11 @@ class TrainStep:
 
     def state_leaves(self, state: TrainState) -> dict[str, Leaf]:
         """Everything in a state by a name that is the same under every plan; what checkpoints hold."""
-        return state_leaves(self.model, state, self.rest, self.tx, self.kept)
+        return state_leaves(self.model, state, self.at_rest)
 
     def state_of_leaves(self, like: TrainState, arrays: Mapping[str, Any]) -> TrainState:
         """The inverse of `state_leaves`, in the structure of a state."""
-        return state_of_leaves(self.model, like, arrays, self.rest, self.tx, self.kept)
+        return state_of_leaves(self.model, like, arrays, self.at_rest)
 
     def minimum_traffic(self) -> Fraction:
         """Bytes per rank and update that theory allows for the plan's gradients and parameters on a ring."""
@@ -121,11 +121,11 @@ class TrainStep:
 
     def state_specs(self, state: TrainState) -> TrainState:
         """The PartitionSpec of every array of a state between steps."""
-        return state_specs(state, self.rest.between(), self.tx, self.kept)
+        return state_specs(state, self.at_rest)
 
     def _whole(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         batch = self.placement.batch_layout.opened(batch)
-        specs = state_specs(state, self.rest, self.tx, self.kept)
+        specs = state_specs(state, self.at_rest, between=False)
         new, metrics = jax.shard_map(
             composed(self._step, "around_step", self.transforms),
             mesh=self.mesh,
@@ -151,13 +151,13 @@ class TrainStep:
         return gradients(self.objective, self.placement, state.variables, step_key(state), batch, **options)
 
     def _update(self, made: Gradients, before: TrainState) -> tuple[TrainState, Metrics]:
-        new = self.rest.update(self.tx, self._on_shards, made.grads, before.opt_state, before.params, made.loss)
+        new = self.optimizer.update(made.grads, before.opt_state, before.params, made.loss)
         variables = Variables(new[0], before.variables.frozen, made.state)
         return replace(before, variables=variables, opt_state=new[1]), {}
 
     def _own(self, state: TrainState, *, inwards: bool) -> TrainState:
         """A rank's own of a state as it rests, inside `shard_map`, or the inverse."""
-        rest, kept = self.rest, self.kept
+        rest, kept = self.rest, self.at_rest.kept
         extras = {
             name: kept[name].enter(value) if inwards else kept[name].leave(value)
             for name, value in state.extras.items()

@@ -62,7 +62,9 @@ def transforms_of(
     if plan.offload is not CPUOffload.NONE:
         from axonml_jax.training.streamed import Streamed
 
-        found.append(Streamed(plan.offload, rest.updates_in_slices))  # the update
+        # Slices of a leaf that the partitioner splits may be on different devices; a pipeline's leaves lie in buffers.
+        sliced = plan.update == "shards" and placement.at_rest is None and placement.stages is None
+        found.append(Streamed(plan.offload, sliced))  # the update
     if plan.precision.scales_loss or options.max_nonfinite is not None:
         from axonml_jax.training.nonfinite import SkipNonFinite
 
