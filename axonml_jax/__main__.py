@@ -99,7 +99,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         _parser().print_help(sys.stderr)
         return USAGE_ERROR
     chosen = _parser().parse_args(arguments)
-    from axonml_jax.cli.devices import devices
+    from axonml_jax.cli.run import devices
 
     return devices(chosen.simulated)
 

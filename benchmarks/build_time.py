@@ -18,8 +18,7 @@ import jax
 import optax
 from build_models import MODELS, WAYS
 
-from axonml_jax.model.lora import functionalize
-from axonml_jax.model.view import Mode, Variables
+from axonml_jax.model.view import Mode, Variables, functionalize
 
 BARS = {"DDP": 1.5, "FSDP": 1.5, "Pipeline": 2.0}
 PHASES = ("make", "trace", "lower", "compile")

@@ -21,7 +21,7 @@ from paired import machine
 import axonml_jax as ax
 from axonml_jax.ledger.compiled import Moved, device_peak, moved
 from axonml_jax.ledger.memory import FSDPMemoryStats, estimate
-from axonml_jax.model.lora import functionalize
+from axonml_jax.model.view import functionalize
 from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.planner.verify import topology_devices
 from axonml_jax.training.run_state import abstract_state, resting_shapes

@@ -51,7 +51,7 @@ def hold(case: dict[str, Any], reached: list[str]) -> None:
     """
     import axonml_jax as ax
     from axonml_jax.facade.facades import parallelize
-    from axonml_jax.model.lora import functionalize
+    from axonml_jax.model.view import functionalize
     from axonml_jax.testing import equality
 
     case = dict(_with_junk(case))

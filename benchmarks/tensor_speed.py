@@ -18,7 +18,7 @@ from small_gpt import Stepping, config, hand_written, loss_fn, make_batch, make_
 
 import axonml_jax as ax
 from axonml_jax.ledger.predict import memory_difference
-from axonml_jax.model.lora import functionalize
+from axonml_jax.model.view import functionalize
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.planner.verify import topology_devices

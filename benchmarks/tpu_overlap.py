@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 
 import axonml_jax as ax
 from axonml_jax.ledger.compiled import moved
-from axonml_jax.model.lora import functionalize
+from axonml_jax.model.view import functionalize
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer, cross_entropy
 from axonml_jax.parallel.placement import bind_plan

@@ -8,7 +8,7 @@ import axonml_jax as ax
 from axonml_jax.cli.tasks import loss_fn
 from axonml_jax.layers.options import LatentConfig, RopeScaling
 from axonml_jax.layers.whole import tensor_specs
-from axonml_jax.model.lora import functionalize
+from axonml_jax.model.view import functionalize
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.placement import bind_plan

@@ -15,7 +15,8 @@ import axonml_jax as ax
 from axonml_jax.__main__ import main
 from axonml_jax.base import named_leaves
 from axonml_jax.config.sections import LoraConfig
-from axonml_jax.model.lora import functionalize, lora_functional
+from axonml_jax.model.lora import lora_functional
+from axonml_jax.model.view import functionalize
 from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.models.weights import pretrained, pretrained_config, write_pretrained

@@ -27,7 +27,7 @@ from axonml_jax.compat import order as random_bits
 from axonml_jax.compat import order as reductions
 from axonml_jax.compat.canaries import CANARIES, Canary, CanaryError, expect
 from axonml_jax.compat.order import SaveWhere, after, together
-from axonml_jax.model.lora import functionalize
+from axonml_jax.model.view import functionalize
 from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.parallel.units import transform_of
 

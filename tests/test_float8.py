@@ -16,8 +16,7 @@ import axonml_jax as ax
 from axonml_jax.base import named_leaves
 from axonml_jax.config.sections import PlanConfig
 from axonml_jax.layers.float8 import ProductForm, float8_product, reading_float8, recorded_products
-from axonml_jax.model.lora import functionalize
-from axonml_jax.model.view import Mode, Variables
+from axonml_jax.model.view import Mode, Variables, functionalize
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.testing.equality import assert_equals_single_device, assert_trees_close
 

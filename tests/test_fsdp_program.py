@@ -15,8 +15,7 @@ from plan_models import CASES
 import axonml_jax as ax
 from axonml_jax.ledger.compiled import agreement, collectives_in_lowered
 from axonml_jax.ledger.count import collectives_in
-from axonml_jax.model.lora import functionalize
-from axonml_jax.model.view import Mode
+from axonml_jax.model.view import Mode, functionalize
 from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.strategies.strategy import Fabric
 from axonml_jax.training.evaluate import Forward

@@ -13,7 +13,7 @@ import pytest
 from workers.ddp_rank import BATCHES, RUNS, TX, plan_of
 from workers.launch import launch
 
-from axonml_jax.model.lora import functionalize
+from axonml_jax.model.view import functionalize
 from axonml_jax.testing.equality import Oracle, OracleParts
 
 SCRIPT = pathlib.Path(__file__).parent / "workers" / "ddp_rank.py"

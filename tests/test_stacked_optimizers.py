@@ -16,7 +16,7 @@ from axonml_jax.cli.train import _trainer
 from axonml_jax.config.config import read_config
 from axonml_jax.config.objects import make_optimizer
 from axonml_jax.config.sections import OptimConfig
-from axonml_jax.model.lora import functionalize
+from axonml_jax.model.view import functionalize
 from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 from axonml_jax.models.transformer import Stack, Transformer, stacked, unstacked
 

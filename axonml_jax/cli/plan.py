@@ -40,7 +40,6 @@ from axonml_jax.config.sections import (
     PipelineConfig,
     PlanConfig,
 )
-from axonml_jax.facade.trainer import stage_assigner
 from axonml_jax.layers.adapters import layer_specs
 from axonml_jax.layers.float8 import recorded_products
 from axonml_jax.layers.kernels import target_platform
@@ -49,10 +48,10 @@ from axonml_jax.ledger.predict import Prediction, predict
 from axonml_jax.ledger.report import explain
 from axonml_jax.mesh.axes import AXES
 from axonml_jax.mesh.shape import MeshShape
-from axonml_jax.model.lora import functionalize
-from axonml_jax.model.view import Functional, Variables
+from axonml_jax.model.view import Functional, Variables, functionalize
 from axonml_jax.models.config import PRESETS, TransformerConfig, preset
 from axonml_jax.parallel.placement import Placement, bind_plan
+from axonml_jax.pipeline.pack import stage_assigner
 from axonml_jax.planner.hardware import SEARCHED, Assumptions, Hardware, SaveAssumptions, hardware
 from axonml_jax.planner.price import Timeline, price, timeline
 from axonml_jax.planner.search import Answer, Candidate, draw, saving_of

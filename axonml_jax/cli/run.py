@@ -39,13 +39,13 @@ from axonml_jax.data.loader import DataLoader
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.launch.leftovers import MARK
 from axonml_jax.launch.workers import RESTART_COUNT
-from axonml_jax.ledger.count import collectives_in
+from axonml_jax.ledger.count import aligned, collectives_in
 from axonml_jax.mesh.environment import launch_environment
 from axonml_jax.mesh.init import init
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.simulate import fake_devices
 from axonml_jax.mesh.watch import FlightRecord, Watchdog
-from axonml_jax.mesh.world import World
+from axonml_jax.mesh.world import MockBackend, World
 from axonml_jax.models.weights import check_pretrained
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import check_batch
@@ -1042,7 +1042,7 @@ class Saves:
         since = int(np.ravel(counts.since)[halted[0]])
         if np.ndim(counts.since):
             return self._save_replicas(state, halted, since)
-        guard = self._trainer.train_step.kept["guard"].first(None, mesh)
+        guard = self._trainer.train_step.at_rest.kept["guard"].first(None, mesh)
         self._inspect(replace(state, step=replicated(state.guard.since, mesh)).keeping(guard=guard), since)
         self.diverged = (
             f"stopped: {self._limit} updates in a row were not finite, the first after step {since}. The run as it was "
@@ -1051,7 +1051,7 @@ class Saves:
 
     def _save_replicas(self, state: TrainState, halted: np.ndarray, since: int) -> None:
         """Where each rank trains by itself, the others have gone on: the state as it is now."""
-        guard = self._trainer.train_step.kept["guard"].first(None, self._trainer.model.mesh)
+        guard = self._trainer.train_step.at_rest.kept["guard"].first(None, self._trainer.model.mesh)
         self._inspect(state.keeping(guard=guard), self._positions[-1][0])
         self.diverged = (
             f"stopped: {self._limit} updates in a row of replica {', '.join(map(str, halted))} were not finite, the first "
@@ -1192,3 +1192,36 @@ def in_order(trace: Callable[[], Any]) -> list[dict[str, Any]]:
         }
         for each in collectives_in(trace().jaxpr)
     ]
+
+
+# --------------------------------------------------------------------------------------------------
+# `devices`: what JAX sees.
+# --------------------------------------------------------------------------------------------------
+
+
+def devices(simulated: int | None = None) -> int:
+    """Print versions, backend, processes, and a table of devices with their memory where it is known.
+
+    Args:
+      simulated: number of simulated CPU devices; None: the devices that JAX finds.
+
+    Raises:
+      ConfigError: for a number below 1, or launch variables that describe no job.
+    """
+    [world] = all_or_refuse(partial(start_devices, simulated))
+    rows = [[str(d.id), d.platform, d.device_kind, str(d.process_index), _memory(d)] for d in jax.devices()]
+    carrier = "memory of this process" if world.backend.name == MockBackend.name else world.backend.name
+    print0(f"jax {jax.__version__} on Python {sys.version.split()[0]}, messages by {carrier}")
+    print0(
+        f"{world.num_processes} process(es), {world.world_size} device(s), {len(world.local_ranks)} in this process\n"
+    )
+    print0(aligned(["device", "platform", "kind", "process", "memory"], rows, left=3))
+    return 0
+
+
+def _memory(device) -> str:
+    # Only the process that holds a device may ask; CPU devices share the host's memory and report none.
+    if device.process_index != jax.process_index():
+        return "-"
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return f"{limit / 2**30:.1f} GiB" if limit else "-"

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import optax
@@ -12,25 +12,28 @@ from jax.sharding import Mesh
 
 from axonml_jax.base import LossFn, PyTree, is_choice
 from axonml_jax.collectives.gradients import CommHook, GradSyncStrategy
-from axonml_jax.facade.trainer import ParallelModel, Trainer
-from axonml_jax.ledger.compiled import PartitionedTraffic, PositionTraffic, partitioned_traffic
-from axonml_jax.ledger.memory import FSDPMemoryStats, MemoryStats, estimate, measure, traffic_along
+from axonml_jax.facade.trainer import ParallelModel
+from axonml_jax.mesh.axes import STAGES
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import ProcessGroup, World, as_mesh
 from axonml_jax.model.loss import Precision
 from axonml_jax.model.view import Trainable
 from axonml_jax.parallel.context import Context
 from axonml_jax.parallel.plan import PARTITIONED, CPUOffload, Partition, Plan, Remat, Rules
-from axonml_jax.pipeline.pack import Chain, LinenChain, PipelineStage, join_variables
-from axonml_jax.pipeline.schedules import AXIS, Pipelined, PipelineSchedule
-from axonml_jax.pipeline.simulate import PipelineMemoryStats
-from axonml_jax.pipeline.timetable import Timetable
 from axonml_jax.sharding.layout import Order, replicated
 from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.shard import ReduceWire, Shard, ShardingStrategy, Wire
 from axonml_jax.strategies.strategy import Method, Wrap
 from axonml_jax.training.state import TrainState
-from axonml_jax.training.step import TrainStep
+
+if TYPE_CHECKING:  # what only some facades answer is imported when they are asked
+    from axonml_jax.facade.trainer import Trainer
+    from axonml_jax.ledger.compiled import PartitionedTraffic, PositionTraffic
+    from axonml_jax.ledger.memory import FSDPMemoryStats, MemoryStats
+    from axonml_jax.pipeline.schedules import Pipelined, PipelineSchedule
+    from axonml_jax.pipeline.simulate import PipelineMemoryStats
+    from axonml_jax.pipeline.timetable import Timetable
+    from axonml_jax.training.step import TrainStep
 
 # --------------------------------------------------------------------------------------------------
 # `ContextParallel`: sequences split over devices.
@@ -107,7 +110,7 @@ class ContextParallel(ParallelModel):
         )
         super().__init__(model, _context_mesh(mesh, shard), plan, params=params, trainable=trainable, seed=seed)
 
-    def context_traffic(self, trainer: Trainer, batch: PyTree) -> PositionTraffic:
+    def context_traffic(self, trainer: "Trainer", batch: PyTree) -> "PositionTraffic":
         """What a step of a model that sees whole sequences sends along `context`, counted in the compiled program.
 
         Args:
@@ -121,6 +124,8 @@ class ContextParallel(ParallelModel):
             raise ValueError(
                 "the model's code sees its device's positions, and nothing is left to the partitioner: use ax.explain"
             )
+        from axonml_jax.ledger.memory import traffic_along
+
         return traffic_along(self._placement, trainer.trace(batch).lower().compile(), "context")
 
 
@@ -327,16 +332,20 @@ class FSDP(ParallelModel):
         yield params
         self.reshard_parameters(params)
 
-    def memory_estimate(self, moments: int = 2) -> FSDPMemoryStats:
+    def memory_estimate(self, moments: int = 2) -> "FSDPMemoryStats":
         """Bytes per device by formula, padding included, without activations.
 
         Args:
           moments: arrays the optimizer keeps per parameter: 2 for Adam, 1 for momentum or Lion, 0 for SGD.
         """
+        from axonml_jax.ledger.memory import estimate
+
         return estimate(self._placement, moments, self._functional)
 
-    def memory_stats(self) -> MemoryStats:
+    def memory_stats(self) -> "MemoryStats":
         """Measured memory of the fullest device: current allocation, and the peak."""
+        from axonml_jax.ledger.memory import measure
+
         return measure(self.mesh, self._newest_trainer)
 
 
@@ -421,7 +430,7 @@ def make_train_step(
     norm_type: float = 2.0,
     max_nonfinite: int | None = None,
     seed: int = 0,
-) -> tuple[TrainState, TrainStep]:
+) -> "tuple[TrainState, TrainStep]":
     """The pure, functional way: a first state and a compiled step.
 
     Args:
@@ -480,7 +489,7 @@ class Pipeline(ParallelModel):
         mesh: Any = None,
         *,
         num_microbatches: int = 8,
-        schedule: PipelineSchedule | str = PipelineSchedule.ONE_F_ONE_B,
+        schedule: "PipelineSchedule | str" = "1f1b",
         chunks: int | None = None,
         split: Sequence[str] | None = None,
         gather: Literal["step", "chunk", "tick"] = "step",
@@ -494,13 +503,16 @@ class Pipeline(ParallelModel):
         check_vma: bool = False,
         seed: int = 0,
     ):
+        from axonml_jax.pipeline.pack import Chain, LinenChain
+        from axonml_jax.pipeline.schedules import Pipelined, PipelineSchedule
+
         mesh = _pipe_mesh(mesh)
         model, params = stages_or_model, params
         if isinstance(model, Sequence):
-            model, params = _chain(model, params, mesh.shape[AXIS])
+            model, params = _chain(model, params, mesh.shape[STAGES])
         interleaved = PipelineSchedule.of(schedule) is PipelineSchedule.INTERLEAVED_ONE_F_ONE_B
         if chunks is None and isinstance(model, (Chain, LinenChain)):
-            chunks = max(1, len(model.groups) // mesh.shape[AXIS])
+            chunks = max(1, len(model.groups) // mesh.shape[STAGES])
         policy = Pipelined(
             schedule=schedule,  # pyright: ignore[reportArgumentType]  # Pipelined checks and converts names
             num_microbatches=num_microbatches,
@@ -533,7 +545,7 @@ class Pipeline(ParallelModel):
         return cls(list(modules), mesh, **options)
 
     @property
-    def policy(self) -> Pipelined:
+    def policy(self) -> "Pipelined":
         """The schedule and its options."""
         assert self.plan.pipe is not None
         return self.plan.pipe
@@ -541,30 +553,34 @@ class Pipeline(ParallelModel):
     @property
     def num_stages(self) -> int:
         """Stages of the whole model: devices of the `pipe` axis times chunks."""
-        return self.policy.num_stages(self.mesh.shape[AXIS])
+        return self.policy.num_stages(self.mesh.shape[STAGES])
 
     @property
-    def schedule(self) -> PipelineSchedule:
+    def schedule(self) -> "PipelineSchedule":
         """In which order microbatches pass."""
         return self.policy.schedule
 
     @property
-    def timetable(self) -> Timetable:
+    def timetable(self) -> "Timetable":
         """What a training step executes; it prints as a table of ticks."""
-        return self.policy.timetable(self.mesh.shape[AXIS], self.plan.microbatches)
+        return self.policy.timetable(self.mesh.shape[STAGES], self.plan.microbatches)
 
     @property
-    def peak_activations(self) -> PipelineMemoryStats:
+    def peak_activations(self) -> "PipelineMemoryStats":
         """Activations that ranks keep in a training step: as papers count them, as executed, and as allocated."""
-        shape = (self.mesh.shape[AXIS], self.plan.microbatches, self.policy.chunks)
+        from axonml_jax.pipeline.simulate import PipelineMemoryStats
+
+        shape = (self.mesh.shape[STAGES], self.plan.microbatches, self.policy.chunks)
         return PipelineMemoryStats.of(self.schedule, *shape)
 
-    def memory_estimate(self, moments: int = 2) -> FSDPMemoryStats:
+    def memory_estimate(self, moments: int = 2) -> "FSDPMemoryStats":
         """Bytes per device of model states, padding included, without activations (see `peak_activations`).
 
         Args:
           moments: arrays the optimizer keeps per parameter: 2 for Adam, 1 for momentum or Lion, 0 for SGD.
         """
+        from axonml_jax.ledger.memory import estimate
+
         return estimate(self._placement, moments, self._functional)
 
     @property
@@ -581,9 +597,9 @@ def _pipe_mesh(given: Any) -> Mesh:
     if given is None or isinstance(given, World | ProcessGroup):
         devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else None
         return make_mesh(pipe=-1, devices=devices)
-    if AXIS not in mesh.axis_names:
+    if STAGES not in mesh.axis_names:
         raise ValueError(
-            f"Pipeline lays stages along the mesh axis {AXIS!r}, which {dict(mesh.shape)} lacks: use ax.make_mesh(pipe=-1), "
+            f"Pipeline lays stages along the mesh axis {STAGES!r}, which {dict(mesh.shape)} lacks: use ax.make_mesh(pipe=-1), "
             "ax.make_mesh(data=..., pipe=...), or leave the mesh out"
         )
     return mesh  # pyright: ignore[reportReturnType]  # ParallelModel refuses meshes without devices
@@ -591,6 +607,8 @@ def _pipe_mesh(given: Any) -> Mesh:
 
 def _chain(given: Sequence[Any], params: Any, num_ranks: int) -> tuple[Any, Any]:
     """One model from modules given one by one, and its variables."""
+    from axonml_jax.pipeline.pack import Chain, LinenChain, PipelineStage, join_variables
+
     stages = [each if isinstance(each, PipelineStage) else None for each in given]
     if any(stages) and not all(stages):
         raise TypeError(
@@ -624,8 +642,9 @@ def _groups(devices: Sequence[int], num_ranks: int) -> list[int]:
     order = [run[0] for run in runs]
     if order != [i % num_ranks for i in range(len(order))] or len(order) % num_ranks:
         raise ValueError(
-            f"PipelineStages on devices {list(devices)}: stages go round the {num_ranks} devices of the {AXIS!r} axis in order "
-            f"(0 to {num_ranks - 1}, then from 0 again), each as often as the others; neighbours on one device are one stage"
+            f"PipelineStages on devices {list(devices)}: stages go round the {num_ranks} devices of the {STAGES!r} axis in "
+            f"order (0 to {num_ranks - 1}, then from 0 again), each as often as the others; neighbours on one device are one "
+            "stage"
         )
     return [len(run) for run in runs]
 
@@ -695,7 +714,7 @@ class TensorParallel(ParallelModel):
         )
         super().__init__(model, mesh, plan, params=params, trainable=trainable, seed=seed)
 
-    def tensor_traffic(self, trainer: Trainer, batch: PyTree, axis: str = "tensor") -> PartitionedTraffic:
+    def tensor_traffic(self, trainer: "Trainer", batch: PyTree, axis: str = "tensor") -> "PartitionedTraffic":
         """What a step sends along an axis of the rules, counted in the compiled program; `ax.explain` counts what `data` sends.
 
         Args:
@@ -712,4 +731,6 @@ class TensorParallel(ParallelModel):
                 f"tensor_traffic: axis={axis!r} must be one that rules split over: {', '.join(sorted(left))}"
             )
         compiled = trainer.trace(batch).lower().compile()
+        from axonml_jax.ledger.compiled import partitioned_traffic
+
         return partitioned_traffic(compiled, dict(self.mesh.shape), axis)

@@ -1,7 +1,6 @@
 """`ParallelModel` and `Trainer`: they keep the state, take the steps, save and load."""
 
 import abc
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,41 +19,21 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from axonml_jax.base import LossFn, PyTree, logger, named_leaves
-from axonml_jax.checkpoint.format import MODEL
-from axonml_jax.layers.adapters import layer_specs
-from axonml_jax.ledger.memory import accepting, would_hang
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import ProcessGroup, as_mesh
-from axonml_jax.model.lora import LoraModel, functionalize
 from axonml_jax.model.loss import UNREAD
-from axonml_jax.model.view import Functional, Mode, Trainable, Variables, named_variables
+from axonml_jax.model.view import Functional, Mode, Trainable, Variables, functionalize, named_variables
 from axonml_jax.parallel.placement import Placement, bind_plan
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.parallel.units import check_units
-from axonml_jax.pipeline.pack import Assignment, Chain, LinenChain, assign, by_prefix, stage_of_modules
-from axonml_jax.pipeline.schedules import Pipelined
 from axonml_jax.sharding.batch import refuse_tracing
 from axonml_jax.sharding.layout import Leaf, cast, copies, is_deleted, place, to_host
-from axonml_jax.strategies.strategy import units
 from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
 from axonml_jax.training.compile import folding
 from axonml_jax.training.compose import Metrics, rest_of
-from axonml_jax.training.evaluate import (
-    Differentiate,
-    EvalStep,
-    Evaluated,
-    Forward,
-    Predict,
-    SyncStacked,
-    equalize,
-    hooks_program,
-    joined_rows,
-    mean_of,
-    reads_trained,
-)
 from axonml_jax.training.optimizer import averaging
 from axonml_jax.training.rest import Rest
 from axonml_jax.training.run_state import (
+    MODEL,
     averaged_variables,
     first_variables,
     init_state,
@@ -62,19 +41,12 @@ from axonml_jax.training.run_state import (
     variables_of,
     with_new_average,
 )
-from axonml_jax.training.same_everywhere import (
-    check_first_gradients,
-    check_first_step,
-    check_first_update,
-    checksums,
-    still_own,
-)
 from axonml_jax.training.state import TrainState, injected_rate
-from axonml_jax.training.step import TrainStep
-from axonml_jax.training.update import Clip
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what models and trainers are made of is imported when one is made, so that the classes cost little
+    from axonml_jax.training.evaluate import Differentiate, Evaluated, Predict
     from axonml_jax.training.single_device import Check
+    from axonml_jax.training.step import TrainStep
 
 # --------------------------------------------------------------------------------------------------
 # What trainers and checkpoints know of a parallel model, and the programs that it keeps.
@@ -193,6 +165,8 @@ class SavedModel(abc.ABC):
     @cached_property
     def _accept(self) -> Callable[[Any], None] | None:
         """What may refuse a compiled program of the model."""
+        from axonml_jax.ledger.memory import would_hang
+
         return would_hang(self._placement, self.mesh)
 
     def _next_key(self) -> jax.Array:
@@ -221,62 +195,6 @@ class AveragedParams:
         """Replace the parameters; all else stays."""
         kept = {name: leaf.array for name, leaf in self._model.checkpoint_leaves().items()}
         self._model.take_leaves(kept | {whole: arrays[name] for name, whole in self._names.items()})
-
-
-# --------------------------------------------------------------------------------------------------
-# How the parameters of the model a user gives are assigned to stages.
-# --------------------------------------------------------------------------------------------------
-
-
-def stage_assigner(model: Any, view: Functional, policy: Pipelined) -> Callable[[Mapping[str, Any], int], Assignment]:
-    """What `bind_plan` asks for the stages of a model's parameters.
-
-    Args:
-      model: what the user gave, of which only a chain says more than its view.
-      view: its view, which knows in what order it was written.
-      policy: the plan's.
-    """
-
-    model = model.model if isinstance(model, LoraModel) else model
-
-    def assigned(shapes: Mapping[str, Any], num_stages: int) -> Assignment:
-        if isinstance(model, (Chain, LinenChain)):
-            return _of_chain(model, shapes, num_stages, policy)
-        order = view.order
-        known = order is not None and all(name in order for name in shapes)
-        if not known and policy.split is None and num_stages > 1:
-            _warn_of_names(shapes)
-        return assign(shapes, num_stages, split=policy.split, order=order if known else None)
-
-    return assigned
-
-
-def _warn_of_names(shapes: Mapping[str, Any]) -> None:
-    """Say that nothing but names tells in which order blocks of several kinds run, where there are some."""
-    kinds = dict.fromkeys(path.rstrip("0123456789") for path in units(list(shapes), None, {}))
-    if len(kinds) > 1:
-        warnings.warn(
-            f"stages follow the names of {', '.join(f'{kind}*' for kind in kinds)}: in which order these are called is not "
-            "known, as parameters that pass jax.jit or jax.tree.map are sorted. What a stage reads of another's is sent in "
-            "every step. Give params= what module.init returned, or a function that calls it (params=lambda: module.init(key, "
-            "example)), or say where stages begin (split=)",
-            stacklevel=2,
-        )
-
-
-def _of_chain(chain: Chain | LinenChain, shapes: Mapping[str, Any], num_stages: int, policy: Pipelined) -> Assignment:
-    given = len(chain.groups)
-    if policy.split is not None:
-        raise ValueError(
-            f"split={policy.split!r} says where stages begin, and so do the modules given one by one: give one"
-        )
-    if given != num_stages:
-        ranks = num_stages // policy.chunks
-        raise ValueError(
-            f"{given} stages were given for {ranks} ranks x {policy.chunks} chunks = {num_stages}: give that many, or a mesh "
-            f"and chunks whose product is {given}"
-        )
-    return by_prefix(list(shapes), chain.prefixes(), stage_of_modules(chain))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -396,6 +314,8 @@ class Trainer(Generic[M]):
         layer_norms: bool = False,
         eval_fn: LossFn | None = None,
     ):
+        from axonml_jax.training.evaluate import EvalStep
+
         placement = model._placement
         if accumulate is not None:
             placement = replace(placement, plan=replace(placement.plan, accumulate=accumulate))
@@ -454,6 +374,8 @@ class Trainer(Generic[M]):
         fitting = fitted(state, self.state, rule)
         specs = self.train_step.state_specs(fitting)
         self._continue(place(fitting, specs, self.model.mesh), restored=True)
+        from axonml_jax.training.same_everywhere import checksums
+
         self.model._given = checksums(named_leaves(fitting))
 
     @property
@@ -589,6 +511,8 @@ class Trainer(Generic[M]):
         """
         if any(np.any(shard.data) for shard in norm.addressable_shards):
             return
+        from axonml_jax.training.evaluate import reads_trained
+
         with folding:
             reads = reads_trained(self.train_step, self.model.variables, _shapes(batch))
         if not reads:
@@ -601,6 +525,8 @@ class Trainer(Generic[M]):
     def _compare(self, batch: PyTree) -> None:
         """Before the first step, and the first after a load or restore: do all processes begin alike?"""
         if jax.process_count() > 1:
+            from axonml_jax.training.same_everywhere import check_first_step
+
             check_first_step(self.train_step, self.state, batch, self.model._given)
         self._compared = self.model.loads
 
@@ -624,6 +550,8 @@ class Trainer(Generic[M]):
         Raises:
           ValueError: when there are no batches.
         """
+        from axonml_jax.training.evaluate import mean_of
+
         both = self._ema and not self._averaged
         models = {"": self.model.values} | ({"ema_": self._average()} if both else {})
         if isinstance(batches, Mapping) or hasattr(batches, "dtype"):
@@ -656,6 +584,7 @@ class Trainer(Generic[M]):
         Raises:
           ValueError: with `strict`, the same.
         """
+        from axonml_jax.training.evaluate import Differentiate
         from axonml_jax.training.single_device import Check, compared, draws, is_low, not_comparable, plainly
 
         refuse_tracing("trainer.check")
@@ -694,6 +623,8 @@ class Trainer(Generic[M]):
         """
         if isinstance(batches, Mapping) or hasattr(batches, "dtype"):
             raise TypeError("trainer.predict takes batches, one after another: [batch], or a loader")
+        from axonml_jax.training.evaluate import Predict, joined_rows
+
         variables, given = self.model.values, (self.model._functional, self._placement, self.model.mesh)
         fun = predict_fn or _of_arrays
         build = lambda: Predict(*given, fun, self.model._accept)
@@ -723,10 +654,13 @@ class Trainer(Generic[M]):
         return averaged_variables(step.model, self.state, step.at_rest)
 
     @property
-    def train_step(self) -> TrainStep:
+    def train_step(self) -> "TrainStep":
         """The pure step `(state, batch) -> (state, metrics)` in the model's current mode."""
         mode = self.model._mode
         if mode not in self._steps:
+            from axonml_jax.ledger.memory import accepting
+            from axonml_jax.training.step import TrainStep
+
             self._steps[mode] = TrainStep(
                 self.model._functional,
                 self._placement,
@@ -806,6 +740,11 @@ class ParallelModel(SavedModel):
         trainable: Trainable = None,
         seed: int = 0,
     ):
+        # What is made of a model is imported when one is made, so that the class itself costs little.
+        from axonml_jax.layers.adapters import layer_specs
+        from axonml_jax.parallel.units import check_units
+        from axonml_jax.training.same_everywhere import checksums
+
         super().__init__()
         if not isinstance(plan := plan or Plan(), Plan):
             raise TypeError(f"plan={plan!r} must be an ax.Plan, or None for data parallelism")
@@ -818,10 +757,13 @@ class ParallelModel(SavedModel):
             raise TypeError(f"a model lives on devices, but {mesh} has none: give a jax.sharding.Mesh")
         self.mesh = mesh
         view, whole = functionalize(model, params, trainable)
-        split, stacks = layer_specs(view, self.mesh.shape), view.stacked_dims
-        stages = None if plan.pipe is None else stage_assigner(model, view, plan.pipe)
-        self._functional, self._placement = view, bind_plan(plan.for_model(view), whole, mesh, split, stages, stacks)
-        self._rest = rest_of(self._placement)
+        split, stages = layer_specs(view, self.mesh.shape), None
+        if plan.pipe is not None:
+            from axonml_jax.pipeline.pack import stage_assigner
+
+            stages = stage_assigner(model, view, plan.pipe)
+        placement = bind_plan(plan.for_model(view), whole, mesh, split, stages, view.stacked_dims)
+        self._functional, self._placement, self._rest = view, placement, rest_of(placement)
         check_units(self._placement, self._functional)
         self._functional.state_joins()  # refused before anything is allocated
         self._placement.check_model(self._functional)
@@ -907,6 +849,8 @@ class ParallelModel(SavedModel):
         now = self._rest.whole(self.variables, self.mesh)
         whole, missing, unexpected = load_state_dict(self._functional, now, values, strict=strict)
         self.variables, self.loads = self._rest.place(whole, self.mesh), self.loads + 1
+        from axonml_jax.training.same_everywhere import checksums
+
         taken = {name: value for name, value in values.items() if name not in unexpected}
         self._given = {**self._given, **checksums(taken)}
         return missing, unexpected
@@ -918,11 +862,16 @@ class ParallelModel(SavedModel):
         are split over processes each has had its own part from the beginning: load whole values in their place
         (`load_state_dict`).
         """
+        from axonml_jax.training.evaluate import equalize
+        from axonml_jax.training.same_everywhere import still_own
+
         self.variables = equalize(self.variables, self._placement, self.mesh)
         self._given = still_own(self._given, named_variables(self._functional, self.variables)) if self._given else {}
 
     def after_update(self) -> None:
         """Run every module's own `after_update` once, where you update parameters yourself; a trainer's step does it."""
+        from axonml_jax.training.evaluate import hooks_program
+
         program = self._program(("hooks",), lambda: hooks_program(self._functional, self._placement, self.mesh))
         self.variables = replace(self.variables, state=program(self.variables.state))
 
@@ -961,6 +910,8 @@ class ParallelModel(SavedModel):
         Raises:
           ValueError: when the batch does not divide.
         """
+        from axonml_jax.training.evaluate import Forward
+
         self._refuse_tracing("the model")
         given = self._functional, self._placement, self.mesh, self._mode, self._accept
         program = self._program(("forward",), lambda: Forward(*given))
@@ -983,6 +934,8 @@ class ParallelModel(SavedModel):
           this left with unlike parameters.
         """
 
+        from axonml_jax.training.evaluate import Differentiate
+
         def f(batch: PyTree) -> Any:
             self._refuse_tracing("value_and_grad")
             sync = self._syncing
@@ -1000,8 +953,10 @@ class ParallelModel(SavedModel):
 
         return f
 
-    def _compare(self, program: Differentiate, variables: Variables, key: jax.Array, batch: PyTree) -> None:
+    def _compare(self, program: "Differentiate", variables: Variables, key: jax.Array, batch: PyTree) -> None:
         """Do all processes begin alike, before a loop's first gradients and the first after a load? After its first update?"""
+        from axonml_jax.training.same_everywhere import check_first_gradients, check_first_update
+
         if self._compared != self.loads:
             check_first_gradients(program, variables, key, batch, self._given)
             self._compared, self._updated = self.loads, None
@@ -1028,6 +983,8 @@ class ParallelModel(SavedModel):
         Raises:
           ValueError: listing every leaf that is no stacked gradient of this model.
         """
+        from axonml_jax.training.evaluate import SyncStacked
+
         return self._outside(self._program(("sync",), lambda: SyncStacked(self._placement, self.mesh))(grads))
 
     def clip_grad_norm(
@@ -1046,6 +1003,8 @@ class ParallelModel(SavedModel):
         Raises:
           ValueError: for numbers that are not positive, or a norm that is not finite.
         """
+        from axonml_jax.training.update import Clip
+
         if not (isinstance(max_norm, Real) and max_norm > 0 and isinstance(norm_type, Real) and norm_type > 0):
             raise ValueError(f"{max_norm=} and {norm_type=} must be positive numbers")
         program = self._program(("clip", norm_type), lambda: Clip(self._rest, self.mesh, float(norm_type)))

@@ -6,7 +6,7 @@ import os
 import pathlib
 import re
 import time
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 from jax.core import Tracer
@@ -15,7 +15,9 @@ from jax.sharding import Mesh
 from axonml_jax.base import logger
 from axonml_jax.compat.processes import backend_started
 from axonml_jax.compat.versions import COLLECTIVES_HOLD_THREADS
-from axonml_jax.mesh.environment import LaunchEnvironment, launch_environment
+
+if TYPE_CHECKING:
+    from axonml_jax.mesh.environment import LaunchEnvironment
 
 # --------------------------------------------------------------------------------------------------
 # Freed host memory that a CPU process keeps for its next step.
@@ -213,14 +215,16 @@ def requested_devices() -> int:
     return requested if requested >= 0 else int(forced[-1]) if forced else 1
 
 
-def _launch() -> LaunchEnvironment | None:
+def _launch() -> "LaunchEnvironment | None":
     try:
+        from axonml_jax.mesh.environment import launch_environment
+
         return launch_environment(os.environ)
     except ValueError:  # what is wrong with the variables is for `init` to say, which needs them
         return None
 
 
-def _tell_of_processes(n: int, launch: LaunchEnvironment | None) -> None:
+def _tell_of_processes(n: int, launch: "LaunchEnvironment | None") -> None:
     if launch is not None and launch.num_processes > 1 and launch.process_id == 0:
         logger.warning(
             "fake_devices(%d): this is one of %d processes that %s has launched, and each gets %d simulated devices of its "

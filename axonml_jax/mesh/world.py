@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jaxlib
@@ -18,9 +18,11 @@ from axonml_jax.base import AXES as SYNONYMS
 from axonml_jax.compat.processes import backend_started
 from axonml_jax.compat.versions import installed
 from axonml_jax.mesh.axes import AXES, AxisNames, as_axes, flat_axes
-from axonml_jax.mesh.ranks import Board, Engine, LoneEngine, ProcessEngine, Program, ThreadEngine
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.simulate import fake_devices, requested_devices
+
+if TYPE_CHECKING:  # imported by who calls a collective eagerly
+    from axonml_jax.mesh.ranks import Board, Engine, Program
 
 # --------------------------------------------------------------------------------------------------
 # Process groups: which ranks talk to each other, along which mesh axes, and running a program on them eagerly.
@@ -51,7 +53,7 @@ class ProcessGroup:
     axes: tuple[str, ...] = ("data",)
     ranks: tuple[int, ...] = None  # pyright: ignore[reportAssignmentType]  # None only until __post_init__
     caller: int | None = dataclasses.field(default=None, compare=False, kw_only=True)
-    board: Board | None = dataclasses.field(default=None, compare=False, kw_only=True)
+    board: "Board | None" = dataclasses.field(default=None, compare=False, kw_only=True)
     timeout: float = dataclasses.field(default=DEFAULT_TIMEOUT, compare=False, kw_only=True)
 
     def __post_init__(self):
@@ -110,7 +112,7 @@ class ProcessGroup:
         """Whether the global rank is a member."""
         return rank in self.ranks
 
-    def run(self, program: Program, value: Any, *, name: str) -> Any:
+    def run(self, program: "Program", value: Any, *, name: str) -> Any:
         """Run one traced program on the whole group, called eagerly by every member with its own value.
 
         Args:
@@ -171,7 +173,9 @@ class ProcessGroup:
         program = functools.partial(shift, source=pair.ranks.index(ranks[0]), target=pair.ranks.index(ranks[1]))
         return pair.run(program, value, name=f"send {ranks[0]} -> {ranks[1]}")
 
-    def _engine(self, name) -> Engine:
+    def _engine(self, name) -> "Engine":
+        from axonml_jax.mesh.ranks import LoneEngine, ProcessEngine, ThreadEngine
+
         if self.board is not None:
             return ThreadEngine(self.ranks, self.sub_mesh, self.ranks[self.rank], self.board)
         sub_mesh = self.sub_mesh
@@ -366,7 +370,7 @@ class World:
     num_processes: int
     process_index: int
     local_rank: int = 0
-    board: Board | None = dataclasses.field(default=None, compare=False)
+    board: "Board | None" = dataclasses.field(default=None, compare=False)
     timeout: float = dataclasses.field(default=DEFAULT_TIMEOUT, compare=False)
 
     @classmethod
@@ -492,6 +496,8 @@ def threaded_worlds(world_size: int, timeout: float = DEFAULT_TIMEOUT) -> list[W
     Raises:
       RuntimeError: when JAX has started with fewer devices.
     """
+    from axonml_jax.mesh.ranks import Board
+
     backend = MockBackend(world_size)
     board = Board(timeout)
     return [

@@ -11,10 +11,6 @@ from flax import linen, nnx
 
 from axonml_jax.base import is_one_of
 from axonml_jax.collectives.gradients import GradSyncStrategy
-from axonml_jax.layers.attention import TensorParallelAttention
-from axonml_jax.layers.found import attending_across
-from axonml_jax.layers.latent import LatentAttention
-from axonml_jax.layers.linear import ParallelDropout
 from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.model.view import Functional
 from axonml_jax.sharding.layout import ORDERS, Order
@@ -56,6 +52,10 @@ def problems_of(model: Functional, axis: str, ranks: int) -> Iterator[str]:
 
 def _plain_dropouts(module: nnx.Module | None) -> Iterator[tuple[str, float]]:
     """Dropout of a rate whose masks do not follow positions; that of attention's weights does without being told."""
+    from axonml_jax.layers.attention import TensorParallelAttention
+    from axonml_jax.layers.latent import LatentAttention
+    from axonml_jax.layers.linear import ParallelDropout
+
     modules = {} if module is None else dict(nnx.iter_graph(module))
     for path, each in modules.items():
         if not isinstance(each, nnx.Dropout) or not each.rate or getattr(type(each), DECLARED, False):
@@ -211,6 +211,8 @@ class Context(SplitsPositions, Replicate):
 
     def rewritten(self, fun: Callable[..., Any], axis: AxisNames, check_vma: bool) -> Callable[..., Any]:
         """With the attention that is recognised across ranks."""
+        from axonml_jax.layers.found import attending_across
+
         return attending_across(fun, as_axes(axis)[-1], self.method, check_vma=check_vma)
 
     def partitioner_budget(self, attention: float) -> float:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +16,19 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax.base import PyTree, named_leaves, path_name
 from axonml_jax.collectives.gradients import Partial, assign_buckets, own_slice
 from axonml_jax.collectives.primitives import axis_index, gather_whole, joined_over
-from axonml_jax.compat.canaries import require_types
 from axonml_jax.compat.order import after
 from axonml_jax.compat.varying_types import varying_axes
-from axonml_jax.mesh.axes import LAYER_AXES, AxisNames, as_axes, flat_axes
+from axonml_jax.mesh.axes import LAYER_AXES, STAGES, AxisNames, as_axes, flat_axes
 from axonml_jax.model.loss import Precision, cast_floating
 from axonml_jax.model.view import Functional, Variables, merge
 from axonml_jax.parallel.plan import PARTITIONED, CPUOffload, Partition, Plan
-from axonml_jax.pipeline.pack import Assignment, Staging
-from axonml_jax.pipeline.pack import assign as by_names
-from axonml_jax.pipeline.schedules import AXIS
 from axonml_jax.sharding.batch import BatchLayout
 from axonml_jax.sharding.layout import Layout, from_stored, is_layout, movable, to_device_memory, to_stored
 from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.strategy import AbstractStrategy, Fabric, Wrap, seen_whole
+
+if TYPE_CHECKING:
+    from axonml_jax.pipeline.pack import Assignment, Staging
 
 # --------------------------------------------------------------------------------------------------
 # What of a plan fits a mesh: axes that would do the same work are refused.
@@ -40,15 +39,15 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
     """Refuse axes along which all ranks would do the same work."""
     used = {axis for spec in in_layers.values() for entry in spec for axis in as_axes(entry or ())}
     known = [name for axis in plan.strategies for name in as_axes(axis) if name not in LAYER_AXES or name in used]
-    known += [AXIS] * (plan.pipe is not None)
-    if plan.pipe is not None and AXIS not in degrees:
+    known += [STAGES] * (plan.pipe is not None)
+    if plan.pipe is not None and STAGES not in degrees:
         raise ValueError(
-            f"the plan is pipelined, but the mesh {dict(degrees)} has no axis {AXIS!r} for the stages: use "
+            f"the plan is pipelined, but the mesh {dict(degrees)} has no axis {STAGES!r} for the stages: use "
             "ax.make_mesh(pipe=..., data=...), or a plan with pipe=None"
         )
-    if plan.pipe is None and degrees.get(AXIS, 1) > 1:
+    if plan.pipe is None and degrees.get(STAGES, 1) > 1:
         raise ValueError(
-            f"the mesh has {AXIS}={degrees[AXIS]}, and the plan says nothing about stages: give it "
+            f"the mesh has {STAGES}={degrees[STAGES]}, and the plan says nothing about stages: give it "
             "pipe=ax.Pipelined(num_microbatches=..., schedule=...), use ax.Pipeline, or a mesh without this axis"
         )
     left = _check_left(plan, degrees)
@@ -205,7 +204,7 @@ class Placement:
     degrees: Mapping[str, int]
     params: PyTree
     frozen: PyTree
-    stages: Staging | None = None
+    stages: "Staging | None" = None
     left: frozenset[str] = frozenset()
     at_rest: "Placement | None" = None
     agreed: "Placement | None" = None
@@ -648,7 +647,7 @@ def bind_plan(
     variables: Variables,
     mesh: Mesh,
     split: PyTree | None = None,
-    assign: Callable[[Mapping[str, Any], int], Assignment] | None = None,
+    assign: "Callable[[Mapping[str, Any], int], Assignment] | None" = None,
     stacks: Mapping[str, int] = MappingProxyType({}),
 ) -> Placement:
     """Bind a plan to a mesh and a model's variables (shapes suffice).
@@ -683,6 +682,8 @@ def bind_plan(
         )
     plan = plan.decided(Fabric.of(list(mesh.devices.flat)), degrees)
     strategies = plan.on(degrees)
+    from axonml_jax.compat.canaries import require_types
+
     require_types(plan.check_vma)
 
     def layout(path: tuple, like: jax.ShapeDtypeStruct) -> Layout:
@@ -713,10 +714,13 @@ def _left(plan: Plan, degrees: Mapping[str, int]) -> frozenset[str]:
     return frozenset(axis for axis in left if degrees[axis] > 1) if plan.pipe or plan.rounds else left
 
 
-def _staged(placement: Placement, shapes: Mapping[str, Any], assign: Callable | None) -> Staging:
+def _staged(placement: Placement, shapes: Mapping[str, Any], assign: Callable | None) -> "Staging":
+    from axonml_jax.pipeline.pack import Staging
+    from axonml_jax.pipeline.pack import assign as by_names
+
     plan, degrees = placement.plan, placement.degrees
     assert plan.pipe is not None
-    plan.pipe.timetable(degrees[AXIS], plan.microbatches)  # refuses what the schedule does not take
-    count = plan.pipe.num_stages(degrees[AXIS])
+    plan.pipe.timetable(degrees[STAGES], plan.microbatches)  # refuses what the schedule does not take
+    count = plan.pipe.num_stages(degrees[STAGES])
     found = by_names(shapes, count, split=plan.pipe.split) if assign is None else assign(shapes, count)
     return Staging.of(plan.pipe, found, placement.params, placement.frozen, degrees)

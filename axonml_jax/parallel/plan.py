@@ -6,24 +6,25 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jax.sharding import PartitionSpec
 
 from axonml_jax.base import PyTree, is_choice, is_one_of, lines, member, named_leaves, section, table
-from axonml_jax.layers.adapters import specs_beside
-from axonml_jax.mesh.axes import AXES, BATCH_AXES, LAYER_AXES, AxisNames, as_axes
+from axonml_jax.mesh.axes import AXES, BATCH_AXES, LAYER_AXES, STAGES, AxisNames, as_axes
 from axonml_jax.mesh.shape import MeshShape
-from axonml_jax.model.lora import Adapter
 from axonml_jax.model.loss import Precision
 from axonml_jax.model.view import Functional
 from axonml_jax.parallel.context import Context
-from axonml_jax.pipeline.schedules import AXIS, Pipelined
 from axonml_jax.sharding.batch import BatchLayout, second_dim
 from axonml_jax.sharding.layout import Order
 from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.shard import Shard
 from axonml_jax.strategies.strategy import AbstractStrategy, Fabric, InLayers, LocalRounds
+
+if TYPE_CHECKING:
+    from axonml_jax.model.lora import Adapter
+    from axonml_jax.pipeline.schedules import Pipelined
 
 # --------------------------------------------------------------------------------------------------
 # What rests in host memory between its uses, by JAX's memory kinds.
@@ -84,7 +85,7 @@ class Partition:
     """
 
     rules: tuple[tuple[str, PartitionSpec], ...]
-    adapters: tuple[tuple[str, Adapter], ...] = field(default=(), repr=False)
+    adapters: "tuple[tuple[str, Adapter], ...]" = field(default=(), repr=False)
 
     @staticmethod
     def of(rules: Rules) -> "Partition":
@@ -143,6 +144,10 @@ class Partition:
                 "PartitionSpec(), keeps the rest whole on every rank)"
             )
         own = {name: rule[1] for name, rule in chosen.items() if rule is not None}
+        if not self.adapters:
+            return own
+        from axonml_jax.layers.adapters import specs_beside
+
         beside = (specs_beside(own[name], adapter) for name, adapter in self.adapters)
         return own | {name: spec for specs in beside for name, spec in specs.items()}
 
@@ -287,8 +292,8 @@ def plan_html(plan: Any, title: str, degrees: Mapping[str, int] | None) -> str:
     quiet = [row for row, name in enumerate(names) if name not in chosen]
     mesh = "any mesh" if degrees is None else " x ".join(f"{axis} {ranks}" for axis, ranks in degrees.items() if ranks)
     parts = [lines(f"on {mesh or 'one device'}"), table(["field", "value"], cells, left=2, quiet=quiet)]
-    if plan.pipe is not None and AXIS in (degrees or {}):
-        parts.append(plan.pipe.timetable((degrees or {})[AXIS], plan.microbatches)._repr_html_())
+    if plan.pipe is not None and STAGES in (degrees or {}):
+        parts.append(plan.pipe.timetable((degrees or {})[STAGES], plan.microbatches)._repr_html_())
     return section(title, *parts)
 
 
@@ -375,7 +380,7 @@ class Plan:
     data: AbstractStrategy = field(default_factory=Replicate)
     fsdp: AbstractStrategy = field(default_factory=Shard)
     context: AbstractStrategy = field(default_factory=Context)
-    pipe: Pipelined | None = None
+    pipe: "Pipelined | None" = None
     axes: Mapping[AxisNames, AbstractStrategy] = field(default_factory=lambda: PlanAxes({}))
     partition: Partition | None = None
     precision: Precision = field(default_factory=Precision)
@@ -418,6 +423,8 @@ class Plan:
             for name, (kind, words) in _OF_KIND.items()
             if (value := getattr(self, name)) is not None and not isinstance(value, kind)
         ]
+        if self.pipe is not None and not _is_pipelined(self.pipe):
+            problems.append(f"pipe={self.pipe!r} must be an ax.Pipelined(schedule=..., num_microbatches=...)")
         problems += self._join_context() if not problems else []
         problems += self._against_pipe() if not problems else []
         problems += self._against_rounds() if not problems else []
@@ -578,5 +585,10 @@ _DEFAULTS = {"data": Replicate(), "fsdp": Shard(), "context": Context(), "pipe":
 _OF_KIND = {
     "mesh": (MeshShape, "an ax.MeshShape of degrees (give a Mesh beside the plan)"),
     "partition": (Partition, "made by Partition.of(rules)"),
-    "pipe": (Pipelined, "an ax.Pipelined(schedule=..., num_microbatches=...)"),
 }
+
+
+def _is_pipelined(value: Any) -> bool:
+    from axonml_jax.pipeline.schedules import Pipelined
+
+    return isinstance(value, Pipelined)

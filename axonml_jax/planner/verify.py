@@ -29,8 +29,8 @@ from axonml_jax.ledger.predict import MemoryDifference, Prediction, difference, 
 from axonml_jax.mesh.axes import AXES
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.simulate import fake_devices
-from axonml_jax.model.lora import functionalize
 from axonml_jax.model.loss import WeightedMean
+from axonml_jax.model.view import functionalize
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer, router_metrics
 from axonml_jax.parallel.placement import bind_plan

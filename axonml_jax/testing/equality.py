@@ -14,9 +14,8 @@ from axonml_jax.base import LossFn, PyTree, named_leaves, path_name
 from axonml_jax.collectives.primitives import JOINS, joined_over, sum_over
 from axonml_jax.facade.facades import parallelize
 from axonml_jax.layers.float8 import reading_float8
-from axonml_jax.model.lora import functionalize
 from axonml_jax.model.loss import Loss, Precision, parse_loss, per_weight
-from axonml_jax.model.view import Functional, Mode, Trainable, Variables
+from axonml_jax.model.view import Functional, Mode, Trainable, Variables, functionalize
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import check_batch
 from axonml_jax.sharding.layout import to_host

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import flax
 import flax.errors
@@ -25,18 +25,15 @@ from axonml_jax.collectives.primitives import max_over, sum_over
 from axonml_jax.compat.jaxpr import trace, traced_with
 from axonml_jax.compat.order import trace_settings
 from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
-from axonml_jax.layers.whole import whole_allowed
-from axonml_jax.meaning.microbatches import Microbatch
-from axonml_jax.meaning.whole_batch import WholeBatch
 from axonml_jax.model.loss import UNREAD, Loss, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.program.on_cpu import collectives_in_order, may_overlap, with_transposed_operands
-from axonml_jax.program.program import reached, read_program, run_program
-from axonml_jax.program.values import nested
 from axonml_jax.sharding.batch import several_batches
 from axonml_jax.sharding.layout import to_host
 from axonml_jax.strategies.shard import Feedback
+
+if TYPE_CHECKING:
+    from axonml_jax.meaning.whole_batch import WholeBatch
 
 # --------------------------------------------------------------------------------------------------
 # How a step is compiled: what XLA must be told, and what must be added, for the program to do what it says.
@@ -110,6 +107,8 @@ class Compiled:
         """
         if not self._on_cpu:
             return self._plain
+        from axonml_jax.program.on_cpu import may_overlap, with_transposed_operands
+
         like = (trace_settings(), _types(args[1:]), *kwargs.items())
         if like not in self._known:
             traced = self._plain.trace(*args, **kwargs)
@@ -121,6 +120,9 @@ class Compiled:
 
     def _changed(self, traced: Any, types: Any, overlaps: bool) -> Any:
         """What was traced on arguments of some types, as a jitted function that does it as XLA:CPU needs it."""
+
+        from axonml_jax.program.on_cpu import collectives_in_order, with_transposed_operands
+        from axonml_jax.program.program import read_program, run_program
 
         @functools.wraps(self._whole)
         def whole(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +185,7 @@ class Objective:
     positions: tuple[str, ...] = ()
     inside: Callable[[], AbstractContextManager] = nullcontext
     reading: Callable[..., Callable] = lambda fun, **_: fun
-    whole: WholeBatch | None = None
+    whole: "WholeBatch | None" = None
     trains: bool = False
 
     def __post_init__(self):
@@ -218,6 +220,8 @@ class Objective:
         """
         if self.whole is None:
             return batches
+        from axonml_jax.layers.whole import whole_allowed
+
         key = jax.eval_shape(lambda: jax.random.key(0))
         asked = self.model, self._explained, self.mode, self._as_read(variables, key, rows), key
         with self.inside(), whole_allowed():
@@ -263,6 +267,10 @@ class Objective:
 
     def sweeps(self, batches: PyTree) -> bool:
         """Whether microbatches are gone over twice."""
+        if self.whole is None:
+            return False
+        from axonml_jax.meaning.microbatches import Microbatch
+
         return isinstance(batches, Microbatch) and batches.plan.sweeps
 
     def swept_loss(self, batches: PyTree) -> Loss:
@@ -297,6 +305,8 @@ class Objective:
     def reads_trained(self, read: Variables, key: jax.Array, batch: PyTree) -> bool:
         """Whether a trained parameter, as read, reaches the loss, but through `stop_gradient`: of the traced program."""
         of = lambda params: self(replace(read, params=params), key, batch)[0].total
+        from axonml_jax.program.program import reached, read_program
+
         program = read_program(trace(of, read.params).jaxpr)
         return not reached(program, program.outputs).isdisjoint(program.inputs)
 
@@ -364,6 +374,9 @@ def refuse_moved(model: Functional, before: PyTree, after: PyTree, again: Callab
     statistic, old, new = model.batch_statistics(), named_leaves(before), named_leaves(after)
     moved = [name for name, leaf in new.items() if statistic(name) and leaf is not old[name]]
     if moved:
+        from axonml_jax.program.program import read_program
+        from axonml_jax.program.values import nested
+
         program = read_program(trace(again, before).jaxpr)
         whole = nested(program)
         ends = dict(zip(old, zip(whole.top.of(program.inputs), whole.results, strict=True), strict=True))

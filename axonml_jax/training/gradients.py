@@ -16,7 +16,6 @@ from axonml_jax.mesh.axes import AxisNames, flat_axes
 from axonml_jax.model.loss import Loss, per_weight
 from axonml_jax.model.view import Variables
 from axonml_jax.parallel.placement import Placement, lacking, parts_of
-from axonml_jax.parallel.units import Replayed, overlapped, recomputed
 from axonml_jax.sharding.layout import Layout, is_layout, to_device_memory
 from axonml_jax.strategies.shard import Feedback
 from axonml_jax.training.compile import NO_SCALE, Differentiated, GradientEngine, Objective, Parts, shard_key
@@ -186,6 +185,8 @@ class _Once:
     def _overlapped(self, state, key, batch, axes, accumulated):
         args, placement = (state, key, batch), self.placement
         seen = placement.read_tree(self.params, placement.params) if self.read is None else self.read
+        from axonml_jax.parallel.units import overlapped
+
         reduced_loss = overlapped(self._loss(seen, args), placement, self.params, self.read, args, axes, self.feedback)
 
         def hooked(carriers: PyTree, more: Any, *args: Any) -> tuple[jax.Array, Any]:
@@ -208,6 +209,8 @@ class _Once:
 
     def _loss(self, read: PyTree, args: tuple) -> Callable:
         wrap, remat = self.placement.wrap, self.placement.plan.remat
+        from axonml_jax.parallel.units import recomputed
+
         return recomputed(self.whole_loss, self.model, wrap, remat, read, args)
 
 
@@ -222,6 +225,8 @@ class ByUnit(OneByOne):
     def one(self, variables: Variables) -> OneMicrobatch:
         """See `OneMicrobatch`."""
         loss = self.objective.differentiable_with_frozen(self.parts)
+        from axonml_jax.parallel.units import Replayed
+
         replayed, given = Replayed(self.placement, self.objective.model), (variables.params, variables.frozen)
 
         def run(state, key, batch, axes, accumulated):

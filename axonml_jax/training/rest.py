@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from axonml_jax.collectives.primitives import sum_over, vary
 from axonml_jax.model.loss import Loss
 from axonml_jax.model.view import Functional, Variables
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.parallel.units import Replayed
 from axonml_jax.sharding.layout import (
     HOST,
     Leaf,
@@ -36,8 +35,10 @@ from axonml_jax.sharding.layout import (
     unpadded,
 )
 from axonml_jax.training.compile import Objective, Part, clipped, norm
-from axonml_jax.training.on_shards import OnShards
 from axonml_jax.training.optimizer import apply, gather_stored, opt_owners, own_parts
+
+if TYPE_CHECKING:
+    from axonml_jax.training.on_shards import OnShards
 
 # --------------------------------------------------------------------------------------------------
 # The norms of gradients and parameters layer by layer: of whole arrays, though every rank squares only what it holds.
@@ -280,8 +281,10 @@ class RestingOptimizer(abc.ABC):
         return opt_owners(self.placement, self.tx)
 
     @cached_property
-    def on_shards(self) -> OnShards | None:
+    def on_shards(self) -> "OnShards | None":
         """The update of what ranks hold; None: it is of gathered leaves, or nobody holds parts. Raises as `OnShards.of`."""
+        from axonml_jax.training.on_shards import OnShards
+
         return OnShards.of(self.tx, self.placement, *self.placed)
 
     def check(self) -> None:
@@ -375,6 +378,8 @@ class Plain(Rest):
             params = placement.read_tree(variables.params, placement.params)
             frozen = placement.read_tree(variables.frozen, placement.frozen)
             return fun(Variables(params, frozen, variables.state), *args)
+        from axonml_jax.parallel.units import Replayed
+
         seen: dict[str, Any] = {}
 
         def arrays_of(params, frozen, state, *args):

@@ -110,27 +110,27 @@ def _resting(placement: Placement, tx: optax.GradientTransformation) -> RestingS
 # A `TrainState` as arrays by names that do not depend on the plan, and back: what checkpoints hold.
 # --------------------------------------------------------------------------------------------------
 
-_MODEL, _OPTIMIZER, _AVERAGE = "model/", "optimizer/", "ema/"
+MODEL, _OPTIMIZER, _AVERAGE = "model/", "optimizer/", "ema/"
 
 
 def variable_leaves(model: Functional, variables: Variables, rest: Rest) -> dict[str, Leaf]:
     """A model's variables, named as in its `state_dict` behind `model/`; trained and frozen ones side by side."""
-    prefix, (params, frozen) = _MODEL + model.param_prefix, rest.param_leaves(variables)
+    prefix, (params, frozen) = MODEL + model.param_prefix, rest.param_leaves(variables)
     own = named_leaves(params) | named_leaves(frozen)
     for name, adapter in model.adapters.items():
         scales = None if adapter.column_scales is None else own[adapter.column_scales]
         low_rank = own[adapter.a], own[adapter.b], adapter.scale
         own[name] = replace(own[name], low_rank=low_rank, column_scales=scales)
-    return {prefix + name: leaf for name, leaf in own.items()} | _named(_MODEL, jax.tree.map(Leaf, variables.state))
+    return {prefix + name: leaf for name, leaf in own.items()} | _named(MODEL, jax.tree.map(Leaf, variables.state))
 
 
 def variables_of(model: Functional, like: Variables, arrays: Mapping[str, Any], rest: Rest) -> Variables:
     """The inverse of `variable_leaves`."""
-    prefix = _MODEL + model.param_prefix
+    prefix = MODEL + model.param_prefix
 
     def fill(held: Variables) -> Variables:
         params, frozen = filled(prefix, held.params, arrays), filled(prefix, held.frozen, arrays)
-        return Variables(params, frozen, filled(_MODEL, held.state, arrays))
+        return Variables(params, frozen, filled(MODEL, held.state, arrays))
 
     return rest.resting(model, like, fill)
 
@@ -150,7 +150,7 @@ def state_leaves(model: Functional, state: TrainState, at: RestingState) -> dict
 
 def state_of_leaves(model: Functional, like: TrainState, arrays: Mapping[str, Any], at: RestingState) -> TrainState:
     """The inverse of `state_leaves`. Where an average is missing among the arrays it begins with its parameter."""
-    own = _MODEL + model.param_prefix
+    own = MODEL + model.param_prefix
 
     def average(name: str, kept: Any) -> Any:
         found = arrays.get(_AVERAGE + name)
@@ -180,7 +180,7 @@ def with_new_average(model: Functional, state: TrainState, at: RestingState) -> 
 def averaged_variables(model: Functional, state: TrainState, at: RestingState) -> Variables:
     """A model's variables with the moving average in the place of the trained parameters: copies (see `with_ema`)."""
     leaves = variable_leaves(model, state.variables, at.rest)
-    own, averages = _MODEL + model.param_prefix, named_leaves(at.optimizer.leaves(state.opt_state).ema)
+    own, averages = MODEL + model.param_prefix, named_leaves(at.optimizer.leaves(state.opt_state).ema)
 
     def placed(name: str, leaf: Leaf) -> Any:
         if not name.startswith(own) or (average := averages.get(name.removeprefix(own))) is None:

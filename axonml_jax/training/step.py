@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
@@ -12,9 +12,6 @@ from jax.sharding import Mesh
 
 from axonml_jax.base import LossFn, PyTree, named_leaves
 from axonml_jax.collectives.primitives import sum_over
-from axonml_jax.cost.published import minimum_traffic
-from axonml_jax.meaning.places import Group
-from axonml_jax.meaning.whole_batch import MixingRows, WholeBatch
 from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.view import Functional, Mode, Variables
@@ -27,6 +24,9 @@ from axonml_jax.training.gradients import gradients
 from axonml_jax.training.run_state import RestingState, state_leaves, state_of_leaves, state_specs
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.transforms import StepOptions, kept_of, transforms_of
+
+if TYPE_CHECKING:
+    from axonml_jax.meaning.whole_batch import WholeBatch
 
 
 class TrainStep:
@@ -117,6 +117,8 @@ class TrainStep:
 
     def minimum_traffic(self) -> Fraction:
         """Bytes per rank and update that theory allows for the plan's gradients and parameters on a ring."""
+        from axonml_jax.cost.published import minimum_traffic
+
         return minimum_traffic(self.placement.agreed or self.placement)
 
     def state_specs(self, state: TrainState) -> TrainState:
@@ -193,7 +195,7 @@ def objective_of(
     return Objective(model, loss_fn, mode, placement.position_axes, placement.inside, read, whole, trains)
 
 
-def whole_batch(placement: Placement, loss_fn: LossFn) -> WholeBatch | None:
+def whole_batch(placement: Placement, loss_fn: LossFn) -> "WholeBatch | None":
     """What a loss means on the whole batch; None where ranks have no parts of it, or it is not known under the plan.
 
     It is not yet known in microbatches along positions, in rounds of replicas, and beside XLA's partitioner.
@@ -202,6 +204,9 @@ def whole_batch(placement: Placement, loss_fn: LossFn) -> WholeBatch | None:
     unknown = placement.own_axes or placement.left or len(along) > 1 or (along and placement.plan.microbatches > 1)
     if unknown or placement.ranks(axes) * placement.plan.microbatches == 1:
         return None
+    from axonml_jax.meaning.places import Group
+    from axonml_jax.meaning.whole_batch import MixingRows, WholeBatch
+
     in_layers = any(placement.degrees.get(axis, 1) > 1 for axis in LAYER_AXES)
     rows, trained = placement.batch_layout.rows, jax.tree.leaves(placement.params, is_leaf=is_layout)
     most = max(2**24, sum(layout.size * layout.dtype.itemsize for layout in trained))
@@ -214,6 +219,8 @@ def _positions(placement: Placement) -> tuple:
     """The ranks that split positions, and what is entered where code sees whole sequences."""
     if not (along := placement.position_axes):
         return ()
+    from axonml_jax.meaning.places import Group
+
     order = dict(placement.batch_layout.orders).get(along[0], "contiguous")
     group = Group(along, placement.ranks(along), order, positions=True)
     return group, partial(placement.inside, whole=along)

@@ -25,8 +25,8 @@ from flax import nnx
 import axonml_jax as ax
 from axonml_jax.cli.tasks import loss_fn
 from axonml_jax.mesh.environment import launch_environment
-from axonml_jax.model.lora import functionalize
 from axonml_jax.model.loss import Precision
+from axonml_jax.model.view import functionalize
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.sharding.layout import to_host
