@@ -406,7 +406,7 @@ class ShardedProgram:
         own = dict(env) | {self.inputs[i]: value for i, value in held.items()}
         needed, chosen, present = set(wanted), [], self._present(held)
         for step in reversed(self.steps):
-            here = not step.communicates or (step.work is not None and bool(self.pipe))
+            here = step.total is None and (step.work is None or bool(self.pipe))
             if step.owner in present and here and needed.intersection(step.outputs):
                 needed.update(step.inputs)
                 chosen.append(step)
