@@ -665,12 +665,10 @@ def bind_plan(
       ValueError: when the plan's degrees are not the mesh's, or when the mesh has axes the plan gives no meaning to.
       CanaryError: when the JAX that is installed tells varying types in another way than the library reads them.
     """
+    from axonml_jax.compat.canaries import require_types
+
     degrees = dict(mesh.shape)
-    if plan.mesh is not None and (wanted := plan.mesh.resolve(mesh.size).degrees) != {
-        **dict.fromkeys(wanted, 1),
-        **{axis: size for axis, size in degrees.items() if size > 1 or axis in wanted},
-    }:
-        raise ValueError(f"the plan asks for degrees {dict(wanted)} but the mesh has {degrees}: give one or the other")
+    _check_degrees(plan, mesh.size, degrees)
     in_layers = named_leaves(split)
     if plan.partition is not None:
         in_layers = by_rules(plan.partition, variables, degrees, in_layers)
@@ -682,8 +680,6 @@ def bind_plan(
         )
     plan = plan.decided(Fabric.of(list(mesh.devices.flat)), degrees)
     strategies = plan.on(degrees)
-    from axonml_jax.compat.canaries import require_types
-
     require_types(plan.check_vma)
 
     def layout(path: tuple, like: jax.ShapeDtypeStruct) -> Layout:
@@ -706,6 +702,15 @@ def bind_plan(
         return placement
     shapes = named_leaves(variables.params) | named_leaves(variables.frozen)
     return replace(placement, stages=_staged(placement, shapes, assign))
+
+
+def _check_degrees(plan: Plan, devices: int, degrees: Mapping[str, int]) -> None:
+    """Refuse a mesh of other degrees than a plan asks for."""
+    if plan.mesh is not None and (wanted := plan.mesh.resolve(devices).degrees) != {
+        **dict.fromkeys(wanted, 1),
+        **{axis: size for axis, size in degrees.items() if size > 1 or axis in wanted},
+    }:
+        raise ValueError(f"the plan asks for degrees {dict(wanted)} but the mesh has {degrees}: give one or the other")
 
 
 def _left(plan: Plan, degrees: Mapping[str, int]) -> frozenset[str]:
