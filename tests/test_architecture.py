@@ -243,7 +243,7 @@ def test_no_file_is_named_after_nothing():
 
 CEILINGS = {
     "files with more than five lines of code": 178,
-    "lines of code": 49_700,
+    "lines of code": 49_800,
     "arrows between files": 1_190,
     "methods of the widest class": 36,
     "modules that `ax.DDP` imports": 45,
