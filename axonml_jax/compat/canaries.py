@@ -184,6 +184,44 @@ PIECES_BY_SPLASH_CANARIES = (
 
 
 # --------------------------------------------------------------------------------------------------
+# Canary about `triton.py`: JAX has announced that Pallas's Triton backend goes.
+# --------------------------------------------------------------------------------------------------
+
+
+def _triton() -> None:
+    import warnings
+
+    from axonml_jax.compat.triton import exp, kernel_call, load, store
+
+    def kernel(x, y, *, interpret):
+        place, inside = jnp.arange(8, dtype=jnp.int32), jnp.arange(8) < 5
+        store(y, place, exp(load(x, place, inside), jnp.float32(1), interpret), inside)
+
+    def run(x, interpret=False):
+        one = functools.partial(kernel, interpret=interpret)
+        return kernel_call(one, [((8,), x.dtype)], (1,), [x], name="probe", warps=1, interpret=interpret)[0]
+
+    x = jnp.arange(8, dtype=jnp.float32)
+    expect(np.allclose(run(x, True)[:5], np.exp(x[:5] - 1), rtol=1e-5), "an interpreted kernel computes something else")
+    gpu = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")  # pyright: ignore
+    mesh = AbstractMesh((1,), ("one",), (AxisType.Auto,), abstract_device=gpu)  # pyright: ignore[reportCallIssue]
+    with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        text = jax.jit(run).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    expect("__gpu$xla.gpu.triton" in text, "a kernel is lowered for CUDA to something else")
+
+
+TRITON_CANARIES = (
+    Canary(
+        "kernels in Triton",
+        "Pallas runs a kernel of masked loads and stores by plain operations, and lowers it for CUDA by its Triton backend.",
+        "Models on NVIDIA GPUs do not build, but for plans with kernels='xla'.",
+        _triton,
+    ),
+)
+
+
+# --------------------------------------------------------------------------------------------------
 # Canaries about `compat/processes/`: how processes start and meet, and the compiled programs that they keep.
 # --------------------------------------------------------------------------------------------------
 
@@ -1199,5 +1237,6 @@ CANARIES: tuple[Canary, ...] = (
     *PROCESSES_CANARIES,
     *RANDOM_ELEMENTS_CANARIES,
     *PIECES_BY_SPLASH_CANARIES,
+    *TRITON_CANARIES,
 )
 """Every canary there is."""

@@ -820,6 +820,7 @@ class PlanConfig:
       accumulate: microbatches per update and rank.
       remat: what the backward recomputes: full, selective (all but weight multiplications), or null for nothing.
       check_vma: let JAX check which values vary over which axes.
+      kernels: auto takes this library's kernels on GPUs; xla never; interpret on any platform, slowly, to try them.
       diloco: replicas along mesh.data that join once in so many steps.
     """
 
@@ -839,6 +840,7 @@ class PlanConfig:
     accumulate: int = 1
     remat: Literal["full", "selective"] | None = None
     check_vma: bool = False
+    kernels: Literal["auto", "xla", "interpret"] = "auto"
     diloco: DiLoCoConfig = field(default_factory=DiLoCoConfig)
 
     def __post_init__(self):
@@ -883,6 +885,7 @@ class PlanConfig:
             accumulate=self.accumulate,
             remat=self.remat,
             check_vma=self.check_vma,
+            kernels=self.kernels,
         )
 
     def _sharding(self) -> "AbstractStrategy":

@@ -19,7 +19,7 @@ from axonml_jax.mesh.world import ProcessGroup, World, as_mesh
 from axonml_jax.model.loss import Precision
 from axonml_jax.model.view import Trainable
 from axonml_jax.parallel.context import Context
-from axonml_jax.parallel.plan import PARTITIONED, CPUOffload, Partition, Plan, Remat, Rules
+from axonml_jax.parallel.plan import PARTITIONED, CPUOffload, Kernels, Partition, Plan, Remat, Rules
 from axonml_jax.sharding.layout import Order, replicated
 from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.shard import ReduceWire, Shard, ShardingStrategy, Wire
@@ -61,8 +61,8 @@ class ContextParallel(ParallelModel):
       allow_communication: what code that sees whole sequences may send across positions besides attention (see `ax.Context`).
       shard: parameters rest sharded over `fsdp` and `context` together, and are gathered over both at once (ZeRO-3).
       params: a Linen module's variables.
-      bucket_size_mb, gradient_as_bucket_view, comm_dtype, comm_hook, remat, batch_stats, precision, trainable, check_vma, seed:
-        see `ax.DDP`.
+      bucket_size_mb, gradient_as_bucket_view, comm_dtype, comm_hook, remat, batch_stats, precision, trainable, check_vma,
+        kernels, seed: see `ax.DDP`.
       sync_strategy: OVERLAPPED or SYNCHRONOUS (see `ax.GradSyncStrategy`).
 
     Raises:
@@ -90,6 +90,7 @@ class ContextParallel(ParallelModel):
         precision: Precision | str | None = None,
         trainable: Trainable = None,
         check_vma: bool = False,
+        kernels: Kernels = "auto",
         seed: int = 0,
     ):
         reducing: dict[str, Any] = {
@@ -107,6 +108,7 @@ class ContextParallel(ParallelModel):
             remat=remat,
             batch_stats=batch_stats,
             check_vma=check_vma,
+            kernels=kernels,
         )
         super().__init__(model, _context_mesh(mesh, shard), plan, params=params, trainable=trainable, seed=seed)
 
@@ -166,6 +168,7 @@ class DDP(ParallelModel):
       precision: "float32", "bf16", or an `ax.Precision`.
       trainable: which parameters train: regular expressions, a predicate of the path name, or an NNX variable type.
       check_vma: let JAX check varying types (see `ax.Plan`).
+      kernels: "xla" leaves out this library's kernels on GPUs (see `ax.Plan`).
       seed: of dropout and other random streams.
 
     Raises:
@@ -189,6 +192,7 @@ class DDP(ParallelModel):
         precision: Precision | str | None = None,
         trainable: Trainable = None,
         check_vma: bool = False,
+        kernels: Kernels = "auto",
         seed: int = 0,
     ):
         if batch_stats == "global" and not broadcast_buffers:
@@ -211,6 +215,7 @@ class DDP(ParallelModel):
             batch_stats=batch_stats,
             broadcast_buffers=broadcast_buffers,
             check_vma=check_vma,
+            kernels=kernels,
         )
         mesh = as_mesh(mesh)
         if mesh.shape.get("fsdp", 1) > 1:
@@ -251,7 +256,7 @@ class FSDP(ParallelModel):
       gather, reduce: older names of wire and reduce_wire, which warn.
       update: "shards", or "whole" for optimizers that are refused on them.
       remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
-      batch_stats, trainable, check_vma, seed: see `ax.DDP`.
+      batch_stats, trainable, check_vma, kernels, seed: see `ax.DDP`.
 
     Raises:
       TypeError, ValueError: for anything that cannot work, before anything is allocated.
@@ -278,6 +283,7 @@ class FSDP(ParallelModel):
         batch_stats: Literal["global", "local"] = "global",
         trainable: Trainable = None,
         check_vma: bool = False,
+        kernels: Kernels = "auto",
         seed: int = 0,
     ):
         strategy = _strategy(sharding_strategy)
@@ -295,6 +301,7 @@ class FSDP(ParallelModel):
             remat=remat,
             batch_stats=batch_stats,
             check_vma=check_vma,
+            kernels=kernels,
         )
         self.strategy, mesh = strategy, _fsdp_mesh(mesh, strategy)
         idle = {name: sent for name, sent in {"wire": wire, "reduce_wire": reduce_wire}.items() if sent is not None}
@@ -474,7 +481,7 @@ class Pipeline(ParallelModel):
       gather: with `fsdp`, "step" gathers a device's stages once per step, "chunk" when a device turns to another of its
         stages, "tick" whenever one is used.
       params: a Linen module's variables; of Linen modules given one by one a list of them.
-      precision, remat, trainable, check_vma, seed: see `ax.DDP`.
+      precision, remat, trainable, check_vma, kernels, seed: see `ax.DDP`.
       update: see `ax.FSDP`.
       accumulate: that many times more microbatches per update, in one pass.
       cpu_offload: what rests in host memory (see `ax.CPUOffload`).
@@ -501,6 +508,7 @@ class Pipeline(ParallelModel):
         cpu_offload: CPUOffload | str = CPUOffload.NONE,
         trainable: Trainable = None,
         check_vma: bool = False,
+        kernels: Kernels = "auto",
         seed: int = 0,
     ):
         from axonml_jax.pipeline.pack import Chain, LinenChain
@@ -529,6 +537,7 @@ class Pipeline(ParallelModel):
             accumulate=accumulate,
             offload=cpu_offload,  # pyright: ignore[reportArgumentType]  # Plan checks and converts names
             check_vma=check_vma,
+            kernels=kernels,
         )
         super().__init__(model, mesh, plan, params=params, trainable=trainable, seed=seed)
 
@@ -668,7 +677,7 @@ class TensorParallel(ParallelModel):
         first that matches a parameter's whole path name (`blocks/0/up/kernel`) holds. Every parameter must match, and every
         rule be used: `(".*", PartitionSpec())` as the last keeps the rest whole.
       params: a Linen module's variables.
-      precision, remat, batch_stats, sync_strategy, trainable, check_vma, seed: see `ax.DDP`.
+      precision, remat, batch_stats, sync_strategy, trainable, check_vma, kernels, seed: see `ax.DDP`.
 
     Raises:
       TypeError, ValueError: for anything that cannot work, with every offender, before anything is allocated.
@@ -696,6 +705,7 @@ class TensorParallel(ParallelModel):
         sync_strategy: GradSyncStrategy | str = GradSyncStrategy.OVERLAPPED,
         trainable: Trainable = None,
         check_vma: bool = False,
+        kernels: Kernels = "auto",
         seed: int = 0,
     ):
         mesh = as_mesh(mesh)
@@ -711,6 +721,7 @@ class TensorParallel(ParallelModel):
             remat=remat,
             batch_stats=batch_stats,
             check_vma=check_vma,
+            kernels=kernels,
         )
         super().__init__(model, mesh, plan, params=params, trainable=trainable, seed=seed)
 

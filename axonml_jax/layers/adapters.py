@@ -14,6 +14,7 @@ from axonml_jax.collectives.gradients import copy_to
 from axonml_jax.collectives.primitives import bound, degree
 from axonml_jax.compat.jaxpr import Operation
 from axonml_jax.compat.varying_types import CASTS
+from axonml_jax.layers.fused import products_apart
 from axonml_jax.layers.whole import marked_program, tensor_specs
 from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, as_axes
 from axonml_jax.model.lora import Adapter, dequantized, merged
@@ -174,7 +175,8 @@ def reading_adapted(fun: Callable, model: Functional, variables: Variables, *arg
     summed = summed_axes(model)
 
     def traced(params: Any, state: Any, *args: Any) -> Any:
-        return fun(Variables(params, {}, state), *args)
+        with products_apart():
+            return fun(Variables(params, {}, state), *args)
 
     def with_adapters(program: Program, leaves: Sequence[Any]) -> list[Any]:
         values = list(leaves)

@@ -17,7 +17,7 @@ from axonml_jax.layers.context import context_attention
 from axonml_jax.layers.kernels import PLATFORMS, attention_kernel, fused_attention, in_context
 from axonml_jax.layers.linear import ParallelDropout, Softcap, capped, zero_centered
 from axonml_jax.layers.options import ATTENTIONS, RopeScaling
-from axonml_jax.layers.pairs import PairAxes, closed, closing, opened, opening, pair_options, split_axis
+from axonml_jax.layers.pairs import PairAxes, closed, closing, opened_biased, opening, pair_options, split_axis
 from axonml_jax.layers.products import LinearOptions, Prefetch, substitute
 from axonml_jax.layers.whole import Units, check_shard, metadata
 from axonml_jax.program.cut import KEPT
@@ -407,7 +407,7 @@ class TensorParallelAttention(nnx.Module):
         prefetch: Prefetch | None = None,
         positions: jax.Array | None = None,
     ):
-        outputs = opened([self.query, self.key, self.value], x, prefetch=prefetch)
+        outputs = opened_biased([self.query, self.key, self.value], x, prefetch=prefetch)
         # How many heads there are is read off the projections: on a rank they are its own.
         query, key, value = (y.reshape(*y.shape[:-1], -1, self.head_size) for y in outputs)
         if self.query_norm is not None and self.key_norm is not None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from axonml_jax.base import logger, named_leaves
+from axonml_jax.layers.fused import products_apart
 from axonml_jax.layers.kernels import target_platform
 from axonml_jax.layers.products import SCOPE
 from axonml_jax.mesh.axes import LAYER_AXES
@@ -392,7 +393,8 @@ def reading_float8(fun: Callable, precision: Precision, variables: Variables, *a
         return _Replacing(found, native).run(program, values)
 
     def read(params: Any, frozen: Any, state: Any, *args: Any) -> Any:
-        return fun(Variables(params, frozen, state), *args)
+        with products_apart():
+            return fun(Variables(params, frozen, state), *args)
 
     return run_traced(read, in_8_bits, variables.params, variables.frozen, variables.state, *args)
 

@@ -10,7 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from axonml_jax.collectives.gradients import copy_to, gather_from, split_to
-from axonml_jax.collectives.primitives import axis_index, bound, degree
+from axonml_jax.collectives.primitives import axis_index, bound, degree, vary_alike
+from axonml_jax.layers import fused
 from axonml_jax.layers.products import (
     SEQUENCE_DIM,
     EmbedOptions,
@@ -208,6 +209,31 @@ def column_outputs(layers: Sequence[ColumnParallelLinear], x: jax.Array) -> tupl
     flags = {"sequence": first.sequence_parallel, "ring": first.ring, "overlap": first.overlap}
     outputs = entered(products, x, tuple(kernels), axes, **flags)
     return tuple(add_bias(y, bias) for y, bias in zip(outputs, biases, strict=True))
+
+
+def column_product(layers: Sequence[ColumnParallelLinear], x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The same outputs beside each other, by one product, without the biases, and these beside each other.
+
+    Args:
+      layers: of the same options, all with a bias or none.
+      x: as they take it.
+
+    Communicates: as `column_outputs`.
+    """
+    first = layers[0]
+    axes, kernels, biases = bound(first.axis), [], []
+    for layer in layers:
+        kernel, bias = layer.columns() if axes else (layer.kernel[...], None if layer.bias is None else layer.bias[...])
+        x, kernel = layer.promote_dtype((x, kernel), dtype=layer.dtype)
+        kernels.append(kernel)
+        biases += [] if bias is None else [bias]
+
+    def product(x: jax.Array, kernels: tuple[jax.Array, ...]) -> jax.Array:
+        return linear(first, x, jnp.concatenate(kernels, -1) if len(kernels) > 1 else kernels[0])
+
+    flags = {"sequence": first.sequence_parallel, "ring": first.ring, "overlap": first.overlap}
+    y = entered(product, x, tuple(kernels), axes, **flags) if axes else product(x, tuple(kernels))
+    return y, jnp.concatenate(vary_alike(biases)) if biases else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -453,12 +479,45 @@ class _PerPosition:
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
         """[..., h] -> [..., h]; a mask as the Flax norm takes it."""
-        norm, axes = self, bound(self.axis)
+        own = self._own()
+        if mask is None and (form := self._form(own, x)) != "xla":
+            return fused.norm(x, *self._factors(own), form=form, **self._kind())
+        return self._plain(own, x, mask)
+
+    def beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(the norm of x, x): a residual stream goes on from here, and both its gradients may be made in one pass."""
+        own = self._own()
+        if (form := self._form(own, x)) == "xla":
+            return self._plain(own, x, None), x
+        return fused.norm_beside(x, *self._factors(own), form=form, **self._kind())
+
+    def _own(self) -> dict[str, jax.Array]:
+        """Scale and bias as every rank reads them, by name; those that there are."""
+        axes = bound(self.axis)
+        found = {name: each for name in ("scale", "bias") if (each := getattr(self, name, None)) is not None}
         if axes and self.sequence_parallel:
-            names = [name for name in ("scale", "bias") if getattr(self, name, None) is not None]
-            summed = {name: outside(getattr(self, name)[...], axes, sequence=True) for name in names}
-            norm: Any = substitute(self, **summed)  # pyright: ignore[reportArgumentType]
+            return {name: outside(each[...], axes, sequence=True) for name, each in found.items()}
+        return {name: each[...] for name, each in found.items()}
+
+    def _plain(self, own: dict[str, jax.Array], x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        norm: Any = self
+        if bound(self.axis) and self.sequence_parallel:
+            norm = substitute(self, **own)  # pyright: ignore[reportArgumentType]
         return super(_PerPosition, norm).__call__(x, mask=mask)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _form(self, own: dict[str, jax.Array], x: jax.Array) -> str:
+        """Whether a kernel computes it: over the last dim, in the input's dtype, with a scale."""
+        norm: Any = self
+        usual = norm.reduction_axes == -1 and norm.feature_axes == -1 and norm.axis_name is None
+        result = norm.dtype or jnp.result_type(x, *own.values())
+        return fused.chosen(x) if usual and "scale" in own and jnp.dtype(result) == x.dtype else "xla"
+
+    def _factors(self, own: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+        return own["scale"], own.get("bias")
+
+    def _kind(self) -> dict[str, Any]:
+        norm: Any = self
+        return {"epsilon": norm.epsilon, "centers": isinstance(self, nnx.LayerNorm)}
 
 
 class ParallelLayerNorm(_PerPosition, nnx.LayerNorm):
@@ -504,13 +563,17 @@ class ParallelRMSNorm(_PerPosition, nnx.RMSNorm):
         super().__init__(num_features, sequence_parallel=sequence_parallel, axis=axis, rngs=rngs, **options)
         self.centered = centered
 
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """[..., h] -> [..., h]; a mask as the Flax norm takes it."""
+    def _plain(self, own: dict[str, jax.Array], x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        """Around zero, 1 + the scale in its place."""
         if not self.centered or self.scale is None:
-            return super().__call__(x, mask=mask)
-        scale, axes = self.scale[...], bound(self.axis)
-        summed = axes and self.sequence_parallel
-        return zero_centered(self, x, copy_to(scale, axes) if summed else scale, mask)
+            return super()._plain(own, x, mask)
+        return zero_centered(self, x, own["scale"], mask)
+
+    def _factors(self, own: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+        if not self.centered:
+            return super()._factors(own)
+        scale = own["scale"]
+        return 1 + scale.astype(jnp.promote_types(scale.dtype, jnp.float32)), None
 
 
 def split_sequence(x: jax.Array, axis: str = "tensor", dim: int = SEQUENCE_DIM) -> jax.Array:

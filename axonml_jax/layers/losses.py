@@ -22,6 +22,7 @@ from axonml_jax.collectives.primitives import (
     vary_like,
 )
 from axonml_jax.compat.order import together
+from axonml_jax.layers.fused import chosen, softmax_gradient, softmax_stats
 from axonml_jax.layers.linear import capped
 from axonml_jax.layers.products import SEQUENCE_DIM
 from axonml_jax.layers.whole import Form, split_loss
@@ -77,7 +78,9 @@ def vocab_parallel_cross_entropy(
         refuse_beyond("vocab_parallel_cross_entropy", targets, logits_shard.shape[-1], ignore_label)
     targets = as_counted(targets, ignore_label)
     words = padded_words("vocab_parallel_cross_entropy", logits_shard.shape[-1], axes, words)
-    return split_loss(_form(axes, float(label_smoothing), targets.ndim, words), logits_shard, targets)
+    plain = label_smoothing or words is not None
+    form = "xla" if plain else chosen(logits_shard, features=logits_shard.shape[-1])
+    return split_loss(_form(axes, float(label_smoothing), targets.ndim, words, form), logits_shard, targets)
 
 
 def padded_words(name: str, block: int, axes: tuple[str, ...], words: int | None) -> int | None:
@@ -137,36 +140,30 @@ def refuse_beyond(name: str, targets: jax.Array, vocabulary: int, ignore_label: 
 
 
 @cache
-def _form(axes: tuple[str, ...], smoothing: float, ndim: int, words: int | None) -> Form:
+def _form(axes: tuple[str, ...], smoothing: float, ndim: int, words: int | None, form: str) -> Form:
+    more = (() if words is None else (words,)) + (() if form == "xla" else (form,))
     return Form(
         name="vocab_parallel_cross_entropy",
-        options=(smoothing,) if words is None else (smoothing, words),
+        options=(smoothing, *more),
         subject="logits",
         remedy="let the layer that makes them leave its output split (gather_output=False), or take an ordinary cross entropy "
         "of whole logits, such as this one with axis=()",
         axes=axes,
-        part=lambda logits, targets: _cross_entropy(logits, targets, axes, smoothing, words),
-        whole=lambda logits, targets: _cross_entropy(logits, targets, (), smoothing, None),
+        part=lambda logits, targets: _cross_entropy(logits, targets, axes, smoothing, words, form),
+        whole=lambda logits, targets: _cross_entropy(logits, targets, (), smoothing, None, form),
         dims=(ndim + 1, ndim),
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _cross_entropy(logits, targets, axes, smoothing, words):
-    return _forward(logits, targets, axes, smoothing, words)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _cross_entropy(logits, targets, axes, smoothing, words, form):
+    return _forward(logits, targets, axes, smoothing, words, form)[0]
 
 
-def _forward(logits, targets, axes, smoothing, words):
+def _forward(logits, targets, axes, smoothing, words, form):
     """The losses, and what the backward needs: softmax = exp(logits - normalizer), NaN where no word is the target."""
-    wide = _without_padding(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), axes, words, -jnp.inf)
-    highest = jnp.max(wide, axis=-1)
-    highest = max_over(highest, axes) if axes else highest
-    shifted = wide - highest[..., None]
-    # A masked sum instead of indexing: the target's logit is on one rank, and the others add zero.
-    chosen = jnp.sum(jnp.where(_is_target(logits, targets, axes), shifted, 0), axis=-1)
-    even = _without_padding(shifted, axes, words, 0)
-    parts = [jnp.sum(jnp.exp(shifted), axis=-1), chosen, *([jnp.sum(even, axis=-1)] if smoothing else [])]
-    sums = sum_over(jnp.stack(parts), axes) if axes else jnp.stack(parts)
+    summed = _summed if form == "xla" else partial(_summed_in_one_pass, form=form)
+    highest, sums = summed(logits, targets, axes, smoothing, words)
     count = words or _vocabulary(logits, axes)
     log_sum = jnp.where(targets < count, jnp.log(sums[0]), jnp.nan)
     losses = log_sum - sums[1]
@@ -175,13 +172,41 @@ def _forward(logits, targets, axes, smoothing, words):
     return jnp.where(targets < 0, 0, losses), (logits, targets, highest + log_sum)
 
 
-def _backward(axes, smoothing, words, saved, ct):
+def _summed(logits, targets, axes, smoothing, words):
+    """Of every row a number near the largest logit, and over all ranks, with it taken off: the sum of exponentials, the
+    target's logit, and with smoothing the sum of logits."""
+    wide = _without_padding(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), axes, words, -jnp.inf)
+    highest = jnp.max(wide, axis=-1)
+    highest = max_over(highest, axes) if axes else highest
+    shifted = wide - highest[..., None]
+    # A masked sum instead of indexing: the target's logit is on one rank, and the others add zero.
+    at_target = jnp.sum(jnp.where(_is_target(logits, targets, axes), shifted, 0), axis=-1)
+    even = _without_padding(shifted, axes, words, 0)
+    parts = [jnp.sum(jnp.exp(shifted), axis=-1), at_target, *([jnp.sum(even, axis=-1)] if smoothing else [])]
+    return highest, sum_over(jnp.stack(parts), axes) if axes else jnp.stack(parts)
+
+
+def _summed_in_one_pass(logits, targets, axes, smoothing, words, form):
+    """The same by a kernel, which reads the logits once: the number is the largest of the ranks' logs of sums."""
+    local = _on_this_rank(logits, targets, axes)
+    normalizer, logit = softmax_stats(logits, local, form=form)
+    highest = max_over(normalizer, axes) if axes else normalizer
+    mine = (local >= 0) & (local < logits.shape[-1])
+    parts = jnp.stack([jnp.exp(normalizer - highest), jnp.where(mine, logit - highest, 0)])
+    return highest, sum_over(parts, axes) if axes else parts
+
+
+def _backward(axes, smoothing, words, form, saved, ct):
     logits, targets, normalizer = saved
+    weights = jnp.where(targets < 0, 0, ct)
+    if form != "xla":
+        grad = softmax_gradient(logits, _on_this_rank(logits, targets, axes), normalizer, weights, form=form)
+        return grad, None
     wide = logits.astype(normalizer.dtype)
     softmax = jnp.exp(wide - normalizer[..., None])
     even = smoothing / (words or _vocabulary(logits, axes))
     grad = softmax - jnp.where(_is_target(logits, targets, axes), 1 - smoothing + even, even)
-    grad = _without_padding(grad * jnp.where(targets < 0, 0, ct)[..., None], axes, words, 0)
+    grad = _without_padding(grad * weights[..., None], axes, words, 0)
     return grad.astype(logits.dtype), None
 
 
@@ -193,9 +218,12 @@ def _without_padding(values, axes, words, instead):
 
 
 def _is_target(logits, targets, axes):
-    size = logits.shape[-1]
-    first = axis_index(axes) * size if axes else 0
-    return jnp.arange(size) == (targets - first)[..., None]
+    return jnp.arange(logits.shape[-1]) == _on_this_rank(logits, targets, axes)[..., None]
+
+
+def _on_this_rank(logits, targets, axes):
+    """Targets counted from this rank's first word."""
+    return targets - (axis_index(axes) * logits.shape[-1] if axes else 0)
 
 
 def _vocabulary(logits, axes) -> int:

@@ -406,7 +406,8 @@ class Block(nnx.Module):
         self, x: jax.Array, *, prefetch: Prefetch | None = None, packed: Packed = WHOLE
     ) -> tuple[jax.Array, RouterValues | None]:
         """[b, s, h] -> [b, s, h] (b batch, s sequence or its part, h hidden size), and what a router did."""
-        mixed = self.attention(self.attention_norm(x), prefetch=prefetch, packed=packed)
+        normed, x = self.attention_norm.beside(x)
+        mixed = self.attention(normed, prefetch=prefetch, packed=packed)
         return self._joined(x, mixed, prefetch)
 
     def extend(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -419,11 +420,12 @@ class Block(nnx.Module):
         self, x: jax.Array, mixed: jax.Array, prefetch: Prefetch | None = None
     ) -> tuple[jax.Array, RouterValues | None]:
         x = x + self.dropout(mixed if self.post_attention_norm is None else self.post_attention_norm(mixed))
+        normed, x = self.mlp_norm.beside(x)
         router = None
         if isinstance(self.mlp, ParallelMoE):
-            y, router = self.mlp(self.mlp_norm(x))
+            y, router = self.mlp(normed)
         else:
-            y = self.mlp(self.mlp_norm(x), prefetch=prefetch)
+            y = self.mlp(normed, prefetch=prefetch)
         return x + self.dropout(y if self.post_mlp_norm is None else self.post_mlp_norm(y)), router
 
 

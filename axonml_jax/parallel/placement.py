@@ -257,6 +257,10 @@ class Placement:
         """
         with ExitStack() as stack:
             stack.enter_context(joined_over(self.joined_axes))
+            if self.plan.kernels != "auto":
+                from axonml_jax.layers.fused import asking_for
+
+                stack.enter_context(asking_for(self.plan.kernels))
             for axis, strategy in self.strategies.items():
                 if self.ranks(axis) > 1:
                     stack.enter_context(strategy.inside(axis))

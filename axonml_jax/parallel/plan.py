@@ -328,6 +328,10 @@ Remat = Literal["full", "selective"] | None
 all of a unit from its inputs; or all but the results of weight multiplications, which are most of the work and a small part
 of the memory (Korthikanti et al. 2022)."""
 
+Kernels = Literal["auto", "xla", "interpret"]
+"""How norms, GELU and cross entropy of the library's layers are computed: by kernels on GPUs where they apply (`layers/fused.py`);
+never so; or by the kernels on any platform, run slowly by plain operations, to try them."""
+
 
 def checked_remat(remat: Any) -> str | None:
     """What is wrong with a policy, or None."""
@@ -374,6 +378,8 @@ class Plan:
         leaves each rank its own.
       check_vma: let JAX type which values vary over which axes (a safety net; models whose scans start from plain zeros
         do not pass it).
+      kernels: of norms, GELU and cross entropy of the library's layers, in 16 bits: "auto" takes this library's kernels on
+        GPUs, "xla" never, "interpret" on any platform, run slowly by plain operations, to try them.
     """
 
     mesh: MeshShape | None = None
@@ -391,6 +397,7 @@ class Plan:
     batch_stats: Literal["global", "local"] = "global"
     broadcast_buffers: bool = True
     check_vma: bool = False
+    kernels: Kernels = "auto"
 
     def __post_init__(self):
         object.__setattr__(self, "precision", Precision.of(self.precision))
@@ -409,6 +416,8 @@ class Plan:
             problems.append(f"batch_stats={self.batch_stats!r} must be 'global' or 'local'")
         if not is_one_of(self.update, ("shards", "whole")):
             problems.append(f"update={self.update!r} must be 'shards' or 'whole'")
+        if not is_one_of(self.kernels, ("auto", "xla", "interpret")):
+            problems.append(f"kernels={self.kernels!r} must be 'auto', 'xla' or 'interpret'")
         for name in ("broadcast_buffers", "check_vma"):
             if not is_one_of(getattr(self, name), (True, False)):
                 problems.append(f"{name}={getattr(self, name)!r} must be True or False")

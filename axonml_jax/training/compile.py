@@ -3,6 +3,7 @@
 import abc
 import functools
 import math
+import os
 import sysconfig
 import traceback
 import types
@@ -23,13 +24,14 @@ from jax.sharding import Mesh
 from axonml_jax.base import LossFn, PyTree, named_leaves
 from axonml_jax.collectives.primitives import max_over, sum_over
 from axonml_jax.compat.jaxpr import trace, traced_with
-from axonml_jax.compat.order import trace_settings
+from axonml_jax.compat.order import platform_around, together, trace_settings
+from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
 from axonml_jax.model.loss import UNREAD, Loss, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.batch import several_batches
-from axonml_jax.sharding.layout import to_host
+from axonml_jax.sharding.layout import is_layout, to_host
 from axonml_jax.strategies.shard import Feedback
 
 if TYPE_CHECKING:
@@ -40,11 +42,24 @@ if TYPE_CHECKING:
 # --------------------------------------------------------------------------------------------------
 
 
+_TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
+_TRIED_FROM = 50_000_000
+
+
 def compiler_options(placement: Placement, mesh: Mesh) -> dict[str, str] | None:
     """Options of `jax.jit` for steps under a plan, or None.
 
-    Without them XLA:CPU of jax 0.10 gathers every unit once and keeps it, as if parameters were whole during the step.
+    On CPU: without them XLA of jax 0.10 gathers every unit once and keeps it, as if parameters were whole during the step.
+
+    On GPU XLA compiles and times dozens of Triton kernels for each product of another shape, beside cuBLASLt's. That takes tens
+    of seconds before the first step, and of products of 8 bits minutes. It pays for large products in 16 bits alone
+    (docs/performance.md), so it is left out for models below 50 million parameters and in 8 bits. Who names the flag in
+    `XLA_FLAGS` decides.
     """
+    if platform_around(mesh) == "gpu":
+        size = sum(math.prod(layout.shape) for layout in jax.tree.leaves(placement.params, is_leaf=is_layout))
+        few = size < _TRIED_FROM or placement.plan.precision.products is not None
+        return {_TRITON_PRODUCTS: "False"} if few and _TRITON_PRODUCTS not in os.environ.get("XLA_FLAGS", "") else None
     return CPU_BARRIER_OPTIONS if is_on_cpu(mesh) and placement.gathers_when_used else None
 
 
@@ -456,7 +471,7 @@ def norm(parts: Iterable[Part], p: float = 2.0) -> jax.Array:
     Communicates: inside `shard_map` one small all-reduce for every set of axes that splits parts.
     """
     infinite, totals = p == math.inf, {}
-    for grad, dtype, axes in parts:
+    for grad, dtype, axes in vectors_together(parts) if platform_around() == "gpu" else parts:
         size = jnp.abs(grad).astype(jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32))
         if infinite:
             totals[axes] = jnp.maximum(totals.get(axes, 0.0), jnp.max(size, initial=0))
@@ -468,6 +483,21 @@ def norm(parts: Iterable[Part], p: float = 2.0) -> jax.Array:
     if infinite:
         return functools.reduce(jnp.maximum, wholes, jnp.zeros(()))
     return sum(wholes, jnp.zeros(())) ** (1 / p) if p != 2 else jnp.sqrt(sum(wholes, jnp.zeros(())))
+
+
+def vectors_together(parts: Iterable[Part]) -> list[Part]:
+    """The same elements, all vectors of a kind in one.
+
+    XLA makes of each vector's update and of its share of the norm one kernel of several results, each too small for a GPU;
+    apart the updates run together, and so do the squares.
+    """
+    kinds, found = {}, []
+    for grad, dtype, axes in parts:
+        if grad.ndim == 1:
+            kinds.setdefault((jnp.dtype(grad.dtype), jnp.dtype(dtype), axes, varying_axes(grad)), []).append(grad)
+        else:
+            found.append((grad, dtype, axes))
+    return found + [(jnp.concatenate(together(some)), dtype, axes) for (_, dtype, axes, _), some in kinds.items()]
 
 
 def clipped(grads: PyTree, norm: jax.Array, max_norm: Any) -> PyTree:

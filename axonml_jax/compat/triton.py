@@ -1,0 +1,96 @@
+"""Pallas's Triton backend: one way to call a kernel over whole arrays, on NVIDIA GPUs or interpreted anywhere.
+
+JAX has announced that the backend goes (deprecated since 0.11); everything that is known of it stands here, so that another
+one (Mosaic GPU, jax-triton) is a change of this file. A canary fails when it is gone (`python -m axonml_jax.compat`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as backend
+
+from axonml_jax.compat.varying_types import cast_to_varying, varying_axes
+
+_LOG2E = 1.4426950408889634
+
+
+def varying_together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays typed as varying over the same manual axes (`check_vma=True`), as a kernel wants its operands.
+
+    The casts' transposes sum the gradients of parameters: give a custom gradient what comes out of here.
+    """
+    every = frozenset[str]().union(*map(varying_axes, arrays))
+    missing = [tuple(sorted(every - varying_axes(x))) for x in arrays]
+    return [cast_to_varying(x, axes) if axes else x for x, axes in zip(arrays, missing, strict=True)]
+
+
+def kernel_call(
+    kernel: Callable[..., None],
+    results: Sequence[tuple[tuple[int, ...], Any]],
+    grid: tuple[int, ...],
+    operands: Sequence[jax.Array],
+    *,
+    name: str,
+    warps: int,
+    interpret: bool,
+    in_place: Mapping[int, int] | None = None,
+) -> list[jax.Array]:
+    """Run a kernel, which indexes whole arrays by itself.
+
+    Args:
+      kernel: a function of references to the operands and to the results.
+      results: the shape and the dtype of each.
+      grid: how many programs run along each of its dims.
+      operands: arrays that vary over the same manual axes; so do the results.
+      name: of the kernel, in profiles.
+      warps: of 32 threads, of each program.
+      interpret: run it by plain operations, on any platform.
+      in_place: by operand the result that takes its memory.
+    """
+    kinds: dict[str, Any] = {}
+    if axes := varying_axes(operands[0]):
+        kinds["manual_axis_type"] = jax.sharding.ManualAxisType(varying=axes)  # pyright: ignore
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype, **kinds) for shape, dtype in results],
+        grid=grid,
+        in_specs=[whole] * len(operands),
+        out_specs=[whole] * len(results),
+        interpret=interpret,
+        compiler_params=backend.CompilerParams(num_warps=warps, num_stages=1),
+        input_output_aliases=dict(in_place or {}),
+        name=name,
+    )(*operands)
+
+
+def load(ref: Any, places: Any, inside: Any = None, otherwise: float = 0.0) -> jax.Array:
+    """Elements of an operand; `otherwise` where `inside` is False."""
+    at = ref.at[places]
+    return backend.load(at) if inside is None else backend.load(at, mask=inside, other=otherwise)
+
+
+def store(ref: Any, places: Any, value: jax.Array, inside: Any = None) -> None:
+    """Write elements of a result, in its dtype, where `inside` is True."""
+    backend.store(ref.at[places], value.astype(ref.dtype), mask=inside)
+
+
+def tanh(x: jax.Array, interpret: bool) -> jax.Array:
+    """The hardware's hyperbolic tangent: its error is at most 2^-11, finer than a 16-bit result."""
+    return jnp.tanh(x) if interpret else backend.approx_tanh(x)
+
+
+def exp(x: jax.Array, shift: jax.Array, interpret: bool) -> jax.Array:
+    """exp(x - shift) by the hardware's power of two, whose error is at most 2^-22.
+
+    `jnp.exp` takes five more instructions for every element: more time than reading it.
+    """
+    powers = x * _LOG2E - shift * _LOG2E
+    if interpret:
+        return jnp.exp2(powers)
+    like = [jax.ShapeDtypeStruct(x.shape, jnp.float32)]
+    one: Any = backend.elementwise_inline_asm
+    return one("ex2.approx.ftz.f32 $0, $1;", args=[powers], constraints="=f,f", pack=1, result_shape_dtypes=like)[0]
