@@ -329,8 +329,8 @@ all of a unit from its inputs; or all but the results of weight multiplications,
 of the memory (Korthikanti et al. 2022)."""
 
 Kernels = Literal["auto", "xla", "interpret"]
-"""How norms, GELU and cross entropy of the library's layers are computed: by kernels on GPUs where they apply (`layers/fused.py`);
-never so; or by the kernels on any platform, run slowly by plain operations, to try them."""
+"""How norms, GELU and cross entropy of the library's layers are computed: by kernels on GPUs where they apply; never so; or by
+the kernels on any platform, run slowly by plain operations, to try them (`layers/fused.py`)."""
 
 
 def checked_remat(remat: Any) -> str | None:
