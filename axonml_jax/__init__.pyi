@@ -115,7 +115,15 @@ from axonml_jax.strategies.replicate import Replicate as Replicate
 from axonml_jax.strategies.shard import Shard as Shard
 from axonml_jax.strategies.shard import ShardingStrategy as ShardingStrategy
 from axonml_jax.strategies.strategy import AbstractStrategy as AbstractStrategy
+from axonml_jax.strategies.strategy import Bucketed as Bucketed
+from axonml_jax.strategies.strategy import Decides as Decides
+from axonml_jax.strategies.strategy import LeftToXLA as LeftToXLA
+from axonml_jax.strategies.strategy import LocalRounds as LocalRounds
+from axonml_jax.strategies.strategy import Lossy as Lossy
+from axonml_jax.strategies.strategy import Reducer as Reducer
 from axonml_jax.strategies.strategy import Role as Role
+from axonml_jax.strategies.strategy import SplitsPositions as SplitsPositions
+from axonml_jax.strategies.strategy import Stateful as Stateful
 from axonml_jax.strategies.strategy import Transfer as Transfer
 from axonml_jax.strategies.strategy import context_positions as context_positions
 from axonml_jax.training.callbacks import Callback as Callback

@@ -14,7 +14,7 @@ def quantized(x):
 
 
 @dataclass(frozen=True)
-class Int8Shard(ax.AbstractStrategy):
+class Int8Shard(ax.AbstractStrategy, ax.Stateful):
     """Communicates: per step one all-gather of int8 values and of a scale per leaf, one reduce-scatter of gradients."""
 
     exact = False

@@ -14,7 +14,7 @@ WORDS, WIDTH, ROWS, LENGTH = 11, 6, 8, 6
 
 
 @dataclasses.dataclass(frozen=True)
-class Positions(ax.Replicate):
+class Positions(ax.Replicate, ax.SplitsPositions):
     """Parameters are whole, and an axis splits positions."""
 
     @property

@@ -175,3 +175,32 @@ def test_what_acts_between_steps_is_refused_where_it_cannot():
     plan = ax.Plan(fsdp=Int8Shard(), offload="optimizer_states")
     with pytest.raises(ValueError, match=r"Int8Shard.*use a plan without pipe and without offload"):
         ax.parallelize(model, mesh, plan)
+
+
+UNSAID = {
+    "Stateful": {"init_state": lambda self, param: param},
+    "Lossy": {"feeds_back": True},
+    "Bucketed": {"sync_bucket": lambda self, grads, layouts, axis: grads},
+    "Reducer": {"bucket_bytes": 1},
+    "SplitsPositions": {"position_dim": lambda self, path, shape: 2},
+    "LeftToXLA": {"rewritten": lambda self, fun, axis, check_vma: fun},
+    "Decides": {"model_problems": lambda self, model, axis, degrees: []},
+    "LocalRounds": {"end_round": lambda self, *given: given},
+}
+
+
+@pytest.mark.parametrize("kind", UNSAID)
+def test_what_nobody_would_ask_of_a_strategy_is_refused_where_its_class_is_defined(kind):
+    with pytest.raises(TypeError, match=rf"Mine defines .*: inherit from it too, class Mine\(RingShard, ax\.{kind}\)"):
+        type("Mine", (RingShard,), UNSAID[kind])
+    mixin = type("Mixin", (), UNSAID[kind])  # nor by way of a class that is no strategy
+    with pytest.raises(TypeError, match=f"ax.{kind}"):
+        type("Mine", (mixin, RingShard), {})
+    own = type("Mine", (RingShard, getattr(ax, kind)), UNSAID[kind])
+    assert issubclass(own, ax.AbstractStrategy)
+
+
+def test_a_capability_is_of_some_values_where_a_class_says_so():
+    own, whole = ax.Context(sees="own"), ax.Context(sees="whole")
+    assert own.having(ax.LeftToXLA) is None and whole.having(ax.LeftToXLA) is whole
+    assert own.having(ax.SplitsPositions) is own and own.having(ax.Stateful) is None

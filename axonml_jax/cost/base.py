@@ -33,7 +33,15 @@ from axonml_jax.parallel.plan import Plan
 from axonml_jax.pipeline.schedules import AXIS
 from axonml_jax.pipeline.timetable import Timetable
 from axonml_jax.sharding.layout import Layout
-from axonml_jax.strategies.strategy import AbstractStrategy, LocalRounds, Role, Transfer
+from axonml_jax.strategies.strategy import (
+    AbstractStrategy,
+    LocalRounds,
+    Role,
+    Transfer,
+    feeds_back,
+    reads_exactly,
+    reducer_of,
+)
 
 # --------------------------------------------------------------------------------------------------
 # `Flow`: collectives of a step that a prediction knows of, alike in kind, axes, dtype and place.
@@ -397,7 +405,9 @@ class Setting:
     def of(cls, plan: Plan, degrees: Mapping[str, int]) -> "Setting":
         """A plan's on a mesh."""
         within = plan.within_round()
-        return cls(within.on(degrees), degrees, plan.precision, within.reducer(degrees).overlaps, plan.rounds)
+        return cls(
+            within.on(degrees), degrees, plan.precision, reducer_of(within.reducer(degrees)).overlaps, plan.rounds
+        )
 
     def ranks(self, axis: AxisNames) -> Many:
         """Of an axis, or of several together."""
@@ -416,7 +426,7 @@ class Setting:
     @cached_property
     def rounded(self) -> bool:
         """Whether parameters are rounded on their way."""
-        return any(not own.reads_exactly and own.role.parameters == "sharded" for own in self.strategies.values())
+        return any(not reads_exactly(own) and own.role.parameters == "sharded" for own in self.strategies.values())
 
     @cached_property
     def layer_axes(self) -> frozenset[str]:
@@ -528,7 +538,7 @@ class Placed:
     @property
     def left_bytes(self) -> Many:
         """Of what its sums leave out of a rank's gradient, where a strategy feeds that back."""
-        return self.sum_bytes if any(each.feeds_back for each in self.setting.strategies.values()) else 0
+        return self.sum_bytes if any(feeds_back(each) for each in self.setting.strategies.values()) else 0
 
     @property
     def reduce_bytes(self) -> Many:

@@ -49,7 +49,7 @@ from axonml_jax.pipeline.schedules import AXIS, Pipelined
 from axonml_jax.pipeline.simulate import simulate
 from axonml_jax.pipeline.timetable import StageCosts, Timetable
 from axonml_jax.sharding.layout import order_parts
-from axonml_jax.strategies.strategy import ContextSplit, heads_and_gathers
+from axonml_jax.strategies.strategy import ContextSplit, LeftToXLA, SplitsPositions, heads_and_gathers
 
 # --------------------------------------------------------------------------------------------------
 # What the layers of a decoder send themselves: Megatron's all-reduces, sequence parallelism's gathers, AxoNN's grid.
@@ -353,9 +353,9 @@ class SplitAttention:
           ValueError: for heads that the ranks cannot split; for a ring that a window cuts short, which is not priced.
         """
         every = (
-            strategy.position_split(axis)
+            own.position_split(axis)
             for axis, strategy in plan.on(degrees).items()
-            if not strategy.left_to_partitioner
+            if (own := strategy.having(SplitsPositions)) is not None and not strategy.having(LeftToXLA)
         )
         split = next((each for each in every if each is not None), None)
         if split is None or (not varies(degrees[split.axis]) and degrees[split.axis] == 1):

@@ -14,6 +14,7 @@ from axonml_jax.mesh.axes import as_axes
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.layout import Layout, is_layout
+from axonml_jax.strategies.strategy import reducer_of
 
 # --------------------------------------------------------------------------------------------------
 # AxoNN's communication model (Singh et al. 2024): bytes that a GPU sends for one layer of its 3-D tensor parallelism.
@@ -169,7 +170,7 @@ def weight_traffic(
             gathers = often.at_start + often.at_use * (1 + trained)
             total += moved * (gathers * read.itemsize + often.reductions * reduced.itemsize * trained)
         elif role.batch is not None and role.reduces != "never" and not own(axis):
-            total += 2 * moved * strategy.wire_dtype(reduced).itemsize * trained
+            total += 2 * moved * reducer_of(strategy).wire_dtype(reduced).itemsize * trained
         elif axis in rounds and trained:
             total += 2 * moved * rounds[axis].round_dtype(dtype).itemsize / rounds[axis].every
         share /= ranks if own(axis) or role.parameters == "sharded" else 1

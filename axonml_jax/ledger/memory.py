@@ -21,7 +21,7 @@ from axonml_jax.model.view import Functional
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.plan import CPUOffload
 from axonml_jax.sharding.layout import is_layout
-from axonml_jax.strategies.strategy import units
+from axonml_jax.strategies.strategy import LeftToXLA, units
 
 # --------------------------------------------------------------------------------------------------
 # What compiled programs may send where an axis that splits positions is left to XLA's partitioner.
@@ -71,10 +71,10 @@ def over_budget(placement: Placement) -> Callable[[Any], None] | None:
       ValueError: from the function returned; it lists every operation that sends, with its bytes, and the remedies.
     """
     budgets = {
-        name: each.partitioner_budget
+        name: own.partitioner_budget
         for axis, each in placement.plan.on(placement.degrees).items()
         for name in as_axes(axis)
-        if each.left_to_partitioner and placement.degrees[name] > 1
+        if (own := each.having(LeftToXLA)) is not None and placement.degrees[name] > 1
     }
     if not budgets:
         return None

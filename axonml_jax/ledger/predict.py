@@ -41,7 +41,7 @@ from axonml_jax.mesh.axes import AXES, LAYER_AXES, as_axes, flat_axes
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.pipeline.schedules import AXIS
 from axonml_jax.pipeline.timetable import StageCosts, Timetable
-from axonml_jax.strategies.strategy import Fabric
+from axonml_jax.strategies.strategy import Fabric, LocalRounds
 
 # --------------------------------------------------------------------------------------------------
 # `Prediction`: what a plan will hold, send and compute, as a value that prints as tables, compares and goes to JSON.
@@ -666,7 +666,7 @@ def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:
     """A plan in a few words."""
     words = []
     for axis, strategy in plan.on(degrees).items():
-        usual = axis == "data" and strategy.role.parameters == "whole" and strategy.rounds is None
+        usual = axis == "data" and strategy.role.parameters == "whole" and not strategy.having(LocalRounds)
         if strategy.role.parameters != "layers" and not usual and any(degrees[name] > 1 for name in as_axes(axis)):
             words.append(strategy.in_words(axis))
     if plan.pipe is not None and degrees.get(AXIS, 1) > 1:

@@ -18,9 +18,13 @@ from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.shard import Shard
 from axonml_jax.strategies.strategy import (
     AbstractStrategy,
+    C,
     ContextSplit,
+    Decides,
+    LeftToXLA,
     Method,
     Role,
+    SplitsPositions,
     current_split,
     method_problem,
     split_by,
@@ -93,7 +97,7 @@ def refusing_linen_dropout(axis: str) -> AbstractContextManager:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitsPositions:
+class _AcrossPositions(SplitsPositions, Decides):
     """What strategies share whose last axis splits positions for `context_attention`.
 
     Attributes:
@@ -142,7 +146,7 @@ class SplitsPositions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context(SplitsPositions, Replicate):
+class Context(_AcrossPositions, Replicate, LeftToXLA):
     """Every rank of the axis holds other positions of the same sequences, and the whole parameter.
 
     The model's code sees its rank's positions only: a module says that it is written for that by the class attribute
@@ -160,7 +164,9 @@ class Context(SplitsPositions, Replicate):
         False, as many bytes as its attention sends; True, whatever the partitioner sees fit; or bytes per rank and step.
       shard: parameters rest sharded over `fsdp` and this axis together, as the plan's `fsdp` says, and are gathered over both
         at once.
-      method, order: see `SplitsPositions`.
+      method: how attention reads the keys and values of other ranks: "auto", "gather", "ulysses", "ring", or (U, "ring") or
+        (U, "gather"), Ulysses among U ranks (see `ax.context_attention`).
+      order: in which order ranks hold positions (see `ax.sequence_order`); "auto" is "zigzag", which balances causal attention.
     """
 
     sees: Literal["auto", "own", "whole"] = "auto"
@@ -193,10 +199,9 @@ class Context(SplitsPositions, Replicate):
         """The order, decided."""
         return "contiguous" if self.sees == "whole" else super().position_order
 
-    @property
-    def left_to_partitioner(self) -> bool:
-        """Where the model's code sees whole sequences."""
-        return self.sees == "whole"
+    def having(self, kind: type[C]) -> C | None:
+        """Its axis is left to the partitioner where the model's code sees whole sequences."""
+        return None if kind is LeftToXLA and self.sees != "whole" else super().having(kind)
 
     def for_model(self, model: Functional) -> "Context":
         """Says what positions the model's code sees."""
@@ -243,7 +248,7 @@ class Context(SplitsPositions, Replicate):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedContext(SplitsPositions, Shard):
+class ShardedContext(_AcrossPositions, Shard):
     """Every rank of two axes holds a part of each parameter; the first splits rows, the second positions.
 
     `Context(shard=True)` makes it. Communicates: what `Shard` does, over both axes at once.

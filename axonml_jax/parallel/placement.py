@@ -25,7 +25,22 @@ from axonml_jax.parallel.plan import PARTITIONED, CPUOffload, Partition, Plan
 from axonml_jax.sharding.batch import BatchLayout
 from axonml_jax.sharding.layout import Layout, from_stored, is_layout, movable, to_device_memory, to_stored
 from axonml_jax.strategies.replicate import Replicate
-from axonml_jax.strategies.strategy import AbstractStrategy, Fabric, Wrap, seen_whole
+from axonml_jax.strategies.strategy import (
+    AbstractStrategy,
+    Decides,
+    Fabric,
+    LeftToXLA,
+    LocalRounds,
+    Reducer,
+    SplitsPositions,
+    Stateful,
+    Wrap,
+    feeds_back,
+    gather_bucket,
+    reducer_of,
+    seen_whole,
+    sync_bucket,
+)
 
 if TYPE_CHECKING:
     from axonml_jax.pipeline.pack import Assignment, Staging
@@ -66,9 +81,7 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
 
 def _check_left(plan: Plan, degrees: Mapping[str, int]) -> list[AxisNames]:
     """The axes left to the partitioner; refuse what they do not go with."""
-    left = [
-        axis for axis, each in plan.on(degrees).items() if each.left_to_partitioner and degrees[as_axes(axis)[0]] > 1
-    ]
+    left = [axis for axis, each in plan.on(degrees).items() if each.having(LeftToXLA) and degrees[as_axes(axis)[0]] > 1]
     if left and plan.check_vma:
         raise ValueError(
             f"{', '.join(map(str, left))} is left to XLA's partitioner, since the model's code sees whole sequences, and "
@@ -127,7 +140,7 @@ def _check_strategies(plan: Plan, degrees: Mapping[str, int]) -> None:
             f"must own them together, ax.Plan(axes={{{together}: ...}}), or all but one replicate (ax.Replicate())"
         )
     reducer = plan.reducer(degrees)
-    asked = lambda strategy: (strategy.bucket_bytes, strategy.overlaps)
+    asked = lambda strategy: (reducer_of(strategy).bucket_bytes, reducer_of(strategy).overlaps)
     idle = {
         axis: strategy
         for axis, strategy in plan.on(degrees).items()
@@ -139,7 +152,7 @@ def _check_strategies(plan: Plan, degrees: Mapping[str, int]) -> None:
             f"effect: {idle}. Say it there"
         )
     _check_feedback(plan, degrees)
-    acting = [strategy for strategy in plan.on(degrees).values() if strategy.acts_between_steps]
+    acting = [strategy for strategy in plan.on(degrees).values() if strategy.having(Stateful)]
     if acting and (plan.pipe is not None or plan.offload is not CPUOffload.NONE):
         raise ValueError(
             f"{', '.join(map(repr, acting))} acts on parameters between steps (init_state, after_update), which a pipeline's "
@@ -151,7 +164,7 @@ def _check_strategies(plan: Plan, degrees: Mapping[str, int]) -> None:
 def _check_feedback(plan: Plan, degrees: Mapping[str, int]) -> None:
     """Refuse to feed back what sums leave out where a rank has no whole gradient of its own, once a step and in one unit."""
     there = plan.on(degrees)
-    if not (fed := {axis: each for axis, each in there.items() if each.feeds_back}):
+    if not (fed := {axis: each for axis, each in there.items() if feeds_back(each)}):
         return
     roles = {axis: each.role for axis, each in there.items() if any(degrees[name] > 1 for name in as_axes(axis))}
     reducing = [axis for axis in reversed(roles) if roles[axis].reduces in ("step", "microbatch")]
@@ -262,17 +275,18 @@ class Placement:
 
                 stack.enter_context(asking_for(self.plan.kernels))
             for axis, strategy in self.strategies.items():
-                if self.ranks(axis) > 1:
-                    stack.enter_context(strategy.inside(axis))
+                if self.ranks(axis) > 1 and (own := strategy.having(SplitsPositions)) is not None:
+                    stack.enter_context(own.inside(axis))
             for axis in whole:
                 stack.enter_context(seen_whole(axis))
             yield
 
     def check_model(self, model: Functional) -> None:
-        """Refuse what a strategy cannot run (see `AbstractStrategy.model_problems`)."""
+        """Refuse what a strategy cannot run (see `Decides.model_problems`)."""
         named = self.plan.on(self.degrees).items()
-        there = [(axis, each) for axis, each in named if self.ranks(axis) > 1 or each.rounds is not None]
-        if problems := [why for axis, each in there for why in each.model_problems(model, axis, self.degrees)]:
+        there = [(axis, each) for axis, each in named if self.ranks(axis) > 1 or each.having(LocalRounds)]
+        deciding = [(axis, own) for axis, each in there if (own := each.having(Decides)) is not None]
+        if problems := [why for axis, own in deciding for why in own.model_problems(model, axis, self.degrees)]:
             raise ValueError("; ".join(problems))
 
     @property
@@ -327,9 +341,9 @@ class Placement:
         return tuple(self.strategies)
 
     @cached_property
-    def reducer(self) -> AbstractStrategy:
-        """The strategy whose buckets and overlap count (see `Plan.reducer`)."""
-        return self.plan.reducer(self.degrees)
+    def reducer(self) -> Reducer:
+        """Whose buckets and overlap count (see `Plan.reducer`)."""
+        return reducer_of(self.plan.reducer(self.degrees))
 
     @property
     def inner_axes(self) -> tuple[AxisNames, ...]:
@@ -367,7 +381,7 @@ class Placement:
         values = [cast_floating(shard, self.plan.precision.compute) for shard in shards]
         with jax.named_scope("axonml.parameters"):
             for axis, strategy in self.strategies.items():
-                values = strategy.gather_bucket(values, layouts, axis)
+                values = gather_bucket(strategy, values, layouts, axis)
         return values
 
     def read_tree(self, shards: PyTree, layouts: PyTree) -> PyTree:
@@ -401,7 +415,7 @@ class Placement:
         precision = self.plan.precision
         to = precision.reduce_dtype if self.ranks(axis) > 1 else precision.accumulate_dtype
         values = [grad.value.astype(to(layout.dtype)) for grad, layout in zip(grads, layouts, strict=True)]
-        totals = self.strategies[axis].sync_bucket(values, layouts, axis)
+        totals = sync_bucket(self.strategies[axis], values, layouts, axis)
         return [grad.summed(axis, total) for grad, total in zip(grads, totals, strict=True)]
 
     def wire_itemsize(self, layout: Layout) -> int:
@@ -505,11 +519,12 @@ def reading(
       model: the model.
       placement: the plan on its mesh.
       precision: of the model's mode.
-      rewrites: whether strategies that leave axes to XLA's partitioner rewrite it (`AbstractStrategy.rewritten`).
+      rewrites: whether strategies that leave axes to XLA's partitioner rewrite it (`LeftToXLA.rewritten`).
     """
     for axis, strategy in placement.plan.on(placement.degrees).items() if rewrites and placement.left else ():
-        if placement.left.intersection(as_axes(axis)) and placement.ranks(axis) > 1:
-            fun = strategy.rewritten(fun, axis, placement.plan.check_vma)
+        own = strategy.having(LeftToXLA)
+        if own is not None and placement.left.intersection(as_axes(axis)) and placement.ranks(axis) > 1:
+            fun = own.rewritten(fun, axis, placement.plan.check_vma)
     if placement.ranks(placement.layer_axes) > 1:
         from axonml_jax.layers.whole import reading_whole
 

@@ -20,7 +20,17 @@ from axonml_jax.sharding.batch import BatchLayout, second_dim
 from axonml_jax.sharding.layout import Order
 from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.shard import Shard
-from axonml_jax.strategies.strategy import AbstractStrategy, Fabric, InLayers, LocalRounds
+from axonml_jax.strategies.strategy import (
+    AbstractStrategy,
+    C,
+    Decides,
+    Fabric,
+    InLayers,
+    LeftToXLA,
+    LocalRounds,
+    Reducer,
+    SplitsPositions,
+)
 
 if TYPE_CHECKING:
     from axonml_jax.model.lora import Adapter
@@ -492,7 +502,8 @@ class Plan:
 
     def _join_context(self) -> list[str]:
         """One strategy for `fsdp` and `context`, where the latter's says so."""
-        if (joint := self.context.with_fsdp(self.fsdp)) is None:
+        own = self.context.having(SplitsPositions)
+        if own is None or (joint := own.with_fsdp(self.fsdp)) is None:
             return []
         if owners := [key for key in self.axes if {"fsdp", "context"} & set(as_axes(key))]:
             return [
@@ -520,7 +531,7 @@ class Plan:
 
     def left(self, degrees: Mapping[str, int]) -> frozenset[str]:
         """The mesh axes that a step leaves to XLA's partitioner: what `partition` splits, and what strategies leave to it."""
-        own = {name for axis, each in self.on(degrees).items() if each.left_to_partitioner for name in as_axes(axis)}
+        own = {name for axis, each in self.on(degrees).items() if each.having(LeftToXLA) for name in as_axes(axis)}
         return frozenset(own | (self.partition.axes if self.partition is not None else set()))
 
     def batch_layout(self, degrees: Mapping[str, int]) -> BatchLayout:
@@ -531,8 +542,13 @@ class Plan:
             for name, split in each.role.splits(as_axes(axis)).items()
         }
         rows = (name for name, (split, _) in splits.items() if split == "rows")
-        own = lambda each: type(each).position_dim is not AbstractStrategy.position_dim
-        rules = {name: each for name, (split, each) in splits.items() if split == "positions"}
+        usual = SplitsPositions()
+        rules = {
+            name: each.having(SplitsPositions) or usual
+            for name, (split, each) in splits.items()
+            if split == "positions"
+        }
+        own = lambda each: type(each).position_dim is not SplitsPositions.position_dim
         positions = {name: each.position_dim if own(each) else second_dim for name, each in rules.items()}
         orders: dict[str, Order] = {name: each.position_order for name, each in rules.items()}
         return BatchLayout.of(degrees, rows, positions, orders, self.left(degrees))
@@ -540,15 +556,15 @@ class Plan:
     @property
     def rounds(self) -> dict[AxisNames, LocalRounds]:
         """By axis the rounds in which ranks train parameters of their own; a plan has those of one axis at most."""
-        return {axis: each.rounds for axis, each in self.strategies.items() if each.rounds is not None}
+        return {axis: own for axis, each in self.strategies.items() if (own := each.having(LocalRounds)) is not None}
 
     def within_round(self) -> "Plan":
         """The plan of a step of such a round; itself without rounds."""
-        return self._changed(lambda axis, strategy: strategy.within_round()) if self.rounds else self
+        return self._changed(LocalRounds, lambda axis, own: own.within_round()) if self.rounds else self
 
     def reducing(self) -> "Plan":
-        """The plan, but with strategies that all reduce gradients (see `AbstractStrategy.reducing`)."""
-        return self._changed(lambda axis, strategy: strategy.reducing())
+        """The plan, but with strategies that all reduce gradients (see `Reducer.reducing`)."""
+        return self._changed(Reducer, lambda axis, own: own.reducing())
 
     def for_model(self, model: Functional) -> "Plan":
         """The plan with everything decided that depends on the model: defaults of strategies, what rules split.
@@ -559,18 +575,23 @@ class Plan:
         self.precision.check_parameters(
             named_leaves(model.shapes.params).keys() | named_leaves(model.shapes.frozen).keys()
         )
-        plan = self._changed(lambda axis, strategy: strategy.for_model(model))
+        plan = self._changed(Decides, lambda axis, own: own.for_model(model))
         return plan if plan.partition is None else replace(plan, partition=plan.partition.for_model(model))
 
     def decided(self, fabric: Fabric, degrees: Mapping[str, int]) -> "Plan":
         """The plan with every default of its strategies decided that depends on the devices."""
         ranks = lambda axis: math.prod(degrees.get(name, 1) for name in as_axes(axis))
-        return self._changed(lambda axis, strategy: strategy.decided(fabric, ranks(axis)))
+        return self._changed(Decides, lambda axis, own: own.decided(fabric, ranks(axis)))
 
-    def _changed(self, change: Callable[[AxisNames, AbstractStrategy], AbstractStrategy]) -> "Plan":
-        own = {axis: change(axis, strategy) for axis, strategy in self.axes.items()}
+    def _changed(self, kind: type[C], change: Callable[[AxisNames, C], Any]) -> "Plan":
+        """The plan with other strategies in the place of those that have a capability."""
+
+        def changed(axis: AxisNames, strategy: AbstractStrategy) -> AbstractStrategy:
+            return strategy if (own := strategy.having(kind)) is None else change(axis, own)
+
+        own = {axis: changed(axis, strategy) for axis, strategy in self.axes.items()}
         together = {name: strategy for axis, strategy in own.items() for name in as_axes(axis)}
-        usual = {name: together.get(name) or change(name, getattr(self, name)) for name in _USUAL}
+        usual = {name: together.get(name) or changed(name, getattr(self, name)) for name in _USUAL}
         return replace(self, axes=own, **usual)
 
     @property

@@ -42,7 +42,7 @@ from axonml_jax.program.program import (
 )
 from axonml_jax.sharding.layout import Layout, is_layout
 from axonml_jax.strategies.shard import Feedback
-from axonml_jax.strategies.strategy import Wrap, units
+from axonml_jax.strategies.strategy import Wrap, reads_exactly, units
 
 # --------------------------------------------------------------------------------------------------
 # Reducing gradients where they are ready: each bucket's gather and sync become one hook at its first use in the loss.
@@ -80,7 +80,7 @@ def overlapped(
     layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
     # What is rounded on its way must be the same in every step and in evaluation, which gather stacks whole.
     rounded = any(
-        not each.reads_exactly and each.role.parameters == "sharded" for each in placement.strategies.values()
+        not reads_exactly(each) and each.role.parameters == "sharded" for each in placement.strategies.values()
     )
 
     def flat_loss(read: Sequence[jax.Array], *args):

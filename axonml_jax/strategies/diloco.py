@@ -25,14 +25,14 @@ from axonml_jax.strategies.shard import (
     wide,
     wire_dtype,
 )
-from axonml_jax.strategies.strategy import AbstractStrategy, LocalRounds, Role, Transfer
+from axonml_jax.strategies.strategy import AbstractStrategy, Bucketed, Decides, LocalRounds, Role, Transfer
 
 _WHOLE = Replicate()
 _ALONE = Replicate(sync_strategy="no_sync")  # pyright: ignore[reportArgumentType]  # Replicate converts names
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCo(AbstractStrategy, LocalRounds):
+class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
     """Every rank of the axis trains a replica of its own, and they join once in H steps (Douillard et al. 2023).
 
     The inner optimizer is the trainer's, with a state for every replica. After H steps the mean over replicas of (outer
@@ -90,6 +90,10 @@ class DiLoCo(AbstractStrategy, LocalRounds):
         """One all-reduce for the whole bucket."""
         return _WHOLE.sync_bucket(grads, layouts, axis)
 
+    def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
+        """One by one: nothing is sent."""
+        return _WHOLE.gather_bucket(shards, layouts, axis)
+
     def gather_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:
@@ -101,11 +105,6 @@ class DiLoCo(AbstractStrategy, LocalRounds):
     ) -> tuple[Transfer, ...]:
         """One all-reduce."""
         return _WHOLE.sync_flows(elements, layout, axis, ranks, dtype)
-
-    @property
-    def rounds(self) -> "DiLoCo":
-        """It says them itself."""
-        return self
 
     def within_round(self) -> Replicate:
         """Every rank trains a model of its own."""

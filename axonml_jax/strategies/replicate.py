@@ -14,13 +14,13 @@ from axonml_jax.collectives.primitives import vary
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.sharding.layout import Layout
-from axonml_jax.strategies.strategy import MIB, AbstractStrategy, Fabric, Role, Transfer
+from axonml_jax.strategies.strategy import MIB, AbstractStrategy, Bucketed, Decides, Fabric, Reducer, Role, Transfer
 
 _ENDLESS_MB = 2**40
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replicate(AbstractStrategy):
+class Replicate(AbstractStrategy, Bucketed, Reducer, Decides):
     """Every rank of the axis holds the whole parameter (DDP; Li et al. 2020).
 
     Communicates: one all-reduce per bucket and update.
@@ -94,6 +94,10 @@ class Replicate(AbstractStrategy):
                 "jax.lax.psum, or use check_vma=False (the default; the result is the same)"
             )
         return sums
+
+    def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
+        """One by one: nothing is sent."""
+        return [vary(shard, axis) for shard in shards]
 
     def gather_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any

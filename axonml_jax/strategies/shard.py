@@ -18,7 +18,17 @@ from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.model.loss import Precision
 from axonml_jax.sharding.layout import Layout
 from axonml_jax.strategies.replicate import Replicate
-from axonml_jax.strategies.strategy import AbstractStrategy, Fabric, Role, Transfer, Wrap, checked_wrap
+from axonml_jax.strategies.strategy import (
+    AbstractStrategy,
+    Bucketed,
+    Decides,
+    Fabric,
+    Lossy,
+    Role,
+    Transfer,
+    Wrap,
+    checked_wrap,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Zeros behind parameters that do not divide: put there, cut off, counted, and told to the ledger.
@@ -207,13 +217,14 @@ class Feedback:
     """
 
     axis: AxisNames
-    strategy: AbstractStrategy
+    strategy: Lossy
     precision: Precision
 
     @classmethod
     def of(cls, strategies: Mapping[AxisNames, AbstractStrategy], precision: Precision) -> Self | None:
         """That of strategies by axis; None: there is none."""
-        return next((cls(axis, each, precision) for axis, each in strategies.items() if each.feeds_back), None)
+        lossy = {axis: own for axis, each in strategies.items() if (own := each.having(Lossy)) is not None}
+        return next((cls(axis, own, precision) for axis, own in lossy.items() if own.feeds_back), None)
 
     def left_out(self, grads: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
         """Of whole gradients on a rank what the sum of all ranks lacks, inside `shard_map`.
@@ -346,7 +357,7 @@ def wide(dtype: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard(AbstractStrategy):
+class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
     """Every rank of the axis holds a part of each parameter.
 
     Communicates, with A microbatches and P parameters on N ranks, (N-1)/N times: 2P (stage 1: one all-gather, one

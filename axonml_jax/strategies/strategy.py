@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -439,8 +439,185 @@ def context_positions(count: int, axis: str = "context") -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# `LocalRounds`: steps that the ranks of an axis make by themselves, and how they join after so many.
+# What only some strategies do: capabilities, which a strategy inherits from beside `AbstractStrategy`. Who wants one asks
+# `AbstractStrategy.having`; a method of one without the class is refused, as nobody would call it.
 # --------------------------------------------------------------------------------------------------
+
+MIB = 2**20
+
+
+class Bucketed:
+    """Several leaves travel together."""
+
+    def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
+        """`gather` of several leaves."""
+        raise NotImplementedError
+
+    def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
+        """`sync` of several leaves."""
+        raise NotImplementedError
+
+
+class Reducer:
+    """Says how a plan's gradients travel, where it is the strategy of `data` or of the mesh's outermost axis."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Capacity in bytes of what is reduced together."""
+        return 25 * MIB
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are reduced inside the backward."""
+        return True
+
+    def wire_dtype(self, dtype: Any) -> Any:
+        """The dtype in which a gradient of `dtype` travels."""
+        return jnp.dtype(dtype)
+
+    def reducing(self) -> Self:
+        """Itself, but reducing gradients where its role never does: what `sync_gradients` asks for."""
+        return self
+
+
+class SplitsPositions:
+    """Splits positions of sequences in a way of its own, or has attention read across them."""
+
+    def position_dim(self, path: str, shape: tuple[int, ...]) -> int | None:
+        """The dim of a leaf of the batch that holds positions: dim 1 of leaves that have one.
+
+        Args:
+          path: of the leaf in the batch, "tokens" or "0/mask"; of a call's argument its number or name.
+          shape: the whole leaf's.
+
+        Returns:
+          A dim after 0, which holds rows; None: every rank has all of the leaf's rows as they are.
+        """
+        return second_dim(path, shape)
+
+    @property
+    def position_order(self) -> Order:
+        """In which order ranks hold positions; batches and outputs keep the sequence's."""
+        return "contiguous"
+
+    def position_split(self, axis: AxisNames) -> ContextSplit | None:
+        """How `context_attention` reads positions of other ranks, which the ledger then prices; None: it does not."""
+        return None
+
+    def inside(self, axis: AxisNames) -> AbstractContextManager:
+        """What holds while the model's code is traced inside `shard_map`: entered around every call of it, and of the loss."""
+        return nullcontext()
+
+    def with_fsdp(self, fsdp: "AbstractStrategy") -> "AbstractStrategy | None":
+        """The strategy that owns `fsdp` and `context` together, asked of a plan's `context`; None: each keeps its own.
+
+        Args:
+          fsdp: the plan's.
+        """
+        return None
+
+
+class LeftToXLA:
+    """Leaves its axes to XLA's partitioner in a step: none is bound, and the model's code sees whole sequences."""
+
+    def rewritten(self, fun: Callable[..., Any], axis: AxisNames, check_vma: bool) -> Callable[..., Any]:
+        """What a step traces in the place of the model's code.
+
+        Args:
+          fun: takes pytrees and returns one; it sees whole sequences.
+          axis: the strategy's.
+          check_vma: the plan's.
+        """
+        return fun
+
+    def partitioner_budget(self, attention: float) -> float:
+        """Bytes per rank and step that the model's code may send along its axes, besides sums and the attention that was
+        recognised, which sends so many."""
+        return math.inf
+
+
+class Lossy:
+    """Sums of gradients, or reads alone, are rounded; a strategy that says `exact = False` and no more rounds both or reads."""
+
+    @property
+    def reads_exactly(self) -> bool:
+        """Whether what is read is what rests: False, unless the sums alone are rounded."""
+        return False
+
+    def sum_round_trip(self, part: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
+        """What `sync` adds of a part of one rank's gradient.
+
+        Args:
+          part: [*layout.shard], with its padding: what one rank sends another.
+          layout, axis: as for `sync`.
+        """
+        return part
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what `sum_round_trip` takes from a rank's gradient is added to its gradient in the next step.
+
+        For a role that reduces once a step (Seide et al. 2014). A trainer keeps it, of every rank (`TrainState.left_out`).
+        """
+        return False
+
+
+class Stateful:
+    """Keeps something between steps for every trained parameter: the error of a lossy gather, an anchor of local steps."""
+
+    def init_state(self, param: jax.Array) -> PyTree:
+        """What it keeps for one trained parameter, given whole; None: nothing.
+
+        Arrays of the parameter's shape rest as it does, others whole on every rank. Checkpoints keep them.
+        """
+        return None
+
+    def to_read(self, shard: jax.Array, state: PyTree, layout: Layout, axis: AxisNames) -> jax.Array:
+        """What a training step gathers in the place of a resting shard, given the state: for instance with its error added."""
+        return shard
+
+    def after_update(
+        self, shard: jax.Array, state: PyTree, layout: Layout, axis: AxisNames, *, before: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        """The shard and the state after an update, once per step whose update is not skipped, inside `shard_map`.
+
+        Args:
+          shard: as the optimizer made it.
+          state: as it was in this step.
+          layout, axis: as for `gather`.
+          before: the shard before the update.
+
+        Returns:
+          The shard and the state that the next step begins with, shaped and typed as they were.
+        """
+        return shard, state
+
+
+class Decides:
+    """Has defaults that depend on the model or the devices, or models that it cannot run."""
+
+    def for_model(self, model: Functional) -> Self:
+        """Itself with the defaults decided that depend on the model."""
+        return self
+
+    def decided(self, fabric: Fabric, ranks: int) -> Self:
+        """Itself with the defaults decided that depend on the devices.
+
+        Args:
+          fabric: what connects the mesh's devices.
+          ranks: of the axis.
+        """
+        return self
+
+    def model_problems(self, model: Functional, axis: AxisNames, degrees: Mapping[str, int]) -> list[str]:
+        """Why a model cannot run under the strategy, with the remedy: asked, and refused, before anything is allocated.
+
+        Args:
+          model: the pure view of the user's; its modules are known where it is an NNX module.
+          axis: the strategy's, of more than one rank.
+          degrees: of the mesh.
+        """
+        return []
 
 
 class LocalRounds(abc.ABC):
@@ -455,6 +632,10 @@ class LocalRounds(abc.ABC):
     """
 
     every: int
+
+    @abc.abstractmethod
+    def within_round(self) -> "AbstractStrategy":
+        """What stands in its place in a training step: a strategy that never reduces."""
 
     @property
     def round_copies(self) -> float:
@@ -505,11 +686,14 @@ class LocalRounds(abc.ABC):
         """
 
 
+CAPABILITIES = (Bucketed, Reducer, SplitsPositions, LeftToXLA, Lossy, Stateful, Decides, LocalRounds)
+
+C = TypeVar("C")
+
+
 # --------------------------------------------------------------------------------------------------
 # The contract of every strategy.
 # --------------------------------------------------------------------------------------------------
-
-MIB = 2**20
 
 
 class AbstractStrategy(abc.ABC):
@@ -519,7 +703,7 @@ class AbstractStrategy(abc.ABC):
 
     `gather` and `sync` run inside `shard_map` with `axis` bound: a mesh axis's name, or a tuple of the names of those that
     the strategy owns together. Their `layout` is the leaf's final one; a strategy looks only at what it put there itself.
-    A strategy is a frozen, hashable value.
+    A strategy is a frozen, hashable value. What only some do is a class to inherit from besides (`ax.Stateful` and its like).
 
     Attributes:
       wrap: which parts of the model are units (see `strategies/strategy.py`), for a role that reads parameters at their "use".
@@ -528,6 +712,21 @@ class AbstractStrategy(abc.ABC):
 
     wrap: Wrap = None
     prefetch: int = 0
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        for kind in CAPABILITIES:
+            said = [name for name in vars(kind) if not name.startswith("_") and hasattr(cls, name)]
+            if said and not issubclass(cls, kind):
+                bases = ", ".join([*(base.__name__ for base in cls.__bases__), f"ax.{kind.__name__}"])
+                raise TypeError(
+                    f"{cls.__name__} defines {', '.join(said)}, which are asked of an ax.{kind.__name__} only: inherit from it "
+                    f"too, class {cls.__name__}({bases})"
+                )
+
+    def having(self, kind: type[C]) -> C | None:
+        """Itself as one with a capability, or None: a class may say so of some of its values."""
+        return self if isinstance(self, kind) else None
 
     @property
     @abc.abstractmethod
@@ -572,81 +771,6 @@ class AbstractStrategy(abc.ABC):
           The sum's part that belongs to this rank's shard.
         """
 
-    def position_dim(self, path: str, shape: tuple[int, ...]) -> int | None:
-        """The dim of a leaf of the batch that holds positions, for a role that splits them: dim 1 of leaves that have one.
-
-        Args:
-          path: of the leaf in the batch, "tokens" or "0/mask"; of a call's argument its number or name.
-          shape: the whole leaf's.
-
-        Returns:
-          A dim after 0, which holds rows; None: every rank has all of the leaf's rows as they are.
-        """
-        return second_dim(path, shape)
-
-    @property
-    def position_order(self) -> Order:
-        """In which order ranks hold positions, for a role that splits them; batches and outputs keep the sequence's."""
-        return "contiguous"
-
-    def position_split(self, axis: AxisNames) -> ContextSplit | None:
-        """How `context_attention` reads positions of other ranks, which the ledger then prices; None: it does not."""
-        return None
-
-    @property
-    def left_to_partitioner(self) -> bool:
-        """Whether a step leaves its axes to XLA's partitioner: none is bound, and the model's code sees whole sequences."""
-        return False
-
-    def for_model(self, model: Functional) -> Self:
-        """Itself with the defaults decided that depend on the model."""
-        return self
-
-    def rewritten(self, fun: Callable[..., Any], axis: AxisNames, check_vma: bool) -> Callable[..., Any]:
-        """For axes that are left to the partitioner: what a step traces in the place of the model's code.
-
-        Args:
-          fun: takes pytrees and returns one; it sees whole sequences.
-          axis: the strategy's.
-          check_vma: the plan's.
-        """
-        return fun
-
-    def partitioner_budget(self, attention: float) -> float:
-        """For axes that are left to the partitioner: bytes per rank and step that the model's code may send along them, besides
-        sums and the attention that was recognised, which sends so many."""
-        return math.inf
-
-    def inside(self, axis: AxisNames) -> AbstractContextManager:
-        """What holds while the model's code is traced inside `shard_map`: entered around every call of it, and of the loss."""
-        return nullcontext()
-
-    def model_problems(self, model: Functional, axis: AxisNames, degrees: Mapping[str, int]) -> list[str]:
-        """Why a model cannot run under the strategy, with the remedy: asked, and refused, before anything is allocated.
-
-        Args:
-          model: the pure view of the user's; its modules are known where it is an NNX module.
-          axis: the strategy's, of more than one rank.
-          degrees: of the mesh.
-        """
-        return []
-
-    def with_fsdp(self, fsdp: "AbstractStrategy") -> "AbstractStrategy | None":
-        """The strategy that owns `fsdp` and `context` together, asked of a plan's `context`; None: each keeps its own.
-
-        Args:
-          fsdp: the plan's.
-        """
-        return None
-
-    def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
-        """`sync` of several leaves that travel together."""
-        return [self.sync(grad, layout, axis) for grad, layout in zip(grads, layouts, strict=True)]
-
-    def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
-        """`gather` of several leaves that travel together."""
-        return [self.gather(shard, layout, axis) for shard, layout in zip(shards, layouts, strict=True)]
-
     @abc.abstractmethod
     def gather_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
@@ -676,104 +800,48 @@ class AbstractStrategy(abc.ABC):
         """Whether what is read is what rests, and what is reduced the sum; False declares a lossy strategy."""
         return True
 
-    @property
-    def reads_exactly(self) -> bool:
-        """Whether what is read is what rests; to be said by a lossy strategy of which only the sums are rounded."""
-        return self.exact
-
     def round_trip(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
         """What ranks read of a shard once it has been gathered: itself, unless the strategy is lossy."""
         return shard
-
-    def sum_round_trip(self, part: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """What `sync` adds of a part of one rank's gradient: itself, unless the strategy is lossy.
-
-        Args:
-          part: [*layout.shard], with its padding: what one rank sends another.
-          layout, axis: as for `sync`.
-        """
-        return part
-
-    @property
-    def feeds_back(self) -> bool:
-        """Whether what `sum_round_trip` takes from a rank's gradient is added to its gradient in the next step.
-
-        For a role that reduces once a step (Seide et al. 2014). A trainer keeps it, of every rank (`TrainState.left_out`).
-        """
-        return False
-
-    def init_state(self, param: jax.Array) -> PyTree:
-        """What the strategy keeps between steps for one trained parameter, given whole; None: nothing.
-
-        Arrays of the parameter's shape rest as it does, others whole on every rank. Checkpoints keep them.
-        """
-        return None
-
-    def to_read(self, shard: jax.Array, state: PyTree, layout: Layout, axis: AxisNames) -> jax.Array:
-        """What a training step gathers in the place of a resting shard, given the state: for instance with its error added."""
-        return shard
-
-    def after_update(
-        self, shard: jax.Array, state: PyTree, layout: Layout, axis: AxisNames, *, before: jax.Array
-    ) -> tuple[jax.Array, PyTree]:
-        """The shard and the state after an update, once per step whose update is not skipped, inside `shard_map`.
-
-        Args:
-          shard: as the optimizer made it.
-          state: as it was in this step.
-          layout, axis: as for `gather`.
-          before: the shard before the update.
-
-        Returns:
-          The shard and the state that the next step begins with, shaped and typed as they were.
-        """
-        return shard, state
-
-    @property
-    def acts_between_steps(self) -> bool:
-        """Whether it has an `init_state` or an `after_update` of its own."""
-        own, contract = type(self), AbstractStrategy
-        return own.init_state is not contract.init_state or own.after_update is not contract.after_update
-
-    @property
-    def rounds(self) -> LocalRounds | None:
-        """The rounds in which its ranks train parameters of their own; None: they agree on parameters after every step."""
-        return None
-
-    def within_round(self) -> "AbstractStrategy":
-        """What stands in its place in a training step, for one with `rounds`: a strategy that never reduces."""
-        return self
-
-    def reducing(self) -> Self:
-        """Itself, but reducing gradients where its role never does: what `sync_gradients` asks for."""
-        return self
-
-    def decided(self, fabric: Fabric, ranks: int) -> Self:
-        """Itself with the defaults decided that depend on the devices.
-
-        Args:
-          fabric: what connects the mesh's devices.
-          ranks: of the axis.
-        """
-        return self
 
     def in_words(self, axis: AxisNames) -> str:
         """What it does to parameters, in a few words: what summaries of plans say."""
         return f"{type(self).__name__} over {'*'.join(as_axes(axis))}"
 
-    def wire_dtype(self, dtype: Any) -> Any:
-        """The dtype in which a gradient of `dtype` travels."""
-        return jnp.dtype(dtype)
 
-    @property
-    def bucket_bytes(self) -> int:
-        """Capacity in bytes of what is reduced together; that of `Placement.reducer` counts for the whole plan."""
-        return 25 * MIB
+def gather_bucket(
+    strategy: AbstractStrategy, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames
+) -> list[jax.Array]:
+    """What the forward pass reads of several leaves: together, or one by one."""
+    if (own := strategy.having(Bucketed)) is not None:
+        return own.gather_bucket(shards, layouts, axis)
+    return [strategy.gather(shard, layout, axis) for shard, layout in zip(shards, layouts, strict=True)]
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether gradients are reduced inside the backward; that of `Placement.reducer` counts for the whole plan."""
-        return True
+
+def sync_bucket(
+    strategy: AbstractStrategy, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames
+) -> list[jax.Array]:
+    """The gradients of several shards, summed together, or one by one."""
+    if (own := strategy.having(Bucketed)) is not None:
+        return own.sync_bucket(grads, layouts, axis)
+    return [strategy.sync(grad, layout, axis) for grad, layout in zip(grads, layouts, strict=True)]
+
+
+def reducer_of(strategy: AbstractStrategy) -> Reducer:
+    """How gradients travel where a strategy says it; the defaults of all that do not."""
+    return strategy.having(Reducer) or Reducer()
+
+
+def reads_exactly(strategy: AbstractStrategy) -> bool:
+    """Whether what is read is what rests."""
+    lossy = strategy.having(Lossy)
+    return strategy.exact or (lossy is not None and lossy.reads_exactly)
+
+
+def feeds_back(strategy: AbstractStrategy) -> bool:
+    """Whether a trainer keeps what its sums leave out (`Lossy.feeds_back`)."""
+    lossy = strategy.having(Lossy)
+    return lossy is not None and lossy.feeds_back
 
 
 # --------------------------------------------------------------------------------------------------

@@ -17,7 +17,17 @@ from axonml_jax.ledger.count import collectives_in
 from axonml_jax.model.loss import WeightedMean
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.layout import Layout, from_stored, to_stored
-from axonml_jax.strategies.strategy import AbstractStrategy, Role
+from axonml_jax.strategies.strategy import (
+    AbstractStrategy,
+    LocalRounds,
+    Lossy,
+    Role,
+    Stateful,
+    feeds_back,
+    gather_bucket,
+    reads_exactly,
+    sync_bucket,
+)
 from axonml_jax.testing.equality import FLOAT64
 from axonml_jax.training.between_steps import stateful
 
@@ -80,7 +90,7 @@ def _one_device(strategy: AbstractStrategy, ranks: int, placement: Any, batches:
     values = [np.asarray(leaf[...]) for _, leaf in nnx.to_flat_state(state)]
     layouts = [strategy.spec(Layout.whole(jax.ShapeDtypeStruct(x.shape, x.dtype)), AXIS, ranks) for x in values]
     tx, kept = optax.sgd(RATE, momentum=0.9), bool(stateful(placement))
-    own = [strategy.init_state(jnp.asarray(x)) for x in values]
+    own = [_state_of(strategy).init_state(jnp.asarray(x)) for x in values]
 
     def total(params: list, batch: Any) -> jax.Array:
         return _loss(nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), params)), batch).total
@@ -127,25 +137,35 @@ def _mean_and_grads(
     same = zip(zip(*of_ranks, strict=True), left, layouts, strict=True)
     made = [_summed(strategy, jnp.stack(grads) + own, layout, ranks) for grads, own, layout in same]
     sums, lacks = zip(*made, strict=True)
-    fed = [own if strategy.feeds_back else 0 * own for own in lacks]
+    fed = [own if feeds_back(strategy) else 0 * own for own in lacks]
     return sum(totals) / weight, [each / weight for each in sums], fed
+
+
+def _state_of(strategy: AbstractStrategy) -> Stateful:
+    """What it keeps between steps; nothing unless it says so."""
+    return strategy.having(Stateful) or Stateful()
+
+
+def _sums_of(strategy: AbstractStrategy) -> Lossy:
+    """What it rounds of sums; nothing unless it says so."""
+    return strategy.having(Lossy) or Lossy()
 
 
 def _mapped(strategy: AbstractStrategy, ranks: int, layout: Layout, what: str, *rows: Any) -> Any:
     """A method of the strategy on every rank's rows."""
 
     def read(shard: Any, own: Any) -> Any:
-        return strategy.round_trip(strategy.to_read(shard, own, layout, AXIS), layout, AXIS)
+        return strategy.round_trip(_state_of(strategy).to_read(shard, own, layout, AXIS), layout, AXIS)
 
     def after(shard: Any, own: Any, before: Any) -> Any:
-        return strategy.after_update(shard, own, layout, AXIS, before=before)
+        return _state_of(strategy).after_update(shard, own, layout, AXIS, before=before)
 
     return jax.vmap(read if what == "read" else after, axis_name=AXIS, axis_size=ranks)(*rows)
 
 
 def _summed(strategy: AbstractStrategy, grads: jax.Array, layout: Layout, ranks: int) -> tuple[jax.Array, jax.Array]:
     """The sum of what ranks send of their gradients, [ranks, ...], and what it lacks of each."""
-    trip = jax.vmap(lambda part: strategy.sum_round_trip(part, layout, AXIS))
+    trip = jax.vmap(lambda part: _sums_of(strategy).sum_round_trip(part, layout, AXIS))
     sent = jnp.stack([_joined(trip(_split(grad, layout, ranks)), layout) for grad in grads])
     return sent.sum(0), grads - sent
 
@@ -209,7 +229,7 @@ def check_strategy(strategy: AbstractStrategy, *, ranks: int = 3, tolerance: flo
     _check_value(strategy)
     if strategy.role.parameters == "layers" or strategy.role.reduces == "never" or strategy.role.batch is None:
         raise ValueError(f"{strategy.role}: only what splits the batch and reduces its gradients can be checked alone")
-    if strategy.rounds is not None:
+    if strategy.having(LocalRounds):
         raise ValueError(
             f"{strategy!r} trains replicas, which no run on one device equals: it has nothing to be compared with"
         )
@@ -263,7 +283,7 @@ class _Law:
 
         def read(shards: list) -> list:
             if self.bucketed:
-                wholes = strategy.gather_bucket(shards, layouts, AXIS)
+                wholes = gather_bucket(strategy, shards, layouts, AXIS)
             else:
                 wholes = [strategy.gather(x, layout, AXIS) for x, layout in zip(shards, layouts, strict=True)]
             return [whole[None] for whole in wholes]
@@ -271,7 +291,7 @@ class _Law:
         def synced(cotangents: list) -> list:
             own = [ct[0] for ct in cotangents]
             if self.bucketed:
-                return list(strategy.sync_bucket(own, layouts, AXIS))
+                return list(sync_bucket(strategy, own, layouts, AXIS))
             return [strategy.sync(x, layout, AXIS) for x, layout in zip(own, layouts, strict=True)]
 
         options = {"mesh": _mesh(self.ranks), "check_vma": self.check_vma}
@@ -286,7 +306,7 @@ class _Law:
         shards = [stored] if dim is None else np.split(stored, self.ranks, axis=dim)
         there = [np.asarray(self.strategy.round_trip(jnp.asarray(shard), layout, AXIS)) for shard in shards]
         lossless = all(map(np.array_equal, shards, there))
-        assert lossless or not self.strategy.reads_exactly, (
+        assert lossless or not reads_exactly(self.strategy), (
             f"round_trip changes a shard, so exact must be False, and reads_exactly ({layout})"
         )
         return there[0] if dim is None else np.asarray(from_stored(np.concatenate(there, axis=dim), layout))
@@ -304,7 +324,9 @@ class _Law:
         for own in cotangents:
             stored = np.asarray(to_stored(own, layout))
             parts = [stored] if dim is None else np.split(stored, self.ranks, axis=dim)
-            there = [np.asarray(self.strategy.sum_round_trip(jnp.asarray(part), layout, AXIS)) for part in parts]
+            there = [
+                np.asarray(_sums_of(self.strategy).sum_round_trip(jnp.asarray(part), layout, AXIS)) for part in parts
+            ]
             lossless = all(map(np.array_equal, parts, there))
             assert lossless or not self.strategy.exact, (
                 f"sum_round_trip changes a part, so exact must be False ({layout})"

@@ -13,7 +13,7 @@ from axonml_jax.base import PyTree, named_leaves
 from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import Leaf, is_layout, shardings
-from axonml_jax.strategies.strategy import AbstractStrategy
+from axonml_jax.strategies.strategy import Stateful
 from axonml_jax.training.compose import (
     AsOptimizer,
     Differentiate,
@@ -68,9 +68,9 @@ class BetweenSteps(StepTransform):
         return acting
 
 
-def stateful(placement: Placement) -> dict[AxisNames, AbstractStrategy]:
+def stateful(placement: Placement) -> dict[AxisNames, Stateful]:
     """The strategies of a plan that act between steps, outermost first."""
-    return {axis: each for axis, each in placement.strategies.items() if each.acts_between_steps}
+    return {axis: own for axis, each in placement.strategies.items() if (own := each.having(Stateful)) is not None}
 
 
 def first_states(placement: Placement, params: PyTree) -> dict[str, PyTree]:
@@ -79,7 +79,7 @@ def first_states(placement: Placement, params: PyTree) -> dict[str, PyTree]:
 
 
 def to_read(placement: Placement, params: PyTree, state: Mapping[str, PyTree]) -> PyTree:
-    """What is gathered in the place of resting shards, inside `shard_map` (`AbstractStrategy.to_read`)."""
+    """What is gathered in the place of resting shards, inside `shard_map` (`Stateful.to_read`)."""
     for axis, each in stateful(placement).items():
         call = lambda shard, own, layout, axis=axis, each=each: each.to_read(shard, own, layout, axis)
         params = _per_leaf(placement, call, (params,), state[_name(axis)])[0]
@@ -89,7 +89,7 @@ def to_read(placement: Placement, params: PyTree, state: Mapping[str, PyTree]) -
 def after_update(
     placement: Placement, params: PyTree, before: PyTree, state: Mapping[str, PyTree]
 ) -> tuple[PyTree, dict[str, PyTree]]:
-    """Parameters and the strategies' state after an update, inside `shard_map` (`AbstractStrategy.after_update`)."""
+    """Parameters and the strategies' state after an update, inside `shard_map` (`Stateful.after_update`)."""
     new = dict(state)
     for axis, each in stateful(placement).items():
 

@@ -18,6 +18,7 @@ from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.program.program import made_by, read_program
 from axonml_jax.sharding.layout import to_host
+from axonml_jax.strategies.strategy import reducer_of
 
 # --------------------------------------------------------------------------------------------------
 # How close a parallel run must be to the single-device run: constants, never relaxed in a test.
@@ -56,7 +57,7 @@ def difference(got: Any, wanted: Any, low_precision: bool, floor: float = 0.0) -
 def is_low(placement: Placement) -> bool:
     """Whether a plan computes or sends anything in 16 bits."""
     plan = placement.plan
-    kinds = (*vars(plan.precision).values(), plan.data.wire_dtype("float32").name)
+    kinds = (*vars(plan.precision).values(), reducer_of(plan.data).wire_dtype("float32").name)
     return any(kind in ("bfloat16", "float16") for kind in kinds)
 
 

@@ -5,6 +5,7 @@ from numbers import Real
 
 from axonml_jax.model.view import Functional
 from axonml_jax.parallel.plan import CPUOffload
+from axonml_jax.strategies.strategy import Stateful, feeds_back
 from axonml_jax.training.compose import Kept, StepTransform
 from axonml_jax.training.rest import Rest
 from axonml_jax.training.update import ClipByNorm, JoinedBuffers, LayerNorms, Norm
@@ -69,11 +70,11 @@ def transforms_of(
         from axonml_jax.training.nonfinite import SkipNonFinite
 
         found.append(SkipNonFinite(rest, plan.precision.scales_loss, options.max_nonfinite))  # both
-    if any(strategy.feeds_back for strategy in placement.strategies.values()):
+    if any(feeds_back(strategy) for strategy in placement.strategies.values()):
         from axonml_jax.training.between_steps import FedBack
 
         found.append(FedBack(placement))  # both
-    if any(strategy.acts_between_steps for strategy in placement.strategies.values()):
+    if any(strategy.having(Stateful) for strategy in placement.strategies.values()):
         from axonml_jax.training.between_steps import BetweenSteps
 
         found.append(BetweenSteps(placement, rest))  # both
