@@ -90,10 +90,6 @@ class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
         """One all-reduce for the whole bucket."""
         return _WHOLE.sync_bucket(grads, layouts, axis)
 
-    def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
-        """One by one: nothing is sent."""
-        return _WHOLE.gather_bucket(shards, layouts, axis)
-
     def gather_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:

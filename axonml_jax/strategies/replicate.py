@@ -95,10 +95,6 @@ class Replicate(AbstractStrategy, Bucketed, Reducer, Decides):
             )
         return sums
 
-    def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
-        """One by one: nothing is sent."""
-        return [vary(shard, axis) for shard in shards]
-
     def gather_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:

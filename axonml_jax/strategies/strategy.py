@@ -450,12 +450,12 @@ class Bucketed:
     """Several leaves travel together."""
 
     def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
-        """`gather` of several leaves."""
-        raise NotImplementedError
+        """`gather` of several leaves; one by one unless a class says how."""
+        return [self.gather(*leaf, axis) for leaf in zip(shards, layouts, strict=True)]  # pyright: ignore
 
     def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
-        """`sync` of several leaves."""
-        raise NotImplementedError
+        """`sync` of several leaves; one by one unless a class says how."""
+        return [self.sync(*leaf, axis) for leaf in zip(grads, layouts, strict=True)]  # pyright: ignore
 
 
 class Reducer:
