@@ -4,9 +4,12 @@ Started by it, one configuration per process. Prints what was measured as JSON, 
 """
 
 import argparse
+import collections
 import json
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -29,6 +32,10 @@ def parse():
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--attention", default="cudnn", help="as TransformerConfig's")
     parser.add_argument("--loss-chunk", type=int, default=0, help="words whose logits are held at once; 0: all")
+    parser.add_argument("--kernels", choices=("auto", "xla", "interpret"), default="auto", help="as ax.Plan's")
+    parser.add_argument("--precision", default="bf16", help="as ax.Plan's, of the slice of Llama")
+    parser.add_argument("--remat", choices=("full", "selective"), default="selective", help="of the slice of Llama")
+    parser.add_argument("--profile", metavar="FILE", help="write the times of kernels there, and the program beside it")
     parser.add_argument("--steps", type=int, default=10, help="steps of a group, dispatched ahead, waited for once")
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="a very small model, to try the script anywhere")
@@ -55,13 +62,34 @@ def loss_fn(model, batch):
 def stepping(options, shape, batch) -> Stepping:
     """The training as a call that runs a group of steps and waits."""
     if options.layers is not None:  # parameters are made where they rest, and activations are recomputed
-        model = ax.FSDP(lambda: Transformer(shape, rngs=nnx.Rngs(0)), ax.make_mesh(fsdp=1), remat="full")
+        make = lambda: Transformer(shape, rngs=nnx.Rngs(0))
+        own = {"precision": options.precision, "remat": options.remat, "kernels": options.kernels}
+        model = ax.FSDP(make, ax.make_mesh(fsdp=1), **own)
     elif options.way == "hand-written":
         return Stepping(*hand_written(make_model(shape), None), batch, options.steps)
     else:
-        model = ax.DDP(make_model(shape), ax.make_mesh(data=1))
+        model = ax.DDP(make_model(shape), ax.make_mesh(data=1), kernels=options.kernels)
     trainer = model.trainer(optimizer(), loss_fn)
     return Stepping(trainer.state, trainer.train_step, batch, options.steps)
+
+
+def profiled(run: Stepping, file: str) -> float:
+    """Write milliseconds a step, launches and names of the kernels, and the optimized program; returns their sum."""
+    times: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        for found in Path(folder).rglob("*.xplane.pb"):
+            planes = [each for each in jax.profiler.ProfileData.from_file(str(found)).planes if "GPU" in each.name]
+            for event in (e for plane in planes for line in plane.lines if "Stream" in line.name for e in line.events):
+                times[event.name] += event.duration_ns / 1e6 / run.steps
+                counts[event.name] += 1
+    rows = [f"{ms:.4f}\t{counts[name] / run.steps:.1f}\t{name}\n" for name, ms in times.most_common()]
+    Path(file).write_text("".join(rows))
+    program = run.step.lower(run.state, run.batch).compile().as_text()
+    Path(file).with_suffix(".hlo.txt").write_text(program)
+    return sum(times.values())
 
 
 def main():
@@ -101,6 +129,8 @@ def main():
         "limit_bytes": memory.get("bytes_limit"),
         "losses": losses,
     }
+    if options.profile:
+        found["kernels_ms"] = profiled(run, options.profile)
     print(json.dumps(found))
 
 

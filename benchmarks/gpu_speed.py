@@ -1,12 +1,13 @@
-"""One GPU, one command, at most ten minutes: GPT-2 small in bfloat16 against `torch.compile`, flags, and a slice of Llama 3 8B.
+"""One GPU, one command, five minutes: GPT-2 small in bfloat16 against `torch.compile`, eight layers of Llama 3 8B, flags.
 
 Run: python benchmarks/gpu_speed.py --output gpu.json (jax with CUDA, flax, optax; PyTorch too where it is to be compared)
-  --torch-python PATH: the Python that has torch, default this one; --minutes 10; --tiny tries the script on any machine
+  --torch-python PATH: the Python that has torch, default this one; --minutes 5; --tiny tries the script on any machine
 Shows: tokens/s, MFU and memory of a training step of GPT-2 (12 layers unrolled, cuDNN's attention, vocabulary padded to
-50,304, AdamW, all logits or chunks of them), of the same step written by hand in JAX, and of PyTorch's, from the same weights
-and batch; what flags of XLA change; batches of other sizes; the most layers of Llama 3 8B that train on the device. Every
-configuration runs in a process of its own, the main ones several times in turns, and is in the file as soon as it ends. What
-was not measured has its reason there. Bars: 1.1 times `torch.compile`, MFU 50%.
+50,304, AdamW, all logits), with and without this library's kernels, and of PyTorch's from the same weights and batch; the slice
+of Llama in bf16 and fp8; the times of GPT-2's kernels and its program (gpu.tsv, gpu.hlo.txt); where minutes are left the step
+written by hand in JAX, logits in chunks, flags of XLA, batches of other sizes. Every configuration runs in a process of its
+own, the main ones several times in turns, and is in the file as soon as it ends. What was not measured has its reason there.
+Bars: 1.1 times `torch.compile`, MFU 50%, of the slice 60%, fp8 1.25 times bf16.
 """
 
 import argparse
@@ -32,16 +33,14 @@ PUBLISHED = {
     "GPT-2 124M, one GPU, tokens/s": "JAX 130,000 and PyTorch 150,000 in one engineer's comparison",
     "Llama 3 8B, tokens/s per H100": "torchtitan 6,667 (8 GPUs, FSDP, torch.compile)",
 }
-LLAMA = {"length": 8192, "rows": 1}
-# Bytes of a parameter in training: float32 weight, gradient, Adam's two moments.
-TRAINED, EMBEDDINGS, LAYER = 16, 2 * 128_256 * 4096, 218_112_000
+LLAMA = {"layers": 8, "length": 8192, "rows": 2}
 
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu.json"), help="the file of results")
     parser.add_argument("--torch-python", default=sys.executable, help="the Python that has torch")
-    parser.add_argument("--minutes", type=float, default=10, help="nothing begins that might end later")
+    parser.add_argument("--minutes", type=float, default=5, help="nothing begins that might end later")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each of the main sides, in turns")
     parser.add_argument("--tiny", action="store_true", help="a very small model, to try the script anywhere")
     return parser.parse_args()
@@ -53,8 +52,8 @@ class Session:
     def __init__(self, options):
         self.options, self.end = options, time.monotonic() + 60 * options.minutes
         self.slowest = 0.0
-        self.found: dict = {"tiny": options.tiny, "published": PUBLISHED, "sides": {}, "flags": {}, "rows": {}}
-        self.found |= {"llama3_8b": {}, "ratio_to_torch": None, "best_mfu": None}
+        self.found: dict = {"tiny": options.tiny, "published": PUBLISHED, "ratio_to_torch": None, "best_mfu": None}
+        self.found |= {part: {} for part in ("sides", "llama3_8b", "profile", "ways", "flags", "rows")}
 
     def write(self) -> None:
         """The file, whole or as before."""
@@ -82,6 +81,12 @@ class Session:
             return {"error": (unknown or said or [f"exit code {done.returncode}"])[-1][:300]}
         return json.loads(done.stdout.strip().splitlines()[-1])
 
+    def note(self, part: str, name: str, found: dict) -> None:
+        """Write one measurement down and print it."""
+        self.found[part][name] = found
+        self.write()
+        print(f"{part}: {name}: {said(found)}", flush=True)
+
     def ours(self, *words: str, flags: str = "", attention: str | None = None) -> dict:
         """One run of gpu_side.py."""
         tiny = ["--tiny", "--steps", "2", "--groups", "2", "--length", "64"] if self.options.tiny else []
@@ -94,11 +99,9 @@ def sides(session: Session, file: str) -> dict:
     options = session.options
     short = ["--steps", "2", "--groups", "2"] if options.tiny else []
     torch = [options.torch_python, str(HERE / "torch_gpu.py"), file, "--rate", str(LEARNING_RATE), *short]
-    chunk = "128" if options.tiny else str(CHUNK)
     return {
         "ours": lambda: session.ours(),
-        "ours, logits in chunks": lambda: session.ours("--loss-chunk", chunk),
-        "hand-written JAX": lambda: session.ours("--way", "hand-written"),
+        "ours, without kernels": lambda: session.ours("--kernels", "xla"),
         "torch.compile": lambda: session.measure(torch),
     }
 
@@ -162,37 +165,32 @@ def compare(session: Session) -> None:
 
 
 def sweep(session: Session) -> None:
-    """What flags change, and batches of other sizes."""
+    """Other ways of the same step, what flags change, and batches of other sizes."""
     chunk = "128" if session.options.tiny else str(CHUNK)
-    own = ("--loss-chunk", chunk) if "chunks" in session.found.get("best", "") else ()
+    ways = {"hand-written JAX": ("--way", "hand-written"), "logits in chunks": ("--loss-chunk", chunk)}
+    for name, words in ways.items():
+        session.note("ways", name, session.ours(*words))
     for name, flags in FLAGS.items():
-        session.found["flags"][name] = {"flags": flags, **session.ours(*own, flags=flags)}
-        session.write()
-        print(f"{name}: {said(session.found['flags'][name])}", flush=True)
+        session.note("flags", name, {"flags": flags, **session.ours(flags=flags)})
     for rows in ("8", "32", "64"):
-        session.found["rows"][rows] = session.ours(*own, "--rows", rows)
-        session.write()
-        print(f"{rows} rows: {said(session.found['rows'][rows])}", flush=True)
+        session.note("rows", rows, session.ours("--rows", rows))
 
 
 def slice_of_llama(session: Session) -> None:
-    """The most layers of Llama 3 8B that train: begins where arithmetic says, then goes up or down until it turns."""
-    limit = next((x["limit_bytes"] for x in session.found["sides"].values() if x.get("limit_bytes")), None)
-    if limit is None or session.options.tiny:
-        session.found["llama3_8b"]["error"] = "not measured: this device has no limit of memory to fill"
-        return session.write()
+    """The first eight layers of Llama 3 8B in bf16 and fp8."""
+    if session.options.tiny:
+        session.found["llama3_8b"]["error"] = "not measured: too large for a machine that tries the script"
+        return
     words = [word for name, value in LLAMA.items() for word in (f"--{name}", str(value))]
-    layers = max(1, min(32, int((limit - TRAINED * EMBEDDINGS - 3 * 2**30) // (TRAINED * LAYER))))
-    tried: dict[int, dict] = {}
-    while 1 <= layers <= 32 and layers not in tried:
-        found = session.ours("--layers", str(layers), *words, "--steps", "3", "--groups", "2")
-        tried[layers] = session.found["llama3_8b"][str(layers)] = found
-        session.write()
-        print(f"{layers} layers of Llama 3 8B: {said(found)}", flush=True)
-        if "not measured" in found.get("error", ""):
-            return None
-        layers += -1 if "error" in found else 1
-    return None
+    for precision in ("bf16", "fp8"):
+        own = ("--precision", precision, "--steps", "3", "--groups", "4")
+        session.note("llama3_8b", precision, session.ours(*words, *own))
+
+
+def profile(session: Session) -> None:
+    """Where the time of GPT-2's step goes, kernel by kernel."""
+    file = str(session.options.output.with_suffix(".tsv"))
+    session.note("profile", file, session.ours("--groups", "1", "--profile", file))
 
 
 def main():
@@ -204,8 +202,8 @@ def main():
             raise SystemExit(f"the weights could not be written: {wrote['error']}")
         in_turns(session, file)
     compare(session)
-    session.write()
     slice_of_llama(session)
+    profile(session)
     sweep(session)
     session.write()
     print(f"written to {session.options.output}")
