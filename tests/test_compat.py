@@ -22,7 +22,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 import axonml_jax as ax
 from axonml_jax.compat import canaries as typed
 from axonml_jax.compat import canaries as waits
-from axonml_jax.compat import jaxpr, varying_types, versions
+from axonml_jax.compat import jaxpr, row_keys, varying_types, versions
 from axonml_jax.compat import order as around
 from axonml_jax.compat import order as random_bits
 from axonml_jax.compat import order as reductions
@@ -132,6 +132,7 @@ BREAKS = {
     "whether a backend has started": [(xla_bridge, "backends_are_initialized", lambda: False)],
     "threads of simulated devices": [(os, "environ", {**os.environ, "NPROC": "9999"})],
     "elements are drawn alone": [(random_bits, "threefry_2x32", lambda key, counts: counts)],
+    "rows are drawn alone": [(row_keys, "_joined", lambda words, dtype: words[0].astype(dtype))],
     "splash attention in pieces": [
         (splash_attention_kernel, "_apply_mask_and_soft_cap", lambda scores, *_, **options: scores)
     ],

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from axonml_jax.compat import jaxpr, versions
 from axonml_jax.compat.jaxpr import Operation, live, opened, parsed
 from axonml_jax.compat.order import (
+from axonml_jax.compat.row_keys import row_key
     Saveable,
     SaveWhere,
     after,
@@ -394,12 +395,28 @@ def _elements() -> None:
     expect(bool((drawn == whole[np.asarray(index)]).all()), f"single elements are drawn as {drawn}")
 
 
+def _rows() -> None:
+    key, shape = jax.random.key(1), (3, 4, 5)
+    whole = np.asarray(jax.random.normal(key, shape))
+    parts = [np.asarray(jax.random.normal(row_key(key, part, 2, 2), (3, 2, 5))) for part in range(2)]
+    expect(np.array_equal(np.concatenate(parts, 1), whole), f"parts of rows are drawn as {parts}")
+    keys = [np.asarray(jax.random.key_data(jax.random.split(row_key(key, part, 2, 2)))) for part in range(2)]
+    wanted = np.asarray(jax.random.key_data(jax.random.split(key, 4)))
+    expect(np.array_equal(np.concatenate(keys)[:, :2], wanted), f"keys of rows are made as {keys}")
+
+
 RANDOM_ELEMENTS_CANARIES = (
     Canary(
         "elements are drawn alone",
         "threefry's bits of an element of an array are a function of the key and the element's index in the flat array.",
         "Ranks that share the weights of one attention drop others than one device does.",
         _elements,
+    ),
+    Canary(
+        "rows are drawn alone",
+        "Threefry makes the bits, and the keys, of an index of the whole draw of the key and that index.",
+        'Masks under `draws="rows"` are not those of one device.',
+        _rows,
     ),
 )
 

@@ -28,7 +28,7 @@ from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import refuse_tracing
 from axonml_jax.sharding.layout import Leaf, cast, copies, is_deleted, place, to_host
 from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
-from axonml_jax.training.compile import folding
+from axonml_jax.training.compile import folding, shard_key
 from axonml_jax.training.compose import Metrics, rest_of
 from axonml_jax.training.optimizer import averaging
 from axonml_jax.training.rest import Rest
@@ -602,7 +602,7 @@ class Trainer(Generic[M]):
             placed = place(key, jax.sharding.PartitionSpec(), model.mesh)
             loss, metrics, grads, _ = program(variables, placed, batch)
             got = {"loss": loss, "metrics": metrics, "gradients": program.rest.outside(grads, model.mesh)}
-            (loss, metrics), grads = plainly(view, self._loss_fn, mode, whole, key, given)
+            (loss, metrics), grads = plainly(view, self._loss_fn, mode, whole, shard_key(key, 0, 0), given)
         found = compared(got, {"loss": loss, "metrics": metrics, "gradients": grads}, is_low(placement))
         if strict and found.differs:
             raise ValueError(str(found))

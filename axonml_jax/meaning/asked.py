@@ -12,6 +12,7 @@ from axonml_jax.base import LossFn, PyTree, is_array, path_name
 from axonml_jax.collectives.primitives import vary
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
+from axonml_jax.compat.row_keys import Drawn, drawn_by_rows
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.model_call import Call, Calls, Path, calls_model
@@ -35,6 +36,7 @@ class Traced:
       noted: the calls of the model.
       changed: the paths of the variables that the loss changed itself.
       weighted: it returned `WeightedMean`s alone.
+      draws: what it draws outside of these calls, where keys are those of rows.
     """
 
     program: Program
@@ -42,6 +44,7 @@ class Traced:
     noted: list[Call]
     changed: tuple[Path, ...]
     weighted: bool
+    draws: tuple[Drawn, ...] = ()
 
     def reads(self, fixed: int) -> bool:
         """Whether a call of the model, or one of its variables, the first so many inputs, reaches the loss."""
@@ -175,6 +178,7 @@ class Asked:
             seen["calls"].noted,
             seen["changed"],
             seen["weighted"],
+            drawn_by_rows(self.key, traced.jaxpr),
         )
 
     def called(self, call: Call, shapes: Sequence[Sequence[int]], parts: Sequence[int]) -> Call:
@@ -188,7 +192,8 @@ class Asked:
         variables, key, _ = self.shapes(())
         with self._seen(parts):
             traced = trace(fun, variables, key, given)
-        return replace(call, given=tuple(given), made=tuple(traced.made))
+        drawn = drawn_by_rows(key, traced.jaxpr)
+        return replace(call, given=tuple(given), made=tuple(traced.made), draws=drawn)
 
     def inlined(self, parts: Sequence[int]) -> Traced:
         """The loss traced with the model's own code in it, and the model's state after it."""
@@ -203,7 +208,8 @@ class Asked:
 
         with self._seen(parts):
             traced = trace(fun, *self.shapes(parts))
-        return Traced(read_program(traced.jaxpr, all_but_named), traced.out_tree, [], (), seen["weighted"])
+        program, drawn = read_program(traced.jaxpr, all_but_named), drawn_by_rows(self.key, traced.jaxpr)
+        return Traced(program, traced.out_tree, [], (), seen["weighted"], drawn)
 
 
 class _CallsAlone(Following):

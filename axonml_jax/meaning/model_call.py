@@ -19,6 +19,7 @@ from axonml_jax.base import is_array, named_leaves
 from axonml_jax.collectives.primitives import vary
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.model_call import PRIMITIVE, Transformed, model_call
+from axonml_jax.compat.row_keys import Drawn, drawn_by_rows
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.model.view import BoundLinen, Functional, Mode, Variables
 from axonml_jax.program.program import Equation
@@ -39,6 +40,7 @@ class Call:
       made: those of the results: arrays that are returned, then variables of the model that are changed.
       out_treedef, out_rest: of what is returned, likewise.
       changed: the paths of the changed variables.
+      draws: what is drawn in it, where keys are those of rows (`compat/row_keys.py`).
     """
 
     path: Path
@@ -50,6 +52,7 @@ class Call:
     out_treedef: Any
     out_rest: tuple[Any, ...]
     changed: tuple[Path, ...]
+    draws: tuple[Drawn, ...] = ()
 
     def alike(self, other: "Call") -> bool:
         """Whether another is the same call, perhaps at other shapes."""
@@ -135,9 +138,11 @@ class Calls:
             seen["rest"] = tuple(None if is_array(x) else x for x in jax.tree.leaves(out))
             return [*_arrays(out), *jax.tree.leaves(list(new.values()))]
 
-        made = trace(fun, self.variables, self.key, arrays).made
-        given = tuple(jax.typeof(x) for x in arrays)
-        call = Call(path, method, treedef, rest, given, tuple(made), seen["treedef"], seen["rest"], tuple(seen["new"]))
+        traced = trace(fun, self.variables, self.key, arrays)
+        made, given = traced.made, tuple(jax.typeof(x) for x in arrays)
+        drawn = drawn_by_rows(self.key, traced.jaxpr)
+        out = seen["treedef"], seen["rest"]
+        call = Call(path, method, treedef, rest, given, tuple(made), *out, tuple(seen["new"]), drawn)
         self.noted.append(call)
         results = model_call(len(self.noted) - 1, arrays, made)
         own = [tuple(varying_axes(aval) - set(self.axes)) for aval in made]

@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from axonml_jax.base import LossFn, PyTree
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.model_call import Transformed
+from axonml_jax.compat.row_keys import is_row_key
 from axonml_jax.meaning.asked import Asked, SplitOf, Traced, calls_alone
+from axonml_jax.meaning.draws import refuse_draws
 from axonml_jax.meaning.interpreter import Interpreter
 from axonml_jax.meaning.microbatches import Division, Microbatch, MicroRanks, Mixing, divided
 from axonml_jax.meaning.model_call import Call, calls_model, put_variables
@@ -181,6 +183,8 @@ class WholeBatch:
         """How the loss is run; tried once for the same shapes."""
         if (key := (asked.groups, asked.signature)) not in self._decided:
             found = self._decision(asked)
+            if is_row_key(asked.key):
+                self._check_draws(asked, found)
             if isinstance(found, Decided) and any(
                 isinstance(x, jax.core.Tracer) for x in found.whole.program.constants.values()
             ):
@@ -216,6 +220,13 @@ class WholeBatch:
         if local is not None and is_plain_mean(local, whole, asked.places(), asked.groups):
             return ROWS
         return Decided(whole, (local.noted if local is not None else calls_alone(asked, whole, 0),), failed=failed)
+
+    def _check_draws(self, asked: Asked, found: "Decided | str") -> None:
+        if found == INLINED:
+            refuse_draws(asked, asked.inlined(()), ())
+        else:
+            whole, noted = (found.whole, found.noted[0]) if isinstance(found, Decided) else (None, None)
+            refuse_draws(asked, whole, noted)
 
     def _refuse_unread(self, asked: Asked, traced: Traced) -> None:
         if self.trains and not traced.reads(len(jax.tree.leaves(asked.variables))):

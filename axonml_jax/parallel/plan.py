@@ -386,6 +386,9 @@ class Plan:
         its own statistics, as PyTorch does.
       broadcast_buffers: with `batch_stats="local"`: True gives every rank the first rank's buffers after each step, False
         leaves each rank its own.
+      draws: random draws in a loss, such as dropout's masks: "shards": every batch shard and microbatch has keys of its own,
+        so that masks depend on their number; "rows": those that one device draws for the whole batch, under every plan.
+        What is not known to be drawn row by row is refused.
       check_vma: let JAX type which values vary over which axes (a safety net; models whose scans start from plain zeros
         do not pass it).
       kernels: of norms, GELU and cross entropy of the library's layers, in 16 bits: "auto" takes this library's kernels on
@@ -406,6 +409,7 @@ class Plan:
     remat: Remat = None
     batch_stats: Literal["global", "local"] = "global"
     broadcast_buffers: bool = True
+    draws: Literal["shards", "rows"] = "shards"
     check_vma: bool = False
     kernels: Kernels = "auto"
 
@@ -424,6 +428,8 @@ class Plan:
             problems.append(f"accumulate={self.accumulate!r} must be a positive whole number below 2**31")
         if not is_one_of(self.batch_stats, ("global", "local")):
             problems.append(f"batch_stats={self.batch_stats!r} must be 'global' or 'local'")
+        if not is_one_of(self.draws, ("shards", "rows")):
+            problems.append(f"draws={self.draws!r} must be 'shards' or 'rows'")
         if not is_one_of(self.update, ("shards", "whole")):
             problems.append(f"update={self.update!r} must be 'shards' or 'whole'")
         if not is_one_of(self.kernels, ("auto", "xla", "interpret")):

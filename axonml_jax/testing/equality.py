@@ -171,7 +171,7 @@ class Oracle:
         def called(variables: Variables, keys: Any, batch: PyTree) -> tuple[Loss, PyTree]:
             size = max((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=1)
             with joined_over((AXIS,)):
-                if not self._together and not self._draws(variables, keys[0], batch):
+                if not self._together and (len(keys) == 1 or not self._draws(variables, keys[0], batch)):
                     model = self.model.bind(variables, keys[0], self._mode)
                     return parse_loss(self.loss_fn(model, batch)), variables.state
                 model = MappedModel(
@@ -337,6 +337,8 @@ def _run_oracle(
     alone = plan.microbatches == 1 or not (jax.tree.leaves(view.shapes.state) or view.declares(JOINS))
     whole = whole_batch(placement, loss_fn) is not None and alone
     parts = OracleParts(degree, plan.microbatches, "joined" if joined else "first", whole)
+    if whole and plan.draws == "rows" and (joined or not jax.tree.leaves(view.shapes.state)):
+        parts = OracleParts(1, whole=True)  # nothing depends on parts
     oracle = Oracle(view, loss_fn, tx, parts, **options)
     if not placement.own_axes:
         return _as_tree(oracle.run(variables, batches, key))

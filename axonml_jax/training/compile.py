@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from axonml_jax.base import LossFn, PyTree, named_leaves
-from axonml_jax.collectives.primitives import max_over, sum_over
+from axonml_jax.collectives.primitives import axis_index, max_over, sum_over
 from axonml_jax.compat.jaxpr import trace, traced_with
 from axonml_jax.compat.order import platform_around, together, trace_settings
 from axonml_jax.compat.varying_types import varying_axes
@@ -225,11 +225,12 @@ class Objective:
         with self.inside():
             return self.whole(self.model, self._explained, self.mode, variables, key, batch, on_rows)
 
-    def microbatches(self, variables: Variables, rows: PyTree, batches: PyTree) -> PyTree:
+    def microbatches(self, variables: Variables, key: jax.Array, rows: PyTree, batches: PyTree) -> PyTree:
         """A rank's microbatches, stacked, as the loss takes them.
 
         Args:
           variables: their shapes, as read.
+          key: of one of them; its shape counts.
           rows: all rows of this rank.
           batches: the same as microbatches.
         """
@@ -237,7 +238,7 @@ class Objective:
             return batches
         from axonml_jax.layers.whole import whole_allowed
 
-        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype)
         asked = self.model, self._explained, self.mode, self._as_read(variables, key, rows), key
         with self.inside(), whole_allowed():
             return self.whole.microbatches(asked, rows, batches)
@@ -258,6 +259,7 @@ class Objective:
         self,
         each: Callable[[Callable, PyTree], list[jax.Array]],
         variables: Variables,
+        key: jax.Array,
         rows: PyTree,
         batches: PyTree,
     ) -> PyTree:
@@ -266,12 +268,13 @@ class Objective:
         Args:
           each: `each(fun, batches)`: of every microbatch `fun(variables, key, batch) -> (arrays, state)`, its arrays stacked.
           variables: their shapes.
+          key: what the loss itself draws with.
           rows: all rows of this rank.
           batches: what `microbatches` returned.
         """
         if self.whole is None or not self.sweeps(batches):
             return batches
-        whole, key, asked = self.whole, jax.random.key(0), (self.model, self._explained, self.mode)
+        whole, asked = self.whole, (self.model, self._explained, self.mode)
 
         def results(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[list[jax.Array], PyTree]:
             with self.inside():
@@ -373,6 +376,25 @@ NO_SCALE = (
 def shard_key(key: jax.Array, microbatch: int | jax.Array, shard: int | jax.Array) -> jax.Array:
     """The randomness of one microbatch on one batch shard: masks differ per shard, so they depend on its degree."""
     return jax.random.fold_in(jax.random.fold_in(key, microbatch), shard)
+
+
+def part_keys(placement: Placement, key: jax.Array, rows: PyTree, count: int) -> list[jax.Array]:
+    """The randomness of each of this rank's microbatches, whose draws are its rows of those of one device (`draws="rows"`).
+
+    Args:
+      placement: the plan on its mesh.
+      key: the step's.
+      rows: all of this rank's rows.
+      count: the number of microbatches.
+    """
+    from axonml_jax.compat.row_keys import row_key
+
+    axes, whole = placement.batch_layout.rows, shard_key(key, 0, 0)
+    if (parts := placement.ranks(axes) * count) == 1:
+        return [whole]
+    rank = axis_index(axes) if axes else 0
+    own = next(jnp.shape(x)[0] for x in jax.tree.leaves(rows) if jnp.ndim(x)) // count
+    return [row_key(whole, rank * count + number, own, parts) for number in range(count)]
 
 
 def refuse_moved(model: Functional, before: PyTree, after: PyTree, again: Callable[[PyTree], PyTree]) -> None:

@@ -356,7 +356,9 @@ class EvalStep:
 
     def _local(self, variables: Variables, batch: PyTree) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         placement, variables = self.placement, self.rest.enter(variables)
-        key = shard_key(jax.random.key(0), 0, placement.key_number())
+        key = jax.random.key(0)
+        if placement.plan.draws == "shards":
+            key = shard_key(key, 0, placement.key_number())
         one = placement.batch_layout.common_count(batch, placement.plan.microbatches) == placement.joined_rows == 1
         objective = (
             replace(self.objective, whole=None) if one else self.objective

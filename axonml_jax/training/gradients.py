@@ -18,7 +18,7 @@ from axonml_jax.model.view import Variables
 from axonml_jax.parallel.placement import Placement, lacking, parts_of
 from axonml_jax.sharding.layout import Layout, is_layout, to_device_memory
 from axonml_jax.strategies.shard import Feedback
-from axonml_jax.training.compile import NO_SCALE, Differentiated, GradientEngine, Objective, Parts, shard_key
+from axonml_jax.training.compile import NO_SCALE, Differentiated, GradientEngine, Objective, Parts, part_keys, shard_key
 from axonml_jax.training.compose import Gradients, rest_of
 
 # --------------------------------------------------------------------------------------------------
@@ -51,8 +51,9 @@ class OneByOne(GradientEngine):
     def differentiate(self, variables: Variables, key: jax.Array, batch: PyTree) -> Differentiated:
         """Accumulate."""
         placement = self.placement
-        rank = placement.key_number()
-        keys = [shard_key(key, a, rank) for a in range(placement.plan.microbatches)]
+        count, rank = placement.plan.microbatches, placement.key_number()
+        by_rows = placement.plan.draws == "rows"
+        keys = part_keys(placement, key, batch, count) if by_rows else [shard_key(key, a, rank) for a in range(count)]
         batches = None if len(keys) == 1 else self._batches(variables, keys, batch)
         grads, losses, state, left = self._accumulated(self.one(variables), variables.state, keys, batch, batches)
         tree = lambda leaves: jax.tree.unflatten(jax.tree.structure(variables.params), leaves)
@@ -67,7 +68,7 @@ class OneByOne(GradientEngine):
         batches = self.placement.batch_layout.microbatches(batch, len(keys))
         if not self.sync:
             return batches
-        batches = self.objective.microbatches(self.placement.read_shapes(variables.state), batch, batches)
+        batches = self.objective.microbatches(self.placement.read_shapes(variables.state), keys[0], batch, batches)
         if self.objective.sweeps(batches) and self.parts.scale is not None:
             raise ValueError(NO_SCALE)
         return rest_of(self.placement).swept(self.objective, variables, jnp.stack(keys), batch, batches)

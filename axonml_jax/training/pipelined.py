@@ -11,7 +11,7 @@ from axonml_jax.model.loss import Loss
 from axonml_jax.model.view import Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.pipeline.run import run_pieces
-from axonml_jax.training.compile import NO_SCALE, Differentiated, GradientEngine, Objective, shard_key
+from axonml_jax.training.compile import NO_SCALE, Differentiated, GradientEngine, Objective, part_keys, shard_key
 
 
 class ByStage(GradientEngine):
@@ -27,10 +27,11 @@ class ByStage(GradientEngine):
             return scalar, loss, None, state
 
         count = placement.plan.microbatches
-        batches = _batches(self.objective, placement, variables, key, batch, count)
+        keys = _keys_of_loss(placement, key, batch, count)
+        batches = _batches(self.objective, placement, variables, keys, batch, count)
         if self.objective.sweeps(batches) and self.parts.scale is not None:
             raise ValueError(NO_SCALE)
-        summed, loss, state, _ = _run(fun, placement, variables, key, batches, count, backward=True)
+        summed, loss, state, _ = _run(fun, placement, variables, keys, batches, count, backward=True)
         return Differentiated(
             summed, jax.tree.map(lambda x: x[None], loss), state, None, self.objective.finish(batches)
         )
@@ -50,16 +51,17 @@ def pipelined_loss(
         return jnp.zeros(()), loss, None, state
 
     count = placement.batch_layout.common_count(batch, placement.plan.microbatches)
-    batches = _batches(objective, placement, variables, key, batch, count)
+    keys = _keys_of_loss(placement, key, batch, count)
+    batches = _batches(objective, placement, variables, keys, batch, count)
     if objective.sweeps(batches):
         return objective.swept_loss(batches), None
-    _, loss, _, _ = _run(fun, placement, variables, key, batches, count, backward=False)
+    _, loss, _, _ = _run(fun, placement, variables, keys, batches, count, backward=False)
     loss = loss if loss.weight is not None else loss._replace(total=loss.total / count)
     return loss, objective.finish(batches)
 
 
 def _batches(
-    objective: Objective, placement: Placement, variables: Variables, key: jax.Array, batch: PyTree, count: int
+    objective: Objective, placement: Placement, variables: Variables, keys: jax.Array, batch: PyTree, count: int
 ) -> PyTree:
     """This rank's microbatches as the loss takes them."""
     read, batches = placement.read_shapes(variables.state), placement.batch_layout.microbatches(batch, count)
@@ -69,9 +71,20 @@ def _batches(
             made, state = fun(Variables(params, frozen, state), key, batch)
             return jnp.zeros(()), None, made, state
 
-        return _run(stage, placement, variables, key, batches, count, backward=False)[3]
+        return _run(stage, placement, variables, keys, batches, count, backward=False)[3]
 
-    return objective.swept(each, read, batch, objective.microbatches(read, batch, batches))
+    return objective.swept(each, read, keys[0], batch, objective.microbatches(read, keys[0], batch, batches))
+
+
+def _keys(placement: Placement, key: jax.Array, count: int) -> jax.Array:
+    """Of every microbatch; this rank's own."""
+    shard = placement.key_number()
+    return jax.vmap(lambda m: shard_key(key, m, shard))(jnp.arange(count))
+
+
+def _keys_of_loss(placement: Placement, key: jax.Array, rows: PyTree, count: int) -> jax.Array:
+    by_rows = placement.plan.draws == "rows"
+    return jnp.stack(part_keys(placement, key, rows, count)) if by_rows else _keys(placement, key, count)
 
 
 def pipelined_call(
@@ -95,7 +108,7 @@ def pipelined_call(
         return jnp.zeros(()), None, _arrays_of(out), state
 
     arrays = placement.batch_layout.microbatches(arrays, count)
-    _, _, state, stacked = _run(fun, placement, variables, key, arrays, count, backward=False)
+    _, _, state, stacked = _run(fun, placement, variables, _keys(placement, key, count), arrays, count, backward=False)
     merged, (treedef, numbers) = iter(map(_merged, stacked, dims)), whole
     return treedef.unflatten(next(merged) if x is None else x for x in numbers), state
 
@@ -104,16 +117,15 @@ def _run(
     fun: Callable,
     placement: Placement,
     variables: Variables,
-    key: jax.Array,
+    keys: jax.Array,
     batches: PyTree,
     count: int,
     *,
     backward: bool,
 ) -> tuple[PyTree, Any, PyTree, PyTree]:
-    staging, shard = placement.stages, placement.key_number()
+    staging = placement.stages
     assert staging is not None
     timetable = staging.policy.timetable(staging.num_ranks, count)
-    keys = jax.vmap(lambda m: shard_key(key, m, shard))(jnp.arange(count))
     piped = run_pieces(
         fun,
         placement,

@@ -34,7 +34,7 @@ from axonml_jax.sharding.layout import (
     to_stored,
     unpadded,
 )
-from axonml_jax.training.compile import Objective, Part, clipped, norm
+from axonml_jax.training.compile import Objective, Part, clipped, norm, part_keys
 from axonml_jax.training.optimizer import apply, gather_stored, opt_owners, own_parts
 
 if TYPE_CHECKING:
@@ -175,11 +175,13 @@ class Rest(abc.ABC):
         """
         layout, plan = self.placement.batch_layout, self.placement.plan
         model, count = objective.model, layout.common_count(batch, plan.microbatches)
+        own = part_keys(self.placement, key, batch, count) if plan.draws == "rows" else None
         if count == 1:
-            return self.read(objective, model, variables, key, batch)[0], None
-        keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.arange(count))
+            return self.read(objective, model, variables, key if own is None else own[0], batch)[0], None
+        folded = jax.vmap(lambda number: jax.random.fold_in(key, number))
+        keys = folded(jnp.arange(count)) if own is None else jnp.stack(own)
         read = self.placement.read_shapes(variables.state)
-        batches = objective.microbatches(read, batch, layout.microbatches(batch, count))
+        batches = objective.microbatches(read, keys[0], batch, layout.microbatches(batch, count))
         if objective.sweeps(batches):
             return objective.swept_loss(self.swept(objective, variables, keys, batch, batches)), None
         parts = keys, batches
@@ -214,7 +216,7 @@ class Rest(abc.ABC):
 
             return self.read(of_all, model, variables, (keys, batches))
 
-        return objective.swept(each, placement.read_shapes(variables.state), rows, batches)
+        return objective.swept(each, placement.read_shapes(variables.state), keys[0], rows, batches)
 
     @abc.abstractmethod
     def parts(self, grads: PyTree) -> Iterable[Part]:

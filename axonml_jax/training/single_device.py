@@ -166,11 +166,12 @@ def not_comparable(model: Functional, placement: Placement, mode: Mode, drawing:
     if placement.own_axes:
         yield "everything", f"along {', '.join(placement.own_axes)} every rank trains a model of its own"
     parts = placement.joined_rows * plan.microbatches
-    if drawing and parts > 1:
+    if drawing and parts > 1 and plan.draws == "shards":
         named = ", ".join(_dropouts(model.abstract_module)) or "the model"
         yield (
             "loss, metrics and gradients",
-            f"{named} draws random numbers, of which every shard has its own; {eval_mode}",
+            f"{named} draws random numbers, of which every shard has its own; {eval_mode}, ax.Plan(draws='rows') draws "
+            "those of one device under every plan",
         )
     if mode.training is False or parts == 1:
         return

@@ -191,6 +191,8 @@ def objective_of(
     """
     mode, whole = forward_mode(placement, training), whole_batch(placement, loss_fn) if sync else None
     whole = whole and replace(whole, trains=trains)
+    if placement.plan.draws == "rows":
+        refuse_draws_by_rows(placement, whole)
     read = partial(reading, model=model, placement=placement, precision=mode.precision)
     return Objective(model, loss_fn, mode, placement.position_axes, placement.inside, read, whole, trains)
 
@@ -213,6 +215,22 @@ def whole_batch(placement: Placement, loss_fn: LossFn) -> "WholeBatch | None":
     most, sweeps = (loss_fn.most_bytes, loss_fn.two_sweeps) if isinstance(loss_fn, MixingRows) else (most, False)
     dims = lambda path, shape: {**({0: rows} if shape else {}), **placement.batch_layout.split(path, shape)}
     return WholeBatch(Group(rows, placement.ranks(rows)), dims, most, sweeps, in_layers, *_positions(placement))
+
+
+def refuse_draws_by_rows(placement: Placement, whole: WholeBatch | None) -> None:
+    """Refuse `draws="rows"` where a loss is not known to be of the whole batch's rows.
+
+    Raises:
+      ValueError: saying why.
+    """
+    parts = placement.ranks(placement.batch_axes) * placement.plan.microbatches
+    if placement.position_axes:
+        why = f"positions are split over {', '.join(placement.position_axes)}, where rows are not all that is drawn for"
+    elif whole is None and parts > 1:
+        why = "ranks train by themselves, or the batch is left to XLA's partitioner, and a loss is of a rank's rows"
+    else:
+        return
+    raise ValueError(f'draws="rows": {why}: take draws="shards"')
 
 
 def _positions(placement: Placement) -> tuple:

@@ -1,0 +1,228 @@
+"""Random draws by the whole batch's rows (`ax.Plan(draws="rows")`): one device's masks under every plan."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from meshes import mesh_of
+
+import axonml_jax as ax
+from axonml_jax.compat.row_keys import _times, row_key
+
+ROWS = 16
+RNG = np.random.default_rng(0)
+BATCH = {"x": RNG.normal(size=(ROWS, 6)), "y": RNG.integers(0, 3, ROWS), "mask": (RNG.random(ROWS) < 0.5).astype(float)}
+
+
+class Noisy(nnx.Module):
+    """Dropout of several kinds, and keys of rows."""
+
+    def __init__(self, *, rngs):
+        make = lambda *sizes: nnx.Linear(*sizes, rngs=rngs, param_dtype=jnp.float64)
+        self.first, self.second, self.last = make(6, 10), make(10, 10), make(10, 3)
+        self.drop, self.alike = nnx.Dropout(0.4, rngs=rngs), nnx.Dropout(0.3, broadcast_dims=(0,), rngs=rngs)
+        self.rngs = rngs
+
+    def __call__(self, x):
+        x = self.drop(jnp.tanh(self.first(x)))
+        x = self.alike(jnp.tanh(self.second(x)))
+        keys = jax.random.split(self.rngs.dropout(), len(x))
+        x = x + 0.1 * jax.vmap(lambda key: jax.random.normal(key, (10,), jnp.float64))(keys)
+        return self.last(self.drop(x))
+
+
+class NoisyLinen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        dense = lambda size: linen.Dense(size, param_dtype=jnp.float64)
+        x = linen.Dropout(0.4, deterministic=False)(jnp.tanh(dense(10)(x)))
+        x = jnp.tanh(linen.remat(linen.Dense)(10, param_dtype=jnp.float64)(x))
+        return dense(3)(linen.Dropout(0.3, deterministic=False)(x))
+
+
+def losses(model, b):
+    return optax.softmax_cross_entropy_with_integer_labels(model(b["x"]), b["y"])
+
+
+def masked(model, b):
+    """No mean over its rows; and R-Drop: the model called twice draws other masks."""
+    once, again = losses(model, b), losses(model, b)
+    return (once * b["mask"]).sum() / b["mask"].sum() + ((once - again) ** 2).mean(), {"once": once.sum()}
+
+
+def mean(model, b):
+    return losses(model, b).mean()
+
+
+PLANS = {
+    "ddp": ({"data": 4}, ax.Plan),
+    "synchronous": ({"data": 4}, lambda **o: ax.Plan(data=ax.Replicate(sync_strategy="synchronous"), **o)),
+    "fsdp": ({"fsdp": 4}, lambda **o: ax.Plan(fsdp=ax.Shard(), **o)),
+    "zero-1": ({"fsdp": 4}, lambda **o: ax.Plan(fsdp=ax.Shard(stage=1), **o)),
+    "hybrid, remat": ({"data": 2, "fsdp": 2}, lambda **o: ax.Plan(fsdp=ax.Shard(), remat="full", **o)),
+    "accumulate": ({"data": 2}, lambda **o: ax.Plan(accumulate=4, **o)),
+    "fsdp, accumulate": ({"fsdp": 2}, lambda **o: ax.Plan(fsdp=ax.Shard(), accumulate=2, **o)),
+    "one device, accumulate": ({"data": 1}, lambda **o: ax.Plan(accumulate=2, **o)),
+    "pipeline": (
+        {"data": 2, "pipe": 2},
+        lambda **o: ax.Plan(pipe=ax.Pipelined(num_microbatches=2, split=["last"]), **o),
+    ),
+}
+
+
+def plainly(make, loss):
+    """Two steps of the user's function on one device, under no plan: JAX's own keys."""
+    trainer = make({"data": 1}, ax.Plan()).trainer(optax.sgd(0.1), loss)
+    return [jax.tree.map(np.asarray, trainer.step(BATCH)) for _ in range(2)], trainer.model.parameters()
+
+
+def nnx_model(degrees, plan):
+    return ax.parallelize(Noisy(rngs=nnx.Rngs(0)), mesh_of(degrees), plan)
+
+
+def linen_model(degrees, plan):
+    module = NoisyLinen()
+    params = module.init(jax.random.key(0), jnp.zeros((2, 6)))
+    return ax.parallelize(module, mesh_of(degrees), plan, params=params)
+
+
+def rows():
+    """Every plan with one kind of model, loss and mode."""
+    for i, plan in enumerate(PLANS):
+        make, loss = (nnx_model, linen_model)[i % 2], (masked, mean)[i // 2 % 2]
+        slow = [] if plan in ("ddp", "fsdp", "one device, accumulate") else [pytest.mark.slow]
+        yield pytest.param(plan, make, loss, bool(i // 3 % 2), id=plan, marks=slow)
+
+
+@pytest.mark.parametrize(("plan", "make", "loss", "check_vma"), list(rows()))
+def test_masks_are_those_of_one_device(plan, make, loss, check_vma):
+    degrees, plan_of = PLANS[plan]
+    wanted, params = plainly(make, loss)
+    trainer = make(degrees, plan_of(draws="rows", check_vma=check_vma)).trainer(optax.sgd(0.1), loss)
+    for step in wanted:
+        found = trainer.step(BATCH)
+        for name, value in step.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-9, err_msg=name)
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-11)
+    jax.tree.map(same, trainer.model.parameters(), params)
+
+
+def test_a_check_and_a_test_of_a_model_compare_dropout():
+    plan = ax.Plan(fsdp=ax.Shard(), accumulate=2, draws="rows")
+    trainer = nnx_model({"fsdp": 2}, plan).trainer(optax.sgd(0.1), masked)
+    found = trainer.check(BATCH)
+    assert found.equal and not found.left_out and found.compared == 8, str(found)
+    ax.testing.assert_equals_single_device(Noisy(rngs=nnx.Rngs(0)), masked, BATCH, plan, mesh=mesh_of(fsdp=2), steps=2)
+
+
+class Noise(nnx.Module):
+    """Adds what a function draws."""
+
+    def __init__(self, draw):
+        self.layer = nnx.Linear(6, 3, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+        self.rngs, self.draw = nnx.Rngs(0), draw
+
+    def __call__(self, x):
+        x = self.layer(x)
+        return x + self.draw(self.rngs.noise(), x)
+
+
+REFUSED = {
+    "a key of its own": (
+        lambda key, x: jax.random.normal(jax.random.key(0), x.shape),
+        r"random_bits of shape \(4, 3\) \(line \d+ of test_draws.py.*a key that the code makes itself",
+    ),
+    "merged rows": (
+        lambda key, x: jax.random.normal(key, (x.size,)).reshape(x.shape),
+        r"random_bits of shape \(12,\).*no dim of its own for the 4 rows",
+    ),
+    "keys of numbers": (
+        lambda key, x: jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))(jnp.arange(len(x)))[:, None],
+        r"random_fold_in of shape \(4,\).*begins anew: jax.random.split\(key, rows\)",
+    ),
+    "another dim of as many": (
+        lambda key, x: jax.random.normal(key, (4, 3)).mean(0),
+        r"random_bits of shape \(4, 3\).*has a dim of 4, as many as a rank has rows, which are none",
+    ),
+    "inside of a primitive": (
+        lambda key, x: jax.random.gamma(key, jnp.ones(x.shape)),
+        r"random_gamma .*not known to draw row by row",
+    ),
+    "the key's words": (
+        lambda key, x: jax.random.normal(jax.random.wrap_key_data(jax.random.key_data(key)[:2]), ()),
+        r"random_unwrap .*not known to draw row by row",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_drawn_row_by_row_is_refused_with_its_line(what):
+    draw, words = REFUSED[what]
+    model = ax.parallelize(Noise(draw), mesh_of(data=4), ax.Plan(draws="rows"))
+    with pytest.raises(ValueError, match=rf'draws="rows": {words}.*take draws="shards"'):
+        model.value_and_grad(mean)(BATCH)
+
+
+def test_where_a_loss_is_of_a_ranks_rows_draws_by_rows_are_refused():
+    quiet = lambda: nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+    for degrees, plan, words in (
+        ({"data": 2}, ax.Plan(data=ax.Replicate(sync_strategy="no_sync"), draws="rows"), "train by themselves"),
+        ({"context": 2}, ax.Plan(context=ax.Context(), draws="rows"), "positions are split over context"),
+    ):
+        kind = Positions if "context" in degrees else quiet
+        with pytest.raises(ValueError, match=f'draws="rows": .*{words}'):
+            ax.parallelize(kind(), mesh_of(degrees), plan).trainer(optax.sgd(0.1), mean)
+    with pytest.raises(ValueError, match="draws='row' must be 'shards' or 'rows'"):
+        ax.Plan(draws="row")
+    model = ax.parallelize(quiet(), mesh_of(data=2), ax.Plan(draws="rows"), seed=0)
+    with jax.default_prng_impl("rbg"), pytest.raises(ValueError, match=r"takes keys of threefry2x32.*not of rbg"):
+        ax.parallelize(quiet(), mesh_of(data=2), model.plan).trainer(optax.sgd(0.1), mean).step(BATCH)
+
+
+class Positions(nnx.Module):
+    splits_positions = True
+
+    def __call__(self, x):
+        return x
+
+
+# The keys themselves
+
+DRAWN = {
+    "uniform": (lambda key, shape: jax.random.uniform(key, shape), (12, 5), 0),
+    "normal, float64": (lambda key, shape: jax.random.normal(key, shape, jnp.float64), (3, 12, 7), 1),
+    "mask": (lambda key, shape: jax.random.bernoulli(key, 0.3, shape), (12,), 0),
+    "bytes": (lambda key, shape: jax.random.bits(key, shape, "uint8"), (5, 12), 1),
+    "integers": (lambda key, shape: jax.random.randint(key, shape, 0, 9), (12, 2), 0),
+    "keys": (
+        lambda key, shape: jax.vmap(lambda k: jax.random.uniform(k, (5,)))(jax.random.split(key, shape)),
+        (12,),
+        0,
+    ),
+    "of several keys": (
+        lambda key, shape: jax.vmap(lambda k: jax.random.uniform(k, shape))(jax.random.split(key, 2)).sum(0),
+        (12, 3),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("partitionable", [True, False], ids=["by place", "whole"])
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_draws_of_parts_are_the_parts_of_the_whole_draw(drawn, partitionable):
+    (fun, shape, dim), key = DRAWN[drawn], jax.random.key(7)
+    local = tuple(size // 3 if d == dim else size for d, size in enumerate(shape))
+    with jax.threefry_partitionable(partitionable):
+        parts = [jax.jit(fun, static_argnums=1)(row_key(key, part, local[dim], 3), local) for part in range(3)]
+        np.testing.assert_array_equal(np.concatenate(parts, dim), fun(key, shape))
+        same = jax.random.uniform(row_key(key, 1, 4, 3), (7,))
+        np.testing.assert_array_equal(same, jax.random.uniform(key, (7,)))
+
+
+@pytest.mark.parametrize("factor", [1, 2**16 + 5, 2**31 + 9, 2**33 + 7, 2**40 + 12345])
+def test_places_above_32_bits_are_those_of_whole_numbers(factor):
+    numbers = [0, 1, 5, 2**16, 2**31 + 3, 2**32 - 1]
+    high, low = _times(jnp.asarray(numbers, jnp.uint32), factor)
+    assert [int(a) * 2**32 + int(b) for a, b in zip(high, low, strict=True)] == [x * factor % 2**64 for x in numbers]
