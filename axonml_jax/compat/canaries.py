@@ -20,7 +20,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from axonml_jax.compat import jaxpr, versions
 from axonml_jax.compat.jaxpr import Operation, live, opened, parsed
 from axonml_jax.compat.order import (
-from axonml_jax.compat.row_keys import row_key
     Saveable,
     SaveWhere,
     after,
@@ -35,6 +34,7 @@ from axonml_jax.compat.row_keys import row_key
     waiting,
 )
 from axonml_jax.compat.processes import CoordinatorClient, backend_started, keep_in_every_process, let_gloo_listen_on
+from axonml_jax.compat.row_keys import row_key
 from axonml_jax.compat.splash import SplashCall, SplashPiece, Visits, splash_backward, splash_forward
 from axonml_jax.compat.varying_types import CASTS, cast_to_varying, varying_axes
 

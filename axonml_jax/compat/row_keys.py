@@ -65,7 +65,7 @@ def row_key(key: jax.Array, part: Any, rows: int, parts: int) -> jax.Array:
 
 def is_row_key(x: Any) -> bool:
     """Whether an array, or its abstract value, holds keys of parts' rows."""
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) and TAG in str(x.dtype)
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and TAG in str(x.dtype)
 
 
 def rows_of(key: Any) -> int:

@@ -5,8 +5,7 @@ from typing import Any
 
 from axonml_jax.compat.jaxpr import Operation
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
-from axonml_jax.meaning.places import SUM, Group, Place, Places, Split, Step
-from axonml_jax.meaning.rules import step_of
+from axonml_jax.meaning.places import SUM, Group, Place, Places, Split, Step, step_of
 from axonml_jax.program.program import Equation, Program, is_constant, rule_of
 
 

@@ -1,9 +1,16 @@
-"""How ranks hold a value of the whole batch: the same on all, a dim split over them, or as a sum of what they hold."""
+"""How ranks hold a value of the whole batch, and the rules of what an operation makes of it: places alone, no arrays."""
+
+# What a rule says of places holds types apart, which the checker does not see.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
+from axonml_jax.compat.jaxpr import Operation
+from axonml_jax.program.program import DIMS, is_elementwise, rule_of
 from axonml_jax.sharding.layout import Order
 
 SUM = "sum"
@@ -107,3 +114,370 @@ class Step(NamedTuple):
 def settled_sums(places: Sequence[Place]) -> list[Place]:
     """The places with every sum completed."""
     return [None if place == SUM else place for place in places]
+
+
+# --------------------------------------------------------------------------------------------------
+# Rules: where operands must be, and where results are then.
+# --------------------------------------------------------------------------------------------------
+
+
+Rule = Callable[[Operation, Sequence[Place], int], Step | None]
+
+
+def step_of(op: Operation, given: Sequence[Places], groups: Sequence[Group]) -> list[Step]:
+    """What each group does for an operation.
+
+    Args:
+      op: the operation, which has no body.
+      given: the places of its operands.
+      groups: the groups.
+    """
+    found: list[Step] = []
+    for number, group in enumerate(groups):
+        places = [each[number] for each in given]
+        step = _of_group(op, places, group.ranks) if any(places) else None
+        if step is not None and group.order != "contiguous" and _breaks_order(op, step, places, group.ranks):
+            step = None
+        if step is not None and step.act and any(other.act and other.act != step.act for other in found):
+            step = None
+        found.append(step if step is not None else whole(op))
+    return found
+
+
+def whole(op: Operation) -> Step:
+    """All operands whole, all results too."""
+    return Step((None,) * len(op.given), (None,) * len(op.made))
+
+
+def _breaks_order(op: Operation, step: Step, places: Sequence[Place], ranks: int) -> bool:
+    """Whether an operation reads positions that ranks hold in an order of their own as if these followed each other."""
+    if op.name == "reshape" and isinstance(places[0], Split):
+        return reshaped(places[0], op.given[0].shape, op.made[0].shape, ranks, whole=True) is None
+    return step.act in ("best", "lookup")
+
+
+def _of_group(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    if rule_of(op.name).passes or op.name in ("layout_constraint", "reshard", "sharding_constraint"):
+        return Step(tuple(places), tuple(places))
+    if is_elementwise(op.name) or op.name == "name":
+        return _elementwise(op, places, ranks)
+    if rule_of(op.name).sends is not None:
+        return _beside_ranks(op, places, ranks)
+    rule = RULES.get(op.name)
+    return None if rule is None else rule(op, places, ranks)
+
+
+# Elementwise
+
+
+def _elementwise(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    if SUM in places:
+        if (step := _linear(op, places)) is not None:
+            return step
+        places = settled_sums(places)
+    splits = [k for k, place in enumerate(places) if isinstance(place, Split)]
+    if not splits:
+        return None
+    lead = max(splits, key=lambda k: op.given[k].size)
+    place = places[lead]
+    assert isinstance(place, Split)
+    if len(op.made[0].shape) <= place.dim or op.made[0].shape[place.dim] != op.given[lead].shape[place.dim]:
+        return None
+    spread = [aval.ndim == 0 or aval.shape[place.dim] == 1 for aval in op.given]
+    return Step(tuple(None if each else place for each in spread), (place,) * len(op.made))
+
+
+_SAME = ("neg", "real", "imag", "copy", "stop_gradient", "name", "pvary", "pcast")
+
+
+def _linear(op: Operation, places: Sequence[Place]) -> Step | None:
+    """What a partial sum goes through; None where it must be completed."""
+    name, dtype = op.name, op.made[0].dtype
+    if any(isinstance(place, Split) for place in places) or dtype == jnp.bool_:
+        return None
+    if name in ("add", "sub", "add_any"):
+        return Step((SUM,) * len(places), (SUM,))
+    if name == "mul":
+        small = min(range(2), key=lambda k: op.given[k].size)
+        kept = next(k for k in (1 - small, small) if places[k] == SUM)
+        return Step(tuple(SUM if k == kept else None for k in range(2)), (SUM,))
+    if name == "div" and places[0] == SUM and jnp.issubdtype(dtype, jnp.inexact):
+        return Step((SUM, None), (SUM,))
+    if name == "select_n" and places[0] is None:
+        return Step((None, *(SUM for _ in places[1:])), (SUM,))
+    if name in _SAME or (name == "convert_element_type" and _keeps_sums(op.given[0].dtype, dtype)):
+        return Step((SUM,), (SUM,))
+    return None
+
+
+def _keeps_sums(old, new) -> bool:
+    """Whether a cast of each part is a part of the cast sum, but for rounding."""
+    inexact = lambda dtype: jnp.issubdtype(dtype, jnp.inexact)
+    return jnp.bool_ not in (old, new) and (inexact(new) or not inexact(old))
+
+
+def _beside_ranks(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    """A collective over mesh axes of other groups or none: what it does along other dims than the split one is local."""
+    kind = rule_of(op.name).sends
+    assert kind is not None
+    if kind[0] == "all_reduce":
+        if kind[1] != "sum":
+            places = settled_sums(places)
+        return Step(tuple(places), tuple(places))
+    place = places[0]
+    if kind[0] == "permute":
+        return Step((place,), (place,))
+    dims = [op.options.get(name) for name in ("all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis")]
+    tiled = op.options.get("tiled") and kind[0] in ("all_gather", "reduce_scatter", "all_to_all")
+    kept = isinstance(place, Split) and place.dim not in dims
+    return Step((place,), (place,)) if tiled and (kept or place == SUM) else None
+
+
+# One operand, or several that are alike
+
+
+def _placed(linear: bool) -> Rule:
+    """Dims go on as `program/program.py` says; a sum goes through what is linear."""
+
+    def rule(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+        data = _data(op)
+        if SUM in places:
+            others = any(isinstance(place, Split) for place in places)
+            if linear and not others and not any(places[k] for k in range(len(places)) if k not in data):
+                return Step(tuple(SUM if k in data else None for k in range(len(places))), (SUM,) * len(op.made))
+            places = settled_sums(places)
+        splits = [k for k in data if isinstance(places[k], Split)]
+        if not splits:
+            return None
+        lead = max(splits, key=lambda k: op.given[k].size)
+        place = places[lead]
+        assert isinstance(place, Split)
+        to = DIMS[op.name](op, lead, place.dim, ranks)
+        if to is None or any(op.given[k].shape[place.dim] % (place.outer * ranks) for k in data):
+            return None
+        wanted = tuple(place if k in data else None for k in range(len(places)))
+        return Step(wanted, (place._replace(dim=to),) * len(op.made))
+
+    return rule
+
+
+def _data(op: Operation) -> tuple[int, ...]:
+    """The operands that are arrays of one kind; the others say where, or with what."""
+    if op.name in ("concatenate", "sort"):
+        return tuple(range(len(op.given)))
+    return (0, 1) if op.name == "dynamic_update_slice" else (0,)
+
+
+def _reshape(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    (place,) = places
+    if place == SUM:
+        return Step((SUM,), (SUM,))
+    assert isinstance(place, Split)
+    to = reshaped(place, op.given[0].shape, op.made[0].shape, ranks)
+    return None if to is None or op.options["dimensions"] is not None else Step((place,), (to,))
+
+
+def _reduction(act: str) -> Rule:
+    """A reduction: along other dims local; along the split one each rank's, which are then joined by `act`."""
+
+    def rule(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+        if (place := places[0]) == SUM:
+            return Step((SUM,), (SUM,)) if act == "sum" else None
+        assert isinstance(place, Split)
+        if place.dim not in op.options["axes"]:
+            return _placed(False)(op, places, ranks)
+        if act == "sum":
+            return Step((place,), (SUM,))
+        return None if act == "best" and place.outer > 1 else Step((place,), (None,), act)
+
+    return rule
+
+
+def _stack(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    """Operands side by side along a new dim: sums if one is, else all split as the first split one."""
+    if SUM in places and not any(isinstance(place, Split) for place in places):
+        return Step((SUM,) * len(places), (SUM,))
+    splits = [place for place in places if isinstance(place, Split)]
+    if not splits:
+        return None
+    place, along = splits[0], op.options["axis"] % op.made[0].ndim
+    return Step((place,) * len(places), (place._replace(dim=place.dim + (place.dim >= along)),))
+
+
+def _window(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    place, options = settled_sums(places)[0], op.options
+    if not isinstance(place, Split):
+        return None
+    alone = all(options[name][place.dim] == 1 for name in ("window_dimensions", "window_strides"))
+    alone = alone and tuple(options["padding"][place.dim]) == (0, 0)
+    return Step((place, *(None for _ in places[1:])), (place,)) if alone else None
+
+
+def _top(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    place = settled_sums(places)[0]
+    along = op.options.get("axis", op.options.get("operand_dim", op.given[0].ndim - 1)) % op.given[0].ndim
+    return Step((place,), (place,) * 2) if isinstance(place, Split) and place.dim != along else None
+
+
+# Products
+
+
+def _product(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    a, b = places
+    if SUM in (a, b):
+        if None in (a, b):
+            return Step((a, b), (SUM,))
+        a, b = settled_sums(places)
+    contracted, batched = op.contraction
+    if isinstance(a, Split) and isinstance(b, Split) and not _paired(a, b, contracted) and not _paired(a, b, batched):
+        a, b = (None, b) if op.given[0].size < op.given[1].size else (a, None)
+    lead = 0 if isinstance(a, Split) else 1
+    place = (a, b)[lead]
+    if not isinstance(place, Split):
+        return None
+    for dims, made in ((contracted, SUM), (batched, None)):
+        if place.dim in dims[lead]:
+            position = dims[lead].index(place.dim)
+            wanted = tuple(place._replace(dim=dims[k][position]) for k in range(2))
+            return Step(wanted, (made or place._replace(dim=position),))
+    wanted = (place, None) if lead == 0 else (None, place)
+    to = DIMS["dot_general"](op, lead, place.dim, ranks)
+    return None if to is None else Step(wanted, (place._replace(dim=to),))
+
+
+def _paired(a: Split, b: Split, dims: Sequence[Sequence[int]]) -> bool:
+    there = a.dim in dims[0] and b.dim in dims[1] and a.outer == b.outer
+    return there and dims[0].index(a.dim) == dims[1].index(b.dim)
+
+
+def _convolution(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    place, kernel = places
+    if SUM in places and None in places:
+        return Step(tuple(places), (SUM,))
+    numbers = op.options["dimension_numbers"]
+    rows = isinstance(place, Split) and place.dim == numbers.lhs_spec[0] and op.options["batch_group_count"] == 1
+    return Step((place, None), (place._replace(dim=numbers.out_spec[0]),)) if rows and kernel is None else None
+
+
+# Lookups (`gather`), and what adds into places (`scatter-add`)
+
+
+def _lookup(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    table, index = places
+    if table == SUM and index is None:
+        return Step((SUM, None), (SUM,))
+    table, index = settled_sums(places)
+    if isinstance(table, Split):
+        return _in_split_table(op, table, index)
+    return _by_split_indices(op, index) if isinstance(index, Split) else None
+
+
+def _batch_dims(op: Operation) -> list[int]:
+    """The dims of the result that stand for those of the indices."""
+    return [dim for dim in range(op.made[0].ndim) if dim not in op.options["dimension_numbers"].offset_dims]
+
+
+def _by_split_indices(op: Operation, index: Split) -> Step | None:
+    """Each index is a lookup of its own; batching dims pair it with the table's."""
+    numbers, made = op.options["dimension_numbers"], index._replace
+    if index.dim == op.given[1].ndim - 1:
+        return None
+    table: Place = None
+    if index.dim in numbers.start_indices_batching_dims:
+        table = made(dim=numbers.operand_batching_dims[numbers.start_indices_batching_dims.index(index.dim)])
+    return Step((table, index), (made(dim=_batch_dims(op)[index.dim]),))
+
+
+def _in_split_table(op: Operation, table: Split, index: Place) -> Step | None:
+    numbers, dim = op.options["dimension_numbers"], table.dim
+    if dim in numbers.operand_batching_dims:
+        own = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
+        return Step((table, table._replace(dim=own)), (table._replace(dim=_batch_dims(op)[own]),))
+    windows = [
+        d for d in range(op.given[0].ndim) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    ]
+    if (
+        dim in windows
+        and dim not in numbers.start_index_map
+        and op.options["slice_sizes"][dim] == op.given[0].shape[dim]
+    ):
+        return Step((table, None), (table._replace(dim=numbers.offset_dims[windows.index(dim)]),))
+    if dim in numbers.start_index_map and dim in numbers.collapsed_slice_dims and table.outer == 1:
+        return Step((table, None), (None if op.made[0].dtype == bool else SUM,), "lookup")
+    return None
+
+
+def _added(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    """Updates that are split are added on the rank that has them: a partial sum (bincount, segment sums, histograms)."""
+    table, index, updates = places[0], *settled_sums(places[1:])
+    numbers = op.options["dimension_numbers"]
+    if places[2] == SUM and index is None and not isinstance(table, Split):
+        return Step((SUM, None, SUM), (SUM,))
+    scattered = [dim for dim in range(op.given[2].ndim) if dim not in numbers.update_window_dims]
+    if isinstance(table, Split):
+        return _into_split(op, table, numbers, scattered)
+    if isinstance(index, Split) and index.dim < op.given[1].ndim - 1:
+        if index.dim in numbers.scatter_indices_batching_dims:
+            return None
+        return Step((SUM, index, index._replace(dim=scattered[index.dim])), (SUM,))
+    if isinstance(updates, Split) and updates.dim in scattered:
+        place = updates._replace(dim=scattered.index(updates.dim))
+        return None if place.dim in numbers.scatter_indices_batching_dims else Step((SUM, place, updates), (SUM,))
+    return Step((SUM, None, None), (SUM,)) if table == SUM else None
+
+
+def _into_split(op: Operation, table: Split, numbers: Any, scattered: Sequence[int]) -> Step | None:
+    """Into rows of a split array: batching dims pair them with their own indices and updates; whole windows are local."""
+    if table.dim in numbers.operand_batching_dims:
+        own = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(table.dim)]
+        return Step((table, table._replace(dim=own), table._replace(dim=scattered[own])), (table,))
+    inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    windows = [dim for dim in range(op.given[0].ndim) if dim not in inserted]
+    if table.dim in windows and table.dim not in numbers.scatter_dims_to_operand_dims:
+        to = numbers.update_window_dims[windows.index(table.dim)]
+        if op.given[2].shape[to] == op.given[0].shape[table.dim]:
+            return Step((table, None, table._replace(dim=to)), (table,))
+    return None
+
+
+def _written(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    table, numbers = settled_sums(places)[0], op.options["dimension_numbers"]
+    scattered = [dim for dim in range(op.given[2].ndim) if dim not in numbers.update_window_dims]
+    return _into_split(op, table, numbers, scattered) if isinstance(table, Split) else None
+
+
+LOOKUPS: Mapping[str, Any] = {
+    "gather": _lookup,
+    **dict.fromkeys(("scatter-add", "scatter_add"), _added),
+    **dict.fromkeys(
+        ("scatter", "scatter-mul", "scatter-min", "scatter-max", "scatter_mul", "scatter_min", "scatter_max"), _written
+    ),
+}
+
+
+_LINEAR = (
+    *("broadcast_in_dim", "concatenate", "cumsum", "dynamic_slice", "dynamic_update_slice", "pad", "rev", "slice"),
+    *("split", "squeeze", "transpose", "unstack"),
+)
+
+RULES: Mapping[str, Rule] = {
+    **{name: _placed(name in _LINEAR) for name in DIMS},
+    "reshape": _reshape,
+    "reduce_sum": _reduction("sum"),
+    "reduce_max": _reduction("extreme"),
+    "reduce_min": _reduction("extreme"),
+    "reduce_and": _reduction("logical"),
+    "reduce_or": _reduction("logical"),
+    "reduce_prod": _reduction("product"),
+    "argmax": _reduction("best"),
+    "argmin": _reduction("best"),
+    "reduce_window_max": _window,
+    "reduce_window_min": _window,
+    "reduce_window_sum": _window,
+    "stack": _stack,
+    "top_k": _top,
+    "dot_general": _product,
+    "conv_general_dilated": _convolution,
+    **LOOKUPS,
+}
+"""By the primitive's name; one without a rule is done on whole values."""

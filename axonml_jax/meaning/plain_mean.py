@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from axonml_jax.meaning.bodies import backward_derivative, forward_derivative, of_cotangent
-from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape
-from axonml_jax.meaning.real_calls import place_of
-from axonml_jax.meaning.rules import step_of
+from axonml_jax.meaning.interpreter import backward_derivative, forward_derivative, of_cotangent
+from axonml_jax.meaning.model_call import place_of
+from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape, step_of
 from axonml_jax.program.program import Equation, Program, is_constant, is_elementwise, rule_of
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.meaning.interpreter import Interpreter
+from axonml_jax.meaning.model_call import RealCalls, no_mean, place_of
 from axonml_jax.meaning.places import SUM, Group
-from axonml_jax.meaning.real_calls import RealCalls, no_mean, place_of
 from axonml_jax.meaning.values import Ranks, Value
 from axonml_jax.model.loss import Loss, WeightedMean
 from axonml_jax.program.program import Program, made_by, names_of

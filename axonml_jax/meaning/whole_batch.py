@@ -14,22 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.base import LossFn, PyTree
-from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
-from axonml_jax.compat.model_call import Transformed
-from axonml_jax.compat.row_keys import is_row_key
-from axonml_jax.meaning.asked import Asked, SplitOf, Traced, calls_alone
-from axonml_jax.meaning.draws import refuse_draws
+from axonml_jax.meaning.asked import Asked, SplitOf, Traced
+from axonml_jax.meaning.deciding import MAPPED, ROWS, Decided, decided, in_microbatches
 from axonml_jax.meaning.interpreter import Interpreter
-from axonml_jax.meaning.microbatches import Division, Microbatch, MicroRanks, Mixing, divided
-from axonml_jax.meaning.model_call import Call, calls_model, put_variables
+from axonml_jax.meaning.microbatches import Microbatch, MicroRanks
+from axonml_jax.meaning.model_call import RealCalls, Unclear, put_variables
 from axonml_jax.meaning.places import Group, Places
-from axonml_jax.meaning.plain_mean import is_plain_mean, talks
-from axonml_jax.meaning.real_calls import RealCalls, Unclear
+from axonml_jax.meaning.plain_mean import talks
 from axonml_jax.meaning.two_sweeps import Recording, calls_of, finished, first_only, of_all_rows, read_beside, second
 from axonml_jax.meaning.values import Ranks, Value
-from axonml_jax.model.loss import UNREAD, Loss, WeightedMean, per_weight
+from axonml_jax.model.loss import Loss, WeightedMean, per_weight
 from axonml_jax.model.view import Functional, Mode, Variables
-from axonml_jax.program.program import Atom, among, made_by
+from axonml_jax.program.program import Atom
 
 
 @dataclass(frozen=True)
@@ -70,41 +66,8 @@ def mixing_rows(loss_fn: LossFn, *, most_bytes: int | None = None, two_sweeps: b
     return MixingRows(loss_fn, most_bytes, two_sweeps)
 
 
-ROWS, INLINED = "rows", "inlined"
-
-
 Finish = Callable[[jax.Array, dict[str, jax.Array]], tuple]
 """`finish(loss, metrics) -> (loss, metrics, slope)` of what microbatches and ranks summed."""
-
-
-@dataclass(frozen=True, eq=False)
-class Decided:
-    """How a loss is run, of shapes.
-
-    Attributes:
-      whole: it traced at the whole batch's shapes.
-      noted: the calls of the model at a part of the batch, for each group; None where they are not known.
-      division: in microbatches, when its values can be made.
-      failed: why it has no trace at a rank's shapes.
-      sweeps: it takes two sweeps over the microbatches.
-      slope: the one late number that the loss is a function of; None: the loss itself is a sum.
-    """
-
-    whole: Traced
-    noted: tuple[list[Call] | None, ...]
-    division: Division = Division()
-    slope: int | None = None
-    failed: Exception | None = None
-    sweeps: bool = False
-
-    @property
-    def outputs(self) -> tuple[Atom, ...]:
-        """Of the program, those that a microbatch adds to, then the late sums."""
-        return (*(atom for atom in self.whole.program.outputs if not self.is_after(atom)), *self.division.late)
-
-    def is_after(self, atom: Atom) -> bool:
-        """Whether an atom is made after all microbatches."""
-        return among(atom, self.division.after)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +93,7 @@ class WholeBatch:
     positions: Group | None = None
     seeing_whole: Callable[[], AbstractContextManager] = nullcontext
     trains: bool = False
-    _decided: dict[Any, "Decided | str"] = field(default_factory=dict)
+    _decided: dict[Any, Decided | str] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -179,70 +142,16 @@ class WholeBatch:
         """All microbatches of all ranks."""
         return Group(self.group.axes, self.group.ranks * count)
 
-    def _decide(self, asked: Asked) -> "Decided | str":
+    def _decide(self, asked: Asked) -> Decided | str:
         """How the loss is run; tried once for the same shapes."""
         if (key := (asked.groups, asked.signature)) not in self._decided:
-            found = self._decision(asked)
-            if is_row_key(asked.key):
-                self._check_draws(asked, found)
+            found = decided(asked, in_layers=self.in_layers, trains=self.trains)
             if isinstance(found, Decided) and any(
                 isinstance(x, jax.core.Tracer) for x in found.whole.program.constants.values()
             ):
                 return found  # of the trace around it
             self._decided[key] = found
         return self._decided[key]
-
-    def _decision(self, asked: Asked) -> "Decided | str":
-        local, failed = None, None
-        try:
-            local = asked.traced(asked.everywhere)
-        except Transformed:
-            return self._inlined_decision(asked)
-        except Exception as error:  # such as the five largest of four rows
-            failed = error
-        if local is not None:
-            self._refuse_unread(asked, local)
-        if local is not None and (local.weighted or talks(local.program, asked.axes)):
-            return ROWS
-        try:
-            whole = asked.traced(())
-        except Transformed:
-            return self._inlined_decision(asked)
-        except Exception:
-            if failed is None:
-                raise
-            raise failed from None
-        self._refuse_unread(asked, whole)
-        if talks(whole.program, asked.axes):
-            return ROWS
-        if self.positions is not None:
-            return Decided(whole, tuple(_noted(asked, whole, k) for k in asked.everywhere))
-        if local is not None and is_plain_mean(local, whole, asked.places(), asked.groups):
-            return ROWS
-        return Decided(whole, (local.noted if local is not None else calls_alone(asked, whole, 0),), failed=failed)
-
-    def _check_draws(self, asked: Asked, found: "Decided | str") -> None:
-        if found == INLINED:
-            refuse_draws(asked, asked.inlined(()), ())
-        else:
-            whole, noted = (found.whole, found.noted[0]) if isinstance(found, Decided) else (None, None)
-            refuse_draws(asked, whole, noted)
-
-    def _refuse_unread(self, asked: Asked, traced: Traced) -> None:
-        if self.trains and not traced.reads(len(jax.tree.leaves(asked.variables))):
-            raise ValueError(UNREAD)
-
-    def _inlined_decision(self, asked: Asked) -> str:
-        """Of a loss that differentiates or maps the model: whether it is a plain mean all the same."""
-        try:
-            local, whole = asked.inlined(asked.everywhere), asked.inlined(())
-        except Exception:
-            return INLINED
-        if self.positions is not None:
-            return ROWS if local.weighted else INLINED
-        talking = not self.in_layers and talks(whole.program, asked.axes)
-        plain = local.weighted or talking or is_plain_mean(local, whole, asked.places(), asked.groups)
-        return ROWS if plain else INLINED
 
     def _run(self, asked: Asked, decided: Decided, ranks: Ranks) -> tuple[Loss, PyTree]:
         bound, whole = asked.model.bind(asked.variables, asked.key, asked.mode), decided.whole
@@ -288,7 +197,7 @@ class WholeBatch:
         if not isinstance(decided, Decided):
             raise ValueError(MAPPED)
         try:
-            decided = self._divided(asked, decided)
+            decided = in_microbatches(asked, decided, two_sweeps=self.two_sweeps)
         except Unclear:
             raise ValueError(
                 "the loss cannot be taken of a microbatch's rows alone (the error above, if there is one), so it is not known "
@@ -301,47 +210,6 @@ class WholeBatch:
             known = [ranks.settled(value, ranks.none) for value in made]
         repeated = [jnp.broadcast_to(x, (count, *x.shape)) for x in known]
         return Microbatch(batches, repeated, jnp.arange(count), decided, count)
-
-    def _divided(self, asked: Asked, decided: Decided) -> Decided:
-        fixed = len(jax.tree.leaves((asked.variables, asked.key)))
-        places, whole = asked.places(), decided.whole
-        dependent = [k < fixed for k in range(len(places))]
-        try:
-            calls = RealCalls(None, whole.noted, decided.noted, asked.groups)
-            division = divided(whole.program, places, dependent, asked.groups[0], calls)
-            return finishing(replace(decided, division=division))
-        except Mixing as mixing:
-            if self.two_sweeps and not whole.changed:
-                return self._swept_twice(decided, places, dependent, asked.groups[0], calls)
-            name, line = mixing.args
-            raise ValueError(
-                f"the loss needs what the model makes of other microbatches: {name} ({line or 'no line known'}) is not a sum "
-                "over rows. Take all rows at once (accumulate=1, num_microbatches=1), allow one more forward that keeps what "
-                "the model makes (ax.mixing_rows(loss_fn, two_sweeps=True)), or return ax.WeightedMean(total, weight)"
-            ) from None
-
-    def _swept_twice(
-        self, decided: Decided, places: Sequence[Places], dependent: Sequence[bool], small: Group, calls: RealCalls
-    ) -> Decided:
-        """With two sweeps, where what the model is called with does not need all rows."""
-        if any(calls_model(each) and each.name != MODEL_CALL for each in decided.whole.program.equations):
-            raise ValueError(
-                "the loss calls the model inside of a loop, a branch or a checkpoint, whose results two sweeps do not keep: "
-                "call it outside, or take all rows at once (accumulate=1, num_microbatches=1)"
-            )
-        try:
-            division = divided(decided.whole.program, places, dependent, small, calls, only_calls=True)
-        except Mixing as mixing:
-            raise ValueError(
-                f"the model is called with what it makes of other microbatches: {mixing.args[0]} "
-                f"({mixing.args[1] or 'no line known'}). Take all rows at once (accumulate=1, num_microbatches=1)"
-            ) from None
-        if division.late:
-            raise ValueError(
-                "the model is called with sums over all rows of what it makes, which one sweep over microbatches does not "
-                "have: take all rows at once (accumulate=1, num_microbatches=1)"
-            )
-        return replace(decided, division=division, sweeps=True)
 
     def _of_microbatch(self, asked: Asked, batch: Microbatch) -> tuple[Loss, PyTree]:
         """What one microbatch adds: sums, those that are late by the names of metrics."""
@@ -472,49 +340,6 @@ class WholeBatch:
 
 
 LATE, LATE_WEIGHT = "axonml late sum ", "axonml late sum weight"
-
-MAPPED = (
-    "the loss differentiates or maps the model, or calls it in a way whose shapes do not tell how its results are split, and "
-    "it is not known what that means for the whole batch in microbatches, where positions are split, or where layers split "
-    "their parameters: take sizes from the batch (x.shape), or return ax.WeightedMean(total, weight), two sums over the rows "
-    "(and positions) that the loss is given"
-)
-
-
-def finishing(decided: Decided) -> Decided:
-    """With the one number that the loss is a function of, where it is made after all microbatches.
-
-    Raises:
-      Mixing: where there are several, or weights, counts or the model's state are made so late.
-    """
-    whole = decided.whole
-    loss, changed = whole.out_tree.unflatten(list(whole.program.outputs))
-    late = [each.weight for each in loss.metrics.values() if decided.is_after(each.total)]
-    made = made_by(whole.program.equations, late)
-    read = {number for equation in made for number in equation.read}
-    weights = [each.weight for each in loss.metrics.values()] + ([] if loss.weight is None else [loss.weight])
-    if read.intersection(whole.program.inputs) or any(map(decided.is_after, [*weights, *changed])):
-        raise Mixing("a weight, or a change of the model's state,", "")
-    if not decided.is_after(loss.total):
-        return decided
-    made = made_by(whole.program.equations, [loss.total], decided.division.late)
-    read = {number for equation in made for number in equation.read} & set(decided.division.late)
-    shapes = [whole.program.avals[number] for number in read]
-    if (
-        len(read) > 1
-        or loss.weight is not None
-        or any(x.shape or not jnp.issubdtype(x.dtype, jnp.floating) for x in shapes)
-    ):
-        raise Mixing(made[-1].name, made[-1].op.line)
-    return replace(decided, slope=next(iter(read)))
-
-
-def _noted(asked: Asked, whole: Traced, number: int) -> list[Call] | None:
-    """The calls of the model at a part of the batch for one group; None: they are not known."""
-    try:
-        return asked.traced((number,)).noted
-    except Exception:
-        return calls_alone(asked, whole, number)
 
 
 def _values(ranks: Ranks, asked: Asked, traced: Traced) -> list[Value]:

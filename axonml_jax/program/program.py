@@ -75,7 +75,7 @@ def aval_of(atom: Atom, avals: Mapping[Any, Any]) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# How the dims of an operation's results follow those of its operands, primitive by primitive: for `rules.py`.
+# How the dims of an operation's results follow those of its operands, primitive by primitive: for `meaning/places.py`.
 #
 # A rule `follow(op, k, dim, parts)` names the dim of every result of which part p (of `parts` equal parts behind each
 # other) is made, of operand k, of part p of `dim` alone; None: there is none, or it is not known. All but a reshape's

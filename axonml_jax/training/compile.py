@@ -238,8 +238,8 @@ class Objective:
             return batches
         from axonml_jax.layers.whole import whole_allowed
 
-        key = jax.ShapeDtypeStruct(key.shape, key.dtype)
-        asked = self.model, self._explained, self.mode, self._as_read(variables, key, rows), key
+        shape = jax.ShapeDtypeStruct(key.shape, key.dtype)
+        asked = self.model, self._explained, self.mode, self._as_read(variables, shape, rows), shape
         with self.inside(), whole_allowed():
             return self.whole.microbatches(asked, rows, batches)
 

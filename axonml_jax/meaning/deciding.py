@@ -1,0 +1,283 @@
+"""How a loss is run, of shapes alone: on a rank's rows, by its program of the whole batch, or with the model's code in it."""
+
+# What a rule says of places holds types apart, which the checker does not see.
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
+from axonml_jax.compat.model_call import Transformed
+from axonml_jax.compat.row_keys import KNOWN, Drawn, is_row_key, rows_of
+from axonml_jax.meaning.asked import Asked, Traced, calls_alone
+from axonml_jax.meaning.microbatches import Division, Mixing, divided
+from axonml_jax.meaning.model_call import Call, RealCalls, calls_model
+from axonml_jax.meaning.places import Group, Places
+from axonml_jax.meaning.plain_mean import is_plain_mean, talks
+from axonml_jax.model.loss import UNREAD
+from axonml_jax.program.program import Atom, among, made_by
+
+ROWS, INLINED = "rows", "inlined"
+
+MAPPED = (
+    "the loss differentiates or maps the model, or calls it in a way whose shapes do not tell how its results are split, and "
+    "it is not known what that means for the whole batch in microbatches, where positions are split, or where layers split "
+    "their parameters: take sizes from the batch (x.shape), or return ax.WeightedMean(total, weight), two sums over the rows "
+    "(and positions) that the loss is given"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Decided:
+    """How a loss is run, of shapes.
+
+    Attributes:
+      whole: it traced at the whole batch's shapes.
+      noted: the calls of the model at a part of the batch, for each group; None where they are not known.
+      division: in microbatches, when its values can be made.
+      failed: why it has no trace at a rank's shapes.
+      sweeps: it takes two sweeps over the microbatches.
+      slope: the one late number that the loss is a function of; None: the loss itself is a sum.
+    """
+
+    whole: Traced
+    noted: tuple[list[Call] | None, ...]
+    division: Division = Division()
+    slope: int | None = None
+    failed: Exception | None = None
+    sweeps: bool = False
+
+    @property
+    def outputs(self) -> tuple[Atom, ...]:
+        """Of the program, those that a microbatch adds to, then the late sums."""
+        return (*(atom for atom in self.whole.program.outputs if not self.is_after(atom)), *self.division.late)
+
+    def is_after(self, atom: Atom) -> bool:
+        """Whether an atom is made after all microbatches."""
+        return among(atom, self.division.after)
+
+
+def decided(asked: Asked, *, in_layers: bool, trains: bool) -> Decided | str:
+    """How a loss is run: a `Decided`, `ROWS`, or `INLINED`.
+
+    Args:
+      asked: the loss.
+      in_layers: the model's layers split their own parameters.
+      trains: the loss is refused where nothing that is trained reaches it.
+    """
+    found = _decided(asked, in_layers, trains)
+    if is_row_key(asked.key):
+        refuse_draws(asked, found)
+    return found
+
+
+def _decided(asked: Asked, in_layers: bool, trains: bool) -> Decided | str:
+    local, failed = None, None
+    try:
+        local = asked.traced(asked.everywhere)
+    except Transformed:
+        return _inlined_decision(asked, in_layers)
+    except Exception as error:  # such as the five largest of four rows
+        failed = error
+    if trains and local is not None:
+        _refuse_unread(asked, local)
+    if local is not None and (local.weighted or talks(local.program, asked.axes)):
+        return ROWS
+    try:
+        whole = asked.traced(())
+    except Transformed:
+        return _inlined_decision(asked, in_layers)
+    except Exception:
+        if failed is None:
+            raise
+        raise failed from None
+    if trains:
+        _refuse_unread(asked, whole)
+    if talks(whole.program, asked.axes):
+        return ROWS
+    if _has_positions(asked):
+        return Decided(whole, tuple(_noted(asked, whole, k) for k in asked.everywhere))
+    if local is not None and is_plain_mean(local, whole, asked.places(), asked.groups):
+        return ROWS
+    return Decided(whole, (local.noted if local is not None else calls_alone(asked, whole, 0),), failed=failed)
+
+
+def _inlined_decision(asked: Asked, in_layers: bool) -> str:
+    """Of a loss that differentiates or maps the model: whether it is a plain mean all the same."""
+    try:
+        local, whole = asked.inlined(asked.everywhere), asked.inlined(())
+    except Exception:
+        return INLINED
+    if _has_positions(asked):
+        return ROWS if local.weighted else INLINED
+    talking = not in_layers and talks(whole.program, asked.axes)
+    plain = local.weighted or talking or is_plain_mean(local, whole, asked.places(), asked.groups)
+    return ROWS if plain else INLINED
+
+
+def _refuse_unread(asked: Asked, traced: Traced) -> None:
+    if not traced.reads(len(jax.tree.leaves(asked.variables))):
+        raise ValueError(UNREAD)
+
+
+def _has_positions(asked: Asked) -> bool:
+    return any(group.positions for group in asked.groups)
+
+
+def in_microbatches(asked: Asked, decided: Decided, *, two_sweeps: bool) -> Decided:
+    """A loss by its program, with when its values can be made; `two_sweeps`: all microbatches may be gone over twice.
+
+    Raises:
+      ValueError: naming the operation and the line that need what the model makes of other microbatches.
+    """
+    fixed = len(jax.tree.leaves((asked.variables, asked.key)))
+    places, whole = asked.places(), decided.whole
+    dependent = [k < fixed for k in range(len(places))]
+    try:
+        calls = RealCalls(None, whole.noted, decided.noted, asked.groups)
+        division = divided(whole.program, places, dependent, asked.groups[0], calls)
+        return finishing(replace(decided, division=division))
+    except Mixing as mixing:
+        if two_sweeps and not whole.changed:
+            return _swept_twice(decided, places, dependent, asked.groups[0], calls)
+        name, line = mixing.args
+        raise ValueError(
+            f"the loss needs what the model makes of other microbatches: {name} ({line or 'no line known'}) is not a sum "
+            "over rows. Take all rows at once (accumulate=1, num_microbatches=1), allow one more forward that keeps what "
+            "the model makes (ax.mixing_rows(loss_fn, two_sweeps=True)), or return ax.WeightedMean(total, weight)"
+        ) from None
+
+
+def _swept_twice(
+    decided: Decided, places: Sequence[Places], dependent: Sequence[bool], small: Group, calls: RealCalls
+) -> Decided:
+    """With two sweeps, where what the model is called with does not need all rows."""
+    if any(calls_model(each) and each.name != MODEL_CALL for each in decided.whole.program.equations):
+        raise ValueError(
+            "the loss calls the model inside of a loop, a branch or a checkpoint, whose results two sweeps do not keep: "
+            "call it outside, or take all rows at once (accumulate=1, num_microbatches=1)"
+        )
+    try:
+        division = divided(decided.whole.program, places, dependent, small, calls, only_calls=True)
+    except Mixing as mixing:
+        raise ValueError(
+            f"the model is called with what it makes of other microbatches: {mixing.args[0]} "
+            f"({mixing.args[1] or 'no line known'}). Take all rows at once (accumulate=1, num_microbatches=1)"
+        ) from None
+    if division.late:
+        raise ValueError(
+            "the model is called with sums over all rows of what it makes, which one sweep over microbatches does not "
+            "have: take all rows at once (accumulate=1, num_microbatches=1)"
+        )
+    return replace(decided, division=division, sweeps=True)
+
+
+def finishing(decided: Decided) -> Decided:
+    """With the one number that the loss is a function of, where it is made after all microbatches.
+
+    Raises:
+      Mixing: where there are several, or weights, counts or the model's state are made so late.
+    """
+    whole = decided.whole
+    loss, changed = whole.out_tree.unflatten(list(whole.program.outputs))
+    late = [each.weight for each in loss.metrics.values() if decided.is_after(each.total)]
+    made = made_by(whole.program.equations, late)
+    read = {number for equation in made for number in equation.read}
+    weights = [each.weight for each in loss.metrics.values()] + ([] if loss.weight is None else [loss.weight])
+    if read.intersection(whole.program.inputs) or any(map(decided.is_after, [*weights, *changed])):
+        raise Mixing("a weight, or a change of the model's state,", "")
+    if not decided.is_after(loss.total):
+        return decided
+    made = made_by(whole.program.equations, [loss.total], decided.division.late)
+    read = {number for equation in made for number in equation.read} & set(decided.division.late)
+    shapes = [whole.program.avals[number] for number in read]
+    if (
+        len(read) > 1
+        or loss.weight is not None
+        or any(x.shape or not jnp.issubdtype(x.dtype, jnp.floating) for x in shapes)
+    ):
+        raise Mixing(made[-1].name, made[-1].op.line)
+    return replace(decided, slope=next(iter(read)))
+
+
+def _noted(asked: Asked, whole: Traced, number: int) -> list[Call] | None:
+    """The calls of the model at a part of the batch for one group; None: they are not known."""
+    try:
+        return asked.traced((number,)).noted
+    except Exception:
+        return calls_alone(asked, whole, number)
+
+
+# Random draws by the whole batch's rows (`ax.Plan(draws="rows")`): keys of rows (`compat/row_keys.py`) take a dim as long as a
+# rank has rows for rows. Traces at the whole batch's shape and at a rank's must both say so of every draw.
+
+
+def refuse_draws(asked: Asked, found: Decided | str) -> None:
+    """Refuse a loss that draws something that is not known to be its rows of the whole draw.
+
+    Args:
+      asked: what is asked, with a key of rows.
+      found: how it is run.
+
+    Raises:
+      ValueError: naming the draw, the user's line and the remedy.
+    """
+    rows, pairs = rows_of(asked.key), []
+    if isinstance(found, Decided):
+        whole, noted = found.whole, found.noted[0]
+    else:
+        try:
+            whole, local = asked.traced(()), asked.traced(asked.everywhere)
+        except Transformed:
+            whole, local = asked.inlined(()), asked.inlined(asked.everywhere)
+        noted, pairs = local.noted, [(whole.draws, local.draws)] if found == ROWS else []
+    problems = [] if pairs else [why for each in whole.draws if (why := _whole_problem(each, rows))]
+    if noted is None or len(noted) != len(whole.noted):
+        problems, noted = ["what the model draws for a rank's rows is not known"], whole.noted
+    pairs += [(a.draws, b.draws) for a, b in zip(whole.noted, noted, strict=True)]
+    problems += [why for of_all, of_rank in pairs for why in _problems(of_all, of_rank, rows)]
+    if problems:
+        raise ValueError(
+            f'draws="rows": {"; ".join(dict.fromkeys(problems))}. Draw with the model\'s own keys, in a shape with rows as a '
+            'dim of its own, or take draws="shards"'
+        )
+
+
+def _problems(of_all: Sequence[Drawn], of_rank: Sequence[Drawn], rows: int) -> Iterator[str]:
+    if [(each.name, len(each.shape)) for each in of_all] != [(each.name, len(each.shape)) for each in of_rank]:
+        yield "a rank's rows are drawn by other operations than the whole batch"
+        return
+    for whole, own in zip(of_all, of_rank, strict=True):
+        if why := _problem(whole, own, rows):
+            yield f"{own.name} of shape {own.shape} ({own.line or 'no line known'}) {why}"
+
+
+def _problem(whole: Drawn, own: Drawn, rows: int) -> str | None:
+    grown = [dim for dim, (a, b) in enumerate(zip(whole.shape, own.shape, strict=True)) if a != b]
+    if own.name not in KNOWN:
+        return "is not known to draw row by row"
+    if not grown and _seems_rows(own, rows):
+        return f"has a dim of {rows}, as many as a rank has rows, which are none: take another batch size"
+    if not grown:
+        return None
+    if not own.by_rows:
+        return "comes from a key that the code makes itself, which is the same on every rank"
+    if own.name == "random_fold_in":
+        return "makes keys of numbers that each rank begins anew: jax.random.split(key, rows) makes one for each row"
+    fits = rows in own.shape and grown == [own.shape.index(rows)]
+    return None if fits else f"has more rows in the whole batch, but no dim of its own for the {rows} rows of a rank"
+
+
+def _seems_rows(each: Drawn, rows: int) -> bool:
+    return each.by_rows and each.name in ("random_bits", "random_split") and rows in each.shape
+
+
+def _whole_problem(each: Drawn, rows: int) -> str | None:
+    """Of a draw of the whole batch's shape, of which a rank takes its part."""
+    if each.name in KNOWN and not _seems_rows(each, rows):
+        return None
+    where = f"{each.name} of shape {each.shape} ({each.line or 'no line known'})"
+    return f"{where} of the loss has a dim of {rows}, as many as a rank has rows: take another batch size"
