@@ -68,13 +68,6 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool) -> Decided | str:
       in_layers: the model's layers split their own parameters.
       trains: the loss is refused where nothing that is trained reaches it.
     """
-    found = _decided(asked, in_layers, trains)
-    if is_row_key(asked.key):
-        refuse_draws(asked, found)
-    return found
-
-
-def _decided(asked: Asked, in_layers: bool, trains: bool) -> Decided | str:
     local, failed = None, None
     try:
         local = asked.traced(asked.everywhere)
@@ -219,12 +212,14 @@ def refuse_draws(asked: Asked, found: Decided | str) -> None:
     """Refuse a loss that draws something that is not known to be its rows of the whole draw.
 
     Args:
-      asked: what is asked, with a key of rows.
+      asked: what is asked; with a key of rows, else nothing is refused.
       found: how it is run.
 
     Raises:
       ValueError: naming the draw, the user's line and the remedy.
     """
+    if not is_row_key(asked.key):
+        return
     rows, pairs = rows_of(asked.key), []
     if isinstance(found, Decided):
         whole, noted = found.whole, found.noted[0]

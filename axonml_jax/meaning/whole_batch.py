@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from axonml_jax.base import LossFn, PyTree
 from axonml_jax.meaning.asked import Asked, SplitOf, Traced
-from axonml_jax.meaning.deciding import MAPPED, ROWS, Decided, decided, in_microbatches
+from axonml_jax.meaning.deciding import MAPPED, ROWS, Decided, decided, in_microbatches, refuse_draws
 from axonml_jax.meaning.interpreter import Interpreter
 from axonml_jax.meaning.microbatches import Microbatch, MicroRanks
 from axonml_jax.meaning.model_call import RealCalls, Unclear, put_variables
@@ -146,6 +146,7 @@ class WholeBatch:
         """How the loss is run; tried once for the same shapes."""
         if (key := (asked.groups, asked.signature)) not in self._decided:
             found = decided(asked, in_layers=self.in_layers, trains=self.trains)
+            refuse_draws(asked, found)
             if isinstance(found, Decided) and any(
                 isinstance(x, jax.core.Tracer) for x in found.whole.program.constants.values()
             ):

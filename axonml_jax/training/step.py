@@ -217,7 +217,7 @@ def whole_batch(placement: Placement, loss_fn: LossFn) -> "WholeBatch | None":
     return WholeBatch(Group(rows, placement.ranks(rows)), dims, most, sweeps, in_layers, *_positions(placement))
 
 
-def refuse_draws_by_rows(placement: Placement, whole: WholeBatch | None) -> None:
+def refuse_draws_by_rows(placement: Placement, whole: "WholeBatch | None") -> None:
     """Refuse `draws="rows"` where a loss is not known to be of the whole batch's rows.
 
     Raises:
