@@ -243,7 +243,7 @@ def test_no_file_is_named_after_nothing():
 
 CEILINGS = {
     "files with more than five lines of code": 181,
-    "lines of code": 50_500,
+    "lines of code": 50_600,
     "arrows between files": 1_210,
     "methods of the widest class": 36,
     "modules that `ax.DDP` imports": 45,
