@@ -426,12 +426,10 @@ class Plan:
         whole = isinstance(self.accumulate, Integral) and not isinstance(self.accumulate, bool)
         if not whole or not 1 <= self.accumulate < 2**31:
             problems.append(f"accumulate={self.accumulate!r} must be a positive whole number below 2**31")
-        if not is_one_of(self.batch_stats, ("global", "local")):
-            problems.append(f"batch_stats={self.batch_stats!r} must be 'global' or 'local'")
-        if not is_one_of(self.draws, ("shards", "rows")):
-            problems.append(f"draws={self.draws!r} must be 'shards' or 'rows'")
-        if not is_one_of(self.update, ("shards", "whole")):
-            problems.append(f"update={self.update!r} must be 'shards' or 'whole'")
+        pairs = {"batch_stats": ("global", "local"), "draws": ("shards", "rows"), "update": ("shards", "whole")}
+        for name, (one, other) in pairs.items():
+            if not is_one_of(getattr(self, name), (one, other)):
+                problems.append(f"{name}={getattr(self, name)!r} must be {one!r} or {other!r}")
         if not is_one_of(self.kernels, ("auto", "xla", "interpret")):
             problems.append(f"kernels={self.kernels!r} must be 'auto', 'xla' or 'interpret'")
         for name in ("broadcast_buffers", "check_vma"):
