@@ -18,7 +18,7 @@ from axonml_jax.sharding.layout import Layout, to_stored
 from axonml_jax.strategies.diloco import DiLoCo
 from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.shard import Shard
-from axonml_jax.strategies.strategy import AbstractStrategy, InLayers
+from axonml_jax.strategies.strategy import AbstractStrategy, InLayers, gather_bucket, sync_bucket
 
 TOLERANCE = 1e-9
 # shape, and the dim that a layer splits over `tensor`. Few of the sizes divide.
@@ -81,7 +81,7 @@ def programs(case, ranks, bucketed, check_vma):
         lambda leaves, layouts, axis: [run(x, layout, axis) for x, layout in zip(leaves, layouts, strict=True)]
     )
     gather, sync = (
-        (strategy.gather_bucket, strategy.sync_bucket)
+        (functools.partial(gather_bucket, strategy), functools.partial(sync_bucket, strategy))
         if bucketed
         else (one_by_one(strategy.gather), one_by_one(strategy.sync))
     )
