@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import zlib
 from pathlib import Path
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import salt
 from flax import nnx
 from meshes import mesh_of
 
@@ -52,6 +54,17 @@ def test_a_loss_and_its_metrics_under_a_plan_are_those_of_one_device(loss, optio
     plan = options.pop("plan")
     found = cell(CASES[loss], plain(CASES[loss], 16), 16, plan, **options)
     assert not isinstance(found, str) and found < 1e-9, (loss, plan, options, found)
+
+
+COVERED = ("ddp", "ddp, synchronous", "fsdp", "zero-1", "zero-2", "hybrid", "remat")
+
+
+def test_a_loss_for_each_rule_is_that_of_one_device_under_plans_that_each_commit_chooses_anew():
+    for loss in QUICK:
+        drawn = zlib.crc32(f"{salt()} {loss}".encode())
+        plan, options = COVERED[drawn % len(COVERED)], {"linen": bool(drawn & 16), "check_vma": bool(drawn & 32)}
+        found = cell(CASES[loss], plain(CASES[loss], 16), 16, plan, **options)
+        assert not isinstance(found, str) and found < 1e-9, (loss, plan, options, found)
 
 
 @pytest.mark.slow
