@@ -247,7 +247,7 @@ CEILINGS = {
     "arrows between files": 1_210,
     "methods of the widest class": 36,
     "modules that `ax.DDP` imports": 45,
-    "calls of trainer(), DDP": 1_350,
+    "calls of trainer(), DDP": 1_280,
     "calls of trainer(), FSDP": 2_600,
     "calls of trainer(), a pipeline": 4_000,
     "files of a first step, DDP": 38,

@@ -229,7 +229,8 @@ def column_product(layers: Sequence[ColumnParallelLinear], x: jax.Array) -> tupl
         biases += [] if bias is None else [bias]
 
     def product(x: jax.Array, kernels: tuple[jax.Array, ...]) -> jax.Array:
-        return linear(first, x, jnp.concatenate(kernels, -1) if len(kernels) > 1 else kernels[0])
+        kernel, *more = kernels
+        return linear(first, x, jnp.concatenate(kernels, -1) if more else kernel)
 
     flags = {"sequence": first.sequence_parallel, "ring": first.ring, "overlap": first.overlap}
     y = entered(product, x, tuple(kernels), axes, **flags) if axes else product(x, tuple(kernels))
@@ -494,10 +495,8 @@ class _PerPosition:
     def _own(self) -> dict[str, jax.Array]:
         """Scale and bias as every rank reads them, by name; those that there are."""
         axes = bound(self.axis)
-        found = {name: each for name in ("scale", "bias") if (each := getattr(self, name, None)) is not None}
-        if axes and self.sequence_parallel:
-            return {name: outside(each[...], axes, sequence=True) for name, each in found.items()}
-        return {name: each[...] for name, each in found.items()}
+        found = {name: each[...] for name in ("scale", "bias") if (each := getattr(self, name, None)) is not None}
+        return {name: copy_to(each, axes) for name, each in found.items()} if axes and self.sequence_parallel else found
 
     def _plain(self, own: dict[str, jax.Array], x: jax.Array, mask: jax.Array | None) -> jax.Array:
         norm: Any = self
