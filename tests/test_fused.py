@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from axonml_jax.layers import fused
 from axonml_jax.layers.losses import vocab_parallel_cross_entropy
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
+from axonml_jax.sharding.layout import Layout
+from axonml_jax.training import compile as compiling
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 CLOSE = {F32: 2e-5, BF16: 2e-2}
@@ -209,3 +212,70 @@ def test_a_model_lowered_for_cuda_has_kernels_unless_they_are_off(name, kernels,
 def test_nothing_but_the_three_words_is_a_choice_of_kernels():
     with pytest.raises(ValueError, match="kernels='triton' must be 'auto', 'xla' or 'interpret'"):
         ax.Plan(kernels="triton")
+
+
+# What decides.
+
+
+def kernels_of(model, **options):
+    """The names of the kernels in a step."""
+    plan = ax.Plan(kernels="interpret", **options)
+    trainer = ax.parallelize(model, ax.make_mesh(data=1, devices=jax.devices()[:1]), plan).trainer(
+        optax.sgd(0.1), loss_fn
+    )
+    return set(re.findall(r"\bname=(\w+)", str(trainer.train_step.trace(trainer.state, batch_of()).jaxpr)))
+
+
+def test_weights_that_adapters_or_8_bits_look_for_keep_products_of_their_own():
+    make = lambda: Transformer(TransformerConfig(**GPT), rngs=nnx.Rngs(0))
+    apart = BIASED | {"gelu", "gelu_back"}
+    assert apart <= kernels_of(make())
+    adapted = kernels_of(ax.lora(make(), rank=2, alpha=4, targets="kernel$"))
+    rounded = kernels_of(make(), precision="fp8")
+    assert not apart & adapted and not apart & rounded
+    assert {"norm", "cross_entropy"} <= adapted & rounded
+
+
+@pytest.mark.parametrize("shape, dtype", [((4, 8193), BF16), ((4, 1), BF16), ((0, 8), BF16), ((4, 8), jnp.float64)])
+def test_what_no_kernel_takes_is_computed_plainly(shape, dtype):
+    with fused.asking_for("interpret"):
+        assert fused.chosen(jax.ShapeDtypeStruct(shape, dtype)) == "xla"
+        assert fused.chosen(jax.ShapeDtypeStruct((4, 8192), BF16)) == "interpret"
+
+
+def test_axes_that_are_left_to_the_partitioner_have_no_kernels():
+    with jax.sharding.use_abstract_mesh(gpu(data=2)):
+        assert fused.chosen(jax.ShapeDtypeStruct((4, 8), BF16)) == "xla"
+
+
+def test_targets_beyond_the_vocabulary_are_nan_by_kernels_too():
+    logits, targets = drawn(0, 3, 40), jnp.array([1, 40, -1])
+    loss = lambda logits: jax.jit(lambda t: vocab_parallel_cross_entropy(logits, t, ()))(targets)
+    with fused.asking_for("interpret"):
+        found, grads = loss(logits), jax.grad(lambda logits: loss(logits).sum())(logits)
+    assert np.isnan(found[1]) and found[2] == 0 and np.isfinite(found[0])
+    assert np.isnan(grads[1]).all() and (grads[2] == 0).all() and np.isfinite(grads[0]).all()
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_the_norm_of_vectors_that_are_joined_is_that_of_each(p):
+    parts = [(drawn(i, *shape), F32, ()) for i, shape in enumerate([(7,), (3, 4), (5,), (2,), ()])]
+    joined = compiling.vectors_together(parts)
+    assert sorted(each.shape for each, _, _ in joined) == [(), (3, 4), (14,)]
+    flat = np.concatenate([np.ravel(each) for each, _, _ in parts])
+    np.testing.assert_allclose(compiling.norm(joined, p), np.linalg.norm(flat, p), rtol=1e-6)
+
+
+@pytest.mark.parametrize("precision, units, flags, left_out", [
+    (None, 8, "", True), (None, 8192, "", False), ("fp8", 8192, "", True),
+    (None, 8, "--xla_gpu_enable_triton_gemm=true", False),
+])  # fmt: skip
+def test_small_models_and_8_bits_build_without_triton_products(precision, units, flags, left_out, monkeypatch):
+    shapes = {"kernel": Layout.whole(jax.ShapeDtypeStruct((units, units), F32))}
+    placement = SimpleNamespace(params=shapes, plan=ax.Plan(precision=precision), gathers_when_used=False)
+    monkeypatch.setattr(compiling, "platform_around", lambda mesh: "gpu")
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    found = compiling.compiler_options(placement, None)
+    assert found == ({"xla_gpu_enable_triton_gemm": "False"} if left_out else None)
+    if found:  # XLA knows the option, on CPU too
+        assert jax.jit(lambda x: x + 1, compiler_options=found)(1) == 2
