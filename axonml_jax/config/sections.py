@@ -821,6 +821,7 @@ class PlanConfig:
       remat: what the backward recomputes: full, selective (all but weight multiplications), or null for nothing.
       check_vma: let JAX check which values vary over which axes.
       kernels: auto takes this library's kernels on GPUs; xla never; interpret on any platform, slowly, to try them.
+      draws: shards gives every batch shard and microbatch dropout masks of its own; rows those of one device, row by row.
       diloco: replicas along mesh.data that join once in so many steps.
     """
 
@@ -841,6 +842,7 @@ class PlanConfig:
     remat: Literal["full", "selective"] | None = None
     check_vma: bool = False
     kernels: Literal["auto", "xla", "interpret"] = "auto"
+    draws: Literal["shards", "rows"] = "shards"
     diloco: DiLoCoConfig = field(default_factory=DiLoCoConfig)
 
     def __post_init__(self):
@@ -886,6 +888,7 @@ class PlanConfig:
             remat=self.remat,
             check_vma=self.check_vma,
             kernels=self.kernels,
+            draws=self.draws,
         )
 
     def _sharding(self) -> "AbstractStrategy":

@@ -62,7 +62,7 @@ class ContextParallel(ParallelModel):
       shard: parameters rest sharded over `fsdp` and `context` together, and are gathered over both at once (ZeRO-3).
       params: a Linen module's variables.
       bucket_size_mb, gradient_as_bucket_view, comm_dtype, comm_hook, remat, batch_stats, precision, trainable, check_vma,
-        kernels, seed: see `ax.DDP`.
+        kernels, draws, seed: see `ax.DDP`.
       sync_strategy: OVERLAPPED or SYNCHRONOUS (see `ax.GradSyncStrategy`).
 
     Raises:
@@ -91,6 +91,7 @@ class ContextParallel(ParallelModel):
         trainable: Trainable = None,
         check_vma: bool = False,
         kernels: Kernels = "auto",
+        draws: Literal["shards", "rows"] = "shards",
         seed: int = 0,
     ):
         reducing: dict[str, Any] = {
@@ -109,6 +110,7 @@ class ContextParallel(ParallelModel):
             batch_stats=batch_stats,
             check_vma=check_vma,
             kernels=kernels,
+            draws=draws,
         )
         super().__init__(model, _context_mesh(mesh, shard), plan, params=params, trainable=trainable, seed=seed)
 
@@ -169,6 +171,7 @@ class DDP(ParallelModel):
       trainable: which parameters train: regular expressions, a predicate of the path name, or an NNX variable type.
       check_vma: let JAX check varying types (see `ax.Plan`).
       kernels: "xla" leaves out this library's kernels on GPUs (see `ax.Plan`).
+      draws: "rows" makes dropout's masks those of one device, row by row (see `ax.Plan`).
       seed: of dropout and other random streams.
 
     Raises:
@@ -193,6 +196,7 @@ class DDP(ParallelModel):
         trainable: Trainable = None,
         check_vma: bool = False,
         kernels: Kernels = "auto",
+        draws: Literal["shards", "rows"] = "shards",
         seed: int = 0,
     ):
         if batch_stats == "global" and not broadcast_buffers:
@@ -216,6 +220,7 @@ class DDP(ParallelModel):
             broadcast_buffers=broadcast_buffers,
             check_vma=check_vma,
             kernels=kernels,
+            draws=draws,
         )
         mesh = as_mesh(mesh)
         if mesh.shape.get("fsdp", 1) > 1:
@@ -256,7 +261,7 @@ class FSDP(ParallelModel):
       gather, reduce: older names of wire and reduce_wire, which warn.
       update: "shards", or "whole" for optimizers that are refused on them.
       remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
-      batch_stats, trainable, check_vma, kernels, seed: see `ax.DDP`.
+      batch_stats, trainable, check_vma, kernels, draws, seed: see `ax.DDP`.
 
     Raises:
       TypeError, ValueError: for anything that cannot work, before anything is allocated.
@@ -284,6 +289,7 @@ class FSDP(ParallelModel):
         trainable: Trainable = None,
         check_vma: bool = False,
         kernels: Kernels = "auto",
+        draws: Literal["shards", "rows"] = "shards",
         seed: int = 0,
     ):
         strategy = _strategy(sharding_strategy)
@@ -302,6 +308,7 @@ class FSDP(ParallelModel):
             batch_stats=batch_stats,
             check_vma=check_vma,
             kernels=kernels,
+            draws=draws,
         )
         self.strategy, mesh = strategy, _fsdp_mesh(mesh, strategy)
         idle = {name: sent for name, sent in {"wire": wire, "reduce_wire": reduce_wire}.items() if sent is not None}
@@ -481,7 +488,7 @@ class Pipeline(ParallelModel):
       gather: with `fsdp`, "step" gathers a device's stages once per step, "chunk" when a device turns to another of its
         stages, "tick" whenever one is used.
       params: a Linen module's variables; of Linen modules given one by one a list of them.
-      precision, remat, trainable, check_vma, kernels, seed: see `ax.DDP`.
+      precision, remat, trainable, check_vma, kernels, draws, seed: see `ax.DDP`.
       update: see `ax.FSDP`.
       accumulate: that many times more microbatches per update, in one pass.
       cpu_offload: what rests in host memory (see `ax.CPUOffload`).
@@ -509,6 +516,7 @@ class Pipeline(ParallelModel):
         trainable: Trainable = None,
         check_vma: bool = False,
         kernels: Kernels = "auto",
+        draws: Literal["shards", "rows"] = "shards",
         seed: int = 0,
     ):
         from axonml_jax.pipeline.pack import Chain, LinenChain
@@ -538,6 +546,7 @@ class Pipeline(ParallelModel):
             offload=cpu_offload,  # pyright: ignore[reportArgumentType]  # Plan checks and converts names
             check_vma=check_vma,
             kernels=kernels,
+            draws=draws,
         )
         super().__init__(model, mesh, plan, params=params, trainable=trainable, seed=seed)
 
@@ -677,7 +686,7 @@ class TensorParallel(ParallelModel):
         first that matches a parameter's whole path name (`blocks/0/up/kernel`) holds. Every parameter must match, and every
         rule be used: `(".*", PartitionSpec())` as the last keeps the rest whole.
       params: a Linen module's variables.
-      precision, remat, batch_stats, sync_strategy, trainable, check_vma, kernels, seed: see `ax.DDP`.
+      precision, remat, batch_stats, sync_strategy, trainable, check_vma, kernels, draws, seed: see `ax.DDP`.
 
     Raises:
       TypeError, ValueError: for anything that cannot work, with every offender, before anything is allocated.
@@ -706,6 +715,7 @@ class TensorParallel(ParallelModel):
         trainable: Trainable = None,
         check_vma: bool = False,
         kernels: Kernels = "auto",
+        draws: Literal["shards", "rows"] = "shards",
         seed: int = 0,
     ):
         mesh = as_mesh(mesh)
@@ -722,6 +732,7 @@ class TensorParallel(ParallelModel):
             batch_stats=batch_stats,
             check_vma=check_vma,
             kernels=kernels,
+            draws=draws,
         )
         super().__init__(model, mesh, plan, params=params, trainable=trainable, seed=seed)
 
