@@ -48,7 +48,7 @@ class OfTexts(ax.Context):
 
 def in_parts(order, **o):
     """A plan that splits the positions of texts, in an order of the ranks' own."""
-    return ax.Plan(fsdp=ax.Shard(), context=OfTexts(order=order), **o)
+    return ax.Plan(context=OfTexts(order=order), **o)
 
 
 def staged(loss_fn=None, **o):
@@ -80,6 +80,17 @@ PLANS = {
     "tensor, accumulate": ({"fsdp": 2, "tensor": 2}, lambda **o: ax.Plan(fsdp=ax.Shard(), accumulate=2, **o), swapped),
     "context": ({"context": 4}, lambda **o: in_parts("zigzag", **o), layered),
     "context, fsdp": ({"fsdp": 2, "context": 2}, lambda **o: in_parts("striped", **o), layered),
+    "context, accumulate": ({"context": 4}, lambda **o: in_parts("contiguous", accumulate=4, **o), layered),
+    "context, data, accumulate": (
+        {"data": 2, "context": 2},
+        lambda **o: in_parts("zigzag", accumulate=2, **o),
+        layered,
+    ),
+    "context, pipeline": (
+        {"context": 2, "pipe": 2},
+        lambda **o: staged(context=OfTexts(order="striped"), **o),
+        layered,
+    ),
     "pipeline": ({"pipe": 2}, staged, layered),
     "pipeline, fsdp": ({"fsdp": 2, "pipe": 2}, lambda **o: staged(fsdp=ax.Shard(), **o), layered),
 }

@@ -212,6 +212,11 @@ def test_a_model_lowered_for_cuda_has_kernels_unless_they_are_off(name, kernels,
 def test_nothing_but_the_three_words_is_a_choice_of_kernels():
     with pytest.raises(ValueError, match="kernels='triton' must be 'auto', 'xla' or 'interpret'"):
         ax.Plan(kernels="triton")
+    with pytest.raises(
+        ValueError, match=r"kernels=.interpret. with check_vma=True.*Take check_vma=False to try kernels"
+    ):
+        ax.Plan(kernels="interpret", check_vma=True)
+    assert ax.Plan(kernels="auto", check_vma=True).check_vma
 
 
 # What decides.

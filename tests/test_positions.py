@@ -93,15 +93,44 @@ def test_a_plain_number_means_the_whole_batch_and_all_positions():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
 
 
-def test_a_plain_number_of_positions_in_microbatches_is_refused_as_nobody_can_tell_a_mean_from_a_sum():
-    trainer = ax.Trainer(sequences(accumulate=2), optax.sgd(0.1), plain_loss)
-    with pytest.raises(
-        ValueError, match=r"as a plain number, but seq splits positions.*in microbatches.*WeightedMean\(total"
-    ):
+def accumulated_loss(model, batch):
+    """A function of one sum, with a metric of the batch alone, and metrics of sums."""
+    out, mask = model(batch["tokens"]), batch["mask"].astype(float)
+    each = (out**2).mean(-1) * (mask - mask.mean())
+    return (1 + each.sum() / mask.sum()) ** 0.5, {"sum": out.sum(), "count": (mask > 0).sum(), "last": out[:, -1].sum()}
+
+
+MICRO = {"accumulate": 2}, {"pipe": ax.Pipelined(num_microbatches=2)}
+
+
+@pytest.mark.parametrize("settings", MICRO, ids=["accumulated", "pipeline"])
+def test_a_plain_number_in_microbatches_means_the_whole_batch_and_all_positions(settings):
+    degrees = {"seq": 2, "pipe" if "pipe" in settings else "data": 2}
+    trainer = ax.Trainer(sequences(degrees, **settings), optax.sgd(0.1), accumulated_loss)
+    wanted, metrics = accumulated_loss(Words(), batch_of())
+    grads = nnx.grad(lambda model: accumulated_loss(model, batch_of())[0])(Words())
+    for found in (trainer.evaluate(batch_of()), trainer.step(batch_of())):
+        for name, value in {"loss": wanted, **metrics}.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(found["grad_norm"], optax.tree.norm(nnx.to_pure_dict(grads)), rtol=1e-5)
+
+
+def test_what_needs_other_microbatches_is_refused_and_two_sweeps_are_not_offered_where_positions_are_split():
+    for loss_fn in (plain_loss, ax.mixing_rows(plain_loss, two_sweeps=True)):
+        trainer = ax.Trainer(sequences(accumulate=2), optax.sgd(0.1), loss_fn)
+        with pytest.raises(
+            ValueError, match=r"reduce_max \(line \d+ of .*, plain_loss\).*two sweeps do not split positions"
+        ):
+            trainer.step(batch_of())
+
+
+def test_a_plain_number_of_replicas_positions_is_refused_as_nobody_can_tell_a_mean_from_a_sum():
+    trainer = ax.Trainer(sequences(data=ax.DiLoCo(every=2)), optax.sgd(0.1), plain_loss)
+    with pytest.raises(ValueError, match=r"as a plain number, but seq splits positions.*WeightedMean\(total"):
         trainer.step(batch_of())
     plain = lambda model, batch: (loss(model, batch)[0], {"mean": model(batch["tokens"]).mean()})
     with pytest.raises(ValueError, match="metric 'mean' as a plain number"):
-        ax.Trainer(sequences(accumulate=2), optax.sgd(0.1), plain).evaluate(batch_of())
+        ax.Trainer(sequences(data=ax.DiLoCo(every=2)), optax.sgd(0.1), plain).step(batch_of())
 
 
 def test_positions_that_do_not_divide_are_refused_by_name_before_anything_runs():

@@ -131,21 +131,22 @@ def in_microbatches(asked: Asked, decided: Decided, *, two_sweeps: bool) -> Deci
     dependent = [k < fixed for k in range(len(places))]
     try:
         calls = RealCalls(None, whole.noted, decided.noted, asked.groups)
-        division = divided(whole.program, places, dependent, asked.groups[0], calls)
+        division = divided(whole.program, places, dependent, asked.groups, calls)
         return finishing(replace(decided, division=division))
     except Mixing as mixing:
-        if two_sweeps and not whole.changed:
-            return _swept_twice(decided, places, dependent, asked.groups[0], calls)
+        if two_sweeps and not whole.changed and not _has_positions(asked):
+            return _swept_twice(decided, places, dependent, asked.groups, calls)
         name, line = mixing.args
+        again = "allow one more forward that keeps what the model makes (ax.mixing_rows(loss_fn, two_sweeps=True)), "
         raise ValueError(
             f"the loss needs what the model makes of other microbatches: {name} ({line or 'no line known'}) is not a sum "
-            "over rows. Take all rows at once (accumulate=1, num_microbatches=1), allow one more forward that keeps what "
-            "the model makes (ax.mixing_rows(loss_fn, two_sweeps=True)), or return ax.WeightedMean(total, weight)"
+            f"over rows. Take all rows at once (accumulate=1, num_microbatches=1), {again * (not _has_positions(asked))}or "
+            "return ax.WeightedMean(total, weight)" + " (two sweeps do not split positions)" * _has_positions(asked)
         ) from None
 
 
 def _swept_twice(
-    decided: Decided, places: Sequence[Places], dependent: Sequence[bool], small: Group, calls: RealCalls
+    decided: Decided, places: Sequence[Places], dependent: Sequence[bool], groups: Sequence[Group], calls: RealCalls
 ) -> Decided:
     """With two sweeps, where what the model is called with does not need all rows."""
     if any(calls_model(each) and each.name != MODEL_CALL for each in decided.whole.program.equations):
@@ -154,7 +155,7 @@ def _swept_twice(
             "call it outside, or take all rows at once (accumulate=1, num_microbatches=1)"
         )
     try:
-        division = divided(decided.whole.program, places, dependent, small, calls, only_calls=True)
+        division = divided(decided.whole.program, places, dependent, groups, calls, only_calls=True)
     except Mixing as mixing:
         raise ValueError(
             f"the model is called with what it makes of other microbatches: {mixing.args[0]} "

@@ -131,21 +131,27 @@ class Watching(Following):
     """Notes whether anything must be sent between ranks for what was followed.
 
     Attributes:
-      moved: it.
+      watched: among which groups' ranks, the first so many; None: of all groups.
+      moved: whether there is something.
     """
 
+    watched: int | None = None
     moved = False
+
+    def moves(self, old: Places, new: Places) -> bool:
+        """Whether something is sent for a value to be held in other places."""
+        return moves(old[: self.watched], new[: self.watched])
 
     def steps(self, op: Operation, given: Sequence[Places]) -> list[Step]:
         """As ever."""
         steps = super().steps(op, given)
         wanted = list(zip(*(step.wanted for step in steps), strict=True)) if given else []
-        self.moved |= any(step.act for step in steps) or any(map(moves, given, wanted))
+        self.moved |= any(step.act for step in steps[: self.watched]) or any(map(self.moves, given, wanted))
         return steps
 
     def settled(self, places: Places) -> Places:
         """A sum that is completed is sent."""
-        self.moved |= SUM in places
+        self.moved |= SUM in places[: self.watched]
         return super().settled(places)
 
     def scan(self, equation: Equation, given: Sequence[Places]) -> tuple[list[Places], list[Places]]:
@@ -153,9 +159,8 @@ class Watching(Following):
         scan = equation.op.scan
         assert scan is not None
         for places in given[scan.first_scanned :]:
-            self.moved |= any(
-                place is not None and inner is None for place, inner in zip(places, self.sliced(places), strict=True)
-            )
+            pairs = list(zip(places, self.sliced(places), strict=True))[: self.watched]
+            self.moved |= any(place is not None and inner is None for place, inner in pairs)
         return super().scan(equation, given)
 
 

@@ -85,7 +85,7 @@ class Interpreter:
         places = [tuple(each) for each in zip(*(step.made for step in steps), strict=True)]
         joined = [group for step, group in zip(steps, self.ranks.groups, strict=True) if step.act]
         if joined:
-            self.ranks.check_talk()
+            self.ranks.check_talk(joined)
             act = next(step.act for step in steps if step.act)
             with jax.named_scope("axonml.loss"):
                 made = [ACTS[act](self.ranks, op, arrays, joined)]

@@ -13,7 +13,7 @@ import jax
 
 from axonml_jax.base import PyTree
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
-from axonml_jax.meaning.following import Watching, moves
+from axonml_jax.meaning.following import Watching
 from axonml_jax.meaning.model_call import calls_model
 from axonml_jax.meaning.places import SUM, Group, Places
 from axonml_jax.meaning.values import Ranks
@@ -43,25 +43,27 @@ class Microbatch:
 
 
 class MicroRanks(Ranks):
-    """Ranks of which each is a microbatch on a rank: nothing is sent.
+    """Ranks of which each is a microbatch on a rank: of rows nothing is sent.
 
     Args:
-      group: the ranks times the microbatches of each.
+      groups: the ranks times the microbatches of each; then, where positions are split, the ranks among which they are.
       count: the microbatches of each.
       number: which is at work.
+      alone: the mesh axes of groups of one rank.
     """
 
-    def __init__(self, group: Group, count: int, number: jax.Array):
-        super().__init__((group,))
+    def __init__(self, groups: Sequence[Group], count: int, number: jax.Array, alone: tuple[str, ...] = ()):
+        super().__init__(groups, alone=alone)
         self.count, self.number = count, number
 
     def index(self, group: Group) -> jax.Array:
-        """The number of this microbatch of this rank."""
-        return super().index(group) * self.count + self.number
+        """The number of this microbatch of this rank, or of this rank's positions."""
+        return super().index(group) if group.positions else super().index(group) * self.count + self.number
 
-    def check_talk(self) -> None:
-        """Never: `divided` has seen to it that nothing needs to be sent."""
-        raise AssertionError(f"{self.at} would communicate within a microbatch")
+    def check_talk(self, groups: Sequence[Group]) -> None:
+        """Of positions only: `divided` has seen to it that nothing needs to be sent of rows."""
+        if not all(group.positions for group in groups):
+            raise AssertionError(f"{self.at} would communicate within a microbatch")
 
 
 class Mixing(Exception):
@@ -87,7 +89,7 @@ def divided(
     program: Program,
     places: Sequence[Places],
     dependent: Sequence[bool],
-    group: Group,
+    groups: Sequence[Group],
     calls: Any,
     *,
     only_calls: bool = False,
@@ -98,15 +100,15 @@ def divided(
       program: the loss traced at the whole batch's shape.
       places: of its inputs.
       dependent: which of them are of the model, not of the batch.
-      group: all microbatches of all ranks.
+      groups: all microbatches of all ranks; then, where positions are split, the ranks among which they are.
       calls: the model's.
       only_calls: of the program only what its calls of the model need.
 
     Raises:
       Mixing: where rows of one microbatch meet what the model makes of others.
     """
-    walk = _Divider(group, calls)
-    walk.env = dict.fromkeys(program.constants, (None,))
+    walk = _Divider(groups, calls)
+    walk.env = dict.fromkeys(program.constants, walk.none)
     walk.env.update(zip(program.inputs, places, strict=True))
     walk.dependent = {number for number, own in zip(program.inputs, dependent, strict=True) if own}
     calls_made = [number for equation in program.equations if calls_model(equation) for number in equation.outputs]
@@ -116,8 +118,10 @@ def divided(
 
 
 class _Divider(Watching):
-    def __init__(self, group: Group, calls: Any):
-        super().__init__((group,), calls)
+    watched = 1  # positions are exchanged within a microbatch
+
+    def __init__(self, groups: Sequence[Group], calls: Any):
+        super().__init__(groups, calls)
         self.env: dict[int, Places] = {}
         self.dependent: set[int] = set()
         self.early: set[int] = set()
@@ -138,7 +142,7 @@ class _Divider(Watching):
                 return self._later(equation, read)
         elif moved:
             self.early.update(equation.outputs)
-            made = [(None,)] * len(equation.outputs)
+            made = [self.none] * len(equation.outputs)
         self.env.update(zip(equation.outputs, made, strict=True))
         if model:
             self.dependent.update(equation.outputs)
@@ -146,30 +150,30 @@ class _Divider(Watching):
 
     def _make_early(self, numbers: Sequence[int]) -> None:
         self.early.update(numbers)
-        self.env.update(dict.fromkeys(numbers, (None,)))
+        self.env.update(dict.fromkeys(numbers, self.none))
 
     def _later(self, equation: Equation, read: Sequence[int | None]) -> None:
         """Of completed sums alone, and of what is known of the batch: after all microbatches."""
         own = [number for number in read if number is not None and number not in self.after]
         model = [number for number in own if number in self.dependent]
-        if calls_model(equation) or any(self.env[number] != (SUM,) for number in model):
+        if calls_model(equation) or any(self.env[number][0] != SUM for number in model):
             raise Mixing(equation.name, equation.op.line)
         self.late.update(model)
         self._make_early([number for number in own if number not in self.dependent and any(self.env[number])])
         self.after.update(equation.outputs)
-        self.env.update(dict.fromkeys(equation.outputs, (None,)))
+        self.env.update(dict.fromkeys(equation.outputs, self.none))
 
     def _followed(self, equation: Equation, read: Sequence[int | None]) -> tuple[list[Places], bool]:
-        given = [(None,) if number is None else self.env[number] for number in read]
+        given = [self.none if number is None else self.env[number] for number in read]
         self.moved = False
         if equation.name == MODEL_CALL:
             wanted = self.calls.wanted(equation.op.options["number"], given)
-            self.moved = any(map(moves, given, wanted))
+            self.moved = any(map(self.moves, given, wanted))
         return self.equation(equation, given), self.moved
 
     def _movable(self, equation: Equation, read: Sequence[int | None]) -> list[int]:
         """Operands that depend on the batch alone, and are not the same everywhere."""
         alone = [number for number in read if number is not None and number not in self.dependent]
-        found = [number for number in dict.fromkeys(alone) if any(self.env[number])]
-        sums = [number for number in found if self.env[number] == (SUM,)]
+        found = [number for number in dict.fromkeys(alone) if self.env[number][0] is not None]
+        sums = [number for number in found if self.env[number][0] == SUM]
         return sums or found

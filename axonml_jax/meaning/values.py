@@ -121,8 +121,8 @@ class Ranks:
         """This rank's number in a group; of one rank, none of the mesh's axes may split the batch."""
         return axis_index(group.axes) if group.axes else jnp.zeros((), jnp.int32)
 
-    def check_talk(self) -> None:
-        """Before a collective."""
+    def check_talk(self, groups: Sequence[Group]) -> None:
+        """Before a collective among some groups' ranks."""
 
     # Values
 
@@ -196,7 +196,7 @@ class Ranks:
 
     def _summed(self, value: Value, due: Sequence[int]) -> Value:
         places = tuple(None if k in due else place for k, place in enumerate(value.places))
-        self.check_talk()
+        self.check_talk([self.groups[k] for k in due])
         axes = tuple(axis for k in due for axis in self.groups[k].axes)
         with jax.named_scope("axonml.loss"):
             return self.held(all_reduce(value.array, axes), places, value.shape)
@@ -211,7 +211,7 @@ class Ranks:
 
     def gather(self, array: jax.Array, dim: int, outer: int, group: Group) -> jax.Array:
         """A split dim whole. Communicates: one all-gather."""
-        self.check_talk()
+        self.check_talk([group])
         self.note(array.size * array.dtype.itemsize * (group.ranks - 1))
         if array.dtype == bool:
             return self.gather_quietly(array.astype(jnp.int8), dim, outer, group).astype(bool)

@@ -118,9 +118,9 @@ class WholeBatch:
           ValueError: where the loss mixes too many rows, naming the operations and lines.
         """
         if isinstance(batch, Microbatch):
-            group = self._group(batch.count)
-            asked = Asked((group,), self.split, model, loss_fn, mode, variables, key, batch.rows)
-            return self._of_microbatch(asked, batch)
+            return self._of_microbatch(
+                self._asked(batch.count, model, loss_fn, mode, variables, key, batch.rows), batch
+            )
         there = [group for group in (self.group, self.positions) if group is not None]
         groups = tuple(group for group in there if group.ranks > 1)
         if not groups:
@@ -141,6 +141,20 @@ class WholeBatch:
     def _group(self, count: int) -> Group:
         """All microbatches of all ranks."""
         return Group(self.group.axes, self.group.ranks * count)
+
+    @property
+    def _among_positions(self) -> tuple[Group, ...]:
+        there = self.positions is not None and self.positions.ranks > 1
+        return (self.positions,) if there else ()
+
+    @property
+    def _alone(self) -> tuple[str, ...]:
+        """The axes of positions that one rank has all."""
+        return () if self.positions is None or self._among_positions else self.positions.axes
+
+    def _asked(self, count: int, *of: Any) -> Asked:
+        """The loss of a microbatch, of which each rank has so many."""
+        return Asked((self._group(count), *self._among_positions), self.split, *of, self.seeing_whole, self._alone)
 
     def _decide(self, asked: Asked) -> Decided | str:
         """How the loss is run; tried once for the same shapes."""
@@ -192,7 +206,7 @@ class WholeBatch:
         """
         own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
         count = jax.tree.leaves(batches)[0].shape[0]
-        asked = Asked((self._group(count),), self.split, *asked_of, own)
+        asked = self._asked(count, *asked_of, own)
         if (decided := self._decide(asked)) == ROWS:
             return batches
         if not isinstance(decided, Decided):
@@ -204,9 +218,10 @@ class WholeBatch:
                 "the loss cannot be taken of a microbatch's rows alone (the error above, if there is one), so it is not known "
                 "what calls of the model give there: take all rows at once (accumulate=1, num_microbatches=1)"
             ) from decided.failed
-        ranks, known = Ranks((self.group,), self.most_gathered), []
+        groups = (self.group, *self._among_positions)
+        ranks, known = Ranks(groups, self.most_gathered, self._alone), []
         if early := decided.division.early:
-            values = _values(ranks, self._on_rank(replace(asked, batch=rows, groups=(self.group,))), decided.whole)
+            values = _values(ranks, self._on_rank(replace(asked, batch=rows, groups=groups)), decided.whole)
             made = Interpreter(ranks).run(decided.whole.program, values, wanted=early)
             known = [ranks.settled(value, ranks.none) for value in made]
         repeated = [jnp.broadcast_to(x, (count, *x.shape)) for x in known]
@@ -217,7 +232,7 @@ class WholeBatch:
         if batch.swept is not None:
             return self._second(asked, batch)
         decided, bound = batch.plan, asked.model.bind(asked.variables, asked.key, asked.mode)
-        ranks, whole = MicroRanks(asked.groups[0], batch.count, batch.number), decided.whole
+        ranks, whole = MicroRanks(asked.groups, batch.count, batch.number, self._alone), decided.whole
         known = {number: ranks.known(x) for number, x in zip(decided.division.early, batch.known, strict=True)}
         calls = RealCalls(bound, whole.noted, decided.noted, ranks.groups)
         values = _values(ranks, asked, whole)
@@ -240,8 +255,7 @@ class WholeBatch:
         self, model: Functional, loss_fn: LossFn, mode: Mode, variables: Variables, key: jax.Array, batch: Microbatch
     ) -> tuple[list[jax.Array], PyTree]:
         """The first sweep, of one microbatch: what the model's calls return and what the loss reads beside them; its state."""
-        group = self._group(batch.count)
-        asked = Asked((group,), self.split, model, loss_fn, mode, variables, key, batch.rows)
+        asked = self._asked(batch.count, model, loss_fn, mode, variables, key, batch.rows)
         arrays, state, _ = self._results(asked, batch)
         return [*arrays, *self._beside(asked, batch).values()], state
 
@@ -252,7 +266,7 @@ class WholeBatch:
 
     def _results(self, asked: Asked, batch: Microbatch) -> tuple[list[jax.Array], PyTree, MicroRanks]:
         decided, bound = batch.plan, asked.model.bind(asked.variables, asked.key, asked.mode)
-        ranks, whole = MicroRanks(asked.groups[0], batch.count, batch.number), decided.whole
+        ranks, whole = MicroRanks(asked.groups, batch.count, batch.number, self._alone), decided.whole
         known = {number: ranks.known(x) for number, x in zip(decided.division.early, batch.known, strict=True)}
         calls = Recording(bound, whole.noted, decided.noted, ranks.groups)
         values = _values(ranks, asked, whole)
@@ -280,8 +294,12 @@ class WholeBatch:
         return replace(batches, swept=stacked)
 
     def _on_rank(self, asked: Asked) -> Asked:
-        """A rank's rows, which are the whole batch where there is one rank."""
-        return asked if self.group.ranks > 1 else replace(asked, split=lambda path, shape: {})
+        """A rank's rows, which are the whole batch's where there is one rank."""
+        if self.group.ranks > 1:
+            return asked
+        along = () if self.positions is None else self.positions.axes
+        split = lambda path, shape: {dim: axes for dim, axes in self.split(path, shape).items() if axes == along}
+        return replace(asked, split=split)
 
     def _second(self, asked: Asked, batch: Microbatch) -> tuple[Loss, PyTree]:
         """The second sweep: what a microbatch is differentiated by; the loss itself comes with the first one's metrics."""

@@ -86,8 +86,8 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
     weighted = isinstance(loss, WeightedMean)
     if positions and (plain := _plain(loss, metrics)):
         raise ValueError(
-            f"loss_fn returned {', '.join(plain)} as a plain number, but {', '.join(positions)} splits positions, and in "
-            "microbatches, for replicas and beside XLA's partitioner it cannot be told whether that is a mean or a sum of one "
+            f"loss_fn returned {', '.join(plain)} as a plain number, but {', '.join(positions)} splits positions, and "
+            "for replicas and beside XLA's partitioner it cannot be told whether that is a mean or a sum of one "
             "rank's. Return ax.WeightedMean(total, weight), both summed over the positions that loss_fn is given"
         )
     total = _scalar(loss.total if weighted else loss, "its loss")

@@ -392,7 +392,7 @@ class Plan:
       check_vma: let JAX type which values vary over which axes (a safety net; models whose scans start from plain zeros
         do not pass it).
       kernels: of norms, GELU and cross entropy of the library's layers, in 16 bits: "auto" takes this library's kernels on
-        GPUs, "xla" never, "interpret" on any platform, run slowly by plain operations, to try them.
+        GPUs, "xla" never, "interpret" on any platform, run slowly by plain operations, to try them (with `check_vma=False`).
     """
 
     mesh: MeshShape | None = None
@@ -432,6 +432,11 @@ class Plan:
                 problems.append(f"{name}={getattr(self, name)!r} must be {one!r} or {other!r}")
         if not is_one_of(self.kernels, ("auto", "xla", "interpret")):
             problems.append(f"kernels={self.kernels!r} must be 'auto', 'xla' or 'interpret'")
+        elif self.kernels == "interpret" and self.check_vma:
+            problems.append(
+                "kernels='interpret' with check_vma=True: JAX's interpreter of kernels does not type what it indexes as "
+                "varying. Take check_vma=False to try kernels, or kernels='auto' to check types"
+            )
         for name in ("broadcast_buffers", "check_vma"):
             if not is_one_of(getattr(self, name), (True, False)):
                 problems.append(f"{name}={getattr(self, name)!r} must be True or False")

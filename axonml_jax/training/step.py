@@ -200,11 +200,15 @@ def objective_of(
 def whole_batch(placement: Placement, loss_fn: LossFn) -> "WholeBatch | None":
     """What a loss means on the whole batch; None where ranks have no parts of it, or it is not known under the plan.
 
-    It is not yet known in microbatches along positions, in rounds of replicas, and beside XLA's partitioner.
+    It is not known in rounds of replicas and beside XLA's partitioner.
     """
     axes, along = placement.batch_axes, placement.position_axes
-    unknown = placement.own_axes or placement.left or len(along) > 1 or (along and placement.plan.microbatches > 1)
-    if unknown or placement.ranks(axes) * placement.plan.microbatches == 1:
+    if (
+        placement.own_axes
+        or placement.left
+        or len(along) > 1
+        or placement.ranks(axes) * placement.plan.microbatches == 1
+    ):
         return None
     from axonml_jax.meaning.places import Group
     from axonml_jax.meaning.whole_batch import MixingRows, WholeBatch
