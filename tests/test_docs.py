@@ -137,17 +137,8 @@ def test_the_contract_in_the_architecture_is_the_strategys():
     assert listed == {name for name in vars(AbstractStrategy) if not name.startswith("_")}
 
 
-def test_the_tree_in_the_readme_exists():
-    tree = re.search(r"```text\n(axonml_jax/.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL).group(1)
-    missing, folder = [], ""
-    for line in tree.splitlines():
-        name = line.split()[0]
-        if not line.startswith(" "):
-            folder = name
-        path = ROOT / name if not line.startswith(" ") else ROOT / folder / name
-        if not path.exists() and "planned" not in line:
-            missing.append(label(path))
-    assert not missing, missing
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 900
 
 
 def test_decision_notes_are_numbered_and_have_the_same_parts():
