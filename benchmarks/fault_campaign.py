@@ -148,17 +148,21 @@ def table(records: dict[int, list[dict[str, Any]]]) -> str:
     last = [lines[-1] for lines in records.values()]
     tried = [line for line in last if line["outcome"] != "skipped"]
     first = {number for number, lines in records.items() if lines[0]["outcome"] == "failed"}
-    rows = []
+    rows = ["", "| By | survived of tried; fewer at the first try in brackets |", "| --- | --- |"]
     for title, name, values in (
-        ("Fault", "kind", KINDS),
-        ("Plan", "axis", tuple(WORLDS)),
-        ("Processes", "world", (2, 3, 4)),
+        ("fault", "kind", KINDS),
+        ("plan", "axis", tuple(WORLDS)),
+        ("processes", "world", (2, 3, 4)),
     ):
-        rows += ["", f"| {title} | tried | survived | at the first try |", "| --- | --- | --- | --- |"]
+        said = []
         for value in values:
             own = [line for line in tried if line[name] == value]
-            good = sum(line["outcome"] == "survived" for line in own)
-            rows.append(f"| {value} | {len(own)} | {good} | {sum(line['number'] not in first for line in own)} |")
+            good, at_once = (
+                sum(line["outcome"] == "survived" for line in own),
+                sum(line["number"] not in first for line in own),
+            )
+            said.append(f"{value} {good}/{len(own)}" + (f" ({at_once})" if at_once < good else ""))
+        rows.append(f"| {title} | {', '.join(said)} |")
     good = sum(line["outcome"] == "survived" for line in tried)
     seconds = sum(line.get("seconds", 0) for line in last)
     said = (

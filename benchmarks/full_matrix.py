@@ -128,13 +128,13 @@ def summary(total, results):
     bad = [(row, error) for row, error in results if error]
     ran = "have been run, in a drawn order" if len(results) < total else "have been run"
     lines = [f"Of {total:,} plans {len(results):,} {ran}; {len(results) - len(bad):,} equal."]
-    lines += ["", "| option | value: plans that equal one device, of those run |", "| --- | --- |"]
+    lines += ["", "| option | values (equal of run, where some are not) |", "| --- | --- |"]
     options = sorted({name for row, _ in results for name in row})
     for name in options:
         ran = collections.Counter(str(row.get(name, 1)) for row, _ in results)
         wrong = collections.Counter(str(row.get(name, 1)) for row, _ in bad)
-        counted = ", ".join(f"{value}: {n - wrong[value]} of {n}" for value, n in sorted(ran.items()))
-        lines.append(f"| {name} | {counted} |")
+        values = (f"{value} ({n - wrong[value]} of {n})" if wrong[value] else value for value, n in sorted(ran.items()))
+        lines.append(f"| {name} | {', '.join(values)} |")
     return "\n".join(lines + [f"\n- {row}: {error}" for row, error in bad])
 
 

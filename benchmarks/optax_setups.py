@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "maintainers" / "optimizers.md"
+SAID = 160  # characters of a refusal on the page
 BEGIN, END = "<!-- the table begins -->\n", "<!-- the table ends -->\n"
 
 
@@ -86,14 +87,16 @@ def row(name, cells):
 def page(plans, names, done):
     """The page of the documentation with this table in it."""
     head = [f"| setup | {' | '.join(plans)} |", "|---|" + "---|" * len(plans)]
-    rows = [row(name, {plan: done[name][plan] for plan in plans}) for name in names]
+    alike = [name for name in names if all(done[name][plan][0] == "equal" for plan in plans)]
+    rows = [row(name, {plan: done[name][plan] for plan in plans}) for name in names if name not in alike]
     why = []
     for name in names:
         said = [said.removeprefix("refused: ") for text, said in done[name].values() if text.startswith("refused")]
         why += (
-            [f"- **{name}**: {' '.join(said[0].split()).replace('<', '&lt;').replace('|', '&#124;')}"] if said else []
+            [f"- **{name}**: {' '.join(said[0].split())[:SAID].replace('<', '&lt;').replace('|', '&#124;')} ..."] if said else []
         )
-    body = "\n".join([*head, *rows, "", "What refusals say (the first of each row):", "", *why, ""])
+    equal = [f"Equal under all of {'; '.join(plans)}: {'; '.join(alike)}.", ""]
+    body = "\n".join([*equal, *head, *rows, "", "How refusals begin (the first of each row):", "", *why, ""])
     before, rest = PAGE.read_text().split(BEGIN)
     return before + BEGIN + "\n" + body + "\n" + END + rest.split(END)[1]
 

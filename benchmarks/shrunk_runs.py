@@ -233,18 +233,21 @@ def known(path: Path, seed: int) -> dict[int, dict[str, Any]]:
 
 def table(records: dict[int, dict[str, Any]]) -> str:
     """What was tried and how it ended: by plan, machines, batch, and what happened."""
-    lines, rows = list(records.values()), []
+    lines = list(records.values())
     good = [line for line in lines if not line["problems"]]
     happened = lambda line: ", then ".join(dict.fromkeys(how or "it comes back" for _, how in line["events"]))
+    rows = ["", "| By | equal to one device, of tried |", "| --- | --- |"]
     for title, key in (
-        ("Plan", lambda line: line["plan"]),
-        ("Machines", lambda line: str(line["machines"])),
-        ("On fewer machines", lambda line: f"`{line['on_shrink']}`"),
-        ("What happened", happened),
+        ("plan", lambda line: line["plan"]),
+        ("machines", lambda line: str(line["machines"])),
+        ("on fewer machines", lambda line: f"`{line['on_shrink']}`"),
+        ("what happened", happened),
     ):
-        rows += ["", f"| {title} | tried | equal to one device |", "| --- | --- | --- |"]
-        for value in sorted({key(line) for line in lines}):
-            rows.append(f"| {value} | {sum(key(x) == value for x in lines)} | {sum(key(x) == value for x in good)} |")
+        said = [
+            f"{value} {sum(key(x) == value for x in good)}/{sum(key(x) == value for x in lines)}"
+            for value in sorted({key(line) for line in lines})
+        ]
+        rows.append(f"| {title} | {'; '.join(said)} |")
     return "\n".join([f"{len(lines)} runs tried, {len(good)} equal to one device.", *rows])
 
 

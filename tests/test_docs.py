@@ -141,6 +141,12 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text("utf-8").split()) <= 900
 
 
+def test_the_list_of_benchmarks_has_every_script():
+    text = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
+    present = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert set(re.findall(r"`(\w+\.py)`", text)) == present
+
+
 def test_decision_notes_are_numbered_and_have_the_same_parts():
     notes = sorted((DOCS / "adr").glob("0*.md"))
     assert [int(note.name[:4]) for note in notes] == list(range(1, len(notes) + 1))

@@ -1,4 +1,4 @@
-"""The migration tables are complete and honest: names exist here, planned ones do not yet, reasons are given."""
+"""The migration tables are complete and honest: names exist here, and where none does the reason is given."""
 
 import ast
 import functools
@@ -17,7 +17,7 @@ from axonml_jax.mesh.axes import AXES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migration.md"
 NAMES = Path(__file__).with_name("migration_names.txt")
-NONE = "none, because "
+NONE = "none"
 
 
 class Row(NamedTuple):
@@ -26,7 +26,6 @@ class Row(NamedTuple):
     section: str
     names: tuple[str, ...]
     here: str
-    since: str
     note: str
 
     @property
@@ -38,13 +37,14 @@ class Row(NamedTuple):
 def rows() -> tuple[Row, ...]:
     found, section, in_table = [], "", False
     for line in PAGE.read_text("utf-8").splitlines():
-        if line.startswith("#"):
-            section, in_table = line.lstrip("# ").replace("`", ""), False
-        elif line.startswith("| There | Here | Since | Note |"):
+        if line.startswith("| There | Here | Note |"):
             in_table = True
         elif in_table and line.startswith("|") and not line.startswith("| ---"):
-            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-            assert len(cells) == 4, f"four cells wanted: {line}"
+            cells = [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
+            assert len(cells) == 3, f"three cells wanted: {line}"
+            if cells[0].startswith("**"):
+                section = cells[0].strip("*").replace("`", "")
+                continue
             names = tuple(re.findall(r"`([^`]+)`", cells[0])) or (cells[0],)
             found.append(Row(section, names, *cells[1:]))
         elif not line.startswith("|"):
@@ -108,11 +108,9 @@ def exists(reference: str) -> bool:
     return True
 
 
-def references(since: str) -> list[str]:
-    """Every counterpart named in rows of that status, once."""
-    return sorted(
-        {ref for row in rows() if row.since == since and not row.here.startswith(NONE) for ref in row.references}
-    )
+def references() -> list[str]:
+    """Every counterpart that a row names, once."""
+    return sorted({ref for row in rows() for ref in row.references})
 
 
 def required() -> list[tuple[str, str]]:
@@ -133,25 +131,19 @@ def test_the_page_has_tables():
     assert len(required()) > 700
 
 
-@pytest.mark.parametrize("reference", references("0.1"))
+@pytest.mark.parametrize("reference", references())
 def test_every_name_that_is_said_to_exist_exists(reference):
     assert exists(reference), f"docs/migration.md names {reference}, which does not exist"
-
-
-@pytest.mark.parametrize("reference", references("planned"))
-def test_no_planned_name_exists_yet(reference):
-    # Once the facade or the layer stands, rows that point to it get the release instead of "planned".
-    assert not exists(reference), f"{reference} exists now: docs/migration.md must not call it planned"
 
 
 def test_every_row_has_a_counterpart_or_a_reason():
     wrong = []
     for row in rows():
-        if row.here.startswith(NONE):
-            ok = row.since == "–" and len(row.here.removeprefix(NONE).split()) >= 4
+        if row.here == NONE:
+            ok = len(row.note.split()) >= 4
         else:
             shaped = all(re.match(r"ax\.[\w.]+(\(\w+=\))?$|axonml-jax \w+( --[\w-]+)*$", ref) for ref in row.references)
-            ok = row.since in ("0.1", "planned") and bool(row.references) and shaped
+            ok = bool(row.references) and shaped and not re.sub(r"`[^`]+`(, )?", "", row.here)
         if not ok:
             wrong.append(row)
     assert not wrong, wrong

@@ -1,47 +1,100 @@
-"""MkDocs hook: one reference page per room of the package, made from its folder so that none is forgotten."""
+"""MkDocs hook: the reference's pages get their names from the table in `reference/index.md`, and names everywhere become links.
 
+A page of a group (`reference/train.md`) ends with `<!-- names -->`; there every name of the table's row is put with its signature,
+its docstring and a link to a program of the documentation that uses it. In prose `ax.NAME` links to it. Names of Flax, Optax, JAX and
+Orbax link into their own pages where these can be asked for their inventories while the site is built, and are plain code elsewhere.
+"""
+
+import functools
+import re
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mkdocs.structure.files import File
+from markdown.extensions.toc import slugify
 
-PACKAGE = Path(__file__).resolve().parents[2] / "axonml_jax"
-ORDER = (
-    "facade",
-    "mesh",
-    "collectives",
-    "sharding",
-    "model",
-    "parallel",
-    "training",
-    "data",
-    "models",
-    "ledger",
-    "cost",
+DOCS = Path(__file__).resolve().parents[1]
+GROUP = re.compile(r"^\| \[[^\]]+\]\((\w+)\.md\)[^|]*\| ([^|]+) \|$", re.MULTILINE)
+HERE = "<!-- names -->"
+FENCED = re.compile(r"^(```+|~~~+)[^\n]*\n.*?^\1[^\n]*$|\[[^\]]*\]\([^)]*\)|<svg.*?</svg>|^#[^\n]*$", re.DOTALL | re.MULTILINE)
+OURS = re.compile(r"(?<![\[`])`ax\.(\w+)`(?!`|\])")
+THEIRS = re.compile(r"(?<![\[`])`((?:jax|optax|nnx|linen|flax|orbax)\.[\w.]+)`(?!`|\])")
+LONG = {"nnx": "flax.nnx", "linen": "flax.linen"}
+INVENTORIES = (
+    "https://docs.jax.dev/en/latest/objects.inv",
+    "https://flax.readthedocs.io/en/latest/objects.inv",
+    "https://optax.readthedocs.io/en/latest/objects.inv",
+    "https://orbax.readthedocs.io/en/latest/objects.inv",
 )
 
 
-def rooms():
-    """Names of the public folders and modules of the package, the facades first."""
-    found = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    found |= {path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("_")}
-    return sorted(found, key=lambda room: (ORDER.index(room) if room in ORDER else len(ORDER), room))
+@functools.cache
+def groups():
+    """File of a group -> its names, in order."""
+    text = (DOCS / "reference" / "index.md").read_text("utf-8")
+    return {file: re.findall(r"`ax\.(\w+)`", row) for file, row in GROUP.findall(text)}
 
 
-def page(room):
-    """Markdown of one room: its docstring and everything public in it, by file."""
-    return f"---\ntitle: {room}\n---\n\n# `axonml_jax.{room}`\n\n::: axonml_jax.{room}\n"
+@functools.cache
+def examples():
+    """Name -> (page, heading) of the first program of the documentation that uses it; pages of the reference come first."""
+    found = {}
+    pages = sorted(DOCS.rglob("*.md"), key=lambda page: (page.parent.name != "reference", page.parent.name != "guides", page))
+    for page in pages:
+        heading = ""
+        for head, block in re.findall(r"^(#+ [^\n]+)$|^```python[^\n]*\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE):
+            heading = head.lstrip("# ") or heading
+            for name in re.findall(r"\bax\.(\w+)", "" if block.startswith("# sketch") else block):
+                found.setdefault(name, (page.relative_to(DOCS).as_posix(), heading))
+    return found
+
+
+def entry(name):
+    """A name's place on its page: where it is used, and all that its docstring says."""
+    page, heading = examples().get(name, ("", ""))
+    used = f"*Example: [{heading.replace('`', '')}](../{page}#{slugify(heading, '-')}).*\n\n" if page.startswith(("guides", "quick")) else ""
+    options = f'    options:\n      heading: "ax.{name}"\n      toc_label: "{name}"\n      show_root_heading: true\n      show_root_toc_entry: true\n'
+    return f"::: axonml_jax.{name}\n{options}\n{used}"
+
+
+def outside(pattern, replace, text):
+    """The text with what matches replaced, except in code, headings, links and drawings."""
+    parts, end = [], 0
+    for found in FENCED.finditer(text):
+        parts += [pattern.sub(replace, text[end : found.start()]), found[0]]
+        end = found.end()
+    return "".join([*parts, pattern.sub(replace, text[end:])])
+
+
+def on_page_markdown(markdown, page, **_):
+    """Names are put on the reference's pages, and linked to from all others."""
+    folder, _, file = page.file.src_uri.rpartition("/")
+    if folder == "reference" and HERE in markdown:
+        before, _, after = markdown.partition(HERE)
+        markdown = before + "\n".join(map(entry, groups()[file.removesuffix(".md")])) + after
+    known = {name for names in groups().values() for name in names}
+    markdown = outside(
+        OURS, lambda it: f"[`ax.{it[1]}`][axonml_jax.{it[1]}]" if it[1] in known else it[0], markdown
+    )
+    return outside(THEIRS, lambda it: _optional(it[1]), markdown)
+
+
+def _optional(name):
+    first, _, rest = name.partition(".")
+    return f'<autoref identifier="{LONG.get(first, first)}.{rest}" optional><code>{name}</code></autoref>'
 
 
 def on_config(config):
-    """Put the generated pages under the navigation's Reference entry."""
-    for entry in config.nav:
-        if "Reference" in entry:
-            entry["Reference"] = [entry["Reference"], *({room: f"reference/{room}.md"} for room in rooms())]
+    """Inventories that answer within two seconds are asked for; without a network the site is built without them."""
+    with ThreadPoolExecutor() as pool:
+        there = [url for url, answers in zip(INVENTORIES, pool.map(_answers, INVENTORIES), strict=True) if answers]
+    config.plugins["mkdocstrings"].config.handlers.setdefault("python", {}).setdefault("inventories", []).extend(there)
     return config
 
 
-def on_files(files, config):
-    """Add the generated pages to the build."""
-    for room in rooms():
-        files.append(File.generated(config, f"reference/{room}.md", content=page(room)))
-    return files
+def _answers(url):
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return answer.read(16).startswith(b"# Sphinx")
+    except OSError:
+        return False
