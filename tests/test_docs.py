@@ -52,7 +52,9 @@ def test_python_blocks_parse_or_are_quoted_from_a_file(path):
 def forked():
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
     with ForkedPrograms(
-        environment | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": EMITTERS}
+        environment
+        | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": EMITTERS}
+        | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}  # as all other tests do (conftest.py): half of the time
     ) as programs:
         yield programs
 

@@ -61,8 +61,8 @@ class ContextParallel(ParallelModel):
       allow_communication: what code that sees whole sequences may send across positions besides attention (see `ax.Context`).
       shard: parameters rest sharded over `fsdp` and `context` together, and are gathered over both at once (ZeRO-3).
       params: a Linen module's variables.
-      bucket_size_mb, gradient_as_bucket_view, comm_dtype, comm_hook, remat, batch_stats, precision, trainable, check_vma,
-        kernels, draws, seed: see `ax.DDP`.
+      bucket_size_mb, gradient_as_bucket_view, comm_dtype, comm_hook: see `ax.DDP`.
+      remat, batch_stats, precision, trainable, check_vma, kernels, draws, seed: see `ax.DDP`.
       sync_strategy: OVERLAPPED or SYNCHRONOUS (see `ax.GradSyncStrategy`).
 
     Raises:
