@@ -124,17 +124,18 @@ def as_text(row):
 
 
 def summary(total, results):
-    """A Markdown table: per option value how many plans were run and how many equal one device."""
+    """How many plans were run and how many equal one device, and over which values of which options."""
     bad = [(row, error) for row, error in results if error]
     ran = "have been run, in a drawn order" if len(results) < total else "have been run"
     lines = [f"Of {total:,} plans {len(results):,} {ran}; {len(results) - len(bad):,} equal."]
-    lines += ["", "| option | values (equal of run, where some are not) |", "| --- | --- |"]
+    said = []
     options = sorted({name for row, _ in results for name in row})
     for name in options:
         ran = collections.Counter(str(row.get(name, 1)) for row, _ in results)
         wrong = collections.Counter(str(row.get(name, 1)) for row, _ in bad)
-        values = (f"{value} ({n - wrong[value]} of {n})" if wrong[value] else value for value, n in sorted(ran.items()))
-        lines.append(f"| {name} | {', '.join(values)} |")
+        values = (f"{value}: {n - wrong[value]} of {n}" if wrong[value] else value for value, n in sorted(ran.items()))
+        said.append(f"{name} ({', '.join(values)})")
+    lines += ["", f"Over {'; '.join(said)}."]
     return "\n".join(lines + [f"\n- {row}: {error}" for row, error in bad])
 
 

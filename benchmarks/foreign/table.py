@@ -10,25 +10,19 @@ from .family import Family
 RESULTS = {"equal": "equal", "refused": "refused", "differs": "different", "crash": "crashed"}
 HEAD = """# Other people's models
 
-Models from packages that others publish, unmodified, with tiny random configurations: each trained for three AdamW steps
-under every plan and held to plain `jax.jit` of the same model on one device, in which no line of this library runs. Four
-simulated devices: DDP and FSDP (FULL_SHARD) over 4, HYBRID over 2 x 2, a pipeline of 2 stages with 2 microbatches x 2 data
-ranks, tensor 2 x 2 data ranks, automatic (`auto_parallelize`, with how many of the model's layers it split) and by rules
-(`TensorParallel`), and dim 1 of the batch over context 2 x 2 data ranks (`ContextParallel(allow_communication=True)`). Each is
-run plain, with `remat="full"`, with two microbatches accumulated, and in bf16; where no variant is named, the cell speaks of
-all four.
+Models from packages that others publish, unmodified, with tiny random configurations: each trained for three AdamW steps under every plan on four simulated
+devices, and held to plain `jax.jit` of the same model, in which no line of this library runs.
 
-Under `context` Tunix's Llama 3, which has no dropout, is also held to one device (loss, gradients, parameters) over 2 and over
-4 ranks by every method, without leave to send anything but attention's: `tests/test_foreign_models.py`, where `google-tunix` is
-installed.
+| Plan | Mesh |
+| --- | --- |
+| DDP, FSDP (FULL_SHARD), HYBRID | 4, 4, 2 x 2 |
+| Pipeline | 2 stages with 2 microbatches x 2 data ranks |
+| tensor, automatic (`auto_parallelize`) and by rules (`TensorParallel`) | 2 x 2 data ranks |
+| context (`ContextParallel(allow_communication=True)`) | 2 x 2 data ranks |
 
-Equal means: losses, gradient norms, every parameter and buffer after three steps agree, per leaf, to `testing/equality.py`:
-float64 where the model computes in it throughout (1e-9), float32's tolerance (1e-5 of the leaf's largest value) where it casts
-to float32 itself (Llama, Qwen, Mamba-2, U-Net, transformer in transformer). In bf16 the one device casts alike, and losses,
-norms and parameters agree to 5e-2, and all updates together point the same way (cosine at least 0.95); XLA rounds to bf16
-wherever a program says so (`--xla_allow_excess_precision=false`), since by default it leaves out roundings, other ones in each
-program. Every parameter starts off its initial value, so that zeros and ones hide nothing. AdamW's epsilon is 1e-3,
-and 1e-2 in bf16, where every shard rounds its gradients.
+Each is run plain, with `remat="full"`, with two microbatches, and in bf16; where no variant is named, the cell speaks of all four. *Equal*: losses, gradient norms, every
+parameter and buffer after three steps agree, in float64 to 1e-9, where the model casts to float32 itself to 1e-5 of the leaf's largest value, in bf16 to 5e-2 (with
+`--xla_allow_excess_precision=false`, since XLA otherwise leaves out other roundings in each program). `tests/test_foreign_models.py` runs a share of it.
 
 ```bash
 pip install 'axonml-jax[foreign]'
@@ -49,11 +43,14 @@ def markdown(families: Sequence[Family], found: dict[str, dict]) -> str:
         f"{len(families)} families, {total} cells, {len(known)} of them run: {_counted(known)} (Python {newest}).",
     ]
     lines += [f"On Python {python} {_share(found[python])}: {_counted(found[python])}." for python in older] + [""]
-    lines += ["| family | what it stands for | " + " | ".join(PLANS) + " |", "| --- " * (2 + len(PLANS)) + "|"]
+    cell_of = lambda family, plan: {v: known[key] for v in VARIANTS if (key := (family.name, plan, v)) in known}
+    alike = [plan for plan in PLANS if {_cell(cell_of(family, plan), {}) for family in families} == {"equal"}]
+    rest = [plan for plan in PLANS if plan not in alike]
+    lines += [f"All families are equal under {', '.join(alike)}; under the others:", ""] if alike else []
+    lines += ["| family | what it stands for | " + " | ".join(rest) + " |", "| --- " * (2 + len(rest)) + "|"]
     notes: dict[str, int] = {}
     for family in families:
-        cells = [{v: known[key] for v in VARIANTS if (key := (family.name, plan, v)) in known} for plan in PLANS]
-        row = [_cell(cell, notes) for cell in cells]
+        row = [_cell(cell_of(family, plan), notes) for plan in rest]
         lines.append(f"| {family.name} | {family.kind} ({family.package}) | " + " | ".join(row) + " |")
     lines += ["", "What refusals, differences and crashes say:", ""] if notes else []
     return "\n".join([*lines, *(f"{number}. {_one_line(why)}" for why, number in notes.items()), ""])
