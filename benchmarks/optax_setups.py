@@ -93,7 +93,9 @@ def page(plans, names, done):
     for name in names:
         said = [said.removeprefix("refused: ") for text, said in done[name].values() if text.startswith("refused")]
         why += (
-            [f"- **{name}**: {' '.join(said[0].split())[:SAID].replace('<', '&lt;').replace('|', '&#124;')} ..."] if said else []
+            [f"- **{name}**: {' '.join(said[0].split())[:SAID].replace('<', '&lt;').replace('|', '&#124;')} ..."]
+            if said
+            else []
         )
     equal = [f"Equal under all of {'; '.join(plans)}: {'; '.join(alike)}.", ""]
     body = "\n".join([*equal, *head, *rows, "", "How refusals begin (the first of each row):", "", *why, ""])

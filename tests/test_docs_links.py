@@ -56,7 +56,9 @@ def test_links_lead_to_files_and_headings_that_exist(path):
 
 def test_dead_links_are_found(tmp_path):
     page = tmp_path / "a.md"
-    page.write_text("# One `two`\n\n[x](a.md#one-two) [y](a.md#three) [z](b.md) [w](#four)\n\n```text\n[v](c.md)\n```\n")
+    page.write_text(
+        "# One `two`\n\n[x](a.md#one-two) [y](a.md#three) [z](b.md) [w](#four)\n\n```text\n[v](c.md)\n```\n"
+    )
     assert dead_links(page) == ["a.md#three", "b.md", "#four"]
 
 

@@ -16,9 +16,18 @@ from markdown.extensions.toc import slugify
 DOCS = Path(__file__).resolve().parents[1]
 GROUP = re.compile(r"^\| \[[^\]]+\]\((\w+)\.md\)[^|]*\| ([^|]+) \|$", re.MULTILINE)
 HERE = "<!-- names -->"
-FENCED = re.compile(r"^(```+|~~~+)[^\n]*\n.*?^\1[^\n]*$|\[[^\]]*\]\([^)]*\)|<svg.*?</svg>|^#[^\n]*$", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(
+    r"^(```+|~~~+)[^\n]*\n.*?^\1[^\n]*$|\[[^\]]*\]\([^)]*\)|<svg.*?</svg>|^#[^\n]*$", re.DOTALL | re.MULTILINE
+)
 OURS = re.compile(r"(?<![\[`])`ax\.(\w+)`(?!`|\])")
 THEIRS = re.compile(r"(?<![\[`])`((?:jax|optax|nnx|linen|flax|orbax)\.[\w.]+)`(?!`|\])")
+# Values whose docstrings list all that is set; their methods are the engine's.
+VALUES = ("Plan", "Precision", "Replicate", "Shard", "Context", "Pipelined", "DiLoCo", "TrainState", "GradSyncStrategy")
+INSIDE = (
+    "checkpoint_begun|checkpoint_committed|checkpoint_leaves|take_leaves|take_resting|resting_arrays|give_up|hollow|values|whole"
+    "|trace|train_step|board|caller|members|positions|run|sub_mesh|timeout|settle|place|due|state_leaves|state_of_leaves|state_specs"
+    "|tree_flatten_with_keys|tree_unflatten|keeping|lower"
+)
 LONG = {"nnx": "flax.nnx", "linen": "flax.linen"}
 INVENTORIES = (
     "https://docs.jax.dev/en/latest/objects.inv",
@@ -39,10 +48,14 @@ def groups():
 def examples():
     """Name -> (page, heading) of the first program of the documentation that uses it; pages of the reference come first."""
     found = {}
-    pages = sorted(DOCS.rglob("*.md"), key=lambda page: (page.parent.name != "reference", page.parent.name != "guides", page))
+    pages = sorted(
+        DOCS.rglob("*.md"), key=lambda page: (page.parent.name != "reference", page.parent.name != "guides", page)
+    )
     for page in pages:
         heading = ""
-        for head, block in re.findall(r"^(#+ [^\n]+)$|^```python[^\n]*\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE):
+        for head, block in re.findall(
+            r"^(#+ [^\n]+)$|^```python[^\n]*\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
+        ):
             heading = head.lstrip("# ") or heading
             for name in re.findall(r"\bax\.(\w+)", "" if block.startswith("# sketch") else block):
                 found.setdefault(name, (page.relative_to(DOCS).as_posix(), heading))
@@ -52,8 +65,13 @@ def examples():
 def entry(name):
     """A name's place on its page: where it is used, and all that its docstring says."""
     page, heading = examples().get(name, ("", ""))
-    used = f"*Example: [{heading.replace('`', '')}](../{page}#{slugify(heading, '-')}).*\n\n" if page.startswith(("guides", "quick")) else ""
+    used = (
+        f"*Example: [{heading.replace('`', '')}](../{page}#{slugify(heading, '-')}).*\n\n"
+        if page.startswith(("guides", "quick"))
+        else ""
+    )
     options = f'    options:\n      heading: "ax.{name}"\n      toc_label: "{name}"\n      show_root_heading: true\n      show_root_toc_entry: true\n'
+    options += "      members: false\n" if name in VALUES else f'      filters: ["!^_", "!^({INSIDE})$"]\n'
     return f"::: axonml_jax.{name}\n{options}\n{used}"
 
 
@@ -69,19 +87,24 @@ def outside(pattern, replace, text):
 def on_page_markdown(markdown, page, **_):
     """Names are put on the reference's pages, and linked to from all others."""
     folder, _, file = page.file.src_uri.rpartition("/")
+    if folder in ("adr", "maintainers"):
+        page.meta["search"] = {"exclude": True}  # users search; the index is loaded with every page
     if folder == "reference" and HERE in markdown:
         before, _, after = markdown.partition(HERE)
         markdown = before + "\n".join(map(entry, groups()[file.removesuffix(".md")])) + after
     known = {name for names in groups().values() for name in names}
-    markdown = outside(
-        OURS, lambda it: f"[`ax.{it[1]}`][axonml_jax.{it[1]}]" if it[1] in known else it[0], markdown
-    )
+    markdown = outside(OURS, lambda it: f"[`ax.{it[1]}`][axonml_jax.{it[1]}]" if it[1] in known else it[0], markdown)
     return outside(THEIRS, lambda it: _optional(it[1]), markdown)
 
 
 def _optional(name):
     first, _, rest = name.partition(".")
     return f'<autoref identifier="{LONG.get(first, first)}.{rest}" optional><code>{name}</code></autoref>'
+
+
+def on_page_content(html, **_):
+    """A column of rows' names has no heading of its own: no heading, rather than an empty one."""
+    return re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
 
 
 def on_config(config):
