@@ -1,4 +1,4 @@
-"""The documentation has no dead ends: links and anchors lead somewhere, names of attributes exist, every name has an example."""
+"""The documentation has no dead ends: links and anchors lead somewhere, attributes exist, every name has an example."""
 
 import importlib
 import re

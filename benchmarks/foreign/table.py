@@ -10,8 +10,9 @@ from .family import Family
 RESULTS = {"equal": "equal", "refused": "refused", "differs": "different", "crash": "crashed"}
 HEAD = """# Other people's models
 
-Models from packages that others publish, unmodified, with tiny random configurations: each trained for three AdamW steps under every plan on four simulated
-devices, and held to plain `jax.jit` of the same model, in which no line of this library runs.
+Models from packages that others publish, unmodified, with tiny random configurations: each trained for three AdamW
+steps under every plan on four simulated devices, and held to plain `jax.jit` of the same model, in which no line of
+this library runs.
 
 | Plan | Mesh |
 | --- | --- |
@@ -20,9 +21,11 @@ devices, and held to plain `jax.jit` of the same model, in which no line of this
 | tensor, automatic (`auto_parallelize`) and by rules (`TensorParallel`) | 2 x 2 data ranks |
 | context (`ContextParallel(allow_communication=True)`) | 2 x 2 data ranks |
 
-Each is run plain, with `remat="full"`, with two microbatches, and in bf16; where no variant is named, the cell speaks of all four. *Equal*: losses, gradient norms, every
-parameter and buffer after three steps agree, in float64 to 1e-9, where the model casts to float32 itself to 1e-5 of the leaf's largest value, in bf16 to 5e-2 (with
-`--xla_allow_excess_precision=false`, since XLA otherwise leaves out other roundings in each program). `tests/test_foreign_models.py` runs a share of it.
+Each is run plain, with `remat="full"`, with two microbatches, and in bf16; where no variant is named, the cell speaks
+of all four. *Equal*: losses, gradient norms, every parameter and buffer after three steps agree, in float64 to 1e-9,
+where the model casts to float32 itself to 1e-5 of the leaf's largest value, in bf16 to 5e-2 (with
+`--xla_allow_excess_precision=false`, since XLA otherwise leaves out other roundings in each program).
+`tests/test_foreign_models.py` runs a share of it.
 
 ```bash
 pip install 'axonml-jax[foreign]'

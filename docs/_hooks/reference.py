@@ -1,8 +1,9 @@
 """MkDocs hook: the reference's pages get their names from the table in `reference/index.md`, and names everywhere become links.
 
-A page of a group (`reference/train.md`) ends with `<!-- names -->`; there every name of the table's row is put with its signature,
-its docstring and a link to a program of the documentation that uses it. In prose `ax.NAME` links to it. Names of Flax, Optax, JAX and
-Orbax link into their own pages where these can be asked for their inventories while the site is built, and are plain code elsewhere.
+A page of a group (`reference/train.md`) ends with `<!-- names -->`; there every name of the table's row is put with
+its signature, its docstring and a link to a program of the documentation that uses it. In prose `ax.NAME` links to
+it. Names of Flax, Optax, JAX and Orbax link into their own pages where these can be asked for their inventories
+while the site is built, and are plain code elsewhere.
 """
 
 import functools
@@ -16,9 +17,11 @@ from markdown.extensions.toc import slugify
 DOCS = Path(__file__).resolve().parents[1]
 GROUP = re.compile(r"^\| \[[^\]]+\]\((\w+)\.md\)[^|]*\| ([^|]+) \|$", re.MULTILINE)
 HERE = "<!-- names -->"
+# Code, links, drawings and headings, in which no name becomes a link.
 FENCED = re.compile(
     r"^(```+|~~~+)[^\n]*\n.*?^\1[^\n]*$|\[[^\]]*\]\([^)]*\)|<svg.*?</svg>|^#[^\n]*$", re.DOTALL | re.MULTILINE
 )
+BLOCK = re.compile(r"^(#+ [^\n]+)$|^```python[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OURS = re.compile(r"(?<![\[`])`ax\.(\w+)`(?!`|\])")
 THEIRS = re.compile(r"(?<![\[`])`((?:jax|optax|nnx|linen|flax|orbax)\.[\w.]+)`(?!`|\])")
 # Values whose docstrings list all that is set; their methods are the engine's.
@@ -47,15 +50,12 @@ def groups():
 @functools.cache
 def examples():
     """Name -> (page, heading) of the first program of the documentation that uses it; pages of the reference come first."""
+    first = ("reference", "guides")
+    rank = lambda page: (first.index(page.parent.name) if page.parent.name in first else len(first), page)
     found = {}
-    pages = sorted(
-        DOCS.rglob("*.md"), key=lambda page: (page.parent.name != "reference", page.parent.name != "guides", page)
-    )
-    for page in pages:
+    for page in sorted(DOCS.rglob("*.md"), key=rank):
         heading = ""
-        for head, block in re.findall(
-            r"^(#+ [^\n]+)$|^```python[^\n]*\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
-        ):
+        for head, block in BLOCK.findall(page.read_text("utf-8")):
             heading = head.lstrip("# ") or heading
             for name in re.findall(r"\bax\.(\w+)", "" if block.startswith("# sketch") else block):
                 found.setdefault(name, (page.relative_to(DOCS).as_posix(), heading))
@@ -65,14 +65,17 @@ def examples():
 def entry(name):
     """A name's place on its page: where it is used, and all that its docstring says."""
     page, heading = examples().get(name, ("", ""))
-    used = (
-        f"*Example: [{heading.replace('`', '')}](../{page}#{slugify(heading, '-')}).*\n\n"
-        if page.startswith(("guides", "quick"))
-        else ""
-    )
-    options = f'    options:\n      heading: "ax.{name}"\n      toc_label: "{name}"\n      show_root_heading: true\n      show_root_toc_entry: true\n'
-    options += "      members: false\n" if name in VALUES else f'      filters: ["!^_", "!^({INSIDE})$"]\n'
-    return f"::: axonml_jax.{name}\n{options}\n{used}"
+    options = {
+        "heading": f'"ax.{name}"',
+        "toc_label": f'"{name}"',
+        "show_root_heading": "true",
+        "show_root_toc_entry": "true",
+        **({"members": "false"} if name in VALUES else {"filters": f'["!^_", "!^({INSIDE})$"]'}),
+    }
+    lines = [f"::: axonml_jax.{name}", "    options:", *(f"      {key}: {value}" for key, value in options.items())]
+    if page and not page.startswith("reference"):
+        lines += ["", f"*Example: [{heading.replace('`', '')}](../{page}#{slugify(heading, '-')}).*"]
+    return "\n".join([*lines, "", ""])
 
 
 def outside(pattern, replace, text):
