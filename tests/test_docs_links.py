@@ -10,7 +10,7 @@ import test_docs
 import test_migration
 
 ROOT, DOCS = test_docs.ROOT, test_docs.DOCS
-PAGES = [*test_docs.PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
+PAGES = [*test_docs.PAGES, ROOT / "CHANGELOG.md", ROOT / "changes" / "0.1.md", ROOT / "benchmarks" / "README.md"]
 CODE = re.compile(r"^(```+)[^\n]*\n.*?^\1[^\n]*$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
 

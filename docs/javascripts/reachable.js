@@ -1,6 +1,6 @@
 // What scrolls can be reached by keyboard, and says what it is; the theme leaves both out.
 document.addEventListener("DOMContentLoaded", () => {
-  document.querySelectorAll(".md-typeset pre > code, .md-typeset__scrollwrap, figure.diagram").forEach((box) => {
+  document.querySelectorAll(".md-typeset pre > code, .md-typeset__scrollwrap, .md-typeset p:has(> img), figure.diagram").forEach((box) => {
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0
   })
   new MutationObserver(() => {
